@@ -1,0 +1,25 @@
+"""Allotrope: one attention stack for hybrid language models.
+
+`from allotrope import LLM, SamplingParams` is all that offline use needs. Importing the package loads neither torch
+nor a server package: names are resolved when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from allotrope.llm import LLM as LLM
+    from allotrope.request import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+_HOME = {"LLM": "allotrope.llm", "SamplingParams": "allotrope.request"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'allotrope' has no attribute {name!r}")

@@ -1,0 +1,106 @@
+"""Every option of Allotrope, once: frozen dataclasses whose fields carry their own help.
+
+The command line, the `LLM` class and the docs are made from these fields. Nothing mutates a config; what is derived
+from the model (its context length, its dtype) is computed where it is needed and lives elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from allotrope.errors import ConfigError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+KVCacheDType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def option(help: str, default: Any = dataclasses.MISSING, *, short: str | None = None) -> Any:
+    """A config field with its one line of help (the CLI's text) and perhaps a short flag."""
+    return field(default=default, metadata={"help": help, "short": short})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What model runs, where, and with how much memory."""
+
+    model: str = option("Model: a Hugging Face directory, a .gguf file, or a hub id found in the local cache.")
+    tokenizer: str | None = option("Tokenizer directory or file, where it is not the model's own.", None)
+    revision: str | None = option("Revision of a hub id.", None)
+    hf_overrides: str | None = option("JSON object merged over the checkpoint's config.json.", None)
+    load_format: LoadFormat = option("Where weights come from; 'dummy' makes reproducible random ones.", "auto")
+    dtype: DType = option("Type of weights and activations; 'auto' is the checkpoint's own.", "auto")
+    kv_cache_dtype: KVCacheDType = option("Type of the cached rows; 'auto' is that of the model.", "auto")
+    device: str = option("Device to run on: 'auto', 'cpu', 'cuda' or 'cuda:N'.", "auto")
+    seed: int = option("Seed of dummy weights and of requests that bring no seed.", 0)
+    tensor_parallel_size: int = option("Number of processes that share each layer.", 1, short="-tp")
+    max_model_len: int | None = option("Longest prompt plus output in tokens; default: the model's own.", None)
+    max_num_seqs: int = option("Most sequences in one step.", 64)
+    max_num_batched_tokens: int = option("Most tokens in one step; longer prompts are cut into chunks.", 2048)
+    max_num_waiting: int = option("Most requests that may wait; more get HTTP 429.", 1024)
+    page_size: int = option("Tokens per page of the paged caches.", 16)
+    kv_cache_memory_bytes: int | None = option(
+        "Bytes for all caches; default: what the longest context needs for a full batch, within a share of memory.", None
+    )
+    memory_utilization: float = option("Share of the device's free memory that caches may take.", 0.5)
+    enable_prefix_caching: bool = option("Reuse cached pages of equal prompt beginnings.", True)
+    attention_backend: str | None = option(
+        "Backend per family, such as 'mha=reference'; default: the first that can run each layer.", None
+    )
+    threads: int | None = option("CPU threads of the engine; default: all cores.", None)
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        reasons = []
+        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "page_size"):
+            if getattr(self, name) < 1:
+                reasons.append(f"{name}={getattr(self, name)}; at least 1 is needed")
+        for name in ("max_model_len", "kv_cache_memory_bytes", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                reasons.append(f"{name}={value}; at least 1 is needed")
+        if self.page_size & (self.page_size - 1):
+            reasons.append(f"page_size={self.page_size}; a power of two is needed")
+        if not 0.0 < self.memory_utilization <= 1.0:
+            reasons.append(f"memory_utilization={self.memory_utilization}; allowed: above 0, up to 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            reasons.append(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
+                f"each sequence needs one token a step"
+            )
+        if reasons:
+            raise ConfigError("bad options: " + "; ".join(reasons) + ".")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How the HTTP server presents itself."""
+
+    host: str = option("Address to listen on.", "127.0.0.1")
+    port: int = option("Port to listen on; 0 takes a free one.", 8000)
+    served_model_name: str | None = option("Name of the model in the API; default: as given to --model.", None)
+    api_key: str | None = option("Key that every route but /health asks for; also from ALLOTROPE_API_KEY.", None)
+    chat_template: str | None = option("Jinja file or text to use in place of the checkpoint's chat template.", None)
+    strict: bool = option("Answer unknown request fields with 400 instead of naming them in a header.", False)
+    metrics_compat: Literal["none", "vllm"] = option("Also export metrics under this engine's names.", "none")
+    drain_timeout: float = option("Seconds that running requests get to finish after SIGTERM.", 30.0)
+    max_body_bytes: int = option("Largest accepted request body.", 32 * 1024 * 1024)
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"bad options: port={self.port}; allowed: 0 to 65535.")
+
+
+def _check_choices(config: Any) -> None:
+    """Refuse a value that is not among a `Literal` field's choices."""
+    hints = get_type_hints(type(config))
+    wrong = [
+        f"{f.name}={getattr(config, f.name)!r}; allowed: {', '.join(map(repr, get_args(hints[f.name])))}"
+        for f in dataclasses.fields(config)
+        if get_origin(hints[f.name]) is Literal and getattr(config, f.name) not in get_args(hints[f.name])
+    ]
+    if wrong:
+        raise ConfigError("bad options: " + "; ".join(wrong) + ".")

@@ -1,0 +1,170 @@
+"""What is asked of the engine and what comes back, as plain data.
+
+These types cross the process border between server and engine, so they hold integers, floats and
+strings only: never a tensor, a tokenizer or text that the engine would have to interpret.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from allotrope.errors import InvalidRequest
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the next tokens of one request are chosen. `temperature` 0 means greedy.
+
+    Disabled values: `top_p` 1, `top_k` 0, `min_p` 0, penalties 0 (repetition 1), `max_tokens` None
+    (as far as the context allows).
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def check(self, vocab_size: int) -> None:
+        """Raise `InvalidRequest` naming the first field that is out of its range.
+
+        `vocab_size`: number of ids the model's output layer scores.
+        """
+        _in_range("n", self.n, 1, 128)
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _in_range("top_k", self.top_k, 0, 2**31 - 1)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        if self.seed is not None:
+            _in_range("seed", self.seed, -MAX_SEED, MAX_SEED)
+        if self.max_tokens is not None:
+            _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _in_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}.", "min_tokens"
+            )
+        if len(self.stop) > 16:
+            raise InvalidRequest(f"stop has {len(self.stop)} strings; at most 16 are allowed.", "stop")
+        if any(not text for text in self.stop):
+            raise InvalidRequest("stop must not contain an empty string.", "stop")
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _in_range(name, count, 0, MAX_LOGPROBS)
+        _in_vocabulary("stop_token_ids", self.stop_token_ids, vocab_size)
+        _in_vocabulary("logit_bias", tuple(self.logit_bias), vocab_size)
+        for token, bias in self.logit_bias.items():
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidRequest(f"logit_bias of token {token} is {bias}; allowed: -100 to 100.", "logit_bias")
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise InvalidRequest("allowed_token_ids is empty: no token could be chosen.", "allowed_token_ids")
+            _in_vocabulary("allowed_token_ids", self.allowed_token_ids, vocab_size)
+
+
+def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    below = value <= low if open_low else value < low
+    if math.isnan(value) or below or value > high:
+        bracket = "(" if open_low else "["
+        raise InvalidRequest(f"{name}={value} is out of range; allowed: {bracket}{low}, {high}].", name)
+
+
+def _in_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(f"{name} has token id {token}; the vocabulary has ids 0 to {vocab_size - 1}.", name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt and how to continue it. The engine answers with `params.n` sequences.
+
+    `request_id`: unique among live requests. `prompt_ids`: token ids of the prompt, at least one.
+    `eos_ids`: ids that end a sequence unless `params.ignore_eos`. `arrival`: seconds (time.monotonic).
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    eos_ids: tuple[int, ...] = ()
+    arrival: float = 0.0
+
+    def check(self, vocab_size: int, max_model_len: int) -> None:
+        """Raise `InvalidRequest` if this request could never run on a model of these limits."""
+        if not self.prompt_ids:
+            raise InvalidRequest("the prompt is empty; at least one token is needed.", "prompt")
+        _in_vocabulary("prompt", self.prompt_ids, vocab_size)
+        self.params.check(vocab_size)
+        if len(self.prompt_ids) >= max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(self.prompt_ids)} tokens; this model's context is {max_model_len} tokens "
+                f"(--max-model-len), of which at least one must be left to generate.",
+                "prompt",
+            )
+        wanted = self.params.max_tokens
+        if wanted is not None and len(self.prompt_ids) + wanted > max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(self.prompt_ids)} tokens and max_tokens is {wanted}; together they exceed the "
+                f"context of {max_model_len} tokens. Ask for at most {max_model_len - len(self.prompt_ids)}.",
+                "max_tokens",
+            )
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, of the raw model distribution (before temperature and penalties).
+
+    `logprob` and `rank` (1 = most likely) belong to `token_id`; `top`: the most likely (id, logprob), best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class SequenceOutput:
+    """What one step added to sequence `index` (0 to n-1) of a request.
+
+    `token_ids`: new ids, possibly none. `logprobs`: one per new id, where asked for. `prompt_logprobs`: sent once,
+    with the first output; its first entry is None (nothing precedes the first token). `cached_tokens`: prompt tokens
+    taken from the prefix cache. `stop_reason`: the stop id that ended it, if one did. `error`: why, where
+    `finish_reason` is "error".
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    cached_tokens: int = 0
+    error: str | None = None
