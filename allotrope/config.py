@@ -42,7 +42,7 @@ class EngineConfig:
     max_num_waiting: int = option("Most requests that may wait; more get HTTP 429.", 1024)
     page_size: int = option("Tokens per page of the paged caches.", 16)
     kv_cache_memory_bytes: int | None = option(
-        "Bytes for all caches; default: what the longest context needs for a full batch, within a share of memory.", None
+        "Bytes for all caches; default: enough for a full batch of the longest context, within a share of memory.", None
     )
     memory_utilization: float = option("Share of the device's free memory that caches may take.", 0.5)
     enable_prefix_caching: bool = option("Reuse cached pages of equal prompt beginnings.", True)

@@ -1,0 +1,59 @@
+"""Choosing who runs a layer: every candidate's reasons are collected, none is dropped silently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from allotrope.errors import BackendError
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run a family.
+
+    `rejects(spec, device)` lists why it cannot run a layer (empty: it can), each reason with the value found and the
+    value needed. `run` is the family's function; all backends of a family share its signature.
+    """
+
+    name: str
+    rejects: Callable[[Any, torch.device], list[str]]
+    run: Callable[..., Any]
+
+
+def choose(
+    family: str, backends: Sequence[Backend], spec: Any, device: torch.device, wanted: str | None = None
+) -> Backend:
+    """Return the first backend that can run `spec` on `device`, or the `wanted` one.
+
+    Raises BackendError with the reasons of every backend tried.
+    """
+    candidates = [b for b in backends if wanted is None or b.name == wanted]
+    if not candidates:
+        known = ", ".join(b.name for b in backends)
+        raise BackendError(f"{family} has no backend {wanted!r}; it has: {known}.")
+    refused = []
+    for backend in candidates:
+        reasons = backend.rejects(spec, device)
+        if not reasons:
+            return backend
+        refused.append(f"{family}/{backend.name} cannot run: " + "; ".join(reasons))
+    others = [b.name for b in backends if b not in candidates and not b.rejects(spec, device)]
+    advice = f" Try --attention-backend {family}={others[0]}." if others else ""
+    raise BackendError(". ".join(refused) + "." + advice)
+
+
+def parse_wanted(text: str | None, families: Sequence[str]) -> dict[str, str]:
+    """Read `mha=reference,gdn=chunked` into a dict; raises BackendError for a family that does not exist."""
+    wanted: dict[str, str] = {}
+    for item in filter(None, (text or "").split(",")):
+        family, equals, name = item.partition("=")
+        if not equals or family not in families:
+            raise BackendError(
+                f"attention_backend={text!r}: {item!r} is not FAMILY=BACKEND; families: {', '.join(families)}."
+            )
+        wanted[family] = name
+    return wanted

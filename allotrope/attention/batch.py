@@ -1,0 +1,117 @@
+"""One step's batch as every host can describe it: lengths, positions, and where the rows of each token live.
+
+Owns: integers about requests and tokens. Must not know: families, models, who allocated the pages.
+
+Requests are packed without padding: the T tokens of request b are `query_start[b] .. query_start[b + 1]`. Decoding
+requests (one new token) come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class PageIndex:
+    """Where the pages of one group of caches lie.
+
+    `page_size`: tokens per page. `table`: [B, W] int64, page of each run of `page_size` tokens, -1 where there is
+    none (not yet written, or fallen out of a window). Page 0 is no request's: it is never written and holds zeros, so
+    that row 0 can stand for "no row" without reading another request's bytes. `slots`: [T] int64, `page * page_size + offset` of each new
+    token, -1 where nothing may be written.
+    """
+
+    page_size: int
+    table: torch.Tensor
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SlotIndex:
+    """`slots`: [B] int64, the state slot of each request."""
+
+    slots: torch.Tensor
+
+
+CacheIndex = PageIndex | SlotIndex
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """The requests of one step.
+
+    `query_lens`, `seq_lens`: per request, new tokens and tokens visible after this step (host integers, so that a
+    plan never asks the device). `device`: where index tensors are made.
+    """
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        if any(q < 1 or n < q for q, n in zip(self.query_lens, self.seq_lens, strict=True)):
+            raise ValueError(f"query_lens={self.query_lens} must be at least 1 and at most seq_lens={self.seq_lens}")
+        decodes = [q == 1 for q in self.query_lens]
+        if decodes != sorted(decodes, reverse=True):
+            raise ValueError(f"query_lens={self.query_lens}: requests with one new token must come first")
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.query_lens)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @cached_property
+    def num_decodes(self) -> int:
+        """Requests with exactly one new token; they are the first of the batch."""
+        return sum(q == 1 for q in self.query_lens)
+
+    @cached_property
+    def context_lens(self) -> tuple[int, ...]:
+        """Tokens of each request that earlier steps have stored."""
+        return tuple(n - q for q, n in zip(self.query_lens, self.seq_lens, strict=True))
+
+    @cached_property
+    def query_start(self) -> tuple[int, ...]:
+        """[B + 1] first token of each request, and T."""
+        starts = [0]
+        for q in self.query_lens:
+            starts.append(starts[-1] + q)
+        return tuple(starts)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """[T] int64 position of each token in its request."""
+        flat: list[int] = []
+        for context, n in zip(self.context_lens, self.seq_lens, strict=True):
+            flat.extend(range(context, n))
+        return torch.tensor(flat, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def request_of_token(self) -> torch.Tensor:
+        """[T] int64 request of each token."""
+        lens = torch.tensor(self.query_lens, dtype=torch.int64)
+        return torch.repeat_interleave(torch.arange(len(lens)), lens).to(self.device)
+
+
+def index_pages(batch: BatchLayout, page_size: int, pages: Sequence[Sequence[int]], *, write: bool = True) -> PageIndex:
+    """Make a `PageIndex` from per-request page lists (-1 for an absent page).
+
+    Raises ValueError if a request has fewer pages than its `seq_lens` needs. With `write` False every slot is -1.
+    """
+    width = max((len(row) for row in pages), default=0)
+    for row, n in zip(pages, batch.seq_lens, strict=True):
+        if len(row) * page_size < n:
+            raise ValueError(f"{len(row)} pages of {page_size} tokens cannot hold {n} tokens")
+    table = torch.tensor([[*row, *[-1] * (width - len(row))] for row in pages], dtype=torch.int64, device=batch.device)
+    if not write:
+        return PageIndex(page_size, table, torch.full((batch.num_tokens,), -1, device=batch.device))
+    page = table[batch.request_of_token, batch.positions // page_size]
+    slots = torch.where(page < 0, page, page * page_size + batch.positions % page_size)
+    return PageIndex(page_size, table, slots)

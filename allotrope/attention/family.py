@@ -1,0 +1,51 @@
+"""What every attention family offers, and nothing more.
+
+A family is a pure function of (tensors, cache views, plan). Its spec says what one layer needs; its plan holds
+everything about the step that all layers of equal `plan_key` share, and is built once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from allotrope.attention.batch import BatchLayout, CacheIndex
+from allotrope.attention.cache_layout import CacheLayout
+
+CacheViews = Mapping[str, Mapping[str, torch.Tensor]]
+"""Of one layer: cache name -> field name -> tensor."""
+
+
+class Spec(Protocol):
+    """One layer's attention, in numbers. Frozen and hashable; per-rank head counts."""
+
+    @property
+    def family(self) -> str:
+        """Name of the family that runs it (a key of `FAMILIES`)."""
+        ...
+
+    @property
+    def plan_key(self) -> Hashable:
+        """Layers with equal keys and equal cache groups share one plan a step."""
+        ...
+
+    def caches(self) -> dict[str, CacheLayout]:
+        """The caches the layer owns, by name; empty if it reads another layer's."""
+        ...
+
+
+class Family(Protocol):
+    """A module-like object per family; see `allotrope.attention.registry.FAMILIES`."""
+
+    name: str
+
+    def plan(self, spec: Any, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> Any:
+        """Build what all layers of `spec.plan_key` share in this step. `index`: cache name -> where its rows lie."""
+        ...
+
+    @property
+    def backends(self) -> tuple[Any, ...]:
+        """The `Backend`s that can run it, best first; the last one is the reference, which runs anywhere."""
+        ...

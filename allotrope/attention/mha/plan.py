@@ -1,0 +1,104 @@
+"""Which rows each query of a step reads: built on the host once, shared by all layers of one window.
+
+A step becomes a few `Part`s, each a rectangle of b requests with q query tokens that read L rows. Decoding requests
+of similar length share a part; a prefill is cut into blocks of queries, so that neither a score matrix nor the keys
+before the window are ever held whole. The rectangle a request falls into depends on its own lengths alone, and rows
+that are not its own are never read: its result does not depend on its neighbours or on what a page held before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
+from allotrope.attention.mha.spec import MhaSpec
+
+# Queries of one prefill that are scored together: bounds the score matrix to QUERY_BLOCK x L per head.
+QUERY_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Part:
+    """b requests with q queries each, request after request.
+
+    `tokens`: the b * q tokens, a slice or an index into the batch. `rows`: [b, L] int64 rows of the pool; row 0, which
+    is never written and holds zeros, stands where a request has fewer. `visible`: [b, q, L] bool, or None where L == q
+    and the mask is the plain causal one.
+    """
+
+    tokens: slice | torch.Tensor
+    queries: int
+    rows: torch.Tensor
+    visible: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class MhaPlan:
+    """`slots`: row that each written token goes to. `writes`: the tokens that are written; None means all."""
+
+    slots: torch.Tensor
+    writes: torch.Tensor | None
+    parts: tuple[Part, ...]
+
+
+def build_plan(spec: MhaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> MhaPlan:
+    """Plan one step for every layer that has `spec`'s window. `index` has the entry "kv"."""
+    paged = index["kv"]
+    assert isinstance(paged, PageIndex)
+    kept = paged.slots >= 0
+    writes = None if bool(kept.all()) else kept.nonzero().squeeze(1)
+    slots = paged.slots if writes is None else paged.slots[writes]
+    return MhaPlan(
+        slots, writes, (*_decode_parts(spec.window, batch, paged), *_prefill_parts(spec.window, batch, paged))
+    )
+
+
+def _decode_parts(window: int | None, batch: BatchLayout, paged: PageIndex) -> Iterator[Part]:
+    buckets: dict[int, list[int]] = {}
+    for b, n in enumerate(batch.seq_lens[: batch.num_decodes]):
+        buckets.setdefault(_padded(n if window is None else min(n, window)), []).append(b)
+    for length, members in buckets.items():
+        contiguous = members[-1] - members[0] + 1 == len(members)
+        tokens = slice(members[0], members[-1] + 1) if contiguous else torch.tensor(members, device=batch.device)
+        seen = torch.tensor([batch.seq_lens[b] for b in members], device=batch.device)[:, None]
+        first = (seen - length).clamp(min=0) if window is not None else torch.zeros_like(seen)
+        key = first + torch.arange(length, device=batch.device)
+        yield Part(tokens, 1, _rows(paged, paged.table[tokens], key, key < seen), _visible(key, seen, window))
+
+
+def _padded(length: int) -> int:
+    """Rows that a decoding request of `length` keys is padded to: at most an eighth more, so that widths are few."""
+    step = max(16, 1 << max(0, length.bit_length() - 4))
+    return -(-length // step) * step
+
+
+def _prefill_parts(window: int | None, batch: BatchLayout, paged: PageIndex) -> Iterator[Part]:
+    for b in range(batch.num_decodes, batch.num_requests):
+        context, token = batch.context_lens[b], batch.query_start[b]
+        for begin in range(0, batch.query_lens[b], QUERY_BLOCK):
+            queries = min(QUERY_BLOCK, batch.query_lens[b] - begin)
+            seen = torch.arange(context + begin + 1, context + begin + queries + 1, device=batch.device)[None]
+            last = context + begin + queries
+            first = 0 if window is None else max(0, context + begin + 1 - window)
+            key = torch.arange(first, last, device=batch.device)[None]
+            plain = last - first == queries and (window is None or window >= queries)
+            visible = None if plain else _visible(key, seen, window)
+            rows = _rows(paged, paged.table[b : b + 1], key, torch.ones_like(key, dtype=torch.bool))
+            yield Part(slice(token + begin, token + begin + queries), queries, rows, visible)
+
+
+def _rows(paged: PageIndex, table: torch.Tensor, key: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """[b, L] pool row of key position `key` [b, L]; row 0 where it is not `inside` the request."""
+    page = table.gather(1, (key // paged.page_size).clamp(max=table.shape[1] - 1))
+    return torch.where(inside & (page >= 0), page * paged.page_size + key % paged.page_size, 0)
+
+
+def _visible(key: torch.Tensor, seen: torch.Tensor, window: int | None) -> torch.Tensor:
+    """[b, q, L]: key position `key` [b, L] is among the `seen` [b, q] first ones and inside the window ending there."""
+    mask = key[:, None, :] < seen[:, :, None]
+    if window is not None:
+        mask &= key[:, None, :] >= seen[:, :, None] - window
+    return mask

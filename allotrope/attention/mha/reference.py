@@ -1,0 +1,94 @@
+"""Softmax attention over a paged cache, written to be read: the definition that every kernel is held against.
+
+For query t of head h, with g = h // (H / G) its key/value head and s over the keys that t sees:
+
+    l_s = softcap(scale * q_t,h . k_s,g)
+    o_t,h = sum_s exp(l_s) v_s,g / (sum_s exp(l_s) + exp(sink_h))
+
+Mathematics in fp32 whatever the inputs; the result is rounded once. Sources: Vaswani et al. 2017, section 3.2;
+Ainslie et al. 2023 (grouped queries); Xiao et al. 2023, section 3 (sinks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from allotrope.attention.family import CacheViews
+from allotrope.attention.mha.plan import MhaPlan, Part
+from allotrope.attention.mha.spec import MhaSpec
+
+Attend = Callable[
+    [MhaSpec, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor
+]
+
+
+def attend(
+    spec: MhaSpec,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The equation above for one rectangle.
+
+    `q`: [b, q, H, D]. `k`, `v`: [b, L, G, D]. `visible`: [b, q, L] bool; None is causal with L == q. `sinks`: [H].
+    Returns [b, q, H, D] in `q`'s type; 0 where a query sees nothing.
+    """
+    requests, queries, heads, _ = q.shape
+    groups, keys = k.shape[2], k.shape[1]
+    grouped = q.float().unflatten(2, (groups, heads // groups))
+    logits = torch.einsum("bqgrd,bkgd->bgrqk", grouped, k.float()) * spec.scale
+    if spec.softcap is not None:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    if visible is None:
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril()[None]
+    logits = logits.masked_fill(~visible[:, None, None], -torch.inf)
+    if sinks is not None:
+        sink = sinks.float().view(1, groups, heads // groups, 1, 1).expand(requests, -1, -1, queries, 1)
+        logits = torch.cat((logits, sink), dim=-1)
+    weights = torch.softmax(logits, dim=-1)[..., :keys].nan_to_num(0.0)
+    return torch.einsum("bgrqk,bkgd->bqgrd", weights, v.float()).flatten(2, 3).to(q.dtype)
+
+
+def store(spec: MhaSpec, plan: MhaPlan, caches: CacheViews, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Write the new rows. `k`, `v`: [T, G, D]; tokens without a slot are not written."""
+    new = {"k": k} if spec.values_are_keys else {"k": k, "v": v}
+    for name, rows in new.items():
+        pool = caches["kv"][name].flatten(0, 1)
+        rows = rows if plan.writes is None else rows[plan.writes]
+        pool.index_copy_(0, plan.slots, rows.to(pool.dtype))
+
+
+def gather(pool: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
+    """The rows that a part reads. `pool`: [P, S, G, D]. Returns [b, L, G, D] in `dtype`."""
+    return pool.flatten(0, 1).index_select(0, part.rows.flatten()).unflatten(0, part.rows.shape).to(dtype)
+
+
+def run(
+    spec: MhaSpec,
+    plan: MhaPlan,
+    caches: CacheViews,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    core: Attend = attend,
+) -> torch.Tensor:
+    """Store the step's keys and values, then attend.
+
+    `q`: [T, H, D]. `k`, `v`: [T, G, D], or None for a layer that reads the rows another layer stored. `sinks`: [H]
+    where the spec has them. `core`: the rectangle's computation. Returns [T, H, Dv] in `q`'s type.
+    """
+    if k is not None and v is not None:
+        store(spec, plan, caches, k, v)
+    pools = caches["kv"]
+    out = q.new_empty(q.shape[0], spec.num_heads, spec.value_dim)
+    for part in plan.parts:
+        keys = gather(pools["k"], part, q.dtype)
+        values = keys if spec.values_are_keys else gather(pools["v"], part, q.dtype)
+        block = q[part.tokens].unflatten(0, (-1, part.queries))
+        out[part.tokens] = core(spec, block, keys, values, part.visible, sinks).flatten(0, 1)
+    return out

@@ -1,0 +1,8 @@
+"""The attention families, by name. Everything that enumerates families reads this table."""
+
+from __future__ import annotations
+
+from allotrope.attention.family import Family
+from allotrope.attention.mha.family import MHA
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (MHA(),)}
