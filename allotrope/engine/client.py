@@ -1,0 +1,226 @@
+"""The server's side of the engine process: starts it, sends requests, hands outputs to whoever asked for them.
+
+It must not know HTTP or text. When the engine process ends, for whatever reason, every open request fails at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+
+from allotrope.config import EngineConfig
+from allotrope.engine.messages import (
+    LENGTH,
+    Abort,
+    Add,
+    Failed,
+    FromEngine,
+    Progress,
+    Ready,
+    Refused,
+    Start,
+    Stepped,
+    ToEngine,
+    pack,
+    unpack_from_engine,
+)
+from allotrope.engine.report import EngineLimits, EngineStats
+from allotrope.errors import AllotropeError, ConfigError, EngineDead, InvalidRequest, Overloaded
+from allotrope.logs import one_line
+from allotrope.request import Request, SequenceOutput
+
+_REAP_SECONDS = 2.0
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from allotrope.engine.process import main; main(int(sys.argv[1]))"
+)
+
+_Inbox = asyncio.Queue[SequenceOutput | AllotropeError]
+
+
+class EngineClient:
+    """One engine process and the requests that are open in it.
+
+    Making the object starts the process (so that it loads while the server imports its own packages); `start` sends
+    it its config and waits for the model. `dead` is None until the process has ended, then the reason in one line.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, str(theirs.fileno()), json.dumps(sys.path)],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+            )
+        self._socket = ours
+        self._writer: asyncio.StreamWriter | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._open: dict[str, _Inbox] = {}
+        self._limits: EngineLimits | None = None
+        self._stats = EngineStats()
+        self._failure: Failed | None = None
+        self.dead: str | None = None
+        self.died = asyncio.Event()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        return self._process.pid
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What the loaded model allows. Raises `RuntimeError` before `start` has returned."""
+        if self._limits is None:
+            raise RuntimeError("the engine's limits are known only after it has started")
+        return self._limits
+
+    def stats(self) -> EngineStats:
+        """Where the engine stood after its last step."""
+        return self._stats
+
+    async def start(self, on_progress: Callable[[str], None] = lambda phase: None) -> None:
+        """Load the model; return when it can generate.
+
+        `on_progress`: called with each phase of the loading, in words.
+        Raises `ConfigError` if the options cannot work, another `AllotropeError` if the model cannot be loaded.
+        """
+        reader, self._writer = await asyncio.open_connection(sock=self._socket)
+        self._send(Start(self._config))
+        while self._limits is None:
+            message = await _receive(reader)
+            match message:
+                case Progress(phase):
+                    on_progress(phase)
+                case Ready(limits, stats):
+                    self._limits, self._stats = limits, stats
+                case Failed(kind, text):
+                    raise (ConfigError if kind == "ConfigError" else AllotropeError)(text)
+                case _:
+                    raise EngineDead(f"{await self._how_it_ended()} while it was loading")
+        self._listener = asyncio.create_task(self._listen(reader))
+
+    async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+        """Yield the outputs of all `request.params.n` sequences as they come, until each has ended.
+
+        Leaving early (closing the generator, or being cancelled) aborts the request in the engine.
+        Raises `InvalidRequest` or `Overloaded` if the engine refuses it, `EngineDead` if the process ends.
+        """
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        inbox: _Inbox = asyncio.Queue()
+        self._open[request.request_id] = inbox
+        left = request.params.n
+        try:
+            self._send(Add(request))
+            while left:
+                item = await inbox.get()
+                if isinstance(item, AllotropeError):
+                    left = 0
+                    raise item
+                left -= item.finish_reason is not None
+                yield item
+        finally:
+            del self._open[request.request_id]
+            if left:
+                self.abort(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request in the engine, in whatever phase it is; nothing happens if it is not there."""
+        if self.dead is None:
+            self._send(Abort([request_id]))
+
+    async def stop(self) -> None:
+        """End the process; open requests fail."""
+        if self._writer is None:
+            self._socket.close()
+        else:
+            self._writer.close()
+        if not await self._reaped():
+            self._process.kill()
+            await self._reaped()
+        if self._listener is not None:
+            self._listener.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._listener
+
+    def _send(self, message: ToEngine) -> None:
+        if self._writer is None:
+            raise RuntimeError("the engine has not been started")
+        self._writer.write(pack(message))
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        reason = ""
+        try:
+            await self._deliver_all(reader)
+            reason = await self._how_it_ended()
+        except Exception as error:
+            # The border of the process: a message that cannot be read leaves requests that nobody would answer.
+            self._process.kill()
+            reason = one_line(f"the engine process (pid {self.pid}) sent what cannot be read: {error!r}")
+        finally:
+            self.dead = reason or "the engine was stopped"
+            for inbox in self._open.values():
+                inbox.put_nowait(EngineDead(self.dead))
+            self.died.set()
+
+    async def _deliver_all(self, reader: asyncio.StreamReader) -> None:
+        while (message := await _receive(reader)) is not None:
+            match message:
+                case Stepped(outputs, stats):
+                    self._stats = stats
+                    for output in outputs:
+                        self._deliver(output.request_id, output)
+                case Refused(request_id, text, param, status):
+                    refusal = Overloaded(text) if status == 429 else InvalidRequest(text, param, status)
+                    self._deliver(request_id, refusal)
+                case Failed():
+                    self._failure = message
+                case _:
+                    raise RuntimeError(f"unexpected message from a running engine: {message}")
+
+    def _deliver(self, request_id: str, item: SequenceOutput | AllotropeError) -> None:
+        # A request that was just aborted may still have had outputs on their way.
+        inbox = self._open.get(request_id)
+        if inbox is not None:
+            inbox.put_nowait(item)
+
+    async def _how_it_ended(self) -> str:
+        name = f"the engine process (pid {self.pid})"
+        if not await self._reaped():
+            return f"{name} closed its connection"
+        if self._failure is not None:
+            return f"{name} failed: {self._failure.message}"
+        status = self._process.returncode
+        return f"{name} was killed by {_signal_name(-status)}" if status < 0 else f"{name} exited with status {status}"
+
+    async def _reaped(self) -> bool:
+        """Wait a little for the process to end; whether it has."""
+        deadline = asyncio.get_running_loop().time() + _REAP_SECONDS
+        while self._process.poll() is None:
+            if asyncio.get_running_loop().time() > deadline:
+                return False
+            await asyncio.sleep(0.01)
+        return True
+
+
+def _signal_name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+async def _receive(reader: asyncio.StreamReader) -> FromEngine | None:
+    try:
+        header = await reader.readexactly(LENGTH.size)
+        return unpack_from_engine(await reader.readexactly(LENGTH.unpack(header)[0]))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None

@@ -1,0 +1,112 @@
+"""The messages between the server's process and the engine's, and how they lie on the wire.
+
+A frame is a 4-byte little-endian length and that many bytes of msgpack. The end of the stream means that the other
+process has ended. It must not know what either side does with a message.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import msgspec
+
+from allotrope.config import EngineConfig
+from allotrope.engine.report import EngineLimits, EngineStats
+from allotrope.request import Request, SequenceOutput
+
+LENGTH = struct.Struct("<I")
+_CHUNK = 1 << 20
+
+
+class Start(msgspec.Struct, tag=True):
+    """To the engine, first and once: load this model."""
+
+    config: EngineConfig
+
+
+class Add(msgspec.Struct, tag=True):
+    """To the engine: queue a request. Answered by outputs, or by `Refused`."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, tag=True):
+    """To the engine: drop these requests wherever they are. Unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class Progress(msgspec.Struct, tag=True):
+    """From the engine while it loads: what it is doing now."""
+
+    phase: str
+
+
+class Ready(msgspec.Struct, tag=True):
+    """From the engine, once: the model is loaded."""
+
+    limits: EngineLimits
+    stats: EngineStats
+
+
+class Failed(msgspec.Struct, tag=True):
+    """From the engine, last: it ends, and why. `kind` is the name of the error's class."""
+
+    kind: str
+    message: str
+
+
+class Refused(msgspec.Struct, tag=True):
+    """From the engine: a request that was not queued. `status` is the HTTP status that says so."""
+
+    request_id: str
+    message: str
+    param: str | None
+    status: int
+
+
+class Stepped(msgspec.Struct, tag=True):
+    """From the engine after each step: what it produced and where it stands."""
+
+    outputs: list[SequenceOutput]
+    stats: EngineStats
+
+
+ToEngine = Start | Add | Abort
+FromEngine = Progress | Ready | Failed | Refused | Stepped
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def pack(message: ToEngine | FromEngine) -> bytes:
+    """`message` as one frame."""
+    body = _encoder.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def unpack_from_engine(body: bytes) -> FromEngine:
+    """The message in a frame's body (the bytes after its length)."""
+    return _from_engine.decode(body)
+
+
+def receive(connection: socket.socket) -> ToEngine | None:
+    """Wait for the next message to the engine; None where the other process has ended."""
+    header = _read(connection, LENGTH.size)
+    body = None if header is None else _read(connection, LENGTH.unpack(header)[0])
+    return None if body is None else _to_engine.decode(body)
+
+
+def _read(connection: socket.socket, size: int) -> bytearray | None:
+    data = bytearray()
+    while len(data) < size:
+        try:
+            piece = connection.recv(min(size - len(data), _CHUNK))
+        except ConnectionError:
+            return None
+        if not piece:
+            return None
+        data += piece
+    return data

@@ -1,0 +1,134 @@
+"""The engine's own process: loads the model, then turns messages into steps until the server's end closes.
+
+It must not know HTTP, text or tokenizers. It ends by itself as soon as the server's process does, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from allotrope.engine.messages import (
+    Abort,
+    Add,
+    Failed,
+    FromEngine,
+    Progress,
+    Ready,
+    Refused,
+    Start,
+    Stepped,
+    ToEngine,
+    pack,
+    receive,
+)
+from allotrope.errors import AllotropeError, InvalidRequest, Overloaded
+from allotrope.logs import configure_logging, one_line
+
+if TYPE_CHECKING:
+    from allotrope.config import EngineConfig
+    from allotrope.engine.engine import Engine
+
+log = logging.getLogger("allotrope.engine")
+
+_ENDED_WITH_SERVER = 0
+_FAILED = 1
+
+
+class EngineProcess:
+    """The engine's side of the border: one socket, a thread that reads it, and the loop that steps."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._inbox: SimpleQueue[ToEngine] = SimpleQueue()
+
+    def run(self) -> int:
+        """Serve until the engine cannot go on; the exit status. Does not return when the server ends first."""
+        start = receive(self._connection)
+        if not isinstance(start, Start):
+            return _ENDED_WITH_SERVER
+        threading.Thread(target=self._read, name="messages", daemon=True).start()
+        try:
+            engine = self._load(start.config)
+            self._send(Ready(limits=engine.limits, stats=engine.stats()))
+            while True:
+                self._turn(engine)
+        except BrokenPipeError:
+            return _ENDED_WITH_SERVER
+        except AllotropeError as error:
+            self._send(Failed(kind=type(error).__name__, message=one_line(str(error))))
+        except Exception as error:
+            # The border of the process: whatever went wrong, the server must hear of it in one line.
+            traceback.print_exc()
+            self._send(Failed(kind="EngineDead", message=one_line(f"{type(error).__name__}: {error}")))
+        return _FAILED
+
+    def _load(self, config: EngineConfig) -> Engine:
+        started = time.monotonic()
+        self._send(Progress("importing the engine"))
+        from allotrope.engine.engine import Engine
+
+        imported = time.monotonic()
+        self._send(Progress(f"loading {config.model}"))
+        engine = Engine(config)
+        log.info(
+            "engine ready in %.1f s (imports %.1f s, model %.1f s)",
+            time.monotonic() - started,
+            imported - started,
+            time.monotonic() - imported,
+        )
+        return engine
+
+    def _turn(self, engine: Engine) -> None:
+        """Take what has arrived (waiting where there is nothing else to do), then one step."""
+        message: ToEngine | None = None if engine.has_work() else self._inbox.get()
+        while True:
+            if message is not None:
+                self._take(engine, message)
+            try:
+                message = self._inbox.get_nowait()
+            except Empty:
+                break
+        outputs = engine.step() if engine.has_work() else []
+        self._send(Stepped(outputs=outputs, stats=engine.stats()))
+
+    def _take(self, engine: Engine, message: ToEngine) -> None:
+        match message:
+            case Add(request):
+                try:
+                    engine.add(request)
+                except InvalidRequest as error:
+                    self._send(Refused(request.request_id, str(error), error.param, error.status))
+                except Overloaded as error:
+                    self._send(Refused(request.request_id, str(error), None, 429))
+            case Abort(request_ids):
+                engine.abort(request_ids)
+            case Start():
+                raise RuntimeError("the server asked for a second start")
+
+    def _send(self, message: FromEngine) -> None:
+        self._connection.sendall(pack(message))
+
+    def _read(self) -> None:
+        while (message := receive(self._connection)) is not None:
+            self._inbox.put(message)
+        # Nobody is left to answer. A step may run for seconds, so this does not wait for the loop to notice.
+        os._exit(_ENDED_WITH_SERVER)
+
+
+def main(descriptor: int) -> None:
+    """Run the engine behind the socket `descriptor`; the entry point of the child process."""
+    # A terminal's Ctrl-C and a supervisor's SIGTERM reach the whole group: the server decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    configure_logging()
+    os.set_inheritable(descriptor, False)
+    sys.exit(EngineProcess(socket.socket(fileno=descriptor)).run())

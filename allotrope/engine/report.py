@@ -1,0 +1,39 @@
+"""What an engine tells about itself, as plain data that may cross a process border.
+
+It must not import torch: the server's process reads these without loading a model library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLimits:
+    """What the loaded model and its caches allow; fixed from start to end.
+
+    `vocab_size`: ids that the output layer scores. `eos_ids`: ids that end a sequence by the checkpoint's word.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+    eos_ids: tuple[int, ...] = ()
+    model_dtype: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Where the engine stands after a step. Counts with no unit in the name are requests or events since the start.
+
+    `pages_used`, `pages_total`: pages per cache group. Pages that only the prefix cache holds count as free.
+    `prefix_queries`, `prefix_hits`: prompt tokens looked up in the prefix cache and found there.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    pages_used: dict[str, int] = field(default_factory=dict)
+    pages_total: dict[str, int] = field(default_factory=dict)
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
