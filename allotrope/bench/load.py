@@ -1,0 +1,119 @@
+"""Load on a running server: requests sent at their times, and what came back when.
+
+Owns the client side of a streamed completion; it knows the server by its HTTP API only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from allotrope.bench.record import RequestRecord
+
+if TYPE_CHECKING:
+    import httpx
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model on a server: `url` without /v1, the name the server knows the model by, and the key it asks for."""
+
+    url: str
+    model: str
+    api_key: str | None = None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """How requests come: `rate` a second on average (Poisson; infinite sends all at once), never more than
+    `max_concurrency` at a time, each asking for `output_len` tokens."""
+
+    output_len: int
+    rate: float = float("inf")
+    max_concurrency: int | None = None
+    seed: int = 0
+
+
+async def run_load(
+    target: Target, prompts: Sequence[Sequence[int]], traffic: Traffic, on_done: Callable[[RequestRecord], None]
+) -> tuple[list[RequestRecord], float]:
+    """Send every prompt (token ids) and wait for all answers.
+
+    `on_done` is called as each request ends. Returns the records in the order of `prompts` and the seconds from the
+    first request sent to the last one done. A request that fails has its reason in its record.
+    """
+    import httpx
+
+    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    limit = asyncio.Semaphore(traffic.max_concurrency or len(prompts))
+    pool = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=target.url, headers=headers, timeout=None, limits=pool) as client:
+
+        async def one(prompt: Sequence[int]) -> RequestRecord:
+            async with limit:
+                record = await _complete(client, target.model, prompt, traffic.output_len)
+            on_done(record)
+            return record
+
+        begin = time.perf_counter()
+        tasks = []
+        for prompt, at in zip(prompts, _send_times(len(prompts), traffic), strict=True):
+            await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
+            tasks.append(asyncio.create_task(one(prompt)))
+        records = await asyncio.gather(*tasks)
+        return records, time.perf_counter() - begin
+
+
+def _send_times(count: int, traffic: Traffic) -> list[float]:
+    """Seconds after the begin at which each request is sent; the first at 0."""
+    if traffic.rate == float("inf"):
+        return [0.0] * count
+    gaps = np.random.default_rng(traffic.seed).exponential(1 / traffic.rate, size=count)
+    return [float(at) for at in np.cumsum(gaps) - gaps[0]]
+
+
+async def _complete(client: httpx.AsyncClient, model: str, prompt: Sequence[int], output_len: int) -> RequestRecord:
+    import httpx
+
+    body = {
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": output_len,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    record = RequestRecord(prompt_tokens=len(prompt), started=time.perf_counter())
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                record.error = f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')[:300]}"
+            else:
+                async for line in response.aiter_lines():
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        _note(record, json.loads(line.removeprefix("data: ")))
+    except (httpx.HTTPError, json.JSONDecodeError) as error:
+        record.error = f"{type(error).__name__}: {error}"
+    record.finished = time.perf_counter()
+    if record.error is None and not record.arrivals:
+        record.error = "the server sent no output"
+    return record
+
+
+def _note(record: RequestRecord, event: dict[str, Any]) -> None:
+    """Add one event of the stream to its record."""
+    if "error" in event:
+        record.error = str(event["error"].get("message", event["error"]))
+    if any(choice.get("text") for choice in event.get("choices", ())):
+        record.arrivals.append(time.perf_counter())
+    usage = event.get("usage")
+    if usage:
+        record.prompt_tokens = usage["prompt_tokens"]
+        record.output_tokens = usage["completion_tokens"]

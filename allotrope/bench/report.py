@@ -1,0 +1,110 @@
+"""A run made readable: a table for the terminal, a JSON file, and a plot.
+
+Owns how figures look; it must not know how they were measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from allotrope.bench.record import RequestRecord, Summary, samples
+from allotrope.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_MEANING = {
+    "TTFT": "time to first token",
+    "TPOT": "time per output token",
+    "ITL": "inter-token latency",
+    "E2E": "end to end",
+}
+
+
+def tables(summary: Summary) -> list[Table]:
+    """Two tables for the terminal: rates and counts, then the latencies."""
+    from rich.table import Table
+
+    rates = Table(show_header=False)
+    rates.add_column()
+    rates.add_column(justify="right")
+    rates.add_row("requests completed", str(summary.completed))
+    if summary.failed:
+        rates.add_row("[red]requests failed[/red]", f"[red]{summary.failed}[/red]")
+    rates.add_row("duration", f"{summary.duration_s:.2f} s")
+    rates.add_row("prompt tokens", str(summary.prompt_tokens))
+    rates.add_row("output tokens", str(summary.output_tokens))
+    rates.add_row("requests/s", f"{summary.requests_per_s:.2f}")
+    rates.add_row("output tokens/s", f"{summary.output_tokens_per_s:.1f}")
+    rates.add_row("total tokens/s", f"{summary.total_tokens_per_s:.1f}")
+    latency = Table("latency (ms)", *(_right(name) for name in ("mean", "p50", "p99")))
+    for name, spread in summary.latency.items():
+        figures = (spread.mean_ms, spread.p50_ms, spread.p99_ms)
+        latency.add_row(f"{name}, {_MEANING[name]}", *(f"{value:.2f}" for value in figures))
+    return [rates, latency]
+
+
+def _right(name: str) -> Any:
+    from rich.table import Column
+
+    return Column(name, justify="right")
+
+
+def write_json(path: Path, settings: Mapping[str, Any], summary: Summary, records: Sequence[RequestRecord]) -> None:
+    """Write settings, summary and every request's own figures (milliseconds) to `path`."""
+    requests = [
+        {
+            "prompt_tokens": record.prompt_tokens,
+            "output_tokens": record.output_tokens,
+            "ttft_ms": 1000 * record.ttft() if record.arrivals else None,
+            "e2e_ms": 1000 * record.e2e() if record.arrivals else None,
+            "itl_ms": [1000 * gap for gap in record.itl()],
+            "error": record.error,
+        }
+        for record in records
+    ]
+    document = {"settings": dict(settings), "summary": summary.as_json(), "requests": requests}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def write_plot(path: Path, title: str, records: Sequence[RequestRecord]) -> None:
+    """Draw one cumulative distribution per latency to the PNG file `path`, with the median and p99 marked.
+
+    Raises `ConfigError` where matplotlib is missing or no request succeeded.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise ConfigError("a plot needs matplotlib. Run: pip install 'allotrope[bench]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = samples(records)
+    if not found:
+        raise ConfigError(f"nothing to plot in {path}: no request succeeded.")
+    figure, panels = pyplot.subplots(1, len(found), figsize=(4.2 * len(found), 4.0), sharey=True, layout="constrained")
+    for panel, (name, seconds) in zip(np.atleast_1d(panels), found.items(), strict=True):
+        _draw(panel, name, 1000 * np.sort(np.asarray(seconds)))
+    np.atleast_1d(panels)[0].set_ylabel("share of samples at or below")
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _draw(panel: Any, name: str, values: np.ndarray) -> None:
+    """One cumulative distribution. `values`: [samples] milliseconds, ascending."""
+    share = np.arange(1, len(values) + 1) / len(values)
+    panel.step(np.concatenate([values[:1], values]), np.concatenate([[0.0], share]), where="post", color="#1f5fa8")
+    for percent, colour in ((50, "#d1700b"), (99, "#b3202c")):
+        at = float(np.percentile(values, percent))
+        panel.axvline(at, color=colour, linestyle="--", linewidth=1, label=f"p{percent} {at:.1f} ms")
+    panel.set_title(f"{name}: {_MEANING[name]}", fontsize=10)
+    panel.set_xlabel("milliseconds")
+    panel.set_ylim(0, 1.02)
+    panel.grid(alpha=0.3)
+    panel.legend(loc="lower right", fontsize=9, title=f"{len(values)} samples", title_fontsize=8)

@@ -1,0 +1,27 @@
+"""The `allotrope` command: turns errors into one line and an exit status.
+
+Exit status: 0 done, 1 an error, 2 a bad command line. It must not know what any command does.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from allotrope.errors import AllotropeError
+
+
+def main() -> None:
+    """Run the command in `sys.argv`; the exit status is documented with the module."""
+    try:
+        from allotrope.commands.app import build_app
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("typer", "rich"):
+            raise
+        sys.exit(f"allotrope: error: the command line needs {error.name}. Run: pip install 'allotrope[cli]'")
+    try:
+        build_app()(prog_name="allotrope")
+    except AllotropeError as error:
+        if "--debug" in sys.argv:
+            raise
+        print(f"allotrope: error: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,109 @@
+"""`allotrope chat`: a conversation in the terminal.
+
+Owns the dialogue: its history, its few slash commands, what is printed. Where answers come from is a `ChatModel`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import Annotated, Protocol
+
+import typer
+
+from allotrope.commands.sampling import SamplingOptions
+from allotrope.config import EngineConfig
+from allotrope.errors import ConfigError, InvalidRequest
+
+_HELP = "/clear forgets the conversation, /quit (or end of input) leaves; Ctrl-C stops an answer."
+
+
+class ChatModel(Protocol):
+    """What answers: a model in this process or on a server. `last_tokens`: length of the latest answer."""
+
+    last_tokens: int
+
+    def stream(self, messages: list[dict[str, str]], sampling: SamplingOptions) -> Iterator[str]: ...
+
+
+def chat(
+    engine: EngineConfig | None,
+    sampling: SamplingOptions,
+    url: Annotated[str | None, typer.Option(help="Talk to the server at this address instead of MODEL.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key that the server asks for.", envvar="ALLOTROPE_API_KEY")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message at the beginning.")] = None,
+) -> None:
+    """Talk to MODEL, or to a running server with --url."""
+    if (engine is None) == (url is None):
+        raise ConfigError("chat needs either MODEL or --url. Run: allotrope chat MODEL")
+    model: ChatModel
+    if url is not None:
+        from allotrope.commands.remote import RemoteChat, served_model
+
+        model = RemoteChat(url, served_model(url, api_key), api_key)
+    else:
+        from allotrope.commands.local import LocalModel
+
+        assert engine is not None
+        model = LocalModel(engine)
+    print(_HELP, file=sys.stderr)
+    Conversation(model, sampling, system).run()
+
+
+class Conversation:
+    """Turns of user and model with their history, read from stdin until its end."""
+
+    def __init__(self, model: ChatModel, sampling: SamplingOptions, system: str | None) -> None:
+        self.model = model
+        self.sampling = sampling
+        self.opening = [{"role": "system", "content": system}] if system else []
+        self.history = list(self.opening)
+
+    def run(self) -> None:
+        """Answer line by line."""
+        if sys.stdin.isatty():
+            # Line editing and history of what was typed come with the import alone.
+            import readline  # noqa: F401
+        while True:
+            try:
+                line = input("> " if sys.stdin.isatty() else "").strip()
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return
+            if line in ("/quit", "/exit"):
+                return
+            if line == "/clear":
+                self.history = list(self.opening)
+            elif line.startswith("/"):
+                print(_HELP, file=sys.stderr)
+            elif line:
+                self.turn(line)
+
+    def turn(self, text: str) -> None:
+        """Ask `text`, print the answer as it comes, and keep both; a refused question is not kept."""
+        self.history.append({"role": "user", "content": text})
+        pieces: list[str] = []
+        begin = time.perf_counter()
+        first = begin
+        try:
+            for piece in self.model.stream(self.history, self.sampling):
+                first = time.perf_counter() if not pieces else first
+                pieces.append(piece)
+                print(piece, end="", flush=True)
+        except InvalidRequest as error:
+            self.history.pop()
+            print(f"allotrope: error: {error} /clear forgets the conversation.", file=sys.stderr)
+            return
+        except KeyboardInterrupt:
+            pass
+        print()
+        self.history.append({"role": "assistant", "content": "".join(pieces)})
+        print(self._speed(begin, first, time.perf_counter()), file=sys.stderr)
+
+    def _speed(self, begin: float, first: float, end: float) -> str:
+        tokens = self.model.last_tokens
+        rate = (tokens - 1) / (end - first) if tokens > 1 and end > first else 0.0
+        return f"[{tokens} tokens, {rate:.1f} tokens/s, first after {1000 * (first - begin):.0f} ms]"

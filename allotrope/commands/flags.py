@@ -1,0 +1,143 @@
+"""Command-line flags made from the fields of config dataclasses.
+
+Owns how a field becomes a flag and how a command line is read back into the dataclass. It must not know what any
+option means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from allotrope.commands.foreign_flags import ALIASES, UNSUPPORTED
+
+# Fields whose flag also reads 32k, 1.5GiB and the like, beside those named *_bytes.
+_COUNTS = ("max_model_len", "max_num_batched_tokens")
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_ENVIRONMENT = {"api_key": "ALLOTROPE_API_KEY"}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgtKMGT]?)(iB|B|)")
+
+
+def parse_size(text: str | int) -> int:
+    """The number that `text` writes: digits, perhaps a fraction, perhaps a suffix.
+
+    k, m, g, t and kB, MB, GB, TB are powers of 1000; K, M, G, T and KiB, MiB, GiB, TiB powers of 1024. Raises
+    `typer.BadParameter` for anything else and for a number that is not whole.
+    """
+    # A default comes through here as the number it is.
+    match = _SIZE.fullmatch(str(text).strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a number such as 4096, 32k, 32K or 8GiB.")
+    digits, letter, unit = match[1], match[2], match[3]
+    binary = unit == "iB" or (not unit and letter.isupper())
+    value = float(digits) * (1024 if binary else 1000) ** " kmgt".index(letter.lower() or " ")
+    if value != int(value):
+        raise typer.BadParameter(f"{text!r} is {value}, which is not a whole number.")
+    return int(value)
+
+
+def expand_configs(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with each parameter that is a config dataclass replaced by one flag per field.
+
+    A field `model` becomes the positional argument MODEL; where the parameter is `Config | None`, MODEL may be left
+    out and the parameter is then None. Booleans get --name/--no-name, `Literal` fields their choices.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    configs = {name: config for name, hint in hints.items() if (config := _config_of(hint)) is not None}
+    positional: list[inspect.Parameter] = []
+    flags: list[inspect.Parameter] = []
+    for name, config in configs.items():
+        optional = hints[name] != config
+        for parameter in _parameters(config, model_optional=optional):
+            (positional if parameter.name == "model" else flags).append(parameter)
+    given = inspect.signature(command).parameters.items()
+    own = [p.replace(annotation=hints[name], kind=_KEYWORD) for name, p in given if name not in configs]
+
+    @functools.wraps(command)
+    def expanded(**values: Any) -> None:
+        for name, config in configs.items():
+            taken = {field.name: values.pop(field.name) for field in dataclasses.fields(config)}
+            values[name] = None if taken.get("model", "") is None else config(**taken)
+        command(**values)
+
+    parameters = [*positional, *own, *flags]
+    expanded.__dict__["__signature__"] = inspect.Signature(parameters)
+    expanded.__annotations__ = {p.name: p.annotation for p in parameters}
+    return expanded
+
+
+def _config_of(hint: Any) -> type | None:
+    """The dataclass in `Config` or `Config | None`; None for any other type."""
+    inner = [a for a in get_args(hint) if a is not type(None)] if get_origin(hint) in (Union, UnionType) else [hint]
+    config = inner[0]
+    return config if len(inner) == 1 and isinstance(config, type) and dataclasses.is_dataclass(config) else None
+
+
+def _parameters(config: type, *, model_optional: bool) -> list[inspect.Parameter]:
+    hints = get_type_hints(config)
+    panel = config.__name__.removesuffix("Config").removesuffix("Options") + " options"
+    made = []
+    for field in dataclasses.fields(config):
+        default: Any = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        if field.name == "model":
+            info = typer.Argument(help=field.metadata["help"], metavar="MODEL", show_default=False)
+            hint = (str | None) if model_optional else str
+            default = None if model_optional else default
+        else:
+            info = _option(field, hints[field.name], panel)
+            hint = hints[field.name]
+        annotation: Any = Annotated[hint, info]
+        made.append(inspect.Parameter(field.name, _KEYWORD, default=default, annotation=annotation))
+    return made
+
+
+def _option(field: dataclasses.Field[Any], hint: Any, panel: str) -> Any:
+    """The typer option of one config field."""
+    names = flag_names(field)
+    more: dict[str, Any] = {}
+    if hint is bool:
+        names = [f"{names[0]}/--no-{names[0][2:]}", *names[1:]]
+    elif field.name.endswith("_bytes") or field.name in _COUNTS:
+        more = {"parser": parse_size, "metavar": "SIZE"}
+    return typer.Option(
+        *names, help=field.metadata["help"], rich_help_panel=panel, envvar=_ENVIRONMENT.get(field.name), **more
+    )
+
+
+def flag_names(field: dataclasses.Field[Any]) -> list[str]:
+    """Every spelling of a field's flag, the one that help shows first: --its-name, its short form, aliases."""
+    short = field.metadata.get("short")
+    return [f"--{field.name.replace('_', '-')}", *([short] if short else []), *ALIASES.get(field.name, ())]
+
+
+class FlagCommand(TyperCommand):
+    """A command that also reads --snake_case, takes --debug anywhere, and refuses another engine's flags by name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for p in self.params for name in (*p.opts, *p.secondary_opts) if name.startswith("-")}
+        end = args.index("--") if "--" in args else len(args)
+        head = [self._spelled(arg, known) for arg in args[:end] if arg != "--debug"]
+        with_value = {name for p in self.params if not getattr(p, "is_flag", True) for name in p.opts}
+        for before, arg in zip(["", *head], head, strict=False):
+            flag = arg.partition("=")[0]
+            if flag in UNSUPPORTED and flag not in known and before not in with_value:
+                typer.echo(f"allotrope: error: {flag} is not an option of allotrope: {UNSUPPORTED[flag]}.", err=True)
+                raise typer.Exit(2)
+        return super().parse_args(ctx, [*head, *args[end:]])
+
+    @staticmethod
+    def _spelled(arg: str, known: set[str]) -> str:
+        """`arg` with the name of its flag in kebab case, if that names a flag; else as it is."""
+        flag, equals, value = arg.partition("=")
+        kebab = flag.replace("_", "-")
+        if flag.startswith("--") and "_" in flag and (kebab in known or kebab in UNSUPPORTED):
+            return kebab + equals + value
+        return arg

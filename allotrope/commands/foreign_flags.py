@@ -1,0 +1,144 @@
+"""Flags of vLLM as data: those that name one of our options, and those that name nothing here.
+
+Owns the spellings only; it must not know how a command line is read.
+"""
+
+from __future__ import annotations
+
+# Our field -> other spellings of its flag. vLLM counts the model's weights in its share of memory; we do not.
+# The last rows are those of its `bench serve`.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "memory_utilization": ("--gpu-memory-utilization", "--device-memory-utilization"),
+    "page_size": ("--block-size",),
+    "max_num_waiting": ("--max-num-queued-reqs",),
+    "drain_timeout": ("--shutdown-timeout",),
+    "url": ("--base-url",),
+    "model_name": ("--model",),
+    "input_len": ("--random-input-len",),
+    "output_len": ("--random-output-len",),
+}
+
+_PARALLEL = "the only way to share a model between processes is --tensor-parallel-size"
+_EAGER = "there are no captured graphs to turn off or to shape; leave it out"
+_NO_REMOTE_CODE = "code from a checkpoint is never run; leave it out"
+_NO_LORA = "adapters are not supported; merge them into the checkpoint"
+_NO_MEDIA = "only text is supported"
+_NO_TOOLS = "tool calls are not parsed; the model's text is returned as it is"
+_NO_REASONING = "reasoning is not parsed; the model's text is returned as it is"
+_NO_QUANT = "quantized execution is not supported; a .gguf file is dequantized when it is loaded"
+_NO_SPECULATION = "speculative decoding is not supported"
+_NO_CONFIG_FILE = "write the options on the command line"
+_ALWAYS_CHUNKED = "prompts are always cut to --max-num-batched-tokens; set that instead"
+_NO_OFFLOAD = "caches stay in the device's own memory; see --kv-cache-memory-bytes"
+_MAMBA = "state caches follow the model; leave it out"
+_HUB = "set the environment variable HF_HOME to choose where hub files lie"
+
+# vLLM's flag -> why it is refused and what to do.
+UNSUPPORTED: dict[str, str] = {
+    "--model": "give the model as the first argument",
+    "--config": _NO_CONFIG_FILE,
+    "--pipeline-parallel-size": _PARALLEL,
+    "-pp": _PARALLEL,
+    "--data-parallel-size": _PARALLEL,
+    "-dp": _PARALLEL,
+    "--data-parallel-backend": _PARALLEL,
+    "--prefill-context-parallel-size": _PARALLEL,
+    "--decode-context-parallel-size": _PARALLEL,
+    "-dcp": _PARALLEL,
+    "--enable-expert-parallel": _PARALLEL,
+    "-ep": _PARALLEL,
+    "--enable-eplb": _PARALLEL,
+    "--all2all-backend": _PARALLEL,
+    "--distributed-executor-backend": "processes are started by the engine itself; leave it out",
+    "--nnodes": "one host is supported",
+    "--node-rank": "one host is supported",
+    "--master-addr": "one host is supported",
+    "--master-port": "one host is supported",
+    "--disable-custom-all-reduce": "there is no custom all-reduce to turn off; leave it out",
+    "--enforce-eager": _EAGER,
+    "--compilation-config": _EAGER,
+    "-O": _EAGER,
+    "--optimization-level": _EAGER,
+    "--cudagraph-capture-sizes": _EAGER,
+    "--max-cudagraph-capture-size": _EAGER,
+    "--trust-remote-code": _NO_REMOTE_CODE,
+    "--model-impl": _NO_REMOTE_CODE,
+    "--code-revision": _NO_REMOTE_CODE,
+    "--tokenizer-mode": "the tokenizer is chosen by its files; see --tokenizer",
+    "--tokenizer-revision": "name a directory with --tokenizer instead",
+    "--skip-tokenizer-init": "the server always needs a tokenizer",
+    "--config-format": "the format is found from the files",
+    "--hf-config-path": "change single values with --hf-overrides",
+    "--hf-token": "set the environment variable HF_TOKEN",
+    "--download-dir": _HUB,
+    "--model-loader-extra-config": "loading has no further options; see --load-format",
+    "--safetensors-load-strategy": "loading has no further options; see --load-format",
+    "--quantization": _NO_QUANT,
+    "-q": _NO_QUANT,
+    "--quantization-config": _NO_QUANT,
+    "--speculative-config": _NO_SPECULATION,
+    "--spec-method": _NO_SPECULATION,
+    "--spec-model": _NO_SPECULATION,
+    "--spec-tokens": _NO_SPECULATION,
+    "--enable-lora": _NO_LORA,
+    "--lora-modules": _NO_LORA,
+    "--max-loras": _NO_LORA,
+    "--max-lora-rank": _NO_LORA,
+    "--limit-mm-per-prompt": _NO_MEDIA,
+    "--mm-processor-kwargs": _NO_MEDIA,
+    "--mm-processor-cache-gb": _NO_MEDIA,
+    "--allowed-local-media-path": _NO_MEDIA,
+    "--language-model-only": _NO_MEDIA,
+    "--tool-call-parser": _NO_TOOLS,
+    "--tool-parser-plugin": _NO_TOOLS,
+    "--enable-auto-tool-choice": _NO_TOOLS,
+    "--reasoning-parser": _NO_REASONING,
+    "--reasoning-config": _NO_REASONING,
+    "--structured-outputs-config": "constrained output is not supported",
+    "--generation-config": "a request's own values and the API's defaults are used; leave it out",
+    "--override-generation-config": "a request's own values and the API's defaults are used; leave it out",
+    "--chat-template-content-format": "the chat template receives text; leave it out",
+    "--response-role": "the role is always 'assistant'; leave it out",
+    "--enable-chunked-prefill": _ALWAYS_CHUNKED,
+    "--no-enable-chunked-prefill": _ALWAYS_CHUNKED,
+    "--long-prefill-token-threshold": _ALWAYS_CHUNKED,
+    "--scheduling-policy": "requests run in the order of their arrival; leave it out",
+    "--async-scheduling": "leave it out",
+    "--stream-interval": "each token is sent when it is ready; leave it out",
+    "--max-logprobs": "requests may ask for up to 20; leave it out",
+    "--num-gpu-blocks-override": "set the caches' size with --kv-cache-memory-bytes",
+    "--kv-transfer-config": _NO_OFFLOAD,
+    "--kv-events-config": _NO_OFFLOAD,
+    "--kv-offloading-size": _NO_OFFLOAD,
+    "--cpu-offload-gb": _NO_OFFLOAD,
+    "--swap-space": _NO_OFFLOAD,
+    "--prefix-caching-hash-algo": "cached pages are compared by their tokens; leave it out",
+    "--disable-hybrid-kv-cache-manager": "each kind of layer always has its own pool; leave it out",
+    "--disable-sliding-window": "a model's window is part of its result and is never turned off",
+    "--mamba-cache-mode": _MAMBA,
+    "--mamba-cache-dtype": _MAMBA,
+    "--mamba-ssm-cache-dtype": _MAMBA,
+    "--mamba-block-size": _MAMBA,
+    "--enable-sleep-mode": "the engine does not sleep; stop the server instead",
+    "--otlp-traces-endpoint": "tracing is not supported; see /metrics",
+    "--profiler-config": "profiling over HTTP is not supported",
+    "--worker-cls": "the engine has no exchangeable parts at run time",
+    "--scheduler-cls": "the engine has no exchangeable parts at run time",
+    "--logits-processors": "the engine has no exchangeable parts at run time",
+    "--runner": "only text generation is supported",
+    "--convert": "only text generation is supported",
+    "--pooler-config": "only text generation is supported",
+    "--enable-log-requests": "requests are not logged; leave it out",
+    "--disable-log-requests": "requests are not logged; leave it out",
+    "--disable-log-stats": "figures are under /metrics; leave it out",
+    "--uvicorn-log-level": "leave it out",
+    "--disable-uvicorn-access-log": "leave it out",
+    "--root-path": "serve under the root and rewrite the path in front of it",
+    "--uds": "listen with --host and --port",
+    "--ssl-keyfile": "end TLS in a proxy in front of the server",
+    "--ssl-certfile": "end TLS in a proxy in front of the server",
+    "--allowed-origins": "set CORS headers in a proxy in front of the server",
+    "--middleware": "put a proxy in front of the server",
+    "--api-server-count": "one HTTP process is supported",
+    "--headless": "the server always listens; use the LLM class for offline work",
+}

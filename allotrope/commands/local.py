@@ -1,0 +1,65 @@
+"""A model in this process as a command sees it: text streams out, token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from allotrope.config import EngineConfig
+from allotrope.errors import AllotropeError
+from allotrope.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from allotrope.commands.sampling import SamplingOptions
+
+
+class LocalModel:
+    """The engine of `config` and its tokenizer. `last_tokens`: length in tokens of the latest answer."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        from allotrope.llm import LLM
+
+        self.llm = LLM(**dataclasses.asdict(config))
+        self.last_tokens = 0
+        self._names = (f"cli-{number}" for number in itertools.count())
+
+    def stream(self, messages: list[dict[str, str]], sampling: SamplingOptions) -> Iterator[str]:
+        """The answer to chat `messages`, piece by piece. Raises `InvalidRequest` if it cannot be asked."""
+        ids = self.llm.tokenizer.apply_chat_template(list(messages))
+        return self._stream(ids, sampling.as_params())
+
+    def continue_text(self, prompt: str, sampling: SamplingOptions) -> Iterator[str]:
+        """The continuation of `prompt`, piece by piece. Raises `InvalidRequest` if it cannot be asked."""
+        return self._stream(self.llm.tokenizer.encode(prompt), sampling.as_params())
+
+    def _stream(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[str]:
+        from allotrope.text.stream import TextStream
+
+        engine, tokenizer = self.llm.engine, self.llm.tokenizer
+        text = TextStream(tokenizer, params)
+        name = next(self._names)
+        request = Request(
+            request_id=name,
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            eos_ids=tokenizer.eos_ids,
+            arrival=time.monotonic(),
+        )
+        self.last_tokens = 0
+        engine.add(request)
+        try:
+            while engine.has_work():
+                for output in engine.step():
+                    if output.error is not None:
+                        raise AllotropeError(f"the engine gave up the request: {output.error}")
+                    self.last_tokens += len(output.token_ids)
+                    piece = text.push(output.token_ids, final=output.finish_reason is not None)
+                    if piece:
+                        yield piece
+                    if text.stopped_by is not None:
+                        return
+        finally:
+            engine.abort([name])

@@ -1,0 +1,95 @@
+"""A running server as a command sees it: which model it serves, and chat answers as a stream of text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from allotrope.errors import AllotropeError, ConfigError
+
+if TYPE_CHECKING:
+    import httpx
+
+    from allotrope.commands.sampling import SamplingOptions
+
+
+def connect(url: str, api_key: str | None) -> httpx.Client:
+    """A client of the server at `url`; raises `ConfigError` where httpx is missing."""
+    try:
+        import httpx
+    except ModuleNotFoundError as error:
+        raise ConfigError("talking to a server needs httpx. Run: pip install 'allotrope[cli]'") from error
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    return httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=None)
+
+
+def served_model(url: str, api_key: str | None) -> str:
+    """The first model that the server at `url` lists; raises `AllotropeError` if it cannot be asked."""
+    with connect(url, api_key) as client:
+        listed = _answer(client, "/v1/models")["data"]
+    if not listed:
+        raise AllotropeError(f"the server at {url} lists no model.")
+    return str(listed[0]["id"])
+
+
+def _answer(client: httpx.Client, path: str) -> dict[str, Any]:
+    import httpx
+
+    try:
+        response = client.get(path, timeout=30)
+    except httpx.HTTPError as error:
+        raise AllotropeError(f"cannot reach {client.base_url}: {error}. Is the server running?") from error
+    if response.status_code != 200:
+        raise AllotropeError(f"{client.base_url}{path} answered HTTP {response.status_code}: {response.text[:300]}")
+    return dict(response.json())
+
+
+@dataclass
+class RemoteChat:
+    """Chat with the model `name` of the server at `url`."""
+
+    url: str
+    name: str
+    api_key: str | None = None
+    last_tokens: int = 0
+
+    def stream(self, messages: list[dict[str, str]], sampling: SamplingOptions) -> Iterator[str]:
+        """The answer to `messages`, piece by piece; its length in tokens is then in `last_tokens`.
+
+        Raises `AllotropeError` if the server refuses or breaks off.
+        """
+        import httpx
+
+        body = {"model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+        body |= sampling.as_request_fields()
+        try:
+            with (
+                connect(self.url, self.api_key) as client,
+                client.stream("POST", "/v1/chat/completions", json=body) as response,
+            ):
+                if response.status_code != 200:
+                    raise AllotropeError(_reason(response.status_code, response.read()))
+                for line in response.iter_lines():
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        yield from self._pieces(json.loads(line.removeprefix("data: ")))
+        except httpx.HTTPError as error:
+            raise AllotropeError(f"the connection to {self.url} failed: {error}.") from error
+
+    def _pieces(self, event: dict[str, Any]) -> Iterator[str]:
+        if "error" in event:
+            raise AllotropeError(str(event["error"].get("message", event["error"])))
+        if event.get("usage"):
+            self.last_tokens = event["usage"]["completion_tokens"]
+        for choice in event.get("choices", ()):
+            if choice["delta"].get("content"):
+                yield choice["delta"]["content"]
+
+
+def _reason(status: int, body: bytes) -> str:
+    """The message of an error answer, or its beginning where it has none."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {status}: {body[:300].decode(errors='replace')}"
