@@ -1,0 +1,63 @@
+"""Token embedding and output head, sharded by vocabulary rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from allotrope.layers.build import Build
+from allotrope.layers.parallel import Parallel, Placement, Section, parameter
+
+
+def _vocabulary(size: int, parallel: Parallel) -> Section:
+    return Section("", size, 1) if size % parallel.size == 0 else Section("", size)
+
+
+class Embedding(nn.Module):
+    """Row `id` of a [vocabulary, hidden] table, times `scale`; every rank holds a slice of the rows."""
+
+    def __init__(self, vocab_size: int, hidden: int, build: Build, *, scale: float = 1.0) -> None:
+        super().__init__()
+        self.parallel, self.scale = build.parallel, scale
+        section = _vocabulary(vocab_size, build.parallel)
+        self.first, self.last = section.bounds(build.parallel)
+        self.whole = self.last - self.first == vocab_size
+        shape = (section.local(build.parallel), hidden)
+        self.weight = parameter(shape, Placement((section,)), build.dtype, build.device)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """`ids`: [T]. Returns [T, hidden]."""
+        if self.whole:
+            x = F.embedding(ids, self.weight)
+        else:
+            mine = (ids >= self.first) & (ids < self.last)
+            x = F.embedding(torch.where(mine, ids - self.first, 0), self.weight) * mine[:, None]
+            x = self.parallel.all_reduce(x)
+        return x if self.scale == 1.0 else x * torch.tensor(self.scale, dtype=x.dtype, device=x.device)
+
+
+class Head(nn.Module):
+    """Scores of every token id. `tied`: the embedding whose table it shares, or None for its own."""
+
+    def __init__(
+        self, vocab_size: int, hidden: int, build: Build, *, tied: Embedding | None, softcap: float | None = None
+    ) -> None:
+        super().__init__()
+        self.parallel, self.softcap = build.parallel, softcap
+        if tied is not None:
+            self.weight = tied.weight
+            self.whole = tied.whole
+        else:
+            section = _vocabulary(vocab_size, build.parallel)
+            shape = (section.local(build.parallel), hidden)
+            self.whole = shape[0] == vocab_size
+            self.weight = parameter(shape, Placement((section,)), build.dtype, build.device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`: [n, hidden]. Returns [n, vocabulary] fp32 logits, whole on every rank."""
+        logits = F.linear(x, self.weight)
+        if not self.whole:
+            logits = self.parallel.all_gather(logits)
+        logits = logits.float()
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

@@ -1,0 +1,29 @@
+"""What a model's layer says about its mixer, and what the engine may ask of it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from allotrope.attention.family import Spec
+from allotrope.layers.build import Build
+from allotrope.layers.parallel import Parallel
+
+
+class MixerSpec(Protocol):
+    """The numbers of one layer's token mixing, whole (not one rank's)."""
+
+    @property
+    def shares_cache_of(self) -> int | None:
+        """Index of the earlier layer whose cache this one reads; None if it owns one."""
+        ...
+
+    def attention(self, parallel: Parallel, dtype: torch.dtype, kv_dtype: torch.dtype) -> Spec:
+        """The family's spec as one rank sees it. Raises ValueError where heads cannot be shared out."""
+        ...
+
+    def build(self, build: Build) -> nn.Module:
+        """The module: `forward(x [T, hidden], here: LayerStep) -> [T, hidden]`."""
+        ...

@@ -1,0 +1,50 @@
+"""The gated feed-forward block: y = W_down (act(W_gate x) * (W_up x))."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from allotrope.layers.build import Build
+from allotrope.layers.linear import Linear, RowLinear
+from allotrope.layers.parallel import Section
+from allotrope.layers.step import LayerStep
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+def activate(x: torch.Tensor, kind: Activation) -> torch.Tensor:
+    """The named activation, elementwise."""
+    return F.silu(x) if kind == "silu" else F.gelu(x, approximate="tanh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpSpec:
+    """`width`: inner size. `bias`: on all three projections."""
+
+    hidden: int
+    width: int
+    activation: Activation = "silu"
+    bias: bool = False
+
+    def build(self, build: Build) -> Mlp:
+        return Mlp(self, build)
+
+
+class Mlp(nn.Module):
+    def __init__(self, spec: MlpSpec, build: Build) -> None:
+        super().__init__()
+        self.activation = spec.activation
+        sections = (Section("gate", spec.width, 1), Section("up", spec.width, 1))
+        build.parallel.shard("intermediate_size", spec.width)
+        self.gate_up = Linear(spec.hidden, sections, build, bias=spec.bias)
+        self.down = RowLinear(Section("", spec.width, 1), spec.hidden, build, bias=spec.bias)
+
+    def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
+        """`x`: [T, hidden]. Returns the same shape."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(activate(gate, self.activation).mul_(up))

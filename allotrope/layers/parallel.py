@@ -1,0 +1,123 @@
+"""One rank's share of a tensor-parallel model: which part of each weight it holds, and how partial results join.
+
+Owns: cutting full tensors and the two collectives. Must not know: which model or layer a tensor belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """`rank` of `size` processes that share each layer; `group` is their process group (None: the default one)."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum of `x` over the ranks (in place)."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' `x` joined along the last dim."""
+        if self.size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self.group)
+        return torch.cat(parts, dim=-1)
+
+    def split(self, what: str, units: int) -> int:
+        """Units (heads, columns) per rank; raises ValueError where `units` cannot be shared or replicated evenly."""
+        if units % self.size == 0:
+            return units // self.size
+        if self.size % units == 0:
+            return 1
+        raise ValueError(
+            f"{what}={units} cannot be shared by tensor_parallel_size={self.size}: one must be a multiple of the other"
+        )
+
+    def shard(self, what: str, units: int) -> int:
+        """As `split`, where replication is no option (sums over ranks would count it twice)."""
+        if units % self.size:
+            raise ValueError(f"{what}={units} is not a multiple of tensor_parallel_size={self.size}")
+        return units // self.size
+
+
+@dataclass(frozen=True)
+class Section:
+    """A run of rows (or columns) of a parameter that comes from one checkpoint tensor.
+
+    `size`: rows of the full tensor. `unit`: rows that stay together (a head); 0 means every rank holds all of it.
+    """
+
+    name: str
+    size: int
+    unit: int = 0
+
+    def bounds(self, parallel: Parallel) -> tuple[int, int]:
+        """First and last row (exclusive) that this rank holds."""
+        if not self.unit or parallel.size == 1:
+            return 0, self.size
+        units = self.size // self.unit
+        count = parallel.split(self.name or "units", units)
+        first = parallel.rank * count if units >= parallel.size else parallel.rank * units // parallel.size
+        return first * self.unit, (first + count) * self.unit
+
+    def local(self, parallel: Parallel) -> int:
+        """Rows that this rank holds."""
+        start, end = self.bounds(parallel)
+        return end - start
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How one rank's parameter is put together from checkpoint tensors: `sections` side by side along `dim`.
+
+    `experts`: leading dimension of a stacked parameter, 0 for none; each expert is placed on its own, and `dim`
+    counts within one expert's tensor.
+    """
+
+    sections: tuple[Section, ...]
+    dim: int = 0
+    experts: int = 0
+
+    def section(self, name: str) -> tuple[Section, int]:
+        """The section `name`, and its index. Raises KeyError if there is none."""
+        for index, section in enumerate(self.sections):
+            if section.name == name:
+                return section, index
+        raise KeyError(name)
+
+    def fill(self, target: torch.Tensor, full: torch.Tensor, name: str, parallel: Parallel) -> None:
+        """Copy this rank's share of `full` into its place in `target` (of one expert, if stacked)."""
+        section, index = self.section(name)
+        start, end = section.bounds(parallel)
+        offset = sum(before.local(parallel) for before in self.sections[:index])
+        target.narrow(self.dim, offset, end - start).copy_(full.narrow(self.dim, start, end - start))
+
+    def local(self, parallel: Parallel) -> int:
+        """Size of this rank's parameter along `dim`."""
+        return sum(section.local(parallel) for section in self.sections)
+
+
+def parameter(
+    shape: Sequence[int], placement: Placement, dtype: torch.dtype, device: torch.device
+) -> torch.nn.Parameter:
+    """An uninitialised parameter that remembers its placement."""
+    made = torch.nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device=device), requires_grad=False)
+    setattr(made, "placement", placement)  # noqa: B010
+    return made
+
+
+def placement_of(parameter: torch.nn.Parameter) -> Placement:
+    """The placement given to `parameter()`; a plain parameter is one unnamed section that every rank holds."""
+    found = getattr(parameter, "placement", None)
+    return found if isinstance(found, Placement) else Placement((Section("", parameter.shape[0]),))

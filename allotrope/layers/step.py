@@ -1,0 +1,50 @@
+"""What a forward pass may know about the step: an argument of every layer, never a global."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from allotrope.attention.batch import BatchLayout
+from allotrope.attention.family import CacheViews
+from allotrope.attention.rope import RopeSpec, RopeTable, Rotation
+
+
+@dataclass
+class Step:
+    """One forward pass. `ids`: [T] token ids. `layers`: what each layer attends with.
+
+    `notes`: results that a later layer reads (such as an indexer's picks); empty at the start of each step.
+    """
+
+    ids: torch.Tensor
+    batch: BatchLayout
+    layers: Sequence[LayerStep]
+    tables: dict[RopeSpec, RopeTable] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+    _rotations: dict[tuple[RopeSpec, torch.dtype], Rotation] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for layer in self.layers:
+            layer.step = self
+
+    def rotation(self, spec: RopeSpec, dtype: torch.dtype) -> Rotation:
+        """cos and sin of the step's positions; made once per step and kind. `tables` outlives the step."""
+        key = (spec, dtype)
+        if key not in self._rotations:
+            if spec not in self.tables:
+                self.tables[spec] = RopeTable(spec, self.batch.device)
+            self._rotations[key] = self.tables[spec].at(self.batch.positions, dtype)
+        return self._rotations[key]
+
+
+@dataclass
+class LayerStep:
+    """`plan`: the family's plan for this layer. `caches`: its views (or those of the layer whose rows it reads)."""
+
+    plan: Any
+    caches: CacheViews
+    step: Step = field(init=False, repr=False)

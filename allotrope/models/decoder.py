@@ -1,0 +1,54 @@
+"""A decoder-only language model, put together from its spec. Architectures that differ replace the layer class."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from allotrope.layers.build import Build
+from allotrope.layers.embedding import Embedding, Head
+from allotrope.layers.norm import RMSNorm
+from allotrope.layers.step import LayerStep, Step
+from allotrope.models.spec import LayerSpec, ModelSpec
+
+
+class DecoderLayer(nn.Module):
+    """x += mixer(norm(x)); x += ffn(norm(x))."""
+
+    def __init__(self, spec: LayerSpec, model: ModelSpec, build: Build) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(model.hidden, model.norm_eps, build, offset=model.norm_offset)
+        self.mixer = spec.mixer.build(build)
+        self.ffn_norm = RMSNorm(model.hidden, model.norm_eps, build, offset=model.norm_offset)
+        self.ffn = spec.ffn.build(build)
+
+    def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
+        """`x`: [T, hidden]. Returns the same shape."""
+        x = x + self.mixer(self.mixer_norm(x), here)
+        return x + self.ffn(self.ffn_norm(x), here)
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm, head. `layer_class`: what a layer of this architecture is."""
+
+    layer_class: type[nn.Module] = DecoderLayer
+
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embedding = Embedding(spec.vocab_size, spec.hidden, build, scale=spec.embedding_scale)
+        self.layers = nn.ModuleList(self.layer_class(layer, spec, build) for layer in spec.layers)
+        self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, offset=spec.norm_offset)
+        tied = self.embedding if spec.tied else None
+        self.head = Head(spec.vocab_size, spec.hidden, build, tied=tied, softcap=spec.softcap)
+
+    def forward(self, step: Step) -> torch.Tensor:
+        """Hidden states [T, hidden] of the step's tokens, after the final norm."""
+        x = self.embedding(step.ids)
+        for layer, here in zip(self.layers, step.layers, strict=True):
+            x = layer(x, here)
+        return self.norm(x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`hidden`: [n, hidden]. Returns [n, vocabulary] fp32."""
+        return self.head(hidden)

@@ -1,0 +1,208 @@
+"""Reading a checkpoint's config.json strictly: every value that is read has a type, every key is read or refused.
+
+Both spellings of Hugging Face configs are understood: the released one (`rope_theta`, `rope_scaling`) and that of
+Transformers 5 (`rope_parameters`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, overload
+
+from allotrope.attention.rope import RopeScaling, RopeSpec, ScalingKind
+from allotrope.errors import ModelError
+
+T = TypeVar("T")
+
+# Keys that say nothing about the function being computed: bookkeeping, training, and tokens that the tokenizer owns.
+BOOKKEEPING = frozenset(
+    """
+    architectures model_type torch_dtype dtype transformers_version _name_or_path auto_map use_cache
+    cache_implementation attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop dropout initializer_range
+    initializer_factor bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id unsloth_version
+    unsloth_fixed router_aux_loss_coef output_router_logits router_jitter_noise aux_loss_alpha seq_aux ep_size
+    output_attentions output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder is_decoder
+    add_cross_attention tie_encoder_decoder finetuning_task id2label label2id problem_type prefix
+    task_specific_params tokenizer_class torchscript pretraining_tp transformers.js_config quantization_config
+    """.split()
+)
+
+_REQUIRED: Any = object()
+
+
+class ConfigReader:
+    """Typed reads of one JSON object that remember what was read and what was wrong.
+
+    Wrong or missing values do not raise at once: `finish()` raises one ModelError with every reason.
+    """
+
+    def __init__(self, values: Mapping[str, Any], subject: str) -> None:
+        self.values, self.subject = values, subject
+        self.reasons: list[str] = []
+        self._read: set[str] = set()
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there with a value other than null."""
+        return self.values.get(key) is not None
+
+    @overload
+    def get(self, key: str, kind: type[T]) -> T: ...
+    @overload
+    def get(self, key: str, kind: type[T], default: T) -> T: ...
+    @overload
+    def get(self, key: str, kind: type[T], default: None) -> T | None: ...
+    def get(self, key: str, kind: type[T], default: Any = _REQUIRED) -> Any:
+        """The value of `key`, which must be a `kind` (an int passes for a float); null counts as absent."""
+        self._read.add(key)
+        value = self.values.get(key)
+        if value is None:
+            if default is _REQUIRED:
+                self.reasons.append(f"config has no {key!r} (needs {kind.__name__})")
+                return kind()
+            return default
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            self.reasons.append(f"config {key}={value!r} (needs {kind.__name__})")
+            return kind() if default is _REQUIRED or default is None else default
+        return value
+
+    def expect(self, key: str, *allowed: object) -> None:
+        """Refuse any value of `key` but these; an absent key counts as None."""
+        self._read.add(key)
+        if self.values.get(key) not in allowed:
+            listed = ", ".join(repr(value) for value in allowed if value is not None)
+            self.reasons.append(
+                f"config {key}={self.values.get(key)!r} is not supported (allowed: {listed or 'absent'})"
+            )
+
+    def ignore(self, *keys: str) -> None:
+        """Declare that keys do not change what this model computes."""
+        self._read.update(keys)
+
+    def section(self, key: str) -> ConfigReader:
+        """A reader of the object at `key`; its reasons join these."""
+        child = ConfigReader(self.get(key, dict), f"{self.subject} {key}")
+        child.reasons = self.reasons
+        return child
+
+    def refuse(self, reason: str) -> None:
+        """Add a reason of the caller's own."""
+        self.reasons.append(reason)
+
+    def unread(self) -> list[str]:
+        """Keys with a value that nobody read."""
+        return sorted(
+            key
+            for key, value in self.values.items()
+            if value is not None and key not in self._read and key not in BOOKKEEPING
+        )
+
+    def finish(self) -> None:
+        """Raise ModelError if anything was wrong or a value was left unread."""
+        left = [f"config {key}={self.values[key]!r} is not understood" for key in self.unread()]
+        if self.reasons or left:
+            raise ModelError(self.subject, [*self.reasons, *left])
+
+
+def layer_types(config: ConfigReader, count: int, allowed: Iterable[str]) -> list[str] | None:
+    """The config's `layer_types`, checked to be one allowed word per layer; None if it has none."""
+    found = config.get("layer_types", list, None)
+    if found is None:
+        return None
+    known = set(allowed)
+    wrong = sorted({str(kind) for kind in found} - known)
+    if wrong or len(found) != count:
+        config.refuse(
+            f"config layer_types has {len(found)} entries (needs {count}), unknown kinds {wrong} "
+            f"(allowed: {', '.join(sorted(known))})"
+        )
+        return None
+    return [str(kind) for kind in found]
+
+
+def read_rope(
+    config: ConfigReader,
+    dim: int,
+    *,
+    kind: str | None = None,
+    theta_key: str = "rope_theta",
+    default_theta: float | None = None,
+    interleaved: bool = False,
+) -> RopeSpec:
+    """The rotation of heads of `dim` dims, from either spelling.
+
+    `kind`: key of `rope_parameters` where it is given per layer type. `dim` shrinks by `partial_rotary_factor`.
+    """
+    values: dict[str, Any] = dict(config.get("rope_parameters", dict, None) or {})
+    if kind is not None and kind in values:
+        values = dict(values[kind] or {})
+    if not values:
+        values = dict(config.get("rope_scaling", dict, None) or {})
+    else:
+        config.ignore("rope_scaling")
+    values.setdefault("rope_theta", config.get(theta_key, float, default_theta))
+    partial = config.get("partial_rotary_factor", float, None)
+    reader = ConfigReader(values, f"{config.subject} rope")
+    reader.reasons = config.reasons
+    theta = reader.get("rope_theta", float)
+    dim = int(dim * (reader.get("partial_rotary_factor", float, None) or partial or 1.0))
+    name = reader.get("rope_type", str, None) or reader.get("type", str, "default")
+    reader.ignore("type", "partial_rotary_factor")
+    scaling = _read_scaling(reader, name, config)
+    config.reasons.extend(f"rope {key}={values[key]!r} is not understood" for key in reader.unread())
+    return RopeSpec(dim=dim, theta=theta, interleaved=interleaved, scaling=scaling)
+
+
+def _read_scaling(reader: ConfigReader, name: str, config: ConfigReader) -> RopeScaling:
+    if name in ("default", "none"):
+        # A leftover factor of 1 or a repeated original length changes nothing.
+        reader.ignore("factor", "original_max_position_embeddings")
+        return RopeScaling()
+    if name == "linear":
+        return RopeScaling(kind="linear", factor=reader.get("factor", float))
+    if name == "llama3":
+        return RopeScaling(
+            kind="llama3",
+            factor=reader.get("factor", float),
+            original_length=reader.get("original_max_position_embeddings", int),
+            low_freq_factor=reader.get("low_freq_factor", float),
+            high_freq_factor=reader.get("high_freq_factor", float),
+        )
+    if name == "yarn":
+        return _read_yarn(reader, config)
+    known: tuple[ScalingKind, ...] = ("linear", "llama3", "yarn")
+    reader.refuse(f"rope type {name!r} is not supported (allowed: default, {', '.join(known)})")
+    reader.ignore(*reader.values)
+    return RopeScaling()
+
+
+def _read_yarn(reader: ConfigReader, config: ConfigReader) -> RopeScaling:
+    """YaRN; without an explicit attention factor it is 0.1 ln(factor) + 1, or the ratio of DeepSeek's two scales."""
+    original = reader.get("original_max_position_embeddings", int, None)
+    if original is None:
+        original = config.get("original_max_position_embeddings", int, None) or config.get(
+            "max_position_embeddings", int
+        )
+    factor = reader.get("factor", float)
+    stated = reader.get("attention_factor", float, None)
+    mscale, all_dims = reader.get("mscale", float, None), reader.get("mscale_all_dim", float, None)
+    if stated is None:
+        stated = (
+            yarn_scale(factor, mscale) / yarn_scale(factor, all_dims) if mscale and all_dims else yarn_scale(factor)
+        )
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_length=original,
+        beta_fast=reader.get("beta_fast", float, None) or 32.0,
+        beta_slow=reader.get("beta_slow", float, None) or 1.0,
+        attention_factor=stated,
+        truncate=reader.get("truncate", bool, True),
+    )
+
+
+def yarn_scale(factor: float, mscale: float | None = 1.0) -> float:
+    """0.1 m ln(factor) + 1 above factor 1."""
+    return 1.0 if factor <= 1.0 else 0.1 * (1.0 if mscale is None else mscale) * math.log(factor) + 1.0

@@ -1,0 +1,58 @@
+"""The architectures, by the name that config.json gives them. One row here and one file beside it add a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from allotrope.errors import ModelError
+from allotrope.models.decoder import Decoder
+from allotrope.models.read_config import ConfigReader
+from allotrope.models.spec import ModelSpec
+from allotrope.models.weights import Rule
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`read`: config to spec. `rules`: checkpoint names to parameters. `tiny`: a small config, for tests and `verify`."""
+
+    read: Callable[[ConfigReader], ModelSpec]
+    rules: Callable[[ModelSpec], Sequence[Rule]]
+    tiny: Callable[[], dict[str, Any]]
+    decoder: type[Decoder] = Decoder
+
+
+ARCHITECTURES: dict[str, str] = {
+    "LlamaForCausalLM": "llama:LLAMA",
+    "MistralForCausalLM": "llama:MISTRAL",
+    "Qwen3ForCausalLM": "qwen3:QWEN3",
+}
+
+
+def find_architecture(config: dict[str, Any], source: str) -> Architecture:
+    """The architecture of a config.json. Raises ModelError naming what is known if it is none of ours."""
+    names = config.get("architectures") or []
+    for name in names:
+        if name in ARCHITECTURES:
+            module, _, row = ARCHITECTURES[name].partition(":")
+            found = getattr(import_module(f"allotrope.models.{module}"), row)
+            assert isinstance(found, Architecture)
+            return found
+    known = ", ".join(sorted(ARCHITECTURES))
+    raise ModelError(source, [f"config architectures={names!r} (supported: {known})"])
+
+
+def read_spec(config: dict[str, Any], source: str) -> tuple[Architecture, ModelSpec]:
+    """Config to spec, strictly. Raises ModelError with every value that is missing, wrong or not understood."""
+    architecture = find_architecture(config, source)
+    reader = ConfigReader(config, source)
+    try:
+        spec = architecture.read(reader)
+    except (ValueError, ZeroDivisionError) as error:
+        # A value that reads well but makes no sense with the others; what was found before it comes first.
+        reader.refuse(str(error))
+        raise ModelError(source, reader.reasons) from error
+    reader.finish()
+    return architecture, spec

@@ -1,0 +1,178 @@
+"""Loading weights by rules that are data, with the proof that every key was read and every parameter filled.
+
+A `Rule` maps checkpoint names to our parameters: rename, fuse (several tensors into sections of one parameter), stack
+(one tensor per expert), transform, or drop with a reason. Sharding follows from each parameter's placement, so one rule
+serves every tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from allotrope.errors import ModelError
+from allotrope.layers.parallel import Parallel, placement_of
+from allotrope.models.checkpoint import Checkpoint
+
+Transform = Callable[[torch.Tensor], torch.Tensor]
+
+_HOLE = re.compile(r"\{(\w+)\}")
+# Reasons shown before the rest is counted: a wrong checkpoint has thousands of them, all alike.
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`source`: checkpoint name with holes such as `{i}` for integers, the same in `target`.
+
+    `section`: which part of the target the tensor fills. `expert`: hole that counts the experts of a stacked target.
+    `transform`: applied to the full tensor before it is cut. `target` None drops the tensor, for `reason`.
+    """
+
+    source: str
+    target: str | None
+    section: str = ""
+    expert: str | None = None
+    transform: Transform | None = None
+    reason: str = ""
+
+    def pattern(self) -> re.Pattern[str]:
+        """The source as a regular expression; `{i}` matches an integer, `*` anything."""
+        parts = []
+        last = 0
+        for hole in _HOLE.finditer(self.source):
+            parts.append(re.escape(self.source[last : hole.start()]))
+            parts.append(f"(?P<{hole.group(1)}>\\d+)")
+            last = hole.end()
+        parts.append(re.escape(self.source[last:]))
+        return re.compile("".join(parts).replace(r"\*", ".*"))
+
+
+def drop(source: str, reason: str) -> Rule:
+    """Leave matching tensors out, and say why. `*` matches anything."""
+    return Rule(source, None, reason=reason)
+
+
+def fuse(source: str, target: str, sections: Iterable[str]) -> list[Rule]:
+    """One rule per section, its name put for `{}` in `source`."""
+    return [Rule(source.replace("{}", section), target, section.removesuffix("_proj")) for section in sections]
+
+
+@dataclass
+class LoadReport:
+    """What loading did: tensors read, bytes, and tensors dropped with their reasons."""
+
+    tensors: int = 0
+    bytes: int = 0
+    dropped: dict[str, str] = field(default_factory=dict)
+
+
+class Loader:
+    """Fills a module's parameters from a checkpoint and accounts for every name on both sides."""
+
+    def __init__(self, module: nn.Module, rules: Sequence[Rule], parallel: Parallel) -> None:
+        self.parallel = parallel
+        self.parameters = dict(module.named_parameters())
+        self.rules = [(rule.pattern(), rule) for rule in rules]
+        # Per parameter, what is still to be filled: (section, expert) pairs.
+        self.missing = {name: _pieces(parameter) for name, parameter in self.parameters.items()}
+        self.reasons: list[str] = []
+
+    def load(self, checkpoint: Checkpoint) -> LoadReport:
+        """Read every tensor once. Raises ModelError with every mismatch at the end."""
+        report = LoadReport()
+        for name in checkpoint.headers():
+            matches = [(match, rule) for pattern, rule in self.rules if (match := pattern.fullmatch(name))]
+            if not matches:
+                self.reasons.append(f"checkpoint tensor {name} is used by no rule")
+                continue
+            targets = [(match, rule) for match, rule in matches if rule.target is not None]
+            if not targets:
+                report.dropped[name] = matches[0][1].reason
+                continue
+            tensor = checkpoint.read(name)
+            report.tensors += 1
+            report.bytes += tensor.nbytes
+            for match, rule in targets:
+                self._place(name, tensor, match, rule)
+        for name, pieces in self.missing.items():
+            self.reasons.extend(
+                f"parameter {name}{_piece_text(piece)} is in no checkpoint tensor" for piece in sorted(pieces)
+            )
+        if self.reasons:
+            shown = self.reasons[:_SHOWN]
+            if len(self.reasons) > _SHOWN:
+                shown.append(f"and {len(self.reasons) - _SHOWN} more")
+            raise ModelError(f"{checkpoint.source} does not fit its architecture", shown)
+        return report
+
+    def _place(self, name: str, tensor: torch.Tensor, match: re.Match[str], rule: Rule) -> None:
+        assert rule.target is not None
+        target = _HOLE.sub(lambda hole: match.group(hole.group(1)), rule.target)
+        parameter = self.parameters.get(target)
+        if parameter is None:
+            self.reasons.append(f"checkpoint tensor {name} goes to {target}, which this model does not have")
+            return
+        if rule.transform is not None:
+            tensor = rule.transform(tensor)
+        placement = placement_of(parameter)
+        expert = -1 if rule.expert is None else int(match.group(rule.expert))
+        piece = (rule.section, expert)
+        if piece not in self.missing[target]:
+            self.reasons.append(
+                f"checkpoint tensor {name} fills {target}{_piece_text(piece)}, which is full or not there"
+            )
+            return
+        data = parameter.data if expert < 0 else parameter.data[expert]
+        section, _ = placement.section(rule.section)
+        wanted = list(data.shape)
+        wanted[placement.dim] = section.size
+        if list(tensor.shape) != wanted:
+            self.reasons.append(f"checkpoint tensor {name} has shape {list(tensor.shape)} (needs {wanted})")
+        else:
+            placement.fill(data, tensor, rule.section, self.parallel)
+        self.missing[target].discard(piece)
+
+
+def _pieces(parameter: nn.Parameter) -> set[tuple[str, int]]:
+    placement = placement_of(parameter)
+    experts = range(placement.experts) if placement.experts else (-1,)
+    return {(section.name, expert) for section in placement.sections for expert in experts}
+
+
+def _piece_text(piece: tuple[str, int]) -> str:
+    section, expert = piece
+    parts = [part for part in (section, f"expert {expert}" if expert >= 0 else "") if part]
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def finish(module: nn.Module) -> None:
+    """Let modules derive what they need from their loaded weights."""
+    for part in module.modules():
+        hook = getattr(part, "finish_loading", None)
+        if hook is not None:
+            hook()
+
+
+def fill_random(module: nn.Module, seed: int, parallel: Parallel) -> None:
+    """Reproducible random weights: of unit gain for matrices, around 1 for vectors; equal at every parallel size."""
+    for name, parameter in module.named_parameters():
+        placement = placement_of(parameter)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+        shape = list(parameter.shape)
+        dim = placement.dim + bool(placement.experts)
+        for section in placement.sections:
+            shape[dim] = section.size
+            full = torch.randn(shape, generator=generator)
+            full = full / math.sqrt(shape[-1]) if len(shape) > 1 else 1.0 + 0.1 * full
+            if placement.experts:
+                for expert in range(placement.experts):
+                    placement.fill(parameter.data[expert], full[expert], section.name, parallel)
+            else:
+                placement.fill(parameter.data, full, section.name, parallel)
