@@ -1,0 +1,168 @@
+"""Reads the header of a GGUF file: its metadata and where each tensor lies. Owns the file format and nothing else.
+
+It must not know what the metadata means: model code reads the hyperparameters from it, text code the tokenizer. Both
+need it, so it depends on nothing but the standard library and numpy. A whole header with a vocabulary of 50 000 tokens
+takes some tens of milliseconds, because strings are sliced from one mapping and nothing is kept but the values.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from allotrope.errors import ModelError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MAX_DIMS = 4
+
+# Ids under which a file names the tokens that end a reply: end of sequence, of turn, of message.
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """Where one tensor lies. `shape`: slowest dimension first, as torch has it; `kind`: the ggml type number."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+class GgufFile:
+    """The header of one file, parsed. `metadata`: key → value; `tensors`: name → place, in file order.
+
+    Raises `ModelError` if the file is not GGUF, is of a version or byte order that is not read, or ends too early.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
+                self.size = len(mapping)
+                self.metadata, self.tensors = _Reader(path, mapping).header()
+        except (OSError, ValueError) as error:
+            # An empty file cannot be mapped (ValueError).
+            raise ModelError(f"cannot read {path}", [str(error)]) from error
+
+    def raw(self, tensor: GgufTensor, size: int) -> np.ndarray:
+        """uint8 [size]: the stored bytes of `tensor`, mapped read-only; they must lie within `self.size`."""
+        mapped = np.memmap(self.path, dtype=np.uint8, mode="r", offset=tensor.offset, shape=(size,))
+        # As a plain array: each small slice of a memmap costs more than the arithmetic on it.
+        return mapped.view(np.ndarray)
+
+    def end_ids(self) -> tuple[int, ...]:
+        """Token ids that end a reply, by the file's own word, without repeats."""
+        ids = (self.metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS)
+        return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
+
+
+class _Reader:
+    """A cursor over the header bytes; every read checks that the file is long enough."""
+
+    def __init__(self, path: str, data: mmap.mmap) -> None:
+        self._path = path
+        self._data = data
+        self._at = 0
+
+    def header(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+        if self._data[:4] != _MAGIC:
+            raise self._bad(f"it begins with {bytes(self._data[:4])!r}; a GGUF file begins with {_MAGIC!r}")
+        self._at = 4
+        version = self._scalar("I")
+        if version & 0xFFFF == 0:
+            raise self._bad("it is a big-endian GGUF file; only little-endian ones are read")
+        if version not in _VERSIONS:
+            raise self._bad(f"GGUF version {version}; allowed: 2, 3")
+        tensor_count, key_count = self._scalar("Q"), self._scalar("Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(key_count):
+            key = self._string()
+            metadata[key] = self._value(self._scalar("I"))
+        places = [self._tensor() for _ in range(tensor_count)]
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise self._bad(f"general.alignment={alignment}; a power of two is needed")
+        start = -(-self._at // alignment) * alignment
+        tensors = {p.name: GgufTensor(p.name, p.shape, p.kind, start + p.offset) for p in places}
+        if len(tensors) != len(places):
+            raise self._bad("two tensors have the same name")
+        return metadata, tensors
+
+    def _tensor(self) -> GgufTensor:
+        name = self._string()
+        dims = self._scalar("I")
+        if not 1 <= dims <= _MAX_DIMS:
+            raise self._bad(f"tensor {name} has {dims} dimensions; allowed: 1 to {_MAX_DIMS}")
+        shape = tuple(self._scalar("Q") for _ in range(dims))[::-1]
+        return GgufTensor(name, shape, self._scalar("I"), self._scalar("Q"))
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            inner, count = self._scalar("I"), self._scalar("Q")
+            if inner in _SCALARS:
+                dtype = np.dtype(_SCALARS[inner]).newbyteorder("<")
+                return np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
+            if inner == _STRING:
+                return self._strings(count)
+            raise self._bad(f"metadata array of type {inner} at byte {self._at}; only numbers and strings are read")
+        if kind not in _SCALARS:
+            raise self._bad(f"metadata value of type {kind} at byte {self._at}; allowed: 0 to 12")
+        return self._scalar(_SCALARS[kind])
+
+    def _strings(self, count: int) -> list[str]:
+        # The hot loop of the header: a vocabulary and its merges are some hundred thousand strings.
+        data, at, end = self._data, self._at, len(self._data)
+        length_at = struct.Struct("<Q").unpack_from
+        found = []
+        for _ in range(count):
+            self._at = at
+            if at + 8 > end:
+                raise self._short(8)
+            (length,) = length_at(data, at)
+            at += 8 + length
+            if at > end:
+                raise self._short(8 + length)
+            found.append(data[at - length : at])
+        self._at = at
+        return [self._text(raw) for raw in found]
+
+    def _string(self) -> str:
+        return self._text(self._take(self._scalar("Q")))
+
+    def _text(self, raw: bytes) -> str:
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self._bad(f"the string {raw[:40]!r} is not UTF-8: the file is damaged") from error
+
+    def _scalar(self, code: str) -> Any:
+        form = struct.Struct("<" + code)
+        return form.unpack(self._take(form.size))[0]
+
+    def _take(self, size: int) -> bytes:
+        if self._at + size > len(self._data):
+            raise self._short(size)
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+    def _short(self, size: int) -> ModelError:
+        return self._bad(
+            f"the header needs {size} bytes at {self._at}, the file has {len(self._data)}: it is truncated or damaged; "
+            f"copy or download it again"
+        )
+
+    def _bad(self, reason: str) -> ModelError:
+        return ModelError(f"cannot read {self._path}", [reason])
