@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from allotrope.layers.build import Build
+from allotrope.layers.linear import Product
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 
 
@@ -46,17 +47,24 @@ class Head(nn.Module):
         super().__init__()
         self.parallel, self.softcap = build.parallel, softcap
         if tied is not None:
-            self.weight = tied.weight
+            self.weight: torch.Tensor | None = tied.weight
             self.whole = tied.whole
         else:
             section = _vocabulary(vocab_size, build.parallel)
             shape = (section.local(build.parallel), hidden)
             self.whole = shape[0] == vocab_size
             self.weight = parameter(shape, Placement((section,)), build.dtype, build.device)
+        self.product: Product | None = None
+
+    def finish_loading(self) -> None:
+        """Reorder the weight for the device; an embedding that shares it keeps the original."""
+        assert self.weight is not None
+        self.product, self.weight = Product(self.weight.data), None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: [n, hidden]. Returns [n, vocabulary] fp32 logits, whole on every rank."""
-        logits = F.linear(x, self.weight)
+        assert self.product is not None
+        logits = self.product(x)
         if not self.whole:
             logits = self.parallel.all_gather(logits)
         logits = logits.float()

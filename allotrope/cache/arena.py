@@ -1,0 +1,47 @@
+"""The bytes of the caches: one allocation per cache of a layer, and the views that families read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from allotrope.attention.cache_layout import pool_bytes, views
+from allotrope.cache.memory import MemoryPlan
+
+
+class Arena:
+    """All pools of a memory plan on one device, zeroed (page 0 must stay so).
+
+    `layers`: per layer, cache name -> field name -> view; a layer that owns no cache has the views of the one it
+    shares. `shares`: layer -> layer whose caches it reads.
+    """
+
+    def __init__(self, plan: MemoryPlan, layers: int, shares: Mapping[int, int], device: torch.device) -> None:
+        self.bytes = 0
+        self.layers: list[dict[str, dict[str, torch.Tensor]]] = [{} for _ in range(layers)]
+        self._by_group: list[list[torch.Tensor]] = []
+        for entry in plan.groups:
+            fields: list[torch.Tensor] = []
+            for member in entry.group.members:
+                size = pool_bytes(member.layout, entry.group.page_size, entry.pages)
+                named = views(member.layout, entry.group.page_size, entry.pages, _zeros(size, device))
+                self.layers[member.layer][member.name] = named
+                fields.extend(named.values())
+                self.bytes += size
+            self._by_group.append(fields)
+        for layer, owner in shares.items():
+            self.layers[layer] = self.layers[owner]
+
+    def copy_page(self, group: int, source: int, target: int) -> None:
+        """Copy one page (or state slot) of a group in all its pools."""
+        for field in self._by_group[group]:
+            field[target].copy_(field[source])
+
+
+def _zeros(size: int, device: torch.device) -> torch.Tensor:
+    """Zeroed bytes. On a CPU the kernel hands out zero pages only as they are touched, so start-up stays quick."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(size, dtype=np.uint8))
+    return torch.zeros(size, dtype=torch.uint8, device=device)
