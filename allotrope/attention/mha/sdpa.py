@@ -49,5 +49,5 @@ def attend(
     out, lse = _flash(rows, keys, values, 0.0, visible is None, attn_mask=mask, scale=spec.scale)
     if sinks is not None:
         sink = sinks.float().view(1, groups, repeat) if queries == 1 else sinks.float().view(1, heads, 1)
-        out = out * torch.sigmoid(lse - sink)[..., None].to(out.dtype)
+        out = (out * torch.sigmoid(lse - sink)[..., None]).to(out.dtype)
     return out.reshape(requests, 1, heads, dim) if queries == 1 else out.transpose(1, 2)
