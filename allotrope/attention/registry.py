@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from allotrope.attention.csa.family import CSA
 from allotrope.attention.family import Family
 from allotrope.attention.mha.family import MHA
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (MHA(),)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (MHA(), CSA())}

@@ -1,0 +1,6 @@
+"""Compressed sparse attention: one row is key and value; a window, pooled entries, an indexer to choose among them."""
+
+from allotrope.attention.csa.family import CSA as CSA
+from allotrope.attention.csa.plan import CsaPlan as CsaPlan
+from allotrope.attention.csa.spec import CsaSpec as CsaSpec
+from allotrope.attention.csa.spec import IndexerSpec as IndexerSpec

@@ -1,0 +1,54 @@
+"""Choice of the entries that a query attends to.
+
+    score_t(e) = sum_h weight_t,h * relu(q_t,h . k_e) * (heads * d)^-1/2        for e < (p_t + 1) // r
+    picked_t   = the `topk` entries of the highest score; equal scores go to the earlier entry
+
+A query that sees at most `topk` entries attends to all of them, and is not scored.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from allotrope.attention.csa.plan import Contest, CsaPlan
+from allotrope.attention.csa.rotary import rotate_tail
+from allotrope.attention.csa.spec import IndexerSpec
+
+
+def pick(spec: IndexerSpec, plan: CsaPlan, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Rows of the chosen entries.
+
+    `keys`: [P, rows, d], the index keys of the entries. `q`: [T, heads, d], not rotated. `weights`: [T, heads], as
+    projected. Returns [T, topk] int64 rows of the compressed cache; only the tokens of a contest are filled in.
+    """
+    picked = torch.empty(q.shape[0], spec.topk, dtype=torch.int64, device=keys.device)
+    if plan.contests:
+        q = rotate_tail(q, plan.rotation)
+        for contest in plan.contests:
+            entry = best(scores(spec, contest, keys, q, weights), spec.topk)
+            rows = contest.entry_rows.repeat_interleave(contest.queries, dim=0)
+            picked[contest.tokens] = rows.gather(1, entry)
+    return picked
+
+
+def scores(
+    spec: IndexerSpec, contest: Contest, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The equation above. `q`: [T, heads, d] rotated. Returns [b * q, N] fp32, -inf where an entry is not visible."""
+    rows = keys.flatten(0, 1).index_select(0, contest.key_rows.flatten()).unflatten(0, contest.key_rows.shape)
+    queries = q[contest.tokens].float().unflatten(0, (-1, contest.queries))
+    share = weights[contest.tokens].float() * (spec.num_heads * spec.head_dim) ** -0.5
+    hits = torch.bmm(queries.flatten(1, 2), rows.float().transpose(1, 2)).relu_()
+    score = torch.bmm(share[:, None], hits.view(len(share), spec.num_heads, -1)).squeeze(1)
+    return score + contest.bias.flatten(0, 1)
+
+
+def best(score: torch.Tensor, k: int) -> torch.Tensor:
+    """Columns of the `k` highest scores of each row, ascending; among equals the earlier column.
+
+    `score`: [n, N], with at least `k` finite values a row. Returns [n, k] int64.
+    """
+    edge = score.topk(k, dim=-1).values[:, -1:]
+    above, at = score > edge, score == edge
+    room = k - above.sum(-1, keepdim=True)
+    return (above | (at & (at.cumsum(-1) <= room))).nonzero()[:, 1].view(-1, k)

@@ -1,0 +1,99 @@
+"""Compressed sparse attention over paged caches, written to be read: the definition that kernels are held against.
+
+For the query of head h at position p, over the rows s that it sees (window rows p - W + 1 .. p and the entries that it
+may see; a row that both hold counts twice):
+
+    l_s = scale * rope(q_h, p) . kv_s
+    o_h = rope^-1(sum_s exp(l_s) kv_s / (sum_s exp(l_s) + exp(sink_h)), p)
+
+A row is key and value at once, and it is stored rotated; so is what the sum returns, and it is turned back at the
+position of the query. All rotation of the layer is done here: what comes in and goes out is not rotated. Mathematics in
+fp32 whatever the inputs. Sources: DeepSeek-AI 2026, "DeepSeek-V4", section 2.3; Xiao et al. 2023, section 3 (sinks).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from allotrope.attention.csa.compressor import Compression, compress
+from allotrope.attention.csa.indexer import pick
+from allotrope.attention.csa.plan import CsaPlan, Part
+from allotrope.attention.csa.rotary import rotate_tail
+from allotrope.attention.csa.spec import CsaSpec
+from allotrope.attention.family import CacheViews
+
+
+def run(
+    spec: CsaSpec,
+    plan: CsaPlan,
+    caches: CacheViews,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    sinks: torch.Tensor,
+    kv_score: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    entry_norm: torch.Tensor | None = None,
+    index_q: torch.Tensor | None = None,
+    index_weights: torch.Tensor | None = None,
+    index_kv_score: torch.Tensor | None = None,
+    index_position_bias: torch.Tensor | None = None,
+    index_entry_norm: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Store the step's rows, save and pool compressor states, choose entries, attend.
+
+    `q`: [T, H, D] and `kv`: [T, D], normed, not rotated. `sinks`: [H]. Where the spec has a ratio, `kv_score`,
+    `position_bias` and `entry_norm` are what `Compression` says. Where it has an indexer, `index_q`: [T, heads, d], not
+    rotated, `index_weights`: [T, heads], and the other three are those of the indexer's own compressor.
+    Returns [T, H, D] in `q`'s type.
+    """
+    plan.window.put(caches["window"]["kv"], rotate_tail(kv, plan.rotation))
+    picked = None
+    if plan.pooling is not None:
+        assert kv_score is not None and position_bias is not None and entry_norm is not None
+        new = Compression(kv_score, position_bias, entry_norm)
+        compress(plan.pooling, caches["state"]["kv_score"], caches["compressed"]["kv"], new, spec.norm_eps)
+    if plan.index_pooling is not None:
+        assert index_kv_score is not None and index_position_bias is not None and index_entry_norm is not None
+        assert spec.indexer is not None and index_q is not None and index_weights is not None
+        new, keys = Compression(index_kv_score, index_position_bias, index_entry_norm), caches["index"]["k"]
+        compress(plan.index_pooling, caches["index_state"]["kv_score"], keys, new, spec.norm_eps)
+        picked = pick(spec.indexer, plan, keys, index_q, index_weights)
+    q = rotate_tail(q, plan.rotation)
+    out = torch.empty_like(q)
+    for part in plan.parts:
+        block = q[part.tokens].unflatten(0, (-1, part.queries))
+        out[part.tokens] = attend(block, gather(caches, part, picked), part.bias, sinks, spec.scale).flatten(0, 1)
+    return rotate_tail(out, plan.rotation.inverse())
+
+
+def gather(caches: CacheViews, part: Part, picked: torch.Tensor | None) -> torch.Tensor:
+    """[b, L, D]: the window rows of each request of `part`, then its entries: those planned, or those `picked`."""
+    entry_rows = part.entry_rows
+    if entry_rows is None and picked is not None:
+        entry_rows = picked[part.tokens]
+    rows = _take(caches["window"]["kv"], part.window_rows)
+    if entry_rows is None or not entry_rows.shape[1]:
+        return rows
+    return torch.cat((rows, _take(caches["compressed"]["kv"], entry_rows)), dim=1)
+
+
+def _take(pool: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return pool.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape)
+
+
+def attend(q: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor, sinks: torch.Tensor, scale: float) -> torch.Tensor:
+    """The sum of the equation above for b requests of q queries.
+
+    `q`: [b, q, H, D]. `rows`: [b, L, D], keys and values. `bias`: [b, q, L], 0 where a row is seen, else -inf.
+    `sinks`: [H], -inf for none. Returns [b, q, H, D] in `q`'s type; 0 where a query sees nothing.
+    """
+    requests, queries, heads, dim = q.shape
+    keys, sink = rows.float(), sinks.float()[:, None]
+    logits = torch.bmm((q.float() * scale).flatten(1, 2), keys.transpose(1, 2)).view(requests, queries, heads, -1)
+    logits += bias[:, :, None]
+    top = logits.amax(-1, keepdim=True).maximum(sink)
+    top = top.masked_fill_(top == -torch.inf, 0.0)
+    weights = logits.sub_(top).exp_()
+    total = (weights.sum(-1, keepdim=True) + (sink - top).exp_()).clamp_(min=torch.finfo(torch.float32).tiny)
+    summed = torch.bmm(weights.flatten(1, 2), keys).view(requests, queries, heads, dim)
+    return summed.div_(total).to(q.dtype)

@@ -1,0 +1,99 @@
+"""The numbers of one layer of compressed sparse attention."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from allotrope.attention.cache_layout import CacheLayout, Field, PagedRows, WindowRows
+from allotrope.attention.rope import RopeSpec
+
+MAX_HEAD_DIM = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerSpec:
+    """How entries are chosen: `num_heads` scoring heads of size `head_dim` pick the best `topk` entries of a query."""
+
+    num_heads: int
+    head_dim: int
+    topk: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsaSpec:
+    """Compressed sparse attention of one layer, as one rank sees it.
+
+    `num_heads`: query heads H; all read one row of size `head_dim` D, which is key and value. `scale`: factor of the
+    logits. `window`: latest rows a query sees, its own included. `rope`: rotation of the last R dims of a row (and of
+    an index key). `ratio`: tokens per compressed entry; 0 is none. `overlap`: an entry also pools the `ratio` tokens
+    before its own. `indexer`: chooses entries; None shows all of them. `norm_eps`: of the norm of an entry.
+    `kv_dtype`: type of the cached rows.
+    """
+
+    num_heads: int
+    head_dim: int
+    scale: float
+    window: int
+    rope: RopeSpec
+    kv_dtype: torch.dtype
+    ratio: int = 0
+    overlap: bool = False
+    indexer: IndexerSpec | None = None
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if self.num_heads < 1:
+            wrong.append(f"num_heads={self.num_heads}; allowed: at least 1")
+        if self.window < 1:
+            wrong.append(f"window={self.window}; allowed: at least 1")
+        if self.ratio != 0 and self.ratio < 2:
+            wrong.append(f"ratio={self.ratio}; allowed: 0 for no compressed entries, or at least 2")
+        if self.ratio == 0 and (self.overlap or self.indexer is not None):
+            wrong.append(f"ratio=0 has no entries to overlap or choose: overlap={self.overlap}, indexer={self.indexer}")
+        dims = {"head_dim": self.head_dim}
+        if self.indexer is not None:
+            dims["indexer.head_dim"] = self.indexer.head_dim
+            if self.indexer.num_heads < 1 or self.indexer.topk < 1:
+                wrong.append(f"indexer={self.indexer}; num_heads and topk must be at least 1")
+        for name, dim in dims.items():
+            if not self.rope.dim <= dim <= MAX_HEAD_DIM:
+                wrong.append(f"{name}={dim}; allowed: from the {self.rope.dim} that are rotated to {MAX_HEAD_DIM}")
+        if wrong:
+            raise ValueError("csa: " + "; ".join(wrong))
+
+    @property
+    def family(self) -> str:
+        return "csa"
+
+    @property
+    def streams(self) -> int:
+        """Projections a token brings to a compressor: one per entry that it takes part in."""
+        return 2 if self.overlap else 1
+
+    @property
+    def plan_key(self) -> Hashable:
+        return self
+
+    def visible_entries(self, seen: int) -> int:
+        """Entries that exist for a query that sees `seen` tokens: an entry exists once its last token does."""
+        return seen // self.ratio if self.ratio else 0
+
+    def caches(self) -> dict[str, CacheLayout]:
+        row = Field("kv", (self.head_dim,), self.kv_dtype)
+        caches: dict[str, CacheLayout] = {"window": WindowRows((row,), self.window)}
+        if self.ratio:
+            caches["compressed"] = PagedRows((row,), self.ratio)
+            caches["state"] = self._state(self.head_dim)
+        if self.indexer is not None:
+            caches["index"] = PagedRows((Field("k", (self.indexer.head_dim,), self.kv_dtype),), self.ratio)
+            caches["index_state"] = self._state(self.indexer.head_dim)
+        return caches
+
+    def _state(self, dim: int) -> WindowRows:
+        """What a compressor keeps of each token until the last entry that pools it has closed."""
+        row = Field("kv_score", (2 * self.streams * dim,), torch.float32)
+        return WindowRows((row,), self.streams * self.ratio)
