@@ -28,6 +28,7 @@ class EngineStats:
 
     `pages_used`, `pages_total`: pages per cache group. Pages that only the prefix cache holds count as free.
     `prefix_queries`, `prefix_hits`: prompt tokens looked up in the prefix cache and found there.
+    `prefix_lost`: prompt tokens that were computed again although they had been cached, by reason.
     """
 
     running: int = 0
@@ -36,4 +37,5 @@ class EngineStats:
     pages_total: dict[str, int] = field(default_factory=dict)
     prefix_queries: int = 0
     prefix_hits: int = 0
+    prefix_lost: dict[str, int] = field(default_factory=dict)
     preemptions: int = 0

@@ -1,0 +1,281 @@
+"""The engine: requests in, tokens out, one forward pass per `step`.
+
+Owns the life of every sequence from `add` to its last token. Must not know text, HTTP, or how a layer computes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Many
+
+import torch
+
+from allotrope.config import EngineConfig
+from allotrope.engine.executor import InProcess
+from allotrope.engine.load import draw_up, plan_caches
+from allotrope.engine.memory_keeper import MemoryKeeper
+from allotrope.engine.report import EngineLimits, EngineStats
+from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_scores
+from allotrope.engine.scheduler import Row, Scheduler
+from allotrope.engine.seeds import derive_seed
+from allotrope.engine.sequence import Sequence
+from allotrope.engine.step import StepPlan, StepRow
+from allotrope.errors import InvalidRequest, ModelError, Overloaded
+from allotrope.layers.ranking import score_tokens
+from allotrope.layers.sampler import sample
+from allotrope.request import FinishReason, Request, SequenceOutput, TokenLogprobs
+
+log = logging.getLogger("allotrope.engine")
+
+
+class Engine:
+    """A loaded model that generates. Not safe to call from several threads."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Load the model and allocate its caches. Raises ModelError or ConfigError with every reason."""
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        blueprint = draw_up(config)
+        memory = plan_caches(blueprint, config)
+        self._config = config
+        self._executor = InProcess(blueprint, memory, config.seed)
+        self._pending_copies: list[tuple[int, int, int]] = []
+        self._keeper = MemoryKeeper(memory, self._copy_page, reuse=config.enable_prefix_caching)
+        self._scheduler = Scheduler(
+            self._keeper, max_sequences=config.max_num_seqs, max_tokens=config.max_num_batched_tokens
+        )
+        self._requests: dict[str, list[Sequence]] = {}
+        self._sampling: SamplingBatch | None = None
+        self._device = blueprint.build.device
+        self._accepted = 0
+        self._prefix_queries = self._prefix_hits = 0
+        self._prefix_lost: dict[str, int] = {}
+        self.memory = memory
+        self._checkpoint = blueprint.checkpoint
+        self.limits = EngineLimits(
+            max_model_len=blueprint.max_model_len,
+            vocab_size=blueprint.spec.vocab_size,
+            max_num_seqs=config.max_num_seqs,
+            eos_ids=_eos_ids(blueprint.checkpoint.generation_config, blueprint.checkpoint.config),
+            model_dtype=str(blueprint.build.dtype).removeprefix("torch."),
+        )
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequest if it can never run, Overloaded if the queue is full."""
+        request.check(self.limits.vocab_size, self.limits.max_model_len)
+        if request.request_id in self._requests:
+            raise InvalidRequest(f"request_id={request.request_id!r} is already running.", "request_id")
+        longest = min(self.limits.max_model_len, len(request.prompt_ids) + (request.params.max_tokens or 2**62))
+        if not self._keeper.fits_alone(longest, min(longest, self._config.max_num_batched_tokens)):
+            raise InvalidRequest(
+                f"prompt and max_tokens reach {longest} tokens, more than the caches hold; ask for fewer.", "max_tokens"
+            )
+        if len(self._scheduler.waiting) + request.params.n > self._config.max_num_waiting:
+            raise Overloaded(
+                f"{len(self._scheduler.waiting)} sequences are waiting (--max-num-waiting "
+                f"{self._config.max_num_waiting}). Try again later."
+            )
+        self._accepted += 1
+        siblings: list[Sequence] = []
+        for index in range(request.params.n):
+            siblings.append(self._sequence(request, index, siblings[0] if siblings else None))
+            self._scheduler.add(siblings[-1])
+        self._requests[request.request_id] = siblings
+
+    def abort(self, request_ids: Many[str]) -> None:
+        """End requests at once, wherever they are; nothing more comes from them. Unknown ids are ignored."""
+        for request_id in request_ids:
+            for seq in self._requests.pop(request_id, ()):
+                if not seq.done:
+                    self._scheduler.remove(seq)
+
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def step(self) -> list[SequenceOutput]:
+        """Run one forward pass and return what it added; [] when there is nothing to run."""
+        rows = self._scheduler.plan()
+        if not rows:
+            return []
+        copies = tuple(self._pending_copies)
+        self._pending_copies.clear()
+        logits = self._executor.run(StepPlan(tuple(_step_row(row) for row in rows), copies))
+        self._score_prompts(rows, logits)
+        for row in rows:
+            self._start(row.seq)
+            self._keeper.advance(row.seq, row.tokens)
+        return self._choose(rows, logits)
+
+    def tokenizer_path(self) -> str:
+        """Where the model's own tokenizer is. Raises ModelError if it brings none."""
+        if self._checkpoint.tokenizer_path is None:
+            raise ModelError(self._checkpoint.source, ["it brings no tokenizer; give one with --tokenizer"])
+        return self._checkpoint.tokenizer_path
+
+    def has_tokenizer(self) -> bool:
+        """Whether the model brings a tokenizer."""
+        return self._checkpoint.tokenizer_path is not None
+
+    def stats(self) -> EngineStats:
+        """Where the engine stands."""
+        labels = _labels([group.label for group in self._keeper.groups])
+        return EngineStats(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            pages_used={label: pool.used for label, pool in zip(labels, self._keeper.pools, strict=True)},
+            pages_total={label: pool.total for label, pool in zip(labels, self._keeper.pools, strict=True)},
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+            prefix_lost=dict(self._prefix_lost),
+            preemptions=self._scheduler.preemptions,
+        )
+
+    def close(self) -> None:
+        """Let go of the model and its memory."""
+        self._executor.close()
+
+    def _copy_page(self, group: int, source: int, target: int) -> None:
+        self._pending_copies.append((group, source, target))
+
+    def _sequence(self, request: Request, index: int, first: Sequence | None) -> Sequence:
+        params = request.params
+        seed = derive_seed(self._config.seed, self._accepted) if params.seed is None else params.seed
+        eos_ids = () if params.ignore_eos else request.eos_ids
+        sampling = RowSampling(
+            params=params,
+            eos_ids=eos_ids,
+            seed=derive_seed(seed, index),
+            prompt_ids=request.prompt_ids,
+            output_ids=[],
+        )
+        parent = first if self._config.enable_prefix_caching else None
+        return Sequence(request, index, sampling, self._keeper.prefix.chain(), parent)
+
+    def _start(self, seq: Sequence) -> None:
+        if seq.started:
+            return
+        seq.started = True
+        if not seq.wants_prompt_logprobs and self._config.enable_prefix_caching:
+            self._prefix_queries += seq.prompt_len
+            self._prefix_hits += seq.cached_tokens
+            for reason, tokens in seq.cache_lost.items():
+                self._prefix_lost[reason] = self._prefix_lost.get(reason, 0) + tokens
+
+    def _score_prompts(self, rows: Many[Row], logits: torch.Tensor) -> None:
+        """Record the log-probabilities of prompt tokens, for the sequences that ask for them."""
+        first = 0
+        for row in rows:
+            scored = _scored(row)
+            seq = row.seq
+            if seq.wants_prompt_logprobs and scored:
+                start = seq.computed + 1
+                targets = seq.ids[start : min(start + scored, seq.prompt_len)]
+                count = seq.request.params.prompt_logprobs or 0
+                if targets:
+                    part = logits[first : first + len(targets)]
+                    scores = score_tokens(part, torch.tensor(targets, device=part.device), count)
+                    records = read_scores(scores, [count] * len(targets))
+                    seq.prompt_logprobs.update(enumerate(records, start))
+            first += scored
+
+    def _choose(self, rows: Many[Row], logits: torch.Tensor) -> list[SequenceOutput]:
+        """Sample a token for every sequence whose tokens are all computed."""
+        places, ready = [], []
+        end = 0
+        for row in rows:
+            end += _scored(row)
+            if row.seq.uncomputed == 0:
+                places.append(end - 1)
+                ready.append(row.seq)
+        if not ready:
+            return []
+        if len(places) != len(logits):
+            logits = logits[torch.tensor(places, device=logits.device)]
+        records = [seq.sampling for seq in ready]
+        if self._sampling is None or not self._sampling.serves(records):
+            self._sampling = SamplingBatch(records, self.limits.vocab_size, self._device)
+        tokens, logprobs = self._sampling.read(sample(logits, self._sampling.step()))
+        return [self._take(*item) for item in zip(ready, tokens, logprobs, strict=True)]
+
+    def _take(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
+        """Append a sampled token, end the sequence if it is its last, and say what happened."""
+        if token < 0:
+            self._end(seq, forget=True)
+            return SequenceOutput(
+                seq.request.request_id,
+                seq.index,
+                finish_reason="error",
+                cached_tokens=seq.cached_tokens,
+                error="the model's scores for the next token are not numbers, or every token is masked",
+            )
+        first = seq.output_len == 0
+        seq.append(token)
+        reason, stopped_by = self._finish(seq, token)
+        prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        if first and seq.wants_prompt_logprobs:
+            prompt_logprobs = (None, *(seq.prompt_logprobs[i] for i in range(1, seq.prompt_len)))
+        if reason is not None:
+            self._end(seq)
+        return SequenceOutput(
+            seq.request.request_id,
+            seq.index,
+            (token,),
+            reason,
+            stopped_by,
+            None if logprobs is None else (logprobs,),
+            prompt_logprobs,
+            seq.cached_tokens,
+        )
+
+    def _finish(self, seq: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
+        params = seq.request.params
+        if seq.output_len > params.min_tokens:
+            if token in params.stop_token_ids:
+                return "stop", token
+            if token in seq.sampling.eos_ids:
+                return "stop", None
+        limit = self.limits.max_model_len - seq.prompt_len
+        if seq.output_len >= min(limit, params.max_tokens or limit):
+            return "length", None
+        return None, None
+
+    def _end(self, seq: Sequence, *, forget: bool = False) -> None:
+        self._scheduler.remove(seq, forget=forget)
+        request_id = seq.request.request_id
+        if all(one.done for one in self._requests.get(request_id, ())):
+            self._requests.pop(request_id, None)
+
+
+def _scored(row: Row) -> int:
+    """Trailing tokens of a row whose logits are wanted."""
+    if row.seq.wants_prompt_logprobs and row.seq.output_len == 0:
+        return row.tokens
+    return int(row.end >= len(row.seq.ids))
+
+
+def _step_row(row: Row) -> StepRow:
+    seq = row.seq
+    return StepRow(
+        ids=tuple(seq.ids[seq.computed : seq.computed + row.tokens]),
+        context=seq.computed,
+        pages=tuple(tuple(pages) for pages in seq.pages),
+        slots=tuple(seq.slots),
+        scored=_scored(row),
+    )
+
+
+def _labels(names: list[str]) -> list[str]:
+    """The names, numbered where two are alike."""
+    return [name if names.count(name) == 1 else f"{name} #{names[: i + 1].count(name)}" for i, name in enumerate(names)]
+
+
+def _eos_ids(*sources: dict[str, object]) -> tuple[int, ...]:
+    """`eos_token_id` of the first source that has one; it may be a number or a list."""
+    for source in sources:
+        found = source.get("eos_token_id")
+        if isinstance(found, int):
+            return (found,)
+        if isinstance(found, list) and found:
+            return tuple(int(token) for token in found)
+    return ()

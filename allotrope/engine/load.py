@@ -1,0 +1,152 @@
+"""From a config to a model in memory, with its caches: every step of start-up that depends on the checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from allotrope.attention.backend import parse_wanted
+from allotrope.attention.family import Spec
+from allotrope.attention.registry import FAMILIES
+from allotrope.cache.groups import CacheGroup, group_caches
+from allotrope.cache.memory import Demand, MemoryPlan, plan_memory
+from allotrope.config import EngineConfig
+from allotrope.errors import ConfigError, ModelError
+from allotrope.layers.build import Build
+from allotrope.layers.parallel import Parallel
+from allotrope.models.checkpoint import Checkpoint, open_checkpoint
+from allotrope.models.decoder import Decoder
+from allotrope.models.registry import Architecture, read_spec
+from allotrope.models.spec import ModelSpec
+from allotrope.models.weights import Loader, fill_random, finish
+
+log = logging.getLogger("allotrope.engine")
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Everything that config.json and the options decide, before a weight is read.
+
+    `build`: how layers are made on this rank. `specs`: per layer, its attention on this rank. `shares`: layer ->
+    earlier layer whose cache it reads. `max_model_len`: longest sequence.
+    """
+
+    checkpoint: Checkpoint
+    architecture: Architecture
+    spec: ModelSpec
+    build: Build
+    specs: tuple[Spec, ...]
+    shares: dict[int, int]
+    groups: tuple[CacheGroup, ...]
+    max_model_len: int
+
+
+def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint:
+    """Read the config, choose types and device, and group the caches. Raises ModelError or ConfigError."""
+    parallel = parallel or Parallel()
+    checkpoint = open_checkpoint(
+        config.model, revision=config.revision, load_format=config.load_format, hf_overrides=config.hf_overrides
+    )
+    architecture, spec = read_spec(checkpoint.config, checkpoint.source)
+    dtype = _dtype(config.dtype, checkpoint)
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else _DTYPES[config.kv_cache_dtype]
+    build = Build(
+        dtype, kv_dtype, _device(config.device), parallel, parse_wanted(config.attention_backend, list(FAMILIES))
+    )
+    if config.max_model_len is not None and config.max_model_len > spec.context:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is more than the {spec.context} tokens that {checkpoint.source} "
+            f"was made for. Give at most that."
+        )
+    try:
+        specs = tuple(layer.mixer.attention(parallel, dtype, kv_dtype) for layer in spec.layers)
+    except ValueError as error:
+        raise ModelError(checkpoint.source, [str(error)]) from error
+    shares = {i: layer.mixer.shares_cache_of for i, layer in enumerate(spec.layers)}
+    owners = {i: owner for i, owner in shares.items() if owner is not None}
+    caches = [{} if i in owners else one.caches() for i, one in enumerate(specs)]
+    groups = group_caches(caches, config.page_size)
+    return Blueprint(checkpoint, architecture, spec, build, specs, owners, groups, config.max_model_len or spec.context)
+
+
+def plan_caches(blueprint: Blueprint, config: EngineConfig, memory: int | None = None) -> MemoryPlan:
+    """The memory plan under the options. `memory`: bytes that may be used; default: a share of what is free."""
+    demand = Demand(
+        context=blueprint.max_model_len,
+        sequences=config.max_num_seqs,
+        step_tokens=config.max_num_batched_tokens,
+        reuse=config.enable_prefix_caching,
+    )
+    budget = config.kv_cache_memory_bytes or memory or _free_memory(blueprint.build.device, config.memory_utilization)
+    return plan_memory(blueprint.groups, demand, budget)
+
+
+def load_model(blueprint: Blueprint, seed: int) -> Decoder:
+    """Make the model and fill it: from the checkpoint, or with random weights where it brings none."""
+    build = blueprint.build
+    started = time.monotonic()
+    model = blueprint.architecture.decoder(blueprint.spec, build)
+    if blueprint.checkpoint.has_weights:
+        loader = Loader(model, blueprint.architecture.rules(blueprint.spec), build.parallel)
+        report = loader.load(blueprint.checkpoint)
+        log.info(
+            "read %d tensors, %.1f MB in %.1f s; dropped %d",
+            report.tensors,
+            report.bytes / 1e6,
+            time.monotonic() - started,
+            len(report.dropped),
+        )
+    else:
+        fill_random(model, seed, build.parallel)
+    finish(model)
+    return model.eval()
+
+
+def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
+    if name != "auto":
+        return _DTYPES[name]
+    text = checkpoint.config.get("text_config") or {}
+    stated = [source.get(key) for source in (checkpoint.config, text) for key in ("dtype", "torch_dtype")]
+    return next((_DTYPES[str(value)] for value in stated if str(value) in _DTYPES), torch.bfloat16)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is not a device; allowed: auto, cpu, cuda, cuda:N.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r} is not supported; allowed: auto, cpu, cuda, cuda:N.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}, but PyTorch sees no GPU here. Try --device cpu.")
+    return device
+
+
+def _free_memory(device: torch.device, share: float) -> int:
+    """Bytes that the caches may take when nothing is said: `share` of what is free now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * share)
+    return int(available_memory() * share)
+
+
+def available_memory() -> int:
+    """Bytes of main memory that can be had without swapping, within the limits of the container."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return max(free, 0)

@@ -1,0 +1,112 @@
+"""Which sequences run in the next step, and how many tokens of each.
+
+Rules: a decoding sequence always gets its token; what is left of the token budget goes to prompts in order of arrival,
+no single one taking more than half of it while others wait; if pages run out, the sequence that arrived last gives its
+own up and is computed again later. The plan depends on the requests and their order alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from allotrope.engine.memory_keeper import MemoryKeeper
+from allotrope.engine.sequence import Sequence
+
+# Prompt tokens whose logits are held at once: each is a row as long as the vocabulary.
+_SCORED_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Row:
+    """`tokens` more tokens of a sequence, which end at length `end`."""
+
+    seq: Sequence
+    tokens: int
+    end: int
+
+
+class Scheduler:
+    """`max_sequences`: most in one step. `max_tokens`: most tokens in one step."""
+
+    def __init__(self, keeper: MemoryKeeper, *, max_sequences: int, max_tokens: int) -> None:
+        self.keeper = keeper
+        self.max_sequences, self.max_tokens = max_sequences, max_tokens
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self.preemptions = 0
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence."""
+        self.waiting.append(seq)
+
+    def remove(self, seq: Sequence, *, forget: bool = False) -> None:
+        """Take a sequence out, wherever it is. `forget`: nothing of it may be reused."""
+        seq.done = True
+        if seq in self.running:
+            self.running.remove(seq)
+            self.keeper.end(seq, forget=forget)
+        else:
+            self.waiting.remove(seq)
+
+    def plan(self) -> list[Row]:
+        """The next step, sequences with a single token first; empty if nothing can run."""
+        preemptions = self.preemptions
+        prompts = sum(seq.uncomputed > 1 for seq in self.running) + len(self.waiting)
+        share = self.max_tokens if prompts <= 1 else max(1, self.max_tokens // 2)
+        rows: dict[Sequence, int] = {}
+        budget = self.max_tokens
+        # In order of arrival, but those with one token ahead: a long prompt never holds up a decoding sequence.
+        for seq in sorted(self.running, key=lambda seq: seq.uncomputed > 1):
+            tokens = _chunk(seq, min(budget, share))
+            if not tokens or seq.done or seq not in self.running:
+                continue
+            budget -= self._make_room(seq, tokens, rows)
+        if self.preemptions == preemptions:
+            self._admit(rows, budget, share)
+        planned = [Row(seq, tokens, seq.computed + tokens) for seq, tokens in rows.items()]
+        return sorted(planned, key=lambda row: row.tokens > 1)
+
+    def _make_room(self, seq: Sequence, tokens: int, rows: dict[Sequence, int]) -> int:
+        """Put `seq` into the step, sending back later arrivals until there are pages. Returns the budget it takes."""
+        taken = tokens
+        while not self.keeper.reserve(seq, tokens):
+            last = self.running.pop()
+            self.keeper.end(last)
+            self.waiting.appendleft(last)
+            self.preemptions += 1
+            taken -= rows.pop(last, 0)
+            if last is seq:
+                return taken - tokens
+        rows[seq] = tokens
+        return taken
+
+    def _admit(self, rows: dict[Sequence, int], budget: int, share: int) -> None:
+        """Start waiting sequences in order, while tokens, sequences and pages last."""
+        held_up: list[Sequence] = []
+        while self.waiting and budget > 0 and len(self.running) < self.max_sequences:
+            seq = self.waiting.popleft()
+            if seq.blocked:
+                held_up.append(seq)
+                continue
+            room = self.keeper.begin(seq)
+            tokens = _chunk(seq, min(budget, share))
+            # A page for each running sequence stays free, or the newcomer would soon be sent back.
+            if room and not self.keeper.reserve(seq, tokens, spare=len(self.running)):
+                self.keeper.end(seq)
+                room = False
+            if not room:
+                self.waiting.appendleft(seq)
+                break
+            self.running.append(seq)
+            rows[seq] = tokens
+            budget -= tokens
+        self.waiting.extendleft(reversed(held_up))
+
+
+def _chunk(seq: Sequence, most: int) -> int:
+    """Tokens of `seq` to run next: at most `most`, and none beyond the next state checkpoint."""
+    tokens = min(seq.uncomputed, most)
+    if seq.wants_prompt_logprobs:
+        tokens = min(tokens, _SCORED_AT_ONCE)
+    return min(tokens, seq.cuts[0] - seq.computed) if seq.cuts else tokens

@@ -1,0 +1,160 @@
+"""Offline generation in the calling process: `LLM(model).generate(prompts)`. Needs no server package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from allotrope.config import EngineConfig
+from allotrope.engine.engine import Engine
+from allotrope.errors import AllotropeError, InvalidRequest
+from allotrope.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
+from allotrope.text.stream import TextStream
+from allotrope.text.tokenizer import Tokenizer, load_tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Completion:
+    """One continuation. `logprobs`: one record per token, where asked for."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its `params.n` continuations. `cached_tokens`: prompt tokens taken from the prefix cache."""
+
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_tokens: int = 0
+
+
+class LLM:
+    """A model to generate with. Options are those of `EngineConfig`, by name."""
+
+    def __init__(self, model: str, **options: Any) -> None:
+        """Load `model`. Raises ConfigError or ModelError with every reason why it cannot be."""
+        self.config = EngineConfig(model=model, **options)
+        self.engine = Engine(self.config)
+        self._tokenizer: Tokenizer | None = None
+        self._count = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ModelError if it has none; prompts of token ids need none."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.config.tokenizer or self.engine.tokenizer_path())
+        return self._tokenizer
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Continue each prompt (text or token ids).
+
+        `params`: for all prompts, or one each. Returns one output per prompt, in order. Raises InvalidRequest for a
+        prompt or parameters that cannot be served, before anything runs.
+        """
+        listed: Sequence[Prompt] = [prompts] if _is_one(prompts) else prompts  # type: ignore[list-item, assignment]
+        each = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(listed):
+            raise InvalidRequest(f"{len(each)} sampling parameters were given for {len(listed)} prompts.", "params")
+        return self._run([self._request(prompt, own) for prompt, own in zip(listed, each, strict=True)])
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **template: Any
+    ) -> RequestOutput:
+        """Answer a conversation, laid out by the model's chat template. `template`: variables for it."""
+        ids = self.tokenizer.apply_chat_template([dict(message) for message in messages], **template)
+        return self._run([self._request(ids, params or SamplingParams(max_tokens=None))])[0]
+
+    def close(self) -> None:
+        """Let go of the model and its memory."""
+        self.engine.close()
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        eos_ids = self.engine.limits.eos_ids
+        if self._tokenizer is not None:
+            eos_ids = tuple(dict.fromkeys((*eos_ids, *self._tokenizer.eos_ids)))
+        self._count += 1
+        request = Request(
+            request_id=f"offline-{self._count}", prompt_ids=tuple(map(int, ids)), params=params, eos_ids=eos_ids
+        )
+        request.check(self.engine.limits.vocab_size, self.engine.limits.max_model_len)
+        return request
+
+    def _run(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        folds = {request.request_id: _Fold(request, self._text()) for request in requests}
+        waiting = list(requests)
+        live = set(folds)
+        try:
+            while live:
+                while waiting and self.engine.stats().waiting < self.config.max_num_seqs:
+                    self.engine.add(waiting.pop(0))
+                for output in self.engine.step():
+                    fold = folds[output.request_id]
+                    fold.take(output)
+                    if fold.finished:
+                        live.discard(output.request_id)
+                        self.engine.abort([output.request_id])
+        except BaseException:
+            # Whatever stopped us, an interrupt included, the engine must not go on with requests nobody reads.
+            self.engine.abort(list(live))
+            raise
+        return [folds[request.request_id].output for request in requests]
+
+    def _text(self) -> Tokenizer | None:
+        if self._tokenizer is None and (self.config.tokenizer or self.engine.has_tokenizer()):
+            return self.tokenizer
+        return self._tokenizer
+
+
+class _Fold:
+    """Collects what the engine says about one request."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        if params.stop and tokenizer is None:
+            raise InvalidRequest("stop strings need a tokenizer, and this model brings none.", "stop")
+        self.output = RequestOutput(list(request.prompt_ids), [Completion(i) for i in range(params.n)])
+        if params.logprobs is not None:
+            for completion in self.output.outputs:
+                completion.logprobs = []
+        self._streams = [TextStream(tokenizer, params) for _ in range(params.n)] if tokenizer else None
+
+    @property
+    def finished(self) -> bool:
+        return all(completion.finish_reason is not None for completion in self.output.outputs)
+
+    def take(self, output: SequenceOutput) -> None:
+        completion = self.output.outputs[output.index]
+        if completion.finish_reason is not None:
+            return
+        if output.error is not None:
+            raise AllotropeError(f"request {output.request_id} failed: {output.error}.")
+        self.output.cached_tokens = max(self.output.cached_tokens, output.cached_tokens)
+        if output.prompt_logprobs is not None:
+            self.output.prompt_logprobs = list(output.prompt_logprobs)
+        completion.token_ids.extend(output.token_ids)
+        if completion.logprobs is not None:
+            completion.logprobs.extend(output.logprobs or ())
+        completion.finish_reason, completion.stop_reason = output.finish_reason, output.stop_reason
+        if self._streams is None:
+            return
+        stream = self._streams[output.index]
+        completion.text += stream.push(output.token_ids, final=output.finish_reason is not None)
+        if stream.stopped_by is not None:
+            completion.finish_reason, completion.stop_reason = "stop", stream.stopped_by
+
+
+def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
