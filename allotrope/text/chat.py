@@ -1,0 +1,161 @@
+"""Chat messages to prompt text, by the checkpoint's own Jinja template. Owns the form of messages and of the template.
+
+The template sees what Transformers shows it (`messages`, `tools`, `documents`, `add_generation_prompt`, the special
+tokens, `raise_exception`, `strftime_now`, `tojson`), in the same sandbox with the same whitespace rules.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from allotrope.errors import ConfigError, InvalidRequest
+
+_GIVEN = ("messages", "add_generation_prompt")
+_MAX_PATH = 4096
+
+
+def normalise_messages(messages: Any) -> list[dict[str, Any]]:
+    """`messages` as templates expect them: each a dict with a `role` and `content` as one string.
+
+    Content given as parts is put together line by line; an assistant's missing content becomes "". Keys that are null
+    are left out. Raises `InvalidRequest` naming `messages` for anything else, such as image parts.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise InvalidRequest("messages must be a list with at least one message.", "messages")
+    return [_normalise_message(index, message) for index, message in enumerate(messages)]
+
+
+def _normalise_message(index: int, message: Any) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"{where} is a {type(message).__name__}; an object is needed.", "messages")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequest(f"{where}.role is {role!r}; a string such as 'user' is needed.", "messages")
+    plain = {str(key): _plain(value, where) for key, value in message.items() if value is not None}
+    return {**plain, "role": role, "content": _content(message.get("content"), role, where)}
+
+
+def _content(content: Any, role: str, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant":
+        return ""
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        found = "missing" if content is None else f"a {type(content).__name__}"
+        raise InvalidRequest(f"{where}.content is {found}; a string or a list of text parts is needed.", "messages")
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text") if isinstance(part, Mapping) and kind == "text" else None
+        if not isinstance(text, str):
+            raise InvalidRequest(
+                f"{where}.content[{number}] is of type {kind!r}; only text parts "
+                '({"type": "text", "text": "..."}) are supported.',
+                "messages",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def render_chat(
+    template: str,
+    messages: Any,
+    special_tokens: Mapping[str, str],
+    *,
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """The prompt that `template` makes of `messages` (in any form that `normalise_messages` takes).
+
+    special_tokens: `bos_token` and so on, as the template names them. variables: more for the template to see, such as
+    `tools`. Raises `InvalidRequest` if the template is broken, refuses the messages, or fails over them.
+    """
+    more = {key: _plain(value, key) for key, value in (variables or {}).items()}
+    taken = [key for key in _GIVEN if key in more]
+    if taken:
+        raise InvalidRequest(f"a chat template variable cannot be named {taken[0]!r}.", "messages")
+    world = {"tools": None, "documents": None, **special_tokens, **more}
+    chat = normalise_messages(messages)
+    try:
+        return _compiled(template).render(messages=chat, add_generation_prompt=add_generation_prompt, **world)
+    except TemplateError as error:
+        raise InvalidRequest(f"the chat template cannot take these messages: {error}", "messages") from error
+    except Exception as error:
+        # A template is a program that came with the checkpoint: over messages that it did not foresee it can fail in
+        # any way, and that is the fault of this request alone.
+        raise InvalidRequest(
+            f"the chat template failed over these messages: {type(error).__name__}: {error}", "messages"
+        ) from error
+
+
+def read_chat_template(value: str) -> str:
+    """The template that an option names: a file with it, or its text. Raises `ConfigError` if it is neither."""
+    if len(value) < _MAX_PATH and "\n" not in value and Path(value).expanduser().is_file():
+        template = Path(value).expanduser().read_text(encoding="utf-8")
+    elif "{" in value:
+        template = value
+    else:
+        raise ConfigError(f"bad options: chat_template={value!r} is neither a file nor a Jinja template.")
+    try:
+        _compiled(template)
+    except TemplateError as error:
+        raise ConfigError(f"bad options: chat_template={value[:80]!r} is not valid Jinja: {error}.") from error
+    return template
+
+
+def _plain(value: Any, where: str) -> Any:
+    """`value` rebuilt of JSON's types, so that a template gets hold of no object with methods that do things."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, where) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, where) for item in value]
+    raise InvalidRequest(f"{where} has a value of type {type(value).__name__}; only JSON is supported.", "messages")
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}...{% endgeneration %}`, which marks replies for training: here it is just its contents."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+@lru_cache(maxsize=16)
+def _compiled(template: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(template)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own escapes HTML, which prompts are not.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,123 @@
+"""Reads the tokenizer of a Hugging Face directory.
+
+`tokenizer.json` is taken as it stands: it says in full how the model was trained to see text. `tokenizer_config.json`
+and its companions add which tokens are special and the chat template. Directories without it are read by Transformers,
+which takes seconds to import; code that a checkpoint brings along is never run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from allotrope.errors import ModelError
+from allotrope.text.codec import Codec, FastCodec
+from allotrope.text.tokenizer import Tokenizer
+
+
+def load_directory_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer in `directory`. Raises `ModelError` with the reasons if there is none that can be read."""
+    config = _read_json(directory, "tokenizer_config.json")
+    special = _special_tokens(_read_json(directory, "special_tokens_map.json")) | _special_tokens(config)
+    codec: Codec
+    if (directory / "tokenizer.json").is_file():
+        backend = _read_backend(directory / "tokenizer.json")
+        _complete(backend, config, special, directory)
+        codec = FastCodec(backend)
+    else:
+        from allotrope.text.transformers_tokenizer import load_with_transformers
+
+        codec, more = load_with_transformers(directory)
+        special = more | special
+    return Tokenizer(
+        codec,
+        special_tokens=special,
+        eos_ids=_eos_ids(directory),
+        chat_templates=_chat_templates(directory, config),
+    )
+
+
+def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:
+        # The library raises nothing more exact than Exception, whatever is wrong with the file.
+        raise ModelError(f"cannot load a tokenizer from {file}", [str(error)]) from error
+
+
+def _complete(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str], directory: Path
+) -> None:
+    """Give `backend` what only the config says: more added tokens, which tokens are special, a token to begin with."""
+    wrong = []
+    for key, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+        if backend.token_to_id(entry["content"]) is None:
+            backend.add_tokens([tokenizers.AddedToken(**entry)])
+        got = backend.token_to_id(entry["content"])
+        if got != int(key):
+            wrong.append(
+                f"added token {entry['content']!r} has id {key} in tokenizer_config.json, {got} in tokenizer.json"
+            )
+    if wrong:
+        raise ModelError(f"cannot load a tokenizer from {directory}", wrong)
+    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    for token in special.values():
+        if token not in known and backend.token_to_id(token) is not None:
+            backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False)])
+    bos = special.get("bos_token")
+    bos_id = None if bos is None else backend.token_to_id(bos)
+    if config.get("add_bos_token") is True and bos_id is not None and bos_id not in backend.encode("").ids:
+        # Some files leave this to the class that reads them.
+        backend.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Name → token for the entries such as `eos_token`, which are strings or objects with a `content`."""
+    found = {}
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, Mapping) else value
+        if name.endswith("_token") and isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _eos_ids(directory: Path) -> list[int]:
+    for name in ("generation_config.json", "config.json"):
+        config = _read_json(directory, name)
+        value = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+        if value is not None:
+            return list(value) if isinstance(value, list) else [value]
+    return []
+
+
+def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Name → Jinja text. A file of its own goes before an entry of the tokenizer's config."""
+    in_config = config.get("chat_template") or _read_json(directory, "chat_template.json").get("chat_template")
+    if isinstance(in_config, str):
+        templates = {"default": in_config}
+    elif isinstance(in_config, list):
+        templates = {entry["name"]: entry["template"] for entry in in_config}
+    else:
+        templates = dict(in_config or {})
+    files = {"default": directory / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    return templates | {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+
+
+def _read_json(directory: Path, name: str) -> dict[str, Any]:
+    """The JSON object in file `name`, {} if there is no such file."""
+    file = directory / name
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load a tokenizer from {directory}", [f"{name}: {error}"]) from error
+    if not isinstance(value, dict):
+        raise ModelError(f"cannot load a tokenizer from {directory}", [f"{name} holds no JSON object"])
+    return value

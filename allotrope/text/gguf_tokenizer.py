@@ -1,0 +1,208 @@
+"""Builds a tokenizer from the metadata of a GGUF file.
+
+Owns the meaning of the `tokenizer.*` keys: the vocabulary with its token types, the merges or scores, and how text is
+split before merging, for which the file gives a name only. What the file means is what llama.cpp, whose format it is,
+does with it, and where that only approximates the model's own tokenizer, the latter: digits that a vocabulary knows
+one by one are split from the spaces before them, texts for which that is how the model was trained become NFC.
+
+The names are those of `tokenizer.ggml.pre`; their rules are in llama.cpp's `llama-vocab.cpp` and in the models' own
+`tokenizer.json` files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from allotrope.errors import ModelError
+from allotrope.gguf_file import GgufFile
+from allotrope.text.codec import FastCodec
+from allotrope.text.tokenizer import Tokenizer
+
+_SPACE_MARK = "▁"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PATH_TAIL = _TAIL.replace(r"[\r\n]*", r"[\r\n/]*", 1)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORD = r"[^\r\n\p{L}\p{N}]?"
+
+
+class _Kind(IntEnum):
+    """`tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How byte-level text is cut before merging.
+
+    `pattern`: regular expression of the pieces, None for GPT-2's own. `single_digits`: each digit is a piece, before
+    `pattern`. `whole_words`: a piece that is a token is not merged up from bytes. `begins`: texts get the BOS token
+    unless the file says otherwise. `nfc`: text is normalised first.
+    """
+
+    pattern: str | None = None
+    single_digits: bool = False
+    whole_words: bool = False
+    begins: bool = False
+    nfc: bool = False
+
+
+_GPT2 = _Split()
+_DIGITS = _Split(single_digits=True)
+_THREE_DIGITS = _Split(rf"{_CONTRACTION}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}{_TAIL}", whole_words=True, begins=True)
+_ONE_DIGIT = _Split(rf"{_CONTRACTION}|{_WORD}\p{{L}}+|\p{{N}}{_TAIL}", nfc=True)
+_CASED = _Split(
+    rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*|\p{{N}}{_PATH_TAIL}", whole_words=True, begins=True
+)
+_CASED_CONTRACTIONS = _Split(
+    rf"{_WORD}{_UPPER}*{_LOWER}+{_CONTRACTION}?|{_WORD}{_UPPER}+{_LOWER}*{_CONTRACTION}?|\p{{N}}{{1,3}}{_PATH_TAIL}"
+)
+
+_SPLITS = {
+    **dict.fromkeys(("gpt-2", "olmo", "jais", "mpt", "phi-2"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b"), _DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _THREE_DIGITS),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _ONE_DIGIT),
+    "tekken": _CASED,
+    "gpt-4o": _CASED_CONTRACTIONS,
+}
+
+
+def load_gguf_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a GGUF file. Raises `ModelError` if the file has none or one of a kind that is not known."""
+    file = GgufFile(str(path))
+    vocabulary = _Vocabulary(file)
+    model = vocabulary.key("model")
+    if model == "gpt2":
+        backend, begins = _byte_level(vocabulary)
+    elif model == "llama":
+        backend, begins = _sentencepiece(vocabulary), True
+    else:
+        raise vocabulary.bad(f"tokenizer.ggml.model={model!r}; allowed: 'gpt2', 'llama'")
+    vocabulary.add_tokens(backend)
+    special = vocabulary.special_tokens()
+    _add_ends(backend, vocabulary, begins, special)
+    templates = {
+        key.removeprefix("tokenizer.chat_template").lstrip(".") or "default": value
+        for key, value in file.metadata.items()
+        if key.startswith("tokenizer.chat_template") and isinstance(value, str)
+    }
+    return Tokenizer(FastCodec(backend), special_tokens=special, eos_ids=file.end_ids(), chat_templates=templates)
+
+
+class _Vocabulary:
+    """The tokens of a file with their kinds; raises `ModelError` where keys do not fit together."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        self.tokens: Sequence[str] = self.key("tokens")
+        self.kinds: Sequence[int] = self.key("token_type", [_Kind.NORMAL] * len(self.tokens))
+        if len(self.kinds) != len(self.tokens):
+            raise self.bad(f"{len(self.tokens)} tokens, but {len(self.kinds)} token types")
+        self.ids = {token: index for index, token in enumerate(self.tokens)}
+        if len(self.ids) != len(self.tokens):
+            raise self.bad(f"{len(self.tokens) - len(self.ids)} tokens occur twice")
+
+    def key(self, name: str, default: Any = None) -> Any:
+        value = self._file.metadata.get(f"tokenizer.ggml.{name}", default)
+        if value is None:
+            raise self.bad(f"tokenizer.ggml.{name} is missing")
+        return value
+
+    def bad(self, reason: str) -> ModelError:
+        return ModelError(
+            f"cannot load a tokenizer from {self._file.path}",
+            [reason, "give --tokenizer a directory that has the model's tokenizer.json"],
+        )
+
+    def backend(self, merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
+        """A tokenizer that merges `merges` in order, with nothing around it yet."""
+        try:
+            return tokenizers.Tokenizer(models.BPE(vocab=self.ids, merges=merges, **options))
+        except Exception as error:
+            # The library raises nothing more exact than Exception for merges that do not fit the vocabulary.
+            raise self.bad(str(error)) from error
+
+    def add_tokens(self, backend: tokenizers.Tokenizer) -> None:
+        """Make `backend` find control and user-defined tokens whole; control tokens are special."""
+        for kind, special in ((_Kind.CONTROL, True), (_Kind.USER_DEFINED, False)):
+            tokens = [t for t, k in zip(self.tokens, self.kinds, strict=True) if k == kind]
+            backend.add_tokens([AddedToken(t, normalized=False, special=special) for t in tokens])
+
+    def special_tokens(self) -> dict[str, str]:
+        keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
+        ids = {name: self._file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+        known = {name: i for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(self.tokens)}
+        return {f"{name}_token": self.tokens[i] for name, i in known.items()}
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    """The tokenizer of a byte-level vocabulary, and whether its texts begin with BOS unless the file says otherwise."""
+    name = vocabulary.key("pre")
+    if name not in _SPLITS:
+        raise vocabulary.bad(f"tokenizer.ggml.pre={name!r}; known: {', '.join(sorted(_SPLITS))}")
+    split = _SPLITS[name]
+    merges = [(pair[0], pair[-1]) for pair in (merge.split(" ", 1) for merge in vocabulary.key("merges"))]
+    backend = vocabulary.backend(merges, ignore_merges=split.whole_words)
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if split.single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if split.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if split.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend, split.begins
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    unknown = [t for t, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True) if kind == _Kind.UNKNOWN]
+    backend = vocabulary.backend(
+        _merges_by_score(vocabulary), unk_token=unknown[0] if unknown else None, fuse_unk=True, byte_fallback=True
+    )
+    spaced = vocabulary.key("add_space_prefix", True)
+    marks = normalizers.Replace(" ", _SPACE_MARK)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE_MARK), marks]) if spaced else marks
+    steps: list[decoders.Decoder] = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if spaced else steps)
+    return backend
+
+
+def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Pairs of tokens that make a token, best score first: what sentencepiece does without writing it down."""
+    merging = (_Kind.NORMAL, _Kind.USER_DEFINED, _Kind.UNUSED)
+    ids = {t: i for t, i in vocabulary.ids.items() if vocabulary.kinds[i] in merging}
+    scores = vocabulary.key("scores")
+    pairs = [
+        (-scores[i], i, cut, token)
+        for token, i in ids.items()
+        for cut in range(1, len(token))
+        if token[:cut] in ids and token[cut:] in ids
+    ]
+    return [(token[:cut], token[cut:]) for _, _, cut, token in sorted(pairs)]
+
+
+def _add_ends(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, begins: bool, special: dict[str, str]) -> None:
+    """Make `backend` put BOS and EOS around a text where the file asks for it, or by `begins` where it says nothing."""
+    first = [special["bos_token"]] if vocabulary.key("add_bos_token", begins) and "bos_token" in special else []
+    last = [special["eos_token"]] if vocabulary.key("add_eos_token", False) and "eos_token" in special else []
+    if first or last:
+        backend.post_processor = TemplateProcessing(
+            single=[*first, "$A", *last], special_tokens=[(t, vocabulary.ids[t]) for t in (*first, *last)]
+        )

@@ -1,0 +1,144 @@
+"""The tokenizer of a model: text to ids, ids to text, chat to ids, and which ids end a reply.
+
+Owns what all kinds of tokenizer have in common. How one is read from a directory or from a GGUF file is known to
+`directory_tokenizer` and `gguf_tokenizer`. Nothing here loads torch, and loading `transformers` is left to the few
+tokenizers that only exist as Python code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from allotrope.errors import InvalidRequest, ModelError
+from allotrope.text.chat import render_chat
+from allotrope.text.codec import Codec
+from allotrope.text.detokenizer import Detokenizer
+
+# Tokens by which chat templates end a turn. A model that is shown one in its prompts ends its own turns with it, even
+# where the checkpoint only names the token that ends a document.
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+
+
+class Tokenizer:
+    """A model's tokenizer.
+
+    `vocab_size`: one more than the largest id. `bos_id`: id that begins a text, if there is one. `eos_ids`: ids that
+    end a reply. `special_ids`: ids that are left out of text. `chat_template`: the template for plain chats, if any.
+
+    codec: does the encoding. special_tokens: name (`bos_token`, ...) → token. eos_ids: ids that the checkpoint says end
+    a text. chat_templates: name → Jinja text; `default` for plain chats, `tool_use` where tools are given.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        special_tokens: Mapping[str, str],
+        eos_ids: Sequence[int],
+        chat_templates: Mapping[str, str],
+    ) -> None:
+        self._codec = codec
+        self._special_tokens = dict(special_tokens)
+        self._chat_templates = dict(chat_templates)
+        self.vocab_size = codec.size
+        self.special_ids = codec.special_ids
+        self.chat_template = self._chat_templates.get("default")
+        self.bos_id = self._named_id("bos_token")
+        named_eos = self._named_id("eos_token")
+        ends = [*eos_ids, *([] if named_eos is None else [named_eos]), *self._turn_ends()]
+        self.eos_ids = tuple(dict.fromkeys(ends))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`, in which special tokens are recognised by their names.
+
+        add_special_tokens: also put what the model expects around a text, such as the token that begins it.
+        Raises `InvalidRequest` if `text` cannot be encoded as UTF-8.
+        """
+        return self._codec.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids that the tokenizer does not have give nothing."""
+        return self._codec.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for: perhaps a part of a character, b"" if there is no such token."""
+        return self._codec.token_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as text, for people to read: parts of characters become U+FFFD."""
+        return self._codec.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_id(self, token: str) -> int | None:
+        """Id of the token that is spelt `token`, or None."""
+        return self._codec.id_of(token)
+
+    def detokenizer(self, *, skip_special_tokens: bool = True, continues_text: bool = False) -> Detokenizer:
+        """A fresh incremental decoder; `continues_text` as for `TextStream`."""
+        return self._codec.detokenizer(skip_special_tokens=skip_special_tokens, continues_text=continues_text)
+
+    def render_chat(
+        self, messages: Any, /, *, template: str | None = None, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The prompt text of a chat; arguments and errors as for `apply_chat_template`."""
+        if template is None:
+            tools = self._chat_templates.get("tool_use") if variables.get("tools") else None
+            template = tools or self.chat_template
+        if template is None:
+            raise InvalidRequest(
+                "this model has no chat template, so it cannot take messages; start the server with --chat-template "
+                "FILE, or use /v1/completions.",
+                "messages",
+            )
+        return render_chat(
+            template,
+            messages,
+            self._special_tokens,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+        )
+
+    def apply_chat_template(
+        self, messages: Any, /, *, template: str | None = None, add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """Ids of a chat's prompt.
+
+        messages: list of {"role", "content"}; content is a string or a list of text parts. template: Jinja text to use
+        in place of the checkpoint's. add_generation_prompt: end with what begins the reply. variables: more for the
+        template to see, such as `tools` or `enable_thinking`.
+        Raises `InvalidRequest` naming `messages` if there is no template, or it cannot take these messages.
+        """
+        prompt = self.render_chat(messages, template=template, add_generation_prompt=add_generation_prompt, **variables)
+        try:
+            # The template has written the special tokens itself.
+            return self.encode(prompt, add_special_tokens=False)
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error), "messages") from error
+
+    def _named_id(self, name: str) -> int | None:
+        token = self._special_tokens.get(name)
+        return None if token is None else self._codec.id_of(token)
+
+    def _turn_ends(self) -> list[int]:
+        templates = "".join(self._chat_templates.values())
+        ids = [self._codec.id_of(token) for token in _TURN_ENDS if token in templates]
+        return [i for i in ids if i is not None and i in self.special_ids]
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer in `path`: a directory with tokenizer files, or a `.gguf` file.
+
+    Raises `ModelError` with the reasons if there is none, or none that can be read.
+    """
+    place = Path(path).expanduser()
+    if place.is_dir():
+        from allotrope.text.directory_tokenizer import load_directory_tokenizer
+
+        return load_directory_tokenizer(place)
+    if place.is_file() and place.suffix == ".gguf":
+        from allotrope.text.gguf_tokenizer import load_gguf_tokenizer
+
+        return load_gguf_tokenizer(place)
+    reason = "a directory or a .gguf file is needed" if place.exists() else "there is no such file or directory"
+    raise ModelError(f"cannot load a tokenizer from {path}", [reason])
