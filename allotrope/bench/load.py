@@ -63,14 +63,14 @@ async def run_load(
 
         begin = time.perf_counter()
         tasks = []
-        for prompt, at in zip(prompts, _send_times(len(prompts), traffic), strict=True):
+        for prompt, at in zip(prompts, send_times(len(prompts), traffic), strict=True):
             await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
             tasks.append(asyncio.create_task(one(prompt)))
         records = await asyncio.gather(*tasks)
         return records, time.perf_counter() - begin
 
 
-def _send_times(count: int, traffic: Traffic) -> list[float]:
+def send_times(count: int, traffic: Traffic) -> list[float]:
     """Seconds after the begin at which each request is sent; the first at 0."""
     if traffic.rate == float("inf"):
         return [0.0] * count

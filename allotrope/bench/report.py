@@ -87,10 +87,14 @@ def write_plot(path: Path, title: str, records: Sequence[RequestRecord]) -> None
     found = samples(records)
     if not found:
         raise ConfigError(f"nothing to plot in {path}: no request succeeded.")
-    figure, panels = pyplot.subplots(1, len(found), figsize=(4.2 * len(found), 4.0), sharey=True, layout="constrained")
-    for panel, (name, seconds) in zip(np.atleast_1d(panels), found.items(), strict=True):
+    rows = (len(found) + 1) // 2
+    figure, grid = pyplot.subplots(rows, 2, figsize=(9.6, 3.6 * rows), sharey=True, squeeze=False, layout="constrained")
+    panels = [panel for row in grid for panel in row]
+    for panel, (name, seconds) in zip(panels, found.items(), strict=False):
         _draw(panel, name, 1000 * np.sort(np.asarray(seconds)))
-    np.atleast_1d(panels)[0].set_ylabel("share of samples at or below")
+    for panel in panels[len(found) :]:
+        panel.set_axis_off()
+    figure.supylabel("share of samples at or below", fontsize=10)
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -105,6 +109,7 @@ def _draw(panel: Any, name: str, values: np.ndarray) -> None:
         panel.axvline(at, color=colour, linestyle="--", linewidth=1, label=f"p{percent} {at:.1f} ms")
     panel.set_title(f"{name}: {_MEANING[name]}", fontsize=10)
     panel.set_xlabel("milliseconds")
+    panel.set_xlim(0, 1.05 * values[-1])
     panel.set_ylim(0, 1.02)
     panel.grid(alpha=0.3)
-    panel.legend(loc="lower right", fontsize=9, title=f"{len(values)} samples", title_fontsize=8)
+    panel.legend(loc="best", fontsize=9, title=f"{len(values)} samples", title_fontsize=8)

@@ -57,7 +57,7 @@ class ThroughputOptions:
 class LoadOptions:
     """Requests over HTTP, as clients send them."""
 
-    url: str = option("Address of the server, without /v1.", "http://127.0.0.1:8000")
+    url: str = option("Address of the server.", "http://127.0.0.1:8000")
     model_name: str | None = option("Model to ask for; default: the first that the server lists.", None)
     api_key: str | None = option("Key that the server asks for.", None)
     num_prompts: int = option("Number of requests.", 64)
@@ -133,17 +133,17 @@ def bench_serve(options: LoadOptions, report: ReportOptions) -> None:
 
     from allotrope.bench.load import Target, Traffic, run_load
     from allotrope.bench.record import random_prompts
-    from allotrope.commands.remote import served_model
+    from allotrope.commands.remote import served_model, server_root
 
     name = options.model_name or served_model(options.url, options.api_key)
-    target = Target(url=options.url, model=name, api_key=options.api_key)
+    target = Target(url=server_root(options.url), model=name, api_key=options.api_key)
     traffic = Traffic(options.output_len, options.request_rate, options.max_concurrency, options.seed)
     prompts = random_prompts(options.num_prompts, options.input_len, options.token_id_limit, options.seed)
     with _progress("requests", options.num_prompts) as advance:
         records, duration = asyncio.run(run_load(target, prompts, traffic, lambda record: advance()))
     title = (
-        f"{name}: {options.num_prompts} requests, {options.input_len} tokens in, {options.output_len} out, "
-        f"rate {options.request_rate:g}/s, at most {options.max_concurrency or options.num_prompts} at a time"
+        f"{name}: {options.num_prompts} requests, {options.input_len} tokens in, {options.output_len} out,\n"
+        f"{options.request_rate:g} requests/s, at most {options.max_concurrency or options.num_prompts} at a time"
     )
     _show(title, {**_settings(options), "model_name": name}, records, duration, report)
 

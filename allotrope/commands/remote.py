@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from allotrope.commands.sampling import SamplingOptions
 
 
+def server_root(url: str) -> str:
+    """`url` without the /v1 that clients of the OpenAI API put at its end."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def connect(url: str, api_key: str | None) -> httpx.Client:
     """A client of the server at `url`; raises `ConfigError` where httpx is missing."""
     try:
@@ -22,7 +27,7 @@ def connect(url: str, api_key: str | None) -> httpx.Client:
     except ModuleNotFoundError as error:
         raise ConfigError("talking to a server needs httpx. Run: pip install 'allotrope[cli]'") from error
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    return httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=None)
+    return httpx.Client(base_url=server_root(url), headers=headers, timeout=None)
 
 
 def served_model(url: str, api_key: str | None) -> str:

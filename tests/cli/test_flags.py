@@ -1,0 +1,172 @@
+"""Flags are made from config fields: every field has one, in each spelling, and its value arrives."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from allotrope.commands.benchmarks import LatencyOptions, LoadOptions, ReportOptions, ThroughputOptions
+from allotrope.commands.flags import FlagCommand, expand_configs, flag_names, parse_size
+from allotrope.commands.foreign_flags import ALIASES, UNSUPPORTED
+from allotrope.commands.sampling import SamplingOptions
+from allotrope.config import EngineConfig, ServerConfig
+
+OPTION_CLASSES = (
+    EngineConfig,
+    ServerConfig,
+    SamplingOptions,
+    LatencyOptions,
+    ThroughputOptions,
+    LoadOptions,
+    ReportOptions,
+)
+SERVE_FIELDS = [
+    (config, field)
+    for config in (EngineConfig, ServerConfig)
+    for field in dataclasses.fields(config)
+    if field.name != "model"
+]
+IDS = [field.name for _, field in SERVE_FIELDS]
+
+
+def run(*args: str) -> tuple[int, str, list[tuple[EngineConfig, ServerConfig]]]:
+    """Exit status, output and the configs that a command made from `args` received."""
+    received: list[tuple[EngineConfig, ServerConfig]] = []
+
+    def probe(engine: EngineConfig, server: ServerConfig) -> None:
+        received.append((engine, server))
+
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(cls=FlagCommand)(expand_configs(probe))
+    result = CliRunner().invoke(app, list(args))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output, received
+
+
+def other_value(config: type, field: dataclasses.Field[Any]) -> tuple[str, Any]:
+    """A value that is not the field's default and that the config accepts: as text and as it should arrive."""
+    hint = get_type_hints(config)[field.name]
+    kinds = [hint, *get_args(hint)]
+    if get_origin(hint) is Literal:
+        choice = next(choice for choice in get_args(hint) if choice != field.default)
+        return choice, choice
+    if int in kinds:
+        return "128", 128
+    if float in kinds:
+        return "0.25", 0.25
+    assert str in kinds, f"{field.name}: {hint} has no flag test"
+    return "text", "text"
+
+
+@pytest.mark.parametrize(("config", "field"), SERVE_FIELDS, ids=IDS)
+def test_every_field_has_a_flag_in_every_spelling(config: type, field: dataclasses.Field[Any]) -> None:
+    kebab = f"--{field.name.replace('_', '-')}"
+    spellings = {kebab, f"--{field.name}", *flag_names(field)}
+    for spelling in sorted(spellings):
+        if get_type_hints(config)[field.name] is bool:
+            expected = not field.default
+            args = [spelling if expected else f"--no{'_' if '_' in spelling else '-'}{spelling[2:]}"]
+        else:
+            text, expected = other_value(config, field)
+            args = [spelling, text]
+        status, output, received = run("some-model", *args)
+        assert status == 0, output
+        configs = {type(made): made for made in received[0]}
+        assert getattr(configs[config], field.name) == expected
+        assert configs[EngineConfig].model == "some-model"
+        plain = {EngineConfig: EngineConfig(model="some-model"), ServerConfig: ServerConfig()}
+        plain[config] = dataclasses.replace(plain[config], **{field.name: expected})
+        assert configs == plain
+
+
+def test_no_flags_give_the_defaults() -> None:
+    _, _, received = run("some-model")
+    assert received == [(EngineConfig(model="some-model"), ServerConfig())]
+
+
+def test_every_option_has_help() -> None:
+    bare = [f"{c.__name__}.{f.name}" for c in OPTION_CLASSES for f in dataclasses.fields(c) if not f.metadata["help"]]
+    assert bare == []
+
+
+def test_equals_form_and_both_booleans() -> None:
+    _, _, received = run("m", "--max_model_len=64", "--no-enable-prefix-caching", "--strict", "-tp", "2")
+    engine, server = received[0]
+    assert (engine.max_model_len, engine.enable_prefix_caching, engine.tensor_parallel_size) == (64, False, 2)
+    assert server.strict
+
+
+def test_aliases_name_fields_and_no_flag_twice() -> None:
+    fields = {f.name for c in OPTION_CLASSES for f in dataclasses.fields(c)}
+    assert set(ALIASES) <= fields
+    for config in OPTION_CLASSES:
+        spelled = [name for f in dataclasses.fields(config) for name in flag_names(f)]
+        assert len(spelled) == len(set(spelled))
+    assert not {name for _, field in SERVE_FIELDS for name in flag_names(field)} & set(UNSUPPORTED)
+    assert all(reason and not reason.endswith(".") for reason in UNSUPPORTED.values())
+
+
+@pytest.mark.parametrize("args", [["--quantization", "awq"], ["--quantization=awq"], ["-q", "awq"]])
+def test_unsupported_flag_is_refused_in_one_line(args: list[str]) -> None:
+    status, output, received = run("m", *args)
+    assert (status, received) == (2, [])
+    assert output.count("\n") == 1
+    assert output.startswith(f"allotrope: error: {args[0].partition('=')[0]} is not an option of allotrope: ")
+    assert UNSUPPORTED["--quantization"] in output
+
+
+def test_unsupported_flag_in_snake_case() -> None:
+    status, output, _ = run("m", "--enforce_eager")
+    assert status == 2
+    assert "--enforce-eager is not an option" in output
+
+
+def test_a_value_that_looks_like_a_flag_is_a_value() -> None:
+    _, _, received = run("m", "--served-model-name", "--quantization", "--tokenizer", "--a_b")
+    engine, server = received[0]
+    assert (server.served_model_name, engine.tokenizer) == ("--quantization", "--a_b")
+
+
+def test_unknown_flag_and_bad_values_are_usage_errors() -> None:
+    for args in (["--zork"], ["--dtype", "int3"], ["--max-num-seqs", "many"], ["--kv-cache-memory-bytes", "3q"]):
+        status, output, received = run("m", *args)
+        assert (status, received) == (2, []), args
+        assert args[0] in output
+
+
+def test_model_may_be_left_out_where_the_config_may_be() -> None:
+    seen: list[EngineConfig | None] = []
+
+    def probe(engine: EngineConfig | None) -> None:
+        seen.append(engine)
+
+    app = typer.Typer()
+    app.command(cls=FlagCommand)(expand_configs(probe))
+    assert CliRunner().invoke(app, []).exit_code == 0
+    assert CliRunner().invoke(app, ["m", "--seed", "3"]).exit_code == 0
+    assert seen == [None, EngineConfig(model="m", seed=3)]
+
+
+def test_api_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALLOTROPE_API_KEY", "secret")
+    assert run("m")[2][0][1].api_key == "secret"
+    assert run("m", "--api-key", "other")[2][0][1].api_key == "other"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("4096", 4096), ("32k", 32_000), ("32K", 32_768), ("1.5GiB", 3 << 29), ("80 GB", 80 * 10**9), ("2T", 2 << 40)],
+)
+def test_sizes(text: str, number: int) -> None:
+    assert parse_size(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "3q", "-1", "1.0001k", "0x10", "1e3"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="number"):
+        parse_size(text)
