@@ -48,12 +48,11 @@ _Inbox = asyncio.Queue[SequenceOutput | AllotropeError]
 class EngineClient:
     """One engine process and the requests that are open in it.
 
-    Making the object starts the process (so that it loads while the server imports its own packages); `start` sends
-    it its config and waits for the model. `dead` is None until the process has ended, then the reason in one line.
+    Making the object starts the process, which loads while the server imports its own packages; `start` waits for the
+    model. `dead` is None until the process has ended, then the reason in one line.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._config = config
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -61,6 +60,7 @@ class EngineClient:
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
             )
+        ours.sendall(pack(Start(config)))
         self._socket = ours
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
@@ -88,13 +88,12 @@ class EngineClient:
         return self._stats
 
     async def start(self, on_progress: Callable[[str], None] = lambda phase: None) -> None:
-        """Load the model; return when it can generate.
+        """Wait until the model is loaded and can generate.
 
         `on_progress`: called with each phase of the loading, in words.
         Raises `ConfigError` if the options cannot work, another `AllotropeError` if the model cannot be loaded.
         """
         reader, self._writer = await asyncio.open_connection(sock=self._socket)
-        self._send(Start(self._config))
         while self._limits is None:
             message = await _receive(reader)
             match message:

@@ -1,0 +1,233 @@
+"""How an answer looks in JSON: OpenAI's chat completions and text completions, whole or in chunks.
+
+Each class folds the same pieces: `chunks` turns one into stream events, `whole` joins all into one body. It must not
+know the engine or HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from allotrope.server.generation import Generation, Piece, Scored
+from allotrope.server.logprobs import Report, TokenWriter
+
+if TYPE_CHECKING:
+    from allotrope.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+
+class Answer(Protocol):
+    """One route's way to write pieces."""
+
+    def opening(self) -> list[Json]:
+        """Stream events before the first piece."""
+        ...
+
+    def chunks(self, piece: Piece) -> list[Json]:
+        """Stream events of one piece."""
+        ...
+
+    def closing(self) -> list[Json]:
+        """Stream events after the last piece."""
+        ...
+
+    def whole(self, pieces: Sequence[Piece]) -> Json:
+        """The body of an answer that is not streamed."""
+        ...
+
+
+@dataclass
+class _Joined:
+    """All pieces of one sequence."""
+
+    text: str = ""
+    tokens: list[Scored] = field(default_factory=list)
+    echoed_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+def _join(pieces: Sequence[Piece], count: int) -> list[_Joined]:
+    joined = [_Joined() for _ in range(count)]
+    for piece in pieces:
+        sequence = joined[piece.index]
+        sequence.text += piece.text
+        sequence.tokens += piece.tokens
+        sequence.echoed_tokens += len(piece.tokens) if piece.echoed else 0
+        if piece.finish_reason is not None:
+            sequence.finish_reason, sequence.stop_reason = piece.finish_reason, piece.stop_reason
+    return joined
+
+
+class _Common:
+    """What both routes share: the frame around choices, and the usage."""
+
+    prefix: str
+    object_whole: str
+    object_chunk: str
+
+    def __init__(self, model: str, generations: Sequence[Generation], tokenizer: Tokenizer, report: Report) -> None:
+        self._id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = model
+        self._generations = generations
+        self._report = report
+        self._writer = TokenWriter(tokenizer, report)
+        self._count = sum(generation.request.params.n for generation in generations)
+
+    def _generation(self, index: int) -> Generation:
+        return self._generations[index // self._generations[0].request.params.n]
+
+    def _frame(self, object_name: str, choices: list[Json]) -> Json:
+        return {
+            "id": self._id,
+            "object": object_name,
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": None,
+            "choices": choices,
+        }
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        chunk = self._frame(self.object_chunk, choices)
+        if self._report.usage or self._report.usage_always:
+            chunk["usage"] = self._usage() if self._report.usage_always or not choices else None
+        return chunk
+
+    def closing(self) -> list[Json]:
+        return [self._chunk([])] if self._report.usage else []
+
+    def _usage(self) -> Json:
+        prompt = sum(len(generation.request.prompt_ids) for generation in self._generations)
+        completion = sum(generation.completion_tokens for generation in self._generations)
+        cached = sum(generation.cached_tokens for generation in self._generations)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+class ChatAnswer(_Common):
+    """POST /v1/chat/completions"""
+
+    prefix = "chatcmpl"
+    object_whole = "chat.completion"
+    object_chunk = "chat.completion.chunk"
+
+    def opening(self) -> list[Json]:
+        events = [
+            self._chunk([self._choice(index, {"role": "assistant", "content": ""})]) for index in range(self._count)
+        ]
+        if self._report.token_ids:
+            events[0]["prompt_token_ids"] = list(self._generations[0].request.prompt_ids)
+        if self._report.prompt_logprobs is not None:
+            events[0]["prompt_logprobs"] = self._writer.prompt_logprobs(self._generations[0])
+        return events
+
+    def chunks(self, piece: Piece) -> list[Json]:
+        events = []
+        tokens: Sequence[Scored] = piece.tokens
+        if piece.text or piece.finish_reason is None:
+            delta = {"content": piece.text}
+            events.append(self._chunk([self._choice(piece.index, delta, tokens)]))
+            tokens = ()
+        if piece.finish_reason is not None:
+            choice = self._choice(piece.index, {}, tokens)
+            choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+            events.append(self._chunk([choice]))
+        return events
+
+    def _choice(self, index: int, delta: Json, tokens: Sequence[Scored] = ()) -> Json:
+        scored = self._report.logprobs is not None and tokens
+        choice: Json = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._writer.chat_logprobs(tokens) if scored else None,
+            "finish_reason": None,
+        }
+        if self._report.token_ids:
+            choice["token_ids"] = [token.id for token in tokens]
+        return choice
+
+    def whole(self, pieces: Sequence[Piece]) -> Json:
+        choices = []
+        for index, sequence in enumerate(_join(pieces, self._count)):
+            choice: Json = {
+                "index": index,
+                "message": {"role": "assistant", "content": sequence.text, "refusal": None},
+                "logprobs": None if self._report.logprobs is None else self._writer.chat_logprobs(sequence.tokens),
+                "finish_reason": sequence.finish_reason,
+                "stop_reason": sequence.stop_reason,
+            }
+            if self._report.token_ids:
+                choice["token_ids"] = [token.id for token in sequence.tokens]
+            choices.append(choice)
+        body = self._frame(self.object_whole, choices) | {"usage": self._usage()}
+        if self._report.token_ids:
+            body["prompt_token_ids"] = list(self._generations[0].request.prompt_ids)
+        if self._report.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._writer.prompt_logprobs(self._generations[0])
+        return body
+
+
+class CompletionAnswer(_Common):
+    """POST /v1/completions"""
+
+    prefix = "cmpl"
+    object_whole = "text_completion"
+    object_chunk = "text_completion"
+
+    def __init__(self, model: str, generations: Sequence[Generation], tokenizer: Tokenizer, report: Report) -> None:
+        super().__init__(model, generations, tokenizer, report)
+        self._offsets = [0] * self._count
+        self._begun = [False] * self._count
+
+    def opening(self) -> list[Json]:
+        return []
+
+    def chunks(self, piece: Piece) -> list[Json]:
+        new = () if piece.echoed else piece.tokens
+        choice = self._choice(piece.index, piece.text, piece.tokens, new, self._offsets[piece.index])
+        choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+        if self._report.logprobs is not None:
+            self._offsets[piece.index] += sum(len(text) for text in choice["logprobs"]["tokens"])
+        if not self._begun[piece.index]:
+            self._begun[piece.index] = True
+            choice |= self._about_prompt(piece.index)
+        return [self._chunk([choice])]
+
+    def whole(self, pieces: Sequence[Piece]) -> Json:
+        choices = []
+        for index, sequence in enumerate(_join(pieces, self._count)):
+            new = sequence.tokens[sequence.echoed_tokens :]
+            choice = self._choice(index, sequence.text, sequence.tokens, new, 0)
+            choice |= {"finish_reason": sequence.finish_reason, "stop_reason": sequence.stop_reason}
+            choices.append(choice | self._about_prompt(index))
+        return self._frame(self.object_whole, choices) | {"usage": self._usage()}
+
+    def _choice(self, index: int, text: str, tokens: Sequence[Scored], new: Sequence[Scored], offset: int) -> Json:
+        scored = self._report.logprobs is not None
+        choice: Json = {
+            "index": index,
+            "text": text,
+            "logprobs": self._writer.legacy_logprobs(tokens, offset) if scored else None,
+            "finish_reason": None,
+        }
+        if self._report.token_ids:
+            choice["token_ids"] = [token.id for token in new]
+        return choice
+
+    def _about_prompt(self, index: int) -> Json:
+        about: Json = {}
+        if self._report.token_ids:
+            about["prompt_token_ids"] = list(self._generation(index).request.prompt_ids)
+        if self._report.prompt_logprobs is not None:
+            about["prompt_logprobs"] = self._writer.prompt_logprobs(self._generation(index))
+        return about

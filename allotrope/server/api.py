@@ -1,0 +1,68 @@
+"""The application: routes, the guard around them, and errors in OpenAI's form for whatever goes wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+import allotrope
+from allotrope.errors import AllotropeError
+from allotrope.server.errors import HttpError, as_http, error_response
+from allotrope.server.guard import Guard
+from allotrope.server.openapi import describe_api
+from allotrope.server.routes import build_router
+from allotrope.server.state import ServerState
+
+_CLIENT_CLOSED_REQUEST = 499
+
+
+def build_app(state: ServerState) -> FastAPI:
+    """The application of the server whose state this is."""
+    app = FastAPI(
+        title="Allotrope",
+        version=allotrope.__version__,
+        description="Language model server with the OpenAI API.",
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.include_router(build_router(state))
+    app.add_middleware(Guard, state=state, api_key=state.config.api_key)
+    for kind in (AllotropeError, HttpError, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_routing_error)
+    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    described: list[dict[str, Any]] = []
+
+    def openapi() -> dict[str, Any]:
+        # Only made when asked for: it takes longer than a request should, and needs the model's limits.
+        if not described:
+            described.append(describe_api(app, state))
+        return described[0]
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return error_response(as_http(error))
+
+
+async def _answer_routing_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    facts = f"{request.method} {request.url.path[:200]}"
+    match error.status_code:
+        case 404:
+            message = f"{facts}: there is no such route."
+        case 405:
+            message = f"{facts}: this method is not allowed here."
+        case _:
+            message = f"{facts}: {error.detail}"
+    return error_response(HttpError(error.status_code, message), error.headers)
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)

@@ -1,0 +1,229 @@
+"""The server's life: open the port, load, serve, then drain on a signal or end because the engine did."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import allotrope
+from allotrope.config import EngineConfig, ServerConfig
+from allotrope.engine.client import EngineClient
+from allotrope.errors import AllotropeError, ConfigError
+from allotrope.logs import configure_logging, one_line
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from allotrope.server.state import ServerState
+    from allotrope.text.tokenizer import Tokenizer
+
+log = logging.getLogger("allotrope.server")
+
+_STOPPED, _FAILED = 0, 1
+# Longest wait for the answers that tell open requests of the engine's end; the process must be gone within 5 s.
+_FAREWELL_SECONDS = 2.0
+_CLOSE_SECONDS = 1
+_KEEP_ALIVE_SECONDS = 60
+
+
+def serve(engine: EngineConfig, server: ServerConfig) -> int:
+    """Serve until a signal or the engine's end; returns the exit status (0 after a signal, 1 after a failure).
+
+    Raises `ConfigError` if the address cannot be listened on.
+    """
+    configure_logging()
+    listener = _listen(server)
+    # The engine's process loads its packages while this one loads those of the server.
+    return asyncio.run(_Service(engine, server, listener, EngineClient(engine)).run())
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    try:
+        (family, *_, address), *_ = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on host={config.host} port={config.port}: {error.strerror}. "
+            "Choose another with --host or --port (0 takes a free port)."
+        ) from error
+    return listener
+
+
+class _Service:
+    """One run of the server, from the open port to the exit status."""
+
+    def __init__(
+        self, engine: EngineConfig, server: ServerConfig, listener: socket.socket, client: EngineClient
+    ) -> None:
+        from allotrope.server.api import build_app
+        from allotrope.server.state import ServerState
+
+        self._engine_config = engine
+        self._config = server
+        self._listener = listener
+        self._client = client
+        self._state: ServerState = ServerState(server, server.served_model_name or engine.model)
+        self._http = _http_server(build_app(self._state))
+        self._stop = asyncio.Event()
+        self._signals = 0
+
+    async def run(self) -> int:
+        """Serve; the exit status."""
+        with self._signal_handlers():
+            accepting = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+            log.info("listening on %s while %s loads", self._address(), self._engine_config.model)
+            try:
+                return await self._live()
+            finally:
+                self._http.should_exit = True
+                await accepting
+                await self._client.stop()
+
+    async def _live(self) -> int:
+        loading = asyncio.create_task(self._load())
+        if not await self._before_stop(loading):
+            loading.cancel()
+            log.info("stopped while loading")
+            return _STOPPED
+        try:
+            loading.result()
+        except AllotropeError as error:
+            log.error("cannot serve: %s", one_line(str(error)))
+            return _FAILED
+        print(f"Allotrope {allotrope.__version__} serves {self._state.model_name} at {self._address()}/v1", flush=True)
+        died = asyncio.create_task(self._client.died.wait())
+        if await self._before_stop(died):
+            return await self._mourn()
+        return await self._drain(died)
+
+    async def _before_stop(self, task: asyncio.Task[object]) -> bool:
+        """Wait for `task` or for a signal to stop; whether the task came first."""
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        return task.done()
+
+    async def _load(self) -> None:
+        """Load tokenizer and model side by side, then take requests. Raises `AllotropeError` if either fails."""
+        from allotrope.server.metrics import Metrics
+        from allotrope.server.prompts import PromptReader
+        from allotrope.server.state import Phase, Serving
+
+        tokenizing = asyncio.create_task(asyncio.to_thread(_load_tokenizer, self._engine_config))
+        starting = asyncio.create_task(self._client.start(self._note))
+        try:
+            template = _read_template(self._config)
+            await asyncio.gather(starting, tokenizing)
+        finally:
+            starting.cancel()
+        tokenizer, limits = tokenizing.result(), self._client.limits
+        prompts = await asyncio.to_thread(PromptReader, tokenizer, limits.max_model_len, template)
+        self._state.serving = Serving(
+            engine=self._client,
+            tokenizer=tokenizer,
+            prompts=prompts,
+            metrics=Metrics(self._state.model_name, self._client.stats, self._config.metrics_compat),
+            limits=limits,
+            max_sequences=self._engine_config.max_num_waiting,
+            eos_ids=tuple(i for i in dict.fromkeys(limits.eos_ids + tokenizer.eos_ids) if i < limits.vocab_size),
+        )
+        self._state.phase = Phase.SERVING
+
+    def _note(self, phase: str) -> None:
+        self._state.detail = phase
+        log.info("engine: %s", phase)
+
+    async def _mourn(self) -> int:
+        from allotrope.server.state import Phase
+
+        reason = self._client.dead or "unknown"
+        self._state.phase, self._state.detail = Phase.DEAD, reason
+        log.error("ending, because %s", reason)
+        await self._state.idle(_FAREWELL_SECONDS)
+        return _FAILED
+
+    async def _drain(self, died: asyncio.Task[object]) -> int:
+        from allotrope.server.state import Phase
+
+        self._state.phase = Phase.DRAINING
+        log.info("stopping; open requests get %g s to finish", self._config.drain_timeout)
+        self._stop.clear()
+        idle = asyncio.create_task(self._state.idle(self._config.drain_timeout))
+        again = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({idle, died, again}, return_when=asyncio.FIRST_COMPLETED)
+        again.cancel()
+        if died.done():
+            return await self._mourn()
+        if not (idle.done() and idle.result()):
+            idle.cancel()
+            log.warning("stopping with requests still open; they are dropped")
+        return _STOPPED
+
+    def _address(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @contextlib.contextmanager
+    def _signal_handlers(self) -> Iterator[None]:
+        # Outside the main thread there are no signals to handle; whoever runs the server there ends it otherwise.
+        signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        loop = asyncio.get_running_loop()
+        for number in signals:
+            loop.add_signal_handler(number, self._stop.set)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+
+def _http_server(app: object) -> uvicorn.Server:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """Uvicorn without its signal handlers: the service decides when to stop."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        log_config=None,
+        access_log=False,
+        log_level="warning",
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
+    )
+    return Server(config)
+
+
+def _load_tokenizer(config: EngineConfig) -> Tokenizer:
+    from allotrope.models.hub import find_snapshot
+    from allotrope.text.tokenizer import load_tokenizer
+
+    name = config.tokenizer or config.model
+    if Path(name).expanduser().exists():
+        return load_tokenizer(name)
+    revision = config.revision if config.tokenizer is None else None
+    return load_tokenizer(str(find_snapshot(name, revision, with_weights=False)))
+
+
+def _read_template(config: ServerConfig) -> str | None:
+    from allotrope.text.chat import read_chat_template
+
+    return None if config.chat_template is None else read_chat_template(config.chat_template)

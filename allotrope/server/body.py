@@ -1,0 +1,108 @@
+"""From the bytes of a request to a checked model: every way in which a body can be wrong ends here as a 400 or 413."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import Request
+
+from allotrope.errors import InvalidRequest
+from allotrope.server.errors import HttpError
+from allotrope.server.fields import Rule, unknown_fields
+from allotrope.server.values import describe_value
+
+M = TypeVar("M", bound=BaseModel)
+
+_INLINE_BYTES = 64 * 1024
+_LISTED_ERRORS = 3
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body. Raises `HttpError` 413 as soon as it is longer than `max_bytes`."""
+    too_large = HttpError(413, f"The request body is larger than {max_bytes} bytes (--max-body-bytes).")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise too_large
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > max_bytes:
+            raise too_large
+    return bytes(data)
+
+
+async def parse(data: bytes, model: type[M], table: Mapping[str, Rule], *, strict: bool) -> tuple[M, list[str]]:
+    """The body `data` as `model`, and the fields that were ignored.
+
+    `table`: what becomes of each known field. `strict`: refuse unknown fields. Raises `InvalidRequest`.
+    """
+    if len(data) <= _INLINE_BYTES:
+        return _parse(data, model, table, strict)
+    return await asyncio.to_thread(_parse, data, model, table, strict)
+
+
+def _parse(data: bytes, model: type[M], table: Mapping[str, Rule], strict: bool) -> tuple[M, list[str]]:
+    body = _decode(data)
+    unknown = unknown_fields(body, table)
+    if unknown and strict:
+        names = ", ".join(describe_value(name) for name in unknown[:8])
+        raise InvalidRequest(
+            f"unknown fields: {names}. Leave them out, or run the server without --strict.", unknown[0]
+        )
+    try:
+        return model.model_validate(body), unknown
+    except ValidationError as error:
+        raise _as_invalid_request(error, body) from None
+
+
+def _decode(data: bytes) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(data)
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply to be read.") from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not valid UTF-8: {error.reason} at byte {error.start}.") from None
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}.") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"the body must be a JSON object, not {describe_value(body)}.")
+    return body
+
+
+def _as_invalid_request(error: ValidationError, body: dict[str, Any]) -> InvalidRequest:
+    """One message for the first few faults; the first one's field is the error's `param`."""
+    found: dict[str, str] = {}
+    for detail in error.errors(include_url=False, include_context=False):
+        path, value = _locate(detail, body)
+        found.setdefault(path, _sentence(path, value, detail))
+    # Where one branch of a union failed deep inside, that another did not fit at all says nothing.
+    for path in [short for short in found if any(path.startswith((f"{short}.", f"{short}[")) for path in found)]:
+        del found[path]
+    listed = list(found.values())[:_LISTED_ERRORS]
+    more = len(found) - len(listed)
+    return InvalidRequest(" ".join(listed) + (f" And {more} more." if more else ""), next(iter(found)))
+
+
+def _locate(detail: ErrorDetails, body: dict[str, Any]) -> tuple[str, Any]:
+    """The path of a fault in the client's own terms (`messages[0].content`) and the value there."""
+    path = ""
+    value: Any = body
+    for part in detail["loc"]:
+        if isinstance(part, int) and isinstance(value, list) and part < len(value):
+            path, value = f"{path}[{part}]", value[part]
+        elif isinstance(part, str) and isinstance(value, dict) and (part in value or detail["type"] == "missing"):
+            path, value = f"{path}.{part}" if path else part, value.get(part)
+        # Other parts name a branch of a union, which is nothing that the client wrote.
+    return path, value
+
+
+def _sentence(path: str, value: Any, detail: ErrorDetails) -> str:
+    if detail["type"] == "missing":
+        return f"{path} is missing."
+    reason = detail["msg"].removeprefix("Value error, ")
+    return f"{path}={describe_value(value)} is not valid: {reason[:1].lower()}{reason[1:]}."

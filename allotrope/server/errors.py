@@ -1,0 +1,65 @@
+"""Errors as HTTP answers, always in the form that OpenAI clients read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from allotrope.errors import AllotropeError, EngineDead, InvalidRequest, Overloaded
+
+_TYPES = {
+    400: ("invalid_request_error", None),
+    401: ("authentication_error", "invalid_api_key"),
+    404: ("not_found_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "queue_full"),
+    500: ("server_error", "internal_error"),
+    503: ("server_error", "service_unavailable"),
+}
+_RETRY_SECONDS = "1"
+
+
+class HttpError(Exception):
+    """A request that ends with `status` for a reason of the HTTP layer's own (a missing key, a server that loads)."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+def as_http(error: Exception) -> HttpError:
+    """The HTTP meaning of an error of the engine; what is not known is a fault of ours (500)."""
+    match error:
+        case HttpError():
+            return error
+        case InvalidRequest():
+            return HttpError(error.status, str(error), error.param)
+        case Overloaded():
+            return HttpError(429, str(error))
+        case EngineDead():
+            return HttpError(500, f"The engine has ended: {error}.", code="engine_dead")
+        case AllotropeError():
+            return HttpError(500, f"The request failed: {error}.")
+        case _:
+            return HttpError(500, f"Internal error: {type(error).__name__}.")
+
+
+def error_body(error: HttpError) -> dict[str, Any]:
+    """The JSON object that tells of `error`."""
+    kind, code = _TYPES.get(error.status, ("server_error" if error.status >= 500 else "invalid_request_error", None))
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code or code}}
+
+
+def error_response(error: HttpError, headers: Mapping[str, str] | None = None) -> Response:
+    """The HTTP answer that tells of `error`."""
+    extra = dict(headers or {})
+    if error.status == 401:
+        extra["www-authenticate"] = "Bearer"
+    if error.status in (429, 503):
+        extra["retry-after"] = _RETRY_SECONDS
+    body = msgspec.json.encode(error_body(error))
+    return Response(body, status_code=error.status, headers=extra, media_type="application/json")

@@ -1,0 +1,188 @@
+"""One prompt on its way through the engine: sequence outputs in, pieces of text out.
+
+Both kinds of answer are made of the same pieces: a stream sends each, a whole answer is all of them joined. It must not
+know HTTP or any JSON form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from allotrope.errors import AllotropeError
+from allotrope.request import FinishReason, Request, SequenceOutput, TokenLogprobs
+from allotrope.text.stream import TextStream
+
+if TYPE_CHECKING:
+    from allotrope.engine.client import EngineClient
+    from allotrope.server.metrics import Metrics, RequestTimer
+    from allotrope.text.tokenizer import Tokenizer
+
+
+class GenerationFailed(AllotropeError):
+    """The engine gave up on this request; others go on."""
+
+
+class Scored(NamedTuple):
+    """A token and, where asked for, its log-probabilities."""
+
+    id: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new in sequence `index` of an answer.
+
+    `tokens`: those that `text` was made of, and any that gave none. `echoed`: this is the prompt, not the answer.
+    """
+
+    index: int
+    text: str
+    tokens: tuple[Scored, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    echoed: bool = False
+
+
+@dataclass
+class _Sequence:
+    stream: TextStream
+    held: list[Scored] = field(default_factory=list)
+    done: bool = False
+
+
+class Generation:
+    """The answer to one prompt: `request.params.n` sequences.
+
+    `continues_text`: the answer goes on where the prompt's text stops (a completion), rather than being a text of its
+    own. `echo`: text of the prompt, where each sequence begins with it. `silent`: the client wants no new tokens (the
+    engine always makes one). `first_index`: index of the first sequence, where one answer covers several prompts.
+    `cached_tokens`, `completion_tokens` and `prompt_logprobs` are filled as outputs arrive.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        *,
+        continues_text: bool = False,
+        echo: str | None = None,
+        silent: bool = False,
+        first_index: int = 0,
+    ) -> None:
+        self.request = request
+        self.first_index = first_index
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self._echo = echo
+        self._silent = silent
+        self._started = False
+        self._sequences = [
+            _Sequence(TextStream(tokenizer, request.params, continues_text=continues_text))
+            for _ in range(request.params.n)
+        ]
+
+    async def pieces(self, engine: EngineClient, metrics: Metrics) -> AsyncGenerator[Piece, None]:
+        """Run the request and yield its pieces. Closing the generator aborts what still runs.
+
+        Raises `GenerationFailed` if the engine gave up on a sequence, and whatever `EngineClient.generate` raises.
+        """
+        with metrics.track(self.request) as timer:
+            async with aclosing(engine.generate(self.request)) as outputs:
+                async for output in outputs:
+                    for piece in self._take(output, timer):
+                        yield piece
+                    if all(sequence.done for sequence in self._sequences):
+                        break
+
+    def _take(self, output: SequenceOutput, timer: RequestTimer) -> list[Piece]:
+        sequence = self._sequences[output.index]
+        if sequence.done:
+            return []
+        if output.finish_reason in ("error", "abort"):
+            timer.failed()
+            raise GenerationFailed(output.error or "the engine dropped this request")
+        pieces = self._begin(output) if not self._started else []
+        timer.tokens(output.index, len(output.token_ids))
+        piece = self._advance(sequence, output)
+        if piece.finish_reason is not None:
+            timer.ended(piece.finish_reason)
+        if piece.text or piece.finish_reason is not None:
+            pieces.append(piece)
+        else:
+            sequence.held = [*piece.tokens]
+        return pieces
+
+    def _begin(self, output: SequenceOutput) -> list[Piece]:
+        """Take what only the first output brings; the echoed prompt, once for each sequence."""
+        self._started = True
+        self.cached_tokens = output.cached_tokens
+        self.prompt_logprobs = output.prompt_logprobs
+        if self._echo is None:
+            return []
+        ids = self.request.prompt_ids
+        tokens = tuple(map(Scored, ids, self.prompt_logprobs or [None] * len(ids)))
+        indices = range(self.first_index, self.first_index + len(self._sequences))
+        return [Piece(index, self._echo, tokens, echoed=True) for index in indices]
+
+    def _advance(self, sequence: _Sequence, output: SequenceOutput) -> Piece:
+        """Token by token, so that the answer does not depend on how many tokens one step brought."""
+        params = self.request.params
+        tokens, text = sequence.held, ""
+        held, sequence.held = len(tokens), []
+        reason, stop_reason = output.finish_reason, output.stop_reason
+        # The engine knows stop ids only: where it stopped, the last token is one, and shown only on request.
+        unseen = len(output.token_ids) - 1 if reason == "stop" and not params.include_stop_str_in_output else -1
+        scores = output.logprobs or [None] * len(output.token_ids)
+        for place, (token, score) in enumerate(zip(output.token_ids, scores, strict=True)):
+            tokens.append(Scored(token, score))
+            if place != unseen:
+                text += sequence.stream.push([token])
+            if sequence.stream.stopped_by is not None:
+                reason, stop_reason = "stop", sequence.stream.stopped_by
+                break
+        if reason is not None and sequence.stream.stopped_by is None:
+            text += sequence.stream.push([], final=True)
+        sequence.done = reason is not None
+        index = self.first_index + output.index
+        if self._silent:
+            return Piece(index, "", (), "length" if reason is not None else None)
+        self.completion_tokens += len(tokens) - held
+        return Piece(index, text, tuple(tokens), reason, stop_reason)
+
+
+async def merged(sources: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+    """The pieces of several generations as they come. The first that fails fails all; closing closes all."""
+    arrived: asyncio.Queue[Piece | None] = asyncio.Queue()
+
+    async def forward(source: AsyncGenerator[Piece, None]) -> None:
+        try:
+            async with aclosing(source):
+                async for piece in source:
+                    arrived.put_nowait(piece)
+        finally:
+            arrived.put_nowait(None)
+
+    tasks = [asyncio.create_task(forward(source)) for source in sources]
+    try:
+        left = len(tasks)
+        while left:
+            piece = await arrived.get()
+            if piece is not None:
+                yield piece
+                continue
+            left -= 1
+            for task in tasks:
+                if task.done():
+                    task.result()
+        for task in tasks:
+            await task
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

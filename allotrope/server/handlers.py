@@ -1,0 +1,107 @@
+"""What the generating routes do: a checked body becomes engine requests, and these an answer."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+
+from allotrope.errors import InvalidRequest
+from allotrope.request import Request, SamplingParams
+from allotrope.server.answers import ChatAnswer, CompletionAnswer
+from allotrope.server.generation import Generation, merged
+from allotrope.server.logprobs import Report
+from allotrope.server.protocol import ChatRequest, CompletionRequest, Prompt
+from allotrope.server.respond import Generated
+from allotrope.server.sampling import chat_sampling, completion_sampling
+from allotrope.server.state import ServerState, Serving
+
+
+async def answer_chat(state: ServerState, body: ChatRequest, headers: Mapping[str, str]) -> Generated:
+    """The answer to a conversation. Raises `InvalidRequest`."""
+    serving = state.ready()
+    params = chat_sampling(body)
+    ids = await serving.prompts.read_messages(body.messages, body)
+    ids = serving.prompts.truncate(ids, body.truncate_prompt_tokens, params.max_tokens or 1)
+    try:
+        request = _request(serving, ids, params)
+    except InvalidRequest as error:
+        raise _in_terms_of_chat(body, error) from None
+    generation = Generation(request, serving.tokenizer, continues_text=body.continue_final_message or False)
+    answer = ChatAnswer(state.model_name, [generation], serving.tokenizer, _report(body, params.logprobs))
+    pieces = generation.pieces(serving.engine, serving.metrics)
+    return Generated(answer, pieces, stream=body.stream or False, headers=headers)
+
+
+async def answer_completion(state: ServerState, body: CompletionRequest, headers: Mapping[str, str]) -> Generated:
+    """The continuations of one prompt or several. Raises `InvalidRequest`."""
+    serving = state.ready()
+    params = completion_sampling(body)
+    wanted = len(body.prompt) * params.n
+    if wanted > serving.max_sequences:
+        raise InvalidRequest(
+            f"prompt has {len(body.prompt)} prompts, with n={params.n} {wanted} sequences; this server queues "
+            f"{serving.max_sequences} at most (--max-num-waiting).",
+            "prompt",
+        )
+    generations: list[Generation] = []
+    for prompt in body.prompt:
+        generations.append(await _read_completion(serving, body, params, prompt, len(generations)))
+    answer = CompletionAnswer(state.model_name, generations, serving.tokenizer, _report(body, params.logprobs))
+    streams = [generation.pieces(serving.engine, serving.metrics) for generation in generations]
+    pieces = streams[0] if len(streams) == 1 else merged(streams)
+    return Generated(answer, pieces, stream=body.stream or False, headers=headers)
+
+
+async def _read_completion(
+    serving: Serving, body: CompletionRequest, params: SamplingParams, prompt: Prompt, place: int
+) -> Generation:
+    """`place`: which prompt of the batch this is."""
+    read = await serving.prompts.read_prompt(prompt, add_special_tokens=body.add_special_tokens is not False)
+    ids = serving.prompts.truncate(read, body.truncate_prompt_tokens, params.max_tokens or 1)
+    request = _request(serving, ids, params)
+    echo = None
+    if body.echo:
+        whole = isinstance(prompt, str) and len(ids) == len(read)
+        echo = str(prompt) if whole else serving.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+    return Generation(
+        request,
+        serving.tokenizer,
+        continues_text=True,
+        echo=echo,
+        silent=body.max_tokens == 0,
+        first_index=place * params.n,
+    )
+
+
+def _request(serving: Serving, ids: Sequence[int], params: SamplingParams) -> Request:
+    request = Request(
+        request_id=uuid.uuid4().hex,
+        prompt_ids=tuple(ids),
+        params=params,
+        eos_ids=serving.eos_ids,
+        arrival=time.monotonic(),
+    )
+    request.check(serving.limits.vocab_size, serving.limits.max_model_len)
+    return request
+
+
+def _in_terms_of_chat(body: ChatRequest, error: InvalidRequest) -> InvalidRequest:
+    """`error` with the names that this client used."""
+    if error.param == "prompt":
+        return InvalidRequest(f"messages: {error}", "messages")
+    if error.param == "max_tokens" and body.max_tokens is None:
+        return InvalidRequest(str(error).replace("max_tokens", "max_completion_tokens"), "max_completion_tokens")
+    return error
+
+
+def _report(body: ChatRequest | CompletionRequest, logprobs: int | None) -> Report:
+    options = body.stream_options
+    return Report(
+        logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        token_ids=body.return_token_ids or False,
+        ids_as_tokens=body.return_tokens_as_token_ids or False,
+        usage=options is not None and (options.include_usage or False),
+        usage_always=options is not None and (options.continuous_usage_stats or False),
+    )

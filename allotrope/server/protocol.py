@@ -1,0 +1,196 @@
+"""The request bodies that the API honours, as pydantic models; the only place that declares a request's form.
+
+Fields that are known but not honoured stand in `fields`. What a value means for the engine is decided in `sampling`
+and `prompts`; here are types and ranges only, so that a body that fits its schema is rarely refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+
+from allotrope.request import MAX_LOGPROBS, MAX_SEED
+
+_INT32 = 2**31 - 1
+
+TokenId = Annotated[int, Field(ge=0, le=_INT32)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+Prompt = str | list[int]
+
+
+def _read_prompts(value: Any) -> list[Prompt]:
+    """The four forms of `prompt` as one: a list of texts and token id lists."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("a string, a list of strings, a list of token ids or a list of such lists is needed")
+    if not value:
+        raise ValueError("at least one prompt or token id is needed")
+    if all(type(item) is int for item in value):
+        return [value]
+    if all(isinstance(item, str) for item in value):
+        return value
+    if all(isinstance(item, list) for item in value):
+        for place, item in enumerate(value):
+            if not all(type(token) is int for token in item):
+                raise ValueError(f"prompt {place} of the batch is not a list of token ids")
+        return value
+    raise ValueError("its items must be all strings, all token ids or all lists of token ids")
+
+
+def _read_stops(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _INT32}, "minItems": 1}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+        _IDS_SCHEMA,
+        {"type": "array", "items": _IDS_SCHEMA, "minItems": 1},
+    ]
+}
+_STOP_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1, "maxLength": 1024},
+        {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": 1024}, "maxItems": 16},
+        {"type": "null"},
+    ]
+}
+
+
+class _Body(BaseModel):
+    # What a model does not declare is judged by the tables in `fields`, before the model is made.
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    model: str | None = Field(None, description="Name of the served model; may be left out.")
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries beside the text."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    include_usage: bool | None = Field(None, description="Send the usage in one more chunk at the end.")
+    continuous_usage_stats: bool | None = Field(None, description="Send the usage so far in every chunk.")
+    include_obfuscation: Literal[False] | None = Field(None, description="Chunks are never padded.")
+
+
+class _Generation(_Body):
+    """What both generating routes share: sampling, limits, and what to report."""
+
+    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; 1 where left out.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Sample among the most likely that hold this mass.")
+    top_k: int | None = Field(None, ge=-1, le=_INT32, description="Sample among this many; -1 or 0 for all.")
+    min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens below this share of the most likely one.")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Taken off tokens already written.")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Taken off once per time written.")
+    repetition_penalty: float | None = Field(None, gt=0, le=100, description="Divides the odds of seen tokens.")
+    seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED, description="Makes sampling repeatable.")
+    stop: Annotated[
+        Annotated[list[StopText], Field(max_length=16)] | None,
+        BeforeValidator(_read_stops),
+        WithJsonSchema(_STOP_SCHEMA),
+    ] = Field(None, description="Text that ends the answer and is not part of it.")
+    stop_token_ids: list[TokenId] | None = Field(None, description="Token ids that end the answer.")
+    include_stop_str_in_output: bool | None = Field(None, description="Keep what ended the answer in it.")
+    min_tokens: int | None = Field(None, ge=0, le=_INT32, description="No end before this many tokens.")
+    ignore_eos: bool | None = Field(None, description="Go on after an end-of-sequence token.")
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None,
+        description="Added to the logits of token ids.",
+        json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = Field(
+        None, description="Only these ids may be chosen."
+    )
+    n: int | None = Field(None, ge=1, le=128, description="Number of answers to each prompt.")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="Report the prompt's log-probabilities and as many alternatives."
+    )
+    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text; true by default.")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events.")
+    stream_options: StreamOptions | None = Field(None, description="Only with stream=true.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=_INT32, description="Keep the last tokens of the prompt only; -1 as many as fit."
+    )
+    return_token_ids: bool | None = Field(None, description="Report the token ids of prompt and answer.")
+    return_tokens_as_token_ids: bool | None = Field(None, description="Write tokens in logprobs as 'token_id:7'.")
+
+
+class TextPart(BaseModel):
+    """One text of a message's content."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn of a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: str | None = None
+    reasoning_content: str | None = Field(None, description="Earlier reasoning, for templates that read it.")
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class _Templated(BaseModel):
+    """How messages become a prompt."""
+
+    add_generation_prompt: bool | None = Field(None, description="End with the opening of the answer; true by default.")
+    continue_final_message: bool | None = Field(None, description="Leave the last message open, to be continued.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables of the chat template.")
+
+
+class ChatRequest(_Generation, _Templated):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[Message], Field(min_length=1)] = Field(description="The conversation so far.")
+    max_tokens: int | None = Field(
+        None, ge=1, le=_INT32, description="Longest answer; default: the rest of the context."
+    )
+    max_completion_tokens: int | None = Field(None, ge=1, le=_INT32, description="The newer name of max_tokens.")
+    logprobs: bool | None = Field(None, description="Report the log-probability of each token.")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="And of as many alternatives.")
+
+
+class CompletionRequest(_Generation):
+    """POST /v1/completions"""
+
+    prompt: Annotated[list[Prompt], PlainValidator(_read_prompts), WithJsonSchema(_PROMPT_SCHEMA)] = Field(
+        description="What to continue: text or token ids, one or a batch."
+    )
+    max_tokens: int | None = Field(None, ge=0, le=_INT32, description="Longest answer; 16 where left out.")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="Report the log-probability of each token and as many alternatives."
+    )
+    add_special_tokens: bool | None = Field(None, description="Let the tokenizer add its own, such as <s>.")
+    echo: bool | None = Field(None, description="Begin each answer with the prompt.")
+    best_of: int | None = Field(None, ge=1, le=128, description="Must equal n: candidates are not ranked.")
+
+
+class TokenizeRequest(_Body, _Templated):
+    """POST /tokenize: a prompt or messages"""
+
+    prompt: str | None = Field(None, description="Text to tokenize.")
+    messages: Annotated[list[Message], Field(min_length=1)] | None = Field(None, description="Or a conversation.")
+    add_special_tokens: bool | None = Field(None, description="Let the tokenizer add its own; not with messages.")
+    return_token_strs: bool | None = Field(None, description="Report the text of each token too.")
+
+
+class DetokenizeRequest(_Body):
+    """POST /detokenize"""
+
+    tokens: list[TokenId] = Field(description="Token ids to turn into text.")
+    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out; false by default.")

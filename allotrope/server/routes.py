@@ -1,0 +1,163 @@
+"""The routes: each reads and checks its body, and leaves the work to others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+import allotrope
+from allotrope.errors import InvalidRequest
+from allotrope.server import fields
+from allotrope.server.body import parse, read_body
+from allotrope.server.errors import HttpError
+from allotrope.server.handlers import answer_chat, answer_completion
+from allotrope.server.metrics import CONTENT_TYPE
+from allotrope.server.openapi import accepts
+from allotrope.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from allotrope.server.state import ServerState, Serving
+from allotrope.server.values import header_value
+
+M = TypeVar("M", bound=BaseModel)
+log = logging.getLogger("allotrope.server")
+
+
+def build_router(state: ServerState) -> APIRouter:
+    """All routes of the server whose state this is."""
+    router = APIRouter()
+    for routes in (_generating_routes, _token_routes, _telling_routes):
+        routes(router, state)
+    return router
+
+
+def _generating_routes(router: APIRouter, state: ServerState) -> None:
+    @router.post("/v1/chat/completions", openapi_extra=accepts(ChatRequest))
+    async def chat_completions(http: HttpRequest) -> Response:
+        """Answer a conversation."""
+        body, headers = await _read(http, state, ChatRequest, fields.CHAT)
+        return await answer_chat(state, body, headers)
+
+    @router.post("/v1/completions", openapi_extra=accepts(CompletionRequest))
+    async def completions(http: HttpRequest) -> Response:
+        """Continue one prompt or several."""
+        body, headers = await _read(http, state, CompletionRequest, fields.COMPLETIONS)
+        return await answer_completion(state, body, headers)
+
+
+def _token_routes(router: APIRouter, state: ServerState) -> None:
+    @router.post("/tokenize", openapi_extra=accepts(TokenizeRequest))
+    async def tokenize(http: HttpRequest) -> Response:
+        """Token ids of a text or of a conversation."""
+        body, headers = await _read(http, state, TokenizeRequest, fields.TOKENIZE)
+        serving = state.ready()
+        ids = await _tokenize(serving, body)
+        strings = [serving.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
+        answer = {
+            "count": len(ids),
+            "max_model_len": serving.limits.max_model_len,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+        return _json(answer, headers)
+
+    @router.post("/detokenize", openapi_extra=accepts(DetokenizeRequest))
+    async def detokenize(http: HttpRequest) -> Response:
+        """Text of token ids."""
+        body, headers = await _read(http, state, DetokenizeRequest, fields.DETOKENIZE)
+        serving = state.ready()
+        for token in body.tokens:
+            if token >= serving.limits.vocab_size:
+                raise InvalidRequest(
+                    f"tokens has token id {token}; the vocabulary has ids 0 to {serving.limits.vocab_size - 1}.",
+                    "tokens",
+                )
+        skip = body.skip_special_tokens or False
+        return _json({"prompt": await serving.prompts.write_text(body.tokens, skip_special_tokens=skip)}, headers)
+
+
+def _telling_routes(router: APIRouter, state: ServerState) -> None:
+    @router.get("/v1/models")
+    async def models() -> Response:
+        """The served model, as a list of one."""
+        return _json({"object": "list", "data": [_model_card(state)]})
+
+    @router.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        """The served model."""
+        _check_model(state, model_id)
+        return _json(_model_card(state))
+
+    @router.get("/health")
+    async def health() -> Response:
+        """200 while requests are taken; 503 with the reason while loading, shutting down or dead."""
+        return Response()
+
+    @router.get("/version")
+    async def version() -> Response:
+        """The version of Allotrope."""
+        return _json({"version": allotrope.__version__})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Metrics in Prometheus' text format."""
+        return Response(state.ready().metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+
+async def _read(
+    http: HttpRequest, state: ServerState, model: type[M], table: Mapping[str, fields.Rule]
+) -> tuple[M, dict[str, str]]:
+    """The checked body, and headers that tell what of it was ignored."""
+    data = await read_body(http, state.config.max_body_bytes)
+    body, ignored = await parse(data, model, table, strict=state.config.strict)
+    _check_model(state, getattr(body, "model", None))
+    if not ignored:
+        return body, {}
+    names = header_value(ignored)
+    log.warning("%s: ignored unknown fields: %s", http.url.path, names)
+    return body, {"x-allotrope-ignored-fields": names}
+
+
+def _check_model(state: ServerState, name: str | None) -> None:
+    if name is not None and name != state.model_name:
+        raise HttpError(
+            404,
+            f"The model {name[:200]!r} does not exist; this server has {state.model_name!r}.",
+            "model",
+            "model_not_found",
+        )
+
+
+async def _tokenize(serving: Serving, body: TokenizeRequest) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("either prompt or messages is needed, and not both.", "prompt")
+    if body.messages is None:
+        add_special_tokens = body.add_special_tokens is not False
+        return await serving.prompts.read_text(body.prompt or "", add_special_tokens=add_special_tokens)
+    if body.add_special_tokens:
+        raise InvalidRequest(
+            "add_special_tokens=true is not for messages: the chat template writes the special tokens itself.",
+            "add_special_tokens",
+        )
+    return await serving.prompts.read_messages(body.messages, body)
+
+
+def _model_card(state: ServerState) -> dict[str, Any]:
+    return {
+        "id": state.model_name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "allotrope",
+        "root": state.model_name,
+        "parent": None,
+        "max_model_len": state.ready().limits.max_model_len,
+    }
+
+
+def _json(value: Any, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), headers=dict(headers or {}), media_type="application/json")

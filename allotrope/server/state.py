@@ -1,0 +1,98 @@
+"""What all routes share: the engine, the tokenizer, and the phase of the server's life."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from allotrope.config import ServerConfig
+
+if TYPE_CHECKING:
+    from allotrope.engine.client import EngineClient
+    from allotrope.engine.report import EngineLimits
+    from allotrope.server.metrics import Metrics
+    from allotrope.server.prompts import PromptReader
+    from allotrope.text.tokenizer import Tokenizer
+
+
+class Phase(Enum):
+    """A server loads, serves, then drains or finds its engine dead."""
+
+    LOADING = auto()
+    SERVING = auto()
+    DRAINING = auto()
+    DEAD = auto()
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What exists once the model is loaded. `max_sequences`: most that one request may ask for.
+
+    `eos_ids`: ids that end a sequence by the word of checkpoint or tokenizer."""
+
+    engine: EngineClient
+    tokenizer: Tokenizer
+    prompts: PromptReader
+    metrics: Metrics
+    limits: EngineLimits
+    max_sequences: int
+    eos_ids: tuple[int, ...]
+
+
+class ServerState:
+    """`model_name`: the model's name in the API. `detail`: what the present phase is about, in words."""
+
+    def __init__(self, config: ServerConfig, model_name: str) -> None:
+        self.config = config
+        self.model_name = model_name
+        self.created = int(time.time())
+        self.phase = Phase.LOADING
+        self.detail = "starting"
+        self.serving: Serving | None = None
+        self._open_requests = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def why_not_ready(self) -> str | None:
+        """Why no request can be taken now; None if it can."""
+        match self.phase:
+            case Phase.LOADING:
+                return f"The server is loading the model ({self.detail}). Try again in a moment."
+            case Phase.DRAINING:
+                return "The server is shutting down and takes no new requests."
+            case Phase.DEAD:
+                return f"The server is ending because its engine has: {self.detail}."
+            case Phase.SERVING:
+                return None
+
+    def ready(self) -> Serving:
+        """The parts that serve. Raises `RuntimeError` while loading; the guard lets no request come that far."""
+        if self.serving is None:
+            raise RuntimeError("a request passed while the model was loading")
+        return self.serving
+
+    @contextmanager
+    def open_request(self) -> Iterator[None]:
+        """Count a request as open for the length of the block."""
+        self._open_requests += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._open_requests -= 1
+            if not self._open_requests:
+                self._idle.set()
+
+    async def idle(self, timeout: float) -> bool:
+        """Wait until no request is open, `timeout` seconds at most; whether that came about."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
