@@ -155,8 +155,8 @@ class SequenceOutput:
 
     `token_ids`: new ids, possibly none. `logprobs`: one per new id, where asked for. `prompt_logprobs`: sent once,
     with the first output; its first entry is None (nothing precedes the first token). `cached_tokens`: prompt tokens
-    taken from the prefix cache. `stop_reason`: the stop id that ended it, if one did. `error`: why, where
-    `finish_reason` is "error".
+    taken from the prefix cache. `queued_seconds`: from arrival to the first step, sent with the first output.
+    `stop_reason`: the stop id that ended it, if one did. `error`: why, where `finish_reason` is "error".
     """
 
     request_id: str
@@ -167,4 +167,5 @@ class SequenceOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     cached_tokens: int = 0
+    queued_seconds: float = 0.0
     error: str | None = None

@@ -19,6 +19,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine.messages import (
     LENGTH,
     Abort,
+    AbortSequence,
     Add,
     Failed,
     FromEngine,
@@ -132,10 +133,10 @@ class EngineClient:
             if left:
                 self.abort(request.request_id)
 
-    def abort(self, request_id: str) -> None:
-        """Drop a request in the engine, in whatever phase it is; nothing happens if it is not there."""
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Drop a request, or only its sequence `index`, in whatever phase it is; nothing happens if it is not there."""
         if self.dead is None:
-            self._send(Abort([request_id]))
+            self._send(Abort([request_id]) if index is None else AbortSequence(request_id, index))
 
     async def stop(self) -> None:
         """End the process; open requests fail."""

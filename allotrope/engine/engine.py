@@ -6,6 +6,7 @@ Owns the life of every sequence from `add` to its last token. Must not know text
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence as Many
 
 import torch
@@ -89,6 +90,12 @@ class Engine:
                 if not seq.done:
                     self._scheduler.remove(seq)
 
+    def abort_sequence(self, request_id: str, index: int) -> None:
+        """End one sequence of a request at once; its siblings go on. Unknown ids are ignored."""
+        for seq in self._requests.get(request_id, ()):
+            if seq.index == index and not seq.done:
+                self._end(seq)
+
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
         return bool(self._scheduler.running or self._scheduler.waiting)
@@ -156,6 +163,7 @@ class Engine:
         if seq.started:
             return
         seq.started = True
+        seq.queued_seconds = max(0.0, time.monotonic() - seq.request.arrival)
         if not seq.wants_prompt_logprobs and self._config.enable_prefix_caching:
             self._prefix_queries += seq.prompt_len
             self._prefix_hits += seq.cached_tokens
@@ -226,6 +234,7 @@ class Engine:
             None if logprobs is None else (logprobs,),
             prompt_logprobs,
             seq.cached_tokens,
+            queued_seconds=seq.queued_seconds if first else 0.0,
         )
 
     def _finish(self, seq: Sequence, token: int) -> tuple[FinishReason | None, int | None]:

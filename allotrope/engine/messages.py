@@ -37,6 +37,13 @@ class Abort(msgspec.Struct, tag=True):
     request_ids: list[str]
 
 
+class AbortSequence(msgspec.Struct, tag=True):
+    """To the engine: drop one sequence of a request. Unknown ids are ignored."""
+
+    request_id: str
+    index: int
+
+
 class Progress(msgspec.Struct, tag=True):
     """From the engine while it loads: what it is doing now."""
 
@@ -73,7 +80,7 @@ class Stepped(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
-ToEngine = Start | Add | Abort
+ToEngine = Start | Add | Abort | AbortSequence
 FromEngine = Progress | Ready | Failed | Refused | Stepped
 
 _encoder = msgspec.msgpack.Encoder()

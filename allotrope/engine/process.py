@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from allotrope.engine.messages import (
     Abort,
+    AbortSequence,
     Add,
     Failed,
     FromEngine,
@@ -111,6 +112,8 @@ class EngineProcess:
                     self._send(Refused(request.request_id, str(error), None, 429))
             case Abort(request_ids):
                 engine.abort(request_ids)
+            case AbortSequence(request_id, index):
+                engine.abort_sequence(request_id, index)
             case Start():
                 raise RuntimeError("the server asked for a second start")
 

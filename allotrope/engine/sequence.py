@@ -34,6 +34,7 @@ class Sequence:
     cached_tokens: int = 0
     cache_lost: dict[LostReason, int] = field(default_factory=dict)
     started: bool = False
+    queued_seconds: float = 0.0
     done: bool = False
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
 

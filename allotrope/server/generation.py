@@ -18,7 +18,7 @@ from allotrope.text.stream import TextStream
 
 if TYPE_CHECKING:
     from allotrope.engine.client import EngineClient
-    from allotrope.server.metrics import Metrics, RequestTimer
+    from allotrope.server.metrics import Metrics
     from allotrope.text.tokenizer import Tokenizer
 
 
@@ -61,7 +61,7 @@ class Generation:
     `continues_text`: the answer goes on where the prompt's text stops (a completion), rather than being a text of its
     own. `echo`: text of the prompt, where each sequence begins with it. `silent`: the client wants no new tokens (the
     engine always makes one). `first_index`: index of the first sequence, where one answer covers several prompts.
-    `cached_tokens`, `completion_tokens` and `prompt_logprobs` are filled as outputs arrive.
+    `cached_tokens`, `prompt_logprobs` and `completion_tokens` are filled as outputs arrive.
     """
 
     def __init__(
@@ -77,15 +77,20 @@ class Generation:
         self.request = request
         self.first_index = first_index
         self.cached_tokens = 0
-        self.completion_tokens = 0
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._echo = echo
         self._silent = silent
+        self._generated = 0
         self._started = False
         self._sequences = [
             _Sequence(TextStream(tokenizer, request.params, continues_text=continues_text))
             for _ in range(request.params.n)
         ]
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of the answer so far, of all its sequences."""
+        return 0 if self._silent else self._generated
 
     async def pieces(self, engine: EngineClient, metrics: Metrics) -> AsyncGenerator[Piece, None]:
         """Run the request and yield its pieces. Closing the generator aborts what still runs.
@@ -95,23 +100,33 @@ class Generation:
         with metrics.track(self.request) as timer:
             async with aclosing(engine.generate(self.request)) as outputs:
                 async for output in outputs:
-                    for piece in self._take(output, timer):
+                    before = self._generated
+                    pieces = self.take(output)
+                    timer.tokens(output.index, self._generated - before)
+                    if before == 0:
+                        timer.queued(output.queued_seconds)
+                    for piece in pieces:
+                        if piece.finish_reason is not None:
+                            timer.ended(piece.finish_reason)
                         yield piece
                     if all(sequence.done for sequence in self._sequences):
                         break
+                    if self._sequences[output.index].done and output.finish_reason is None:
+                        # Its text was stopped here, which the engine cannot know; its siblings go on.
+                        engine.abort(self.request.request_id, output.index)
 
-    def _take(self, output: SequenceOutput, timer: RequestTimer) -> list[Piece]:
+    def take(self, output: SequenceOutput) -> list[Piece]:
+        """The pieces that `output` adds; none where its text must wait for more, or its sequence has ended.
+
+        Raises `GenerationFailed` if the engine gave up on the sequence.
+        """
         sequence = self._sequences[output.index]
         if sequence.done:
             return []
         if output.finish_reason in ("error", "abort"):
-            timer.failed()
             raise GenerationFailed(output.error or "the engine dropped this request")
         pieces = self._begin(output) if not self._started else []
-        timer.tokens(output.index, len(output.token_ids))
         piece = self._advance(sequence, output)
-        if piece.finish_reason is not None:
-            timer.ended(piece.finish_reason)
         if piece.text or piece.finish_reason is not None:
             pieces.append(piece)
         else:
@@ -149,10 +164,10 @@ class Generation:
         if reason is not None and sequence.stream.stopped_by is None:
             text += sequence.stream.push([], final=True)
         sequence.done = reason is not None
+        self._generated += len(tokens) - held
         index = self.first_index + output.index
         if self._silent:
             return Piece(index, "", (), "length" if reason is not None else None)
-        self.completion_tokens += len(tokens) - held
         return Piece(index, text, tuple(tokens), reason, stop_reason)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -15,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from allotrope.engine.report import EngineStats
+from allotrope.errors import AllotropeError
 from allotrope.request import FinishReason, Request
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -43,10 +45,14 @@ class Metrics:
     def track(self, request: Request) -> Iterator[RequestTimer]:
         """Measure one request from its arrival to the end of the block."""
         timer = RequestTimer(self._instruments, request)
+        why: FinishReason = "abort"
         try:
             yield timer
+        except AllotropeError:
+            why = "error"
+            raise
         finally:
-            timer.end()
+            timer.end(why)
 
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format."""
@@ -66,18 +72,13 @@ class _Instruments:
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
-        self.ended = {
-            reason: Counter.labels(family, model_name, reason)
-            for family in [
-                Counter(
-                    _PREFIX + "request_success",
-                    "Sequences that ended, by how.",
-                    ["model_name", "finished_reason"],
-                    registry=registry,
-                )
-            ]
-            for reason in ("stop", "length", "abort", "error")
-        }
+        ended = Counter(
+            _PREFIX + "request_success",
+            "Sequences that ended, by how.",
+            ["model_name", "finished_reason"],
+            registry=registry,
+        )
+        self.ended = {reason: ended.labels(model_name, reason) for reason in get_args(FinishReason)}
         self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self.between_tokens = histogram("inter_token_latency_seconds", "Between the tokens of one sequence.")
         self.whole = histogram("e2e_request_latency_seconds", "From arrival to the end of a request.")
@@ -95,7 +96,6 @@ class RequestTimer:
         self._last: dict[int, float] = {}
         self._generated = 0
         self._ended = 0
-        self._why: FinishReason = "abort"
 
     def tokens(self, index: int, count: int) -> None:
         """`count` tokens of sequence `index` arrived now."""
@@ -121,14 +121,10 @@ class RequestTimer:
         self._ended += 1
         self._instruments.ended[reason].inc()
 
-    def failed(self) -> None:
-        """What has not ended yet ends by an error."""
-        self._why = "error"
-
-    def end(self) -> None:
-        """The request ended; sequences that did not were aborted, unless it failed."""
+    def end(self, why: FinishReason) -> None:
+        """The request ended, and with it, because of `why`, its sequences that had not."""
         for _ in range(self._request.params.n - self._ended):
-            self._instruments.ended[self._why].inc()
+            self.ended(why)
         self._instruments.whole.observe(time.monotonic() - self._request.arrival)
         self._instruments.answer_size.observe(self._generated)
 
