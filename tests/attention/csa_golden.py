@@ -33,12 +33,12 @@ class Wrong:
 RIGHT = Wrong()
 
 
-def turn(spec: CsaSpec, row: torch.Tensor, position: float) -> torch.Tensor:
+def turn(spec: CsaSpec, row: torch.Tensor, position: int) -> torch.Tensor:
     out, first = row.clone(), row.shape[-1] - spec.rope.dim
-    for i, frequency in enumerate(inverse_frequencies(spec.rope).tolist()):
-        a, b = row[..., first + 2 * i], row[..., first + 2 * i + 1]
-        c, s = math.cos(position * frequency), math.sin(position * frequency)
-        out[..., first + 2 * i], out[..., first + 2 * i + 1] = a * c - b * s, b * c + a * s
+    angle = position * inverse_frequencies(spec.rope).double()
+    a, b = row[..., first::2], row[..., first + 1 :: 2]
+    out[..., first::2] = a * angle.cos() - b * angle.sin()
+    out[..., first + 1 :: 2] = b * angle.cos() + a * angle.sin()
     return out
 
 

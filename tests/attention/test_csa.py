@@ -22,8 +22,7 @@ BACKEND = FAMILIES["csa"].backends[0]
 # Every border of entries, of window and choice, and of the entries of 128.
 LENGTHS = (1, 3, 4, 5, 7, 8, 127, 128, 129, 255, 256, 257, 300)
 KINDS = {
-    name: dataclasses.replace(cases("csa")[name], lengths=LENGTHS)
-    for name in ("window_only", "chosen", "all_overlapping", "all_of_128")
+    name: dataclasses.replace(cases("csa")[name], lengths=LENGTHS) for name in ("window_only", "chosen", "all_of_128")
 }
 SCHEDULES = {
     "whole": whole(LENGTHS),
@@ -198,12 +197,12 @@ def test_nothing_to_see_is_zero_and_a_sink_alone_takes_all() -> None:
     q, rows = torch.randn(1, 2, 3, 8), torch.randn(1, 4, 8)
     bias = torch.full((1, 2, 4), -torch.inf)
     for sink in (-torch.inf, 0.0, 30.0):
-        assert torch.equal(attend(q, rows, bias, torch.full((3,), sink), 1.0), torch.zeros_like(q))
+        assert torch.equal(attend(q, [rows], bias, torch.full((3,), sink), 1.0), torch.zeros_like(q))
     bias[0, 1] = 0.0
-    out = attend(q, rows, bias, torch.full((3,), -torch.inf), 1.0)
+    out = attend(q, [rows], bias, torch.full((3,), -torch.inf), 1.0)
     assert torch.allclose(out[0, 1], torch.softmax(q[0, 1] @ rows[0].T, -1) @ rows[0], atol=1e-6)
     assert out[0, 1].abs().sum() > 0
-    assert attend(q, rows * torch.nan, bias, torch.zeros(3), 1.0)[0, 1].isnan().all()
+    assert attend(q, [rows * torch.nan], bias, torch.zeros(3), 1.0)[0, 1].isnan().all()
 
 
 def test_equal_scores_go_to_the_earlier_entry_whatever_the_width() -> None:

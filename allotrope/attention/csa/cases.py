@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     """Every variant, with inputs and cached rows of `dtype`."""
     for name, given in VARIANTS.items():
-        numbers = {"num_heads": 4, "head_dim": 64, "window": PAGE, "rope": STRETCHED} | given
+        numbers: dict[str, Any] = {"num_heads": 4, "head_dim": 64, "window": PAGE, "rope": STRETCHED} | given
         lengths = numbers.pop("lengths", SHORT)
         spec = CsaSpec(scale=numbers["head_dim"] ** -0.5, kv_dtype=dtype, **numbers)
         yield Case(name, spec, lengths, draw, dtype, PAGE)

@@ -13,6 +13,8 @@ fp32 whatever the inputs. Sources: DeepSeek-AI 2026, "DeepSeek-V4", section 2.3;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from allotrope.attention.csa.compressor import Compression, compress
@@ -66,34 +68,41 @@ def run(
     return rotate_tail(out, plan.rotation.inverse())
 
 
-def gather(caches: CacheViews, part: Part, picked: torch.Tensor | None) -> torch.Tensor:
-    """[b, L, D]: the window rows of each request of `part`, then its entries: those planned, or those `picked`."""
+def gather(caches: CacheViews, part: Part, picked: torch.Tensor | None) -> list[torch.Tensor]:
+    """What each request of `part` reads: its window rows [b, Lw, D], and its entries [b, N, D], planned or `picked`."""
     entry_rows = part.entry_rows
     if entry_rows is None and picked is not None:
         entry_rows = picked[part.tokens]
-    rows = _take(caches["window"]["kv"], part.window_rows)
-    if entry_rows is None or not entry_rows.shape[1]:
-        return rows
-    return torch.cat((rows, _take(caches["compressed"]["kv"], entry_rows)), dim=1)
+    rows = [_take(caches["window"]["kv"], part.window_rows)]
+    if entry_rows is not None and entry_rows.shape[1]:
+        rows.append(_take(caches["compressed"]["kv"], entry_rows))
+    return rows
 
 
 def _take(pool: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return pool.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape)
+    return pool.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape).float()
 
 
-def attend(q: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor, sinks: torch.Tensor, scale: float) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, rows: Sequence[torch.Tensor], bias: torch.Tensor, sinks: torch.Tensor, scale: float
+) -> torch.Tensor:
     """The sum of the equation above for b requests of q queries.
 
-    `q`: [b, q, H, D]. `rows`: [b, L, D], keys and values. `bias`: [b, q, L], 0 where a row is seen, else -inf.
-    `sinks`: [H], -inf for none. Returns [b, q, H, D] in `q`'s type; 0 where a query sees nothing.
+    `q`: [b, q, H, D]. `rows`: fp32 keys and values in runs [b, l, D] that add up to [b, L, D]; large, so never joined.
+    `bias`: [b, q, L], 0 where a row is seen, else -inf. `sinks`: [H], -inf for none. Returns [b, q, H, D] in `q`'s
+    type; 0 where a query sees nothing.
     """
     requests, queries, heads, dim = q.shape
-    keys, sink = rows.float(), sinks.float()[:, None]
-    logits = torch.bmm((q.float() * scale).flatten(1, 2), keys.transpose(1, 2)).view(requests, queries, heads, -1)
+    sink, scaled = sinks.float()[:, None], (q.float() * scale).flatten(1, 2)
+    runs = [torch.bmm(scaled, run.transpose(1, 2)) for run in rows]
+    logits = (runs[0] if len(runs) == 1 else torch.cat(runs, dim=-1)).view(requests, queries, heads, -1)
     logits += bias[:, :, None]
     top = logits.amax(-1, keepdim=True).maximum(sink)
     top = top.masked_fill_(top == -torch.inf, 0.0)
     weights = logits.sub_(top).exp_()
     total = (weights.sum(-1, keepdim=True) + (sink - top).exp_()).clamp_(min=torch.finfo(torch.float32).tiny)
-    summed = torch.bmm(weights.flatten(1, 2), keys).view(requests, queries, heads, dim)
-    return summed.div_(total).to(q.dtype)
+    shares = weights.flatten(1, 2).split([run.shape[1] for run in rows], dim=-1)
+    summed = torch.bmm(shares[0], rows[0])
+    for share, run in zip(shares[1:], rows[1:], strict=True):
+        summed.baddbmm_(share, run)
+    return summed.view(requests, queries, heads, dim).div_(total).to(q.dtype)
