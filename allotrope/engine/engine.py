@@ -100,6 +100,7 @@ class Engine:
         """Whether `step` would do anything."""
         return bool(self._scheduler.running or self._scheduler.waiting)
 
+    @torch.inference_mode()
     def step(self) -> list[SequenceOutput]:
         """Run one forward pass and return what it added; [] when there is nothing to run."""
         rows = self._scheduler.plan()
