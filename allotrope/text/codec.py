@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from allotrope.errors import InvalidRequest
 from allotrope.text.detokenizer import BytesDetokenizer, Detokenizer, WindowDetokenizer
 
 _SPACE_MARK = "▁"
@@ -51,12 +50,7 @@ class FastCodec:
         self._bytes: list[bytes | None] = [None] * self.size
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"the text has half of a surrogate pair at character {error.start}, which is no text.", "prompt"
-            ) from error
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens, continues_text=False)

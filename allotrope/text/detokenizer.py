@@ -74,5 +74,8 @@ class WindowDetokenizer:
         return self._decode(self._given + self._waiting)[len(self._decode(self._given)) :]
 
     def _give(self, text: str) -> str:
-        self._given, self._waiting = self._waiting, []
+        if text:
+            # Ids without text would not show the decoder that the text has begun.
+            self._given = self._waiting
+        self._waiting = []
         return text

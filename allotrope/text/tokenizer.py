@@ -56,6 +56,12 @@ class Tokenizer:
         add_special_tokens: also put what the model expects around a text, such as the token that begins it.
         Raises `InvalidRequest` if `text` cannot be encoded as UTF-8.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"the text has half of a surrogate pair at character {error.start}, which is no text.", "prompt"
+            ) from error
         return self._codec.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

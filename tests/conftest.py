@@ -1,0 +1,53 @@
+"""What several test folders need: the real model, where it is at hand, and a writer of small GGUF files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+GgufFactory = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> str:
+    """The SmolLM2-135M-Instruct GGUF file: `ALLOTROPE_SMOLLM2`, else the one in `.cache/models`."""
+    named = os.environ.get("ALLOTROPE_SMOLLM2")
+    folder = Path(__file__).parent.parent / ".cache" / "models"
+    found = [Path(named)] if named else sorted(folder.glob("*.gguf"))
+    if not found or not found[0].is_file():
+        pytest.skip(f"no real model: ALLOTROPE_SMOLLM2={named!r}, and {folder} has none (`make demo` fetches it)")
+    return str(found[0])
+
+
+@pytest.fixture(scope="session")
+def write_gguf() -> GgufFactory:
+    """Writes a GGUF file: `write(path, architecture, metadata, tensors, kinds)`, `kinds`: tensor → type to store as."""
+    return _write_gguf
+
+
+def _write_gguf(
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray] | None = None,
+    kinds: Mapping[str, str] | None = None,
+) -> str:
+    import gguf
+
+    writer = gguf.GGUFWriter(str(path), architecture)
+    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in metadata.items():
+        adders.get(type(value), writer.add_array)(key, value)
+    for name, array in (tensors or {}).items():
+        kind = gguf.GGMLQuantizationType[(kinds or {}).get(name, "F32")]
+        writer.add_tensor(name, gguf.quants.quantize(array.astype(np.float32), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)

@@ -1,0 +1,125 @@
+"""Messages, templates, and what is said when they do not fit."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allotrope.errors import ConfigError, InvalidRequest
+from allotrope.text.chat import normalise_messages, read_chat_template, render_chat
+from allotrope.text.tokenizer import Tokenizer
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def test_prompt_ids(byte_level: Tokenizer) -> None:
+    ids = byte_level.apply_chat_template([{"role": "system", "content": "short"}, *HELLO])
+    text = "<|im_start|>system\nshort<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert byte_level.decode(ids, skip_special_tokens=False) == text
+    assert ids == byte_level.encode(text, add_special_tokens=False)
+    assert ids.count(byte_level.eos_ids[1]) == 2
+    assert byte_level.render_chat(HELLO, add_generation_prompt=False) == "<|im_start|>user\nhello<|im_end|>\n"
+
+
+def test_text_parts_and_missing_replies_become_strings() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [
+        {"role": "user", "content": parts, "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]},
+    ]
+    assert normalise_messages(messages) == [
+        {"role": "user", "content": "one\ntwo"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "at least one message"),
+        ("hello", "at least one message"),
+        (["hello"], "messages[0] is a str"),
+        ([{"content": "x"}], "messages[0].role is None"),
+        ([*HELLO, {"role": "user"}], "messages[1].content is missing"),
+        ([{"role": "user", "content": 3}], "messages[0].content is a int"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "type 'image_url'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "content[0] is of type 'text'"),
+        ([{"role": "user", "content": "x", "extra": object()}], "a value of type object"),
+    ],
+)
+def test_other_messages_are_refused(messages: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        normalise_messages(messages)
+    assert words in str(caught.value) and caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for m in messages %}", "endfor"),
+        ("{{ messages[0].content + 3 }}", "TypeError"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+    ],
+)
+def test_template_failures_are_the_requests(template: str, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        render_chat(template, HELLO, {})
+    assert words in str(caught.value) and caught.value.param == "messages"
+
+
+def test_template_sees_what_transformers_shows() -> None:
+    template = (
+        "{{ bos_token }}{% for m in messages -%}\n    {% if loop.first %}{% continue %}{% endif %}\n"
+        "{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}\n"
+        "{% if tools %}{{ tools | tojson }}{% endif %}{{ strftime_now('%Y') }}{{ flag }}{{ nothing }}"
+    )
+    messages = [*HELLO, {"role": "assistant", "content": "hi"}]
+    tools = [{"name": "é<"}]
+    text = render_chat(template, messages, {"bos_token": "<s>"}, variables={"tools": tools, "flag": True})
+    assert text == f'<s>hi[{{"name": "é<"}}]{datetime.now().year}True'
+
+
+def test_template_is_rendered_as_by_transformers(byte_level_directory: Path, byte_level: Tokenizer) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(byte_level_directory))
+    template = (
+        "{%- set ns = namespace(n=0) %}\n{{- bos_token }}\n{%- for m in messages %}\n  {% set ns.n = ns.n + 1 %}\n"
+        "  {%- generation %}{{ ns.n }}: {{ m['content'] | trim }}{% endgeneration %}\n\n{% endfor %}\n"
+        "{%- if add_generation_prompt %}\n  go {{ tools | tojson(indent=1) }}\n{% endif %}"
+    )
+    messages = [{"role": "user", "content": " a\n"}, {"role": "assistant", "content": "<b>"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for chosen in (template, None):
+        expected = theirs.apply_chat_template(
+            messages, chat_template=chosen, tools=tools, add_generation_prompt=True, tokenize=False
+        )
+        assert byte_level.render_chat(messages, template=chosen, tools=tools) == expected
+
+
+def test_variables_cannot_replace_the_messages(byte_level: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be named 'messages'"):
+        byte_level.apply_chat_template(HELLO, **{"messages": []})
+
+
+def test_a_model_without_template_says_what_to_do(sentencepiece: Tokenizer) -> None:
+    assert sentencepiece.chat_template is None
+    with pytest.raises(InvalidRequest, match="--chat-template"):
+        sentencepiece.apply_chat_template(HELLO)
+    ids = sentencepiece.apply_chat_template(HELLO, template="{{ bos_token }}{{ messages[0].content }}")
+    assert sentencepiece.decode(ids, skip_special_tokens=False) == "<s> hello"
+
+
+def test_template_option(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages[0].content }}", encoding="utf-8")
+    assert read_chat_template(str(file)) == read_chat_template("{{ messages[0].content }}")
+    with pytest.raises(ConfigError, match="neither a file"):
+        read_chat_template("missing.jinja")
+    with pytest.raises(ConfigError, match="not valid Jinja"):
+        read_chat_template("{% for %}")
