@@ -49,9 +49,9 @@ class ConfigReader:
     @overload
     def get(self, key: str, kind: type[T]) -> T: ...
     @overload
-    def get(self, key: str, kind: type[T], default: T) -> T: ...
-    @overload
     def get(self, key: str, kind: type[T], default: None) -> T | None: ...
+    @overload
+    def get(self, key: str, kind: type[T], default: T) -> T: ...
     def get(self, key: str, kind: type[T], default: Any = _REQUIRED) -> Any:
         """The value of `key`, which must be a `kind` (an int passes for a float); null counts as absent."""
         self._read.add(key)
@@ -72,10 +72,8 @@ class ConfigReader:
         """Refuse any value of `key` but these; an absent key counts as None."""
         self._read.add(key)
         if self.values.get(key) not in allowed:
-            listed = ", ".join(repr(value) for value in allowed if value is not None)
-            self.reasons.append(
-                f"config {key}={self.values.get(key)!r} is not supported (allowed: {listed or 'absent'})"
-            )
+            found, listed = self.values.get(key), ", ".join(repr(value) for value in allowed if value is not None)
+            self.reasons.append(f"config {key}={found!r} is not supported (allowed: {listed or 'absent'})")
 
     def ignore(self, *keys: str) -> None:
         """Declare that keys do not change what this model computes."""
@@ -99,11 +97,15 @@ class ConfigReader:
             if value is not None and key not in self._read and key not in BOOKKEEPING
         )
 
+    def refuse_unread(self, what: str = "config") -> None:
+        """Add a reason for every value left unread; for a `section`, once all of it is read."""
+        self.reasons.extend(f"{what} {key}={self.values[key]!r} is not understood" for key in self.unread())
+
     def finish(self) -> None:
         """Raise ModelError if anything was wrong or a value was left unread."""
-        left = [f"config {key}={self.values[key]!r} is not understood" for key in self.unread()]
-        if self.reasons or left:
-            raise ModelError(self.subject, [*self.reasons, *left])
+        self.refuse_unread()
+        if self.reasons:
+            raise ModelError(self.subject, self.reasons)
 
 
 def layer_types(config: ConfigReader, count: int, allowed: Iterable[str]) -> list[str] | None:
@@ -133,7 +135,8 @@ def read_rope(
 ) -> RopeSpec:
     """The rotation of heads of `dim` dims, from either spelling.
 
-    `kind`: key of `rope_parameters` where it is given per layer type. `dim` shrinks by `partial_rotary_factor`.
+    `kind`: key of `rope_parameters` where it is given per layer type. `dim` shrinks by `partial_rotary_factor` (but for
+    proportional scaling).
     """
     values: dict[str, Any] = dict(config.get("rope_parameters", dict, None) or {})
     if kind is not None and kind in values:
@@ -147,11 +150,18 @@ def read_rope(
     reader = ConfigReader(values, f"{config.subject} rope")
     reader.reasons = config.reasons
     theta = reader.get("rope_theta", float)
-    dim = int(dim * (reader.get("partial_rotary_factor", float, None) or partial or 1.0))
+    part = reader.get("partial_rotary_factor", float, None) or partial or 1.0
     name = reader.get("rope_type", str, None) or reader.get("type", str, "default")
-    reader.ignore("type", "partial_rotary_factor")
-    scaling = _read_scaling(reader, name, config)
-    config.reasons.extend(f"rope {key}={values[key]!r} is not understood" for key in reader.unread())
+    reader.ignore("type")
+    if name == "proportional":
+        # Frequencies are those of the whole head; only the first pairs turn.
+        scaling = RopeScaling(
+            kind="proportional", factor=reader.get("factor", float, 1.0), rotated=int(part * dim // 2)
+        )
+    else:
+        dim = int(dim * part)
+        scaling = _read_scaling(reader, name, config)
+    reader.refuse_unread("rope")
     return RopeSpec(dim=dim, theta=theta, interleaved=interleaved, scaling=scaling)
 
 
@@ -182,16 +192,16 @@ def _read_yarn(reader: ConfigReader, config: ConfigReader) -> RopeScaling:
     """YaRN; without an explicit attention factor it is 0.1 ln(factor) + 1, or the ratio of DeepSeek's two scales."""
     original = reader.get("original_max_position_embeddings", int, None)
     if original is None:
-        original = config.get("original_max_position_embeddings", int, None) or config.get(
-            "max_position_embeddings", int
-        )
+        original = config.get("original_max_position_embeddings", int, None)
+    if original is None:
+        original = config.get("max_position_embeddings", int)
     factor = reader.get("factor", float)
     stated = reader.get("attention_factor", float, None)
     mscale, all_dims = reader.get("mscale", float, None), reader.get("mscale_all_dim", float, None)
     if stated is None:
-        stated = (
-            yarn_scale(factor, mscale) / yarn_scale(factor, all_dims) if mscale and all_dims else yarn_scale(factor)
-        )
+        stated = yarn_scale(factor)
+        if mscale and all_dims:
+            stated = yarn_scale(factor, mscale) / yarn_scale(factor, all_dims)
     return RopeScaling(
         kind="yarn",
         factor=factor,

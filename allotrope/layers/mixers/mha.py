@@ -23,7 +23,9 @@ from allotrope.layers.step import LayerStep
 class MhaMixerSpec:
     """`qk_norm` "head": RMS over each head of q and k before rotation. `bias`: on q, k, v; `out_bias`: on the output.
 
-    `norm_offset`: 1.0 where the norm's stored weight is around 0.
+    `norm_offset`: 1.0 where the norm's stored weight is around 0. `v_head_dim`: default `head_dim`. `values_from_keys`:
+    values are the projected keys, before their norm and rotation. `v_norm`: RMS over each head of v, without a weight.
+    `value_scale`: factor of v. A layer that shares another's cache projects queries only.
     """
 
     hidden: int
@@ -40,6 +42,10 @@ class MhaMixerSpec:
     qk_norm: Literal["head"] | None = None
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
+    v_head_dim: int | None = None
+    values_from_keys: bool = False
+    v_norm: bool = False
+    value_scale: float = 1.0
     shares_cache_of: int | None = None
 
     def attention(self, parallel: Parallel, dtype: torch.dtype, kv_dtype: torch.dtype) -> MhaSpec:
@@ -49,6 +55,7 @@ class MhaMixerSpec:
             head_dim=self.head_dim,
             scale=self.scale,
             kv_dtype=kv_dtype,
+            v_head_dim=self.v_head_dim,
             window=self.window,
             softcap=self.softcap,
             sinks=self.sinks,
@@ -65,14 +72,17 @@ class MhaMixer(nn.Module):
         self.spec = spec.attention(build.parallel, build.dtype, build.kv_dtype)
         family = FAMILIES[self.spec.family]
         self.backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
-        heads, groups, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        sections = (Section("q", heads * dim, dim), Section("k", groups * dim, dim), Section("v", groups * dim, dim))
-        self.qkv = Linear(spec.hidden, sections, build, bias=spec.bias)
-        self.out = RowLinear(Section("", heads * dim, dim), spec.hidden, build, bias=spec.out_bias)
+        heads, dim, value_dim = spec.num_heads, spec.head_dim, self.spec.value_dim
+        self.qkv = Linear(spec.hidden, _sections(spec, value_dim), build, bias=spec.bias)
+        self.out = RowLinear(Section("", heads * value_dim, value_dim), spec.hidden, build, bias=spec.out_bias)
+        self.owns_rows, self.values_from_keys = spec.shares_cache_of is None, spec.values_from_keys
+        self.value_scale = spec.value_scale
+        self.v_norm = RMSNorm(value_dim, spec.norm_eps, build, weighted=False) if spec.v_norm else None
         self.q_norm = self.k_norm = None
         if spec.qk_norm == "head":
             self.q_norm = RMSNorm(dim, spec.norm_eps, build, offset=spec.norm_offset)
-            self.k_norm = RMSNorm(dim, spec.norm_eps, build, offset=spec.norm_offset)
+            if self.owns_rows:
+                self.k_norm = RMSNorm(dim, spec.norm_eps, build, offset=spec.norm_offset)
         self.sinks = None
         if spec.sinks:
             placement = Placement((Section("", heads, 1),))
@@ -80,14 +90,39 @@ class MhaMixer(nn.Module):
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
-        spec = self.spec
-        heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
-        groups = spec.num_kv_heads
-        qk, v = heads[:, :-groups], heads[:, -groups:]
+        spec, heads = self.spec, self.spec.num_heads
+        projected = self.qkv(x)
+        border = (heads + spec.num_kv_heads if self.owns_rows else heads) * spec.head_dim
+        qk = projected[:, :border].unflatten(-1, (-1, spec.head_dim))
+        v = self._values(qk, projected[:, border:]) if self.owns_rows else None
         if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, : spec.num_heads]), self.k_norm(qk[:, spec.num_heads :])), dim=1)
+            qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), dim=1)
+        elif self.q_norm is not None:
+            qk = self.q_norm(qk)
         if self.rope is not None:
             qk = rotate(qk, here.step.rotation(self.rope, x.dtype))
-        q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
-        attended = self.backend.run(spec, here.plan, here.caches, q, k, v, self.sinks)
+        k = qk[:, heads:] if self.owns_rows else None
+        attended = self.backend.run(spec, here.plan, here.caches, qk[:, :heads], k, v, self.sinks)
         return self.out(attended.flatten(1))
+
+    def _values(self, qk: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
+        """[T, G, Dv], from keys before their norm or from what was projected."""
+        v = (
+            qk[:, self.spec.num_heads :]
+            if self.values_from_keys
+            else projected.unflatten(-1, (-1, self.spec.value_dim))
+        )
+        if self.v_norm is not None:
+            v = self.v_norm(v)
+        return v if self.value_scale == 1.0 else v * self.value_scale
+
+
+def _sections(spec: MhaMixerSpec, value_dim: int) -> tuple[Section, ...]:
+    """What the fused projection computes, head by head."""
+    dim, groups = spec.head_dim, spec.num_kv_heads
+    sections = [Section("q", spec.num_heads * dim, dim)]
+    if spec.shares_cache_of is None:
+        sections.append(Section("k", groups * dim, dim))
+        if not spec.values_from_keys:
+            sections.append(Section("v", groups * value_dim, value_dim))
+    return tuple(sections)
