@@ -16,7 +16,7 @@ from allotrope.models.weights import Rule
 
 @dataclass(frozen=True)
 class Architecture:
-    """`read`: config to spec. `rules`: checkpoint names to parameters. `tiny`: a small config, for tests and `verify`."""
+    """`read`: config to spec. `rules`: checkpoint names to parameters. `tiny`: a small config for tests."""
 
     read: Callable[[ConfigReader], ModelSpec]
     rules: Callable[[ModelSpec], Sequence[Rule]]
@@ -25,6 +25,8 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, str] = {
+    "Gemma3ForCausalLM": "gemma3:GEMMA3",
+    "Gemma3ForConditionalGeneration": "gemma3:GEMMA3_WRAPPER",
     "LlamaForCausalLM": "llama:LLAMA",
     "MistralForCausalLM": "llama:MISTRAL",
     "Qwen3ForCausalLM": "qwen3:QWEN3",
