@@ -12,9 +12,10 @@ from collections.abc import Sequence as Many
 import torch
 
 from allotrope.config import EngineConfig
-from allotrope.engine.executor import InProcess
+from allotrope.engine.executor import Executor, InProcess
 from allotrope.engine.load import draw_up, plan_caches
 from allotrope.engine.memory_keeper import MemoryKeeper
+from allotrope.engine.ranks import OnDeath, Ranks, share_threads
 from allotrope.engine.report import EngineLimits, EngineStats
 from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_scores
 from allotrope.engine.scheduler import Row, Scheduler
@@ -32,14 +33,22 @@ log = logging.getLogger("allotrope.engine")
 class Engine:
     """A loaded model that generates. Not safe to call from several threads."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Load the model and allocate its caches. Raises ModelError or ConfigError with every reason."""
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        blueprint = draw_up(config)
-        memory = plan_caches(blueprint, config)
+    def __init__(self, config: EngineConfig, on_death: OnDeath | None = None) -> None:
+        """Load the model and allocate its caches. Raises ModelError or ConfigError with every reason.
+
+        `on_death(reason)` is called, from a thread, if a process that the engine needs ends. Without it the next
+        `step` raises EngineDead.
+        """
+        share_threads(config)
         self._config = config
-        self._executor = InProcess(blueprint, memory, config.seed)
+        self._executor: Executor
+        if config.tensor_parallel_size > 1:
+            self._executor = Ranks(config, on_death)
+            blueprint, memory = self._executor.blueprint, self._executor.memory
+        else:
+            blueprint = draw_up(config)
+            memory = plan_caches(blueprint, config)
+            self._executor = InProcess(blueprint, memory, config.seed)
         self._pending_copies: list[tuple[int, int, int]] = []
         self._keeper = MemoryKeeper(memory, self._copy_page, reuse=config.enable_prefix_caching)
         self._scheduler = Scheduler(

@@ -58,7 +58,11 @@ def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint
     dtype = _dtype(config.dtype, checkpoint)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else _DTYPES[config.kv_cache_dtype]
     build = Build(
-        dtype, kv_dtype, _device(config.device), parallel, parse_wanted(config.attention_backend, list(FAMILIES))
+        dtype,
+        kv_dtype,
+        _device(config.device, parallel.rank),
+        parallel,
+        parse_wanted(config.attention_backend, list(FAMILIES)),
     )
     if config.max_model_len is not None and config.max_model_len > spec.context:
         raise ConfigError(
@@ -117,9 +121,11 @@ def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
     return next((_DTYPES[str(value)] for value in stated if str(value) in _DTYPES), torch.bfloat16)
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, rank: int) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{rank}"
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -49,6 +49,7 @@ class EngineProcess:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._sending = threading.Lock()
         self._inbox: SimpleQueue[ToEngine] = SimpleQueue()
 
     def run(self) -> int:
@@ -79,7 +80,7 @@ class EngineProcess:
 
         imported = time.monotonic()
         self._send(Progress(f"loading {config.model}"))
-        engine = Engine(config)
+        engine = Engine(config, self._end)
         log.info(
             "engine ready in %.1f s (imports %.1f s, model %.1f s)",
             time.monotonic() - started,
@@ -117,8 +118,14 @@ class EngineProcess:
             case Start():
                 raise RuntimeError("the server asked for a second start")
 
+    def _end(self, reason: str) -> None:
+        """Called from a thread when a process that the engine needs has ended: no step will ever return."""
+        self._send(Failed(kind="EngineDead", message=reason))
+        os._exit(_FAILED)
+
     def _send(self, message: FromEngine) -> None:
-        self._connection.sendall(pack(message))
+        with self._sending:
+            self._connection.sendall(pack(message))
 
     def _read(self) -> None:
         while (message := receive(self._connection)) is not None:

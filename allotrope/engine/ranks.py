@@ -1,0 +1,154 @@
+"""Tensor parallel: one process per rank, all following the plans of rank 0.
+
+Rank 0 lives in the engine's process and decides everything; the others get each `StepPlan` as plain integers, run the
+same pass on their share of the weights, and decide nothing. A rank that ends takes the engine with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from allotrope.cache.memory import MemoryPlan
+from allotrope.config import EngineConfig
+from allotrope.engine.executor import InProcess
+from allotrope.engine.load import Blueprint, draw_up, plan_caches
+from allotrope.engine.step import StepPlan
+from allotrope.errors import ConfigError, EngineDead
+from allotrope.layers.parallel import Parallel
+
+OnDeath = Callable[[str], None]
+
+# Longer than any load or step should take; a rank that hangs that long is as good as dead.
+_TIMEOUT = timedelta(minutes=30)
+
+
+class Ranks:
+    """Rank 0 here, the others in processes of their own. `on_death(reason)` is called from a thread if one ends."""
+
+    def __init__(self, config: EngineConfig, on_death: OnDeath | None) -> None:
+        if dist.is_initialized():
+            raise ConfigError(
+                "tensor_parallel_size > 1 needs a process of its own, but torch.distributed is in use here."
+            )
+        size = config.tensor_parallel_size
+        # Every rank can be made before any process is: a head count that does not divide is refused at once.
+        self.blueprint = draw_up(config, Parallel(0, size))
+        self.memory = plan_caches(self.blueprint, config)
+        self._closed = False
+        self._died: str | None = None
+        self._links: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+        for rank in range(1, size):
+            self._spawn(rank, store.port, config)
+        for rank, process in enumerate(self._processes, start=1):
+            threading.Thread(target=self._watch, args=(rank, process, on_death), daemon=True).start()
+        with self._explained():
+            _join(store, 0, size, self.blueprint.build.device)
+            self._local = InProcess(self.blueprint, self.memory, config.seed)
+            dist.barrier()
+
+    def run(self, plan: StepPlan) -> torch.Tensor:
+        with self._explained():
+            for link in self._links:
+                link.send(plan)
+            return self._local.run(plan)
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._closed = True
+        for link in self._links:
+            link.close()
+        for process in self._processes:
+            process.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _spawn(self, rank: int, port: int, config: EngineConfig) -> None:
+        ours, theirs = socket.socketpair()
+        command = f"from allotrope.engine.ranks import follow; follow({theirs.fileno()})"
+        self._processes.append(subprocess.Popen([sys.executable, "-c", command], pass_fds=[theirs.fileno()]))
+        theirs.close()
+        link = Connection(ours.detach())
+        link.send((rank, port, config, self.memory))
+        self._links.append(link)
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes], on_death: OnDeath | None) -> None:
+        status = process.wait()
+        if self._closed:
+            return
+        self._died = f"rank {rank} (process {process.pid}) ended with status {status}"
+        if on_death is not None:
+            on_death(self._died)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say which rank ended, where a collective fails because one did."""
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            for rank, process in enumerate(self._processes, start=1):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = process.wait(timeout=1)
+                    self._died = self._died or f"rank {rank} (process {process.pid}) ended with status {status}"
+            if self._died is None:
+                raise
+            raise EngineDead(f"{self._died}; the engine cannot go on.") from error
+
+
+def follow(descriptor: int) -> None:
+    """Run one rank other than 0: the entry point of its process. Ends when rank 0 does."""
+    # A terminal's Ctrl-C reaches the whole group; rank 0 decides when to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.set_inheritable(descriptor, False)
+    link = Connection(descriptor)
+    rank, port, config, memory = link.recv()
+    _follow(link, rank, port, config, memory)
+
+
+def _follow(link: Connection, rank: int, port: int, config: EngineConfig, memory: MemoryPlan) -> None:
+    size = config.tensor_parallel_size
+    share_threads(config)
+    blueprint: Blueprint = draw_up(config, Parallel(rank, size))
+    store = TCPStore("127.0.0.1", port, size, is_master=False, timeout=_TIMEOUT)
+    _join(store, rank, size, blueprint.build.device)
+    local = InProcess(blueprint, memory, config.seed)
+    dist.barrier()
+    while True:
+        try:
+            plan = link.recv()
+        except (EOFError, OSError):
+            # Rank 0 has ended or let go; nothing is owed to anyone.
+            os._exit(0)
+        local.run(plan)
+
+
+def share_threads(config: EngineConfig) -> None:
+    """Give each rank on a CPU its part of the cores, or what the options say."""
+    threads = config.threads
+    if threads is None and config.tensor_parallel_size > 1:
+        threads = max(1, torch.get_num_threads() // config.tensor_parallel_size)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _join(store: TCPStore, rank: int, size: int, device: torch.device) -> None:
+    if device.type == "cpu":
+        # All ranks are on this machine; gloo would otherwise look the host's name up.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
