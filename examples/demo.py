@@ -36,6 +36,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def show(progress: str) -> None:
+    """Write `progress` over the line before it, where there is a terminal."""
+    print("\r" * sys.stdout.isatty() + progress, end="", flush=True)
+
+
 def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: IO[bytes]) -> float:
     """Seconds until /health answers 200; raises `DemoError` if the server ends or takes too long."""
     begin = time.monotonic()
@@ -43,7 +48,7 @@ def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: IO[bytes]
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
                 if answer.status == 200:
-                    print(f"\rserver ready after {waited:.1f} s" + " " * 20)
+                    show(f"server ready after {waited:.1f} s        \n")
                     return waited
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             pass
@@ -51,7 +56,8 @@ def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: IO[bytes]
             log.seek(0)
             tail = log.read()[-2000:].decode(errors="replace")
             raise DemoError(f"the server ended with status {server.returncode}:\n{tail}")
-        print(f"\rloading the model ... {waited:.1f} s", end="", flush=True)
+        if sys.stdout.isatty():
+            show(f"loading the model ... {waited:.1f} s")
         time.sleep(0.1)
     raise DemoError(f"the server was not ready after {START_LIMIT_S:.0f} s.")
 

@@ -12,6 +12,7 @@ from allotrope.commands.chat import chat
 from allotrope.commands.families import families
 from allotrope.commands.flags import FlagCommand, expand_configs
 from allotrope.commands.generate import generate
+from allotrope.commands.plan import plan
 from allotrope.commands.serve import serve
 from allotrope.commands.version import version
 
@@ -19,6 +20,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve,
     "generate": generate,
     "chat": chat,
+    "plan": plan,
     "families": families,
     "version": version,
 }

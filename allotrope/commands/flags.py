@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 from allotrope.commands.foreign_flags import ALIASES, UNSUPPORTED
 
 # Fields whose flag also reads 32k, 1.5GiB and the like, beside those named *_bytes.
-_COUNTS = ("max_model_len", "max_num_batched_tokens")
+_COUNTS = ("max_model_len", "max_num_batched_tokens", "memory")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _ENVIRONMENT = {"api_key": "ALLOTROPE_API_KEY"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgtKMGT]?)(iB|B|)")

@@ -28,10 +28,9 @@ def generate(
             print(piece, end="", flush=True)
         print()
         return
-    params = sampling.as_params()
-    if chat:
-        outputs = model.llm.chat([[{"role": "user", "content": text}] for text in prompt], params)
-    else:
-        outputs = model.llm.generate(prompt, params)
-    for text, output in zip(prompt, outputs, strict=True):
+    tokenizer = model.llm.tokenizer
+    prompts = (
+        [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in prompt] if chat else prompt
+    )
+    for text, output in zip(prompt, model.llm.generate(prompts, sampling.as_params()), strict=True):
         print(f"{text!r}: {output.outputs[0].text!r}")

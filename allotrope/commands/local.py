@@ -29,23 +29,23 @@ class LocalModel:
     def stream(self, messages: list[dict[str, str]], sampling: SamplingOptions) -> Iterator[str]:
         """The answer to chat `messages`, piece by piece. Raises `InvalidRequest` if it cannot be asked."""
         ids = self.llm.tokenizer.apply_chat_template(list(messages))
-        return self._stream(ids, sampling.as_params())
+        return self._stream(ids, sampling.as_params(), continues_text=False)
 
     def continue_text(self, prompt: str, sampling: SamplingOptions) -> Iterator[str]:
         """The continuation of `prompt`, piece by piece. Raises `InvalidRequest` if it cannot be asked."""
-        return self._stream(self.llm.tokenizer.encode(prompt), sampling.as_params())
+        return self._stream(self.llm.tokenizer.encode(prompt), sampling.as_params(), continues_text=True)
 
-    def _stream(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[str]:
+    def _stream(self, prompt_ids: list[int], params: SamplingParams, *, continues_text: bool) -> Iterator[str]:
         from allotrope.text.stream import TextStream
 
         engine, tokenizer = self.llm.engine, self.llm.tokenizer
-        text = TextStream(tokenizer, params)
+        text = TextStream(tokenizer, params, continues_text=continues_text)
         name = next(self._names)
         request = Request(
             request_id=name,
             prompt_ids=tuple(prompt_ids),
             params=params,
-            eos_ids=tokenizer.eos_ids,
+            eos_ids=tuple(dict.fromkeys((*engine.limits.eos_ids, *tokenizer.eos_ids))),
             arrival=time.monotonic(),
         )
         self.last_tokens = 0

@@ -1,0 +1,191 @@
+"""What a model will take of a device, from its config alone: weights per rank, each cache group, and whether it fits.
+
+Owns the figures that `allotrope plan` shows and the server logs at its start. Sizes come from the cache layouts and
+the model's own parameters (made without memory), never from a formula of its own. It must not read a weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from allotrope.cache.memory import GroupPlan, MemoryPlan
+from allotrope.config import EngineConfig
+from allotrope.engine.load import Blueprint, available_memory, draw_up, plan_caches
+from allotrope.errors import AllotropeError, ConfigError
+from allotrope.layers.parallel import Parallel
+
+_MOST_RANKS = 64
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """One cache group. `row_bytes`: one row (or state) of all its layers together. `page_tokens`: 1 for states.
+
+    `pages`, `bytes` and `tokens` (those that its pages cover) are None where the caches do not fit.
+    """
+
+    kind: str
+    label: str
+    layers: int
+    row_bytes: int
+    page_tokens: int
+    page_bytes: int
+    pages: int | None = None
+    bytes: int | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelReport:
+    """The plan of one rank. `memory_bytes`: what the device has for all of it. `tokens`: context tokens that fit at
+    once over all sequences. `refusal`: why it does not fit and what would, None if it does."""
+
+    model: str
+    architecture: str
+    layers: int
+    dtype: str
+    kv_cache_dtype: str
+    ranks: int
+    max_model_len: int
+    max_num_seqs: int
+    memory_bytes: int
+    weight_bytes: int
+    cache_bytes: int | None
+    tokens: int | None
+    groups: tuple[GroupReport, ...]
+    refusal: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain data, with `fits`."""
+        return {**asdict(self), "fits": self.refusal is None}
+
+    def lines(self) -> list[str]:
+        """The same for people, one line each."""
+        text = [
+            f"{self.model}: {self.architecture}, {self.layers} layers, {self.dtype} with {self.kv_cache_dtype} caches",
+            f"weights {_size(self.weight_bytes)} on each of {self.ranks} rank(s), of {_size(self.memory_bytes)} memory",
+        ]
+        rows = [("caches", "layers", "row", "page tokens", "page", "pages", "bytes")]
+        for group in self.groups:
+            pages = "-" if group.pages is None else str(group.pages)
+            total = "-" if group.bytes is None else _size(group.bytes)
+            sizes = (_size(group.row_bytes), str(group.page_tokens), _size(group.page_bytes))
+            rows.append((group.label, str(group.layers), *sizes, pages, total))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        for first, *rest in rows:
+            cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+            text.append("  ".join([first.ljust(widths[0]), *cells]))
+        if self.tokens is not None and self.cache_bytes is not None:
+            text.append(
+                f"caches {_size(self.cache_bytes)}: {self.tokens} tokens of context, that is "
+                f"{self.tokens / self.max_model_len:.1f} sequences of {self.max_model_len}, at most "
+                f"{self.max_num_seqs} at a time"
+            )
+        text.append("fits" if self.refusal is None else f"does not fit: {self.refusal}")
+        return text
+
+
+def report_model(config: EngineConfig, memory: int | None = None) -> ModelReport:
+    """What `config` will take on a device with `memory` bytes; default: what is free on the device now.
+
+    Raises ModelError or ConfigError if the model cannot be served at all, whatever the memory.
+    """
+    found = _try(config, config.tensor_parallel_size, memory)
+    if found.refusal is None:
+        return found
+    ranks = config.tensor_parallel_size * 2
+    while ranks <= _MOST_RANKS:
+        try:
+            more = _try(config, ranks, memory)
+        except AllotropeError:
+            # Its heads cannot be shared by so many; there is nothing to advise.
+            break
+        if more.refusal is None:
+            return dataclasses.replace(found, refusal=f"{found.refusal} Or --tensor-parallel-size {ranks}.")
+        ranks *= 2
+    return found
+
+
+def describe(blueprint: Blueprint, memory: MemoryPlan | None, config: EngineConfig, available: int) -> ModelReport:
+    """The report of a model whose caches are planned already; `memory` None: they do not fit `available` bytes."""
+    plans = {id(plan.group): plan for plan in memory.groups} if memory else {}
+    groups = [(group, plans.get(id(group))) for group in blueprint.groups]
+    return ModelReport(
+        model=config.model,
+        architecture=next(iter(blueprint.checkpoint.config.get("architectures") or ["?"])),
+        layers=len(blueprint.spec.layers),
+        dtype=str(blueprint.build.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(blueprint.build.kv_dtype).removeprefix("torch."),
+        ranks=blueprint.build.parallel.size,
+        max_model_len=blueprint.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        memory_bytes=available,
+        weight_bytes=weight_bytes(blueprint),
+        cache_bytes=memory.bytes if memory else None,
+        tokens=memory.tokens if memory else None,
+        groups=tuple(
+            GroupReport(
+                kind=group.kind,
+                label=group.label,
+                layers=len(group.layers),
+                row_bytes=group.row_bytes,
+                page_tokens=group.page_size,
+                page_bytes=group.page_bytes,
+                **_sizes(plan),
+            )
+            for group, plan in groups
+        ),
+    )
+
+
+def _sizes(plan: GroupPlan | None) -> dict[str, int | None]:
+    if plan is None:
+        return {"pages": None, "bytes": None, "tokens": None}
+    # The null page holds no tokens.
+    return {"pages": plan.pages, "bytes": plan.bytes, "tokens": (plan.pages - 1) * plan.group.page_size}
+
+
+def weight_bytes(blueprint: Blueprint) -> int:
+    """Bytes of the parameters that one rank holds."""
+    build = dataclasses.replace(blueprint.build, device=torch.device("meta"))
+    model = blueprint.architecture.decoder(blueprint.spec, build)
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def _try(config: EngineConfig, ranks: int, memory: int | None) -> ModelReport:
+    """The report for `ranks` ranks, with the reason if it does not fit."""
+    blueprint = draw_up(config, Parallel(size=ranks))
+    available = memory if memory is not None else _free(blueprint.build.device)
+    weights = weight_bytes(blueprint)
+    room = min(int(available * config.memory_utilization), available - weights)
+    if room <= 0:
+        text = f"weights take {_size(weights)} of {_size(available)}, which leaves nothing for caches."
+        advice = " Try --dtype bfloat16." if blueprint.build.dtype == torch.float32 else ""
+        return dataclasses.replace(describe(blueprint, None, config, available), refusal=text + advice)
+    try:
+        plan = plan_caches(blueprint, config, room)
+    except ConfigError as error:
+        return dataclasses.replace(describe(blueprint, None, config, available), refusal=str(error).removeprefix("the caches do not fit: "))
+    report = describe(blueprint, plan, config, available)
+    if weights + plan.bytes <= available:
+        return report
+    text = f"weights and caches take {_size(weights + plan.bytes)} of {_size(available)}."
+    return dataclasses.replace(report, refusal=f"{text} Try --kv-cache-memory-bytes {available - weights}.")
+
+
+def _free(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory()
+
+
+def _size(count: int) -> str:
+    """`count` bytes for people."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"

@@ -1,0 +1,102 @@
+"""Commands do their work on a tiny model: in this process, and against a server that the command line started."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from command_run import Run
+
+from allotrope.errors import AllotropeError, ConfigError, InvalidRequest
+
+
+def test_generate_streams_what_a_batch_prints(run: Run, dummy: list[str]) -> None:
+    prompts = ["the cat", "one two three"]
+    alone = [run("generate", *dummy, "-p", text, "--max-tokens", "6").stdout for text in prompts]
+    batch = run("generate", *dummy, "-p", prompts[0], "-p", prompts[1], "--max-tokens", "6").stdout
+    expected = "".join(f"{text!r}: {out.removesuffix(chr(10))!r}\n" for text, out in zip(prompts, alone, strict=True))
+    assert batch == expected
+    assert all(len(out) > 1 for out in alone)
+
+
+def test_generate_with_the_chat_template_differs(run: Run, dummy: list[str]) -> None:
+    plain, chat = (run("generate", *dummy, "-p", "the cat", "--max-tokens", "6", *more) for more in ([], ["--chat"]))
+    assert plain.stdout != chat.stdout
+
+
+def test_generate_refuses_what_cannot_be_served(run: Run, dummy: list[str]) -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        run("generate", *dummy, "-p", "the cat", "--max-tokens", "100000")
+    with pytest.raises(InvalidRequest, match="temperature=-1"):
+        run("generate", *dummy, "-p", "the cat", "--temperature", "-1")
+
+
+def test_chat_keeps_history_until_it_is_cleared(run: Run, dummy: list[str]) -> None:
+    typed = "the cat\nthe cat\n/clear\nthe cat\n/zork\n/quit\nnever read\n"
+    result = run("chat", *dummy, "--max-tokens", "6", typed=typed)
+    first, second, third = result.stdout.removesuffix("\n").split("\n")
+    assert first == third != second
+    assert len(re.findall(r"\[\d+ tokens, [\d.]+ tokens/s, first after \d+ ms\]", result.stderr)) == 3
+    assert result.stderr.count("/clear forgets") == 2
+
+
+def test_chat_goes_on_after_a_question_that_is_too_long(run: Run, dummy: list[str]) -> None:
+    result = run("chat", *dummy, "--max-tokens", "6", typed="x" * 5000 + "\nthe cat\n")
+    alone = run("chat", *dummy, "--max-tokens", "6", typed="the cat\n")
+    assert result.stdout == alone.stdout
+    assert "allotrope: error: the prompt has" in result.stderr
+
+
+def test_chat_with_a_server_says_the_same_as_in_process(run: Run, dummy: list[str], server_url: str) -> None:
+    typed = "the cat\nand the dog\n"
+    local = run("chat", *dummy, "--max-tokens", "6", "--system", "one two", typed=typed)
+    remote = run("chat", "--url", server_url, "--max-tokens", "6", "--system", "one two", typed=typed)
+    assert remote.stdout == local.stdout
+    assert re.findall(r"\[\d+ tokens", remote.stderr) == re.findall(r"\[\d+ tokens", local.stderr)
+
+
+def test_chat_reports_what_the_server_refuses(run: Run, server_url: str) -> None:
+    with pytest.raises(AllotropeError, match="max_tokens"):
+        run("chat", "--url", server_url, "--max-tokens", "100000", typed="the cat\n")
+
+
+def test_bench_serve_measures_every_request(run: Run, server_url: str, tmp_path: Path) -> None:
+    files = ["--output-json", tmp_path / "run.json", "--plot", tmp_path / "run.png"]
+    sizes = ["--num-prompts", "6", "--input-len", "8", "--output-len", "5", "--token-id-limit", "256"]
+    result = run("bench", "serve", "--url", f"{server_url}/v1", *sizes, "--max-concurrency", "2", *files)
+    assert "requests completed" in result.stdout
+    document = json.loads((tmp_path / "run.json").read_text())
+    summary = document["summary"]
+    assert (summary["completed"], summary["failed"]) == (6, 0)
+    assert (summary["prompt_tokens"], summary["output_tokens"]) == (48, 30)
+    assert set(summary["latency"]) == {"TTFT", "TPOT", "ITL", "E2E"}
+    assert all(0 < spread["p50_ms"] <= spread["p99_ms"] for spread in summary["latency"].values())
+    assert document["settings"]["model_name"] == "tiny"
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_serve_reports_refusals(run: Run, server_url: str) -> None:
+    with pytest.raises(AllotropeError, match=r"all 2 requests failed.*HTTP 400"):
+        run("bench", "serve", "--url", server_url, "--num-prompts", "2", "--input-len", "4", "--output-len", "9999")
+
+
+def test_bench_latency_and_throughput(run: Run, dummy: list[str], tmp_path: Path) -> None:
+    report = ["--output-json", tmp_path / "run.json"]
+    sizes = ["--input-len", "8", "--output-len", "4"]
+    run("bench", "latency", *dummy, *sizes, "--batch-size", "2", "--iterations", "3", *report)
+    latency = json.loads((tmp_path / "run.json").read_text())
+    assert latency["summary"]["completed"] == 6
+    assert latency["settings"]["batch_size"] == 2
+    run("bench", "throughput", *dummy, *sizes, "--num-prompts", "7", "--max-num-waiting", "3", *report)
+    throughput = json.loads((tmp_path / "run.json").read_text())["summary"]
+    assert (throughput["completed"], throughput["output_tokens"]) == (7, 28)
+    assert throughput["output_tokens_per_s"] > 0
+
+
+def test_bench_options_are_checked(run: Run, dummy: list[str]) -> None:
+    with pytest.raises(ConfigError, match="iterations=0"):
+        run("bench", "latency", *dummy, "--iterations", "0")
+    with pytest.raises(ConfigError, match="request_rate=0"):
+        run("bench", "serve", "--request-rate", "0")

@@ -1,0 +1,81 @@
+"""The plan's figures are those of the model and of the caches that the engine allocates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_run import Run
+
+from allotrope.config import EngineConfig
+from allotrope.engine.engine import Engine
+from allotrope.engine.plan_report import report_model
+from allotrope.errors import ConfigError
+
+# Of the tiny model: embedding and head, two layers (q, k, v, o; gate, up, down; two norms), the last norm; float32.
+WEIGHTS = 4 * (2 * 320 * 64 + 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64) + 64)
+# Keys and values of two layers with two heads of 16.
+ROW = 4 * 2 * 2 * 2 * 16
+
+
+def plan(run: Run, *args: Any) -> tuple[int, dict[str, Any]]:
+    result = run("plan", *args, "--json")
+    return result.exit_code, json.loads(result.stdout)
+
+
+def test_plan_counts_weights_and_rows(run: Run, dummy: list[str]) -> None:
+    status, found = plan(run, *dummy, "--memory", "1GiB", "--page-size", "8")
+    assert (status, found["fits"], found["refusal"]) == (0, True, None)
+    assert found["weight_bytes"] == WEIGHTS
+    (group,) = found["groups"]
+    assert (group["layers"], group["row_bytes"], group["page_tokens"], group["page_bytes"]) == (2, ROW, 8, 8 * ROW)
+    assert group["bytes"] == group["pages"] * 8 * ROW == found["cache_bytes"] <= 32_000_000
+    assert found["tokens"] <= group["tokens"] == (group["pages"] - 1) * 8
+
+
+def test_plan_is_what_the_engine_allocates(dummy: list[str]) -> None:
+    config = EngineConfig(model=dummy[0], load_format="dummy", kv_cache_memory_bytes=32_000_000)
+    engine, report = Engine(config), report_model(config)
+    assert [group.pages for group in report.groups] == [group.pages for group in engine.memory.groups]
+    assert report.tokens == engine.memory.tokens
+    engine.close()
+
+
+def test_ranks_share_weights_and_rows(run: Run, dummy: list[str]) -> None:
+    _, alone = plan(run, *dummy, "--memory", "1GiB")
+    _, shared = plan(run, *dummy, "--memory", "1GiB", "-tp", "2")
+    norms = 4 * (2 * 2 * 64 + 64)
+    assert shared["weight_bytes"] == (alone["weight_bytes"] - norms) // 2 + norms
+    assert shared["groups"][0]["row_bytes"] == ROW // 2
+    assert shared["ranks"] == 2
+
+
+def test_what_does_not_fit_says_what_would(run: Run, tiny: Path) -> None:
+    model = [tiny, "--load-format", "dummy"]
+    status, found = plan(run, *model, "--memory", WEIGHTS - 1)
+    assert (status, found["fits"]) == (1, False)
+    assert found["refusal"].startswith("weights take")
+    assert found["refusal"].endswith("--tensor-parallel-size 2.")
+    advised = [*model, "--memory", WEIGHTS - 1, "--tensor-parallel-size", 2, "--max-num-seqs", 1]
+    assert plan(run, *advised)[0] == 0
+
+    status, found = plan(run, *model, "--memory", WEIGHTS + 100 * ROW, "-tp", "4", "--memory-utilization", "0.01")
+    assert status == 1
+    assert "--max-model-len" in found["refusal"] or "--kv-cache-memory-bytes" in found["refusal"]
+
+
+def test_plan_for_people_has_each_group_and_the_verdict(run: Run, dummy: list[str]) -> None:
+    good = run("plan", *dummy, "--memory", "1GiB").stdout
+    assert "LlamaForCausalLM" in good
+    assert any(line.startswith("paged") for line in good.splitlines())
+    assert good.endswith("\nfits\n")
+    bad = run("plan", *dummy, "--memory", "100K")
+    assert bad.exit_code == 1
+    assert "\ndoes not fit: " in bad.stdout
+
+
+def test_impossible_options_are_refused(run: Run, dummy: list[str]) -> None:
+    with pytest.raises(ConfigError, match="max_model_len=9999"):
+        run("plan", *dummy, "--max-model-len", "9999")
