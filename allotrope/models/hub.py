@@ -13,7 +13,7 @@ from allotrope.errors import ModelError
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _WEIGHT_FILES = ["*.safetensors"]
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
 def find_snapshot(model: str, revision: str | None, *, with_weights: bool) -> Path:
