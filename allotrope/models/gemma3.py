@@ -122,18 +122,33 @@ def gemma_rules(spec: ModelSpec, prefix: str = "model.") -> list[Rule]:
         "pre_feedforward_layernorm": "ffn_norm",
         "post_feedforward_layernorm": "ffn_out_norm",
         "self_attn.q_norm": "mixer.q_norm",
-        "self_attn.k_norm": "mixer.k_norm",
         "self_attn.o_proj": "mixer.out",
         "mlp.down_proj": "ffn.down",
     }
     rules = [Rule(layer + theirs + ".weight", ours + name + ".weight") for theirs, name in renamed.items()]
     for kind in ("weight", "bias"):
-        rules += fuse(layer + "self_attn.{}." + kind, ours + "mixer.qkv." + kind, ("q_proj", "k_proj", "v_proj"))
+        rules.append(Rule(layer + "self_attn.q_proj." + kind, ours + "mixer.qkv." + kind, "q"))
+    rules += _row_rules(spec, prefix)
     rules.append(Rule(layer + "self_attn.o_proj.bias", ours + "mixer.out.bias"))
     rules += fuse(layer + "mlp.{}.weight", ours + "ffn.gate_up.weight", ("gate_proj", "up_proj"))
     rules += [Rule(prefix + "embed_tokens.weight", "embedding.weight"), Rule(prefix + "norm.weight", "norm.weight")]
     for head in ("lm_head.weight", "language_model.lm_head.weight"):
         rules.append(drop(head, "tied to the embedding") if spec.tied else Rule(head, "head.weight"))
+    return rules
+
+
+def _row_rules(spec: ModelSpec, prefix: str) -> list[Rule]:
+    """Keys and values, layer by layer: a layer that reads another's rows has none, though files may hold some."""
+    rules = []
+    for i, layer in enumerate(spec.layers):
+        theirs, ours = f"{prefix}layers.{i}.self_attn.", f"layers.{i}.mixer."
+        if layer.mixer.shares_cache_of is not None:
+            reason = f"the layer reads the rows of layer {layer.mixer.shares_cache_of}"
+            rules += [drop(theirs + name + ".*", reason) for name in ("k_proj", "v_proj", "k_norm")]
+            continue
+        rules.append(Rule(theirs + "k_norm.weight", ours + "k_norm.weight"))
+        for kind in ("weight", "bias"):
+            rules += fuse(theirs + "{}." + kind, ours + "qkv." + kind, ("k_proj", "v_proj"))
     return rules
 
 

@@ -27,6 +27,8 @@ class Architecture:
 ARCHITECTURES: dict[str, str] = {
     "Gemma3ForCausalLM": "gemma3:GEMMA3",
     "Gemma3ForConditionalGeneration": "gemma3:GEMMA3_WRAPPER",
+    "Gemma4ForCausalLM": "gemma4:GEMMA4",
+    "Gemma4ForConditionalGeneration": "gemma4:GEMMA4_WRAPPER",
     "LlamaForCausalLM": "llama:LLAMA",
     "MistralForCausalLM": "llama:MISTRAL",
     "Qwen3ForCausalLM": "qwen3:QWEN3",
