@@ -15,6 +15,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine.executor import Executor, InProcess
 from allotrope.engine.load import draw_up, plan_caches
 from allotrope.engine.memory_keeper import MemoryKeeper
+from allotrope.engine.observer import Observer
 from allotrope.engine.ranks import OnDeath, Ranks, share_threads
 from allotrope.engine.report import EngineLimits, EngineStats
 from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_scores
@@ -33,12 +34,13 @@ log = logging.getLogger("allotrope.engine")
 class Engine:
     """A loaded model that generates. Not safe to call from several threads."""
 
-    def __init__(self, config: EngineConfig, on_death: OnDeath | None = None) -> None:
+    def __init__(self, config: EngineConfig, on_death: OnDeath | None = None, observer: Observer | None = None) -> None:
         """Load the model and allocate its caches. Raises ModelError or ConfigError with every reason.
 
         `on_death(reason)` is called, from a thread, if a process that the engine needs ends. Without it the next
-        `step` raises EngineDead.
+        `step` raises EngineDead. `observer`: sees the logits of every token and may replace chosen tokens.
         """
+        self._observer = observer
         share_threads(config)
         self._config = config
         self._executor: Executor
@@ -117,12 +119,15 @@ class Engine:
             return []
         copies = tuple(self._pending_copies)
         self._pending_copies.clear()
-        logits = self._executor.run(StepPlan(tuple(_step_row(row) for row in rows), copies))
-        self._score_prompts(rows, logits)
+        scored = [self._scored(row) for row in rows]
+        plan = StepPlan(tuple(_step_row(row, count) for row, count in zip(rows, scored, strict=True)), copies)
+        logits = self._executor.run(plan)
+        parts = logits.split(scored)
+        self._look_at_prompts(rows, parts)
         for row in rows:
             self._start(row.seq)
             self._keeper.advance(row.seq, row.tokens)
-        return self._choose(rows, logits)
+        return self._choose(rows, parts, logits)
 
     def tokenizer_path(self) -> str:
         """Where the model's own tokenizer is. Raises ModelError if it brings none."""
@@ -180,41 +185,43 @@ class Engine:
             for reason, tokens in seq.cache_lost.items():
                 self._prefix_lost[reason] = self._prefix_lost.get(reason, 0) + tokens
 
-    def _score_prompts(self, rows: Many[Row], logits: torch.Tensor) -> None:
-        """Record the log-probabilities of prompt tokens, for the sequences that ask for them."""
-        first = 0
-        for row in rows:
-            scored = _scored(row)
-            seq = row.seq
-            if seq.wants_prompt_logprobs and scored:
-                start = seq.computed + 1
-                targets = seq.ids[start : min(start + scored, seq.prompt_len)]
-                count = seq.request.params.prompt_logprobs or 0
-                if targets:
-                    part = logits[first : first + len(targets)]
-                    scores = score_tokens(part, torch.tensor(targets, device=part.device), count)
-                    records = read_scores(scores, [count] * len(targets))
-                    seq.prompt_logprobs.update(enumerate(records, start))
-            first += scored
+    def _scored(self, row: Row) -> int:
+        """Trailing tokens of a row whose logits are wanted."""
+        wants_prompt = row.seq.wants_prompt_logprobs and row.seq.output_len == 0
+        if self._observer is not None or wants_prompt:
+            return row.tokens
+        return int(row.end == len(row.seq.ids))
 
-    def _choose(self, rows: Many[Row], logits: torch.Tensor) -> list[SequenceOutput]:
-        """Sample a token for every sequence whose tokens are all computed."""
-        places, ready = [], []
-        end = 0
-        for row in rows:
-            end += _scored(row)
-            if row.seq.uncomputed == 0:
-                places.append(end - 1)
-                ready.append(row.seq)
+    def _look_at_prompts(self, rows: Many[Row], parts: Many[torch.Tensor]) -> None:
+        """Show logits to the observer, and record prompt log-probabilities for the sequences that ask for them."""
+        for row, logits in zip(rows, parts, strict=True):
+            seq = row.seq
+            if self._observer is not None:
+                self._observer.logits(seq.request.request_id, seq.index, seq.computed, logits)
+            start = seq.computed + 1
+            targets = seq.ids[start : min(start + len(logits), seq.prompt_len)]
+            if seq.wants_prompt_logprobs and targets:
+                count = seq.request.params.prompt_logprobs or 0
+                scores = score_tokens(logits[: len(targets)], torch.tensor(targets, device=logits.device), count)
+                seq.prompt_logprobs.update(enumerate(read_scores(scores, [count] * len(targets)), start))
+
+    def _choose(self, rows: Many[Row], parts: Many[torch.Tensor], logits: torch.Tensor) -> list[SequenceOutput]:
+        """Sample a token for every sequence whose tokens are all computed. `parts`: `logits`, row by row."""
+        ready = [(row.seq, logits[-1:]) for row, logits in zip(rows, parts, strict=True) if not row.seq.uncomputed]
         if not ready:
             return []
-        if len(places) != len(logits):
-            logits = logits[torch.tensor(places, device=logits.device)]
-        records = [seq.sampling for seq in ready]
+        records = [seq.sampling for seq, _ in ready]
         if self._sampling is None or not self._sampling.serves(records):
             self._sampling = SamplingBatch(records, self.limits.vocab_size, self._device)
+        if len(logits) != len(ready):
+            logits = torch.cat([last for _, last in ready])
         tokens, logprobs = self._sampling.read(sample(logits, self._sampling.step()))
-        return [self._take(*item) for item in zip(ready, tokens, logprobs, strict=True)]
+        outputs = []
+        for (seq, _), token, record in zip(ready, tokens, logprobs, strict=True):
+            if self._observer is not None:
+                token = self._observer.token(seq.request.request_id, seq.index, token)
+            outputs.append(self._take(seq, token, record))
+        return outputs
 
     def _take(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
         """Append a sampled token, end the sequence if it is its last, and say what happened."""
@@ -266,21 +273,14 @@ class Engine:
             self._requests.pop(request_id, None)
 
 
-def _scored(row: Row) -> int:
-    """Trailing tokens of a row whose logits are wanted."""
-    if row.seq.wants_prompt_logprobs and row.seq.output_len == 0:
-        return row.tokens
-    return int(row.end >= len(row.seq.ids))
-
-
-def _step_row(row: Row) -> StepRow:
+def _step_row(row: Row, scored: int) -> StepRow:
     seq = row.seq
     return StepRow(
         ids=tuple(seq.ids[seq.computed : seq.computed + row.tokens]),
         context=seq.computed,
         pages=tuple(tuple(pages) for pages in seq.pages),
         slots=tuple(seq.slots),
-        scored=_scored(row),
+        scored=scored,
     )
 
 
