@@ -20,9 +20,9 @@ class PageIndex:
     """Where the pages of one group of caches lie.
 
     `page_size`: tokens per page. `table`: [B, W] int64, page of each run of `page_size` tokens, -1 where there is
-    none (not yet written, or fallen out of a window). Page 0 is no request's: it is never written and holds zeros, so
-    that row 0 can stand for "no row" without reading another request's bytes. `slots`: [T] int64, `page * page_size + offset` of each new
-    token, -1 where nothing may be written.
+    none (not yet written, or fallen out of a window). `slots`: [T] int64, `page * page_size + offset` of each new
+    token, -1 where nothing may be written. Page 0 is no request's: it is never written and holds zeros, so that row 0
+    can stand for "no row" without reading another request's bytes.
     """
 
     page_size: int

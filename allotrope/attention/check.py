@@ -22,7 +22,7 @@ from allotrope.attention.registry import FAMILIES
 
 # A row's error is measured against the row's own RMS, but never against less than this part of the whole tensor's:
 # a row that cancels to almost nothing has no digits left to compare.
-ROW_FLOOR = 1e-3
+ROW_FLOOR = 5e-2
 
 
 @dataclass(frozen=True)

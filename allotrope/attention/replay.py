@@ -106,7 +106,9 @@ class Replay:
         for (i, _), end in zip(step, ends, strict=True):
             self._take_pages(i, end)
         plan = self.plan(batch, {name: self.index(name, batch, [i for i, _ in step]) for name in self.layouts})
-        out = self.backend.run(self.spec, plan, self.pools, **self.tokens(step), **self.layer)
+        found = self.backend.run(self.spec, plan, self.pools, **self.tokens(step), **self.layer)
+        # A layer that picks rows for the layers behind it returns its picks as well.
+        out: torch.Tensor = found[0] if isinstance(found, tuple) else found
         for (i, n), start in zip(step, batch.query_start[:-1], strict=True):
             self.outputs[i].append(out[start : start + n])
             self.done[i] += n

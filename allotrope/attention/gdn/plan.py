@@ -1,0 +1,93 @@
+"""Which requests advance together: built on the host once a step, shared by all layers.
+
+A step becomes `Part`s, each a rectangle of b requests with L new tokens. Requests meet in one part only if they have
+equally many new tokens, so nothing is padded. Their recurrent states advance together only while those are small:
+large ones advance one by one where they lie, which beats gathering them. A long prefill becomes several parts in
+order, each taking over the state that the one before left in the slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex
+from allotrope.attention.gdn.spec import GdnSpec
+
+# Tokens of one part: bounds what a prefill holds at once. A multiple of the chunk of the chunked form.
+PART_TOKENS = 256
+# Bytes of recurrent state that advance together; with more they would not stay in the processor's cache.
+TOGETHER_BYTES = 1 << 20
+
+Slots = slice | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """b requests with `length` new tokens each, request after request.
+
+    `tokens`: the b * length tokens, a slice or an index into the batch. `slots`: the b slots. `states`: runs of the b
+    requests whose recurrent states advance together, each with its slots.
+    """
+
+    tokens: slice | torch.Tensor
+    length: int
+    slots: Slots
+    states: tuple[tuple[slice, Slots], ...]
+
+
+@dataclass(frozen=True)
+class GdnPlan:
+    """`fresh`: [F] slots of requests at position 0, whose bytes are another's and must be cleared first; None if there
+    are none. `complete`: every token is in some part; the output of one that is not is zero."""
+
+    fresh: torch.Tensor | None
+    complete: bool
+    parts: tuple[Part, ...]
+
+
+def build_plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> GdnPlan:
+    """Plan one step. `index` has the entry "state"; requests whose slot is 0 or less are padding and left out."""
+    where = index["state"]
+    assert isinstance(where, SlotIndex)
+    slots = where.slots.tolist()
+    real = [b for b in range(batch.num_requests) if slots[b] > 0]
+    fresh = [slots[b] for b in real if batch.context_lens[b] == 0]
+    return GdnPlan(
+        torch.tensor(fresh, device=batch.device) if fresh else None,
+        len(real) == batch.num_requests,
+        tuple(_parts(batch, slots, real, max(1, TOGETHER_BYTES // spec.state_bytes))),
+    )
+
+
+def _parts(batch: BatchLayout, slots: Sequence[int], real: Sequence[int], together: int) -> Iterator[Part]:
+    buckets: dict[tuple[int, int], list[int]] = {}
+    for b in real:
+        for begin in range(0, batch.query_lens[b], PART_TOKENS):
+            buckets.setdefault((begin, min(PART_TOKENS, batch.query_lens[b] - begin)), []).append(b)
+    for (begin, length), bucket in sorted(buckets.items()):
+        for members in _runs(bucket, max(1, PART_TOKENS // length)):
+            held = [slots[b] for b in members]
+            yield Part(
+                _rows([batch.query_start[b] + begin for b in members], length, batch.device),
+                length,
+                _rows(held, 1, batch.device),
+                tuple(
+                    (slice(at, at + together), _rows(run, 1, batch.device))
+                    for at, run in zip(range(0, len(held), together), _runs(held, together), strict=True)
+                ),
+            )
+
+
+def _runs(items: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [items[at : at + size] for at in range(0, len(items), size)]
+
+
+def _rows(first: Sequence[int], length: int, device: torch.device) -> slice | torch.Tensor:
+    """Runs of `length` rows, as a slice where they follow each other."""
+    if all(later - earlier == length for earlier, later in pairwise(first)):
+        return slice(first[0], first[-1] + length)
+    return (torch.tensor(first, device=device)[:, None] + torch.arange(length, device=device)).flatten()

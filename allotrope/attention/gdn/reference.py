@@ -1,0 +1,113 @@
+"""The gated delta rule, token by token, written to be read: the definition that every faster form is held against.
+
+For token t of value head j, with q and k from key head j // R and S the head's [dk, dv] state (0 before position 0):
+
+    [q | k | v] = silu(causal convolution of the step's [q | k | v])
+    q = q / |q| / sqrt(dk);  k = k / |k|
+    beta = sigmoid(b);  g = -exp(A_log) softplus(a + dt_bias)
+    S <- e^g S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T q
+
+Mathematics in fp32 whatever the inputs; the result is rounded once. Source: Yang et al. 2024 (gated delta networks),
+equation 10 and section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn import functional
+
+from allotrope.attention.conv import causal_conv
+from allotrope.attention.family import CacheViews
+from allotrope.attention.gdn.plan import GdnPlan, Slots
+from allotrope.attention.gdn.spec import GdnSpec
+
+# Added to the squared length of a query or key, so that a zero one stays zero.
+NORM_EPS = 1e-6
+
+Advance = Callable[..., torch.Tensor]
+"""A function with the arguments of `advance`."""
+
+
+def advance(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> torch.Tensor:
+    """The last line of the equation for one rectangle, all tensors fp32.
+
+    `q`, `k`: [b, L, nk, dk], normalised. `v`: [b, L, nv, dv]. `g`, `beta`: [b, L, nv]. `state`: [b, nv, dk, dv],
+    overwritten with the state after the last token. Returns [b, L, nv, dv].
+    """
+    repeat = v.shape[2] // k.shape[2]
+    q, k = q.repeat_interleave(repeat, dim=2), k.repeat_interleave(repeat, dim=2)
+    out = torch.empty_like(v)
+    for t in range(v.shape[1]):
+        state *= g[:, t, :, None, None].exp()
+        delta = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
+        state += torch.einsum("bhk,bhv->bhkv", k[:, t], delta)
+        out[:, t] = torch.einsum("bhkv,bhk->bhv", state, q[:, t])
+    return out
+
+
+def run(
+    spec: GdnSpec,
+    plan: GdnPlan,
+    caches: CacheViews,
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    core: Advance = advance,
+) -> torch.Tensor:
+    """Advance every request's state over its new tokens.
+
+    `qkv`: [T, conv_dim] projections [q | k | v] before the convolution. `b`, `a`: [T, nv], of any strides.
+    `conv_weight`: [conv_dim, W]. `conv_bias`: [conv_dim]. `A_log`, `dt_bias`: [nv]. `core`: the rectangle's
+    computation. Returns [T, nv, dv] in `qkv`'s type, 0 for tokens of requests without a slot. Afterwards each slot
+    holds the state after its request's last token.
+    """
+    pools = caches["state"]
+    if plan.fresh is not None:
+        for pool in pools.values():
+            pool.index_fill_(0, plan.fresh, 0)
+    beta = b.float().sigmoid()
+    g = functional.softplus(a.float() + dt_bias.float()).mul_(-A_log.float().exp())
+    shape = (qkv.shape[0], spec.num_v_heads, spec.v_head_dim)
+    out = qkv.new_empty(shape) if plan.complete else qkv.new_zeros(shape)
+    # Laid out once for all parts as the convolution reads it, one factor of all channels after another.
+    weight = conv_weight.float().t().contiguous().t()
+    for part in plan.parts:
+        new = _take(qkv, part.tokens).unflatten(0, (-1, part.length))
+        inputs = torch.cat((_take(pools["conv"], part.slots), new), dim=1)
+        pools["conv"][part.slots] = inputs[:, part.length :]
+        fed = [*_heads(spec, causal_conv(inputs, weight, conv_bias))]
+        fed += [_take(t, part.tokens).unflatten(0, (-1, part.length)) for t in (g, beta)]
+        done = [_advance(core, pools["ssm"], slots, [t[rows] for t in fed]) for rows, slots in part.states]
+        out[part.tokens] = (done[0] if len(done) == 1 else torch.cat(done)).flatten(0, 1)
+    return out
+
+
+def _take(x: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    """Rows of `x`: a view where they follow each other."""
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
+def _advance(core: Advance, pool: torch.Tensor, slots: Slots, fed: Sequence[torch.Tensor]) -> torch.Tensor:
+    held = _take(pool, slots)
+    state = held.float()
+    out = core(*fed, state)
+    # A slice of an fp32 pool is the pool's own memory and has been advanced in place.
+    if state is not held or not isinstance(slots, slice):
+        pool[slots] = state
+    return out
+
+
+def _heads(spec: GdnSpec, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split [b, L, conv_dim] into heads; queries and keys get unit length, queries the factor 1 / sqrt(dk)."""
+    qk = qkv[..., : 2 * spec.key_dim].unflatten(-1, (2, spec.num_k_heads, spec.k_head_dim))
+    qk = qk * torch.rsqrt(qk.square().sum(-1, keepdim=True) + NORM_EPS)
+    q, k = qk.unbind(2)
+    return q * spec.k_head_dim**-0.5, k, qkv[..., 2 * spec.key_dim :].unflatten(-1, (spec.num_v_heads, -1))

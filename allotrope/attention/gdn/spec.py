@@ -1,0 +1,74 @@
+"""The numbers of one gated-delta-rule layer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from allotrope.attention.cache_layout import CacheLayout, Field, StateSlots
+
+
+@dataclass(frozen=True, kw_only=True)
+class GdnSpec:
+    """Gated delta rule of one layer, as one rank sees it.
+
+    `num_k_heads`, `num_v_heads`: key (and query) heads and value heads; value head j reads key head
+    j // (num_v_heads / num_k_heads). `k_head_dim`, `v_head_dim`: their sizes. `conv_width`: inputs that the short
+    convolution sees, the newest included. `conv_dtype`: type of its cached inputs, that of the activations.
+    `state_dtype`: type of the cached recurrent state.
+    """
+
+    num_k_heads: int
+    num_v_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    conv_width: int
+    conv_dtype: torch.dtype
+    state_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if self.num_k_heads < 1 or self.num_v_heads < 1 or self.num_v_heads % self.num_k_heads:
+            wrong.append(f"num_v_heads={self.num_v_heads} is not a multiple of num_k_heads={self.num_k_heads}")
+        for name, dim in (("k_head_dim", self.k_head_dim), ("v_head_dim", self.v_head_dim)):
+            if dim < 1:
+                wrong.append(f"{name}={dim}; allowed: at least 1")
+        if self.conv_width < 2:
+            wrong.append(f"conv_width={self.conv_width}; allowed: at least 2")
+        if wrong:
+            raise ValueError("gdn: " + "; ".join(wrong))
+
+    @property
+    def family(self) -> str:
+        return "gdn"
+
+    @property
+    def key_dim(self) -> int:
+        """Channels of all key heads (and of all query heads)."""
+        return self.num_k_heads * self.k_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of all value heads."""
+        return self.num_v_heads * self.v_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: [q | k | v]."""
+        return 2 * self.key_dim + self.value_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's recurrent state."""
+        return self.num_v_heads * self.k_head_dim * self.v_head_dim * self.state_dtype.itemsize
+
+    @property
+    def plan_key(self) -> Hashable:
+        return ("gdn", self.state_bytes)
+
+    def caches(self) -> dict[str, CacheLayout]:
+        conv = Field("conv", (self.conv_width - 1, self.conv_dim), self.conv_dtype)
+        ssm = Field("ssm", (self.num_v_heads, self.k_head_dim, self.v_head_dim), self.state_dtype)
+        return {"state": StateSlots((conv, ssm))}
