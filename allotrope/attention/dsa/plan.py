@@ -1,0 +1,113 @@
+"""Who picks, from which rows, and who sees so little that there is nothing to pick: built once per step.
+
+A query that sees at most `topk` rows attends to all of them, as in dense latent attention, by the same code. The other
+queries form `Contest`s, in which each is scored against every row it sees; what they picked is read token by token.
+Which of the two a query is depends on its own position alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
+from allotrope.attention.dsa.spec import DsaSpec
+from allotrope.attention.mla.plan import MlaPlan, Span, Writes, bucket, page_rows, plan_spans, token_index, writes
+
+# Queries of one prefill that are scored together: their scores are QUERY_BLOCK x L.
+QUERY_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Contest:
+    """b requests with q queries each that are scored against L rows.
+
+    `tokens`: the b * q tokens. `rows`: [b, L] int64 rows of the index pool, row 0 where a request has fewer. `seen`:
+    [b * q, 1] how many of them each query sees, more than `topk`.
+    """
+
+    tokens: slice | torch.Tensor
+    rows: torch.Tensor
+    seen: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Pickers:
+    """The t queries that read picked rows. `tokens`: which. `request`: [t] int64 of each. `pages`: where rows lie."""
+
+    tokens: slice | torch.Tensor
+    request: torch.Tensor
+    pages: PageIndex
+
+
+@dataclass(frozen=True)
+class DsaPlan:
+    """`dense`: the queries that see everything, and all latent writes. `index_writes`: None in layers that reuse picks.
+
+    `picks`: [T, K] what queries that see everything pick; K is `topk`, or the longest request if that is shorter.
+    """
+
+    dense: MlaPlan
+    index_writes: Writes | None
+    contests: tuple[Contest, ...]
+    pickers: Pickers | None
+    picks: torch.Tensor
+
+
+def build_plan(spec: DsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> DsaPlan:
+    """Plan one step. `index` has the entry "latent", and "index" for a layer with an indexer."""
+    latent = index["latent"]
+    assert isinstance(latent, PageIndex)
+    dense, sparse = [], []
+    for b, (token, position, queries) in enumerate(
+        zip(batch.query_start, batch.context_lens, batch.query_lens, strict=False)
+    ):
+        few = min(queries, max(0, spec.topk - position))
+        if few:
+            dense.append(Span(b, token, position, few))
+        if few < queries:
+            sparse.append(Span(b, token + few, position + few, queries - few))
+    index_writes: Writes | None = None
+    contests: tuple[Contest, ...] = ()
+    if spec.indexer is not None:
+        keys = index["index"]
+        assert isinstance(keys, PageIndex)
+        index_writes, contests = writes(keys), (*_decode_contests(keys, sparse), *_prefill_contests(keys, sparse))
+    column = torch.arange(min(spec.topk, max(batch.seq_lens)), device=batch.device)
+    everything = torch.where(column <= batch.positions[:, None], column, -1)
+    return DsaPlan(plan_spans(spec.mla, latent, dense), index_writes, contests, _pickers(latent, sparse), everything)
+
+
+def _decode_contests(paged: PageIndex, spans: Sequence[Span]) -> Iterator[Contest]:
+    device = paged.table.device
+    for length, members in bucket([span for span in spans if span.queries == 1]):
+        table = paged.table[torch.tensor([span.request for span in members], device=device)]
+        seen = torch.tensor([span.position + 1 for span in members], device=device)[:, None]
+        key = torch.arange(length, device=device)[None]
+        tokens = token_index([span.token for span in members], device)
+        yield Contest(tokens, page_rows(paged, table, key, key < seen), seen)
+
+
+def _prefill_contests(paged: PageIndex, spans: Sequence[Span]) -> Iterator[Contest]:
+    device = paged.table.device
+    for span in spans:
+        if span.queries == 1:
+            continue
+        key = torch.arange(span.position + span.queries, device=device)[None]
+        table = paged.table[span.request : span.request + 1]
+        rows = page_rows(paged, table, key, torch.ones_like(key, dtype=torch.bool))
+        for begin in range(0, span.queries, QUERY_BLOCK):
+            end = min(begin + QUERY_BLOCK, span.queries)
+            seen = torch.arange(span.position + begin + 1, span.position + end + 1, device=device)[:, None]
+            yield Contest(slice(span.token + begin, span.token + end), rows[:, : span.position + end], seen)
+
+
+def _pickers(paged: PageIndex, spans: Sequence[Span]) -> Pickers | None:
+    if not spans:
+        return None
+    tokens = [token for span in spans for token in range(span.token, span.token + span.queries)]
+    request = [span.request for span in spans for _ in range(span.queries)]
+    device = paged.table.device
+    return Pickers(token_index(tokens, device), torch.tensor(request, dtype=torch.int64, device=device), paged)

@@ -1,0 +1,94 @@
+"""Latent attention over picked rows, written to be read: the definition that every kernel is held against.
+
+Query t attends, as in latent attention, to S_t alone: the rows that its indexer picked, or all rows up to its own where
+those are no more than `topk`.
+
+    o_t,h = W_UV_h sum_{s in S_t} exp(l_s) c_s / sum_{s in S_t} exp(l_s)
+
+Always absorbed: neighbouring queries pick different rows, so that no key would be expanded for more than one of them.
+Source: DeepSeek-AI 2025 (DeepSeek-V3.2), section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from allotrope.attention.dsa.indexer import pick
+from allotrope.attention.dsa.plan import DsaPlan, Pickers
+from allotrope.attention.dsa.spec import DsaSpec
+from allotrope.attention.family import CacheViews
+from allotrope.attention.mla import reference as mla
+from allotrope.attention.mla.spec import MlaSpec
+
+# Rows that queries gather at a time, each query its own.
+GATHERED_ROWS = 1 << 16
+
+
+def run(
+    spec: DsaSpec,
+    plan: DsaPlan,
+    caches: CacheViews,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    c: torch.Tensor,
+    k_pe: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    index_q: torch.Tensor | None = None,
+    index_k: torch.Tensor | None = None,
+    index_weights: torch.Tensor | None = None,
+    picks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store the step's rows, pick (or take over what was picked), then attend.
+
+    `q_nope`: [T, H, P]. `q_pe`: [T, H, R] rotated. `c`: [T, C] normed. `k_pe`: [T, R] rotated. `w_uk`: [H, P, C].
+    `w_uv`: [H, V, C]. With an indexer: `index_q`: [T, heads, d] rotated, `index_k`: [T, d] normed and rotated,
+    `index_weights`: [T, heads]. Without: `picks`: [T, K] int64, as the last layer with an indexer returned it in this
+    step. Returns [T, H, V] in `q_nope`'s type, and the picks. Raises ValueError if what the layer needs is missing.
+    """
+    out = mla.run(spec.mla, plan.dense, caches, q_nope, q_pe, c, k_pe, w_uk, w_uv)
+    if spec.indexer is not None:
+        if index_q is None or index_k is None or index_weights is None or plan.index_writes is None:
+            raise ValueError("dsa: a layer with an indexer needs index_q, index_k and index_weights")
+        mla.store(plan.index_writes, caches["index"], {"k": index_k})
+        picks = pick(spec, plan, caches["index"]["k"], index_q, index_weights)
+    elif picks is None:
+        raise ValueError("dsa: a layer without an indexer needs the picks of an earlier layer")
+    if plan.pickers is not None:
+        tokens = plan.pickers.tokens
+        q = mla.absorb(q_nope[tokens], q_pe[tokens], w_uk)
+        z = attend_picked(spec.mla, plan.pickers, caches["latent"], q, picks[tokens])
+        out[tokens] = mla.project_up(z, w_uv).to(out.dtype)
+    return out, picks
+
+
+def attend_picked(
+    spec: MlaSpec, pickers: Pickers, pools: Mapping[str, torch.Tensor], q: torch.Tensor, picks: torch.Tensor
+) -> torch.Tensor:
+    """Attention in the latent, every query over rows of its own.
+
+    `q`: [t, H, C + R] absorbed. `picks`: [t, K] positions, -1 for none. Returns [t, H, C] fp32.
+    """
+    z = q.new_empty(*q.shape[:2], spec.latent_dim)
+    size = max(1, GATHERED_ROWS // picks.shape[1])
+    for first in range(0, len(q), size):
+        block = slice(first, first + size)
+        rows = pool_rows(pickers, picks[block], block)
+        latent = mla.gather(pools["c"], rows)
+        keys = torch.cat((latent, mla.gather(pools["k_pe"], rows)), dim=-1)
+        visible = (picks[block] >= 0)[:, None]
+        z[block] = mla.attend(q[block, None], keys, latent, visible, spec.scale).out.squeeze(1)
+    return z
+
+
+def pool_rows(pickers: Pickers, picks: torch.Tensor, block: slice) -> torch.Tensor:
+    """Positions to rows of the latent pool, through the page table of each query's own request; row 0 for -1.
+
+    `picks`: [n, K], those of the queries `block` of `pickers`.
+    """
+    position = picks.clamp(min=0)
+    size = pickers.pages.page_size
+    page = pickers.pages.table[pickers.request[block, None], position // size]
+    return torch.where((picks >= 0) & (page >= 0), page * size + position % size, 0)

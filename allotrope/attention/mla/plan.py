@@ -1,0 +1,194 @@
+"""Which rows each query of a step reads and in which form: built on the host once, shared by all layers.
+
+A step becomes `Part`s: b requests with q queries each, whose keys are read in `KeySlice`s of bounded size and whose
+queries are scored in `Tile`s of bounded size; the results over the slices are merged by log-sum-exp. So neither the
+gathered rows, nor the up-projected keys, nor the scores grow with the context. What becomes of a request depends on its
+own lengths alone, and rows that are not its own are never read.
+
+Each part takes the cheaper of two forms of the same attention. Per head, in multiply-adds, with N visible pairs of q
+queries and L keys:
+
+    absorbed   N (2C + R)    + q C (P + V)     the query is brought to the latent, the result back from it
+    expanded   N (P + R + V) + L C (P + V)     the latent rows are up-projected to the head's keys and values
+
+so a query alone is absorbed, and a long prompt expanded (V3: from about 170 queries on).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
+from allotrope.attention.mla.spec import MlaSpec
+
+# Keys of one request that are expanded together, and queries scored together: H x 256 x 1024 scores at a time.
+KEY_SLICE = 1024
+QUERY_BLOCK = 256
+# Rows that requests with one query gather together.
+DECODE_ROWS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries that read a slice. `queries`: which of the part's q. `visible`: [b, q, L] bool; None means all."""
+
+    queries: slice
+    visible: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class KeySlice:
+    """`rows`: [b, L] int64 rows of the pool; row 0, which holds zeros, stands where a request has fewer."""
+
+    rows: torch.Tensor
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """b requests with q queries each. `tokens`: the b * q tokens, request after request. `queries`: q."""
+
+    tokens: slice | torch.Tensor
+    queries: int
+    slices: tuple[KeySlice, ...]
+
+
+@dataclass(frozen=True)
+class Writes:
+    """`slots`: row that each written token goes to. `tokens`: the tokens that are written; None means all."""
+
+    slots: torch.Tensor
+    tokens: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class MlaPlan:
+    """`reach`: tokens whose queries are absorbed, all at once; the parts of `absorbed` count tokens within these.
+
+    `expanded`: parts of one request each, which count tokens within the batch.
+    """
+
+    writes: Writes
+    reach: slice | torch.Tensor | None
+    absorbed: tuple[Part, ...]
+    expanded: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive queries of one request: its place in the batch, the first query's token and position, how many."""
+
+    request: int
+    token: int
+    position: int
+    queries: int
+
+
+def build_plan(spec: MlaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> MlaPlan:
+    """Plan one step for every layer with `spec`'s sizes. `index` has the entry "latent"."""
+    paged = index["latent"]
+    assert isinstance(paged, PageIndex)
+    starts = zip(batch.query_start, batch.context_lens, batch.query_lens, strict=False)
+    return plan_spans(spec, paged, [Span(b, token, position, q) for b, (token, position, q) in enumerate(starts)])
+
+
+def plan_spans(spec: MlaSpec, paged: PageIndex, spans: Sequence[Span]) -> MlaPlan:
+    """Plan the queries of `spans`, each of which sees all rows up to its own; all new rows are written."""
+    expanded = [_prefill_part(paged, span) for span in spans if _expands(spec, span)]
+    tokens: list[int] = []
+    absorbed: list[Span] = []
+    for span in spans:
+        if not _expands(spec, span):
+            absorbed.append(replace(span, token=len(tokens)))
+            tokens.extend(range(span.token, span.token + span.queries))
+    parts = [*_decode_parts(paged, [span for span in absorbed if span.queries == 1])]
+    parts += [_prefill_part(paged, span) for span in absorbed if span.queries > 1]
+    reach = token_index(tokens, paged.table.device) if tokens else None
+    return MlaPlan(writes(paged), reach, tuple(parts), tuple(expanded))
+
+
+def writes(paged: PageIndex) -> Writes:
+    """Where the step's new rows go."""
+    kept = paged.slots >= 0
+    if bool(kept.all()):
+        return Writes(paged.slots, None)
+    tokens = kept.nonzero().squeeze(1)
+    return Writes(paged.slots[tokens], tokens)
+
+
+def _expands(spec: MlaSpec, span: Span) -> bool:
+    """Whether up-projecting the keys costs fewer multiply-adds than absorbing the queries; never for one query."""
+    if span.queries == 1:
+        return False
+    c, r, p, v = spec.latent_dim, spec.rope_dim, spec.nope_dim, spec.v_head_dim
+    keys = span.position + span.queries
+    pairs = span.queries * span.position + span.queries * (span.queries + 1) // 2
+    return pairs * (p + r + v) + keys * c * (p + v) < pairs * (2 * c + r) + span.queries * c * (p + v)
+
+
+def token_index(tokens: Sequence[int], device: torch.device) -> slice | torch.Tensor:
+    """The tokens as a slice where they are consecutive, else as an index."""
+    if tokens[-1] - tokens[0] + 1 == len(tokens):
+        return slice(tokens[0], tokens[-1] + 1)
+    return torch.tensor(tokens, dtype=torch.int64, device=device)
+
+
+def bucket(spans: Sequence[Span]) -> Iterator[tuple[int, list[Span]]]:
+    """Group spans of one query by a padded number of keys, at most an eighth more than they see: widths are few."""
+    buckets: dict[int, list[Span]] = {}
+    for span in spans:
+        keys = span.position + 1
+        step = max(16, 1 << max(0, keys.bit_length() - 4))
+        buckets.setdefault(-(-keys // step) * step, []).append(span)
+    yield from buckets.items()
+
+
+def _decode_parts(paged: PageIndex, spans: Sequence[Span]) -> Iterator[Part]:
+    device = paged.table.device
+    for length, members in bucket(spans):
+        tokens = token_index([span.token for span in members], device)
+        table = paged.table[torch.tensor([span.request for span in members], device=device)]
+        seen = torch.tensor([span.position + 1 for span in members], device=device)[:, None]
+        shortest = min(span.position for span in members) + 1
+        width = max(16, DECODE_ROWS // len(members))
+        slices = []
+        for first in range(0, length, width):
+            last = min(first + width, length)
+            key = torch.arange(first, last, device=device)[None]
+            inside = key < seen
+            visible = None if last <= shortest else inside[:, None]
+            slices.append(KeySlice(page_rows(paged, table, key, inside), (Tile(slice(0, 1), visible),)))
+        yield Part(tokens, 1, tuple(slices))
+
+
+def _prefill_part(paged: PageIndex, span: Span) -> Part:
+    device = paged.table.device
+    table = paged.table[span.request : span.request + 1]
+    end = span.position + span.queries
+    slices = []
+    for first in range(0, end, KEY_SLICE):
+        last = min(first + KEY_SLICE, end)
+        key = torch.arange(first, last, device=device)[None]
+        tiles = []
+        for begin in range(0, span.queries, QUERY_BLOCK):
+            queries = slice(begin, min(begin + QUERY_BLOCK, span.queries))
+            seen = torch.arange(span.position + queries.start + 1, span.position + queries.stop + 1, device=device)
+            if span.position + queries.stop <= first:
+                continue
+            visible = None if last <= span.position + begin + 1 else key[:, None] < seen[None, :, None]
+            tiles.append(Tile(queries, visible))
+        slices.append(KeySlice(page_rows(paged, table, key, torch.ones_like(key, dtype=torch.bool)), tuple(tiles)))
+    return Part(slice(span.token, span.token + span.queries), span.queries, tuple(slices))
+
+
+def page_rows(paged: PageIndex, table: torch.Tensor, key: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """[b, L] pool row of key position `key` [b, L] or [1, L]; row 0 where it is not `inside` [b, L] the request.
+
+    `table`: [b, W] page table of the b requests.
+    """
+    width = table.shape[1]
+    page = table.gather(1, (key // paged.page_size).clamp(0, width - 1).expand(len(table), -1))
+    return torch.where(inside & (page >= 0), page * paged.page_size + key % paged.page_size, 0)

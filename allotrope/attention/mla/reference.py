@@ -1,0 +1,136 @@
+"""Latent attention over a paged cache, written to be read: the definition that every kernel is held against.
+
+Every token keeps one row [c | k_pe] for all heads. For query t of head h and s over the rows up to t's own:
+
+    l_s = scale * ((W_UK_h c_s) . q_nope_t,h + k_pe_s . q_pe_t,h)
+    o_t,h = W_UV_h z,   z = sum_s exp(l_s) c_s / sum_s exp(l_s)
+
+Absorbed, W_UK goes to the query: (W_UK_h c_s) . q = c_s . (q W_UK_h), and attention runs in the latent. Expanded, keys
+W_UK_h c_s and values W_UV_h c_s are made for every head. Mathematics in fp32 whatever the inputs; the result is rounded
+once. Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from allotrope.attention.family import CacheViews
+from allotrope.attention.merge import Partial, merge
+from allotrope.attention.mla.plan import MlaPlan, Part, Writes
+from allotrope.attention.mla.spec import MlaSpec
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, scale: float) -> Partial:
+    """Softmax attention of one tile, whose r rows of queries at a position see the same keys.
+
+    `q`: [n, q, r, D]. `k`: [n, L, D]. `v`: [n, L, V]. `visible`: [1 or n, q, L] bool; None means all. Returns out
+    [n, q, r, V] and lse [n, q, r].
+    """
+    logits = torch.matmul(q.flatten(1, 2).float(), k.float().transpose(1, 2)).mul_(scale).unflatten(1, q.shape[1:3])
+    if visible is not None:
+        logits.masked_fill_(~visible[:, :, None], -torch.inf)
+    # A row that sees nothing has no largest logit: its weights become exp(-inf), not exp(-inf + inf).
+    top = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
+    weights = logits.sub_(top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    out = torch.matmul(weights.flatten(1, 2), v.float()).unflatten(1, q.shape[1:3])
+    # The largest logit of a row adds 1, so the bound touches only rows that see nothing.
+    return Partial(out.div_(total.clamp(min=1.0)), (top + total.log()).squeeze(-1))
+
+
+def store(writes: Writes, pools: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> None:
+    """Write new rows. `pools`: [P, S, n] by field. `new`: [T, n] by field; tokens without a slot are not written."""
+    for name, rows in new.items():
+        kept = rows if writes.tokens is None else rows[writes.tokens]
+        pools[name].flatten(0, 1).index_copy_(0, writes.slots, kept.to(pools[name].dtype))
+
+
+def gather(pool: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The rows that a slice reads. `pool`: [P, S, n]. `rows`: [b, L]. Returns [b, L, n] fp32."""
+    return pool.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape).float()
+
+
+def absorb(q_nope: torch.Tensor, q_pe: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
+    """[q_nope W_UK | q_pe]. `q_nope`: [t, H, P]. `q_pe`: [t, H, R]. `w_uk`: [H, P, C]. Returns [t, H, C + R] fp32."""
+    latent = torch.matmul(q_nope.transpose(0, 1).float(), w_uk.float()).transpose(0, 1)
+    return torch.cat((latent, q_pe.float()), dim=-1)
+
+
+def project_up(z: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
+    """W_UV z, head by head. `z`: [t, H, C]. `w_uv`: [H, V, C]. Returns [t, H, V]."""
+    return torch.matmul(z.transpose(0, 1), w_uv.float().transpose(1, 2)).transpose(0, 1)
+
+
+def run(
+    spec: MlaSpec,
+    plan: MlaPlan,
+    caches: CacheViews,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    c: torch.Tensor,
+    k_pe: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+) -> torch.Tensor:
+    """Store the step's latent rows, then attend.
+
+    `q_nope`: [T, H, P]. `q_pe`: [T, H, R] rotated. `c`: [T, C] normed. `k_pe`: [T, R] rotated. `w_uk`: [H, P, C].
+    `w_uv`: [H, V, C]. Returns [T, H, V] in `q_nope`'s type.
+    """
+    pools = caches["latent"]
+    store(plan.writes, pools, {"c": c, "k_pe": k_pe})
+    out = q_nope.new_empty(q_nope.shape[0], spec.num_heads, spec.v_head_dim)
+    if plan.reach is not None:
+        q = absorb(q_nope[plan.reach], q_pe[plan.reach], w_uk)
+        z = q.new_empty(*q.shape[:2], spec.latent_dim)
+        for part in plan.absorbed:
+            block = q[part.tokens].unflatten(0, (-1, part.queries))
+            z[part.tokens] = _merged(_absorbed(spec, part, pools, block)).flatten(0, 1)
+        out[plan.reach] = project_up(z, w_uv).to(out.dtype)
+    for part in plan.expanded:
+        q = torch.cat((q_nope[part.tokens], q_pe[part.tokens]), dim=-1).transpose(0, 1).unsqueeze(2)
+        attended = _merged(_expanded(spec, part, pools, q, w_uk, w_uv))
+        out[part.tokens] = attended.squeeze(2).transpose(0, 1).to(out.dtype)
+    return out
+
+
+Found = Iterator[tuple[int, Partial]]
+"""First query of a tile, and its attention over one slice."""
+
+
+def _absorbed(spec: MlaSpec, part: Part, pools: Mapping[str, torch.Tensor], q: torch.Tensor) -> Found:
+    """`q`: [b, q, H, C + R]. All heads of a query read the same rows."""
+    for keys in part.slices:
+        latent = gather(pools["c"], keys.rows)
+        rows = torch.cat((latent, gather(pools["k_pe"], keys.rows)), dim=-1)
+        for tile in keys.tiles:
+            yield tile.queries.start, attend(q[:, tile.queries], rows, latent, tile.visible, spec.scale)
+
+
+def _expanded(
+    spec: MlaSpec,
+    part: Part,
+    pools: Mapping[str, torch.Tensor],
+    q: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+) -> Found:
+    """`q`: [H, q, 1, P + R]. A slice's keys and values are made once, for all tiles that read it."""
+    for keys in part.slices:
+        latent, k_pe = gather(pools["c"], keys.rows), gather(pools["k_pe"], keys.rows)
+        nope = torch.matmul(latent, w_uk.float().transpose(1, 2))
+        k = torch.cat((nope, k_pe.expand(spec.num_heads, -1, -1)), dim=-1)
+        v = torch.matmul(latent, w_uv.float().transpose(1, 2))
+        for tile in keys.tiles:
+            yield tile.queries.start, attend(q[:, tile.queries], k, v, tile.visible, spec.scale)
+
+
+def _merged(found: Found) -> torch.Tensor:
+    """Join the slices of each tile, and the tiles in the order of their queries. Returns [n, q, r, V] fp32."""
+    joined: dict[int, Partial] = {}
+    for first, partial in found:
+        joined[first] = merge(joined[first], partial) if first in joined else partial
+    blocks = [joined[first].out for first in sorted(joined)]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)

@@ -1,0 +1,48 @@
+"""The numbers of one latent-attention layer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from allotrope.attention.cache_layout import CacheLayout, Field, PagedRows
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaSpec:
+    """Latent attention of one layer, as one rank sees it.
+
+    `num_heads`: query heads H. `latent_dim`: size C of the cached latent, shared by all heads. `rope_dim`: size R of
+    the cached key part that is rotated. `nope_dim`: size P of a head's query without its rotated part. `v_head_dim`:
+    size V of a head's values. `scale`: factor of the logits. `kv_dtype`: type of the cached rows.
+    """
+
+    num_heads: int
+    latent_dim: int
+    rope_dim: int
+    nope_dim: int
+    v_head_dim: int
+    scale: float
+    kv_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        sizes = ("num_heads", "latent_dim", "rope_dim", "nope_dim", "v_head_dim")
+        wrong = [f"{name}={getattr(self, name)}; allowed: at least 1" for name in sizes if getattr(self, name) < 1]
+        if self.scale <= 0:
+            wrong.append(f"scale={self.scale}; allowed: above 0")
+        if wrong:
+            raise ValueError("mla: " + "; ".join(wrong))
+
+    @property
+    def family(self) -> str:
+        return "mla"
+
+    @property
+    def plan_key(self) -> Hashable:
+        return ("mla", self.latent_dim, self.rope_dim, self.nope_dim, self.v_head_dim)
+
+    def caches(self) -> dict[str, CacheLayout]:
+        fields = (Field("c", (self.latent_dim,), self.kv_dtype), Field("k_pe", (self.rope_dim,), self.kv_dtype))
+        return {"latent": PagedRows(fields)}
