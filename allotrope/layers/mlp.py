@@ -23,13 +23,38 @@ def activate(x: torch.Tensor, kind: Activation) -> torch.Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Gating:
+    """act(gate) * (up + offset), with gate at most `limit` and up within +-`limit`.
+
+    `slope`: of silu, x * sigmoid(slope * x).
+    """
+
+    activation: Activation = "silu"
+    slope: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`gate_up`: [T, 2 * width], gate first. Returns [T, width]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        if self.offset:
+            up = up + self.offset
+        if self.slope != 1.0:
+            return gate * torch.sigmoid(self.slope * gate) * up
+        return activate(gate, self.activation).mul_(up)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MlpSpec:
-    """`width`: inner size. `bias`: on all three projections."""
+    """`width`: inner size. `bias`: on all three projections. `limit`: as in `Gating`."""
 
     hidden: int
     width: int
     activation: Activation = "silu"
     bias: bool = False
+    limit: float | None = None
 
     def build(self, build: Build) -> Mlp:
         return Mlp(self, build)
@@ -38,7 +63,7 @@ class MlpSpec:
 class Mlp(nn.Module):
     def __init__(self, spec: MlpSpec, build: Build) -> None:
         super().__init__()
-        self.activation = spec.activation
+        self.gating = Gating(activation=spec.activation, limit=spec.limit)
         sections = (Section("gate", spec.width, 1), Section("up", spec.width, 1))
         build.parallel.shard("intermediate_size", spec.width)
         self.gate_up = Linear(spec.hidden, sections, build, bias=spec.bias)
@@ -46,5 +71,4 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(activate(gate, self.activation).mul_(up))
+        return self.down(self.gating(self.gate_up(x)))

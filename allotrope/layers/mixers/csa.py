@@ -1,0 +1,155 @@
+"""Projections and norms around compressed sparse attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from allotrope.attention.backend import choose
+from allotrope.attention.csa import CsaSpec, IndexerSpec
+from allotrope.attention.registry import FAMILIES
+from allotrope.attention.rope import RopeSpec
+from allotrope.layers.build import Build
+from allotrope.layers.linear import Linear, RowLinear
+from allotrope.layers.norm import RMSNorm
+from allotrope.layers.parallel import Parallel, Placement, Section, parameter
+from allotrope.layers.step import LayerStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsaMixerSpec:
+    """`q_rank`: size of the latent that queries and index queries are made from. `out_groups`, `out_rank`: each group
+    of heads is projected to `out_rank` numbers of its own, and all of them to the output. The rest as in `CsaSpec`.
+    """
+
+    hidden: int
+    num_heads: int
+    head_dim: int
+    q_rank: int
+    out_groups: int
+    out_rank: int
+    window: int
+    rope: RopeSpec
+    ratio: int = 0
+    overlap: bool = False
+    indexer: IndexerSpec | None = None
+    norm_eps: float = 1e-6
+    shares_cache_of: int | None = None
+
+    def attention(self, parallel: Parallel, dtype: torch.dtype, kv_dtype: torch.dtype) -> CsaSpec:
+        parallel.shard("o_groups", self.out_groups)
+        return CsaSpec(
+            num_heads=parallel.shard("num_attention_heads", self.num_heads),
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+            window=self.window,
+            rope=self.rope,
+            kv_dtype=kv_dtype,
+            ratio=self.ratio,
+            overlap=self.overlap,
+            indexer=self.indexer,
+            norm_eps=self.norm_eps,
+        )
+
+    def build(self, build: Build) -> CsaMixer:
+        return CsaMixer(self, build)
+
+
+class CsaMixer(nn.Module):
+    def __init__(self, spec: CsaMixerSpec, build: Build) -> None:
+        super().__init__()
+        self.spec = spec.attention(build.parallel, build.dtype, build.kv_dtype)
+        family = FAMILIES[self.spec.family]
+        self.backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
+        dim, indexer = spec.head_dim, spec.indexer
+        inputs = [Section("q_a", spec.q_rank), Section("kv", dim)]
+        queries = [Section("q", spec.num_heads * dim, dim)]
+        if indexer is not None:
+            inputs.append(Section("index_weights", indexer.num_heads))
+            queries.append(Section("index_q", indexer.num_heads * indexer.head_dim))
+        self.inputs = Linear(spec.hidden, tuple(inputs), build)
+        self.queries = Linear(spec.q_rank, tuple(queries), build)
+        self.q_a_norm = RMSNorm(spec.q_rank, spec.norm_eps, build)
+        self.q_norm = RMSNorm(dim, spec.norm_eps, build, weighted=False)
+        self.kv_norm = RMSNorm(dim, spec.norm_eps, build)
+        self.compressor = Compressor(self.spec, spec.hidden, build) if spec.ratio else None
+        sinks = Placement((Section("", spec.num_heads, 1),))
+        self.sinks = parameter((self.spec.num_heads,), sinks, torch.float32, build.device)
+        self.grouped = GroupedLinear(spec.out_groups, spec.num_heads * dim // spec.out_groups, spec.out_rank, build)
+        rank = spec.out_rank
+        self.out = RowLinear(Section("", spec.out_groups * rank, rank), spec.hidden, build)
+
+    def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
+        """`x`: [T, hidden]. Returns the same shape."""
+        projected = self.inputs(x).split(self.inputs.sizes, dim=-1)
+        queries = self.queries(self.q_a_norm(projected[0])).split(self.queries.sizes, dim=-1)
+        q = self.q_norm(queries[0].unflatten(-1, (-1, self.spec.head_dim)))
+        extra: dict[str, torch.Tensor] = {}
+        if self.compressor is not None:
+            extra = self.compressor(x)
+        if self.spec.indexer is not None:
+            extra["index_q"] = queries[1].unflatten(-1, (-1, self.spec.indexer.head_dim))
+            extra["index_weights"] = projected[2]
+        kv = self.kv_norm(projected[1])
+        attended = self.backend.run(self.spec, here.plan, here.caches, q, kv, self.sinks, **extra)
+        return self.out(self.grouped(attended.flatten(1)))
+
+
+class Compressor(nn.Module):
+    """The projections that entries are pooled from, and the layer's tensors of pooling: all fp32.
+
+    With an indexer, its own compressor's are computed in the same product.
+    """
+
+    def __init__(self, spec: CsaSpec, hidden: int, build: Build) -> None:
+        super().__init__()
+        exact = dataclasses.replace(build, dtype=torch.float32)
+        self.dims = {"": spec.head_dim}
+        if spec.indexer is not None:
+            self.dims["index_"] = spec.indexer.head_dim
+        sections, widths = [], {}
+        for prefix, dim in self.dims.items():
+            widths[prefix] = spec.streams * dim
+            sections += [Section(prefix + name, widths[prefix]) for name in ("kv", "score")]
+            bias = parameter((spec.ratio, widths[prefix]), _whole(spec.ratio), torch.float32, build.device)
+            self.register_parameter(prefix + "position_bias", bias)
+            self.register_parameter(prefix + "norm", parameter((dim,), _whole(dim), torch.float32, build.device))
+        self.widths = [2 * width for width in widths.values()]
+        self.projection = Linear(hidden, tuple(sections), exact)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`x`: [T, hidden]. Returns the family's arguments by name."""
+        extra: dict[str, torch.Tensor] = {}
+        states = self.projection(x.float()).split(self.widths, dim=-1)
+        for prefix, state in zip(self.dims, states, strict=True):
+            extra[prefix + "kv_score"] = state
+            extra[prefix + "position_bias"] = self.get_parameter(prefix + "position_bias")
+            extra[prefix + "entry_norm"] = self.get_parameter(prefix + "norm")
+        return extra
+
+
+def _whole(size: int) -> Placement:
+    return Placement((Section("", size),))
+
+
+class GroupedLinear(nn.Module):
+    """y_g = W_g x_g for each group g of inputs; ranks share the groups."""
+
+    def __init__(self, groups: int, inputs: int, outputs: int, build: Build) -> None:
+        super().__init__()
+        self.groups = build.parallel.shard("o_groups", groups)
+        placement = Placement((Section("", groups * outputs, outputs),))
+        self.weight = parameter((self.groups * outputs, inputs), placement, build.dtype, build.device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`: [T, groups * inputs] of this rank. Returns [T, groups * outputs]."""
+        if x.shape[0] == 1:
+            # One row: a product per group reads each weight once, where it lies.
+            weights = self.weight.unflatten(0, (self.groups, -1))
+            return torch.bmm(weights, x.view(self.groups, -1, 1)).view(1, -1)
+        rows = x.unflatten(-1, (self.groups, -1)).transpose(0, 1)
+        weights = self.weight.unflatten(0, (self.groups, -1)).transpose(1, 2)
+        return torch.bmm(rows, weights).transpose(0, 1).flatten(1)

@@ -1,0 +1,199 @@
+"""Mixture of experts: y = sum over the chosen experts e of w_e * expert_e(x), and perhaps a shared expert.
+
+Owns routing and the work of experts. Tokens are grouped by expert: each expert that was chosen multiplies all of its
+tokens at once, and a token's sum does not depend on the tokens beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from allotrope.layers.build import Build
+from allotrope.layers.linear import Linear, Product
+from allotrope.layers.mlp import Gating, MlpSpec
+from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.layers.step import LayerStep
+
+Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """How `topk` of `experts` are chosen and weighted, from logits = W x (+ b with `bias`) in fp32.
+
+    `score`: what the logits become; softmax over all experts. `correction`: a learned number per expert joins the score
+    for the choice only. `groups`: experts come in this many equal groups, of which only the best `top_groups` may be
+    chosen from; a group's score is the sum of its best `group_best` experts. `normalize`: weights are divided by their
+    sum. `scale`: their factor. `table`: if not 0, the experts are looked up by token id (of that many), not chosen.
+    """
+
+    experts: int
+    topk: int
+    score: Score = "softmax"
+    bias: bool = False
+    correction: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 2
+    normalize: bool = True
+    scale: float = 1.0
+    table: int = 0
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if not 1 <= self.topk <= self.experts:
+            wrong.append(f"topk={self.topk}; allowed: 1 to experts={self.experts}")
+        if self.groups < 1 or self.experts % self.groups:
+            wrong.append(f"experts={self.experts} is not a multiple of groups={self.groups}")
+        elif not 1 <= self.top_groups <= self.groups:
+            wrong.append(f"top_groups={self.top_groups}; allowed: 1 to groups={self.groups}")
+        elif self.top_groups * (self.experts // self.groups) < self.topk:
+            wrong.append(f"top_groups={self.top_groups} of {self.experts // self.groups} experts hold no {self.topk}")
+        if wrong:
+            raise ValueError("router: " + "; ".join(wrong))
+
+
+class Router(nn.Module):
+    """Chooses experts. Equal on every rank."""
+
+    def __init__(self, spec: RouterSpec, hidden: int, build: Build) -> None:
+        super().__init__()
+        self.spec = spec
+        exact = dataclasses.replace(build, dtype=torch.float32)
+        section = Section("", spec.experts)
+        self.gate = Linear(hidden, (section,), exact, bias=spec.bias)
+        self.correction = self.table = None
+        if spec.correction:
+            self.correction = parameter((spec.experts,), Placement((section,)), torch.float32, build.device)
+        if spec.table:
+            placement = Placement((Section("", spec.table),))
+            self.table = parameter((spec.table, spec.topk), placement, torch.int64, build.device)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x`: [T, hidden]. `ids`: [T] token ids. Returns weights [T, topk] fp32 and experts [T, topk]."""
+        spec = self.spec
+        scores = _score(self.gate(x.float()), spec.score)
+        experts = self._choose(scores) if self.table is None else self.table[ids]
+        weights = scores.gather(1, experts)
+        if spec.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights if spec.scale == 1.0 else weights * spec.scale, experts
+
+    def _choose(self, scores: torch.Tensor) -> torch.Tensor:
+        """[T, topk] experts of the highest scores, within the best groups."""
+        spec = self.spec
+        if self.correction is not None:
+            scores = scores + self.correction
+        if spec.top_groups < spec.groups:
+            grouped = scores.unflatten(-1, (spec.groups, -1))
+            best = grouped.topk(min(spec.group_best, grouped.shape[-1]), dim=-1).values.sum(-1)
+            kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(spec.top_groups).indices, True)
+            scores = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+        return scores.topk(spec.topk, dim=-1).indices
+
+
+def _score(logits: torch.Tensor, kind: Score) -> torch.Tensor:
+    if kind == "softmax":
+        return torch.softmax(logits, dim=-1)
+    return torch.sigmoid(logits) if kind == "sigmoid" else F.softplus(logits).sqrt()
+
+
+class Experts(nn.Module):
+    """All routed experts of a layer. Ranks share the width of every expert.
+
+    `gate_up`: [E, 2 * width, hidden], sections "gate" and "up". `down`: [E, hidden, width]. With `bias`, of both. The
+    weights are given up for one `Product` per expert once loading has finished.
+    """
+
+    def __init__(self, count: int, hidden: int, width: int, gating: Gating, build: Build, *, bias: bool) -> None:
+        super().__init__()
+        self.count, self.gating, self.parallel = count, gating, build.parallel
+        local = build.parallel.shard("moe_intermediate_size", width)
+        inner = Placement((Section("gate", width, 1), Section("up", width, 1)), experts=count)
+        outer = Placement((Section("", width, 1),), dim=1, experts=count)
+        kind, device = build.dtype, build.device
+        self.gate_up: torch.Tensor | None = parameter((count, 2 * local, hidden), inner, kind, device)
+        self.down: torch.Tensor | None = parameter((count, hidden, local), outer, kind, device)
+        self.gate_up_bias = self.down_bias = None
+        if bias:
+            whole = Placement((Section("", hidden),), experts=count)
+            self.gate_up_bias = parameter((count, 2 * local), inner, kind, device)
+            self.down_bias = parameter((count, hidden), whole, kind, device)
+        self.products: list[tuple[Product, Product]] = []
+
+    def finish_loading(self) -> None:
+        """Reorder each expert's weights for the device."""
+        assert self.gate_up is not None and self.down is not None
+        self.products = [(Product(self.gate_up.data[e]), Product(self.down.data[e])) for e in range(self.count)]
+        self.gate_up = self.down = None
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """`x`: [T, hidden]. `weights` fp32, `experts`: [T, k]. Returns [T, hidden], summed over the ranks."""
+        chosen = experts.flatten()
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=self.count).tolist()
+        rows = x[order // experts.shape[1]]
+        results = torch.empty_like(rows)
+        start = 0
+        for e, count in enumerate(counts):
+            if count:
+                results[start : start + count] = self._expert(e, rows[start : start + count])
+                start += count
+        back = torch.empty_like(results)
+        back[order] = results
+        summed = torch.bmm(weights[:, None], back.float().unflatten(0, experts.shape)).squeeze(1)
+        summed = self.parallel.all_reduce(summed.to(x.dtype))
+        if self.down_bias is None:
+            return summed
+        # Once, not on every rank: each token's mix of the biases of its experts.
+        shares = weights.new_zeros(len(x), self.count).scatter_add_(1, experts, weights)
+        return summed + (shares @ self.down_bias.float()).to(x.dtype)
+
+    def _expert(self, e: int, x: torch.Tensor) -> torch.Tensor:
+        gate_up, down = self.products[e]
+        bias = None if self.gate_up_bias is None else self.gate_up_bias[e]
+        return down(self.gating(gate_up(x, bias)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeSpec:
+    """`width`: of each routed expert. `bias`: of the experts' projections. `shared`: an expert that every token takes;
+    with `shared_gate`, times sigmoid of a learned product with x.
+    """
+
+    hidden: int
+    width: int
+    router: RouterSpec
+    gating: Gating = Gating()
+    bias: bool = False
+    shared: MlpSpec | None = None
+    shared_gate: bool = False
+
+    def build(self, build: Build) -> Moe:
+        return Moe(self, build)
+
+
+class Moe(nn.Module):
+    def __init__(self, spec: MoeSpec, build: Build) -> None:
+        super().__init__()
+        count = spec.router.experts
+        self.router = Router(spec.router, spec.hidden, build)
+        self.experts = Experts(count, spec.hidden, spec.width, spec.gating, build, bias=spec.bias)
+        self.shared = spec.shared.build(build) if spec.shared is not None else None
+        self.shared_gate = Linear(spec.hidden, (Section("", 1),), build) if spec.shared_gate else None
+
+    def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
+        """`x`: [T, hidden]. Returns the same shape."""
+        y = self.experts(x, *self.router(x, here.step.ids))
+        if self.shared is None:
+            return y
+        shared = self.shared(x, here)
+        if self.shared_gate is not None:
+            shared = shared * torch.sigmoid(self.shared_gate(x))
+        return y + shared
