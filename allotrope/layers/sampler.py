@@ -128,7 +128,8 @@ class Sampled:
 def sample(logits: torch.Tensor, step: SamplingStep) -> Sampled:
     """`argmax(z)` for greedy rows, else a draw from `softmax(z / temperature)` after truncation, z the edited logits.
 
-    `logits`: [B, V], any float type; consumed: rows with edits may be changed in place. Raises nothing for bad rows.
+    `logits`: [B, V], any float type; consumed: rows with edits may be changed in place, so that tensors made in
+    inference mode must be sampled in it. Raises nothing for bad rows.
     """
     raw = logits
     finite = None
@@ -249,7 +250,7 @@ def _draw_truncated(logits: torch.Tensor, all_peaks: torch.Tensor, random: Rando
         kept &= weights >= random.min_p[part] * _UNIT
     # Weights fall along a row, so what is kept is a prefix and the sums so far still hold.
     total = mass.gather(-1, kept.sum(-1, keepdim=True).clamp(min=1) - 1)
-    return ids.gather(-1, _find(mass, total, random.uniform[part]).clamp(max=width - 1))[:, 0]
+    return ids.gather(-1, _find(mass, total, random.uniform[part]))[:, 0]
 
 
 def _widths(top_ks: tuple[int, ...], logits: torch.Tensor) -> Iterator[int]:
