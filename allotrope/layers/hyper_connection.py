@@ -51,6 +51,11 @@ class HyperConnection(nn.Module):
         self.base = _whole((mixes,), build)
         self.scale = _whole((3,), build)
         self.scales: torch.Tensor | None = None
+        # Products with these give each element of C its row's or its column's sum.
+        eye, ones = torch.eye(spec.streams, device=build.device), torch.ones(spec.streams, spec.streams)
+        ones = ones.to(build.device)
+        self.row_sums, self.column_sums = torch.kron(eye, ones), torch.kron(ones, eye)
+        self.floor = torch.full((1,), spec.eps, device=build.device)
 
     def finish_loading(self) -> None:
         """One factor per mix, so that they are applied at once."""
@@ -71,19 +76,13 @@ class HyperConnection(nn.Module):
         return x, (2 * gates[:, n:]).to(kind), self._sinkhorn(mixes[:, 2 * n :]).to(kind)
 
     def _sinkhorn(self, mixes: torch.Tensor) -> torch.Tensor:
-        """`mixes`: [T, N * N]. Returns [T, N, N].
-
-        Sums of rows and columns are products with constant matrices, which give each sum where it divides.
-        """
-        n, eps = self.spec.streams, self.spec.eps
-        c = (torch.softmax(mixes.unflatten(-1, (n, n)), dim=-1) + eps).flatten(1)
-        eye, ones = torch.eye(n, device=c.device), torch.ones(n, n, device=c.device)
-        row_sums, column_sums = torch.kron(eye, ones), torch.kron(ones, eye)
-        floor = torch.full((1,), eps, device=c.device)
-        c = c / torch.addmm(floor, c, column_sums)
+        """`mixes`: [T, N * N]. Returns [T, N, N]."""
+        n = self.spec.streams
+        c = (torch.softmax(mixes.unflatten(-1, (n, n)), dim=-1) + self.spec.eps).flatten(1)
+        c = c / torch.addmm(self.floor, c, self.column_sums)
         for _ in range(self.spec.iterations - 1):
-            c = c.div_(torch.addmm(floor, c, row_sums))
-            c = c.div_(torch.addmm(floor, c, column_sums))
+            c = c.div_(torch.addmm(self.floor, c, self.row_sums))
+            c = c.div_(torch.addmm(self.floor, c, self.column_sums))
         return c.unflatten(-1, (n, n))
 
 

@@ -25,6 +25,7 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, str] = {
+    "DeepseekV4ForCausalLM": "deepseek_v4:DEEPSEEK_V4",
     "Gemma3ForCausalLM": "gemma3:GEMMA3",
     "Gemma3ForConditionalGeneration": "gemma3:GEMMA3_WRAPPER",
     "Gemma4ForCausalLM": "gemma4:GEMMA4",

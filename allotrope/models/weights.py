@@ -31,8 +31,9 @@ _SHOWN = 20
 class Rule:
     """`source`: checkpoint name with holes such as `{i}` for integers, the same in `target`.
 
-    `section`: which part of the target the tensor fills. `expert`: hole that counts the experts of a stacked target.
-    `transform`: applied to the full tensor before it is cut. `target` None drops the tensor, for `reason`.
+    `section`: which part of the target the tensor fills. `expert`: hole that counts the experts of a stacked target;
+    without one, the tensor holds all of them.
+    `transform`: applied to the full tensor before it is cut. A `target` of None drops the tensor, for `reason`.
     """
 
     source: str
@@ -121,22 +122,34 @@ class Loader:
             return
         if rule.transform is not None:
             tensor = rule.transform(tensor)
+        count = placement_of(parameter).experts
+        if not count or rule.expert is not None:
+            expert = -1 if rule.expert is None else int(match.group(rule.expert))
+            self._fill(name, tensor, target, rule.section, expert)
+        elif tensor.shape[0] != count:
+            self.reasons.append(f"checkpoint tensor {name} has {tensor.shape[0]} experts (needs {count})")
+        else:
+            for expert in range(count):
+                self._fill(name, tensor[expert], target, rule.section, expert)
+
+    def _fill(self, name: str, tensor: torch.Tensor, target: str, part: str, expert: int) -> None:
+        """Put a tensor into section `part` of a parameter, or of one expert of it."""
+        parameter = self.parameters[target]
         placement = placement_of(parameter)
-        expert = -1 if rule.expert is None else int(match.group(rule.expert))
-        piece = (rule.section, expert)
+        piece = (part, expert)
         if piece not in self.missing[target]:
             self.reasons.append(
                 f"checkpoint tensor {name} fills {target}{_piece_text(piece)}, which is full or not there"
             )
             return
         data = parameter.data if expert < 0 else parameter.data[expert]
-        section, _ = placement.section(rule.section)
+        section, _ = placement.section(part)
         wanted = list(data.shape)
         wanted[placement.dim] = section.size
         if list(tensor.shape) != wanted:
             self.reasons.append(f"checkpoint tensor {name} has shape {list(tensor.shape)} (needs {wanted})")
         else:
-            placement.fill(data, tensor, rule.section, self.parallel)
+            placement.fill(data, tensor, part, self.parallel)
         self.missing[target].discard(piece)
 
 
