@@ -1,5 +1,5 @@
-"""Gemma 4 (text): heads of two sizes, values from keys in full layers, a scalar per layer, and in the small models
-embeddings per layer and layers that read an earlier layer's rows.
+"""Gemma 4 (text): heads of two sizes, values from keys in full layers, a scalar per layer; in one model experts beside
+the dense block, in the small ones embeddings per layer and layers that read an earlier layer's rows.
 
 Source: `modeling_gemma4.py` of Transformers.
 """
@@ -17,7 +17,8 @@ from allotrope.layers.build import Build
 from allotrope.layers.embedding import Embedding
 from allotrope.layers.linear import Linear
 from allotrope.layers.mixers.mha import MhaMixerSpec
-from allotrope.layers.mlp import MlpSpec, activate
+from allotrope.layers.mlp import Gating, MlpSpec, activate
+from allotrope.layers.moe import Experts, Router, RouterSpec
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.layers.step import LayerStep, Step
@@ -41,19 +42,55 @@ class PerLayerInputs:
 
 
 @dataclass(frozen=True)
+class ExpertsBeside:
+    """Experts of `width` that work beside the dense block."""
+
+    router: RouterSpec
+    width: int
+
+
+@dataclass(frozen=True)
 class Gemma4Extra:
-    """`index`: of the layer. `per_layer`: width of its own input, 0 for none."""
+    """`index`: of the layer. `per_layer`: width of its own input, 0 for none. `experts`: None for none."""
 
     index: int
     per_layer: int
+    experts: ExpertsBeside | None
 
 
 def _replicated(inputs: int, outputs: int, build: Build) -> Linear:
     return Linear(inputs, (Section("", outputs),), build)
 
 
+class Beside(nn.Module):
+    """norm(dense) + norm(experts(norm(x))): experts read what the dense block read, before its norm.
+
+    They are chosen by rms(x) * scale / sqrt(hidden), and their weights have a factor each.
+    """
+
+    def __init__(self, spec: ExpertsBeside, model: ModelSpec, build: Build) -> None:
+        super().__init__()
+        hidden, eps, count = model.hidden, model.norm_eps, spec.router.experts
+        self.dense_norm, self.in_norm, self.out_norm = (RMSNorm(hidden, eps, build) for _ in range(3))
+        self.router_norm = RMSNorm(hidden, eps, build, weighted=False)
+        self.root = hidden**-0.5
+        self.router_scale = parameter((hidden,), Placement((Section("", hidden),)), build.dtype, build.device)
+        self.router = Router(spec.router, hidden, build)
+        self.expert_scale = parameter((count,), Placement((Section("", count),)), torch.float32, build.device)
+        gating = Gating(activation="gelu_tanh")
+        self.experts = Experts(count, hidden, spec.width, gating, build, bias=False)
+
+    def forward(self, x: torch.Tensor, dense: torch.Tensor, here: LayerStep) -> torch.Tensor:
+        """`x`: [T, hidden], what both blocks read. `dense`: [T, hidden], what the dense one returned."""
+        weights, experts = self.router(self.router_norm(x) * self.router_scale * self.root, here.step.ids)
+        routed = self.experts(self.in_norm(x), weights * self.expert_scale[experts], experts)
+        return self.dense_norm(dense) + self.out_norm(routed)
+
+
 class Gemma4Layer(SandwichLayer):
-    """The sandwich, then x += norm(up(gelu(down(x)) * own input)), then all of it times a scalar."""
+    """The sandwich, perhaps with experts beside its dense block; then x += norm(up(gelu(down(x)) * own input)); then
+    all of it times a scalar.
+    """
 
     def __init__(self, spec: LayerSpec, model: ModelSpec, build: Build) -> None:
         super().__init__(spec, model, build)
@@ -61,6 +98,7 @@ class Gemma4Layer(SandwichLayer):
         assert isinstance(extra, Gemma4Extra)
         self.index, self.per_layer = extra.index, extra.per_layer
         self.scalar = parameter((1,), Placement((Section("", 1),)), build.dtype, build.device)
+        self.beside = Beside(extra.experts, model, build) if extra.experts is not None else None
         if extra.per_layer:
             self.per_layer_gate = _replicated(model.hidden, extra.per_layer, build)
             self.per_layer_out = _replicated(extra.per_layer, model.hidden, build)
@@ -68,7 +106,11 @@ class Gemma4Layer(SandwichLayer):
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
-        x = super().forward(x, here)
+        x = x + self.mixer_out_norm(self.mixer(self.mixer_norm(x), here))
+        y = self.ffn(self.ffn_norm(x), here)
+        if self.beside is not None:
+            y = self.beside(x, y, here)
+        x = x + self.ffn_out_norm(y)
         if self.per_layer:
             own = here.step.notes[PER_LAYER][:, self.index]
             x = x + self.per_layer_norm(self.per_layer_out(activate(self.per_layer_gate(x), "gelu_tanh") * own))
@@ -115,19 +157,18 @@ def read_gemma4(config: ConfigReader) -> ModelSpec:
     hidden, count = config.get("hidden_size", int), config.get("num_hidden_layers", int)
     config.expect("hidden_activation", "gelu_pytorch_tanh")
     config.expect("use_bidirectional_attention", None, "vision")
-    config.expect("enable_moe_block", False, None)
     kinds = gemma_kinds(config, count)
     if kinds:
         kinds[-1] = FULL
     owners = _cache_owners(config, kinds)
     width, wide = config.get("intermediate_size", int), config.get("use_double_wide_mlp", bool, False)
     per_layer = config.get("hidden_size_per_layer_input", int, 0)
-    mixers = _mixers(config, kinds, owners)
+    mixers, experts = _mixers(config, kinds, owners), _experts(config)
     layers = tuple(
         LayerSpec(
             mixer=mixer,
             ffn=MlpSpec(hidden=hidden, width=width * (2 if wide and owner is not None else 1), activation="gelu_tanh"),
-            extra=Gemma4Extra(i, per_layer),
+            extra=Gemma4Extra(i, per_layer, experts),
         )
         for i, (mixer, owner) in enumerate(zip(mixers, owners, strict=True))
     )
@@ -144,6 +185,14 @@ def read_gemma4(config: ConfigReader) -> ModelSpec:
         softcap=config.get("final_logit_softcapping", float, None),
         extra=PerLayerInputs(second_vocabulary, per_layer, count) if per_layer else None,
     )
+
+
+def _experts(config: ConfigReader) -> ExpertsBeside | None:
+    if not config.get("enable_moe_block", bool, False):
+        config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
+        return None
+    router = RouterSpec(experts=config.get("num_experts", int), topk=config.get("top_k_experts", int))
+    return ExpertsBeside(router, config.get("moe_intermediate_size", int))
 
 
 def _cache_owners(config: ConfigReader, kinds: list[str]) -> list[int | None]:
@@ -231,7 +280,30 @@ def gemma4_rules(spec: ModelSpec, prefix: str = "model.") -> list[Rule]:
         prefix + "per_layer_model_projection.weight": "per_layer.projection.weight",
         prefix + "per_layer_projection_norm.weight": "per_layer.norm.weight",
     }
-    return [*gemma_rules(spec, prefix), *(Rule(theirs, name) for theirs, name in renamed.items())]
+    beside = ours + "beside."
+    renamed |= {
+        layer + "post_feedforward_layernorm_1.weight": beside + "dense_norm.weight",
+        layer + "pre_feedforward_layernorm_2.weight": beside + "in_norm.weight",
+        layer + "post_feedforward_layernorm_2.weight": beside + "out_norm.weight",
+        layer + "router.scale": beside + "router_scale",
+        layer + "router.proj.weight": beside + "router.gate.weight",
+        layer + "router.per_expert_scale": beside + "expert_scale",
+        layer + "experts.down_proj": beside + "experts.down",
+    }
+    gate_up = [
+        Rule(layer + "experts.gate_up_proj", beside + "experts.gate_up", part, transform=half)
+        for part, half in (("gate", _first_half), ("up", _second_half))
+    ]
+    return [*gemma_rules(spec, prefix), *gate_up, *(Rule(theirs, name) for theirs, name in renamed.items())]
+
+
+def _first_half(gate_up: torch.Tensor) -> torch.Tensor:
+    """[E, width, hidden] of [E, 2 * width, hidden]."""
+    return gate_up.chunk(2, dim=1)[0]
+
+
+def _second_half(gate_up: torch.Tensor) -> torch.Tensor:
+    return gate_up.chunk(2, dim=1)[1]
 
 
 def gemma4_wrapper_rules(spec: ModelSpec) -> list[Rule]:
