@@ -31,3 +31,23 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
         weight = None if self.weight is None else self.weight.float()
         return F.rms_norm(x.float(), (self.size,), weight, self.eps).to(x.dtype)
+
+
+class AllHeadsNorm(nn.Module):
+    """One mean over all heads of a token, those of the other ranks included; a weight per number of each head."""
+
+    def __init__(self, heads: int, dim: int, eps: float, build: Build) -> None:
+        super().__init__()
+        self.size, self.eps, self.parallel = heads * dim, eps, build.parallel
+        placement = Placement((Section("", heads * dim, dim),))
+        local = placement.local(build.parallel)
+        # Where ranks hold copies of a head, each counts for its share.
+        self.copies = local * build.parallel.size / self.size
+        self.weight = parameter((local,), placement, build.dtype, build.device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`: [T, heads of this rank, dim]. Returns the same shape and type."""
+        flat = x.flatten(1).float()
+        square = self.parallel.all_reduce(flat.square().sum(-1, keepdim=True) / self.copies)
+        normed = flat * torch.rsqrt(square / self.size + self.eps) * self.weight.float()
+        return normed.to(x.dtype).view_as(x)

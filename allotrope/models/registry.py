@@ -25,14 +25,30 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, str] = {
+    "DeepseekV2ForCausalLM": "deepseek_v2:DEEPSEEK_V2",
+    "DeepseekV32ForCausalLM": "deepseek_v32:DEEPSEEK_V32",
+    "DeepseekV3ForCausalLM": "deepseek_v3:DEEPSEEK_V3",
     "DeepseekV4ForCausalLM": "deepseek_v4:DEEPSEEK_V4",
     "Gemma3ForCausalLM": "gemma3:GEMMA3",
     "Gemma3ForConditionalGeneration": "gemma3:GEMMA3_WRAPPER",
     "Gemma4ForCausalLM": "gemma4:GEMMA4",
     "Gemma4ForConditionalGeneration": "gemma4:GEMMA4_WRAPPER",
+    "Glm4MoeForCausalLM": "glm4_moe:GLM4_MOE",
+    "GlmMoeDsaForCausalLM": "glm_moe_dsa:GLM_MOE_DSA",
+    "GptOssForCausalLM": "gpt_oss:GPT_OSS",
+    "KimiK25ForConditionalGeneration": "kimi_k25:KIMI_K25",
+    "Kimi_K25ForConditionalGeneration": "kimi_k25:KIMI_K25",
     "LlamaForCausalLM": "llama:LLAMA",
+    "MiniMaxM2ForCausalLM": "minimax_m2:MINIMAX_M2",
+    "MiMoV2FlashForCausalLM": "mimo_v2_flash:MIMO_V2_FLASH",
     "MistralForCausalLM": "llama:MISTRAL",
     "Qwen3ForCausalLM": "qwen3:QWEN3",
+    "Qwen3NextForCausalLM": "qwen3_next:QWEN3_NEXT",
+    "Qwen3_5ForCausalLM": "qwen3_5:QWEN3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5:QWEN3_5_WRAPPER",
+    "Qwen3_5MoeForCausalLM": "qwen3_5:QWEN3_5_MOE",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5:QWEN3_5_MOE_WRAPPER",
+    "Qwen3MoeForCausalLM": "qwen3_moe:QWEN3_MOE",
 }
 
 

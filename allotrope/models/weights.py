@@ -56,7 +56,7 @@ class Rule:
 
 
 def drop(source: str, reason: str) -> Rule:
-    """Leave matching tensors out, and say why. `*` matches anything."""
+    """Leave matching tensors out, whatever other rules they match, and say why. `*` matches anything."""
     return Rule(source, None, reason=reason)
 
 
@@ -93,14 +93,14 @@ class Loader:
             if not matches:
                 self.reasons.append(f"checkpoint tensor {name} is used by no rule")
                 continue
-            targets = [(match, rule) for match, rule in matches if rule.target is not None]
-            if not targets:
-                report.dropped[name] = matches[0][1].reason
+            reason = next((rule.reason for _, rule in matches if rule.target is None), None)
+            if reason is not None:
+                report.dropped[name] = reason
                 continue
             tensor = checkpoint.read(name)
             report.tensors += 1
             report.bytes += tensor.nbytes
-            for match, rule in targets:
+            for match, rule in matches:
                 self._place(name, tensor, match, rule)
         for name, pieces in self.missing.items():
             self.reasons.extend(

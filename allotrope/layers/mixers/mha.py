@@ -14,18 +14,20 @@ from allotrope.attention.registry import FAMILIES
 from allotrope.attention.rope import RopeSpec, rotate
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
-from allotrope.layers.norm import RMSNorm
+from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
 
 
 @dataclass(frozen=True, kw_only=True)
 class MhaMixerSpec:
-    """`qk_norm` "head": RMS over each head of q and k before rotation. `bias`: on q, k, v; `out_bias`: on the output.
+    """`qk_norm`: RMS of q and of k before rotation, over each "head" or over "all" heads at once. `bias`: on q, k, v;
+    `out_bias`: on the output.
 
     `norm_offset`: 1.0 where the norm's stored weight is around 0. `v_head_dim`: default `head_dim`. `values_from_keys`:
     values are the projected keys, before their norm and rotation. `v_norm`: RMS over each head of v, without a weight.
-    `value_scale`: factor of v. A layer that shares another's cache projects queries only.
+    `value_scale`: factor of v. `output_gate`: the output is multiplied by the sigmoid of a projection of x. A layer that
+    shares another's cache projects queries only.
     """
 
     hidden: int
@@ -39,13 +41,14 @@ class MhaMixerSpec:
     sinks: bool = False
     bias: bool = False
     out_bias: bool = False
-    qk_norm: Literal["head"] | None = None
+    qk_norm: Literal["head", "all"] | None = None
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     v_head_dim: int | None = None
     values_from_keys: bool = False
     v_norm: bool = False
     value_scale: float = 1.0
+    output_gate: bool = False
     shares_cache_of: int | None = None
 
     def attention(self, parallel: Parallel, dtype: torch.dtype, kv_dtype: torch.dtype) -> MhaSpec:
@@ -77,12 +80,17 @@ class MhaMixer(nn.Module):
         self.out = RowLinear(Section("", heads * value_dim, value_dim), spec.hidden, build, bias=spec.out_bias)
         self.owns_rows, self.values_from_keys = spec.shares_cache_of is None, spec.values_from_keys
         self.value_scale = spec.value_scale
+        self.gate_size = self.spec.num_heads * value_dim if spec.output_gate else 0
         self.v_norm = RMSNorm(value_dim, spec.norm_eps, build, weighted=False) if spec.v_norm else None
-        self.q_norm = self.k_norm = None
+        self.q_norm: RMSNorm | AllHeadsNorm | None = None
+        self.k_norm: RMSNorm | AllHeadsNorm | None = None
         if spec.qk_norm == "head":
             self.q_norm = RMSNorm(dim, spec.norm_eps, build, offset=spec.norm_offset)
             if self.owns_rows:
                 self.k_norm = RMSNorm(dim, spec.norm_eps, build, offset=spec.norm_offset)
+        if spec.qk_norm == "all":
+            self.q_norm = AllHeadsNorm(heads, dim, spec.norm_eps, build)
+            self.k_norm = AllHeadsNorm(spec.num_kv_heads, dim, spec.norm_eps, build)
         self.sinks = None
         if spec.sinks:
             placement = Placement((Section("", heads, 1),))
@@ -92,6 +100,7 @@ class MhaMixer(nn.Module):
         """`x`: [T, hidden]. Returns the same shape."""
         spec, heads = self.spec, self.spec.num_heads
         projected = self.qkv(x)
+        projected, gate = projected.split((projected.shape[1] - self.gate_size, self.gate_size), dim=1)
         border = (heads + spec.num_kv_heads if self.owns_rows else heads) * spec.head_dim
         qk = projected[:, :border].unflatten(-1, (-1, spec.head_dim))
         v = self._values(qk, projected[:, border:]) if self.owns_rows else None
@@ -103,7 +112,8 @@ class MhaMixer(nn.Module):
             qk = rotate(qk, here.step.rotation(self.rope, x.dtype))
         k = qk[:, heads:] if self.owns_rows else None
         attended = self.backend.run(spec, here.plan, here.caches, qk[:, :heads], k, v, self.sinks)
-        return self.out(attended.flatten(1))
+        attended = attended.flatten(1)
+        return self.out(attended * torch.sigmoid(gate) if self.gate_size else attended)
 
     def _values(self, qk: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
         """[T, G, Dv], from keys before their norm or from what was projected."""
@@ -125,4 +135,6 @@ def _sections(spec: MhaMixerSpec, value_dim: int) -> tuple[Section, ...]:
         sections.append(Section("k", groups * dim, dim))
         if not spec.values_from_keys:
             sections.append(Section("v", groups * value_dim, value_dim))
+    if spec.output_gate:
+        sections.append(Section("gate", spec.num_heads * value_dim, value_dim))
     return tuple(sections)

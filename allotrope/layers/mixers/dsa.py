@@ -1,0 +1,98 @@
+"""Projections, norms and rotation around latent attention over picked rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from allotrope.attention.backend import choose
+from allotrope.attention.dsa import DsaSpec, IndexerSpec
+from allotrope.attention.registry import FAMILIES
+from allotrope.attention.rope import RopeSpec, rotate
+from allotrope.layers.build import Build
+from allotrope.layers.linear import RowLinear
+from allotrope.layers.mixers.mla import LatentProjection, MlaMixerSpec, Projected
+from allotrope.layers.parallel import Parallel, Placement, Section, parameter
+from allotrope.layers.step import LayerStep
+
+PICKS = "picks"
+"""The note under which a layer with an indexer leaves its picks to those behind it that have none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DsaMixerSpec:
+    """`mla`: the attention itself, whose queries come from a latent. `topk`: rows a query attends to. `indexer`: how
+    this layer picks them; None reuses the picks of the last layer that has one. `index_rope`: rotation of the first
+    dims of index queries and keys. `index_norm_eps`: of the norm of index keys.
+    """
+
+    mla: MlaMixerSpec
+    topk: int
+    indexer: IndexerSpec | None
+    index_rope: RopeSpec | None
+    index_norm_eps: float = 1e-6
+    shares_cache_of: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mla.q_rank is None:
+            raise ValueError("q_lora_rank is absent; an indexer needs the latent that queries are made from")
+
+    def attention(self, parallel: Parallel, dtype: torch.dtype, kv_dtype: torch.dtype) -> DsaSpec:
+        return DsaSpec(mla=self.mla.attention(parallel, dtype, kv_dtype), topk=self.topk, indexer=self.indexer)
+
+    def build(self, build: Build) -> DsaMixer:
+        return DsaMixer(self, build)
+
+
+class DsaMixer(nn.Module):
+    def __init__(self, spec: DsaMixerSpec, build: Build) -> None:
+        super().__init__()
+        self.spec = spec.attention(build.parallel, build.dtype, build.kv_dtype)
+        family = FAMILIES[self.spec.family]
+        self.backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
+        from_x: tuple[Section, ...] = ()
+        from_q: tuple[Section, ...] = ()
+        if spec.indexer is not None:
+            heads, dim = spec.indexer.num_heads, spec.indexer.head_dim
+            from_x = (Section("index_k", dim), Section("index_weights", heads))
+            from_q = (Section("index_q", heads * dim),)
+        self.latent = LatentProjection(spec.mla, build, from_x, from_q)
+        self.indexer = Indexer(spec, spec.indexer, build) if spec.indexer is not None else None
+        width = spec.mla.num_heads * spec.mla.v_head_dim
+        self.out = RowLinear(Section("", width, spec.mla.v_head_dim), spec.mla.hidden, build)
+
+    def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
+        """`x`: [T, hidden]. Returns the same shape."""
+        projected = self.latent(x, here)
+        notes = here.step.notes
+        extra = {PICKS: notes[PICKS]} if self.indexer is None else self.indexer(projected, here)
+        attended, notes[PICKS] = self.backend.run(
+            self.spec, here.plan, here.caches, **projected.tokens, **self.latent.up, **extra
+        )
+        return self.out(attended.flatten(1))
+
+
+class Indexer(nn.Module):
+    """Finishes what the layer's two projections began: index queries, keys and weights. Equal on every rank."""
+
+    def __init__(self, spec: DsaMixerSpec, indexer: IndexerSpec, build: Build) -> None:
+        super().__init__()
+        self.rope, self.eps = spec.index_rope, spec.index_norm_eps
+        self.heads, self.dim = indexer.num_heads, indexer.head_dim
+        placement = Placement((Section("", indexer.head_dim),))
+        self.k_norm_weight = parameter((indexer.head_dim,), placement, torch.float32, build.device)
+        self.k_norm_bias = parameter((indexer.head_dim,), placement, torch.float32, build.device)
+
+    def forward(self, projected: Projected, here: LayerStep) -> dict[str, torch.Tensor]:
+        """Returns the family's arguments by name."""
+        k, weights = projected.from_x
+        kind = k.dtype
+        k = F.layer_norm(k.float(), (self.dim,), self.k_norm_weight, self.k_norm_bias, self.eps).to(kind)
+        rows = torch.cat((projected.from_q[0].unflatten(-1, (self.heads, self.dim)), k[:, None]), dim=1)
+        if self.rope is not None:
+            rows = rotate(rows, here.step.rotation(self.rope, kind))
+        # In fp32: weights of both signs are summed up, and small differences decide.
+        return {"index_q": rows[:, :-1], "index_k": rows[:, -1], "index_weights": weights.float() * self.heads**-0.5}

@@ -1,0 +1,130 @@
+"""Projections, norms and rotation around latent attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from allotrope.attention.backend import choose
+from allotrope.attention.mla import MlaSpec
+from allotrope.attention.registry import FAMILIES
+from allotrope.attention.rope import RopeSpec, rotate
+from allotrope.layers.build import Build
+from allotrope.layers.linear import Linear, RowLinear
+from allotrope.layers.norm import RMSNorm
+from allotrope.layers.parallel import Parallel, Placement, Section, parameter
+from allotrope.layers.step import LayerStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaMixerSpec:
+    """`q_rank`: size of the normed latent that queries are made from; None makes them from x. `rope` None: the dims
+    that others rotate are used as they are. `scale`: of the logits, every factor included. The rest as in `MlaSpec`.
+    """
+
+    hidden: int
+    num_heads: int
+    latent_dim: int
+    rope_dim: int
+    nope_dim: int
+    v_head_dim: int
+    scale: float
+    rope: RopeSpec | None
+    q_rank: int | None = None
+    norm_eps: float = 1e-6
+    shares_cache_of: int | None = None
+
+    def attention(self, parallel: Parallel, dtype: torch.dtype, kv_dtype: torch.dtype) -> MlaSpec:
+        return MlaSpec(
+            num_heads=parallel.shard("num_attention_heads", self.num_heads),
+            latent_dim=self.latent_dim,
+            rope_dim=self.rope_dim,
+            nope_dim=self.nope_dim,
+            v_head_dim=self.v_head_dim,
+            scale=self.scale,
+            kv_dtype=kv_dtype,
+        )
+
+    def build(self, build: Build) -> MlaMixer:
+        return MlaMixer(self, build)
+
+
+class Projected(NamedTuple):
+    """What the family is called with, by its names; then what else was asked of the two projections."""
+
+    tokens: dict[str, torch.Tensor]
+    from_x: Sequence[torch.Tensor]
+    from_q: Sequence[torch.Tensor]
+
+
+class LatentProjection(nn.Module):
+    """From x to queries and to the row that is cached.
+
+    `inputs` computes everything that is linear in x: the query latent "q_a" (or, without `q_rank`, the queries "q"),
+    the row "kv_a", and the sections of `from_x`. `queries` computes "q" and the sections of `from_q` from the query
+    latent. `w_uk`, `w_uv`: what makes keys and values of a row, per head.
+    """
+
+    def __init__(
+        self,
+        spec: MlaMixerSpec,
+        build: Build,
+        from_x: tuple[Section, ...] = (),
+        from_q: tuple[Section, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.rope, self.latent_dim = spec.rope, spec.latent_dim
+        self.nope_dim, self.rope_dim = spec.nope_dim, spec.rope_dim
+        head_dim = spec.nope_dim + spec.rope_dim
+        q, row = Section("q", spec.num_heads * head_dim, head_dim), Section("kv_a", spec.latent_dim + spec.rope_dim)
+        first = q if spec.q_rank is None else Section("q_a", spec.q_rank)
+        self.inputs = Linear(spec.hidden, (first, row, *from_x), build)
+        self.queries = self.q_a_norm = None
+        if spec.q_rank is not None:
+            self.q_a_norm = RMSNorm(spec.q_rank, spec.norm_eps, build)
+            self.queries = Linear(spec.q_rank, (q, *from_q), build)
+        self.kv_a_norm = RMSNorm(spec.latent_dim, spec.norm_eps, build)
+        placement = Placement((Section("", spec.num_heads, 1),))
+        heads = placement.local(build.parallel)
+        shapes = {"w_uk": (heads, spec.nope_dim, spec.latent_dim), "w_uv": (heads, spec.v_head_dim, spec.latent_dim)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, parameter(shape, placement, build.dtype, build.device))
+
+    def forward(self, x: torch.Tensor, here: LayerStep) -> Projected:
+        """`x`: [T, hidden]."""
+        first, row, *from_x = self.inputs(x).split(self.inputs.sizes, dim=-1)
+        from_q: Sequence[torch.Tensor] = ()
+        if self.queries is not None and self.q_a_norm is not None:
+            first, *from_q = self.queries(self.q_a_norm(first)).split(self.queries.sizes, dim=-1)
+        q = first.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
+        c = self.kv_a_norm(row[:, : self.latent_dim])
+        rotated = torch.cat((q[..., self.nope_dim :], row[:, None, self.latent_dim :]), dim=1)
+        if self.rope is not None:
+            rotated = rotate(rotated, here.step.rotation(self.rope, x.dtype))
+        tokens = {"q_nope": q[..., : self.nope_dim], "q_pe": rotated[:, :-1], "c": c, "k_pe": rotated[:, -1]}
+        return Projected(tokens, from_x, from_q)
+
+    @property
+    def up(self) -> dict[str, torch.Tensor]:
+        """The family's arguments that are weights."""
+        return {"w_uk": self.get_parameter("w_uk"), "w_uv": self.get_parameter("w_uv")}
+
+
+class MlaMixer(nn.Module):
+    def __init__(self, spec: MlaMixerSpec, build: Build) -> None:
+        super().__init__()
+        self.spec = spec.attention(build.parallel, build.dtype, build.kv_dtype)
+        family = FAMILIES[self.spec.family]
+        self.backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
+        self.latent = LatentProjection(spec, build)
+        self.out = RowLinear(Section("", spec.num_heads * spec.v_head_dim, spec.v_head_dim), spec.hidden, build)
+
+    def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
+        """`x`: [T, hidden]. Returns the same shape."""
+        projected = self.latent(x, here)
+        attended = self.backend.run(self.spec, here.plan, here.caches, **projected.tokens, **self.latent.up)
+        return self.out(attended.flatten(1))
