@@ -1,6 +1,6 @@
-"""Tiny checkpoints with random, non-neutral weights, made and read back by Transformers: what models are held against.
+"""Tiny checkpoints with random, non-neutral weights, made and read back by Transformers.
 
-Weights are drawn per tensor name, so that no norm weight is 1, no bias is 0, and the logits are spread enough for greedy
+Weights are drawn per tensor name: no norm weight is 1, no bias is 0, and the logits are spread enough for greedy
 tokens to be clear.
 """
 

@@ -59,7 +59,7 @@ def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
     if s.kind == "linear":
         return freq / s.factor
     if s.kind == "llama3":
-        return _llama3(freq, s)
+        return _by_wavelength(freq, s)
     if s.kind == "yarn":
         return _yarn(freq, spec)
     if s.kind == "proportional":
@@ -67,7 +67,7 @@ def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
     return freq
 
 
-def _llama3(freq: torch.Tensor, s: RopeScaling) -> torch.Tensor:
+def _by_wavelength(freq: torch.Tensor, s: RopeScaling) -> torch.Tensor:
     wavelength = 2 * math.pi / freq
     smooth = (s.original_length / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
     ramp = smooth.clamp(0.0, 1.0)

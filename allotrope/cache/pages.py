@@ -87,3 +87,9 @@ class PagePool:
         if page in self._idle:
             del self._idle[page]
             self._free.append(page)
+
+    def forget_all(self) -> None:
+        """Make every page unfindable."""
+        for page in list(self._page.values()):
+            self.forget(page)
+        self._dropped.clear()

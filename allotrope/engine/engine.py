@@ -153,6 +153,10 @@ class Engine:
             preemptions=self._scheduler.preemptions,
         )
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all that ended sequences left for reuse."""
+        self._keeper.forget_all()
+
     def close(self) -> None:
         """Let go of the model and its memory."""
         self._executor.close()
@@ -162,7 +166,7 @@ class Engine:
 
     def _sequence(self, request: Request, index: int, first: Sequence | None) -> Sequence:
         params = request.params
-        seed = derive_seed(self._config.seed, self._accepted) if params.seed is None else params.seed
+        seed = derive_seed(self._config.seed, self._accepted + 1) if params.seed is None else params.seed
         eos_ids = () if params.ignore_eos else request.eos_ids
         sampling = RowSampling(
             params=params,

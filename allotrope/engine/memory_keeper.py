@@ -152,3 +152,8 @@ class MemoryKeeper:
         seq.published = [0] * len(self.groups)
         seq.cuts = []
         seq.computed = 0
+
+    def forget_all(self) -> None:
+        """Nothing computed so far is to be reused."""
+        for pool in self.pools:
+            pool.forget_all()

@@ -1,0 +1,172 @@
+"""The laws of docs/architecture.md, held by reading the code's imports and by looking at what importing does."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "allotrope"
+
+# Parts of the package, the lowest first: each imports only from its own line and those above it.
+ORDER = [
+    {"errors", "env"},
+    {"request", "config", "logs", "gguf_file"},
+    {"attention", "text"},
+    {"cache", "layers"},
+    {"models"},
+    {"engine"},
+    {"llm", "server", "verify", "bench"},
+    {"commands"},
+    {"cli"},
+    {"__main__"},
+]
+# Parts on one line are independent of each other, but for these (importer, imported).
+SIDEWAYS = {("bench", "llm"), ("verify", "llm")}
+SERVER_PACKAGES = {"fastapi", "uvicorn", "starlette", "pydantic", "prometheus_client"}
+PRODUCTS = ("llama", "mistral", "qwen", "deepseek", "gemma", "gpt_oss", "gptoss", "minimax", "kimi", "glm4", "mimo")
+
+
+def _modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts), path
+
+
+def _imports(path: Path, *, top_level: bool = False) -> Iterator[str]:
+    """Names that a file imports; `top_level`: only those that happen when it is itself imported."""
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level else list(ast.walk(tree))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield node.module
+
+
+def _part(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def _rank(part: str) -> int:
+    return next((i for i, line in enumerate(ORDER) if part in line), -1)
+
+
+@pytest.mark.parametrize(
+    ("module", "path"), list(_modules()), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_imports_point_one_way(module: str, path: Path) -> None:
+    part = _part(module)
+    if part in ("", "__init__"):
+        return
+    assert _rank(part) >= 0, f"{part} is in no line of ORDER"
+    for name in _imports(path):
+        if not name.startswith("allotrope."):
+            continue
+        other = _part(name)
+        allowed = other == part or _rank(other) < _rank(part) or (part, other) in SIDEWAYS
+        assert allowed, f"{module} imports {name}, which is not below it"
+
+
+@pytest.mark.parametrize(
+    ("module", "path"), list(_modules()), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_server_packages_stay_in_the_server(module: str, path: Path) -> None:
+    found = {name.split(".")[0] for name in _imports(path)} & SERVER_PACKAGES
+    assert not found or _part(module) == "server", f"{module} imports {found}"
+
+
+def test_only_models_name_a_product() -> None:
+    """Identifiers and file names; documentation may say which checkpoints a mechanism serves."""
+    for module, path in _modules():
+        if _part(module) in ("models", "plugins") or module.startswith("allotrope.text.gguf"):
+            continue
+        names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+        names |= {
+            node.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
+        named = {name for name in (*names, path.stem) if any(product in name.lower() for product in PRODUCTS)}
+        assert not named, f"{module} names {named}"
+
+
+def _run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_import_is_light() -> None:
+    """`import allotrope` loads neither torch nor a server package."""
+    heavy = sorted(SERVER_PACKAGES | {"torch", "transformers", "triton", "numpy"})
+    loaded = _run(f"import sys, allotrope; print([name for name in {heavy} if name in sys.modules])")
+    assert loaded.strip() == "[]"
+
+
+def test_offline_use_needs_no_server_package() -> None:
+    blocked = sorted(SERVER_PACKAGES | {"msgspec", "typer", "rich"})
+    code = f"""
+import sys
+for name in {blocked}:
+    sys.modules[name] = None
+from allotrope import LLM, SamplingParams
+print(LLM.__name__, SamplingParams().n)
+"""
+    assert _run(code).split() == ["LLM", "1"]
+
+
+def test_families_enumerate() -> None:
+    """Every family folder is registered under its name, has the files that readers expect, and a reference last."""
+    from allotrope.attention.registry import FAMILIES
+
+    folders = {path.parent.name for path in (PACKAGE / "attention").glob("*/spec.py")}
+    assert folders == set(FAMILIES)
+    for name, family in FAMILIES.items():
+        assert family.name == name
+        assert family.backends[-1].name == "reference"
+        for file in ("spec.py", "plan.py", "reference.py", "README.md"):
+            assert (PACKAGE / "attention" / name / file).exists(), f"{name} has no {file}"
+
+
+def test_every_architecture_reads_its_tiny_config() -> None:
+    from allotrope.models.registry import ARCHITECTURES, find_architecture, read_spec
+
+    for name in ARCHITECTURES:
+        architecture = find_architecture({"architectures": [name]}, "the registry")
+        _, spec = read_spec(architecture.tiny(), f"tiny config of {name}")
+        assert spec.layers, name
+
+
+def test_configs_are_frozen_and_explained() -> None:
+    import dataclasses
+
+    from allotrope.config import EngineConfig, ServerConfig
+
+    for kind in (EngineConfig, ServerConfig):
+        assert kind.__dataclass_params__.frozen
+        for option in dataclasses.fields(kind):
+            assert option.metadata.get("help"), f"{kind.__name__}.{option.name} has no help"
+
+
+def test_cache_bytes_have_one_source() -> None:
+    """What the plan says is what the arena allocates, for every architecture's tiny config."""
+    import torch
+
+    from allotrope.cache.arena import Arena
+    from allotrope.cache.groups import group_caches
+    from allotrope.cache.memory import Demand, make_plan
+    from allotrope.layers.parallel import Parallel
+    from allotrope.models.registry import ARCHITECTURES, find_architecture, read_spec
+
+    for name in ARCHITECTURES:
+        _, spec = read_spec(find_architecture({"architectures": [name]}, "").tiny(), name)
+        shares = {i: layer.mixer.shares_cache_of for i, layer in enumerate(spec.layers)}
+        owners = {i: owner for i, owner in shares.items() if owner is not None}
+        specs = [layer.mixer.attention(Parallel(), torch.float32, torch.float32) for layer in spec.layers]
+        groups = group_caches([{} if i in owners else one.caches() for i, one in enumerate(specs)], 16)
+        plan = make_plan(groups, Demand(context=256, sequences=2, step_tokens=64, reuse=True), 512)
+        arena = Arena(plan, len(specs), owners, torch.device("cpu"))
+        assert arena.bytes == plan.bytes, name
