@@ -69,6 +69,7 @@ class EngineClient:
         self._limits: EngineLimits | None = None
         self._stats = EngineStats()
         self._failure: Failed | None = None
+        self._stopped = False
         self.dead: str | None = None
         self.died = asyncio.Event()
 
@@ -139,7 +140,8 @@ class EngineClient:
             self._send(Abort([request_id]) if index is None else AbortSequence(request_id, index))
 
     async def stop(self) -> None:
-        """End the process; open requests fail."""
+        """End the process; open requests fail. May be called again."""
+        self._stopped = True
         if self._writer is None:
             self._socket.close()
         else:
@@ -167,7 +169,7 @@ class EngineClient:
             self._process.kill()
             reason = one_line(f"the engine process (pid {self.pid}) sent what cannot be read: {error!r}")
         finally:
-            self.dead = reason or "the engine was stopped"
+            self.dead = reason or "it was stopped"
             for inbox in self._open.values():
                 inbox.put_nowait(EngineDead(self.dead))
             self.died.set()
@@ -194,6 +196,8 @@ class EngineClient:
             inbox.put_nowait(item)
 
     async def _how_it_ended(self) -> str:
+        if self._stopped:
+            return "it was stopped"
         name = f"the engine process (pid {self.pid})"
         if not await self._reaped():
             return f"{name} closed its connection"

@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import allotrope
 from allotrope.config import EngineConfig, ServerConfig
@@ -31,6 +31,7 @@ _STOPPED, _FAILED = 0, 1
 _FAREWELL_SECONDS = 2.0
 _CLOSE_SECONDS = 1
 _KEEP_ALIVE_SECONDS = 60
+_BACKLOG = 2048
 
 
 def serve(engine: EngineConfig, server: ServerConfig) -> int:
@@ -52,6 +53,8 @@ def _listen(config: ServerConfig) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        # At once, so that nobody else can take the address and early clients wait rather than fail.
+        listener.listen(_BACKLOG)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on host={config.host} port={config.port}: {error.strerror}. "
@@ -76,23 +79,27 @@ class _Service:
         self._state: ServerState = ServerState(server, server.served_model_name or engine.model)
         self._http = _http_server(build_app(self._state))
         self._stop = asyncio.Event()
-        self._signals = 0
 
     async def run(self) -> int:
         """Serve; the exit status."""
         with self._signal_handlers():
             accepting = asyncio.create_task(self._http.serve(sockets=[self._listener]))
-            log.info("listening on %s while %s loads", self._address(), self._engine_config.model)
+            log.info(
+                "listening on %s; engine process %d loads %s",
+                self._address(),
+                self._client.pid,
+                self._engine_config.model,
+            )
             try:
-                return await self._live()
+                return await self._live(accepting)
             finally:
                 self._http.should_exit = True
                 await accepting
                 await self._client.stop()
 
-    async def _live(self) -> int:
+    async def _live(self, accepting: asyncio.Task[None]) -> int:
         loading = asyncio.create_task(self._load())
-        if not await self._before_stop(loading):
+        if not await self._before_stop(loading, accepting):
             loading.cancel()
             log.info("stopped while loading")
             return _STOPPED
@@ -103,15 +110,17 @@ class _Service:
             return _FAILED
         print(f"Allotrope {allotrope.__version__} serves {self._state.model_name} at {self._address()}/v1", flush=True)
         died = asyncio.create_task(self._client.died.wait())
-        if await self._before_stop(died):
+        if await self._before_stop(died, accepting):
             return await self._mourn()
         return await self._drain(died)
 
-    async def _before_stop(self, task: asyncio.Task[object]) -> bool:
-        """Wait for `task` or for a signal to stop; whether the task came first."""
+    async def _before_stop(self, task: asyncio.Task[Any], accepting: asyncio.Task[None]) -> bool:
+        """Wait for `task` or for a signal to stop; whether the task came first. Raises if the HTTP server broke."""
         stop = asyncio.create_task(self._stop.wait())
-        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, stop, accepting}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
+        if accepting.done():
+            accepting.result()
         return task.done()
 
     async def _load(self) -> None:
@@ -168,6 +177,8 @@ class _Service:
         if not (idle.done() and idle.result()):
             idle.cancel()
             log.warning("stopping with requests still open; they are dropped")
+            await self._client.stop()
+            await self._state.idle(_FAREWELL_SECONDS)
         return _STOPPED
 
     def _address(self) -> str:
@@ -206,6 +217,7 @@ def _http_server(app: object) -> uvicorn.Server:
         lifespan="off",
         ws="none",
         server_header=False,
+        backlog=_BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
     )

@@ -1,0 +1,49 @@
+"""One server for most tests of this folder, and one that is strict, keyed and small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from server_process import ServerProcess
+from tiny_model import write_tiny_model
+
+API_KEY = "open-sesame"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a tiny model."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model: Path) -> Iterator[ServerProcess]:
+    """A server with default options."""
+    running = ServerProcess(tiny_model, max_body_bytes=16_000_000)
+    yield running.wait_until_ready()
+    running.close()
+
+
+@pytest.fixture(scope="session")
+def keyed_server(tiny_model: Path) -> Iterator[ServerProcess]:
+    """A server that is strict, asks for a key, exports aliases, and whose queue is short."""
+    running = ServerProcess(
+        tiny_model,
+        {"max_num_seqs": 1, "max_num_waiting": 4},
+        strict=True,
+        api_key=API_KEY,
+        metrics_compat="vllm",
+        max_body_bytes=100_000,
+    )
+    yield running.wait_until_ready()
+    running.close()
+
+
+@pytest.fixture
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    """Plain HTTP to `server`."""
+    with server.http() as client:
+        yield client

@@ -1,0 +1,170 @@
+"""A stream is the whole answer in parts, on both routes and however the engine may portion its tokens."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from allotrope.request import Request, SamplingParams, SequenceOutput, TokenLogprobs
+from allotrope.server.answers import ChatAnswer, CompletionAnswer
+from allotrope.server.generation import Generation, GenerationFailed, Piece
+from allotrope.server.logprobs import Report
+from allotrope.text.tokenizer import Tokenizer, load_tokenizer
+
+Json = dict[str, Any]
+CHAT: Json = {"messages": [{"role": "user", "content": "the cat"}], "temperature": 0, "max_tokens": 12}
+COMPLETION: Json = {"prompt": "the cat", "temperature": 0, "max_tokens": 12}
+
+
+def read_events(response: httpx.Response) -> list[Json]:
+    """The JSON of each event; checks the frame around them."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *events, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert all(event.startswith("data: {") and "\n" not in event for event in events)
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def join_chat(events: list[Json]) -> list[Json]:
+    """The choices of a whole chat answer, folded from its chunks."""
+    choices: dict[int, Json] = {}
+    for choice in (choice for event in events for choice in event["choices"]):
+        index = choice["index"]
+        if index not in choices:
+            assert choice["delta"] == {"role": "assistant", "content": ""}
+            choices[index] = {"content": "", "logprobs": [], "token_ids": []}
+            continue
+        joined = choices[index]
+        assert "finish_reason" not in joined, "nothing may follow the last chunk of a choice"
+        joined["content"] += choice["delta"].get("content", "")
+        joined["logprobs"] += (choice["logprobs"] or {"content": []})["content"]
+        joined["token_ids"] += choice.get("token_ids", [])
+        if choice["finish_reason"] is not None:
+            assert choice["delta"] == {}
+            joined |= {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
+    return [choices[index] for index in sorted(choices)]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"n": 3, "temperature": 3.0, "seed": 5},
+        {"logprobs": True, "top_logprobs": 2, "return_token_ids": True},
+        {"n": 2, "temperature": 3.0, "seed": 1, "stop": ["e", "a", "t", "\n", "1"], "logprobs": True},
+        {"logit_bias": {"1": 100}},
+    ],
+)
+def test_a_chat_stream_folds_to_the_whole_answer(http: httpx.Client, more: Json) -> None:
+    whole = http.post("/v1/chat/completions", json=CHAT | more).json()
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    events = read_events(http.post("/v1/chat/completions", json=CHAT | more | options))
+
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert len({event["id"] for event in events}) == 1 and events[0]["id"].startswith("chatcmpl-")
+    *chunks, last = events
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    counted = {key: value for key, value in last["usage"].items() if key != "prompt_tokens_details"}
+    assert counted == {key: whole["usage"][key] for key in counted}
+    for joined, choice in zip(join_chat(chunks), whole["choices"], strict=True):
+        assert joined["content"] == choice["message"]["content"]
+        assert joined["logprobs"] == (choice["logprobs"] or {"content": []})["content"]
+        assert joined["token_ids"] == choice.get("token_ids", [])
+        assert (joined["finish_reason"], joined["stop_reason"]) == (choice["finish_reason"], choice["stop_reason"])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"n": 2, "temperature": 3.0, "seed": 5, "logprobs": 2},
+        {"echo": True, "logprobs": 1, "return_token_ids": True},
+        {"prompt": ["one", "two", "three"], "n": 2, "temperature": 3.0, "seed": 2, "echo": True},
+        {"max_tokens": 0, "echo": True, "logprobs": 0},
+    ],
+)
+def test_a_completion_stream_folds_to_the_whole_answer(http: httpx.Client, more: Json) -> None:
+    whole = http.post("/v1/completions", json=COMPLETION | more).json()
+    events = read_events(http.post("/v1/completions", json=COMPLETION | more | {"stream": True}))
+    assert all("usage" not in event for event in events)
+    for choice in whole["choices"]:
+        parts = [c for event in events for c in event["choices"] if c["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+        for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            if choice["logprobs"] is not None:
+                assert [item for part in parts for item in part["logprobs"][key]] == choice["logprobs"][key]
+        if "token_ids" in choice:
+            assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
+
+
+def test_usage_in_every_chunk(http: httpx.Client) -> None:
+    options = {"stream": True, "stream_options": {"continuous_usage_stats": True, "include_usage": True}}
+    events = read_events(http.post("/v1/chat/completions", json=CHAT | options))
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts) and counts[0] < 4 and counts[-1] == 12
+
+
+def test_a_repeated_prompt_is_reported_as_cached(http: httpx.Client) -> None:
+    body = {"prompt": list(range(4, 104)), "max_tokens": 1, "temperature": 0}
+    first = http.post("/v1/completions", json=body).json()["usage"]
+    second = http.post("/v1/completions", json=body).json()["usage"]
+    assert first["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert 80 <= second["prompt_tokens_details"]["cached_tokens"] < 100
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return load_tokenizer(str(tiny_model))
+
+
+def _generate(
+    tokenizer: Tokenizer, params: SamplingParams, portions: list[list[int]]
+) -> tuple[Generation, list[Piece]]:
+    generation = Generation(Request(request_id="r", prompt_ids=(5,), params=params), tokenizer)
+    pieces = []
+    for place, portion in enumerate(portions):
+        scores = tuple(TokenLogprobs(token, -1.0, 1, ((token, -1.0),)) for token in portion)
+        reason = "length" if place == len(portions) - 1 else None
+        pieces += generation.take(SequenceOutput("r", 0, tuple(portion), reason, logprobs=scores))
+    return generation, pieces
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    ids=st.lists(st.integers(0, 319), min_size=1, max_size=24),
+    cuts=st.sets(st.integers(1, 23)),
+    stop=st.sampled_from([(), ("a",), ("the", "at"), ("\ufffd",)]),
+    include=st.booleans(),
+)
+def test_portions_do_not_matter(
+    tokenizer: Tokenizer, ids: list[int], cuts: set[int], stop: tuple[str, ...], include: bool
+) -> None:
+    params = SamplingParams(stop=stop, include_stop_str_in_output=include, logprobs=1, max_tokens=None)
+    edges = [0, *sorted(cut for cut in cuts if cut < len(ids)), len(ids)]
+    portions = [ids[start:end] for start, end in pairwise(edges)]
+    report = Report(logprobs=1, token_ids=True)
+    answers = []
+    for split in ([ids], portions, [[token] for token in ids]):
+        generation, pieces = _generate(tokenizer, params, split)
+        for kind in (ChatAnswer, CompletionAnswer):
+            body = kind("tiny", [generation], tokenizer, report).whole(pieces)
+            answers.append((kind, body["choices"], body["usage"]))
+        assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert answers[0:2] == answers[2:4] == answers[4:6]
+
+
+def test_a_sequence_that_the_engine_gives_up_fails_the_request(tokenizer: Tokenizer) -> None:
+    generation = Generation(Request(request_id="r", prompt_ids=(5,), params=SamplingParams(n=2)), tokenizer)
+    generation.take(SequenceOutput("r", 0, (6,)))
+    with pytest.raises(GenerationFailed, match="not numbers"):
+        generation.take(SequenceOutput("r", 1, finish_reason="error", error="scores are not numbers"))
