@@ -26,6 +26,7 @@ from allotrope.engine.step import StepPlan, StepRow
 from allotrope.errors import InvalidRequest, ModelError, Overloaded
 from allotrope.layers.ranking import score_tokens
 from allotrope.layers.sampler import sample
+from allotrope.models.decoder import Decoder
 from allotrope.request import FinishReason, Request, SequenceOutput, TokenLogprobs
 
 log = logging.getLogger("allotrope.engine")
@@ -156,6 +157,11 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget all that ended sequences left for reuse."""
         self._keeper.forget_all()
+
+    @property
+    def model(self) -> Decoder:
+        """The model in this process (one rank's share of it), for whoever looks inside; see `Observer`."""
+        return self._executor.model
 
     def close(self) -> None:
         """Let go of the model and its memory."""

@@ -10,10 +10,16 @@ from allotrope.cache.arena import Arena
 from allotrope.cache.memory import MemoryPlan
 from allotrope.engine.load import Blueprint, load_model
 from allotrope.engine.step import Runner, StepPlan
+from allotrope.models.decoder import Decoder
 
 
 class Executor(Protocol):
     """Runs plans in the order given."""
+
+    @property
+    def model(self) -> Decoder:
+        """The model in this process, or its share of it."""
+        ...
 
     def run(self, plan: StepPlan) -> torch.Tensor:
         """Logits of the plan's scored tokens: [n, vocabulary] fp32."""
@@ -34,6 +40,10 @@ class InProcess:
         groups = [entry.group for entry in memory.groups]
         self._runner = Runner(model, blueprint.specs, groups, arena, blueprint.shares)
         self._device = device
+
+    @property
+    def model(self) -> Decoder:
+        return self._runner.model
 
     def run(self, plan: StepPlan) -> torch.Tensor:
         return self._runner.run(plan, self._device)

@@ -28,6 +28,7 @@ from allotrope.engine.load import Blueprint, draw_up, plan_caches
 from allotrope.engine.step import StepPlan
 from allotrope.errors import ConfigError, EngineDead
 from allotrope.layers.parallel import Parallel
+from allotrope.models.decoder import Decoder
 
 OnDeath = Callable[[str], None]
 
@@ -60,6 +61,10 @@ class Ranks:
             _join(store, 0, size, self.blueprint.build.device)
             self._local = InProcess(self.blueprint, self.memory, config.seed)
             dist.barrier()
+
+    @property
+    def model(self) -> Decoder:
+        return self._local.model
 
     def run(self, plan: StepPlan) -> torch.Tensor:
         with self._explained():
