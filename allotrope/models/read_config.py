@@ -132,11 +132,12 @@ def read_rope(
     theta_key: str = "rope_theta",
     default_theta: float | None = None,
     interleaved: bool = False,
+    default_part: float = 1.0,
 ) -> RopeSpec:
     """The rotation of heads of `dim` dims, from either spelling.
 
-    `kind`: key of `rope_parameters` where it is given per layer type. `dim` shrinks by `partial_rotary_factor` (but for
-    proportional scaling).
+    `kind`: key of `rope_parameters` where it is given per layer type. `dim` shrinks by `partial_rotary_factor`, else by
+    `default_part` (but for proportional scaling).
     """
     values: dict[str, Any] = dict(config.get("rope_parameters", dict, None) or {})
     if kind is not None and kind in values:
@@ -150,9 +151,10 @@ def read_rope(
     reader = ConfigReader(values, f"{config.subject} rope")
     reader.reasons = config.reasons
     theta = reader.get("rope_theta", float)
-    part = reader.get("partial_rotary_factor", float, None) or partial or 1.0
+    part = reader.get("partial_rotary_factor", float, None) or partial or default_part
     name = reader.get("rope_type", str, None) or reader.get("type", str, "default")
-    reader.ignore("type")
+    # A text token has one position on all three axes of an image, so splitting the pairs among them changes nothing.
+    reader.ignore("type", "mrope_section", "mrope_interleaved")
     if name == "proportional":
         # Frequencies are those of the whole head; only the first pairs turn.
         scaling = RopeScaling(

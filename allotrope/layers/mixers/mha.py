@@ -26,8 +26,8 @@ class MhaMixerSpec:
 
     `norm_offset`: 1.0 where the norm's stored weight is around 0. `v_head_dim`: default `head_dim`. `values_from_keys`:
     values are the projected keys, before their norm and rotation. `v_norm`: RMS over each head of v, without a weight.
-    `value_scale`: factor of v. `output_gate`: the output is multiplied by the sigmoid of a projection of x. A layer that
-    shares another's cache projects queries only.
+    `value_scale`: factor of v. `output_gate`: the output is multiplied by the sigmoid of a projection of x. A layer
+    that shares another's cache projects queries only.
     """
 
     hidden: int

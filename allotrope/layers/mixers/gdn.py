@@ -1,0 +1,97 @@
+"""Projections, output norm and gate around the gated delta rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from allotrope.attention.backend import choose
+from allotrope.attention.gdn import GdnSpec
+from allotrope.attention.registry import FAMILIES
+from allotrope.layers.build import Build
+from allotrope.layers.linear import Linear, RowLinear
+from allotrope.layers.parallel import Parallel, Placement, Section, parameter
+from allotrope.layers.step import LayerStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class GdnMixerSpec:
+    """One projection gives [q | k | v | z | b | a]; q, k and v pass through a convolution over `conv_width` tokens.
+
+    `num_k_heads`, `num_v_heads`, `k_head_dim`, `v_head_dim`: as in `GdnSpec`. z gates the output after its norm.
+    """
+
+    hidden: int
+    num_k_heads: int
+    num_v_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    conv_width: int
+    norm_eps: float = 1e-6
+    shares_cache_of: int | None = None
+
+    @property
+    def inner_sections(self) -> tuple[Section, ...]:
+        """What passes through the convolution, head by head."""
+        key = self.num_k_heads * self.k_head_dim
+        value = self.num_v_heads * self.v_head_dim
+        return (
+            Section("q", key, self.k_head_dim),
+            Section("k", key, self.k_head_dim),
+            Section("v", value, self.v_head_dim),
+        )
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """Everything the projection gives."""
+        heads = self.num_v_heads
+        z = Section("z", heads * self.v_head_dim, self.v_head_dim)
+        return (*self.inner_sections, z, Section("b", heads, 1), Section("a", heads, 1))
+
+    def attention(self, parallel: Parallel, dtype: torch.dtype, kv_dtype: torch.dtype) -> GdnSpec:
+        return GdnSpec(
+            num_k_heads=parallel.split("linear_num_key_heads", self.num_k_heads),
+            num_v_heads=parallel.shard("linear_num_value_heads", self.num_v_heads),
+            k_head_dim=self.k_head_dim,
+            v_head_dim=self.v_head_dim,
+            conv_width=self.conv_width,
+            conv_dtype=dtype,
+        )
+
+    def build(self, build: Build) -> GdnMixer:
+        return GdnMixer(self, build)
+
+
+class GdnMixer(nn.Module):
+    def __init__(self, spec: GdnMixerSpec, build: Build) -> None:
+        super().__init__()
+        self.spec, self.norm_eps = spec.attention(build.parallel, build.dtype, build.kv_dtype), spec.norm_eps
+        family = FAMILIES[self.spec.family]
+        self.backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
+        self.inputs = Linear(spec.hidden, spec.sections, build)
+        self.out = RowLinear(Section("", spec.num_v_heads * spec.v_head_dim, spec.v_head_dim), spec.hidden, build)
+        inner, heads = Placement(spec.inner_sections), Placement((Section("", spec.num_v_heads, 1),))
+        whole = Placement((Section("", spec.v_head_dim),))
+        shape = (self.spec.conv_dim, spec.conv_width)
+        self.conv_weight = parameter(shape, inner, build.dtype, build.device)
+        self.A_log = parameter((self.spec.num_v_heads,), heads, torch.float32, build.device)
+        self.dt_bias = parameter((self.spec.num_v_heads,), heads, torch.float32, build.device)
+        self.norm = parameter((spec.v_head_dim,), whole, torch.float32, build.device)
+
+    def finish_loading(self) -> None:
+        """Lay the convolution's weight out as the family reads it, one factor of all channels after another."""
+        self.conv_weight.data = self.conv_weight.data.float().t().contiguous().t()
+
+    def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
+        """`x`: [T, hidden]. Returns the same shape."""
+        spec = self.spec
+        sizes = (spec.conv_dim, spec.value_dim, spec.num_v_heads, spec.num_v_heads)
+        qkv, z, b, a = self.inputs(x).split(sizes, dim=-1)
+        mixed = self.backend.run(
+            spec, here.plan, here.caches, qkv, b, a, self.conv_weight, None, self.A_log, self.dt_bias
+        )
+        normed = F.rms_norm(mixed.float(), (spec.v_head_dim,), self.norm, self.norm_eps)
+        return self.out((normed.flatten(1) * F.silu(z.float())).to(x.dtype))
