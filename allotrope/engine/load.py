@@ -21,6 +21,7 @@ from allotrope.layers.build import Build
 from allotrope.layers.parallel import Parallel
 from allotrope.models.checkpoint import Checkpoint, open_checkpoint
 from allotrope.models.decoder import Decoder
+from allotrope.models.dequantize import dequantized
 from allotrope.models.registry import Architecture, read_spec
 from allotrope.models.spec import ModelSpec
 from allotrope.models.weights import Loader, fill_random, finish
@@ -99,7 +100,7 @@ def load_model(blueprint: Blueprint, seed: int) -> Decoder:
     model = blueprint.architecture.decoder(blueprint.spec, build)
     if blueprint.checkpoint.has_weights:
         loader = Loader(model, blueprint.architecture.rules(blueprint.spec), build.parallel)
-        report = loader.load(blueprint.checkpoint)
+        report = loader.load(dequantized(blueprint.checkpoint))
         log.info(
             "read %d tensors, %.1f MB in %.1f s; dropped %d",
             report.tensors,

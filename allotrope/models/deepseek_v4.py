@@ -22,6 +22,7 @@ from allotrope.layers.moe import MoeSpec, RouterSpec, Score
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.step import LayerStep, Step
 from allotrope.models.decoder import Decoder
+from allotrope.models.expert_rules import expert_rules, mlp_rules
 from allotrope.models.read_config import ConfigReader, layer_types, read_rope
 from allotrope.models.registry import Architecture
 from allotrope.models.spec import LayerSpec, ModelSpec
@@ -251,18 +252,14 @@ def deepseek_v4_rules(spec: ModelSpec) -> list[Rule]:
 
 
 def _ffn_rules() -> list[Rule]:
-    theirs, ours = "layers.{i}.ffn.", "layers.{i}.ffn."
-    rules = [
+    theirs, ours, names = "layers.{i}.ffn.", "layers.{i}.ffn.", ("w1", "w3", "w2")
+    return [
         Rule(theirs + "gate.weight", ours + "router.gate.weight"),
         Rule(theirs + "gate.bias", ours + "router.correction"),
         Rule(theirs + "gate.tid2eid", ours + "router.table"),
-        Rule(theirs + "experts.{e}.w2.weight", ours + "experts.down", expert="e"),
-        Rule(theirs + "shared_experts.w2.weight", ours + "shared.down.weight"),
+        *expert_rules(theirs + "experts.", ours + "experts.", names),
+        *mlp_rules(theirs + "shared_experts.", ours + "shared.", names),
     ]
-    for name, part in (("w1", "gate"), ("w3", "up")):
-        rules.append(Rule(theirs + f"experts.{{e}}.{name}.weight", ours + "experts.gate_up", part, expert="e"))
-        rules.append(Rule(theirs + f"shared_experts.{name}.weight", ours + "shared.gate_up.weight", part))
-    return rules
 
 
 def tiny_deepseek_v4() -> dict[str, Any]:

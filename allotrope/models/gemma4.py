@@ -23,6 +23,7 @@ from allotrope.layers.norm import RMSNorm
 from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.layers.step import LayerStep, Step
 from allotrope.models.decoder import Decoder
+from allotrope.models.expert_rules import expert_rules
 from allotrope.models.gemma3 import FULL, SLIDING, SandwichLayer, gemma_kinds, gemma_rules, tiny_gemma3
 from allotrope.models.read_config import ConfigReader, read_rope
 from allotrope.models.registry import Architecture
@@ -288,22 +289,9 @@ def gemma4_rules(spec: ModelSpec, prefix: str = "model.") -> list[Rule]:
         layer + "router.scale": beside + "router_scale",
         layer + "router.proj.weight": beside + "router.gate.weight",
         layer + "router.per_expert_scale": beside + "expert_scale",
-        layer + "experts.down_proj": beside + "experts.down",
     }
-    gate_up = [
-        Rule(layer + "experts.gate_up_proj", beside + "experts.gate_up", part, transform=half)
-        for part, half in (("gate", _first_half), ("up", _second_half))
-    ]
-    return [*gemma_rules(spec, prefix), *gate_up, *(Rule(theirs, name) for theirs, name in renamed.items())]
-
-
-def _first_half(gate_up: torch.Tensor) -> torch.Tensor:
-    """[E, width, hidden] of [E, 2 * width, hidden]."""
-    return gate_up.chunk(2, dim=1)[0]
-
-
-def _second_half(gate_up: torch.Tensor) -> torch.Tensor:
-    return gate_up.chunk(2, dim=1)[1]
+    experts = expert_rules(layer + "experts.", beside + "experts.")
+    return [*gemma_rules(spec, prefix), *experts, *(Rule(theirs, name) for theirs, name in renamed.items())]
 
 
 def gemma4_wrapper_rules(spec: ModelSpec) -> list[Rule]:
