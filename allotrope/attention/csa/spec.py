@@ -82,6 +82,9 @@ class CsaSpec:
         """Entries that exist for a query that sees `seen` tokens: an entry exists once its last token does."""
         return seen // self.ratio if self.ratio else 0
 
+    def boundaries(self) -> tuple[int, ...]:
+        return () if self.indexer is None else (self.ratio * self.indexer.topk,)
+
     def caches(self) -> dict[str, CacheLayout]:
         row = Field("kv", (self.head_dim,), self.kv_dtype)
         caches: dict[str, CacheLayout] = {"window": WindowRows((row,), self.window)}

@@ -47,6 +47,9 @@ class DsaSpec:
     def plan_key(self) -> Hashable:
         return ("dsa", self.topk, self.indexer is None, self.mla.plan_key)
 
+    def boundaries(self) -> tuple[int, ...]:
+        return (self.topk,)
+
     def caches(self) -> dict[str, CacheLayout]:
         if self.indexer is None:
             return self.mla.caches()

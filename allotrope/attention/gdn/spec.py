@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from allotrope.attention.cache_layout import CacheLayout, Field, StateSlots
+from allotrope.attention.gdn.chunked import CHUNK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,9 @@ class GdnSpec:
     @property
     def plan_key(self) -> Hashable:
         return ("gdn", self.state_bytes)
+
+    def boundaries(self) -> tuple[int, ...]:
+        return (self.conv_width, CHUNK)
 
     def caches(self) -> dict[str, CacheLayout]:
         conv = Field("conv", (self.conv_width - 1, self.conv_dim), self.conv_dtype)
