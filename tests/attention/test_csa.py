@@ -13,7 +13,6 @@ from allotrope.attention.batch import BatchLayout, PageIndex
 from allotrope.attention.check import Case, cases, compare
 from allotrope.attention.csa import CsaSpec, IndexerSpec
 from allotrope.attention.csa.cases import MAIN, PAGE, draw
-from allotrope.attention.csa.indexer import best
 from allotrope.attention.csa.reference import attend
 from allotrope.attention.registry import FAMILIES
 from allotrope.attention.replay import Replay, Step, alone, at_random, in_chunks, in_order, whole
@@ -203,16 +202,6 @@ def test_nothing_to_see_is_zero_and_a_sink_alone_takes_all() -> None:
     assert torch.allclose(out[0, 1], torch.softmax(q[0, 1] @ rows[0].T, -1) @ rows[0], atol=1e-6)
     assert out[0, 1].abs().sum() > 0
     assert attend(q, [rows * torch.nan], bias, torch.zeros(3), 1.0)[0, 1].isnan().all()
-
-
-def test_equal_scores_go_to_the_earlier_entry_whatever_the_width() -> None:
-    score = torch.tensor([[1.0, 0.0, 2.0, 0.0, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
-    assert best(score, 3).tolist() == [[0, 1, 2], [0, 1, 2]]
-    wider = torch.nn.functional.pad(score, (0, 100), value=-torch.inf)
-    assert best(wider, 4).tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    drawn = torch.randint(0, 5, (50, 40), generator=torch.Generator().manual_seed(0)).float()
-    want = [sorted(sorted(range(40), key=lambda e: (-row[e], e))[:7]) for row in drawn.tolist()]
-    assert best(drawn, 7).tolist() == want
 
 
 def test_tied_scores_choose_alike_in_every_schedule() -> None:

@@ -13,6 +13,7 @@ import torch
 from allotrope.attention.csa.plan import Contest, CsaPlan
 from allotrope.attention.csa.rotary import rotate_tail
 from allotrope.attention.csa.spec import IndexerSpec
+from allotrope.attention.topk import top_indices
 
 
 def pick(spec: IndexerSpec, plan: CsaPlan, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -25,7 +26,7 @@ def pick(spec: IndexerSpec, plan: CsaPlan, keys: torch.Tensor, q: torch.Tensor, 
     if plan.contests:
         q = rotate_tail(q, plan.rotation)
         for contest in plan.contests:
-            entry = best(scores(spec, contest, keys, q, weights), spec.topk)
+            entry = top_indices(scores(spec, contest, keys, q, weights), spec.topk)
             rows = contest.entry_rows.repeat_interleave(contest.queries, dim=0)
             picked[contest.tokens] = rows.gather(1, entry)
     return picked
@@ -41,14 +42,3 @@ def scores(
     hits = torch.bmm(queries.flatten(1, 2), rows.float().transpose(1, 2)).relu_()
     score = torch.bmm(share[:, None], hits.view(len(share), spec.num_heads, -1)).squeeze(1)
     return score + contest.bias.flatten(0, 1)
-
-
-def best(score: torch.Tensor, k: int) -> torch.Tensor:
-    """Columns of the `k` highest scores of each row, ascending; among equals the earlier column.
-
-    `score`: [n, N], with at least `k` finite values a row. Returns [n, k] int64.
-    """
-    edge = score.topk(k, dim=-1).values[:, -1:]
-    above, at = score > edge, score == edge
-    room = k - above.sum(-1, keepdim=True)
-    return (above | (at & (at.cumsum(-1) <= room))).nonzero()[:, 1].view(-1, k)
