@@ -10,7 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 import allotrope
+from allotrope.attention.registry import FAMILIES
 from allotrope.commands.app import BENCHMARKS, COMMANDS, build_app
+from allotrope.models.registry import ARCHITECTURES
 
 
 def allotrope_command(*args: str) -> subprocess.CompletedProcess[str]:
@@ -92,11 +94,8 @@ def test_no_server_is_one_line(command: tuple[str, ...]) -> None:
     assert done.stderr.endswith("Is the server running?\n")
 
 
-def test_families_lists_each_family_with_its_reference() -> None:
-    from allotrope.attention.registry import FAMILIES
-
+def test_families_lists_each_family_and_architecture() -> None:
     done = allotrope_command("families")
-    assert done.returncode == 0
-    for name in FAMILIES:
-        assert name in done.stdout
+    assert done.returncode == 0, done.stderr
+    assert [name for name in (*FAMILIES, *ARCHITECTURES) if name not in done.stdout] == []
     assert "reference" in done.stdout
