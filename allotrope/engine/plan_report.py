@@ -94,6 +94,8 @@ def report_model(config: EngineConfig, memory: int | None = None) -> ModelReport
 
     Raises ModelError or ConfigError if the model cannot be served at all, whatever the memory.
     """
+    # As if there were no weights: those of a hub id need not be downloaded for this.
+    config = dataclasses.replace(config, load_format="dummy")
     found = _try(config, config.tensor_parallel_size, memory)
     if found.refusal is None:
         return found
