@@ -23,6 +23,7 @@ from allotrope.engine.scheduler import Row, Scheduler
 from allotrope.engine.seeds import derive_seed
 from allotrope.engine.sequence import Sequence
 from allotrope.engine.step import StepPlan, StepRow
+from allotrope.env import keep_freed_memory
 from allotrope.errors import InvalidRequest, ModelError, Overloaded
 from allotrope.layers.ranking import score_tokens
 from allotrope.layers.sampler import sample
@@ -42,6 +43,7 @@ class Engine:
         `step` raises EngineDead. `observer`: sees the logits of every token and may replace chosen tokens.
         """
         self._observer = observer
+        keep_freed_memory()
         share_threads(config)
         self._config = config
         self._executor: Executor

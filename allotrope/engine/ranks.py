@@ -26,6 +26,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine.executor import InProcess
 from allotrope.engine.load import Blueprint, draw_up, plan_caches
 from allotrope.engine.step import StepPlan
+from allotrope.env import keep_freed_memory
 from allotrope.errors import ConfigError, EngineDead
 from allotrope.layers.parallel import Parallel
 from allotrope.models.decoder import Decoder
@@ -127,6 +128,7 @@ def follow(descriptor: int) -> None:
 
 def _follow(link: Connection, rank: int, port: int, config: EngineConfig, memory: MemoryPlan) -> None:
     size = config.tensor_parallel_size
+    keep_freed_memory()
     share_threads(config)
     blueprint: Blueprint = draw_up(config, Parallel(rank, size))
     store = TCPStore("127.0.0.1", port, size, is_master=False, timeout=_TIMEOUT)

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from allotrope.attention.backend import Backend
-from allotrope.attention.mha import reference, sdpa
+from allotrope.attention.mha import cpu, reference
 from allotrope.attention.mha.plan import build_plan
 from allotrope.attention.mha.spec import MhaSpec
 
@@ -22,6 +22,6 @@ class MHA:
     name = "mha"
     plan = staticmethod(build_plan)
     backends = (
-        Backend("sdpa", sdpa.rejects, functools.partial(reference.run, core=sdpa.attend)),
+        Backend("cpu", cpu.rejects, functools.partial(reference.run, core=cpu.attend)),
         Backend("reference", _runs_anywhere, reference.run),
     )

@@ -9,7 +9,7 @@ that are not its own are never read: its result does not depend on its neighbour
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,19 +20,28 @@ from allotrope.attention.mha.spec import MhaSpec
 QUERY_BLOCK = 512
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Part:
     """b requests with q queries each, request after request.
 
     `tokens`: the b * q tokens, a slice or an index into the batch. `rows`: [b, L] int64 rows of the pool; row 0, which
-    is never written and holds zeros, stands where a request has fewer. `visible`: [b, q, L] bool, or None where L == q
-    and the mask is the plain causal one.
+    is never written and holds zeros, stands where a request has fewer. `visible`: [b, q, L] bool, or None where query i
+    sees the first L - q + i + 1 keys.
     """
 
     tokens: slice | torch.Tensor
     queries: int
     rows: torch.Tensor
     visible: torch.Tensor | None
+    _bias: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def bias(self, dtype: torch.dtype) -> torch.Tensor:
+        """`visible` as numbers to add to logits: [b, q, L] of `dtype`, 0 or -inf. Made once for all layers."""
+        if dtype not in self._bias:
+            assert self.visible is not None
+            zeros = torch.zeros(self.visible.shape, dtype=dtype, device=self.visible.device)
+            self._bias[dtype] = zeros.masked_fill_(~self.visible, -torch.inf)
+        return self._bias[dtype]
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ def _prefill_parts(window: int | None, batch: BatchLayout, paged: PageIndex) -> 
             last = context + begin + queries
             first = 0 if window is None else max(0, context + begin + 1 - window)
             key = torch.arange(first, last, device=batch.device)[None]
-            plain = last - first == queries and (window is None or window >= queries)
+            plain = window is None or window >= last - first
             visible = None if plain else _visible(key, seen, window)
             rows = _rows(paged, paged.table[b : b + 1], key, torch.ones_like(key, dtype=torch.bool))
             yield Part(slice(token + begin, token + begin + queries), queries, rows, visible)

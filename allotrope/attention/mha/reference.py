@@ -19,9 +19,7 @@ from allotrope.attention.family import CacheViews
 from allotrope.attention.mha.plan import MhaPlan, Part
 from allotrope.attention.mha.spec import MhaSpec
 
-Attend = Callable[
-    [MhaSpec, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor
-]
+Attend = Callable[[MhaSpec, torch.Tensor, torch.Tensor, torch.Tensor, Part, torch.Tensor | None], torch.Tensor]
 
 
 def attend(
@@ -29,12 +27,12 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    visible: torch.Tensor | None,
+    part: Part,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """The equation above for one rectangle.
 
-    `q`: [b, q, H, D]. `k`, `v`: [b, L, G, D]. `visible`: [b, q, L] bool; None is causal with L == q. `sinks`: [H].
+    `q`: [b, q, H, D]. `k`, `v`: [b, L, G, D]. `part`: which keys each query sees. `sinks`: [H].
     Returns [b, q, H, D] in `q`'s type; 0 where a query sees nothing.
     """
     requests, queries, heads, _ = q.shape
@@ -43,8 +41,9 @@ def attend(
     logits = torch.einsum("bqgrd,bkgd->bgrqk", grouped, k.float()) * spec.scale
     if spec.softcap is not None:
         logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    visible = part.visible
     if visible is None:
-        visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril()[None]
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)[None]
     logits = logits.masked_fill(~visible[:, None, None], -torch.inf)
     if sinks is not None:
         sink = sinks.float().view(1, groups, heads // groups, 1, 1).expand(requests, -1, -1, queries, 1)
@@ -90,5 +89,5 @@ def run(
         keys = gather(pools["k"], part, q.dtype)
         values = keys if spec.values_are_keys else gather(pools["v"], part, q.dtype)
         block = q[part.tokens].unflatten(0, (-1, part.queries))
-        out[part.tokens] = core(spec, block, keys, values, part.visible, sinks).flatten(0, 1)
+        out[part.tokens] = core(spec, block, keys, values, part, sinks).flatten(0, 1)
     return out
