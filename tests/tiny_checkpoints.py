@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 
 @dataclass
@@ -46,17 +47,28 @@ class TinyCheckpoint:
         return found[len(ids) :]
 
 
-def write_tiny(config: dict[str, Any], directory: Path, seed: int = 0) -> TinyCheckpoint:
-    """Write a checkpoint of `config` (as a hub repository has it) with random weights."""
+def write_tiny(
+    config: dict[str, Any], directory: Path, seed: int = 0, rename: Callable[[str], str] | None = None
+) -> TinyCheckpoint:
+    """Write a checkpoint of `config` (as a hub repository has it) with random weights.
+
+    `rename`: Transformers' name of a tensor to the released one, where saving does not do that by itself.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(_draw(name, parameter.shape, seed))
-    model.save_pretrained(directory)
+        for name, tensor in model.state_dict().items():
+            # A table of experts per token: different ones in each row.
+            experts = config.get("n_routed_experts") if not tensor.is_floating_point() else None
+            tensor.copy_(_draw(name, tensor.shape, seed) if experts is None else _draw_table(tensor.shape, experts))
+    if rename is None:
+        model.save_pretrained(directory)
+    else:
+        state = {rename(name): tensor.contiguous() for name, tensor in model.state_dict().items()}
+        save_file(state, directory / "model.safetensors")
     # Transformers rewrites the config in its own words; the released spelling is what is to be read.
     (directory / "config.json").write_text(json.dumps(config))
     return TinyCheckpoint(directory)
@@ -71,6 +83,11 @@ def _draw(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
         return 1.0 + 0.25 * values
     gain = 4.0 if "lm_head" in name or "embed_tokens" in name else 1.4
     return values * gain / math.sqrt(shape[-1])
+
+
+def _draw_table(shape: torch.Size, experts: int) -> torch.Tensor:
+    drawn = torch.rand((shape[0], experts), generator=torch.Generator().manual_seed(0))
+    return drawn.argsort(-1)[:, : shape[1]]
 
 
 def prompts(lengths: Sequence[int], vocab_size: int = 320, seed: int = 0) -> list[list[int]]:
