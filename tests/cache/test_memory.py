@@ -1,0 +1,79 @@
+"""Memory plans: what fits, what is said when it does not, and that bytes are what the arena takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from allotrope.attention.cache_layout import Field, PagedRows, StateSlots, WindowRows
+from allotrope.cache.arena import Arena
+from allotrope.cache.groups import group_caches
+from allotrope.cache.memory import Demand, make_plan, plan_memory
+from allotrope.errors import ConfigError
+
+KV = (Field("k", (2, 8), torch.bfloat16), Field("v", (2, 8), torch.bfloat16))
+WIDE = (Field("k", (4, 8), torch.bfloat16), Field("v", (4, 8), torch.bfloat16))
+LAYERS = [
+    {"kv": PagedRows(KV)},
+    {"kv": WindowRows(WIDE, window=32)},
+    {"state": StateSlots((Field("s", (3, 5), torch.float32),))},
+    {"kv": PagedRows(KV), "index": PagedRows((Field("k", (4,), torch.uint8),), stride=4)},
+]
+DEMAND = Demand(context=256, sequences=4, step_tokens=64, reuse=True)
+
+
+def test_groups_and_their_bytes() -> None:
+    paged, window, state = group_caches(LAYERS, page_size=16)
+    assert (paged.kind, paged.layers, paged.page_size) == ("paged", (0, 3), 16)
+    assert (window.kind, window.window) == ("window", 32)
+    assert state.kind == "state"
+    row = 2 * 2 * 8 * 2
+    assert paged.page_bytes == 2 * 16 * row + 4 * 4
+    assert window.page_bytes == 16 * 2 * row
+    assert state.page_bytes == 3 * 5 * 4
+
+
+def test_rows_of_a_long_stride_get_a_longer_page() -> None:
+    groups = group_caches([{"a": PagedRows(KV, stride=128)}, {"b": PagedRows(KV)}], page_size=16)
+    assert [group.page_size for group in groups] == [128, 16]
+
+
+def test_a_window_costs_no_more_with_more_context() -> None:
+    groups = group_caches(LAYERS, page_size=16)
+    few, many = (make_plan(groups, DEMAND, tokens) for tokens in (4096, 65536))
+    assert few.groups[1].pages == many.groups[1].pages
+    assert few.groups[0].pages < many.groups[0].pages
+    assert few.groups[2].pages == 1 + 2 * DEMAND.sequences
+
+
+def test_plan_fills_the_budget_and_the_arena_takes_what_it_says() -> None:
+    groups = group_caches(LAYERS, page_size=16)
+    full = make_plan(groups, DEMAND, DEMAND.context * DEMAND.sequences).bytes
+    assert plan_memory(groups, DEMAND, 10 * full).bytes == full, "no more than a full batch needs"
+    plan = plan_memory(groups, DEMAND, full * 3 // 4)
+    assert plan.bytes <= full * 3 // 4
+    assert make_plan(groups, DEMAND, plan.tokens + 16).bytes > full * 3 // 4
+    arena = Arena(plan, len(LAYERS), {}, torch.device("cpu"))
+    assert arena.bytes == plan.bytes
+    assert arena.layers[1]["kv"]["k"].shape == (plan.groups[1].pages, 16, 4, 8)
+    assert not any(field.any() for layer in arena.layers for views in layer.values() for field in views.values())
+
+
+def test_too_little_says_what_would_fit() -> None:
+    groups = group_caches(LAYERS[:1], page_size=16)
+    row = 2 * 2 * 8 * 2
+    with pytest.raises(ConfigError, match=r"--max-model-len 1\d\d\b") as caught:
+        plan_memory(groups, DEMAND, 200 * row)
+    assert f"{200 * row} bytes are given" in str(caught.value)
+
+
+def test_copy_page_copies_every_field_of_the_group() -> None:
+    groups = group_caches(LAYERS, page_size=16)
+    arena = Arena(make_plan(groups, DEMAND, 512), len(LAYERS), {}, torch.device("cpu"))
+    for layer in (0, 3):
+        for field in arena.layers[layer]["kv"].values():
+            field[3] = 7
+    arena.copy_page(0, 3, 5)
+    for layer in (0, 3):
+        for field in arena.layers[layer]["kv"].values():
+            assert (field[5] == 7).all() and not field[4].any()
