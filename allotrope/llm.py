@@ -52,7 +52,7 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ModelError if it has none; prompts of token ids need none."""
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.config.tokenizer or self.engine.tokenizer_path())
+            self._tokenizer = load_tokenizer(self.engine.tokenizer_path())
         return self._tokenizer
 
     def generate(
@@ -82,9 +82,8 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        eos_ids = self.engine.limits.eos_ids
-        if self._tokenizer is not None:
-            eos_ids = tuple(dict.fromkeys((*eos_ids, *self._tokenizer.eos_ids)))
+        tokenizer = self._text()
+        eos_ids = tuple(dict.fromkeys((*self.engine.limits.eos_ids, *(tokenizer.eos_ids if tokenizer else ()))))
         self._count += 1
         request = Request(
             request_id=f"offline-{self._count}", prompt_ids=tuple(map(int, ids)), params=params, eos_ids=eos_ids
@@ -113,9 +112,7 @@ class LLM:
         return [folds[request.request_id].output for request in requests]
 
     def _text(self) -> Tokenizer | None:
-        if self._tokenizer is None and (self.config.tokenizer or self.engine.has_tokenizer()):
-            return self.tokenizer
-        return self._tokenizer
+        return self.tokenizer if self.engine.has_tokenizer() else None
 
 
 class _Fold:
@@ -129,6 +126,7 @@ class _Fold:
         if params.logprobs is not None:
             for completion in self.output.outputs:
                 completion.logprobs = []
+        self._shows_stop = params.include_stop_str_in_output
         self._streams = [TextStream(tokenizer, params) for _ in range(params.n)] if tokenizer else None
 
     @property
@@ -151,7 +149,11 @@ class _Fold:
         if self._streams is None:
             return
         stream = self._streams[output.index]
-        completion.text += stream.push(output.token_ids, final=output.finish_reason is not None)
+        ids = output.token_ids
+        if output.finish_reason == "stop" and not self._shows_stop:
+            # The engine knows stop ids only: where it stopped, the last token is one and not part of the text.
+            ids = ids[:-1]
+        completion.text += stream.push(ids, final=output.finish_reason is not None)
         if stream.stopped_by is not None:
             completion.finish_reason, completion.stop_reason = "stop", stream.stopped_by
 

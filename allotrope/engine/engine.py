@@ -27,6 +27,7 @@ from allotrope.env import keep_freed_memory
 from allotrope.errors import InvalidRequest, ModelError, Overloaded
 from allotrope.layers.ranking import score_tokens
 from allotrope.layers.sampler import sample
+from allotrope.models.checkpoint import locate
 from allotrope.models.decoder import Decoder
 from allotrope.request import FinishReason, Request, SequenceOutput, TokenLogprobs
 
@@ -133,14 +134,16 @@ class Engine:
         return self._choose(rows, parts, logits)
 
     def tokenizer_path(self) -> str:
-        """Where the model's own tokenizer is. Raises ModelError if it brings none."""
+        """Where the model's tokenizer is. Raises ModelError if it brings none and none was given."""
+        if self._config.tokenizer is not None:
+            return str(locate(self._config.tokenizer, with_weights=False))
         if self._checkpoint.tokenizer_path is None:
             raise ModelError(self._checkpoint.source, ["it brings no tokenizer; give one with --tokenizer"])
         return self._checkpoint.tokenizer_path
 
     def has_tokenizer(self) -> bool:
-        """Whether the model brings a tokenizer."""
-        return self._checkpoint.tokenizer_path is not None
+        """Whether there is a tokenizer, the model's own or a given one."""
+        return self._config.tokenizer is not None or self._checkpoint.tokenizer_path is not None
 
     def stats(self) -> EngineStats:
         """Where the engine stands."""

@@ -1,0 +1,198 @@
+"""The order of things: fairness, budgets, errors of one request, and random load against each request alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine.watching import GREEDY, assert_idle, assert_same, engine, request, run
+from tiny_checkpoints import prompts, write_tiny
+
+from allotrope.errors import ConfigError, InvalidRequest, ModelError, Overloaded
+from allotrope.models.llama import tiny_llama, tiny_mistral
+from allotrope.request import SamplingParams
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    torch.set_num_threads(1)
+    config = {"llama": tiny_llama, "mistral": tiny_mistral}[request.param]()
+    yield write_tiny(config, tmp_path_factory.mktemp("tiny")).directory
+
+
+def test_a_long_prompt_holds_nobody_up(model: Path) -> None:
+    """While a long prompt is computed, decoding goes on every step, and a short prompt behind it starts at once."""
+    long, short, talker = prompts((300, 10, 5))
+    running = engine(model, max_num_batched_tokens=32, max_num_seqs=4, enable_prefix_caching=False)
+    running.add(request("talker", talker, replace(GREEDY, max_tokens=64)))
+    running.step()
+    running.add(request("long", long))
+    running.add(request("short", short))
+    steps: dict[str, list[int]] = {"talker": [], "long": [], "short": []}
+    for step in range(40):
+        for output in running.step():
+            steps[output.request_id].append(step)
+    assert steps["talker"][:20] == list(range(20))
+    assert steps["short"][0] < steps["long"][0]
+    assert steps["short"][0] <= 2
+
+
+def test_budget_is_never_exceeded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = engine(model, max_num_batched_tokens=24, max_num_seqs=6)
+    seen: list[tuple[int, int]] = []
+    executor = running._executor
+    inner = executor.run
+
+    def counted(plan):
+        seen.append((len(plan.rows), sum(len(row.ids) for row in plan.rows)))
+        return inner(plan)
+
+    monkeypatch.setattr(executor, "run", counted)
+    run(running, [request(f"r{i}", ids) for i, ids in enumerate(prompts((5, 60, 7, 30, 2, 9, 11, 80)))])
+    assert max(rows for rows, _ in seen) <= 6
+    assert max(tokens for _, tokens in seen) <= 24
+    assert max(tokens for _, tokens in seen) == 24, "the budget is used"
+
+
+def test_full_queue(model: Path) -> None:
+    running = engine(model, max_num_waiting=2, max_num_seqs=1)
+    for name in ("a", "b"):
+        running.add(request(name, [9, 10]))
+    with pytest.raises(Overloaded, match="max-num-waiting 2"):
+        running.add(request("c", [9, 10]))
+    assert set(run(running, [])) == {"a", "b"}
+    assert_idle(running)
+
+
+def test_what_cannot_run_is_refused_by_name(model: Path) -> None:
+    running = engine(model, max_model_len=64)
+    cases = {
+        "prompt": request("x", []),
+        "max_tokens": request("x", [9] * 60, replace(GREEDY, max_tokens=10)),
+        "logit_bias": request("x", [9], replace(GREEDY, logit_bias={320: 1.0})),
+        "stop_token_ids": request("x", [9], replace(GREEDY, stop_token_ids=(-1,))),
+        "allowed_token_ids": request("x", [9], replace(GREEDY, allowed_token_ids=(5000,))),
+        "temperature": request("x", [9], replace(GREEDY, temperature=float("nan"))),
+    }
+    for param, bad in cases.items():
+        with pytest.raises(InvalidRequest) as caught:
+            running.add(bad)
+        assert caught.value.param == param
+    assert not running.has_work()
+
+
+def test_a_request_with_no_possible_token_ends_alone(model: Path) -> None:
+    """That request fails with a reason; its neighbour and the pages do not notice."""
+    running = engine(model, max_num_seqs=4)
+    good = request("good", [9, 10, 11])
+    alone = run(running, [good])
+    # The one allowed token ends the text, which must not end yet.
+    nothing = replace(GREEDY, allowed_token_ids=(2,), min_tokens=4, ignore_eos=False)
+    running.add(request("bad", [12, 13], nothing, eos_ids=(2,)))
+    running.add(good)
+    found = []
+    while running.has_work():
+        found.extend(running.step())
+    ended = {o.request_id: o.finish_reason for o in found if o.finish_reason}
+    assert ended == {"good": "length", "bad": "error"}
+    assert {"good": [t for o in found if o.request_id == "good" for t in o.token_ids]} == alone
+    assert_idle(running)
+
+
+def test_stop_ids_and_lengths(model: Path) -> None:
+    running = engine(model, max_model_len=64)
+    free = run(running, [request("free", [9, 10, 11])])["free"]
+    stop = free[3]
+    first = free.index(stop)
+    params = replace(GREEDY, stop_token_ids=(stop,))
+    running.add(request("stopped", [9, 10, 11], params))
+    outputs = []
+    while running.has_work():
+        outputs.extend(running.step())
+    assert [t for o in outputs for t in o.token_ids] == free[: first + 1]
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", stop)
+    eos = replace(GREEDY, ignore_eos=False, max_tokens=None)
+    assert run(running, [request("eos", [9, 10, 11], eos, (stop,))])["eos"] == free[: first + 1]
+    everything = run(running, [request("all", [9, 10, 11], replace(GREEDY, max_tokens=None))])["all"]
+    assert len(everything) == 61, "up to the context's end"
+
+
+def test_random_load_equals_each_request_alone(model: Path) -> None:
+    """Arrivals, aborts, repeats, several sequences and preemption in one run; no token differs, no page stays."""
+    chance = random.Random(5)
+    base = prompts((3, 17, 33, 48, 60, 90), seed=11)
+    alone = engine(model, max_model_len=128, enable_prefix_caching=False)
+    roomy = engine(model, max_model_len=128, max_num_seqs=6, max_num_batched_tokens=40, page_size=4)
+    needed = roomy.memory.bytes * 200 // roomy.memory.tokens if "paged" in roomy.stats().pages_total else 0
+    tight = engine(
+        model,
+        max_model_len=128,
+        max_num_seqs=6,
+        max_num_batched_tokens=40,
+        page_size=4,
+        kv_cache_memory_bytes=needed or roomy.memory.bytes // 2,
+    )
+    wanted, got, aborted = {}, {}, set()
+    for number in range(60):
+        ids = chance.choice(base)[: chance.randint(1, 90)] + prompts((chance.randint(0, 5),), seed=number)[0]
+        if not ids:
+            ids = [9]
+        params = SamplingParams(
+            temperature=chance.choice([0.0, 0.8]),
+            top_k=chance.choice([0, 5]),
+            seed=number,
+            max_tokens=chance.randint(1, 12),
+            ignore_eos=True,
+            presence_penalty=chance.choice([0.0, 0.5]),
+        )
+        one = request(f"r{number}", ids, params)
+        wanted[one.request_id] = run(alone, [one])[one.request_id]
+        tight.add(one)
+        for _ in range(chance.randint(0, 3)):
+            for output in tight.step():
+                got.setdefault(output.request_id, []).extend(output.token_ids)
+        if chance.random() < 0.2:
+            victim = f"r{chance.randint(0, number)}"
+            aborted.add(victim)
+            tight.abort([victim])
+    while tight.has_work():
+        for output in tight.step():
+            got.setdefault(output.request_id, []).extend(output.token_ids)
+    assert_same(
+        {name: tokens for name, tokens in got.items() if name not in aborted},
+        {name: tokens for name, tokens in wanted.items() if name not in aborted},
+    )
+    for name in aborted & set(got):
+        assert got[name] == wanted[name][: len(got[name])]
+    assert_idle(tight)
+    assert tight.stats().prefix_hits > 0
+
+
+def test_same_requests_same_order_same_tokens(model: Path) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=12, n=2)
+    asked = [request(f"r{i}", ids, params) for i, ids in enumerate(prompts((4, 20, 9)))]
+    first, second = (run(engine(model, max_num_seqs=4, max_model_len=128), asked) for _ in range(2))
+    assert_same(first, second)
+    assert len({tuple(tokens) for tokens in first.values()}) == len(first), "sequences without a seed differ"
+
+
+def test_bad_options_and_models_say_every_reason(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len=9999 is more than the 512"):
+        engine(model, max_model_len=9999)
+    with pytest.raises(ConfigError, match=r"page_size=12.*max_num_batched_tokens=2 is below"):
+        engine(model, page_size=12, max_num_batched_tokens=2)
+    broken = tiny_llama() | {"hidden_act": "relu", "num_hidden_layers": "two", "surprise": 1}
+    write_config(tmp_path, broken)
+    with pytest.raises(ModelError) as caught:
+        engine(tmp_path)
+    assert all(word in str(caught.value) for word in ("hidden_act='relu'", "num_hidden_layers='two'", "surprise"))
+
+
+def write_config(directory: Path, config: dict[str, object]) -> None:
+    import json
+
+    (directory / "config.json").write_text(json.dumps(config))
