@@ -68,6 +68,12 @@ class PrefixCache:
         """An empty key chain for one sequence."""
         return KeyChain(self.step)
 
+    def is_useful(self, index: int, page: int) -> bool:
+        """Whether some reusable length needs page number `page` of group `index`: a window reads few before each."""
+        group = self.groups[index]
+        end = -(-(page + 1) * group.page_size // self.unit) * self.unit
+        return page >= group.dead_pages(end)
+
     def match(self, ids: Sequence[int], chain: KeyChain) -> Match:
         """The longest reusable prefix of `ids` that leaves at least one token to compute."""
         limit = (len(ids) - 1) // self.unit * self.unit

@@ -119,7 +119,7 @@ class MemoryKeeper:
                 continue
             full = seq.computed // group.page_size
             for j in range(seq.published[index], full):
-                if pages[j] >= 0:
+                if pages[j] >= 0 and self.prefix.is_useful(index, j):
                     pool.publish(pages[j], seq.chain.key(seq.ids, (j + 1) * group.page_size))
             seq.published[index] = full
 
