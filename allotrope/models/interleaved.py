@@ -34,18 +34,6 @@ class Part:
         grouped = tensor.unflatten(0, (self.groups, -1))
         return grouped[:, first : first + self.sizes[self.index]].flatten(0, 1)
 
-    def of_scales(self, block: int) -> Part:
-        """The same part of a tensor that has one row of scales for every `block` rows of weights.
-
-        Raises ValueError where a block would lie in two parts: then the weights must be dequantized first.
-        """
-        if any(size % block for size in self.sizes):
-            raise ValueError(
-                f"scales of {block} rows cross the parts of {', '.join(map(str, self.sizes))} rows: dequantize the "
-                f"weight before it is taken apart"
-            )
-        return Part(self.groups, tuple(size // block for size in self.sizes), self.index)
-
 
 def parts(groups: int, sizes: tuple[int, ...]) -> tuple[Part, ...]:
     """All parts, in order."""
