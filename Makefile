@@ -8,7 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 FETCH := $(BIN)/python scripts/fetch_smollm2.py
-PYTEST := $(BIN)/python -m pytest
+# One process per core, each with one thread; the tests of a file stay together, for what they share is slow to make.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: demo test test-all lint clean
 

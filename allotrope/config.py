@@ -80,7 +80,7 @@ class ServerConfig:
 
     host: str = option("Address to listen on.", "127.0.0.1")
     port: int = option("Port to listen on; 0 takes a free one.", 8000)
-    served_model_name: str | None = option("Name of the model in the API; default: as given to --model.", None)
+    served_model_name: str | None = option("Name of the model in the API; default: MODEL as it was given.", None)
     api_key: str | None = option("Key that every route but /health asks for; also from ALLOTROPE_API_KEY.", None)
     chat_template: str | None = option("Jinja file or text to use in place of the checkpoint's chat template.", None)
     strict: bool = option("Answer unknown request fields with 400 instead of naming them in a header.", False)
