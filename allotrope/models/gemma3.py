@@ -48,11 +48,13 @@ def read_gemma3(config: ConfigReader) -> ModelSpec:
     dim = config.get("head_dim", int, 256)
     config.expect("hidden_activation", "gelu_pytorch_tanh", None)
     config.expect("use_bidirectional_attention", False, None)
+    # No release has it, and Transformers passes over it.
+    config.expect("attn_logit_softcapping", None)
     ropes = {FULL: read_rope(config, dim, kind=FULL, default_theta=1_000_000.0), SLIDING: _local_rope(config, dim)}
     window, bias = config.get("sliding_window", int, 4096), config.get("attention_bias", bool, False)
     heads, groups = config.get("num_attention_heads", int, 8), config.get("num_key_value_heads", int, 4)
     scale = config.get("query_pre_attn_scalar", float, 256.0) ** -0.5
-    softcap, eps = config.get("attn_logit_softcapping", float, None), config.get("rms_norm_eps", float, 1e-6)
+    eps = config.get("rms_norm_eps", float, 1e-6)
     ffn = MlpSpec(hidden=hidden, width=config.get("intermediate_size", int), activation="gelu_tanh")
     layers = tuple(
         LayerSpec(
@@ -64,7 +66,6 @@ def read_gemma3(config: ConfigReader) -> ModelSpec:
                 scale=scale,
                 rope=ropes[kind],
                 window=window if kind == SLIDING else None,
-                softcap=softcap,
                 bias=bias,
                 out_bias=bias,
                 qk_norm="head",
