@@ -14,6 +14,7 @@ from allotrope.commands.flags import FlagCommand, expand_configs
 from allotrope.commands.generate import generate
 from allotrope.commands.plan import plan
 from allotrope.commands.serve import serve
+from allotrope.commands.verify import verify
 from allotrope.commands.version import version
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -21,6 +22,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "chat": chat,
     "plan": plan,
+    "verify": verify,
     "families": families,
     "version": version,
 }

@@ -1,0 +1,244 @@
+"""Layer by layer against the reference: the first that diverges, and in which of its parts.
+
+A token whose expert or row was picked by less than the rounding may go another way on either side, and with it all
+tokens behind it: such near-ties are told apart from a layer that is wrong.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+
+from allotrope.engine.engine import Engine
+from allotrope.verify.sample import Sample
+from allotrope.verify.taps import EMBEDDING, STAGES, Picks, Place, Taps, tapped
+from allotrope.verify.transformers_model import Trace
+from allotrope.verify.watch import Watch
+
+# In standard deviations of the scores. A pick that differs where the gap is wider is wrong.
+NEAR_TIE = 1e-3
+# The same where our picks could not be compared: only a gap that rounding alone can close is a near-tie.
+_UNSEEN_TIE = 2e-5
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """One layer against the reference's.
+
+    `kind`: its attention family. `rms`: stage -> largest relative RMS error of any sample; a stage that cannot be
+    compared is missing. `picks`: what became of its top-k selections. `ties`: tokens with a near-tie here.
+    `worst`: sample and position of the largest error, as text.
+    """
+
+    index: int
+    kind: str
+    rms: dict[str, float]
+    picks: str
+    ties: int
+    worst: str
+
+    @property
+    def error(self) -> float:
+        """Relative RMS error of what the layer hands on; inf if it has another shape."""
+        return self.rms.get("out", float("inf"))
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """`layers`: each one's error. `limits`: largest error allowed of each. `embedding`: error before the first layer.
+
+    `tainted`: per sample, the first position that a near-tie may have changed.
+    """
+
+    layers: list[LayerError]
+    limits: list[float]
+    embedding: float
+    tainted: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def first(self) -> LayerError | None:
+        """The first layer that diverges."""
+        pairs = zip(self.layers, self.limits, strict=True)
+        return next((layer for layer, limit in pairs if not layer.error <= limit), None)
+
+    def finding(self) -> str | None:
+        """The first divergence in words, None if there is none."""
+        if not self.embedding <= self.limits[0]:
+            return f"the embedding differs before the first layer: relative RMS {self.embedding:.1e}"
+        layer = self.first
+        if layer is None:
+            return None
+        limit = self.limits[layer.index]
+        text = f"layer {layer.index} ({layer.kind}) is the first that diverges: relative RMS {layer.error:.1e}"
+        return f"{text} (allowed: {limit:.0e}), {self._part(layer, limit)}; {layer.worst}"
+
+    def _part(self, layer: LayerError, limit: float) -> str:
+        # A stage that differs in layers that agree is not the same thing on both sides.
+        sound = [one for one, most in zip(self.layers, self.limits, strict=True) if one.error <= most]
+        odd = {stage for one in sound for stage, error in one.rms.items() if not error <= self.limits[one.index]}
+        words = {
+            "mixer in": "in the norm before its mixer",
+            "mixer out": "in its mixer",
+            "ffn in": "between its mixer and its ffn (the mixer's own output agrees)",
+            "ffn out": "in its ffn",
+            "out": "in what follows its ffn",
+        }
+        for stage in STAGES:
+            if stage in layer.rms and stage not in odd and not layer.rms[stage] <= limit:
+                return words[stage] + (f" (picks: {layer.picks})" if stage == "ffn out" and layer.picks else "")
+        return "part unknown"
+
+
+class LayerWatch(Watch):
+    """A `Watch` that also holds every layer's hidden states and picks against `traces`. A context around the run."""
+
+    def __init__(self, samples: Sequence[Sample], traces: Mapping[str, Trace]) -> None:
+        super().__init__([sample for sample in samples if sample.name in traces])
+        self.traces = traces
+        # Per place and sample: sums of squares of error and of wanted state, of each token.
+        self.sums: dict[Place, dict[str, tuple[torch.Tensor, torch.Tensor]]] = defaultdict(dict)
+        self.picks: dict[tuple[int, str], list[Picks]] = {}
+        self._open = ExitStack()
+        self._taps: Taps | None = None
+        self._done = 0
+
+    def attach(self, engine: Engine) -> None:
+        """Look into the model of `engine` from now on."""
+        self._open.close()
+        self._taps = self._open.enter_context(tapped(list(engine.model.layers)))
+        self._open.callback(engine.model.register_forward_pre_hook(lambda *_: self._begin()).remove)
+
+    def __enter__(self) -> LayerWatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def _begin(self) -> None:
+        assert self._taps is not None
+        self._taps.clear()
+        self._done = 0
+
+    def logits(self, request_id: str, index: int, start: int, logits: torch.Tensor) -> None:
+        super().logits(request_id, index, start, logits)
+        rows = slice(self._done, self._done + len(logits))
+        self._done = rows.stop
+        name = request_id.partition("/")[0]
+        if name in self.samples:
+            self._compare(name, start, rows)
+
+    def _compare(self, name: str, start: int, rows: slice) -> None:
+        """Hold the tokens in `rows` of the step, from position `start` of a sample on, against its trace."""
+        assert self._taps is not None
+        trace = self.traces[name]
+        for place, want in trace.hidden.items():
+            found = self._taps.hidden.get(place)
+            # Nothing follows the last forced token: the reference has not computed it.
+            length = min(rows.stop - rows.start, len(want) - start)
+            if found is None or length <= 0 or found[0].numel() != want.shape[1]:
+                continue
+            got = found[rows][:length].flatten(1).float().cpu()
+            exact = want[start : start + length].float()
+            off, size = self.sums[place].setdefault(name, _blank(len(want)))
+            worse = torch.nan_to_num((got - exact).square().sum(-1), nan=torch.inf)
+            off[start : start + length] = torch.maximum(off[start : start + length], worse)
+            size[start : start + length] = exact.square().sum(-1)
+        for layer, calls in self._taps.picks.items():
+            self._keep_picks(layer, name, start, rows, calls)
+
+    def _keep_picks(self, layer: int, name: str, start: int, rows: slice, calls: Sequence[Picks]) -> None:
+        length = len(self.samples[name].fed)
+        kept = self.picks.setdefault((layer, name), [])
+        mine = [call for call in calls if call.chosen is not None and len(call.chosen) >= rows.stop]
+        if not kept:
+            kept += [Picks(c.count, c.k, torch.empty(0), torch.full((length, c.k), -1)) for c in mine]
+        for old, new in zip(kept, mine, strict=False):
+            assert old.chosen is not None and new.chosen is not None
+            if old.shape == new.shape:
+                got = new.chosen[rows][: length - start]
+                old.chosen[start : start + len(got)] = got
+
+
+def _blank(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(length), torch.zeros(length)
+
+
+def read_layers(watch: LayerWatch, kinds: Sequence[str], limits: Sequence[float]) -> LayerReport:
+    """What `watch` saw, layer by layer. `kinds`: the attention family of each. `limits`: largest error of each."""
+    tainted: dict[str, int] = {}
+    layers = []
+    for index, kind in enumerate(kinds):
+        flipped = {name: _flips(watch, index, name, limits[index]) for name in watch.samples}
+        clean = {}
+        for name, sample in watch.samples.items():
+            positions = torch.arange(len(sample.fed))
+            clean[name] = (positions < tainted.get(name, len(sample.fed))) & ~flipped[name][0]
+        rms = {
+            stage: max(_rms(*sums, clean[name]) for name, sums in watch.sums[index, stage].items())
+            for stage in STAGES
+            if watch.sums.get((index, stage))
+        }
+        ties = sum(int(flips.sum()) for flips, _ in flipped.values())
+        states = {state for _, state in flipped.values() if state}
+        picks = next((state for state in ("wrong", "not compared", "same") if state in states), "")
+        layers.append(LayerError(index, kind, rms, picks, ties, _worst(watch, index, clean)))
+        for name, (flips, _) in flipped.items():
+            if bool(flips.any()):
+                first = int(flips.nonzero()[0])
+                tainted[name] = min(first, tainted.get(name, first))
+    before = [_rms(*sums, torch.ones_like(sums[0]) > 0) for sums in watch.sums.get((0, EMBEDDING), {}).values()]
+    return LayerReport(layers, list(limits), max(before, default=0.0), tainted)
+
+
+def _rms(off: torch.Tensor, size: torch.Tensor, clean: torch.Tensor) -> float:
+    total = float(size[clean].double().sum())
+    error = float(off[clean].double().sum())
+    return (error / total) ** 0.5 if total else 0.0
+
+
+def _worst(watch: LayerWatch, layer: int, clean: Mapping[str, torch.Tensor]) -> str:
+    """Where the layer's output is farthest off."""
+    worst = (-1.0, "")
+    for name, (off, size) in watch.sums.get((layer, "out"), {}).items():
+        relative = (off / size.clamp(min=1e-30)).where(clean[name], 0.0)
+        position = int(relative.argmax())
+        text = f"worst at position {position} of the prompt of {len(watch.samples[name].prompt)} tokens"
+        worst = max(worst, (float(relative[position]), text))
+    return worst[1]
+
+
+def _flips(watch: LayerWatch, layer: int, name: str, limit: float) -> tuple[torch.Tensor, str]:
+    """Which tokens of a sample had a near-tie in a layer, and what became of the layer's picks."""
+    length = len(watch.samples[name].fed)
+    flips = torch.zeros(length, dtype=torch.bool)
+    theirs = watch.traces[name].picks.get(layer, [])
+    if not theirs:
+        return flips, ""
+    ours = watch.picks.get((layer, name), [])
+    gap = torch.stack([_by_token(call.gap, length) for call in theirs]).amin(0)
+    rows = [call for call in theirs if call.chosen is not None and len(call.chosen) == length]
+    if len(rows) != len(theirs) or [call.shape for call in rows] != [call.shape for call in ours]:
+        sums = watch.sums.get((layer, "out"), {}).get(name)
+        if sums is not None:
+            flips = (gap < _UNSEEN_TIE) & (sums[0] > limit**2 * sums[1])
+        return flips, "not compared"
+    wrong = False
+    for want, got in zip(rows, ours, strict=True):
+        assert want.chosen is not None and got.chosen is not None
+        seen = got.chosen[:, 0] >= 0
+        differs = seen & (want.chosen != got.chosen).any(-1)
+        flips |= differs & (want.gap < NEAR_TIE)
+        wrong |= bool((differs & (want.gap >= NEAR_TIE)).any())
+    return flips, "wrong" if wrong else "same"
+
+
+def _by_token(gap: torch.Tensor, length: int) -> torch.Tensor:
+    """[length] the smallest gap of each token; inf where the calls cannot be told apart by token."""
+    return gap.view(length, -1).amin(-1) if len(gap) % length == 0 else torch.full((length,), torch.inf)

@@ -1,0 +1,68 @@
+"""What may be asked of a verification, as flags with one line of help each. It must not load torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from allotrope.config import option
+from allotrope.errors import ConfigError
+
+Against = Literal["auto", "stored", "transformers"]
+RegimeName = Literal["whole", "chunked-1", "chunked-3", "chunked-64", "cached", "batched", "preempted"]
+REGIMES: tuple[RegimeName, ...] = get_args(RegimeName)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """What is compared with what, and where the findings go."""
+
+    against: Against = option(
+        "What counts as right: outputs stored beside the model, or Transformers; 'auto' takes stored ones if any.",
+        "auto",
+    )
+    reference: str | None = option("Model that Transformers runs in place of MODEL.", None)
+    random: bool = option("Draw random weights from MODEL's config; MODEL may also be an architecture's name.", False)
+    layers: int | None = option("Layers that --random keeps, the first ones; default: all.", None)
+    regimes: str | None = option(f"Regimes to run, comma-separated, of {', '.join(REGIMES)}; default: all.", None)
+    lengths: str | None = option("Prompt lengths, comma-separated; default: around every boundary of the layers.", None)
+    longest: int = option("Longest prompt that is made; boundaries beyond it are named as not crossed.", 1100)
+    new_tokens: int = option("Tokens that follow each prompt, one by one.", 8)
+    thorough: bool = option("Run every prompt in the slow regimes too, not only some.", False)
+    json: Path | None = option("Also write all figures to this file.", None)
+    plot: Path | None = option("Also draw the error by layer to this PNG file.", None)
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name}={value}; at least 1 is needed"
+            for name, value in (("layers", self.layers), ("longest", self.longest), ("new_tokens", self.new_tokens))
+            if value is not None and value < 1
+        ]
+        if self.layers is not None and not self.random:
+            wrong.append(f"layers={self.layers} needs --random: a checkpoint's own layers are not left out")
+        if self.reference is not None and (self.random or self.against == "stored"):
+            wrong.append(f"reference={self.reference!r} needs a checkpoint of its own, held against Transformers")
+        if self.random and self.against == "stored":
+            wrong.append("random=True has no stored outputs; allowed with it: --against auto, transformers")
+        unknown = sorted(set(self.named_regimes()) - set(REGIMES))
+        if unknown:
+            wrong.append(f"regimes={self.regimes!r} names {', '.join(unknown)}; allowed: {', '.join(REGIMES)}")
+        if not all(word.strip().isdecimal() and int(word) > 0 for word in _words(self.lengths)):
+            wrong.append(f"lengths={self.lengths!r}; numbers above 0, such as 1,16,17, are needed")
+        if wrong:
+            raise ConfigError("bad options: " + "; ".join(wrong) + ".")
+
+    def named_regimes(self) -> list[str]:
+        """The regimes asked for; `chunked` stands for all chunk sizes."""
+        asked = [word.strip() for word in _words(self.regimes)] or list(REGIMES)
+        wide = [name for word in asked for name in (REGIMES if word == "chunked" else (word,))]
+        return [name for name in dict.fromkeys(wide) if "chunked" not in asked or name in asked or "chunked-" in name]
+
+    def named_lengths(self) -> list[int]:
+        """The prompt lengths asked for; empty where they are to be found."""
+        return sorted({int(word) for word in _words(self.lengths)})
+
+
+def _words(text: str | None) -> list[str]:
+    return [word for word in (text or "").split(",") if word.strip()]

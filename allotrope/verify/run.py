@@ -1,0 +1,185 @@
+"""Carries out a verification: stored outputs or Transformers say what is right, and every regime is held to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from allotrope.config import EngineConfig
+from allotrope.engine.load import Blueprint, draw_up
+from allotrope.errors import AllotropeError, ConfigError, ModelError
+from allotrope.models.checkpoint import locate, open_checkpoint
+from allotrope.models.registry import ARCHITECTURES, find_architecture
+from allotrope.verify import regimes
+from allotrope.verify.judge import Limits, judge
+from allotrope.verify.layers import LayerReport, LayerWatch, read_layers
+from allotrope.verify.options import VerifyOptions
+from allotrope.verify.regimes import Bench, NotExercised, Regime
+from allotrope.verify.report import RegimeResult, Report, Verdict
+from allotrope.verify.stored import Stored, has_stored, read_stored
+from allotrope.verify.truth import Truth, ask_transformers
+from allotrope.verify.watch import Watch
+
+Tell = Callable[[str], None]
+
+
+def verify(config: EngineConfig, options: VerifyOptions, tell: Tell = lambda text: None) -> Report:
+    """Verify `config.model`. `tell`: is told what is being done.
+
+    Raises ConfigError or ModelError if nothing can be compared.
+    """
+    with ExitStack() as stack:
+        remarks: list[str] = []
+        named = config.model
+        if options.random:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            tell("drawing random weights")
+            remarks += _write_random(config, options, scratch)
+            config = dataclasses.replace(config, model=str(scratch), hf_overrides=None, revision=None)
+        elif config.load_format == "dummy":
+            raise ConfigError("bad options: load_format='dummy' leaves nothing to compare with; give --random instead.")
+        if config.dtype == "auto":
+            config = dataclasses.replace(config, dtype="float32")
+        blueprint = draw_up(config)
+        stored = _stored(config, options)
+        if stored is not None:
+            return _against_stored(config, options, blueprint, stored, tell)
+        run = _against_transformers(config, options, blueprint, tell)
+        return dataclasses.replace(run, model=named, remarks=(*remarks, *run.remarks))
+
+
+def _write_random(config: EngineConfig, options: VerifyOptions, scratch: Path) -> list[str]:
+    from allotrope.verify.random_checkpoint import write_random
+
+    if config.model in ARCHITECTURES and not Path(config.model).exists():
+        wanted = find_architecture({"architectures": [config.model]}, config.model).tiny()
+    else:
+        wanted = open_checkpoint(
+            config.model, revision=config.revision, load_format="dummy", hf_overrides=config.hf_overrides
+        ).config
+    return write_random(wanted, scratch, options.layers, config.seed)
+
+
+def _stored(config: EngineConfig, options: VerifyOptions) -> Stored | None:
+    """The outputs stored beside the model, if they are to be used."""
+    if options.random or options.against == "transformers" or options.reference is not None:
+        return None
+    path = locate(config.model, revision=config.revision)
+    if path.is_dir() and has_stored(path):
+        return read_stored(path)
+    if options.against == "stored":
+        raise ModelError(f"nothing is stored in {path}", ["expected.safetensors and manifest.json are needed"])
+    return None
+
+
+def is_exact(blueprint: Blueprint) -> bool:
+    """Whether the engine computes and stores in fp32."""
+    return {blueprint.build.dtype, blueprint.build.kv_dtype} == {torch.float32}
+
+
+def _against_stored(
+    config: EngineConfig, options: VerifyOptions, blueprint: Blueprint, stored: Stored, tell: Tell
+) -> Report:
+    bench = Bench(config, stored.samples, options.thorough)
+    limits = stored.limits(exact=is_exact(blueprint))
+    results = [_run(bench, regimes.ALL[name], limits, {}, tell) for name in options.named_regimes()]
+    remarks = []
+    if any(result.verdict == "wrong" for result in results):
+        changed = stored.changed_files()
+        if changed:
+            remarks.append(f"{', '.join(changed)} changed since the outputs were stored (another SHA-256)")
+        remarks.append("--against transformers would say which layer is the first that diverges")
+    layers = None
+    if options.plot is not None:
+        layers = _against_transformers(config, dataclasses.replace(options, regimes="whole"), blueprint, tell).layers
+    origin = f"outputs stored in {stored.directory}, made by {stored.manifest.get('reference_class', 'the reference')}"
+    return _report(config, blueprint, bench, limits, results, origin, remarks, layers)
+
+
+def _against_transformers(config: EngineConfig, options: VerifyOptions, blueprint: Blueprint, tell: Tell) -> Report:
+    truth = ask_transformers(config, options, blueprint, exact=is_exact(blueprint), tell=tell)
+    bench = Bench(config, truth.samples, options.thorough)
+    tell("comparing layer by layer")
+    layers = _layers(bench, regimes.ALL["whole"], truth, blueprint)
+    results = []
+    for name in options.named_regimes():
+        regime = regimes.ALL[name]
+        result = _run(bench, regime, truth.limits, layers.tainted, tell)
+        if result.verdict == "wrong" and truth.limits.exact and result.score is not None and name != "whole":
+            result = _explained(bench, regime, truth, blueprint, result)
+        results.append(result)
+    return _report(config, blueprint, bench, truth.limits, results, truth.origin, truth.remarks, layers)
+
+
+def _layers(bench: Bench, regime: Regime, truth: Truth, blueprint: Blueprint) -> LayerReport:
+    """Run a regime on the traced samples, looking into every layer."""
+    with LayerWatch(bench.samples, truth.traces) as watch:
+        traced = dataclasses.replace(bench, samples=list(watch.samples.values()), attach=watch.attach)
+        regime.run(traced, watch)
+        return read_layers(watch, [spec.family for spec in blueprint.specs], truth.layer_limits)
+
+
+def _explained(bench: Bench, regime: Regime, truth: Truth, blueprint: Blueprint, wrong: RegimeResult) -> RegimeResult:
+    """A regime that went wrong, looked into: a near-tie that fell another way in it, or the layer that diverges."""
+    with LayerWatch(bench.samples, truth.traces) as watch:
+        traced = dataclasses.replace(bench, attach=watch.attach)
+        regime.run(traced, watch)
+        layers = read_layers(watch, [spec.family for spec in blueprint.specs], truth.layer_limits)
+    if len(watch.samples) < len(bench.samples):
+        return dataclasses.replace(wrong, layer=layers.finding())
+    score = judge(bench.samples, watch, truth.limits, layers.tainted)
+    if not score.faults:
+        return dataclasses.replace(wrong, verdict="pass", score=score)
+    return dataclasses.replace(wrong, score=score, layer=layers.finding())
+
+
+def _run(bench: Bench, regime: Regime, limits: Limits, tainted: dict[str, int], tell: Tell) -> RegimeResult:
+    tell(f"running: {regime.name}")
+    watch = Watch(bench.samples)
+    started = time.monotonic()
+    try:
+        remark = regime.run(bench, watch)
+    except NotExercised as reason:
+        return RegimeResult(regime.name, regime.text, "not exercised", None, str(reason), time.monotonic() - started)
+    except AllotropeError:
+        raise
+    except Exception as error:
+        # The border of one regime: that the engine breaks in it is a finding, and the others are still to be run.
+        text = f"the engine broke: {type(error).__name__}: {error}"
+        return RegimeResult(regime.name, regime.text, "wrong", None, text, time.monotonic() - started)
+    score = judge(bench.samples, watch, limits, tainted)
+    verdict: Verdict = "wrong" if score.faults else "pass"
+    return RegimeResult(regime.name, regime.text, verdict, score, remark, time.monotonic() - started)
+
+
+def _report(
+    config: EngineConfig,
+    blueprint: Blueprint,
+    bench: Bench,
+    limits: Limits,
+    results: Sequence[RegimeResult],
+    origin: str,
+    remarks: Sequence[str],
+    layers: LayerReport | None,
+) -> Report:
+    ranks = f", {config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else ""
+    backends = f", {config.attention_backend}" if config.attention_backend else ""
+    dtype, kv_dtype = (str(kind).removeprefix("torch.") for kind in (blueprint.build.dtype, blueprint.build.kv_dtype))
+    return Report(
+        model=config.model,
+        architecture=next(iter(blueprint.checkpoint.config.get("architectures") or ["?"])),
+        engine=f"{dtype} with {kv_dtype} caches on {blueprint.build.device}{ranks}{backends}",
+        origin=origin,
+        limits=limits,
+        lengths=tuple(len(sample.prompt) for sample in bench.samples),
+        new_tokens=max(len(sample.forced) for sample in bench.samples),
+        regimes=tuple(results),
+        layers=layers,
+        remarks=tuple(remarks),
+    )

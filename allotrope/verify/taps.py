@@ -1,0 +1,156 @@
+"""Looking into a stack of layers while it runs: hidden states after each part, and what top-k picked.
+
+Serves both sides of a comparison: ours and the reference's. Must not know which one it looks into.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+# Where a hidden state is taken, in the order of computation: what goes into the two parts of a layer and comes out of
+# them, then what the layer hands on. Before the first layer there is only "embedding".
+EMBEDDING = "embedding"
+STAGES = ("mixer in", "mixer out", "ffn in", "ffn out", "out")
+Place = tuple[int, str]
+"""Layer and stage."""
+
+# What the two parts of a layer are called, here and elsewhere; the first that a layer has.
+_MIXERS = ("mixer", "self_attn", "linear_attn", "attn", "attention")
+_FFNS = ("ffn", "mlp", "feed_forward", "block_sparse_moe", "moe")
+
+
+@dataclass(frozen=True)
+class Picks:
+    """One top-k over `count` scores of each of T tokens.
+
+    `gap`: [T] how far the last pick is above the first that was left, in standard deviations of the scores; inf where
+    nothing was left. `chosen`: [T, k] the picks in ascending order, or None where there is not one row for each token.
+    """
+
+    count: int
+    k: int
+    gap: torch.Tensor
+    chosen: torch.Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.count, self.k
+
+
+class Taps(TorchFunctionMode):
+    """Collects the hidden states and picks of the latest forward pass of `layers`.
+
+    `hidden`: place -> [T, width]. `picks`: layer -> its top-k calls in order. Use it as a context around what runs, and
+    `close` it at the end.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.hidden: dict[Place, torch.Tensor] = {}
+        self.picks: dict[int, list[Picks]] = defaultdict(list)
+        self._layer: int | None = None
+        self._handles: list[Any] = []
+        for index, layer in enumerate(layers):
+            self._hook(layer, self._enter(index), self._leave(index))
+            for part, names in (("mixer", _MIXERS), ("ffn", _FFNS)):
+                module = _part(layer, names)
+                if module is not None:
+                    self._hook(module, self._note((index, f"{part} in")), self._note((index, f"{part} out")))
+
+    def clear(self) -> None:
+        """Forget what was seen."""
+        self.hidden.clear()
+        self.picks.clear()
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, module: nn.Module, before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
+        def pre(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            before(kwargs.get("hidden_states", (*args, *kwargs.values())))
+
+        def post(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            after(output)
+
+        self._handles.append(module.register_forward_pre_hook(pre, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(post))
+
+    def _enter(self, index: int) -> Callable[[Any], None]:
+        def note(value: Any) -> None:
+            self._layer = index
+            if index == 0:
+                self._note((0, EMBEDDING))(value)
+
+        return note
+
+    def _leave(self, index: int) -> Callable[[Any], None]:
+        def note(value: Any) -> None:
+            self._layer = None
+            self._note((index, "out"))(value)
+
+        return note
+
+    def _note(self, place: Place) -> Callable[[Any], None]:
+        def note(value: Any) -> None:
+            found = _first_tensor(value)
+            if found is not None:
+                self.hidden[place] = found.detach()
+
+        return note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._layer is not None and func in (torch.topk, torch.Tensor.topk):
+            scores = args[0].detach()
+            self.picks[self._layer].append(_read_picks(scores.flatten(0, -2), result.indices.flatten(0, -2)))
+        return result
+
+
+def _part(layer: nn.Module, names: Sequence[str]) -> nn.Module | None:
+    found = (getattr(layer, name, None) for name in names)
+    return next((module for module in found if isinstance(module, nn.Module)), None)
+
+
+def _first_tensor(value: Any) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, tuple | list):
+        return next((item for item in value if isinstance(item, torch.Tensor) and item.is_floating_point()), None)
+    return None
+
+
+def _read_picks(scores: torch.Tensor, indices: torch.Tensor) -> Picks:
+    """`scores`: [rows, count]. `indices`: [rows, k] of the largest."""
+    count, k = scores.shape[-1], indices.shape[-1]
+    if k >= count:
+        return Picks(count, k, torch.full((len(scores),), torch.inf), indices.sort(-1).values.cpu())
+    exact = scores.double()
+    edge = exact.topk(k + 1, dim=-1).values[:, -2:]
+    # Masked entries are -inf or very low; they say nothing about how wide the scores are spread.
+    real = exact > -1e30
+    mean = exact.where(real, 0.0).sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp(min=1)
+    deviation = (exact - mean).where(real, 0.0).square().sum(-1) / real.sum(-1).clamp(min=1)
+    gap = (edge[:, 0] - edge[:, 1]) / deviation.sqrt().clamp(min=1e-12)
+    gap = gap.where(edge[:, 1] > -1e30, torch.inf)
+    return Picks(count, k, gap.cpu(), indices.sort(-1).values.cpu())
+
+
+@contextmanager
+def tapped(layers: Sequence[nn.Module]) -> Iterator[Taps]:
+    """Taps on `layers`, taken off at the end."""
+    taps = Taps(layers)
+    try:
+        with taps:
+            yield taps
+    finally:
+        taps.close()

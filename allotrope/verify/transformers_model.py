@@ -1,0 +1,165 @@
+"""Transformers' own model of a checkpoint: the reference. The only module here that loads that library."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from allotrope.errors import ModelError
+from allotrope.verify.taps import Picks, Place, tapped
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a model did with one sample of F tokens. `hidden`: place -> [F, width]. `picks`: layer -> its top-ks."""
+
+    hidden: dict[Place, torch.Tensor]
+    picks: dict[int, list[Picks]]
+
+
+class TransformersModel:
+    """A checkpoint in Transformers, by its plain implementations and without a cache. `layers`: its decoder layers."""
+
+    def __init__(self, model: Any, count: int) -> None:
+        self.model = model
+        self.layers = find_layers(model, count)
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """[F, vocabulary] fp32 logits after each token of `ids`."""
+        found: torch.Tensor = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+        return found
+
+    def trace(self, ids: Sequence[int]) -> tuple[torch.Tensor, Trace]:
+        """Logits, and what happened on the way to them."""
+        with tapped(list(self.layers)) as taps:
+            logits = self.logits(ids)
+        hidden = {place: found.flatten(0, 1).flatten(1) for place, found in taps.hidden.items() if found.dim() > 2}
+        return logits, Trace(hidden, dict(taps.picks))
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+
+@torch.inference_mode()
+def find_layers(model: nn.Module, count: int) -> nn.ModuleList:
+    """The list of `count` modules that a text runs through; of several, the outermost. Raises ModelError for none."""
+    lists = [
+        (name.count("."), found)
+        for name, found in model.named_modules()
+        if isinstance(found, nn.ModuleList) and len(found) == count
+    ]
+    ran: set[int] = set()
+    handles = [found[0].register_forward_hook(lambda *_, i=i: ran.add(i)) for i, (_, found) in enumerate(lists)]
+    model(input_ids=torch.tensor([[9, 10]]), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    used = sorted((lists[i] for i in ran), key=lambda entry: entry[0])
+    if not used:
+        raise ModelError(
+            f"cannot look into {type(model).__name__}", [f"it has no list of {count} layers that a text runs through"]
+        )
+    return used[0][1]
+
+
+def class_of(config: Mapping[str, Any]) -> Any:
+    """The class of Transformers that a config.json names. Raises ModelError if this version has none."""
+    import transformers
+
+    for name in config.get("architectures") or []:
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    raise ModelError(
+        "Transformers cannot run the model",
+        [f"version {transformers.__version__} has none of architectures={config.get('architectures')!r}"],
+    )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and no advice from Transformers, which would stand among our own lines."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def load_transformers(path: Path, config: Mapping[str, Any], dtype: torch.dtype, layers: int) -> TransformersModel:
+    """Load `path`, a directory or a .gguf file, with `config` in place of its config.json.
+
+    Raises ModelError if Transformers refuses it, or would fill in a weight that it did not find.
+    """
+    with quiet(), contextlib.ExitStack() as stack:
+        options = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
+        if path.is_file():
+            options |= {"gguf_file": path.name}
+            cls = class_of({"architectures": ["AutoModelForCausalLM"]})
+            path = path.parent
+        else:
+            cls = class_of(config)
+            path = stack.enter_context(_with_config(path, config))
+        options |= _dequantized(config)
+        try:
+            model, info = cls.from_pretrained(str(path), local_files_only=True, output_loading_info=True, **options)
+            found = TransformersModel(model.eval(), layers)
+        except Exception as error:
+            # The border to another library: it may raise anything, and none of it is ours to mend.
+            raise ModelError("Transformers cannot run the model", [f"{type(error).__name__}: {error}"]) from error
+        _refuse_gaps(found, info)
+        return found
+
+
+@contextmanager
+def _with_config(directory: Path, config: Mapping[str, Any]) -> Iterator[Path]:
+    """`directory` as it would be with `config` as its config.json."""
+    if json.loads((directory / "config.json").read_text()) == config:
+        yield directory
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        for file in directory.iterdir():
+            (Path(scratch) / file.name).symlink_to(file.resolve())
+        (Path(scratch) / "config.json").unlink()
+        (Path(scratch) / "config.json").write_text(json.dumps(config))
+        yield Path(scratch)
+
+
+def _dequantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that make a quantized checkpoint compute in full precision."""
+    stated = config.get("quantization_config") or {}
+    method = stated.get("quant_method")
+    if method not in ("mxfp4", "fp8"):
+        return {}
+    from transformers import FineGrainedFP8Config, Mxfp4Config
+
+    if method == "mxfp4":
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
+    block = stated.get("weight_block_size")
+    return {"quantization_config": FineGrainedFP8Config(dequantize=True, weight_block_size=block and tuple(block))}
+
+
+def _refuse_gaps(found: TransformersModel, info: Mapping[str, Any]) -> None:
+    """Weights that Transformers made up would make the comparison worthless; those of other towers do not matter."""
+    stem = next(name for name, module in found.model.named_modules() if module is found.layers).rpartition(".")[0]
+    names = [str(name) for kind in ("missing_keys", "mismatched_keys") for name in info.get(kind) or ()]
+    gaps = sorted(name for name in names if name.startswith(f"{stem}."))
+    if gaps:
+        more = f" and {len(gaps) - 5} more" if len(gaps) > 5 else ""
+        raise ModelError(
+            "Transformers cannot be the reference",
+            [f"it found no weights for {', '.join(gaps[:5])}{more}, and would make some up"],
+        )
