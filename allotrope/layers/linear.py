@@ -13,12 +13,12 @@ from allotrope.layers.parallel import Placement, Section, parameter
 class Product:
     """x W^T of one loaded weight, in the form that the device multiplies fastest.
 
-    On a CPU the weight is reordered once for oneDNN, which then reads it at memory speed whatever the number of rows;
-    the plain product is several times slower there for a few rows.
+    On a CPU a large weight is reordered once for oneDNN, which then reads it at memory speed whatever the number of
+    rows; the plain product is several times slower there for a few rows. A small weight is not worth oneDNN's start.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self.packed = weight.device.type == "cpu" and weight.dtype in _PACKABLE and torch.backends.mkldnn.is_available()
+        self.packed = worth_packing(weight)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self.packed else weight
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -29,6 +29,17 @@ class Product:
 
 
 _PACKABLE = (torch.float32, torch.bfloat16)
+_SMALLEST_PACKED = 1 << 18
+
+
+def worth_packing(weight: torch.Tensor) -> bool:
+    """Whether `weight` ([outputs, inputs]) is multiplied faster in oneDNN's own order."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in _PACKABLE
+        and weight.numel() >= _SMALLEST_PACKED
+        and torch.backends.mkldnn.is_available()
+    )
 
 
 class Linear(nn.Module):

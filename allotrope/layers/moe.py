@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from allotrope.layers.build import Build
-from allotrope.layers.linear import Linear, Product
+from allotrope.layers.linear import Linear, Product, worth_packing
 from allotrope.layers.mlp import Gating, MlpSpec
 from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.layers.step import LayerStep
@@ -104,11 +104,42 @@ def _score(logits: torch.Tensor, kind: Score) -> torch.Tensor:
     return torch.sigmoid(logits) if kind == "sigmoid" else F.softplus(logits).sqrt()
 
 
+class StackedProduct:
+    """x W_e^T for rows that are sorted by their expert e.
+
+    On a CPU small experts are multiplied in one call; large ones one by one, each in the form that a `Product` has.
+    """
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        """`weights`: [E, outputs, inputs]."""
+        self.stacked = self.products = None
+        self.outputs = weights.shape[1]
+        # One call wants rows of whole 16-byte words, in and out.
+        whole_words = all(size * weights.element_size() % 16 == 0 for size in weights.shape[1:])
+        if weights.device.type == "cpu" and whole_words and not worth_packing(weights[0]):
+            self.stacked = weights.transpose(1, 2)
+        else:
+            self.products = [Product(weight) for weight in weights]
+
+    def __call__(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """`rows`: [n, inputs]. `ends`: [E] int32, where each expert's rows end. Returns [n, outputs]."""
+        if self.stacked is not None:
+            return F.grouped_mm(rows, self.stacked, offs=ends)
+        assert self.products is not None
+        results = rows.new_empty(len(rows), self.outputs)
+        start = 0
+        for product, end in zip(self.products, ends.tolist(), strict=True):
+            if end > start:
+                results[start:end] = product(rows[start:end])
+                start = end
+        return results
+
+
 class Experts(nn.Module):
     """All routed experts of a layer. Ranks share the width of every expert.
 
     `gate_up`: [E, 2 * width, hidden], sections "gate" and "up". `down`: [E, hidden, width]. With `bias`, of both. The
-    weights are given up for one `Product` per expert once loading has finished.
+    weights are given up for their `StackedProduct` once loading has finished.
     """
 
     def __init__(self, count: int, hidden: int, width: int, gating: Gating, build: Build, *, bias: bool) -> None:
@@ -125,26 +156,24 @@ class Experts(nn.Module):
             whole = Placement((Section("", hidden),), experts=count)
             self.gate_up_bias = parameter((count, 2 * local), inner, kind, device)
             self.down_bias = parameter((count, hidden), whole, kind, device)
-        self.products: list[tuple[Product, Product]] = []
+        self.products: tuple[StackedProduct, StackedProduct] | None = None
 
     def finish_loading(self) -> None:
         """Reorder each expert's weights for the device."""
         assert self.gate_up is not None and self.down is not None
-        self.products = [(Product(self.gate_up.data[e]), Product(self.down.data[e])) for e in range(self.count)]
+        self.products = (StackedProduct(self.gate_up.data), StackedProduct(self.down.data))
         self.gate_up = self.down = None
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """`x`: [T, hidden]. `weights` fp32, `experts`: [T, k]. Returns [T, hidden], summed over the ranks."""
-        chosen = experts.flatten()
-        order = chosen.argsort(stable=True)
-        counts = torch.bincount(chosen, minlength=self.count).tolist()
-        rows = x[order // experts.shape[1]]
-        results = torch.empty_like(rows)
-        start = 0
-        for e, count in enumerate(counts):
-            if count:
-                results[start : start + count] = self._expert(e, rows[start : start + count])
-                start += count
+        assert self.products is not None
+        gate_up, down = self.products
+        chosen, order = experts.flatten().sort(stable=True)
+        ends = torch.bincount(chosen, minlength=self.count).cumsum(0, dtype=torch.int32)
+        inner = gate_up(x[order // experts.shape[1]], ends)
+        if self.gate_up_bias is not None:
+            inner = inner + self.gate_up_bias[chosen]
+        results = down(self.gating(inner), ends)
         back = torch.empty_like(results)
         back[order] = results
         summed = torch.bmm(weights[:, None], back.float().unflatten(0, experts.shape)).squeeze(1)
@@ -154,11 +183,6 @@ class Experts(nn.Module):
         # Once, not on every rank: each token's mix of the biases of its experts.
         shares = weights.new_zeros(len(x), self.count).scatter_add_(1, experts, weights)
         return summed + (shares @ self.down_bias.float()).to(x.dtype)
-
-    def _expert(self, e: int, x: torch.Tensor) -> torch.Tensor:
-        gate_up, down = self.products[e]
-        bias = None if self.gate_up_bias is None else self.gate_up_bias[e]
-        return down(self.gating(gate_up(x, bias)))
 
 
 @dataclass(frozen=True, kw_only=True)
