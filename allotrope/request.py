@@ -17,6 +17,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+# Far smaller ones overflow what they divide.
+MIN_REPETITION_PENALTY = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ class SamplingParams:
         _in_range("min_p", self.min_p, 0.0, 1.0)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _in_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         if self.seed is not None:
             _in_range("seed", self.seed, -MAX_SEED, MAX_SEED)
         if self.max_tokens is not None:
@@ -121,6 +123,7 @@ class Request:
             raise InvalidRequest("the prompt is empty; at least one token is needed.", "prompt")
         _in_vocabulary("prompt", self.prompt_ids, vocab_size)
         self.params.check(vocab_size)
+        self._check_choice(vocab_size)
         if len(self.prompt_ids) >= max_model_len:
             raise InvalidRequest(
                 f"the prompt has {len(self.prompt_ids)} tokens; this model's context is {max_model_len} tokens "
@@ -133,6 +136,18 @@ class Request:
                 f"the prompt has {len(self.prompt_ids)} tokens and max_tokens is {wanted}; together they exceed the "
                 f"context of {max_model_len} tokens. Ask for at most {max_model_len - len(self.prompt_ids)}.",
                 "max_tokens",
+            )
+
+    def _check_choice(self, vocab_size: int) -> None:
+        """Below `min_tokens` no token may end the sequence; refuse where that leaves none to choose."""
+        params = self.params
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}
+        allowed = params.allowed_token_ids
+        if params.min_tokens and (len(ends) >= vocab_size if allowed is None else ends.issuperset(allowed)):
+            raise InvalidRequest(
+                f"min_tokens={params.min_tokens} leaves no token to choose: every allowed id ends the sequence. "
+                f"Widen allowed_token_ids or shorten stop_token_ids.",
+                "min_tokens",
             )
 
 

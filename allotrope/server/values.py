@@ -57,5 +57,5 @@ def same_value(left: Any, right: Any) -> bool:
 
 def header_value(names: Sequence[str]) -> str:
     """A client's own names, as a list that is safe in a header or a log line whatever they hold."""
-    listed = [quote(name[:_LONGEST], safe="") for name in names[:_MOST_NAMES]]
+    listed = [quote(name[:_LONGEST], safe="") or '""' for name in names[:_MOST_NAMES]]
     return ", ".join(listed) + (f", and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")

@@ -285,6 +285,10 @@ def _echo(probe: Probe) -> None:
     assert len(scored["logprobs"]["tokens"]) == len(scored["prompt_token_ids"])
 
 
+def _max_tokens(probe: Probe) -> None:
+    assert len(probe.ids(max_tokens=3)) == len(probe.ids(max_tokens=3.0)) == 3
+
+
 def _best_of(probe: Probe) -> None:
     assert len(probe.body(n=2, best_of=2)["choices"]) == 2
     assert probe.refused(n=1, best_of=2)["param"] == "best_of"
@@ -308,7 +312,7 @@ SHARED: dict[str, Callable[[Probe], None]] = {
     "stop_token_ids": _stop_token_ids,
     "include_stop_str_in_output": _stop,
     "min_tokens": _min_tokens,
-    "max_tokens": lambda probe: _equal(len(probe.ids(max_tokens=3)), 3),
+    "max_tokens": _max_tokens,
     "ignore_eos": _ignore_eos,
     "logit_bias": lambda probe: _equal(probe.ids(logit_bias={"9": 100}), [9] * 8),
     "allowed_token_ids": lambda probe: _equal(set(probe.ids(allowed_token_ids=[9, 10])) <= {9, 10}, True),

@@ -63,11 +63,11 @@ def test_strict_refuses_unknown_fields(keyed: httpx.Client) -> None:
 
 
 def test_otherwise_they_are_named_in_a_header(http: httpx.Client, server: ServerProcess) -> None:
-    names = {"invented": 1, "sp ace\r\nset-cookie: x": 2, "ü": 3}
+    names = {"invented": 1, "sp ace\r\nset-cookie: x": 2, "ü": 3, "": 4}
     for path, body in (("/v1/completions", {"prompt": "hi", "max_tokens": 1}), ("/tokenize", {"prompt": "hi"})):
         response = http.post(path, json=body | names)
         assert response.status_code == 200
-        assert response.headers["x-allotrope-ignored-fields"] == "invented, sp%20ace%0D%0Aset-cookie%3A%20x, %C3%BC"
+        assert response.headers["x-allotrope-ignored-fields"] == 'invented, sp%20ace%0D%0Aset-cookie%3A%20x, %C3%BC, ""'
         assert "set-cookie" not in response.headers
         server.wait_for_line(f"WARNING.*{path}: ignored unknown fields: invented, sp%20ace")
 

@@ -43,7 +43,7 @@ WRONG: dict[str, list[Any]] = {
     "min_p": ["x", -0.5, 2, HUGE],
     "presence_penalty": ["x", -2.1, 3, HUGE],
     "frequency_penalty": ["x", -2.1, 3, HUGE],
-    "repetition_penalty": ["x", 0, -1, 101, HUGE],
+    "repetition_penalty": ["x", 0, -1, 101, HUGE, 5e-324],
     "seed": ["x", 2**63, -(2**63), HUGE, 0.5],
     "n": ["x", 0, -1, 129, HUGE, 1.5, True],
     "max_tokens": ["x", -1, 2**31, HUGE, MAX_MODEL_LEN + 1, 10_000_000],
@@ -108,6 +108,8 @@ def bad_cases() -> Iterator[Case]:
         yield Case("/detokenize", json.dumps({"tokens": tokens}).encode(), "tokens")
     for body in ({}, {"prompt": 7}, {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}]}):
         yield Case("/tokenize", json.dumps(body).encode(), "prompt")
+    endless = {"min_tokens": 1, "allowed_token_ids": [5, 6], "stop_token_ids": [5, 6]}
+    yield Case(COMPLETIONS, json.dumps(BASE[COMPLETIONS] | endless).encode(), "min_tokens")
     yield Case(COMPLETIONS, b" " * 16_000_001, None, 413)
 
 

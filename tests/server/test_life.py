@@ -57,10 +57,12 @@ class Background:
 
 def test_loading_then_the_engine_is_killed(start: Starter) -> None:
     server = start()
+    os.kill(server.engine_pid, signal.SIGSTOP)
     loading = httpx.get(f"{server.url}/health")
     early = httpx.get(f"{server.url}/v1/models")
     assert loading.status_code == early.status_code == 503
     assert "loading" in early.json()["error"]["message"]
+    os.kill(server.engine_pid, signal.SIGCONT)
     server.wait_until_ready()
     assert httpx.get(f"{server.url}/health").status_code == 200
 
