@@ -5,7 +5,7 @@ The engine allocates by this plan and `allotrope plan` prints it: there is no se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from allotrope.attention.cache_layout import pool_bytes
@@ -34,10 +34,11 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """`tokens`: context tokens that fit at once, over all sequences; 0 if only states and windows are kept."""
+    """`tokens`: context tokens that fit at once, over all sequences. `sequences`: whose windows and states do."""
 
     groups: tuple[GroupPlan, ...]
     tokens: int
+    sequences: int
 
     @property
     def bytes(self) -> int:
@@ -49,47 +50,49 @@ def group_bytes(group: CacheGroup, pages: int) -> int:
     return sum(pool_bytes(member.layout, group.page_size, pages) for member in group.members)
 
 
-def pages_needed(group: CacheGroup, tokens: int, demand: Demand) -> int:
-    """Pages, with the null page, that `tokens` context tokens in `demand.sequences` sequences need."""
+def pages_needed(group: CacheGroup, tokens: int, sequences: int, demand: Demand) -> int:
+    """Pages, with the null page, that `tokens` context tokens in `sequences` sequences need."""
     if group.kind == "paged":
-        # Each sequence's last page is filled half on average; the rest is at most one page a sequence.
         return 1 + group.pages_for(tokens)
+    kept = sequences * (2 if demand.reuse else 1)
     if group.kind == "state":
-        return 1 + demand.sequences * (2 if demand.reuse else 1)
+        return 1 + kept
     assert group.window is not None
-    steady = demand.sequences * (group.pages_for(group.window) + 1) * (2 if demand.reuse else 1)
-    in_flight = group.pages_for(demand.step_tokens) + demand.sequences
-    return 1 + min(steady + in_flight, group.pages_for(tokens) + demand.sequences)
+    in_flight = group.pages_for(min(demand.step_tokens, demand.context)) + sequences
+    return 1 + min(kept * (group.pages_for(group.window) + 1) + in_flight, group.pages_for(tokens) + sequences)
 
 
 def plan_memory(groups: Sequence[CacheGroup], demand: Demand, budget: int) -> MemoryPlan:
-    """Fit the most tokens into `budget` bytes, but no more than a full batch of the longest context needs.
+    """Fit windows and states of as many sequences, then as many tokens, as `budget` bytes hold.
 
-    Raises ConfigError if one sequence of `demand.context` tokens does not fit, saying what would.
+    One sequence of `demand.context` tokens always has room: with little memory, fewer than `demand.sequences` windows
+    and states are made. Never more is taken than a full batch of the longest context needs. Raises ConfigError if not
+    even one such sequence fits, saying what would.
     """
-    most = demand.context * demand.sequences
-    tokens = _largest(lambda n: _total(groups, n, demand) <= budget, most)
-    if tokens < demand.context:
-        raise ConfigError(_advice(groups, demand, budget, tokens))
-    return make_plan(groups, demand, tokens)
+
+    def total(tokens: int, sequences: int) -> int:
+        return make_plan(groups, demand, tokens, sequences).bytes
+
+    sequences = _largest(lambda n: total(demand.context, n) <= budget, demand.sequences)
+    if sequences < 1:
+        longest = _largest(lambda n: total(n, 1) <= budget, demand.context)
+        raise ConfigError(_advice(demand, budget, total(demand.context, 1), longest))
+    tokens = _largest(lambda n: total(n, sequences) <= budget, demand.context * demand.sequences)
+    return make_plan(groups, demand, tokens, sequences)
 
 
-def make_plan(groups: Sequence[CacheGroup], demand: Demand, tokens: int) -> MemoryPlan:
-    """The plan that serves exactly `tokens` context tokens."""
+def make_plan(groups: Sequence[CacheGroup], demand: Demand, tokens: int, sequences: int | None = None) -> MemoryPlan:
+    """The plan that serves exactly `tokens` context tokens; `sequences`: default, all that are demanded."""
+    sequences = demand.sequences if sequences is None else sequences
     plans = []
     for group in groups:
-        pages = pages_needed(group, tokens, demand)
+        pages = pages_needed(group, tokens, sequences, demand)
         plans.append(GroupPlan(group, pages, group_bytes(group, pages)))
-    return MemoryPlan(tuple(plans), tokens)
+    return MemoryPlan(tuple(plans), tokens, sequences)
 
 
-def _total(groups: Sequence[CacheGroup], tokens: int, demand: Demand) -> int:
-    return sum(group_bytes(group, pages_needed(group, tokens, demand)) for group in groups)
-
-
-def _largest(fits: object, most: int) -> int:
+def _largest(fits: Callable[[int], bool], most: int) -> int:
     """Largest n in 0..most with fits(n), which is true up to some point; -1 if not even 0 fits."""
-    assert callable(fits)
     low, high = -1, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -100,12 +103,10 @@ def _largest(fits: object, most: int) -> int:
     return low
 
 
-def _advice(groups: Sequence[CacheGroup], demand: Demand, budget: int, tokens: int) -> str:
-    needed = _total(groups, demand.context, demand)
+def _advice(demand: Demand, budget: int, needed: int, longest: int) -> str:
     text = (
-        f"the caches do not fit: max_model_len={demand.context} with max_num_seqs={demand.sequences} needs "
-        f"{needed} bytes for one sequence of full length; {budget} bytes are given."
+        f"the caches do not fit: one sequence of max_model_len={demand.context} tokens needs {needed} bytes; "
+        f"{budget} bytes are given. Try "
     )
-    if tokens > 0:
-        return text + f" Try --max-model-len {tokens}, fewer --max-num-seqs, or --kv-cache-memory-bytes {needed}."
-    return text + f" Try fewer --max-num-seqs, or --kv-cache-memory-bytes {needed}."
+    shorter = f"--max-model-len {longest} or " if longest > 0 else ""
+    return f"{text}{shorter}--kv-cache-memory-bytes {needed}."

@@ -41,8 +41,8 @@ class GroupReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelReport:
-    """The plan of one rank. `memory_bytes`: what the device has for all of it. `tokens`: context tokens that fit at
-    once over all sequences. `refusal`: why it does not fit and what would, None if it does."""
+    """The plan of one rank. `memory_bytes`: what the device has for all of it, None if nobody asked whether it fits.
+    `tokens`: context tokens that fit at once over all sequences. `refusal`: why it does not fit and what would."""
 
     model: str
     architecture: str
@@ -52,10 +52,12 @@ class ModelReport:
     ranks: int
     max_model_len: int
     max_num_seqs: int
-    memory_bytes: int
+    memory_bytes: int | None
     weight_bytes: int
     cache_bytes: int | None
     tokens: int | None
+    sequences: int | None
+    density: tuple[tuple[int, float, float], ...]
     groups: tuple[GroupReport, ...]
     refusal: str | None = None
 
@@ -65,9 +67,10 @@ class ModelReport:
 
     def lines(self) -> list[str]:
         """The same for people, one line each."""
+        of_memory = "" if self.memory_bytes is None else f", of {_size(self.memory_bytes)} memory"
         text = [
             f"{self.model}: {self.architecture}, {self.layers} layers, {self.dtype} with {self.kv_cache_dtype} caches",
-            f"weights {_size(self.weight_bytes)} on each of {self.ranks} rank(s), of {_size(self.memory_bytes)} memory",
+            f"weights {_size(self.weight_bytes)} on each of {self.ranks} rank(s){of_memory}",
         ]
         rows = [("caches", "layers", "row", "page tokens", "page", "pages", "bytes")]
         for group in self.groups:
@@ -83,9 +86,15 @@ class ModelReport:
             text.append(
                 f"caches {_size(self.cache_bytes)}: {self.tokens} tokens of context, that is "
                 f"{self.tokens / self.max_model_len:.1f} sequences of {self.max_model_len}, at most "
-                f"{self.max_num_seqs} at a time"
+                f"{self.sequences} of full length at a time (--max-num-seqs {self.max_num_seqs})"
             )
-        text.append("fits" if self.refusal is None else f"does not fit: {self.refusal}")
+        for length, own, padded in self.density:
+            text.append(
+                f"a sequence of {length} tokens: {own:.0f} tokens per GiB; "
+                f"{padded:.0f} if all caches had one common, padded page size"
+            )
+        if self.memory_bytes is not None:
+            text.append("fits" if self.refusal is None else f"does not fit: {self.refusal}")
         return text
 
 
@@ -112,7 +121,9 @@ def report_model(config: EngineConfig, memory: int | None = None) -> ModelReport
     return found
 
 
-def describe(blueprint: Blueprint, memory: MemoryPlan | None, config: EngineConfig, available: int) -> ModelReport:
+def describe(
+    blueprint: Blueprint, memory: MemoryPlan | None, config: EngineConfig, available: int | None = None
+) -> ModelReport:
     """The report of a model whose caches are planned already; `memory` None: they do not fit `available` bytes."""
     plans = {id(plan.group): plan for plan in memory.groups} if memory else {}
     groups = [(group, plans.get(id(group))) for group in blueprint.groups]
@@ -129,6 +140,8 @@ def describe(blueprint: Blueprint, memory: MemoryPlan | None, config: EngineConf
         weight_bytes=weight_bytes(blueprint),
         cache_bytes=memory.bytes if memory else None,
         tokens=memory.tokens if memory else None,
+        sequences=memory.sequences if memory else None,
+        density=tuple(_density(blueprint, length) for length in _lengths(blueprint.max_model_len)),
         groups=tuple(
             GroupReport(
                 kind=group.kind,
@@ -151,6 +164,27 @@ def _sizes(plan: GroupPlan | None) -> dict[str, int | None]:
     return {"pages": plan.pages, "bytes": plan.bytes, "tokens": (plan.pages - 1) * plan.group.page_size}
 
 
+def _lengths(longest: int) -> list[int]:
+    """Lengths to compare at: a short sequence pays most for padding, a long one least."""
+    return sorted({min(1024, longest), min(8192, longest), longest})
+
+
+def _density(blueprint: Blueprint, length: int) -> tuple[int, float, float]:
+    """`length`, and how many tokens a GiB serves in sequences of that length: as it is, and padded."""
+    own = sum(group.live_pages(length, 1) * group.page_bytes for group in blueprint.groups)
+    return length, length * 2**30 / own, length * 2**30 / _padded_bytes(blueprint, length)
+
+
+def _padded_bytes(blueprint: Blueprint, length: int) -> int:
+    """Bytes of a sequence if every page had those of the largest: smaller ones take more tokens a page, and padding."""
+    largest = max(group.page_bytes for group in blueprint.groups)
+    pages = 0
+    for group in blueprint.groups:
+        wider = group.page_size if group.kind == "state" else group.page_size * (largest // group.page_bytes)
+        pages += dataclasses.replace(group, page_size=wider).live_pages(length, 1)
+    return pages * largest
+
+
 def weight_bytes(blueprint: Blueprint) -> int:
     """Bytes of the parameters that one rank holds."""
     build = dataclasses.replace(blueprint.build, device=torch.device("meta"))
@@ -171,7 +205,8 @@ def _try(config: EngineConfig, ranks: int, memory: int | None) -> ModelReport:
     try:
         plan = plan_caches(blueprint, config, room)
     except ConfigError as error:
-        return dataclasses.replace(describe(blueprint, None, config, available), refusal=str(error).removeprefix("the caches do not fit: "))
+        reason = str(error).removeprefix("the caches do not fit: ")
+        return dataclasses.replace(describe(blueprint, None, config, available), refusal=reason)
     report = describe(blueprint, plan, config, available)
     if weights + plan.bytes <= available:
         return report

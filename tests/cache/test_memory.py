@@ -67,6 +67,18 @@ def test_too_little_says_what_would_fit() -> None:
     assert f"{200 * row} bytes are given" in str(caught.value)
 
 
+def test_little_memory_means_fewer_windows_not_a_shorter_context() -> None:
+    groups = group_caches(LAYERS, page_size=16)
+    least = make_plan(groups, DEMAND, DEMAND.context, 1).bytes
+    plan = plan_memory(groups, DEMAND, least)
+    assert (plan.sequences, plan.tokens) == (1, DEMAND.context)
+    for entry in plan.groups:
+        assert entry.pages - 1 >= entry.group.live_pages(DEMAND.context, DEMAND.step_tokens)
+    with pytest.raises(ConfigError, match=rf"needs {least} bytes; {least - 1} bytes are given"):
+        plan_memory(groups, DEMAND, least - 1)
+    assert plan_memory(groups, DEMAND, least * 2).sequences > 1
+
+
 def test_copy_page_copies_every_field_of_the_group() -> None:
     groups = group_caches(LAYERS, page_size=16)
     arena = Arena(make_plan(groups, DEMAND, 512), len(LAYERS), {}, torch.device("cpu"))

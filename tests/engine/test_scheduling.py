@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.watching import GREEDY, assert_idle, assert_same, engine, request, run
+from engine.watching import GREEDY, assert_idle, assert_same, engine, outputs, request, run
 from tiny_checkpoints import prompts, write_tiny
 
 from allotrope.errors import ConfigError, InvalidRequest, ModelError, Overloaded
@@ -85,22 +85,20 @@ def test_what_cannot_run_is_refused_by_name(model: Path) -> None:
     assert not running.has_work()
 
 
-def test_a_request_with_no_possible_token_ends_alone(model: Path) -> None:
-    """That request fails with a reason; its neighbour and the pages do not notice."""
+def test_a_request_without_numbers_ends_alone(model: Path) -> None:
+    """One token's embedding is broken: its request fails with a reason; its neighbour and the pages do not notice."""
     running = engine(model, max_num_seqs=4)
     good = request("good", [9, 10, 11])
     alone = run(running, [good])
-    # The one allowed token ends the text, which must not end yet.
-    nothing = replace(GREEDY, allowed_token_ids=(2,), min_tokens=4, ignore_eos=False)
-    running.add(request("bad", [12, 13], nothing, eos_ids=(2,)))
-    running.add(good)
-    found = []
-    while running.has_work():
-        found.extend(running.step())
-    ended = {o.request_id: o.finish_reason for o in found if o.finish_reason}
-    assert ended == {"good": "length", "bad": "error"}
-    assert {"good": [t for o in found if o.request_id == "good" for t in o.token_ids]} == alone
-    assert_idle(running)
+    running.model.embedding.weight.data[12] = torch.nan
+    for _ in range(2):
+        found = outputs(running, [request("bad", [12, *range(20, 60)]), good])
+        ended = {o.request_id: o.finish_reason for o in found if o.finish_reason}
+        assert ended == {"good": "length", "bad": "error"}
+        assert "not numbers" in next(o.error for o in found if o.error)
+        assert [t for o in found if o.request_id == "good" for t in o.token_ids] == alone["good"]
+        assert max(o.cached_tokens for o in found) == 0, "what it computed is not reused"
+        assert_idle(running)
 
 
 def test_stop_ids_and_lengths(model: Path) -> None:
@@ -109,12 +107,9 @@ def test_stop_ids_and_lengths(model: Path) -> None:
     stop = free[3]
     first = free.index(stop)
     params = replace(GREEDY, stop_token_ids=(stop,))
-    running.add(request("stopped", [9, 10, 11], params))
-    outputs = []
-    while running.has_work():
-        outputs.extend(running.step())
-    assert [t for o in outputs for t in o.token_ids] == free[: first + 1]
-    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", stop)
+    found = outputs(running, [request("stopped", [9, 10, 11], params)])
+    assert [t for o in found for t in o.token_ids] == free[: first + 1]
+    assert (found[-1].finish_reason, found[-1].stop_reason) == ("stop", stop)
     eos = replace(GREEDY, ignore_eos=False, max_tokens=None)
     assert run(running, [request("eos", [9, 10, 11], eos, (stop,))])["eos"] == free[: first + 1]
     everything = run(running, [request("all", [9, 10, 11], replace(GREEDY, max_tokens=None))])["all"]
