@@ -16,6 +16,7 @@ from allotrope.engine.executor import Executor, InProcess
 from allotrope.engine.load import draw_up, plan_caches
 from allotrope.engine.memory_keeper import MemoryKeeper
 from allotrope.engine.observer import Observer
+from allotrope.engine.plan_report import describe
 from allotrope.engine.ranks import OnDeath, Ranks, share_threads
 from allotrope.engine.report import EngineLimits, EngineStats
 from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_scores
@@ -67,6 +68,16 @@ class Engine:
         self._prefix_queries = self._prefix_hits = 0
         self._prefix_lost: dict[str, int] = {}
         self.memory = memory
+        if log.isEnabledFor(logging.INFO):
+            for line in describe(blueprint, memory, config).lines():
+                log.info("%s", line)
+        unit = self._keeper.prefix.unit
+        if config.enable_prefix_caching and unit >= blueprint.max_model_len:
+            log.warning(
+                "the prefix cache can never hit: prefixes are reused in steps of %d tokens, but max_model_len is %d",
+                unit,
+                blueprint.max_model_len,
+            )
         self._checkpoint = blueprint.checkpoint
         self.limits = EngineLimits(
             max_model_len=blueprint.max_model_len,
@@ -266,6 +277,7 @@ class Engine:
             None if logprobs is None else (logprobs,),
             prompt_logprobs,
             seq.cached_tokens,
+            cache_lost=dict(seq.cache_lost) if first else {},
             queued_seconds=seq.queued_seconds if first else 0.0,
         )
 

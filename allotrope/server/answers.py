@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -105,12 +106,16 @@ class _Common:
     def _usage(self) -> Json:
         prompt = sum(len(generation.request.prompt_ids) for generation in self._generations)
         completion = sum(generation.completion_tokens for generation in self._generations)
-        cached = sum(generation.cached_tokens for generation in self._generations)
+        details: Json = {"cached_tokens": sum(generation.cached_tokens for generation in self._generations)}
+        lost: Counter[str] = sum((Counter(generation.cache_lost) for generation in self._generations), Counter())
+        if lost:
+            # Not OpenAI's: why tokens that had been cached were computed again.
+            details["cache_lost_tokens"] = dict(lost)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": details,
         }
 
 

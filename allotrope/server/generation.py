@@ -61,7 +61,7 @@ class Generation:
     `continues_text`: the answer goes on where the prompt's text stops (a completion), rather than being a text of its
     own. `echo`: text of the prompt, where each sequence begins with it. `silent`: the client wants no new tokens (the
     engine always makes one). `first_index`: index of the first sequence, where one answer covers several prompts.
-    `cached_tokens`, `prompt_logprobs` and `completion_tokens` are filled as outputs arrive.
+    `cached_tokens`, `cache_lost`, `prompt_logprobs` and `completion_tokens` are filled as outputs arrive.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Generation:
         self.request = request
         self.first_index = first_index
         self.cached_tokens = 0
+        self.cache_lost: dict[str, int] = {}
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._echo = echo
         self._silent = silent
@@ -136,7 +137,7 @@ class Generation:
     def _begin(self, output: SequenceOutput) -> list[Piece]:
         """Take what only the first output brings; the echoed prompt, once for each sequence."""
         self._started = True
-        self.cached_tokens = output.cached_tokens
+        self.cached_tokens, self.cache_lost = output.cached_tokens, output.cache_lost
         self.prompt_logprobs = output.prompt_logprobs
         if self._echo is None:
             return []

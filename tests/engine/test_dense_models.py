@@ -90,6 +90,8 @@ def test_cached_tokens_are_counted(tiny: TinyCheckpoint, ids: dict[str, list[int
     assert first[-1].cached_tokens == 0
     assert second[-1].cached_tokens == 96
     assert running.stats().prefix_hits == 96
+    assert (second[0].cache_lost, second[1].cache_lost) == ({"partial page": 3}, {})
+    assert running.stats().prefix_lost == {"partial page": 3}
     assert [token for output in second for token in output.token_ids] == want["p100"]
 
 
