@@ -35,14 +35,19 @@ def _step(
     `q`, `k`: [b, nk, dk]. `v`: [b, nv, dv]. `g`, `beta`: [b, nv]. `state`: [b, nv, dk, dv]. Returns [b, nv, dv].
     """
     repeat = v.shape[1] // k.shape[1]
-    kq = torch.stack((k, q), dim=2).repeat_interleave(repeat, dim=1)
+    kq = _spread(torch.stack((k, q), dim=2), repeat)
     flat = state.flatten(0, 1)
     decay = g.exp()[..., None]
     seen = torch.bmm(kq.flatten(0, 1), flat).view(*v.shape[:2], 2, -1) * decay[..., None]
     delta = beta[..., None] * (v - seen[:, :, 0])
     flat.mul_(decay.view(-1, 1, 1)).baddbmm_(kq[:, :, 0].reshape(len(flat), -1, 1), delta.view(len(flat), 1, -1))
-    agree = (k * q).sum(-1).repeat_interleave(repeat, dim=1)
-    return seen[:, :, 1] + agree[..., None] * delta
+    return torch.addcmul(seen[:, :, 1], _spread((k * q).sum(-1, keepdim=True), repeat), delta)
+
+
+def _spread(x: torch.Tensor, repeat: int) -> torch.Tensor:
+    """[b, nk, ...] as [b, nk * repeat, ...], each key head for its value heads; an expanded copy is quicker to make than
+    an index of repeats."""
+    return x if repeat == 1 else x.unsqueeze(2).expand(-1, -1, repeat, *x.shape[2:]).flatten(1, 2)
 
 
 def _chunks(
