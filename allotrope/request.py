@@ -170,8 +170,8 @@ class SequenceOutput:
 
     `token_ids`: new ids, possibly none. `logprobs`: one per new id, where asked for. `prompt_logprobs`: sent once,
     with the first output; its first entry is None (nothing precedes the first token). `cached_tokens`: prompt tokens
-    taken from the prefix cache. `cache_lost`: prompt tokens that had been cached and were computed again, by reason; sent
-    once, with the first output. `queued_seconds`: from arrival to the first step, sent with the first output.
+    taken from the prefix cache. `cache_lost`: prompt tokens that had been cached and were computed again, by reason;
+    sent once, with the first output. `queued_seconds`: from arrival to the first step, sent with the first output.
     `stop_reason`: the stop id that ended it, if one did. `error`: why, where `finish_reason` is "error".
     """
 
