@@ -45,8 +45,7 @@ def _step(
 
 
 def _spread(x: torch.Tensor, repeat: int) -> torch.Tensor:
-    """[b, nk, ...] as [b, nk * repeat, ...], each key head for its value heads; an expanded copy is quicker to make than
-    an index of repeats."""
+    """[b, nk, ...] as [b, nk * repeat, ...], each key head for its value heads."""
     return x if repeat == 1 else x.unsqueeze(2).expand(-1, -1, repeat, *x.shape[2:]).flatten(1, 2)
 
 
