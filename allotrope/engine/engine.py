@@ -277,7 +277,7 @@ class Engine:
             None if logprobs is None else (logprobs,),
             prompt_logprobs,
             seq.cached_tokens,
-            cache_lost={**seq.cache_lost} if first else {},
+            cache_lost=dict(seq.cache_lost.items()) if first else {},
             queued_seconds=seq.queued_seconds if first else 0.0,
         )
 
