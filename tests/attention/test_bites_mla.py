@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from attention.test_bites import Fault, change_plan, change_spec, change_tokens
 
 from allotrope.attention.check import Case, cases, compare
 from allotrope.attention.dsa import DSA
@@ -19,8 +19,6 @@ MLA_CASE = dataclasses.replace(cases("mla")["released"], lengths=(40, 41, 90))
 DSA_CASE = dataclasses.replace(cases("dsa")["picking"], lengths=(40, 41, 90))
 REUSING_CASE = cases("dsa")["reusing"]
 
-Fault = Callable[[Replay], None]
-
 
 def steps_of(case: Case) -> list[Step]:
     """Prompts whole but for their last three tokens, which are decoded: both forms, and pages half full."""
@@ -28,29 +26,6 @@ def steps_of(case: Case) -> list[Step]:
     members = [i for i, n in enumerate(case.lengths) if n > 3]
     prompts = [(i, n - 3) for i, n in zip(members, lengths, strict=True)]
     return [sorted(prompts, key=lambda taken: taken[1] != 1), *([(i, 1) for i in members] for _ in range(3))]
-
-
-def change_spec(**numbers: Any) -> Fault:
-    def fault(replay: Replay) -> None:
-        replay.spec = dataclasses.replace(replay.spec, **numbers)  # type: ignore[type-var]
-
-    return fault
-
-
-def change_plan(change: Callable[[Any], Any]) -> Fault:
-    def fault(replay: Replay) -> None:
-        intact = replay.plan
-        replay.plan = lambda batch, index: change(intact(batch, index))  # type: ignore[method-assign]
-
-    return fault
-
-
-def change_tokens(change: Callable[[dict[str, torch.Tensor], Step], dict[str, torch.Tensor]]) -> Fault:
-    def fault(replay: Replay) -> None:
-        intact = replay.tokens
-        replay.tokens = lambda step: change(intact(step), step)  # type: ignore[method-assign]
-
-    return fault
 
 
 def read_the_whole_last_page(plan: MlaPlan) -> MlaPlan:
@@ -114,28 +89,28 @@ def see_the_future(plan: Any) -> Any:
     return dataclasses.replace(plan, contests=tuple(contests))
 
 
-def picks_of_another_request(rows: dict[str, torch.Tensor], step: Step) -> dict[str, torch.Tensor]:
+def picks_of_another_request(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The picks that belong to the other end of the batch, clipped to what the query sees."""
     picks = rows["picks"].flip(0)
     return rows | {"picks": picks.clamp(max=int(rows["picks"].max()))}
 
 
-def make_holes(rows: dict[str, torch.Tensor], step: Step) -> dict[str, torch.Tensor]:
+def make_holes(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     picks = rows["picks"].clone()
     picks[:, ::2] = -1
     return rows | {"picks": picks}
 
 
-def read_holes_as_rows(rows: dict[str, torch.Tensor], step: Step) -> dict[str, torch.Tensor]:
+def read_holes_as_rows(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """-1 taken for a position: the row it is clamped to."""
-    return rows | {"picks": make_holes(rows, step)["picks"].clamp(min=0)}
+    return rows | {"picks": make_holes(rows)["picks"].clamp(min=0)}
 
 
-def clear_picks(rows: dict[str, torch.Tensor], step: Step) -> dict[str, torch.Tensor]:
+def clear_picks(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return rows | {"picks": torch.full_like(rows["picks"], -1)}
 
 
-def drop_last_key(rows: dict[str, torch.Tensor], step: Step) -> dict[str, torch.Tensor]:
+def drop_last_key(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The index keys of a step arrive one token late."""
     return rows | {"index_k": rows["index_k"].roll(1, 0)}
 
