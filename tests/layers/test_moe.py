@@ -1,129 +1,187 @@
-"""Mixtures of experts against a loop over tokens, and routers against their rules."""
+"""Routing and experts against a loop over tokens in float64."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
-import torch.nn.functional as F
 
+from allotrope.layers import linear
 from allotrope.layers.build import Build
-from allotrope.layers.mlp import Gating
-from allotrope.layers.moe import Experts, Router, RouterSpec
+from allotrope.layers.mlp import Gating, MlpSpec
+from allotrope.layers.moe import Moe, MoeSpec, RouterSpec
+from allotrope.layers.parallel import Parallel
+from allotrope.models.weights import finish
 
-HIDDEN, WIDTH, COUNT = 16, 24, 8
+HIDDEN, WIDTH, EXPERTS, VOCABULARY = 16, 8, 12, 50
+
+ROUTERS: dict[str, RouterSpec] = {
+    "softmax": RouterSpec(experts=EXPERTS, topk=3),
+    "softmax with bias": RouterSpec(experts=EXPERTS, topk=4, bias=True, scale=2.0),
+    "not normalised": RouterSpec(experts=EXPERTS, topk=3, normalize=False, scale=4.0),
+    "best of groups": RouterSpec(
+        experts=EXPERTS, topk=3, groups=4, top_groups=2, group_best=1, normalize=False, scale=1.5
+    ),
+    "sigmoid": RouterSpec(experts=EXPERTS, topk=3, score="sigmoid", correction=True, scale=2.5),
+    "sigmoid in groups": RouterSpec(
+        experts=EXPERTS, topk=4, score="sigmoid", correction=True, groups=3, top_groups=2, scale=2.5
+    ),
+    "square root of softplus": RouterSpec(experts=EXPERTS, topk=2, score="sqrt_softplus", correction=True),
+    "looked up": RouterSpec(experts=EXPERTS, topk=2, score="sqrt_softplus", table=VOCABULARY, scale=1.5),
+    "one": RouterSpec(experts=EXPERTS, topk=1),
+    "all": RouterSpec(experts=EXPERTS, topk=EXPERTS),
+}
 
 
-def filled(module: torch.nn.Module) -> torch.nn.Module:
+def make(router: RouterSpec, **numbers: Any) -> tuple[Moe, dict[str, torch.Tensor]]:
+    """The module with random weights, and those weights in float64."""
+    module = Moe(MoeSpec(hidden=HIDDEN, width=WIDTH, router=router, **numbers), Build())
     generator = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.5
-    return module
+    for name, parameter in module.named_parameters():
+        if parameter.dtype == torch.int64:
+            parameter.data = torch.rand(VOCABULARY, EXPERTS, generator=generator).argsort(1)[:, : router.topk]
+        else:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * (0.3 if "weight" not in name else 1.0)
+    weights = {name: parameter.data.clone() for name, parameter in module.named_parameters()}
+    finish(module)
+    return module, {name: t.double() if t.is_floating_point() else t for name, t in weights.items()}
+
+
+def choose(spec: RouterSpec, weights: dict[str, torch.Tensor], x: torch.Tensor, token: int) -> dict[int, float]:
+    """Expert -> weight of one token."""
+    logits = weights["router.gate.weight"] @ x
+    if spec.bias:
+        logits = logits + weights["router.gate.bias"]
+    score = {
+        "softmax": lambda: logits.softmax(0),
+        "sigmoid": logits.sigmoid,
+        "sqrt_softplus": lambda: logits.exp().log1p().sqrt(),
+    }[spec.score]()
+    if spec.table:
+        chosen = weights["router.table"][token].tolist()
+    else:
+        ranking = score + weights["router.correction"] if spec.correction else score
+        size = EXPERTS // spec.groups
+        groups = [ranking[g * size : (g + 1) * size].sort(descending=True).values for g in range(spec.groups)]
+        best = sorted(range(spec.groups), key=lambda g: -groups[g][: spec.group_best].sum().item())[: spec.top_groups]
+        allowed = [e for e in range(EXPERTS) if e // size in best]
+        chosen = sorted(allowed, key=lambda e: -ranking[e].item())[: spec.topk]
+    total = sum(score[e].item() for e in chosen) if spec.normalize else 1.0
+    return {e: score[e].item() / total * spec.scale for e in chosen}
 
 
 def gated(gating: Gating, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if gating.limit is not None:
-        gate, up = torch.minimum(gate, torch.tensor(gating.limit)), up.clamp(-gating.limit, gating.limit)
-    act = (
-        F.gelu(gate, approximate="tanh")
-        if gating.activation == "gelu_tanh"
-        else gate / (1 + torch.exp(-gating.slope * gate))
-    )
-    return act * (up + gating.offset)
+        gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+    return gate / (1 + (-gating.slope * gate).exp()) * (up + gating.offset)
 
 
-@pytest.mark.parametrize("bias", [False, True])
+def oracle(spec: MoeSpec, weights: dict[str, torch.Tensor], x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    rows = []
+    for row, token in zip(x.double(), ids.tolist(), strict=True):
+        y = torch.zeros(HIDDEN, dtype=torch.float64)
+        for e, share in choose(spec.router, weights, row, token).items():
+            inner = weights["experts.gate_up"][e] @ row
+            if spec.bias:
+                inner = inner + weights["experts.gate_up_bias"][e]
+            out = weights["experts.down"][e] @ gated(spec.gating, inner[:WIDTH], inner[WIDTH:])
+            y += share * (out + weights["experts.down_bias"][e] if spec.bias else out)
+        if spec.shared is not None:
+            inner = weights["shared.gate_up.weight"] @ row
+            width = spec.shared.width
+            gating = Gating(limit=spec.shared.limit)
+            out = weights["shared.down.weight"] @ gated(gating, inner[:width], inner[width:])
+            y += out * (weights["shared_gate.weight"] @ row).sigmoid() if spec.shared_gate else out
+        rows.append(y)
+    return torch.stack(rows)
+
+
+def run(module: Moe, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    here: Any = SimpleNamespace(step=SimpleNamespace(ids=ids))
+    return module(x, here)
+
+
+def check(router: RouterSpec, tokens: int = 40, **numbers: Any) -> None:
+    module, weights = make(router, **numbers)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, HIDDEN, generator=generator)
+    ids = torch.randint(0, VOCABULARY, (tokens,), generator=generator)
+    spec = MoeSpec(hidden=HIDDEN, width=WIDTH, router=router, **numbers)
+    want = oracle(spec, weights, x, ids)
+    torch.testing.assert_close(run(module, x, ids).double(), want, atol=2e-5 * float(want.abs().max()), rtol=0.0)
+    for i in (0, tokens - 1):
+        torch.testing.assert_close(
+            run(module, x[i : i + 1], ids[i : i + 1]).double(), want[i : i + 1], atol=1e-4, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["in one call", "one by one"])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers(name: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_SMALLEST_PACKED", 1 if packed else 1 << 18)
+    check(ROUTERS[name])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["in one call", "one by one"])
 @pytest.mark.parametrize(
-    "gating", [Gating(), Gating(activation="gelu_tanh"), Gating(limit=0.5), Gating(slope=1.7, limit=0.5, offset=1.0)]
+    "numbers",
+    [
+        {"bias": True, "gating": Gating(slope=1.702, limit=2.0, offset=1.0)},
+        {"gating": Gating(limit=1.5), "shared": MlpSpec(hidden=HIDDEN, width=12, limit=1.5)},
+        {"shared": MlpSpec(hidden=HIDDEN, width=24)},
+        {"shared": MlpSpec(hidden=HIDDEN, width=8), "shared_gate": True},
+    ],
+    ids=["bias and clamps", "clamped shared", "shared", "gated shared"],
 )
-@pytest.mark.parametrize("tokens", [1, 2, 37])
-def test_experts_equal_a_loop_over_tokens(tokens: int, gating: Gating, bias: bool) -> None:
-    module = filled(Experts(COUNT, HIDDEN, WIDTH, gating, Build(), bias=bias))
-    assert isinstance(module, Experts)
-    assert module.gate_up is not None and module.down is not None
-    gate_up, down = module.gate_up.data.clone(), module.down.data.clone()
-    module.finish_loading()
-    x, weights = torch.randn(tokens, HIDDEN), torch.rand(tokens, 3)
-    # Experts 5 to 7 get nothing.
-    experts = torch.stack([torch.randperm(5)[:3] for _ in range(tokens)])
-    want = torch.zeros(tokens, HIDDEN)
-    for t in range(tokens):
-        for weight, e in zip(weights[t], experts[t].tolist(), strict=True):
-            inner = gate_up[e] @ x[t] + (module.gate_up_bias[e] if module.gate_up_bias is not None else 0)
-            outer = down[e] @ gated(gating, inner[:WIDTH], inner[WIDTH:])
-            want[t] += weight * (outer + (module.down_bias[e] if module.down_bias is not None else 0))
-    got = module(x, weights, experts)
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(module(x[:1], weights[:1], experts[:1]), got[:1], atol=1e-6, rtol=1e-6)
+def test_experts(numbers: dict[str, Any], packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_SMALLEST_PACKED", 1 if packed else 1 << 18)
+    check(ROUTERS["sigmoid"], **numbers)
 
 
-def route(spec: RouterSpec, tokens: int = 50) -> tuple[Router, torch.Tensor, torch.Tensor, torch.Tensor]:
-    router = filled(Router(spec, HIDDEN, Build()))
-    assert isinstance(router, Router)
-    assert router.gate.weight is not None
-    weight = router.gate.weight.data.clone()
-    for part in router.modules():
-        if part is not router and hasattr(part, "finish_loading"):
-            part.finish_loading()
-    x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(1))
-    logits = x @ weight.T
-    if router.gate.bias is not None:
-        logits = logits + router.gate.bias
-    weights, experts = router(x, torch.arange(tokens) % 7)
-    return router, logits, weights, experts
+def test_widths_that_one_call_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of an odd number of bytes go expert by expert."""
+    monkeypatch.setitem(globals(), "WIDTH", 5)
+    check(ROUTERS["softmax"])
 
 
-def test_a_softmax_over_the_chosen_is_a_normalized_softmax() -> None:
-    _, logits, weights, experts = route(RouterSpec(experts=COUNT, topk=3, bias=True))
-    best = logits.topk(3).indices
-    assert torch.equal(experts, best)
-    torch.testing.assert_close(weights, torch.softmax(logits.gather(1, best), -1))
+def test_a_group_that_is_not_among_the_best_has_no_expert() -> None:
+    """The best expert of all sits in the worst group of a router that ranks groups by their two best."""
+    spec = RouterSpec(experts=4, topk=1, score="sigmoid", groups=2, top_groups=1)
+    module, _ = make(spec)
+    scores = torch.tensor([[0.9, 0.0, 0.6, 0.5]])
+    assert module.router._choose(scores).tolist() == [[2]]
 
 
-@pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus"])
-def test_a_correction_chooses_and_does_not_weigh(score: str) -> None:
-    spec = RouterSpec(experts=COUNT, topk=3, score=score, correction=True, scale=2.5)  # type: ignore[arg-type]
-    router, logits, weights, experts = route(spec)
-    scores = torch.sigmoid(logits) if score == "sigmoid" else torch.log(1 + torch.exp(logits)).sqrt()
-    assert router.correction is not None
-    best = (scores + router.correction).topk(3).indices
-    assert torch.equal(experts.sort().values, best.sort().values)
-    assert not torch.equal(experts.sort().values, scores.topk(3).indices.sort().values)
-    chosen = scores.gather(1, experts)
-    torch.testing.assert_close(weights, 2.5 * chosen / chosen.sum(-1, keepdim=True))
+def test_ranks_add_up_to_the_whole() -> None:
+    """What each of two ranks computes, without their exchange, sums to what one computes."""
+    router = ROUTERS["softmax"]
+    spec = MoeSpec(hidden=HIDDEN, width=WIDTH, router=router)
+    whole, weights = make(router)
+    x, ids = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(2)), torch.zeros(9, dtype=torch.int64)
+    parts = []
+    for rank in range(2):
+        parallel = Parallel(rank, 2)
+        module = Moe(spec, Build(parallel=parallel))
+        for name, parameter in module.named_parameters():
+            placement = parameter.placement  # type: ignore[attr-defined]
+            for section in placement.sections:
+                before = sum(one.size for one in placement.sections[: placement.sections.index(section)])
+                dim = placement.dim + bool(placement.experts)
+                full = weights[name].float().narrow(dim, before, section.size)
+                for target, source in (
+                    zip(parameter.data, full, strict=True) if placement.experts else [(parameter.data, full)]
+                ):
+                    placement.fill(target, source, section.name, parallel)
+        finish(module)
+        module.experts.parallel = Parallel()
+        parts.append(run(module, x, ids))
+    torch.testing.assert_close(parts[0] + parts[1], run(whole, x, ids), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("best", [1, 2])
-def test_only_the_best_groups_are_chosen_from(best: int) -> None:
-    spec = RouterSpec(experts=COUNT, topk=3, score="sigmoid", groups=4, top_groups=2, group_best=best, normalize=False)
-    _, logits, weights, experts = route(spec)
-    scores = torch.sigmoid(logits)
-    free = 0
-    for t, row in enumerate(scores):
-        groups = [sorted(row[g * 2 : g * 2 + 2].tolist())[-best:] for g in range(4)]
-        kept = sorted(range(4), key=lambda g: -sum(groups[g]))[:2]
-        allowed = [e for g in kept for e in (2 * g, 2 * g + 1)]
-        want = sorted(allowed, key=lambda e: -row[e])[:3]
-        assert sorted(experts[t].tolist()) == sorted(want)
-        free += sorted(row.topk(3).indices.tolist()) != sorted(want)
-        torch.testing.assert_close(weights[t], row[experts[t]])
-    assert free > 0
-
-
-def test_a_table_names_the_experts_of_a_token() -> None:
-    spec = RouterSpec(experts=COUNT, topk=2, score="sqrt_softplus", table=7)
-    router = filled(Router(spec, HIDDEN, Build()))
-    assert isinstance(router, Router)
-    assert router.table is not None
-    router.table.data = torch.stack([torch.randperm(COUNT)[:2] for _ in range(7)])
-    router.gate.finish_loading()
-    ids = torch.tensor([6, 0, 6, 3])
-    _, experts = router(torch.randn(4, HIDDEN), ids)
-    assert torch.equal(experts, router.table[ids])
-
-
-def test_a_router_names_everything_that_is_wrong() -> None:
-    with pytest.raises(ValueError, match=r"topk=9; allowed: 1 to experts=8; experts=8 is not a multiple of groups=3"):
+def test_routers_that_cannot_be_are_refused_with_every_reason() -> None:
+    with pytest.raises(ValueError, match=r"topk=9; .*experts=8 is not a multiple of groups=3"):
         RouterSpec(experts=8, topk=9, groups=3)
-    with pytest.raises(ValueError, match=r"top_groups=1 of 2 experts hold no 3"):
-        RouterSpec(experts=8, topk=3, groups=4, top_groups=1)
+    with pytest.raises(ValueError, match="hold no 5"):
+        RouterSpec(experts=8, topk=5, groups=4, top_groups=2)
