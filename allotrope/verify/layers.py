@@ -10,11 +10,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import takewhile
 from types import TracebackType
 
 import torch
+from torch import nn
 
 from allotrope.engine.engine import Engine
+from allotrope.layers.step import Step
 from allotrope.verify.sample import Sample
 from allotrope.verify.taps import EMBEDDING, STAGES, Picks, Place, Taps, tapped
 from allotrope.verify.transformers_model import Trace
@@ -105,13 +108,13 @@ class LayerWatch(Watch):
         self.picks: dict[tuple[int, str], list[Picks]] = {}
         self._open = ExitStack()
         self._taps: Taps | None = None
-        self._done = 0
+        self._done = self._tokens = 0
 
     def attach(self, engine: Engine) -> None:
         """Look into the model of `engine` from now on."""
         self._open.close()
         self._taps = self._open.enter_context(tapped(list(engine.model.layers)))
-        self._open.callback(engine.model.register_forward_pre_hook(lambda *_: self._begin()).remove)
+        self._open.callback(engine.model.register_forward_pre_hook(self._begin).remove)
 
     def __enter__(self) -> LayerWatch:
         return self
@@ -121,10 +124,10 @@ class LayerWatch(Watch):
     ) -> None:
         self._open.close()
 
-    def _begin(self) -> None:
+    def _begin(self, _: nn.Module, args: tuple[Step, ...]) -> None:
         assert self._taps is not None
         self._taps.clear()
-        self._done = 0
+        self._done, self._tokens = 0, len(args[0].ids)
 
     def logits(self, request_id: str, index: int, start: int, logits: torch.Tensor) -> None:
         super().logits(request_id, index, start, logits)
@@ -150,17 +153,15 @@ class LayerWatch(Watch):
             worse = torch.nan_to_num((got - exact).square().sum(-1), nan=torch.inf)
             off[start : start + length] = torch.maximum(off[start : start + length], worse)
             size[start : start + length] = exact.square().sum(-1)
-        for layer, calls in self._taps.picks.items():
+        for layer, calls in self._taps.picks(self._tokens).items():
             self._keep_picks(layer, name, start, rows, calls)
 
     def _keep_picks(self, layer: int, name: str, start: int, rows: slice, calls: Sequence[Picks]) -> None:
         length = len(self.samples[name].fed)
         kept = self.picks.setdefault((layer, name), [])
-        mine = [call for call in calls if call.chosen is not None and len(call.chosen) >= rows.stop]
         if not kept:
-            kept += [Picks(c.count, c.k, torch.empty(0), torch.full((length, c.k), -1)) for c in mine]
-        for old, new in zip(kept, mine, strict=False):
-            assert old.chosen is not None and new.chosen is not None
+            kept += [Picks(c.count, c.k, torch.empty(0), c.chosen.new_full((length, c.shape[2]), -1)) for c in calls]
+        for old, new in zip(kept[::-1], calls[::-1], strict=False):
             if old.shape == new.shape:
                 got = new.chosen[rows][: length - start]
                 old.chosen[start : start + len(got)] = got
@@ -186,8 +187,8 @@ def read_layers(watch: LayerWatch, kinds: Sequence[str], limits: Sequence[float]
             if watch.sums.get((index, stage))
         }
         ties = sum(int(flips.sum()) for flips, _ in flipped.values())
-        states = {state for _, state in flipped.values() if state}
-        picks = next((state for state in ("wrong", "not compared", "same") if state in states), "")
+        states = {state for _, state in flipped.values()}
+        picks = next((state for state in ("wrong", "unseen", "same, some unseen", "same") if state in states), "")
         layers.append(LayerError(index, kind, rms, picks, ties, _worst(watch, index, clean)))
         for name, (flips, _) in flipped.items():
             if bool(flips.any()):
@@ -216,29 +217,20 @@ def _worst(watch: LayerWatch, layer: int, clean: Mapping[str, torch.Tensor]) -> 
 
 def _flips(watch: LayerWatch, layer: int, name: str, limit: float) -> tuple[torch.Tensor, str]:
     """Which tokens of a sample had a near-tie in a layer, and what became of the layer's picks."""
-    length = len(watch.samples[name].fed)
-    flips = torch.zeros(length, dtype=torch.bool)
+    flips = torch.zeros(len(watch.samples[name].fed), dtype=torch.bool)
     theirs = watch.traces[name].picks.get(layer, [])
-    if not theirs:
-        return flips, ""
     ours = watch.picks.get((layer, name), [])
-    gap = torch.stack([_by_token(call.gap, length) for call in theirs]).amin(0)
-    rows = [call for call in theirs if call.chosen is not None and len(call.chosen) == length]
-    if len(rows) != len(theirs) or [call.shape for call in rows] != [call.shape for call in ours]:
-        sums = watch.sums.get((layer, "out"), {}).get(name)
-        if sums is not None:
-            flips = (gap < _UNSEEN_TIE) & (sums[0] > limit**2 * sums[1])
-        return flips, "not compared"
+    # The choice of experts comes last, on both sides; what was picked before it may be picked in another way.
+    pairs = list(takewhile(lambda pair: pair[0].shape == pair[1].shape, zip(theirs[::-1], ours[::-1], strict=False)))
     wrong = False
-    for want, got in zip(rows, ours, strict=True):
-        assert want.chosen is not None and got.chosen is not None
-        seen = got.chosen[:, 0] >= 0
-        differs = seen & (want.chosen != got.chosen).any(-1)
+    for want, got in pairs:
+        differs = (got.chosen[:, 0] >= 0) & (want.chosen != got.chosen).any(-1)
         flips |= differs & (want.gap < NEAR_TIE)
         wrong |= bool((differs & (want.gap >= NEAR_TIE)).any())
-    return flips, "wrong" if wrong else "same"
-
-
-def _by_token(gap: torch.Tensor, length: int) -> torch.Tensor:
-    """[length] the smallest gap of each token; inf where the calls cannot be told apart by token."""
-    return gap.view(length, -1).amin(-1) if len(gap) % length == 0 else torch.full((length,), torch.inf)
+    sums = watch.sums.get((layer, "out"), {}).get(name)
+    for unseen in theirs[: len(theirs) - len(pairs)]:
+        if sums is not None:
+            flips |= (unseen.gap < _UNSEEN_TIE) & (sums[0] > limit**2 * sums[1])
+    if wrong or not theirs:
+        return flips, "wrong" if wrong else ""
+    return flips, ("same" if len(pairs) == len(theirs) else "same, some unseen") if pairs else "unseen"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from allotrope.engine.load import available_memory
 from allotrope.errors import ConfigError, ModelError
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Parallel, placement_of
+from allotrope.models.checkpoint import open_checkpoint
 from allotrope.models.registry import Architecture, read_spec
 from allotrope.models.spec import ModelSpec
 from allotrope.models.weights import Rule
@@ -43,6 +45,10 @@ def write_random(config: Mapping[str, Any], directory: Path, layers: int | None,
         remarks.append("weights are random numbers, not quantized ones: quantization_config is left out")
     if layers is not None:
         kept = first_layers(kept, layers)
+    text = kept.get("text_config", {})
+    if "tie_word_embeddings" in text:
+        # Transformers goes by the wrapper's value, which has a default of its own.
+        kept.setdefault("tie_word_embeddings", text["tie_word_embeddings"])
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(kept))
     with quiet():
@@ -74,9 +80,9 @@ def _make(config: dict[str, Any], directory: Path, seed: int) -> dict[str, Any]:
     """Write weights by way of Transformers. Returns `config` with towers of one layer."""
     from transformers import AutoConfig
 
-    cls = class_of(config)
     try:
         described = AutoConfig.from_pretrained(str(directory), local_files_only=True)
+        cls = class_of(config, described)
         config = _low_towers(config, described)
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in cls(described).parameters())
@@ -86,8 +92,10 @@ def _make(config: dict[str, Any], directory: Path, seed: int) -> dict[str, Any]:
                 f"{parameters / 1e9:.1f} billion random weights need {need / 1e9:.0f} GB on both sides together; "
                 f"{free / 1e9:.0f} GB are free. Keep fewer with --layers."
             )
-        model = cls(described).float()
-    except ConfigError:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            model = cls(described).float()
+    except (ConfigError, ModelError):
         raise
     except Exception as error:
         # The border to another library, as in `transformers_model`.
@@ -124,7 +132,7 @@ def draw(name: str, like: torch.Tensor, seed: int, experts: int = 0) -> torch.Te
     shape = like.shape
     if not like.is_floating_point():
         order = torch.rand((*shape[:-1], max(experts, shape[-1])), generator=generator).argsort(-1)
-        return order[..., : shape[-1]].to(like.dtype)
+        return order[..., : shape[-1]].to(like.dtype).contiguous()
     values = torch.randn(shape, generator=generator)
     if like.dim() < 2:
         return (like.float() + 0.25 * values).to(like.dtype)
@@ -140,25 +148,42 @@ def _experts_beside(name: str, shapes: Mapping[str, torch.Tensor]) -> int:
 
 
 def _check_or_rewrite(config: Mapping[str, Any], directory: Path, seed: int) -> None:
-    """Leave files that our rules know; else write them anew under the names that the rules expect."""
-    from allotrope.models.checkpoint import open_checkpoint
-
+    """Leave files whose names our rules know; else write them anew under names that the rules expect."""
     checkpoint = open_checkpoint(str(directory))
     architecture, spec = read_spec(checkpoint.config, checkpoint.source)
-    patterns = [rule.pattern() for rule in architecture.rules(spec)]
-    strange = [name for name in checkpoint.headers() if not any(p.fullmatch(name) for p in patterns)]
-    if not strange:
+    rules = [(rule.pattern(), rule.source) for rule in architecture.rules(spec)]
+    renamed = {name: _known_name(name, rules) for name in checkpoint.headers()}
+    if all(name == known for name, known in renamed.items()):
         return
-    tensors = dict(_released(architecture, spec, strange))
+    if None not in renamed.values():
+        drawn = {known: checkpoint.read(name) for name, known in renamed.items() if known is not None}
+    else:
+        tensors = dict(_released(architecture, spec, next(name for name, known in renamed.items() if known is None)))
+        drawn = {name: draw(name, like, seed, _experts_beside(name, tensors)) for name, like in tensors.items()}
     for file in directory.glob("model*.safetensors*"):
         file.unlink()
-    drawn = {name: draw(name, like, seed, _experts_beside(name, tensors)) for name, like in tensors.items()}
     save_file(drawn, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def _released(
-    architecture: Architecture, spec: ModelSpec, strange: Sequence[str]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _known_name(name: str, rules: Sequence[tuple[re.Pattern[str], str]]) -> str | None:
+    """`name`, or what it becomes without its first part or with one part called as in a rule; None if a rule knows none.
+
+    Transformers does not always undo all of its own renaming when it writes.
+    """
+    for known in (name, name.partition(".")[2]):
+        if any(pattern.fullmatch(known) for pattern, _ in rules):
+            return known
+    parts = name.split(".")
+    for pattern, source in rules:
+        words = source.split(".")
+        for i, word in enumerate(words):
+            changed = ".".join([*parts[:i], word, *parts[i + 1 :]])
+            if len(words) == len(parts) and pattern.fullmatch(changed):
+                return changed
+    return None
+
+
+def _released(architecture: Architecture, spec: ModelSpec, strange: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a checkpoint in the released layout, by turning the rules around.
 
     Raises ModelError where a rule changes values and so cannot be turned around.
@@ -181,7 +206,7 @@ def _released(
                 yield name, torch.full(shape[1:], center, dtype=parameter.dtype)
 
 
-def _rule_for(rules: Sequence[Rule], target: str, section: str, strange: Sequence[str]) -> tuple[Rule, dict[str, str]]:
+def _rule_for(rules: Sequence[Rule], target: str, section: str, strange: str) -> tuple[Rule, dict[str, str]]:
     for rule in rules:
         assert rule.target is not None
         match = Rule(rule.target, None).pattern().fullmatch(target)
@@ -189,5 +214,5 @@ def _rule_for(rules: Sequence[Rule], target: str, section: str, strange: Sequenc
             return rule, match.groupdict()
     raise ModelError(
         "cannot write random weights",
-        [f"Transformers writes {strange[0]}, which is not a released name, and no rule says where {target} is kept"],
+        [f"Transformers writes {strange}, which is not a released name, and no rule says where {target} is kept"],
     )

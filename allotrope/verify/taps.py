@@ -31,31 +31,30 @@ _FFNS = ("ffn", "mlp", "feed_forward", "block_sparse_moe", "moe")
 class Picks:
     """One top-k over `count` scores of each of T tokens.
 
-    `gap`: [T] how far the last pick is above the first that was left, in standard deviations of the scores; inf where
-    nothing was left. `chosen`: [T, k] the picks in ascending order, or None where there is not one row for each token.
+    `gap`: [T] how far the last pick is above the first that was left, in standard deviations of the scores.
+    `chosen`: [T, n * k] the picks, those of each of the n rows of a token in ascending order.
     """
 
     count: int
     k: int
     gap: torch.Tensor
-    chosen: torch.Tensor | None
+    chosen: torch.Tensor
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.count, self.k
+    def shape(self) -> tuple[int, int, int]:
+        return self.count, self.k, self.chosen.shape[1]
 
 
 class Taps(TorchFunctionMode):
     """Collects the hidden states and picks of the latest forward pass of `layers`.
 
-    `hidden`: place -> [T, width]. `picks`: layer -> its top-k calls in order. Use it as a context around what runs, and
-    `close` it at the end.
+    `hidden`: place -> the state as the model has it. Use it as a context around what runs, and `close` it at the end.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         self.hidden: dict[Place, torch.Tensor] = {}
-        self.picks: dict[int, list[Picks]] = defaultdict(list)
+        self._picks: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
         self._layer: int | None = None
         self._handles: list[Any] = []
         for index, layer in enumerate(layers):
@@ -68,7 +67,21 @@ class Taps(TorchFunctionMode):
     def clear(self) -> None:
         """Forget what was seen."""
         self.hidden.clear()
-        self.picks.clear()
+        self._picks.clear()
+
+    def picks(self, tokens: int) -> dict[int, list[Picks]]:
+        """Per layer, its top-k calls in order; those that leave nothing out, or have no row for some token, are none.
+
+        `tokens`: in the pass, T.
+        """
+        return {
+            layer: [
+                _read_picks(scores, indices, tokens)
+                for scores, indices in calls
+                if indices.shape[-1] < scores.shape[-1] and scores.shape[:-1].numel() % tokens == 0
+            ]
+            for layer, calls in self._picks.items()
+        }
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -111,8 +124,7 @@ class Taps(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self._layer is not None and func in (torch.topk, torch.Tensor.topk):
-            scores = args[0].detach()
-            self.picks[self._layer].append(_read_picks(scores.flatten(0, -2), result.indices.flatten(0, -2)))
+            self._picks[self._layer].append((args[0].detach(), result.indices))
         return result
 
 
@@ -129,20 +141,20 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
     return None
 
 
-def _read_picks(scores: torch.Tensor, indices: torch.Tensor) -> Picks:
-    """`scores`: [rows, count]. `indices`: [rows, k] of the largest."""
+def _read_picks(scores: torch.Tensor, indices: torch.Tensor, tokens: int) -> Picks:
+    """`scores`: [..., count]. `indices`: [..., k] of the largest. `tokens`: T, each with equally many rows."""
     count, k = scores.shape[-1], indices.shape[-1]
-    if k >= count:
-        return Picks(count, k, torch.full((len(scores),), torch.inf), indices.sort(-1).values.cpu())
-    exact = scores.double()
+    exact = scores.reshape(-1, count).double()
     edge = exact.topk(k + 1, dim=-1).values[:, -2:]
     # Masked entries are -inf or very low; they say nothing about how wide the scores are spread.
     real = exact > -1e30
-    mean = exact.where(real, 0.0).sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp(min=1)
-    deviation = (exact - mean).where(real, 0.0).square().sum(-1) / real.sum(-1).clamp(min=1)
-    gap = (edge[:, 0] - edge[:, 1]) / deviation.sqrt().clamp(min=1e-12)
-    gap = gap.where(edge[:, 1] > -1e30, torch.inf)
-    return Picks(count, k, gap.cpu(), indices.sort(-1).values.cpu())
+    number = real.sum(-1, keepdim=True).clamp(min=1)
+    mean = exact.where(real, 0.0).sum(-1, keepdim=True) / number
+    deviation = ((exact - mean).where(real, 0.0).square().sum(-1, keepdim=True) / number).sqrt()
+    gap = (edge[:, :1] - edge[:, 1:]) / deviation.clamp(min=1e-12)
+    gap = gap.where(edge[:, 1:] > -1e30, torch.inf)
+    chosen = indices.sort(-1).values.reshape(tokens, -1)
+    return Picks(count, k, gap.view(tokens, -1).amin(-1).cpu(), chosen.cpu())
 
 
 @contextmanager

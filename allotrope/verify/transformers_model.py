@@ -20,7 +20,7 @@ from allotrope.verify.taps import Picks, Place, tapped
 
 @dataclass(frozen=True)
 class Trace:
-    """What a model did with one sample of F tokens. `hidden`: place -> [F, width]. `picks`: layer -> its top-ks."""
+    """What happened to one sample of F tokens. `hidden`: place -> [F, width]. `picks`: layer -> its top-k calls."""
 
     hidden: dict[Place, torch.Tensor]
     picks: dict[int, list[Picks]]
@@ -43,12 +43,17 @@ class TransformersModel:
         """Logits, and what happened on the way to them."""
         with tapped(list(self.layers)) as taps:
             logits = self.logits(ids)
-        hidden = {place: found.flatten(0, 1).flatten(1) for place, found in taps.hidden.items() if found.dim() > 2}
-        return logits, Trace(hidden, dict(taps.picks))
+        hidden = {place: found.reshape(len(ids), -1) for place, found in taps.hidden.items()}
+        return logits, Trace(hidden, taps.picks(len(ids)))
 
     @property
     def name(self) -> str:
         return type(self.model).__name__
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers it holds."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
 
 @torch.inference_mode()
@@ -72,13 +77,20 @@ def find_layers(model: nn.Module, count: int) -> nn.ModuleList:
     return used[0][1]
 
 
-def class_of(config: Mapping[str, Any]) -> Any:
-    """The class of Transformers that a config.json names. Raises ModelError if this version has none."""
+def class_of(config: Mapping[str, Any], described: Any) -> Any:
+    """The class of Transformers that a config.json names, or that belongs to `described`, Transformers' view of it.
+
+    Raises ModelError if this version has none.
+    """
     import transformers
 
     for name in config.get("architectures") or []:
         if hasattr(transformers, name):
             return getattr(transformers, name)
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+        found = auto._model_mapping.get(type(described), None)
+        if found is not None:
+            return found
     raise ModelError(
         "Transformers cannot run the model",
         [f"version {transformers.__version__} has none of architectures={config.get('architectures')!r}"],
@@ -104,24 +116,26 @@ def load_transformers(path: Path, config: Mapping[str, Any], dtype: torch.dtype,
 
     Raises ModelError if Transformers refuses it, or would fill in a weight that it did not find.
     """
+    import transformers
+
+    options = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
+    options |= {"local_files_only": True, "output_loading_info": True, **_dequantized(config)}
     with quiet(), contextlib.ExitStack() as stack:
-        options = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
-        if path.is_file():
-            options |= {"gguf_file": path.name}
-            cls = class_of({"architectures": ["AutoModelForCausalLM"]})
-            path = path.parent
-        else:
-            cls = class_of(config)
-            path = stack.enter_context(_with_config(path, config))
-        options |= _dequantized(config)
         try:
-            model, info = cls.from_pretrained(str(path), local_files_only=True, output_loading_info=True, **options)
+            if path.is_file():
+                cls, options["gguf_file"], path = transformers.AutoModelForCausalLM, path.name, path.parent
+            else:
+                path = stack.enter_context(_with_config(path, config))
+                cls = class_of(config, transformers.AutoConfig.from_pretrained(str(path), local_files_only=True))
+            model, info = cls.from_pretrained(str(path), **options)
             found = TransformersModel(model.eval(), layers)
+        except ModelError:
+            raise
         except Exception as error:
             # The border to another library: it may raise anything, and none of it is ours to mend.
             raise ModelError("Transformers cannot run the model", [f"{type(error).__name__}: {error}"]) from error
-        _refuse_gaps(found, info)
-        return found
+    _refuse_gaps(found, info)
+    return found
 
 
 @contextmanager

@@ -7,13 +7,13 @@ engine's greedy tokens are right exactly if each is the likeliest one there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from allotrope.config import EngineConfig
-from allotrope.engine.load import Blueprint
+from allotrope.engine.load import Blueprint, available_memory
 from allotrope.errors import ConfigError
 from allotrope.models.checkpoint import locate, open_checkpoint
 from allotrope.verify import prompts
@@ -24,10 +24,11 @@ from allotrope.verify.sample import Sample, Wanted, spread, wanted_of
 from allotrope.verify.transformers_model import Trace, TransformersModel, load_transformers
 from allotrope.verify.watch import FreeRun
 
-# In fp32, of the spread of the logits, and of the size of a hidden state. Rounding stays a factor of ten and more below
-# (it grows with depth); a wrong mask, norm or weight is a factor of ten and more above.
-PEAK, HIDDEN = 1e-3, 1e-4
-# How much farther off than Transformers in the same type the engine may be, in types that round.
+# In fp32, of the spread of the logits and of the size of a hidden state: what is never too much, what always is, and
+# what is where Transformers' own rounding cannot be measured. Of what is measured (fp32 against float64), a multiple.
+PEAK, HIDDEN = (2e-4, 1e-2, 1e-3), (2e-5, 1e-3, 1e-4)
+_NOISE = 20.0
+# In types that round: how much farther off than Transformers in the same type the engine may be.
 _ROUNDING, _TOP1 = 3.0, 0.08
 # Bytes of logits and of hidden states that are kept.
 _KEPT_LOGITS, _KEPT_HIDDEN = 1 << 30, 1 << 30
@@ -72,13 +73,17 @@ def ask_transformers(
         else:
             logits = model.logits(fed[i])
         samples.append(_sample(f"p{i}", prompt, tokens, wanted_of(logits, most)))
+    affordable = 8 * model.parameters < available_memory() // 2
     del model
-    remarks = [f"boundary at {mark} tokens is not crossed (--longest {options.longest})" for mark in missed]
-    limits = Limits(PEAK * spread(samples), f"{PEAK:.1%} of the spread of the logits")
-    layer_limits = [HIDDEN] * len(blueprint.specs)
-    if not exact:
-        tell("running Transformers in the same type")
-        limits, layer_limits = _yardstick(config, options, blueprint, samples, traces)
+    remarks = [f"the boundary at {mark} tokens is not crossed (--longest {options.longest})" for mark in missed]
+    tell("measuring how far off rounding alone is")
+    if exact:
+        other = _deviation(config, options, blueprint, torch.float64, samples, traces) if affordable else None
+        limits, layer_limits = _exact_limits(other, spread(samples), len(blueprint.specs))
+    else:
+        kind = blueprint.build.kv_dtype if blueprint.build.dtype == torch.float32 else blueprint.build.dtype
+        other = _deviation(config, options, blueprint, kind, samples, traces)
+        limits, layer_limits = _rounded_limits(other, spread(samples))
     return Truth(samples, traces, limits, layer_limits, origin, tuple(remarks))
 
 
@@ -120,35 +125,72 @@ def _traced(fed: Sequence[Sequence[int]], bytes_per_token: int) -> set[int]:
     return chosen or {min(range(len(fed)), key=lambda i: len(fed[i]))}
 
 
-def _yardstick(
+@dataclass(frozen=True)
+class Deviation:
+    """How far Transformers in another type is from itself in fp32.
+
+    `errors`: largest error of a logit, of every position. `top1`: share of equal top-1 tokens. `layers`: relative RMS
+    error of each layer's output. Positions behind a pick that fell another way are left out of errors and layers.
+    """
+
+    dtype: str
+    errors: torch.Tensor
+    top1: float
+    layers: list[float]
+
+
+def _deviation(
     config: EngineConfig,
     options: VerifyOptions,
     blueprint: Blueprint,
+    dtype: torch.dtype,
     samples: Sequence[Sample],
-    traces: dict[str, Trace],
-) -> tuple[Limits, list[float]]:
-    """How far off Transformers itself is in the type that the engine rounds to; the engine may be a little farther."""
-    build = blueprint.build
-    dtype = build.kv_dtype if build.dtype == torch.float32 else build.dtype
+    traces: Mapping[str, Trace],
+) -> Deviation:
     model, _ = _load(config, options, blueprint, dtype)
-    errors, same = [], []
-    off = [[0.0] for _ in blueprint.specs]
+    errors, same = [torch.zeros(1)], [torch.zeros(0)]
+    layers = [0.0] * len(blueprint.specs)
     for sample in samples:
-        if sample.name in traces:
-            logits, trace = model.trace(sample.fed)
-            for (layer, stage), want in traces[sample.name].hidden.items():
-                if stage == "out":
-                    error = (trace.hidden[layer, stage].float() - want).norm() / want.norm()
-                    off[layer].append(float(error))
-        else:
-            logits = model.logits(sample.fed)
-        errors.append((logits[sample.wanted.positions] - sample.wanted.rows).abs().amax(-1))
+        if sample.name not in traces:
+            continue
+        logits, trace = model.trace(sample.fed)
+        end = first_difference(traces[sample.name], trace)
+        for (layer, stage), want in traces[sample.name].hidden.items():
+            if stage == "out" and end:
+                error = (trace.hidden[layer, stage].float() - want)[:end].norm() / want[:end].norm()
+                layers[layer] = max(layers[layer], float(error))
+        kept = sample.wanted.positions
+        error = (logits[kept] - sample.wanted.rows).abs().amax(-1)
+        errors.append(error[kept < end] if dtype == torch.float64 else error)
         same.append((logits.argmax(-1) == sample.wanted.top1).float())
-    name = str(dtype).removeprefix("torch.")
+    return Deviation(str(dtype).removeprefix("torch."), torch.cat(errors), float(torch.cat(same).mean()), layers)
+
+
+def first_difference(one: Trace, other: Trace) -> int:
+    """The first token of a sample for which two runs of the same code picked differently; its length if none."""
+    end = min(len(hidden) for hidden in one.hidden.values())
+    for layer, calls in one.picks.items():
+        for mine, theirs in zip(calls, other.picks.get(layer, ()), strict=False):
+            differs = (mine.chosen != theirs.chosen).any(-1).nonzero()
+            end = min(end, int(differs[0])) if len(differs) else end
+    return end
+
+
+def _exact_limits(other: Deviation | None, scale: float, layers: int) -> tuple[Limits, list[float]]:
+    """`other`: float64, None if that took too much memory. `scale`: spread of the logits."""
+    if other is None:
+        return Limits(PEAK[2] * scale, f"{PEAK[2]:.1%} of the spread of the logits"), [HIDDEN[2]] * layers
+    noise = float(other.errors.max())
+    origin = f"{_NOISE:g} times what Transformers in float32 differs from itself in float64"
+    limits = Limits(scale * min(max(_NOISE * noise / scale, PEAK[0]), PEAK[1]), origin)
+    return limits, [min(max(_NOISE * error, HIDDEN[0]), HIDDEN[1]) for error in other.layers]
+
+
+def _rounded_limits(other: Deviation, scale: float) -> tuple[Limits, list[float]]:
     limits = Limits(
         max_abs=math.inf,
-        origin=f"{_ROUNDING:g} times the error of Transformers in {name}, its top-1 agreement less {_TOP1:.0%}",
-        median_abs=_ROUNDING * float(torch.cat(errors).median()) + PEAK * spread(list(samples)),
-        top1=max(0.5, float(torch.cat(same).mean()) - _TOP1),
+        origin=f"{_ROUNDING:g} times the error of Transformers in {other.dtype}, its top-1 agreement less {_TOP1:.0%}",
+        median_abs=_ROUNDING * float(other.errors[1:].median()) + PEAK[0] * scale,
+        top1=max(0.5, other.top1 - _TOP1),
     )
-    return limits, [HIDDEN + _ROUNDING * max(found) for found in off]
+    return limits, [HIDDEN[0] + _ROUNDING * error for error in other.layers]
