@@ -7,6 +7,8 @@ single position then says nothing.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,13 +20,13 @@ from allotrope.verify.watch import Watch
 
 @dataclass(frozen=True)
 class Limits:
-    """`max_abs`: of any logit's error, in exact judgement. `median_abs`, `top1`: set where medians decide.
-
-    `origin`: where the numbers come from, in words.
+    """`max_abs`: of any logit's error; `rel_rms`: of all together; both in exact judgement. `median_abs`, `top1`: set
+    where medians decide. `origin`: where the numbers come from, in words.
     """
 
     max_abs: float
     origin: str
+    rel_rms: float = math.inf
     median_abs: float | None = None
     top1: float | None = None
 
@@ -34,7 +36,8 @@ class Limits:
 
     def __str__(self) -> str:
         if self.median_abs is None:
-            return f"no logit may be off by more than {self.max_abs:.2g} ({self.origin})"
+            together = "" if math.isinf(self.rel_rms) else f", all together by a relative RMS of {self.rel_rms:.1g}"
+            return f"no logit may be off by more than {self.max_abs:.2g}{together} ({self.origin})"
         return (
             f"the median position may be off by {self.median_abs:.2g} and {self.top1:.1%} of top-1 tokens must agree "
             f"({self.origin})"
@@ -112,7 +115,12 @@ def judge(samples: Sequence[Sample], watch: Watch, limits: Limits, tainted: Mapp
         router_ties=router_ties,
         faults=tuple(sorted(faults, key=lambda fault: -fault.error)),
     )
-    return score if limits.exact else _by_medians(score, limits)
+    if not limits.exact:
+        return _by_medians(score, limits)
+    if score.rel_rms <= limits.rel_rms or score.faults or not size:
+        return score
+    text = f"all logits together have a relative RMS error of {score.rel_rms:.1e}; allowed: {limits.rel_rms:.1e}"
+    return dataclasses.replace(score, faults=(Fault("all", 0, -1, score.max_abs, text),))
 
 
 def _runs(sample: Sample, watch: Watch) -> list[list[int]]:
@@ -144,4 +152,4 @@ def _by_medians(score: Score, limits: Limits) -> Score:
     if not score.top1 >= limits.top1:
         wrong.append(f"top-1 agreement {score.top1:.1%}; needed: {limits.top1:.1%}")
     faults = tuple(Fault("all", 0, -1, score.median_abs, text) for text in wrong)
-    return Score(**{**vars(score), "faults": faults})
+    return dataclasses.replace(score, faults=faults)

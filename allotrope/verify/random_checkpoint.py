@@ -135,7 +135,8 @@ def draw(name: str, like: torch.Tensor, seed: int, experts: int = 0) -> torch.Te
         return order[..., : shape[-1]].to(like.dtype).contiguous()
     values = torch.randn(shape, generator=generator)
     if like.dim() < 2:
-        return (like.float() + 0.25 * values).to(like.dtype)
+        # Vectors are also exponents of decays, of which large ones leave no digits to compare.
+        return (like.float().clamp(-1.0, 1.0) + 0.25 * values).to(like.dtype)
     gain = 4.0 if "embed" in name or "head" in name else 1.4
     return (values * gain / math.sqrt(shape[-1])).to(like.dtype)
 
@@ -166,7 +167,7 @@ def _check_or_rewrite(config: Mapping[str, Any], directory: Path, seed: int) -> 
 
 
 def _known_name(name: str, rules: Sequence[tuple[re.Pattern[str], str]]) -> str | None:
-    """`name`, or what it becomes without its first part or with one part called as in a rule; None if a rule knows none.
+    """`name`, or else without its first part, or with one part called as in a rule; None if no rule knows any of it.
 
     Transformers does not always undo all of its own renaming when it writes.
     """
