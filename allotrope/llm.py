@@ -67,14 +67,16 @@ class LLM:
         each = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(listed):
             raise InvalidRequest(f"{len(each)} sampling parameters were given for {len(listed)} prompts.", "params")
-        return self._run([self._request(prompt, own) for prompt, own in zip(listed, each, strict=True)])
+        requests = [self._request(prompt, own) for prompt, own in zip(listed, each, strict=True)]
+        return self._run(requests, continues_text=True)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **template: Any
     ) -> RequestOutput:
         """Answer a conversation, laid out by the model's chat template. `template`: variables for it."""
         ids = self.tokenizer.apply_chat_template([dict(message) for message in messages], **template)
-        return self._run([self._request(ids, params or SamplingParams(max_tokens=None))])[0]
+        request = self._request(ids, params or SamplingParams(max_tokens=None))
+        return self._run([request], continues_text=False)[0]
 
     def close(self) -> None:
         """Let go of the model and its memory."""
@@ -91,8 +93,9 @@ class LLM:
         request.check(self.engine.limits.vocab_size, self.engine.limits.max_model_len)
         return request
 
-    def _run(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        folds = {request.request_id: _Fold(request, self._text()) for request in requests}
+    def _run(self, requests: Sequence[Request], *, continues_text: bool) -> list[RequestOutput]:
+        """`continues_text`: the answer goes on where the prompt's text stops, rather than being a text of its own."""
+        folds = {one.request_id: _Fold(one, self._text(), continues_text=continues_text) for one in requests}
         waiting = list(requests)
         live = set(folds)
         try:
@@ -118,7 +121,7 @@ class LLM:
 class _Fold:
     """Collects what the engine says about one request."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, *, continues_text: bool) -> None:
         params = request.params
         if params.stop and tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer, and this model brings none.", "stop")
@@ -127,7 +130,9 @@ class _Fold:
             for completion in self.output.outputs:
                 completion.logprobs = []
         self._shows_stop = params.include_stop_str_in_output
-        self._streams = [TextStream(tokenizer, params) for _ in range(params.n)] if tokenizer else None
+        self._streams: list[TextStream] | None = None
+        if tokenizer is not None:
+            self._streams = [TextStream(tokenizer, params, continues_text=continues_text) for _ in range(params.n)]
 
     @property
     def finished(self) -> bool:

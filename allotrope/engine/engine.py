@@ -170,6 +170,10 @@ class Engine:
             preemptions=self._scheduler.preemptions,
         )
 
+    def process_ids(self) -> list[int]:
+        """The processes that this engine started, one per further rank."""
+        return self._executor.process_ids()
+
     def reset_prefix_cache(self) -> None:
         """Forget all that ended sequences left for reuse."""
         self._keeper.forget_all()

@@ -25,6 +25,10 @@ class Executor(Protocol):
         """Logits of the plan's scored tokens: [n, vocabulary] fp32."""
         ...
 
+    def process_ids(self) -> list[int]:
+        """The processes that were started for it."""
+        ...
+
     def close(self) -> None:
         """Let go of processes and memory."""
         ...
@@ -47,6 +51,9 @@ class InProcess:
 
     def run(self, plan: StepPlan) -> torch.Tensor:
         return self._runner.run(plan, self._device)
+
+    def process_ids(self) -> list[int]:
+        return []
 
     def close(self) -> None:
         del self._runner

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -48,6 +50,13 @@ class Blueprint:
     groups: tuple[CacheGroup, ...]
     max_model_len: int
 
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters that one rank holds, counted on a model made without memory."""
+        build = dataclasses.replace(self.build, device=torch.device("meta"))
+        model = self.architecture.decoder(self.spec, build)
+        return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
 
 def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint:
     """Read the config, choose types and device, and group the caches. Raises ModelError or ConfigError."""
@@ -81,16 +90,27 @@ def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint
     return Blueprint(checkpoint, architecture, spec, build, specs, owners, groups, config.max_model_len or spec.context)
 
 
-def plan_caches(blueprint: Blueprint, config: EngineConfig, memory: int | None = None) -> MemoryPlan:
-    """The memory plan under the options. `memory`: bytes that may be used; default: a share of what is free."""
+def plan_caches(blueprint: Blueprint, config: EngineConfig, available: int | None = None) -> MemoryPlan:
+    """The memory plan under the options. `available`: bytes for weights and caches; default: what is free now.
+
+    Raises ConfigError if weights, or caches for one sequence of full length, do not fit.
+    """
     demand = Demand(
         context=blueprint.max_model_len,
         sequences=config.max_num_seqs,
         step_tokens=config.max_num_batched_tokens,
         reuse=config.enable_prefix_caching,
     )
-    budget = config.kv_cache_memory_bytes or memory or _free_memory(blueprint.build.device, config.memory_utilization)
-    return plan_memory(blueprint.groups, demand, budget)
+    if config.kv_cache_memory_bytes is not None:
+        return plan_memory(blueprint.groups, demand, config.kv_cache_memory_bytes)
+    available = free_memory(blueprint.build.device) if available is None else available
+    room = min(int(available * config.memory_utilization), available - blueprint.weight_bytes)
+    if room <= 0:
+        advice = " Try --dtype bfloat16." if blueprint.build.dtype == torch.float32 else ""
+        raise ConfigError(
+            f"the weights do not fit: they take {blueprint.weight_bytes} bytes, and {available} are free.{advice}"
+        )
+    return plan_memory(blueprint.groups, demand, room)
 
 
 def load_model(blueprint: Blueprint, seed: int) -> Decoder:
@@ -138,11 +158,9 @@ def _device(name: str, rank: int) -> torch.device:
     return device
 
 
-def _free_memory(device: torch.device, share: float) -> int:
-    """Bytes that the caches may take when nothing is said: `share` of what is free now."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * share)
-    return int(available_memory() * share)
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on the device now."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory()
 
 
 def available_memory() -> int:

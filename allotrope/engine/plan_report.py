@@ -10,11 +10,9 @@ import dataclasses
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from allotrope.cache.memory import GroupPlan, MemoryPlan
 from allotrope.config import EngineConfig
-from allotrope.engine.load import Blueprint, available_memory, draw_up, plan_caches
+from allotrope.engine.load import Blueprint, draw_up, free_memory, plan_caches
 from allotrope.errors import AllotropeError, ConfigError
 from allotrope.layers.parallel import Parallel
 
@@ -137,7 +135,7 @@ def describe(
         max_model_len=blueprint.max_model_len,
         max_num_seqs=config.max_num_seqs,
         memory_bytes=available,
-        weight_bytes=weight_bytes(blueprint),
+        weight_bytes=blueprint.weight_bytes,
         cache_bytes=memory.bytes if memory else None,
         tokens=memory.tokens if memory else None,
         sequences=memory.sequences if memory else None,
@@ -185,37 +183,21 @@ def _padded_bytes(blueprint: Blueprint, length: int) -> int:
     return pages * largest
 
 
-def weight_bytes(blueprint: Blueprint) -> int:
-    """Bytes of the parameters that one rank holds."""
-    build = dataclasses.replace(blueprint.build, device=torch.device("meta"))
-    model = blueprint.architecture.decoder(blueprint.spec, build)
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
-
 def _try(config: EngineConfig, ranks: int, memory: int | None) -> ModelReport:
     """The report for `ranks` ranks, with the reason if it does not fit."""
     blueprint = draw_up(config, Parallel(size=ranks))
-    available = memory if memory is not None else _free(blueprint.build.device)
-    weights = weight_bytes(blueprint)
-    room = min(int(available * config.memory_utilization), available - weights)
-    if room <= 0:
-        text = f"weights take {_size(weights)} of {_size(available)}, which leaves nothing for caches."
-        advice = " Try --dtype bfloat16." if blueprint.build.dtype == torch.float32 else ""
-        return dataclasses.replace(describe(blueprint, None, config, available), refusal=text + advice)
+    available = free_memory(blueprint.build.device) if memory is None else memory
     try:
-        plan = plan_caches(blueprint, config, room)
+        plan = plan_caches(blueprint, config, available)
     except ConfigError as error:
         reason = str(error).removeprefix("the caches do not fit: ")
         return dataclasses.replace(describe(blueprint, None, config, available), refusal=reason)
     report = describe(blueprint, plan, config, available)
-    if weights + plan.bytes <= available:
+    room = available - blueprint.weight_bytes
+    if plan.bytes <= room:
         return report
-    text = f"weights and caches take {_size(weights + plan.bytes)} of {_size(available)}."
-    return dataclasses.replace(report, refusal=f"{text} Try --kv-cache-memory-bytes {available - weights}.")
-
-
-def _free(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory()
+    text = f"weights and caches take {_size(blueprint.weight_bytes + plan.bytes)} of {_size(available)}."
+    return dataclasses.replace(report, refusal=f"{text} Try --kv-cache-memory-bytes {room}.")
 
 
 def _size(count: int) -> str:

@@ -73,6 +73,9 @@ class Ranks:
                 link.send(plan)
             return self._local.run(plan)
 
+    def process_ids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
     def close(self) -> None:
         """End the other ranks."""
         self._closed = True

@@ -72,7 +72,7 @@ class Router(nn.Module):
         if spec.correction:
             self.correction = parameter((spec.experts,), Placement((section,)), torch.float32, build.device)
         if spec.table:
-            placement = Placement((Section("", spec.table),))
+            placement = Placement((Section("", spec.table),), below=spec.experts)
             self.table = parameter((spec.table, spec.topk), placement, torch.int64, build.device)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -82,12 +82,13 @@ class Placement:
     """How one rank's parameter is put together from checkpoint tensors: `sections` side by side along `dim`.
 
     `experts`: leading dimension of a stacked parameter, 0 for none; each expert is placed on its own, and `dim`
-    counts within one expert's tensor.
+    counts within one expert's tensor. `below`: of a parameter of indices, the number that all of them are below.
     """
 
     sections: tuple[Section, ...]
     dim: int = 0
     experts: int = 0
+    below: int = 0
 
     def section(self, name: str) -> tuple[Section, int]:
         """The section `name`, and its index. Raises KeyError if there is none."""

@@ -182,10 +182,16 @@ def fill_random(module: nn.Module, seed: int, parallel: Parallel) -> None:
         dim = placement.dim + bool(placement.experts)
         for section in placement.sections:
             shape[dim] = section.size
-            full = torch.randn(shape, generator=generator)
-            full = full / math.sqrt(shape[-1]) if len(shape) > 1 else 1.0 + 0.1 * full
+            full = _draw(shape, placement.below, generator)
             if placement.experts:
                 for expert in range(placement.experts):
                     placement.fill(parameter.data[expert], full[expert], section.name, parallel)
             else:
                 placement.fill(parameter.data, full, section.name, parallel)
+
+
+def _draw(shape: list[int], below: int, generator: torch.Generator) -> torch.Tensor:
+    if below:
+        return torch.randint(below, shape, generator=generator)
+    values = torch.randn(shape, generator=generator)
+    return values / math.sqrt(shape[-1]) if len(shape) > 1 else 1.0 + 0.1 * values

@@ -56,7 +56,7 @@ def test_what_does_not_fit_says_what_would(run: Run, tiny: Path) -> None:
     model = [tiny, "--load-format", "dummy"]
     status, found = plan(run, *model, "--memory", WEIGHTS - 1)
     assert (status, found["fits"]) == (1, False)
-    assert found["refusal"].startswith("weights take")
+    assert found["refusal"].startswith(f"the weights do not fit: they take {WEIGHTS} bytes")
     assert found["refusal"].endswith("--tensor-parallel-size 2.")
     advised = [*model, "--memory", WEIGHTS - 1, "--tensor-parallel-size", 2, "--max-num-seqs", 1]
     assert plan(run, *advised)[0] == 0

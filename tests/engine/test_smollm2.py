@@ -18,6 +18,9 @@ from allotrope.engine.engine import Engine
 from allotrope.request import SamplingParams
 from allotrope.text.tokenizer import load_tokenizer
 
+# Transformers takes most of the time, to unpack the file and to generate.
+pytestmark = pytest.mark.timeout(900)
+
 LENGTH = 64
 TEXTS = {
     "capital": "What is the capital of France?",
