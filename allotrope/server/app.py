@@ -9,23 +9,25 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import allotrope
 from allotrope.config import EngineConfig, ServerConfig
-from allotrope.engine.client import EngineClient
 from allotrope.errors import AllotropeError, ConfigError
 from allotrope.logs import configure_logging, one_line
 
 if TYPE_CHECKING:
     import uvicorn
 
+    from allotrope.engine.client import EngineClient
     from allotrope.server.state import ServerState
     from allotrope.text.tokenizer import Tokenizer
 
 log = logging.getLogger("allotrope.server")
 
+_PACKAGES = ("fastapi", "msgspec", "prometheus_client", "pydantic", "uvicorn")
 _STOPPED, _FAILED = 0, 1
 # Longest wait for the answers that tell open requests of the engine's end; the process must be gone within 5 s.
 _FAREWELL_SECONDS = 2.0
@@ -37,8 +39,13 @@ _BACKLOG = 2048
 def serve(engine: EngineConfig, server: ServerConfig) -> int:
     """Serve until a signal or the engine's end; returns the exit status (0 after a signal, 1 after a failure).
 
-    Raises `ConfigError` if the address cannot be listened on.
+    Raises `ConfigError` if the address cannot be listened on, or a package of the server is missing.
     """
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the server needs {', '.join(missing)}. Run: pip install 'allotrope[server]'")
+    from allotrope.engine.client import EngineClient
+
     configure_logging()
     listener = _listen(server)
     # The engine's process loads its packages while this one loads those of the server.
@@ -136,12 +143,11 @@ class _Service:
             await asyncio.gather(starting, tokenizing)
         finally:
             starting.cancel()
-        tokenizer, limits = tokenizing.result(), self._client.limits
-        prompts = await asyncio.to_thread(PromptReader, tokenizer, limits.max_model_len, template)
+        (tokenizer, longest), limits = tokenizing.result(), self._client.limits
         self._state.serving = Serving(
             engine=self._client,
             tokenizer=tokenizer,
-            prompts=prompts,
+            prompts=PromptReader(tokenizer, limits.max_model_len, longest, template),
             metrics=Metrics(self._state.model_name, self._client.stats, self._config.metrics_compat),
             limits=limits,
             max_sequences=self._engine_config.max_num_waiting,
@@ -224,15 +230,17 @@ def _http_server(app: object) -> uvicorn.Server:
     return Server(config)
 
 
-def _load_tokenizer(config: EngineConfig) -> Tokenizer:
+def _load_tokenizer(config: EngineConfig) -> tuple[Tokenizer, int]:
+    """The tokenizer, and the bytes of its longest token (which takes a while to find where there are many)."""
     from allotrope.models.hub import find_snapshot
     from allotrope.text.tokenizer import load_tokenizer
 
-    name = config.tokenizer or config.model
-    if Path(name).expanduser().exists():
-        return load_tokenizer(name)
-    revision = config.revision if config.tokenizer is None else None
-    return load_tokenizer(str(find_snapshot(name, revision, with_weights=False)))
+    path = config.tokenizer or config.model
+    if not Path(path).expanduser().exists():
+        revision = config.revision if config.tokenizer is None else None
+        path = str(find_snapshot(path, revision, with_weights=False))
+    tokenizer = load_tokenizer(path)
+    return tokenizer, max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
 
 
 def _read_template(config: ServerConfig) -> str | None:

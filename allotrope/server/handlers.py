@@ -21,6 +21,7 @@ async def answer_chat(state: ServerState, body: ChatRequest, headers: Mapping[st
     """The answer to a conversation. Raises `InvalidRequest`."""
     serving = state.ready()
     params = chat_sampling(body)
+    _check_count(serving, params.n, f"n={params.n} asks for {params.n} sequences", "n")
     ids = await serving.prompts.read_messages(body.messages, body)
     ids = serving.prompts.truncate(ids, body.truncate_prompt_tokens, params.max_tokens or 1)
     try:
@@ -38,12 +39,8 @@ async def answer_completion(state: ServerState, body: CompletionRequest, headers
     serving = state.ready()
     params = completion_sampling(body)
     wanted = len(body.prompt) * params.n
-    if wanted > serving.max_sequences:
-        raise InvalidRequest(
-            f"prompt has {len(body.prompt)} prompts, with n={params.n} {wanted} sequences; this server queues "
-            f"{serving.max_sequences} at most (--max-num-waiting).",
-            "prompt",
-        )
+    param = "prompt" if len(body.prompt) > 1 else "n"
+    _check_count(serving, wanted, f"prompt has {len(body.prompt)} prompts, with n={params.n} {wanted} sequences", param)
     generations: list[Generation] = []
     for prompt in body.prompt:
         generations.append(await _read_completion(serving, body, params, prompt, len(generations)))
@@ -72,6 +69,11 @@ async def _read_completion(
         silent=body.max_tokens == 0,
         first_index=place * params.n,
     )
+
+
+def _check_count(serving: Serving, wanted: int, fact: str, param: str) -> None:
+    if wanted > serving.max_sequences:
+        raise InvalidRequest(f"{fact}; this server queues {serving.max_sequences} at most (--max-num-waiting).", param)
 
 
 def _request(serving: Serving, ids: Sequence[int], params: SamplingParams) -> Request:

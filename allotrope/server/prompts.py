@@ -23,17 +23,17 @@ _RESERVED_VARIABLES = ("messages", "add_generation_prompt", "continue_final_mess
 class PromptReader:
     """The tokenizer behind a small pool of threads.
 
-    `max_model_len`: context of the model in tokens. `template`: chat template used in place of the tokenizer's own.
+    `max_model_len`: context of the model in tokens. `longest_token`: bytes of the longest token. `template`: chat
+    template used in place of the tokenizer's own.
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int, template: str | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int, longest_token: int, template: str | None) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._template = template
         # No token stands for more bytes than the longest, so a longer text cannot fit, however it is cut. (Twice that,
         # because some tokenizers drop characters before they look for tokens.)
-        longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
-        self._max_characters = 2 * max_model_len * longest
+        self._max_characters = 2 * max_model_len * longest_token
         self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="tokenizer")
 
     async def read_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

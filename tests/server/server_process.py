@@ -116,6 +116,13 @@ def wait_until_idle(http: httpx.Client, timeout: float = 10.0) -> None:
     raise AssertionError(f"the engine does not come to rest: {busy}")
 
 
+def wait_until_running(http: httpx.Client, count: int, timeout: float = 10.0) -> None:
+    """Wait until so many sequences take part in steps."""
+    deadline = time.monotonic() + timeout
+    while f'allotrope_num_requests_running{{model_name="{MODEL_NAME}"}} {count}.0' not in http.get("/metrics").text:
+        assert time.monotonic() < deadline, f"{count} sequences never ran together"
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process runs (one that has ended but was not reaped does not)."""
     try:

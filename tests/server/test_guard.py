@@ -118,6 +118,18 @@ def test_a_full_queue(keyed_server: ServerProcess) -> None:
         wait_until_idle(client)
 
 
+def test_more_sequences_than_the_queue_can_ever_hold(keyed: httpx.Client) -> None:
+    for path, body, param in (
+        ("/v1/completions", {"prompt": "hi", "n": 5}, "n"),
+        ("/v1/completions", {"prompt": ["hi"] * 3, "n": 2}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "n": 5}, "n"),
+    ):
+        response = keyed.post(path, json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
+        assert "at most (--max-num-waiting)" in response.json()["error"]["message"]
+
+
 def test_other_metric_names_tell_the_same(keyed: httpx.Client) -> None:
     keyed.post("/v1/completions", json={"prompt": "hi", "max_tokens": 3, "ignore_eos": True})
     samples = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_process import ServerProcess, is_alive
+from server_process import ServerProcess, is_alive, wait_until_running
 
 LONG = {"prompt": [5], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 Starter = Callable[..., ServerProcess]
@@ -67,7 +67,9 @@ def test_loading_then_the_engine_is_killed(start: Starter) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
 
     streamed = Background(server.url, stream=True)
-    plain = Background(server.url, max_tokens=500, prompt=[6])
+    plain = Background(server.url, prompt=[6])
+    with server.http() as http:
+        wait_until_running(http, 2)
     assert streamed.first_line.wait(10)
     os.kill(server.engine_pid, signal.SIGKILL)
     started = time.monotonic()
