@@ -151,13 +151,18 @@ def linear_decay(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any) -> torch
     return gdn_reference.advance(q, k, v, g.exp(), beta, state)
 
 
+def one_rate(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any) -> torch.Tensor:
+    """All channels of a head forget at their mean rate."""
+    return gdn_reference.advance(q, k, v, g.mean(-1, keepdim=True), beta, state)
+
+
 def no_delta(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any) -> torch.Tensor:
     """Plain gated linear attention: what the state already says about k is not taken away."""
     out = torch.empty_like(v)
     repeat = v.shape[2] // k.shape[2]
     q, k = q.repeat_interleave(repeat, 2), k.repeat_interleave(repeat, 2)
     for t in range(v.shape[1]):
-        state *= g[:, t, :, None, None].exp()
+        state *= g[:, t, ..., None].exp()
         state += torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * v[:, t])
         out[:, t] = torch.einsum("bhkv,bhk->bhv", state, q[:, t])
     return out
@@ -249,6 +254,14 @@ FAULTS: dict[str, dict[str, dict[str, Fault]]] = {
             "convolution reversed": change_layer("conv_weight", lambda weight: weight.flip(1)),
             "dt_bias of other heads": change_layer("dt_bias", lambda bias: bias.roll(1)),
             "state rounded to bf16": between_steps(round_state),
+        },
+        "by_channel": {
+            "one rate for all channels": use_core(one_rate),
+            "rates of other channels": change_layer("dt_bias", lambda bias: bias.roll(1)),
+            "rates of other heads": change_layer("A_log", lambda rate: rate.flip(0)),
+            "g taken for its exponential": use_core(linear_decay),
+            "nothing taken away": use_core(no_delta),
+            "recurrent state lost": between_steps(clear("ssm")),
         },
     },
 }

@@ -14,7 +14,7 @@ from allotrope.attention.gdn import GDN, GdnSpec
 from allotrope.attention.gdn.plan import PART_TOKENS
 from allotrope.attention.replay import Replay, alone, at_random, in_chunks, in_order, whole
 
-CASES = cases("gdn")
+CASES = {name: case for name, case in cases("gdn").items() if not case.spec.channel_decay}
 SMALL = [name for name in CASES if name != "released_size"]
 BACKENDS = pytest.mark.parametrize("backend", GDN.backends, ids=lambda backend: backend.name)
 
@@ -84,8 +84,9 @@ def test_released_size() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_half_precision(name: str, dtype: torch.dtype, backend: Backend) -> None:
     case = cases("gdn", dtype)[name]
-    got = Replay(case, backend).play(at_random(case.lengths, 3))
-    assert (found := compare(got, oracle(case)[0], case.kind)), found
+    want = oracle(case)[0]
+    for steps in (at_random(case.lengths, 3), in_chunks(case.lengths, 3)):
+        assert (found := compare(Replay(case, backend).play(steps), want, case.kind)), found
 
 
 @BACKENDS
@@ -176,10 +177,11 @@ def test_half_precision_state_is_rounded_once_a_step() -> None:
     case = CASES["one_to_one"]
     case = dataclasses.replace(case, spec=dataclasses.replace(case.spec, state_dtype=torch.float16))
     replay = Replay(case, GDN.backends[0])
-    replay.held["state"] = [[slot] for slot in range(1, 1 + len(case.lengths))]
+    slots = [5, 1, 9, 2, 8, 3, 7, 4, 6]
+    replay.held["state"] = [[slot] for slot in slots]
     replay.play(whole(case.lengths))
     states = ORACLES["one_to_one"][1]
-    assert (found := compare(replay.pools["state"]["ssm"][1:], states, "fp16")), found
+    assert (found := compare(replay.pools["state"]["ssm"][slots], states, "fp16")), found
 
 
 def test_spec_names_every_wrong_number_at_once() -> None:

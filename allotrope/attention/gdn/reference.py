@@ -7,8 +7,9 @@ For token t of value head j, with q and k from key head j // R and S the head's 
     beta = sigmoid(b);  g = -exp(A_log) softplus(a + dt_bias)
     S <- e^g S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T q
 
-Mathematics in fp32 whatever the inputs; the result is rounded once. Source: Yang et al. 2024 (gated delta networks),
-equation 10 and section 3.
+With `channel_decay`, a, dt_bias and g are vectors of dk per head, and e^g S scales the rows of S. Mathematics in fp32
+whatever the inputs; the result is rounded once. Sources: Yang et al. 2024 (gated delta networks), equation 10 and
+section 3; Kimi Team 2025 (Kimi Linear), section 3, for the decay per channel.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ def advance(
 ) -> torch.Tensor:
     """The last line of the equation for one rectangle, all tensors fp32.
 
-    `q`, `k`: [b, L, nk, dk], normalised. `v`: [b, L, nv, dv]. `g`, `beta`: [b, L, nv]. `state`: [b, nv, dk, dv],
-    overwritten with the state after the last token. Returns [b, L, nv, dv].
+    `q`, `k`: [b, L, nk, dk], normalised. `v`: [b, L, nv, dv]. `g`: [b, L, nv, 1 or dk]. `beta`: [b, L, nv]. `state`:
+    [b, nv, dk, dv], overwritten with the state after the last token. Returns [b, L, nv, dv].
     """
     repeat = v.shape[2] // k.shape[2]
     q, k = q.repeat_interleave(repeat, dim=2), k.repeat_interleave(repeat, dim=2)
     out = torch.empty_like(v)
     for t in range(v.shape[1]):
-        state *= g[:, t, :, None, None].exp()
+        state *= g[:, t, ..., None].exp()
         delta = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
         state += torch.einsum("bhk,bhv->bhkv", k[:, t], delta)
         out[:, t] = torch.einsum("bhkv,bhk->bhv", state, q[:, t])
@@ -64,17 +65,18 @@ def run(
 ) -> torch.Tensor:
     """Advance every request's state over its new tokens.
 
-    `qkv`: [T, conv_dim] projections [q | k | v] before the convolution. `b`, `a`: [T, nv], of any strides.
-    `conv_weight`: [conv_dim, W]. `conv_bias`: [conv_dim]. `A_log`, `dt_bias`: [nv]. `core`: the rectangle's
-    computation. Returns [T, nv, dv] in `qkv`'s type, 0 for tokens of requests without a slot. Afterwards each slot
-    holds the state after its request's last token.
+    `qkv`: [T, conv_dim] projections [q | k | v] before the convolution. `b`: [T, nv], `a`: [T, decay_dim], of any
+    strides. `conv_weight`: [conv_dim, W]. `conv_bias`: [conv_dim]. `A_log`: [nv]. `dt_bias`: [decay_dim]. `core`: the
+    rectangle's computation. Returns [T, nv, dv] in `qkv`'s type, 0 for tokens of requests without a slot. Afterwards
+    each slot holds the state after its request's last token.
     """
     pools = caches["state"]
     if plan.fresh is not None:
         for pool in pools.values():
             pool.index_fill_(0, plan.fresh, 0)
     beta = b.float().sigmoid()
-    g = functional.softplus(a.float() + dt_bias.float()).mul_(-A_log.float().exp())
+    step = functional.softplus(a.float() + dt_bias.float()).unflatten(1, (spec.num_v_heads, -1))
+    g = step.mul_(-A_log.float().exp()[:, None])
     shape = (qkv.shape[0], spec.num_v_heads, spec.v_head_dim)
     out = qkv.new_empty(shape) if plan.complete else qkv.new_zeros(shape)
     # Laid out once for all parts as the convolution reads it, one factor of all channels after another.
@@ -86,7 +88,8 @@ def run(
         fed = [*_heads(spec, causal_conv(inputs, weight, conv_bias))]
         fed += [_take(t, part.tokens).unflatten(0, (-1, part.length)) for t in (g, beta)]
         done = [_advance(core, pools["ssm"], slots, [t[rows] for t in fed]) for rows, slots in part.states]
-        out[part.tokens] = (done[0] if len(done) == 1 else torch.cat(done)).flatten(0, 1)
+        # Assigning through an index, unlike through a slice, wants the same type on both sides.
+        out[part.tokens] = (done[0] if len(done) == 1 else torch.cat(done)).flatten(0, 1).to(out.dtype)
     return out
 
 
@@ -101,7 +104,7 @@ def _advance(core: Advance, pool: torch.Tensor, slots: Slots, fed: Sequence[torc
     out = core(*fed, state)
     # A slice of an fp32 pool is the pool's own memory and has been advanced in place.
     if state is not held or not isinstance(slots, slice):
-        pool[slots] = state
+        pool[slots] = state.to(pool.dtype)
     return out
 
 

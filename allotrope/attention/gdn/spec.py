@@ -18,6 +18,7 @@ class GdnSpec:
     `num_k_heads`, `num_v_heads`: key (and query) heads and value heads; value head j reads key head
     j // (num_v_heads / num_k_heads). `k_head_dim`, `v_head_dim`: their sizes. `conv_width`: inputs that the short
     convolution sees, the newest included. `conv_dtype`: type of its cached inputs, that of the activations.
+    `channel_decay`: every key channel of a value head forgets at its own rate, not the whole head at one.
     `state_dtype`: type of the cached recurrent state.
     """
 
@@ -27,6 +28,7 @@ class GdnSpec:
     v_head_dim: int
     conv_width: int
     conv_dtype: torch.dtype
+    channel_decay: bool = False
     state_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
@@ -59,6 +61,11 @@ class GdnSpec:
     def conv_dim(self) -> int:
         """Channels of the convolution: [q | k | v]."""
         return 2 * self.key_dim + self.value_dim
+
+    @property
+    def decay_dim(self) -> int:
+        """Rates of decay of all value heads."""
+        return self.num_v_heads * (self.k_head_dim if self.channel_decay else 1)
 
     @property
     def state_bytes(self) -> int:
