@@ -56,7 +56,7 @@ class PagePool:
         if self._refs[page]:
             return
         if self._key[page] is None:
-            self._free.append(page)
+            self._free.appendleft(page)
         else:
             self._idle[page] = None
 
@@ -86,7 +86,7 @@ class PagePool:
             self._dropped.popitem(last=False)
         if page in self._idle:
             del self._idle[page]
-            self._free.append(page)
+            self._free.appendleft(page)
 
     def forget_all(self) -> None:
         """Make every page unfindable."""
