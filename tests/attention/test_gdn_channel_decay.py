@@ -97,7 +97,7 @@ def test_released_size() -> None:
 def test_half_precision(name: str, dtype: torch.dtype, backend: Backend) -> None:
     case = cases("gdn", dtype)[name]
     want = oracle(case)[0]
-    for steps in (at_random(case.lengths, 3), in_chunks(case.lengths, 3)):
+    for steps in (at_random(case.lengths, 1), at_random(case.lengths, 3)):
         assert (found := compare(Replay(case, backend).play(steps), want, case.kind)), found
 
 
