@@ -15,6 +15,11 @@ from allotrope.models.checkpoint import Checkpoint, open_checkpoint
 from allotrope.models.dequantize import FP4_VALUES, dequantized, scale_fp8, unpack_mxfp4
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 def checkpoint(directory: Path, quantization: dict[str, Any] | None, tensors: dict[str, torch.Tensor]) -> Checkpoint:
     (directory / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     save_file(tensors, directory / "model.safetensors")
