@@ -42,7 +42,7 @@ def keyed_server(tiny_model: Path) -> Iterator[ServerProcess]:
     running.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def http(server: ServerProcess) -> Iterator[httpx.Client]:
     """Plain HTTP to `server`."""
     with server.http() as client:

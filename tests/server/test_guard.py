@@ -26,17 +26,23 @@ ROUTES = [
 KEY = {"authorization": f"Bearer {API_KEY}"}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def keyed(keyed_server: ServerProcess) -> Iterator[httpx.Client]:
     with keyed_server.http(headers=KEY) as client:
         yield client
 
 
+@pytest.fixture(scope="module")
+def unkeyed(keyed_server: ServerProcess) -> Iterator[httpx.Client]:
+    with keyed_server.http() as client:
+        yield client
+
+
 @pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong", f"Basic {API_KEY}", API_KEY, "Bearer \xff"])
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_no_route_without_the_key(keyed_server: ServerProcess, method: str, path: str, header: str | None) -> None:
+def test_no_route_without_the_key(unkeyed: httpx.Client, method: str, path: str, header: str | None) -> None:
     headers = {} if header is None else {"authorization": header.encode("latin-1")}
-    response = httpx.request(method, keyed_server.url + path, headers=headers)
+    response = unkeyed.request(method, path, headers=headers)
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer"
     assert response.json()["error"]["code"] == "invalid_api_key"
@@ -50,8 +56,8 @@ def test_the_test_above_knows_every_route(keyed: httpx.Client) -> None:
     assert described["security"] == [{"key": []}]
 
 
-def test_health_needs_no_key(keyed_server: ServerProcess) -> None:
-    response = httpx.get(f"{keyed_server.url}/health")
+def test_health_needs_no_key(unkeyed: httpx.Client) -> None:
+    response = unkeyed.get("/health")
     assert (response.status_code, response.content) == (200, b"")
 
 
@@ -107,8 +113,8 @@ def test_a_full_queue(keyed_server: ServerProcess) -> None:
 
     responses = asyncio.run(run())
     refused = [response for response in responses if response.status_code == 429]
-    # One runs and four wait; how many of the rest come while they do depends on timing.
-    assert 1 <= len(refused) <= 12 - 5
+    # Four wait, and perhaps one runs already; how many of the rest come while they do depends on timing.
+    assert 1 <= len(refused) <= 12 - 4
     assert all(response.headers["retry-after"] == "1" for response in refused)
     assert all(response.json()["error"]["type"] == "rate_limit_error" for response in refused)
     served = [response for response in responses if response.status_code == 200]
