@@ -58,7 +58,7 @@ def pages_needed(group: CacheGroup, tokens: int, sequences: int, demand: Demand)
     if group.kind == "state":
         return 1 + kept
     assert group.window is not None
-    in_flight = group.pages_for(min(demand.step_tokens, demand.context)) + sequences
+    in_flight = group.pages_for(min(demand.step_tokens, sequences * demand.context)) + sequences
     return 1 + min(kept * (group.pages_for(group.window) + 1) + in_flight, group.pages_for(tokens) + sequences)
 
 
@@ -77,7 +77,10 @@ def plan_memory(groups: Sequence[CacheGroup], demand: Demand, budget: int) -> Me
     if sequences < 1:
         longest = _largest(lambda n: total(n, 1) <= budget, demand.context)
         raise ConfigError(_advice(demand, budget, total(demand.context, 1), longest))
-    tokens = _largest(lambda n: total(n, sequences) <= budget, demand.context * demand.sequences)
+    # Every sequence may leave its last page nearly empty.
+    whole = [group.pages_for(demand.context) * group.page_size for group in groups if group.kind != "state"]
+    longest = max(whole, default=demand.context)
+    tokens = _largest(lambda n: total(n, sequences) <= budget, longest * demand.sequences)
     return make_plan(groups, demand, tokens, sequences)
 
 

@@ -59,6 +59,14 @@ def test_plan_fills_the_budget_and_the_arena_takes_what_it_says() -> None:
     assert not any(field.any() for layer in arena.layers for views in layer.values() for field in views.values())
 
 
+def test_a_full_batch_fits_at_once_whatever_its_last_pages_hold() -> None:
+    groups = group_caches([{"a": PagedRows(KV, stride=128)}, {"b": WindowRows(KV, window=16)}], page_size=16)
+    demand = Demand(context=176, sequences=4, step_tokens=2048, reuse=False)
+    plan = plan_memory(groups, demand, 1 << 30)
+    for entry in plan.groups:
+        assert entry.pages - 1 >= demand.sequences * entry.group.pages_for(demand.context)
+
+
 def test_too_little_says_what_would_fit() -> None:
     groups = group_caches(LAYERS[:1], page_size=16)
     row = 2 * 2 * 8 * 2
