@@ -73,14 +73,14 @@ def latent_model(config: ConfigReader, mixers: Sequence[MixerSpec], router: Rout
         norm_eps=config.get("rms_norm_eps", float),
         layers=tuple(
             LayerSpec(mixer=mixer, ffn=moe if sparse else dense)
-            for mixer, sparse in zip(mixers, _sparse_layers(config, len(mixers)), strict=True)
+            for mixer, sparse in zip(mixers, sparse_layers(config, len(mixers)), strict=True)
         ),
         tied=config.get("tie_word_embeddings", bool, False),
         extra=Drafting(drafting),
     )
 
 
-def _sparse_layers(config: ConfigReader, count: int) -> list[bool]:
+def sparse_layers(config: ConfigReader, count: int) -> list[bool]:
     """Which layers have experts: stated one by one, or all but the first ones."""
     first = config.get("first_k_dense_replace", int, 0)
     config.expect("moe_layer_freq", 1, None)
@@ -139,16 +139,17 @@ def latent_rules(spec: ModelSpec, prefix: str = "model.", head: str = "lm_head.w
     rules += mlp_rules(layer + "mlp.", ours + "ffn.")
     rules += mlp_rules(layer + "mlp.shared_experts.", ours + "ffn.shared.")
     rules += expert_rules(layer + "mlp.experts.", ours + "ffn.experts.")
-    rules += _attention_rules(spec, layer + "self_attn.", ours + "mixer.")
+    mixer = spec.layers[0].mixer
+    mla = mixer.mla if isinstance(mixer, DsaMixerSpec) else mixer
+    assert isinstance(mla, MlaMixerSpec)
+    rules += latent_attention_rules(mla, layer + "self_attn.", ours + "mixer.")
     if isinstance(spec.extra, Drafting):
         rules += drafting_rules(prefix, len(spec.layers), spec.extra.layers)
     return rules
 
 
-def _attention_rules(spec: ModelSpec, theirs: str, ours: str) -> list[Rule]:
-    mixer = spec.layers[0].mixer
-    mla = mixer.mla if isinstance(mixer, DsaMixerSpec) else mixer
-    assert isinstance(mla, MlaMixerSpec)
+def latent_attention_rules(mla: MlaMixerSpec, theirs: str, ours: str) -> list[Rule]:
+    """Latent attention itself. `theirs`, `ours`: names up to and including the dot before the projections."""
     heads, keys = mla.num_heads, mla.nope_dim
     latent = ours + "latent."
     return [

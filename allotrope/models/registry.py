@@ -38,6 +38,7 @@ ARCHITECTURES: dict[str, str] = {
     "GptOssForCausalLM": "gpt_oss:GPT_OSS",
     "KimiK25ForConditionalGeneration": "kimi_k25:KIMI_K25",
     "Kimi_K25ForConditionalGeneration": "kimi_k25:KIMI_K25",
+    "KimiLinearForCausalLM": "kimi_linear:KIMI_LINEAR",
     "LlamaForCausalLM": "llama:LLAMA",
     "MiniMaxM2ForCausalLM": "minimax_m2:MINIMAX_M2",
     "MiMoV2FlashForCausalLM": "mimo_v2_flash:MIMO_V2_FLASH",

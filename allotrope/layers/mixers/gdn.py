@@ -51,6 +51,11 @@ class GdnMixerSpec:
         z = Section("z", heads * self.v_head_dim, self.v_head_dim)
         return (*self.inner_sections, z, Section("b", heads, 1), Section("a", heads, 1))
 
+    @property
+    def rates(self) -> Section:
+        """What decays at a rate of its own."""
+        return Section("", self.num_v_heads, 1)
+
     def attention(self, parallel: Parallel, dtype: torch.dtype, kv_dtype: torch.dtype) -> GdnSpec:
         return GdnSpec(
             num_k_heads=parallel.split("linear_num_key_heads", self.num_k_heads),
@@ -78,7 +83,7 @@ class GdnMixer(nn.Module):
         shape = (self.spec.conv_dim, spec.conv_width)
         self.conv_weight = parameter(shape, inner, build.dtype, build.device)
         self.A_log = parameter((self.spec.num_v_heads,), heads, torch.float32, build.device)
-        self.dt_bias = parameter((self.spec.num_v_heads,), heads, torch.float32, build.device)
+        self.dt_bias = parameter((self.spec.decay_dim,), Placement((spec.rates,)), torch.float32, build.device)
         self.norm = parameter((spec.v_head_dim,), whole, torch.float32, build.device)
 
     def finish_loading(self) -> None:
@@ -90,8 +95,11 @@ class GdnMixer(nn.Module):
         spec = self.spec
         sizes = (spec.conv_dim, spec.value_dim, spec.num_v_heads, spec.num_v_heads)
         qkv, z, b, a = self.inputs(x).split(sizes, dim=-1)
+        return self.out((self.mix(qkv, b, a, here) * F.silu(z.float())).to(x.dtype))
+
+    def mix(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, here: LayerStep) -> torch.Tensor:
+        """The rule and the norm of each head's output. Arguments as the family's; returns [T, value_dim] fp32."""
         mixed = self.backend.run(
-            spec, here.plan, here.caches, qkv, b, a, self.conv_weight, None, self.A_log, self.dt_bias
+            self.spec, here.plan, here.caches, qkv, b, a, self.conv_weight, None, self.A_log, self.dt_bias
         )
-        normed = F.rms_norm(mixed.float(), (spec.v_head_dim,), self.norm, self.norm_eps)
-        return self.out((normed.flatten(1) * F.silu(z.float())).to(x.dtype))
+        return F.rms_norm(mixed.float(), (self.spec.v_head_dim,), self.norm, self.norm_eps).flatten(1)
