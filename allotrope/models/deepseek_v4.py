@@ -87,8 +87,8 @@ def read_deepseek_v4(config: ConfigReader) -> ModelSpec:
     config.expect("attention_bias", False, None)
     config.expect("mlp_bias", False, None)
     config.expect("num_key_value_heads", 1)
-    # Layers that draft tokens come after these; they are not loaded.
-    config.ignore("num_nextn_predict_layers")
+    # Layers that draft tokens come after these, and are not loaded; packed experts are read as plain ones.
+    config.ignore("num_nextn_predict_layers", "expert_dtype")
     mixers, ffns = _mixers(config, count, eps), _ffns(config, count)
     hyper = HyperConnectionSpec(
         streams=config.get("hc_mult", int),

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from allotrope.errors import ModelError
 from allotrope.models.checkpoint import Checkpoint, open_checkpoint
-from allotrope.models.dequantize import FP4_VALUES, dequantized, scale_fp8, unpack_mxfp4
+from allotrope.models.dequantize import FP4_VALUES, dequantized, scaled, unpack_mxfp4
 
 
 @pytest.fixture(autouse=True)
@@ -67,12 +67,39 @@ def test_fp8_blocks_with_ragged_edges(tmp_path: Path, suffix: str) -> None:
 
 def test_fp8_per_tensor_and_per_row() -> None:
     weight = torch.randn(6, 4).to(torch.float8_e4m3fn)
-    assert torch.equal(scale_fp8(weight, torch.tensor(2.0), ()), weight.float() * 2)
+    assert torch.equal(scaled(weight, torch.tensor(2.0), ()), weight.float() * 2)
     rows = torch.rand(6)
     for scale in (rows, rows[:, None]):
-        assert torch.equal(scale_fp8(weight, scale, ()), weight.float() * rows[:, None])
+        assert torch.equal(scaled(weight, scale, ()), weight.float() * rows[:, None])
     with pytest.raises(ValueError, match=r"shape \[3, 2\] for a weight of \[6, 4\]"):
-        scale_fp8(weight, torch.ones(3, 2), (4, 4))
+        scaled(weight, torch.ones(3, 2), (4, 4))
+
+
+def test_packed_experts_beside_fp8_weights(tmp_path: Path) -> None:
+    """As DeepSeek V4 is released: 4-bit experts in int8 with a power of two for every 32, in one of two types."""
+    bytes_ = torch.randint(0, 256, (6, 48), dtype=torch.uint8)
+    exponents = torch.randint(120, 130, (6, 3), dtype=torch.uint8)
+    want = unpack_mxfp4(bytes_.view(6, 3, 16), exponents).float()
+    tensors = {
+        "a.weight": bytes_.view(torch.int8),
+        "a.scale": exponents.view(torch.float8_e8m0fnu),
+        "b.weight": bytes_.clone(),
+        "b.weight_scale_inv": exponents.clone(),
+        "c.gate_up": torch.randn(2, 130, 6).to(torch.float8_e4m3fn),
+        "c.gate_up_scale_inv": torch.rand(2, 2, 1),
+        "table": torch.arange(4),
+    }
+    plain = dequantized(checkpoint(tmp_path, {"quant_method": "fp8", "weight_block_size": [128, 128]}, tensors))
+    assert {name: header.shape for name, header in plain.headers().items()} == {
+        "a.weight": (6, 96),
+        "b.weight": (6, 96),
+        "c.gate_up": (2, 130, 6),
+        "table": (4,),
+    }
+    assert torch.equal(plain.read("a.weight"), want)
+    assert torch.equal(plain.read("b.weight"), want)
+    factor = tensors["c.gate_up_scale_inv"][1, 1, 0]
+    assert torch.equal(plain.read("c.gate_up")[1, 129], tensors["c.gate_up"][1, 129].float() * factor)
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
