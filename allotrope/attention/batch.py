@@ -112,6 +112,15 @@ def index_pages(batch: BatchLayout, page_size: int, pages: Sequence[Sequence[int
     table = torch.tensor([[*row, *[-1] * (width - len(row))] for row in pages], dtype=torch.int64, device=batch.device)
     if not write:
         return PageIndex(page_size, table, torch.full((batch.num_tokens,), -1, device=batch.device))
-    page = table[batch.request_of_token, batch.positions // page_size]
-    slots = torch.where(page < 0, page, page * page_size + batch.positions % page_size)
-    return PageIndex(page_size, table, slots)
+    return PageIndex(page_size, table, torch.tensor(_slots(batch, page_size, pages), device=batch.device))
+
+
+def _slots(batch: BatchLayout, page_size: int, pages: Sequence[Sequence[int]]) -> list[int]:
+    """`PageIndex.slots` as integers, page by page: for the few tokens of a decode, tensor operations cost far more."""
+    slots: list[int] = []
+    for row, context, n in zip(pages, batch.context_lens, batch.seq_lens, strict=True):
+        for run in range(context // page_size, -(-n // page_size)):
+            begin, end = max(context, run * page_size), min(n, (run + 1) * page_size)
+            shift = (row[run] - run) * page_size
+            slots.extend(range(begin + shift, end + shift) if row[run] >= 0 else [-1] * (end - begin))
+    return slots
