@@ -21,7 +21,7 @@ from allotrope.models.expert_rules import drafting_rules, expert_rules, mlp_rule
 from allotrope.models.read_config import ConfigReader, layer_types
 from allotrope.models.registry import Architecture
 from allotrope.models.spec import LayerSpec, ModelSpec
-from allotrope.models.weights import Rule, drop
+from allotrope.models.weights import Rule
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -30,6 +30,7 @@ def read_kimi_linear(config: ConfigReader) -> ModelSpec:
     """Kimi-Linear's config.json: the linear layers in `linear_attn_config`, or spelled out as Transformers does."""
     hidden, count = config.get("hidden_size", int), config.get("num_hidden_layers", int)
     config.expect("hidden_act", "silu")
+    config.expect("tie_word_embeddings", False, None)
     mixers: dict[str, MixerSpec] = {LINEAR: _linear(config), FULL: _full(config)}
     dense = MlpSpec(hidden=hidden, width=config.get("intermediate_size", int))
     sparse = _experts(config, hidden)
@@ -42,7 +43,6 @@ def read_kimi_linear(config: ConfigReader) -> ModelSpec:
             LayerSpec(mixer=mixers[kind], ffn=sparse if has_experts else dense)
             for kind, has_experts in zip(_kinds(config, count), sparse_layers(config, count), strict=True)
         ),
-        tied=config.get("tie_word_embeddings", bool, False),
         extra=Drafting(config.get("num_nextn_predict_layers", int, 0)),
     )
 
@@ -124,7 +124,7 @@ def kimi_linear_rules(spec: ModelSpec) -> list[Rule]:
     rules = [
         Rule("model.embed_tokens.weight", "embedding.weight"),
         Rule("model.norm.weight", "norm.weight"),
-        drop("lm_head.weight", "tied to the embedding") if spec.tied else Rule("lm_head.weight", "head.weight"),
+        Rule("lm_head.weight", "head.weight"),
         Rule(layer + "input_layernorm.weight", ours + "mixer_norm.weight"),
         Rule(layer + "post_attention_layernorm.weight", ours + "ffn_norm.weight"),
         Rule(sparse + "gate.weight", ours + "ffn.router.gate.weight"),
@@ -169,6 +169,7 @@ def tiny_kimi_linear() -> dict[str, Any]:
         "architectures": ["KimiLinearForCausalLM"],
         "model_type": "kimi_linear",
         "vocab_size": 320,
+        "pad_token_id": 0,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 5,
