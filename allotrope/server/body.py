@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ M = TypeVar("M", bound=BaseModel)
 
 _INLINE_BYTES = 64 * 1024
 _LISTED_ERRORS = 3
+# Every integer below it is a float too.
+_LARGEST_EXACT = 2**53
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -62,7 +65,7 @@ def _parse(data: bytes, model: type[M], table: Mapping[str, Rule], strict: bool)
 
 def _decode(data: bytes) -> dict[str, Any]:
     try:
-        body = msgspec.json.decode(data)
+        body = _decoder.decode(data)
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply to be read.") from None
     except UnicodeDecodeError as error:
@@ -72,6 +75,17 @@ def _decode(data: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidRequest(f"the body must be a JSON object, not {describe_value(body)}.")
     return body
+
+
+def _read_float(text: str) -> float:
+    """JSON has one kind of number, so 3.0 is an integer; some clients write it so."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text[:40]} is out of range")
+    return int(value) if abs(value) < _LARGEST_EXACT and value.is_integer() else value
+
+
+_decoder = msgspec.json.Decoder(float_hook=_read_float)
 
 
 def _as_invalid_request(error: ValidationError, body: dict[str, Any]) -> InvalidRequest:

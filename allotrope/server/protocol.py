@@ -15,14 +15,7 @@ from allotrope.server.values import describe_value
 
 _INT32 = 2**31 - 1
 
-
-def _whole(value: Any) -> Any:
-    """JSON has one kind of number, so 3.0 is an integer; some clients write it so."""
-    return int(value) if type(value) is float and value.is_integer() else value
-
-
-Int = Annotated[int, BeforeValidator(_whole)]
-TokenId = Annotated[Int, Field(ge=0, le=_INT32)]
+TokenId = Annotated[int, Field(ge=0, le=_INT32)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Prompt = str | list[int]
 
@@ -38,16 +31,15 @@ def _read_prompts(value: Any) -> list[Prompt]:
     if all(isinstance(item, str) for item in value):
         return value
     if all(isinstance(item, list) for item in value):
-        return [_read_ids(item, f"prompt {place} of the batch") for place, item in enumerate(value)]
-    return [_read_ids(value, "a list that holds neither strings nor lists")]
+        return [_read_ids(item, f"prompt {place} of the batch must hold token ids") for place, item in enumerate(value)]
+    return [_read_ids(value, "its items must be all strings, all token ids or all lists of token ids")]
 
 
-def _read_ids(value: list[Any], name: str) -> list[int]:
-    ids = list(map(_whole, value))
-    odd = next((item for item in ids if type(item) is not int), None)
-    if odd is not None or None in ids:
-        raise ValueError(f"{name} must hold token ids only, not {describe_value(odd)}")
-    return ids
+def _read_ids(value: list[Any], rule: str) -> list[int]:
+    odd = [item for item in value if type(item) is not int]
+    if odd:
+        raise ValueError(f"{rule}; found {describe_value(odd[0])}")
+    return value
 
 
 def _read_stops(value: Any) -> Any:
@@ -94,14 +86,14 @@ class _Generation(_Body):
 
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; 1 where left out.")
     top_p: float | None = Field(None, gt=0, le=1, description="Sample among the most likely that hold this mass.")
-    top_k: Int | None = Field(None, ge=-1, le=_INT32, description="Sample among this many; -1 or 0 for all.")
+    top_k: int | None = Field(None, ge=-1, le=_INT32, description="Sample among this many; -1 or 0 for all.")
     min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens below this share of the most likely one.")
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="Taken off tokens already written.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Taken off once per time written.")
     repetition_penalty: float | None = Field(
         None, ge=MIN_REPETITION_PENALTY, le=100, description="Divides the odds of seen tokens."
     )
-    seed: Int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED, description="Makes sampling repeatable.")
+    seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED, description="Makes sampling repeatable.")
     stop: Annotated[
         Annotated[list[StopText], Field(max_length=16)] | None,
         BeforeValidator(_read_stops),
@@ -109,7 +101,7 @@ class _Generation(_Body):
     ] = Field(None, description="Text that ends the answer and is not part of it.")
     stop_token_ids: list[TokenId] | None = Field(None, description="Token ids that end the answer.")
     include_stop_str_in_output: bool | None = Field(None, description="Keep what ended the answer in it.")
-    min_tokens: Int | None = Field(None, ge=0, le=_INT32, description="No end before this many tokens.")
+    min_tokens: int | None = Field(None, ge=0, le=_INT32, description="No end before this many tokens.")
     ignore_eos: bool | None = Field(None, description="Go on after an end-of-sequence token.")
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None,
@@ -119,14 +111,14 @@ class _Generation(_Body):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = Field(
         None, description="Only these ids may be chosen."
     )
-    n: Int | None = Field(None, ge=1, le=128, description="Number of answers to each prompt.")
-    prompt_logprobs: Int | None = Field(
+    n: int | None = Field(None, ge=1, le=128, description="Number of answers to each prompt.")
+    prompt_logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="Report the prompt's log-probabilities and as many alternatives."
     )
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text; true by default.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream=true.")
-    truncate_prompt_tokens: Int | None = Field(
+    truncate_prompt_tokens: int | None = Field(
         None, ge=-1, le=_INT32, description="Keep the last tokens of the prompt only; -1 as many as fit."
     )
     return_token_ids: bool | None = Field(None, description="Report the token ids of prompt and answer.")
@@ -170,12 +162,12 @@ class ChatRequest(_Generation, _Templated):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Field(min_length=1)] = Field(description="The conversation so far.")
-    max_tokens: Int | None = Field(
+    max_tokens: int | None = Field(
         None, ge=1, le=_INT32, description="Longest answer; default: the rest of the context."
     )
-    max_completion_tokens: Int | None = Field(None, ge=1, le=_INT32, description="The newer name of max_tokens.")
+    max_completion_tokens: int | None = Field(None, ge=1, le=_INT32, description="The newer name of max_tokens.")
     logprobs: bool | None = Field(None, description="Report the log-probability of each token.")
-    top_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="And of as many alternatives.")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="And of as many alternatives.")
 
 
 class CompletionRequest(_Generation):
@@ -184,19 +176,24 @@ class CompletionRequest(_Generation):
     prompt: Annotated[list[Prompt], PlainValidator(_read_prompts), WithJsonSchema(_PROMPT_SCHEMA)] = Field(
         description="What to continue: text or token ids, one or a batch."
     )
-    max_tokens: Int | None = Field(None, ge=0, le=_INT32, description="Longest answer; 16 where left out.")
-    logprobs: Int | None = Field(
+    max_tokens: int | None = Field(None, ge=0, le=_INT32, description="Longest answer; 16 where left out.")
+    logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="Report the log-probability of each token and as many alternatives."
     )
     add_special_tokens: bool | None = Field(None, description="Let the tokenizer add its own, such as <s>.")
     echo: bool | None = Field(None, description="Begin each answer with the prompt.")
-    best_of: Int | None = Field(None, ge=1, le=128, description="Must equal n: candidates are not ranked.")
+    best_of: int | None = Field(None, ge=1, le=128, description="Must equal n: candidates are not ranked.")
+
+
+def _only(given: str, other: str) -> dict[str, Any]:
+    """Schema of an object that has the one field and not the other."""
+    return {"required": [given], "properties": {given: {"not": {"type": "null"}}, other: {"type": "null"}}}
 
 
 class TokenizeRequest(_Body, _Templated):
     """POST /tokenize: a prompt or messages"""
 
-    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
+    model_config = ConfigDict(json_schema_extra={"oneOf": [_only("prompt", "messages"), _only("messages", "prompt")]})
 
     prompt: str | None = Field(None, description="Text to tokenize.")
     messages: Annotated[list[Message], Field(min_length=1)] | None = Field(None, description="Or a conversation.")
