@@ -133,8 +133,11 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     head = x if dim == x.shape[-1] else x[..., :dim]
     if rotation.interleaved:
         swapped = head.unflatten(-1, (dim // 2, 2)).flip(-1).flatten(-2)
+        turned = torch.addcmul(head * rotation.cos, swapped, rotation.sin).to(x.dtype)
     else:
-        swapped = torch.roll(head, dim // 2, -1)
-    turned = torch.addcmul(head * rotation.cos, swapped, rotation.sin)
-    turned = turned.to(x.dtype)
+        turned = head * rotation.cos
+        half = dim // 2
+        turned[..., :half].addcmul_(head[..., half:], rotation.sin[..., :half])
+        turned[..., half:].addcmul_(head[..., :half], rotation.sin[..., half:])
+        turned = turned.to(x.dtype)
     return turned if dim == x.shape[-1] else torch.cat((turned, x[..., dim:]), dim=-1)

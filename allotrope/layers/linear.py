@@ -25,9 +25,10 @@ class Product:
         """`x`: [T, inputs]. Returns [T, outputs]."""
         if not self.packed:
             return F.linear(x, self.weight, bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, bias, "none", [], "")
+        return _packed_product(x, self.weight, bias, "none", [], "")
 
 
+_packed_product = torch.ops.mkldnn._linear_pointwise.default
 _PACKABLE = (torch.float32, torch.bfloat16)
 _SMALLEST_PACKED = 1 << 18
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
@@ -18,23 +20,25 @@ class RMSNorm(nn.Module):
         self.weight = None
         if weighted:
             self.weight = parameter((size,), Placement((Section("", size),)), build.dtype, build.device)
+        # Of the sum of squares, where eps is of their mean.
+        self.floor = torch.tensor(math.sqrt(size * eps), device=build.device)
 
     def finish_loading(self) -> None:
         """Fold the offset into the weight, and keep it in fp32, once all weights are in."""
         if self.weight is not None:
-            self.weight.data = self.weight.data.float() + self.offset
+            self.weight.data = (self.weight.data.float() + self.offset) * math.sqrt(self.size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: [..., size]. Returns the same shape and type."""
         exact = x.float()
-        # One pass for the squares: torch's own norm of a CPU tensor takes seven.
-        length = torch.linalg.vector_norm(exact, 2, -1, keepdim=True)
-        scale = torch.rsqrt_(length.square_().div_(self.size).add_(self.eps))
+        # sqrt(sum x^2 + size eps), the mean's root times sqrt(size): few passes, where torch's own norm takes seven.
+        length = torch.hypot(torch.linalg.vector_norm(exact, 2, -1, True), self.floor)
         if self.weight is None:
-            return (exact * scale).to(x.dtype)
+            return (exact * (math.sqrt(self.size) / length)).to(x.dtype)
         if x.dtype == torch.float32:
-            return (exact * scale).mul_(self.weight)
-        return torch.mul(exact.mul_(scale), self.weight, out=torch.empty_like(x, memory_format=torch.contiguous_format))
+            return (exact / length).mul_(self.weight)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return torch.mul(exact.div_(length), self.weight, out=out)
 
 
 class AllHeadsNorm(nn.Module):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -34,6 +35,37 @@ class Part:
     rows: torch.Tensor
     visible: torch.Tensor | None
     _bias: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, repr=False)
+    _block_bias: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def flat_rows(self) -> torch.Tensor:
+        """[b * L] `rows`, request after request."""
+        return self.rows.flatten()
+
+    @cached_property
+    def run(self) -> slice | None:
+        """The rows as a slice of the pool, where a CPU's one request has them side by side: nothing need be copied."""
+        if len(self.rows) > 1 or self.rows.device.type != "cpu":
+            return None
+        first, length = int(self.rows[0, 0]), self.rows.shape[1]
+        beside = torch.arange(first, first + length)
+        return slice(first, first + length) if torch.equal(self.rows[0], beside) else None
+
+    def block_bias(self, start: int, size: int, repeat: int, dtype: torch.dtype) -> torch.Tensor:
+        """As `bias`, of `size` queries from `start`, once for each of `repeat` heads: [b or 1, 1, repeat * size, K].
+
+        Where `visible` is None, K stops at the last key that any of them sees. Made once for all layers.
+        """
+        key = (start, size, repeat, dtype)
+        if key not in self._block_bias:
+            if self.visible is not None:
+                block = self.bias(dtype)[:, start : start + size]
+            else:
+                seen = self.rows.shape[1] - self.queries + start + size
+                block = torch.full((1, size, seen), -torch.inf, dtype=dtype, device=self.rows.device)
+                block.triu_(seen - size + 1)
+            self._block_bias[key] = block.repeat(1, repeat, 1)[:, None]
+        return self._block_bias[key]
 
     def bias(self, dtype: torch.dtype) -> torch.Tensor:
         """`visible` as numbers to add to logits: [b, q, L] of `dtype`, 0 or -inf. Made once for all layers."""
@@ -70,12 +102,23 @@ def _decode_parts(window: int | None, batch: BatchLayout, paged: PageIndex) -> I
     for b, n in enumerate(batch.seq_lens[: batch.num_decodes]):
         buckets.setdefault(_padded(n if window is None else min(n, window)), []).append(b)
     for length, members in buckets.items():
+        if len(members) == 1:
+            yield _single(members[0], window, batch, paged)
+            continue
         contiguous = members[-1] - members[0] + 1 == len(members)
         tokens = slice(members[0], members[-1] + 1) if contiguous else torch.tensor(members, device=batch.device)
         seen = torch.tensor([batch.seq_lens[b] for b in members], device=batch.device)[:, None]
         first = (seen - length).clamp(min=0) if window is not None else torch.zeros_like(seen)
         key = first + torch.arange(length, device=batch.device)
         yield Part(tokens, 1, _rows(paged, paged.table[tokens], key, key < seen), _visible(key, seen, window))
+
+
+def _single(b: int, window: int | None, batch: BatchLayout, paged: PageIndex) -> Part:
+    """A decoding request by itself needs no padding, and so no mask."""
+    seen = batch.seq_lens[b]
+    key = torch.arange(0 if window is None else max(0, seen - window), seen, device=batch.device)[None]
+    rows = _rows(paged, paged.table[b : b + 1], key, torch.ones_like(key, dtype=torch.bool))
+    return Part(slice(b, b + 1), 1, rows, None)
 
 
 def _padded(length: int) -> int:
@@ -85,7 +128,7 @@ def _padded(length: int) -> int:
 
 
 def _prefill_parts(window: int | None, batch: BatchLayout, paged: PageIndex) -> Iterator[Part]:
-    for b in range(batch.num_decodes, batch.num_requests):
+    for b, alike in _alike(batch):
         context, token = batch.context_lens[b], batch.query_start[b]
         for begin in range(0, batch.query_lens[b], QUERY_BLOCK):
             queries = min(QUERY_BLOCK, batch.query_lens[b] - begin)
@@ -95,8 +138,25 @@ def _prefill_parts(window: int | None, batch: BatchLayout, paged: PageIndex) -> 
             key = torch.arange(first, last, device=batch.device)[None]
             plain = window is None or window >= last - first
             visible = None if plain else _visible(key, seen, window)
-            rows = _rows(paged, paged.table[b : b + 1], key, torch.ones_like(key, dtype=torch.bool))
-            yield Part(slice(token + begin, token + begin + queries), queries, rows, visible)
+            table = paged.table[b : b + alike]
+            rows = _rows(paged, table, key.expand(alike, -1), torch.ones_like(key, dtype=torch.bool))
+            yield Part(slice(token + begin, token + begin + alike * queries), queries, rows, visible)
+
+
+def _alike(batch: BatchLayout) -> Iterator[tuple[int, int]]:
+    """Prompts side by side of equal context and length, short enough for one block: (first request, how many)."""
+    b = batch.num_decodes
+    while b < batch.num_requests:
+        shape = (batch.context_lens[b], batch.query_lens[b])
+        end = b + 1
+        while (
+            shape[1] <= QUERY_BLOCK
+            and end < batch.num_requests
+            and (batch.context_lens[end], batch.query_lens[end]) == shape
+        ):
+            end += 1
+        yield b, end - b
+        b = end
 
 
 def _rows(paged: PageIndex, table: torch.Tensor, key: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:

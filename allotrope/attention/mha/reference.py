@@ -63,7 +63,11 @@ def store(spec: MhaSpec, plan: MhaPlan, caches: CacheViews, k: torch.Tensor, v: 
 
 def gather(pool: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
     """The rows that a part reads. `pool`: [P, S, G, D]. Returns [b, L, G, D] in `dtype`."""
-    return pool.flatten(0, 1).index_select(0, part.rows.flatten()).unflatten(0, part.rows.shape).to(dtype)
+    pool = pool.flatten(0, 1)
+    if part.run is not None:
+        return pool[part.run][None].to(dtype)
+    rows = pool.index_select(0, part.flat_rows)
+    return rows.view(*part.rows.shape, *rows.shape[1:]).to(dtype)
 
 
 def run(
@@ -84,10 +88,15 @@ def run(
     if k is not None and v is not None:
         store(spec, plan, caches, k, v)
     pools = caches["kv"]
-    out = q.new_empty(q.shape[0], spec.num_heads, spec.value_dim)
+    out = None
     for part in plan.parts:
         keys = gather(pools["k"], part, q.dtype)
         values = keys if spec.values_are_keys else gather(pools["v"], part, q.dtype)
-        block = q[part.tokens].unflatten(0, (-1, part.queries))
-        out[part.tokens] = core(spec, block, keys, values, part, sinks).flatten(0, 1)
-    return out
+        block = q[part.tokens]
+        mixed = core(spec, block.view(-1, part.queries, *block.shape[1:]), keys, values, part, sinks).flatten(0, 1)
+        if len(plan.parts) == 1 and len(mixed) == len(q):
+            return mixed
+        if out is None:
+            out = q.new_empty(q.shape[0], spec.num_heads, spec.value_dim)
+        out[part.tokens] = mixed
+    return q.new_empty(q.shape[0], spec.num_heads, spec.value_dim) if out is None else out

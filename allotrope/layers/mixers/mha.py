@@ -100,9 +100,12 @@ class MhaMixer(nn.Module):
         """`x`: [T, hidden]. Returns the same shape."""
         spec, heads = self.spec, self.spec.num_heads
         projected = self.qkv(x)
-        projected, gate = projected.split((projected.shape[1] - self.gate_size, self.gate_size), dim=1)
-        border = (heads + spec.num_kv_heads if self.owns_rows else heads) * spec.head_dim
-        qk = projected[:, :border].unflatten(-1, (-1, spec.head_dim))
+        gate = None
+        if self.gate_size:
+            projected, gate = projected.split((projected.shape[1] - self.gate_size, self.gate_size), dim=1)
+        rotated = heads + spec.num_kv_heads if self.owns_rows else heads
+        border = rotated * spec.head_dim
+        qk = projected[:, :border].view(-1, rotated, spec.head_dim)
         v = self._values(qk, projected[:, border:]) if self.owns_rows else None
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), dim=1)
@@ -113,14 +116,14 @@ class MhaMixer(nn.Module):
         k = qk[:, heads:] if self.owns_rows else None
         attended = self.backend.run(spec, here.plan, here.caches, qk[:, :heads], k, v, self.sinks)
         attended = attended.flatten(1)
-        return self.out(attended * torch.sigmoid(gate) if self.gate_size else attended)
+        return self.out(attended if gate is None else attended * torch.sigmoid(gate))
 
     def _values(self, qk: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
         """[T, G, Dv], from keys before their norm or from what was projected."""
         v = (
             qk[:, self.spec.num_heads :]
             if self.values_from_keys
-            else projected.unflatten(-1, (-1, self.spec.value_dim))
+            else projected.view(-1, self.spec.num_kv_heads, self.spec.value_dim)
         )
         if self.v_norm is not None:
             v = self.v_norm(v)
