@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
@@ -28,9 +29,12 @@ from typing import Any
 PROMPT, OUTPUT = 128, 32
 BATCHES = (4, 1)
 HERE = Path(__file__).resolve().parent
-# Head sizes that vLLM's attention kernels have on a CPU, where the tiny config is smaller.
+# Sizes that vLLM's attention kernels have on a CPU, where the tiny config is smaller.
 HEADS: dict[str, Any] = {"head_dim": 32}
+LATENT: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 SIZES: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": LATENT,
+    "DeepseekV3ForCausalLM": LATENT,
     "Gemma3ForCausalLM": HEADS,
     "Gemma4ForCausalLM": {"head_dim": 64, "global_head_dim": 128},
     "LlamaForCausalLM": HEADS,
@@ -111,7 +115,12 @@ class Worker:
     def close(self) -> None:
         if self.process is not None and self.process.stdin is not None:
             self.process.stdin.close()
-            self.process.wait()
+            try:
+                self.process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+            self.process = None
 
 
 def tiny_cases(names: Sequence[str]) -> list[Case]:
@@ -169,6 +178,9 @@ def measure(case: Case, workers: Sequence[Worker], repeats: int) -> dict[int, di
         figures = {worker.engine: Figures() for worker in workers}
         for repeat in range(repeats + 1):
             for worker in workers:
+                # Threads of the engine before may still spin for a while, and caches hold its data.
+                time.sleep(0.1)
+                run(worker, prompts, 2)
                 first = run(worker, prompts, 1)
                 whole = run(worker, prompts, OUTPUT)
                 mine = figures[worker.engine]
@@ -208,6 +220,8 @@ def load_all(
             # Some refuse only what they are first asked.
             answer = worker.ask({"run": {"prompts": prompts_of(case, 1), "tokens": 2}})
         if "error" in answer:
+            # What a failed start leaves behind must not meet the next checkpoint.
+            worker.close()
             reasons[worker.engine] = " ".join(answer["error"].split())
         else:
             able.append(worker)
@@ -321,9 +335,14 @@ def main() -> None:
                 rows += report(case, measure(case, able, options.repeats))
             for engine, reason in reasons.items():
                 print(f"    {engine} does not run {case.name} in {case.dtype}: {reason[:160]}", flush=True)
+            save(options, rows, absent)
     for worker in workers:
         worker.close()
     summary(rows)
+
+
+def save(options: argparse.Namespace, rows: list[dict[str, Any]], absent: dict[str, dict[str, str]]) -> None:
+    """Write what is known so far. `absent`: per case, why an engine does not run it."""
     machine = {"cpu": platform.processor() or platform.machine(), "threads": options.threads}
     settings = {"prompt": PROMPT, "output": OUTPUT, "repeats": options.repeats, "vllm_compile": options.vllm_compile}
     options.json.parent.mkdir(parents=True, exist_ok=True)
