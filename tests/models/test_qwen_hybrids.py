@@ -38,9 +38,12 @@ VARIANTS = {
 def write_tiny(config: dict[str, Any], directory: Path, rename: Callable[[str], str] | None = None) -> TinyCheckpoint:
     """With norm weights around 0, as layers that multiply by 1 + w have them, and states that last for many tokens.
 
-    A head that forgets at once gives outputs that are nearly 0 now and then; its norm would blow up their noise.
+    A random query now and then reads nearly 0 from a state of few tokens, or of a head that forgets at once. The norm
+    of that output would blow the rounding of both sides up; a larger eps bounds by how much.
     """
-    tiny = write_around_one(config, directory, rename=rename)
+    eps = {"rms_norm_eps": 1e-3}
+    text = {"text_config": config["text_config"] | eps} if "text_config" in config else eps
+    tiny = write_around_one(config | text, directory, rename=rename)
     tensors = load_file(directory / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
