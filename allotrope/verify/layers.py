@@ -27,6 +27,8 @@ from allotrope.verify.watch import Watch
 NEAR_TIE = 1e-3
 # The same where our picks could not be compared: only a gap that rounding alone can close is a near-tie.
 _UNSEEN_TIE = 2e-5
+# How many times its usual error a part of a layer must have to be the one that diverges.
+_UNUSUAL = 3.0
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,9 @@ class LayerReport:
         return f"{text} (allowed: {limit:.0e}), {self._part(layer, limit)}; {layer.worst}"
 
     def _part(self, layer: LayerError, limit: float) -> str:
-        # A stage that differs in layers that agree is not the same thing on both sides.
+        # What a stage is off by in layers that agree is rounding, or not the same thing on both sides.
         sound = [one for one, most in zip(self.layers, self.limits, strict=True) if one.error <= most]
-        odd = {stage for one in sound for stage, error in one.rms.items() if not error <= self.limits[one.index]}
+        usual = {stage: max((one.rms.get(stage, 0.0) for one in sound), default=0.0) for stage in STAGES}
         words = {
             "mixer in": "in the norm before its mixer",
             "mixer out": "in its mixer",
@@ -92,7 +94,7 @@ class LayerReport:
             "out": "in what follows its ffn",
         }
         for stage in STAGES:
-            if stage in layer.rms and stage not in odd and not layer.rms[stage] <= limit:
+            if stage in layer.rms and not layer.rms[stage] <= max(limit, _UNUSUAL * usual[stage]):
                 return words[stage] + (f" (picks: {layer.picks})" if stage == "ffn out" and layer.picks else "")
         return "part unknown"
 
@@ -150,7 +152,7 @@ class LayerWatch(Watch):
             got = found[rows][:length].flatten(1).float().cpu()
             exact = want[start : start + length].float()
             off, size = self.sums[place].setdefault(name, _blank(len(want)))
-            worse = torch.nan_to_num((got - exact).square().sum(-1), nan=torch.inf)
+            worse = torch.nan_to_num((got - exact).square().sum(-1), nan=torch.inf, posinf=torch.inf)
             off[start : start + length] = torch.maximum(off[start : start + length], worse)
             size[start : start + length] = exact.square().sum(-1)
         for layer, calls in self._taps.picks(self._tokens).items():

@@ -27,8 +27,8 @@ from allotrope.verify.sample import Sample
 
 # Steps of the regimes that take a step for every token or three of them, unless all is asked for.
 _SLOW_STEPS = 300
-# Sequences that run together where they do.
-_TOGETHER = 16
+# Sequences that run together where they do, and where there is hardly any memory.
+_TOGETHER, _TIGHT = 16, 8
 
 Attach = Callable[[Engine], None]
 
@@ -193,29 +193,32 @@ def _batched(bench: Bench, observer: Observer) -> str:
 
 
 def _preempted(bench: Bench, observer: Observer) -> str:
-    """Just enough memory for the longest sample alone, and pages so small that every sample needs more of them."""
-    together = min(8, len(bench.samples) + 2)
-    settings = {
-        "max_num_seqs": together,
-        "max_num_batched_tokens": max(64, together),
-        "page_size": min(4, bench.config.page_size),
-    }
-    preemptions = 0
-    for reuse in (True, False):
-        config = dataclasses.replace(bench.config, **{**bench.fitting(), **settings})
-        demand = Demand(
-            context=bench.longest, sequences=together, step_tokens=config.max_num_batched_tokens, reuse=reuse
-        )
-        groups = draw_up(config, Parallel(0, config.tensor_parallel_size)).groups
-        memory = make_plan(groups, demand, bench.longest).bytes
-        with bench.engine(
-            observer, **settings, kv_cache_memory_bytes=max(1, memory), enable_prefix_caching=reuse
-        ) as engine:
-            drain(engine, [ask(sample, f"reuse {reuse}") for sample in bench.samples] + bench.strangers(2, seed=3))
-            preemptions += engine.stats().preemptions
+    """Memory for the longest sample alone, and pages so small that every sample needs more of them as it goes on."""
+    preemptions = sum(_squeezed(bench, observer, _TIGHT, reuse) for reuse in (True, False))
+    if not preemptions:
+        # What windows take does not grow with a sequence: there must be fewer of them than sequences.
+        preemptions = sum(_squeezed(bench, observer, 1, reuse) for reuse in (True, False))
     if not preemptions:
         raise NotExercised("no sequence had to give up its memory: what this model keeps does not grow enough")
     return f"{preemptions} preemptions"
+
+
+def _squeezed(bench: Bench, observer: Observer, windows: int, reuse: bool) -> int:
+    """Run all samples in memory for the longest one and for the windows and states of so many. Returns preemptions."""
+    settings = {
+        "max_num_seqs": _TIGHT,
+        "max_num_batched_tokens": max(64, _TIGHT),
+        "page_size": min(4, bench.config.page_size),
+        "enable_prefix_caching": reuse,
+    }
+    config = dataclasses.replace(bench.config, **{**bench.fitting(), **settings})
+    demand = Demand(context=bench.longest, sequences=windows, step_tokens=config.max_num_batched_tokens, reuse=reuse)
+    groups = draw_up(config, Parallel(0, config.tensor_parallel_size)).groups
+    memory = make_plan(groups, demand, bench.longest).bytes
+    with bench.engine(observer, **settings, kv_cache_memory_bytes=max(1, memory)) as engine:
+        samples = [ask(sample, f"{windows}, reuse {reuse}") for sample in bench.samples]
+        drain(engine, samples + bench.strangers(2, seed=3))
+        return engine.stats().preemptions
 
 
 ALL = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,14 +100,15 @@ def class_of(config: Mapping[str, Any], described: Any) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and no advice from Transformers, which would stand among our own lines."""
+    """Nothing of what Transformers prints, progress bars and advice, stands among our own lines; errors are raised."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         logging.set_verbosity(level)
 

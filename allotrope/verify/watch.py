@@ -39,7 +39,7 @@ class Seen:
             error[positions - start] = off.abs().amax(-1)
             self.off[positions] = torch.fmax(self.off[positions], off.double().square().sum(-1))
             self.size[positions] = rows.double().square().sum(-1)
-        error = error.nan_to_num(nan=torch.inf)
+        error = error.nan_to_num(nan=torch.inf, posinf=torch.inf)
         same = (got.argmax(-1) == want.top1[here]).to(torch.int8)
         before = self.same[here]
         self.same[here] = torch.where(before == 0, before, same)

@@ -1,0 +1,98 @@
+"""Random checkpoints: in the released layout, equal for equal seeds, shrunk, and refused where they cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from allotrope.config import EngineConfig
+from allotrope.errors import ConfigError, ModelError
+from allotrope.models.deepseek_v4 import tiny_deepseek_v4
+from allotrope.models.llama import tiny_llama
+from allotrope.models.registry import ARCHITECTURES
+from allotrope.verify.options import VerifyOptions
+from allotrope.verify.random_checkpoint import first_layers, write_random
+from allotrope.verify.run import verify
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_weights_are_reproducible_and_never_neutral(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        write_random(tiny_llama(), tmp_path / name, None, seed)
+    a, b, c = (weights(tmp_path / name) for name in "abc")
+    assert a.keys() == b.keys() == c.keys()
+    for name, tensor in a.items():
+        torch.testing.assert_close(tensor, b[name], rtol=0, atol=0)
+        assert not torch.equal(tensor, c[name])
+        assert len(tensor.unique()) > tensor.numel() // 2, name
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_names_that_transformers_does_not_write_come_from_the_rules(tmp_path: Path) -> None:
+    config = tiny_deepseek_v4()
+    write_random(config, tmp_path / "made", None, 0)
+    made = weights(tmp_path / "made")
+    assert {"embed.weight", "layers.0.attn.wq_a.weight", "layers.1.ffn.experts.7.w3.weight"} <= made.keys()
+    table = made["layers.0.ffn.gate.tid2eid"]
+    assert table.dtype == torch.int64
+    # Every token has different experts, and between them all are used.
+    assert all(len(set(row)) == config["num_experts_per_tok"] for row in table.tolist())
+    assert sorted(table.unique().tolist()) == list(range(config["n_routed_experts"]))
+
+
+def test_layers_are_cut_everywhere() -> None:
+    config = {
+        "num_hidden_layers": 4,
+        "layer_types": ["a", "b", "a", "b"],
+        "ratios": [1, 2, 3, 4, 9],
+        "eos_token_id": [1, 2],
+        "hidden_size": 8,
+    }
+    assert first_layers(config, 2) == {
+        "num_hidden_layers": 2,
+        "layer_types": ["a", "b"],
+        "ratios": [1, 2, 9],
+        "eos_token_id": [1, 2],
+        "hidden_size": 8,
+    }
+    assert first_layers({"text_config": config}, 1)["text_config"]["layer_types"] == ["a"]
+    with pytest.raises(ConfigError, match="num_hidden_layers=4"):
+        first_layers(config, 5)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV4ForCausalLM"])
+def test_an_architecture_by_name(name: str) -> None:
+    assert name in ARCHITECTURES
+    options = VerifyOptions(random=True, layers=2, lengths="1,18,40", regimes="whole,cached", new_tokens=4)
+    report = verify(EngineConfig(model=name), options)
+    assert report.passed, report.verdict()
+    assert report.layers is not None and len(report.layers.layers) == 2
+    assert (report.model, report.architecture) == (name, name)
+
+
+def test_a_config_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_llama() | {"quantization_config": {"quant_method": "fp8"}}))
+    options = VerifyOptions(random=True, lengths="5", regimes="whole")
+    report = verify(EngineConfig(model=str(tmp_path)), options)
+    assert report.passed
+    assert "quantization_config is left out" in "\n".join(report.verdict())
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json"]
+
+
+def test_too_large_a_model_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    config = tiny_llama() | {"hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 40}
+    with pytest.raises(ConfigError, match=r"billion random weights need \d+ GB .* --layers"):
+        write_random(config, tmp_path, None, 0)
+
+
+def test_what_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
+    config = tiny_llama() | {"architectures": ["NoSuchForCausalLM"], "model_type": "nosuch"}
+    with pytest.raises(ModelError, match="Transformers cannot make the model"):
+        write_random(config, tmp_path, None, 0)
