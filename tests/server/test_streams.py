@@ -53,6 +53,22 @@ def join_chat(events: list[Json]) -> list[Json]:
     return [choices[index] for index in sorted(choices)]
 
 
+def assert_alike(left: Any, right: Any) -> None:
+    """Equal but for the last bits of log-probabilities, which depend on what else ran in the same step."""
+    if isinstance(left, float) and isinstance(right, float):
+        assert left == pytest.approx(right, abs=1e-4)
+    elif isinstance(left, list) and isinstance(right, list):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_alike(one, other)
+    elif isinstance(left, dict) and isinstance(right, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_alike(left[key], right[key])
+    else:
+        assert left == right
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -77,7 +93,7 @@ def test_a_chat_stream_folds_to_the_whole_answer(http: httpx.Client, more: Json)
     assert counted == {key: whole["usage"][key] for key in counted}
     for joined, choice in zip(join_chat(chunks), whole["choices"], strict=True):
         assert joined["content"] == choice["message"]["content"]
-        assert joined["logprobs"] == (choice["logprobs"] or {"content": []})["content"]
+        assert_alike(joined["logprobs"], (choice["logprobs"] or {"content": []})["content"])
         assert joined["token_ids"] == choice.get("token_ids", [])
         assert (joined["finish_reason"], joined["stop_reason"]) == (choice["finish_reason"], choice["stop_reason"])
 
@@ -102,7 +118,8 @@ def test_a_completion_stream_folds_to_the_whole_answer(http: httpx.Client, more:
         assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
         for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
             if choice["logprobs"] is not None:
-                assert [item for part in parts for item in part["logprobs"][key]] == choice["logprobs"][key]
+                joined = [item for part in parts for item in part["logprobs"][key]]
+                assert_alike(joined, choice["logprobs"][key])
         if "token_ids" in choice:
             assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
 
