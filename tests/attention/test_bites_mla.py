@@ -35,7 +35,7 @@ def read_the_whole_last_page(plan: MlaPlan) -> MlaPlan:
         rows = keys.rows.clone()
         for column in range(1, rows.shape[1]):
             rows[:, column] = torch.where(rows[:, column] == 0, rows[:, column - 1] + 1, rows[:, column])
-        tiles = tuple(dataclasses.replace(tile, visible=None) for tile in keys.tiles)
+        tiles = tuple(dataclasses.replace(tile, bias=None) for tile in keys.tiles)
         return dataclasses.replace(keys, rows=rows.clamp(max=rows.max()), tiles=tiles)
 
     def part(found: Any) -> Any:
@@ -50,9 +50,10 @@ def see_one_row_less(plan: MlaPlan) -> MlaPlan:
     """Queries do not see their own row."""
 
     def tile(found: Any) -> Any:
-        if found.visible is None or found.visible.shape[1] == 1:
+        if found.bias is None:
             return found
-        return dataclasses.replace(found, visible=torch.nn.functional.pad(found.visible, (0, 1))[..., 1:])
+        later = torch.nn.functional.pad(found.bias, (0, 1), value=-1e30)
+        return dataclasses.replace(found, bias=later)
 
     def part(found: Any) -> Any:
         slices = tuple(dataclasses.replace(keys, tiles=tuple(tile(one) for one in keys.tiles)) for keys in found.slices)

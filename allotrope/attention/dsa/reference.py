@@ -78,8 +78,9 @@ def attend_picked(
         rows = pool_rows(pickers, picks[block], block)
         latent = mla.gather(pools["c"], rows)
         keys = torch.cat((latent, mla.gather(pools["k_pe"], rows)), dim=-1)
-        visible = (picks[block] >= 0)[:, None]
-        z[block] = mla.attend(q[block, None], keys, latent, visible, spec.scale).out.squeeze(1)
+        # Finite, so that a query without any pick gets the mean of row 0, which is 0, and not NaN.
+        bias = torch.where(picks[block] < 0, torch.finfo(torch.float32).min, 0.0)[:, None]
+        z[block] = mla.attend(q[block, None], keys, latent, bias, spec.scale).squeeze(1)
     return z
 
 

@@ -24,19 +24,24 @@ import torch
 from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.mla.spec import MlaSpec
 
-# Keys of one request that are expanded together, and queries scored together: H x 256 x 1024 scores at a time.
+# Keys of one request that are expanded together, and queries scored together: H x 128 x 1024 scores at a time.
 KEY_SLICE = 1024
-QUERY_BLOCK = 256
+QUERY_BLOCK = 128
 # Rows that requests with one query gather together.
 DECODE_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries that read a slice. `queries`: which of the part's q. `visible`: [b, q, L] bool; None means all."""
+    """Queries that read a slice, and how much of it.
+
+    `queries`: which of the part's q. `keys`: that many of the slice's rows, the first ones, are read. `bias`: [b, q, w]
+    fp32, 0 or -inf, is added to the logits of the last w of these; None means that all are visible.
+    """
 
     queries: slice
-    visible: torch.Tensor | None
+    keys: int
+    bias: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -159,8 +164,8 @@ def _decode_parts(paged: PageIndex, spans: Sequence[Span]) -> Iterator[Part]:
             last = min(first + width, length)
             key = torch.arange(first, last, device=device)[None]
             inside = key < seen
-            visible = None if last <= shortest else inside[:, None]
-            slices.append(KeySlice(page_rows(paged, table, key, inside), (Tile(slice(0, 1), visible),)))
+            bias = None if last <= shortest else _bias(inside[:, None])
+            slices.append(KeySlice(page_rows(paged, table, key, inside), (Tile(slice(0, 1), last - first, bias),)))
         yield Part(tokens, 1, tuple(slices))
 
 
@@ -172,16 +177,29 @@ def _prefill_part(paged: PageIndex, span: Span) -> Part:
     for first in range(0, end, KEY_SLICE):
         last = min(first + KEY_SLICE, end)
         key = torch.arange(first, last, device=device)[None]
-        tiles = []
-        for begin in range(0, span.queries, QUERY_BLOCK):
-            queries = slice(begin, min(begin + QUERY_BLOCK, span.queries))
-            seen = torch.arange(span.position + queries.start + 1, span.position + queries.stop + 1, device=device)
-            if span.position + queries.stop <= first:
-                continue
-            visible = None if last <= span.position + begin + 1 else key[:, None] < seen[None, :, None]
-            tiles.append(Tile(queries, visible))
-        slices.append(KeySlice(page_rows(paged, table, key, torch.ones_like(key, dtype=torch.bool)), tuple(tiles)))
+        blocks = (slice(b, min(b + QUERY_BLOCK, span.queries)) for b in range(0, span.queries, QUERY_BLOCK))
+        tiles = tuple(
+            _tile(span, queries, first, last, device) for queries in blocks if first < span.position + queries.stop
+        )
+        slices.append(KeySlice(page_rows(paged, table, key, torch.ones_like(key, dtype=torch.bool)), tiles))
     return Part(slice(span.token, span.token + span.queries), span.queries, tuple(slices))
+
+
+def _tile(span: Span, queries: slice, first: int, last: int, device: torch.device) -> Tile:
+    """The tile of some queries of a span on the slice of keys `first` to `last`."""
+    last = min(last, span.position + queries.stop)
+    # Up to here all of the queries see every key.
+    common = max(first, span.position + queries.start + 1)
+    if common >= last:
+        return Tile(queries, last - first, None)
+    key = torch.arange(common, last, device=device)
+    own = torch.arange(span.position + queries.start, span.position + queries.stop, device=device)
+    return Tile(queries, last - first, _bias((key <= own[:, None])[None]))
+
+
+def _bias(visible: torch.Tensor) -> torch.Tensor:
+    """What to add to logits: 0 where `visible`, else -inf."""
+    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
 def page_rows(paged: PageIndex, table: torch.Tensor, key: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:

@@ -18,22 +18,35 @@ import torch
 
 from allotrope.attention.family import CacheViews
 from allotrope.attention.merge import Partial, merge
-from allotrope.attention.mla.plan import MlaPlan, Part, Writes
+from allotrope.attention.mla.plan import KeySlice, MlaPlan, Part, Writes
 from allotrope.attention.mla.spec import MlaSpec
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, scale: float) -> Partial:
-    """Softmax attention of one tile, whose r rows of queries at a position see the same keys.
+def logits(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """scale * q . k of one tile, whose r rows of queries at a position see the same keys.
 
-    `q`: [n, q, r, D]. `k`: [n, L, D]. `v`: [n, L, V]. `visible`: [1 or n, q, L] bool; None means all. Returns out
-    [n, q, r, V] and lse [n, q, r].
+    `q`: [n, q, r, D]. `k`: [n, L, D]. `bias`: [1 or n, q, w], added to the last w keys. Returns [n, q, r, L] fp32.
     """
-    logits = torch.matmul(q.flatten(1, 2).float(), k.float().transpose(1, 2)).mul_(scale).unflatten(1, q.shape[1:3])
-    if visible is not None:
-        logits.masked_fill_(~visible[:, :, None], -torch.inf)
+    found = torch.matmul(q.float().flatten(1, 2) * scale, k.float().transpose(1, 2)).unflatten(1, q.shape[1:3])
+    if bias is not None:
+        found[..., k.shape[1] - bias.shape[-1] :] += bias[:, :, None]
+    return found
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """Softmax attention of one tile whose queries have no other keys. `v`: [n, L, V]. Returns [n, q, r, V] fp32."""
+    weights = torch.softmax(logits(q, k, bias, scale), dim=-1)
+    return torch.matmul(weights.flatten(1, 2), v.float()).unflatten(1, q.shape[1:3])
+
+
+def attend_partly(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> Partial:
+    """As `attend`, where the queries have other keys too, or none of these. Returns out [n, q, r, V], lse [n, q, r]."""
+    weights = logits(q, k, bias, scale)
     # A row that sees nothing has no largest logit: its weights become exp(-inf), not exp(-inf + inf).
-    top = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
-    weights = logits.sub_(top).exp_()
+    top = weights.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
+    weights.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
     out = torch.matmul(weights.flatten(1, 2), v.float()).unflatten(1, q.shape[1:3])
     # The largest logit of a row adds 1, so the bound touches only rows that see nothing.
@@ -87,50 +100,53 @@ def run(
         z = q.new_empty(*q.shape[:2], spec.latent_dim)
         for part in plan.absorbed:
             block = q[part.tokens].unflatten(0, (-1, part.queries))
-            z[part.tokens] = _merged(_absorbed(spec, part, pools, block)).flatten(0, 1)
+            z[part.tokens] = _over_tiles(spec, part, block, _absorbed(part, pools)).flatten(0, 1)
         out[plan.reach] = project_up(z, w_uv).to(out.dtype)
     for part in plan.expanded:
         q = torch.cat((q_nope[part.tokens], q_pe[part.tokens]), dim=-1).transpose(0, 1).unsqueeze(2)
-        attended = _merged(_expanded(spec, part, pools, q, w_uk, w_uv))
+        attended = _over_tiles(spec, part, q, _expanded(spec, part, pools, w_uk, w_uv))
         out[part.tokens] = attended.squeeze(2).transpose(0, 1).to(out.dtype)
     return out
 
 
-Found = Iterator[tuple[int, Partial]]
-"""First query of a tile, and its attention over one slice."""
+Rows = Iterator[tuple[KeySlice, torch.Tensor, torch.Tensor]]
+"""A slice, its keys [n, L, D] and its values [n, L, V]."""
 
 
-def _absorbed(spec: MlaSpec, part: Part, pools: Mapping[str, torch.Tensor], q: torch.Tensor) -> Found:
-    """`q`: [b, q, H, C + R]. All heads of a query read the same rows."""
+def _absorbed(part: Part, pools: Mapping[str, torch.Tensor]) -> Rows:
+    """All heads of a query read the same rows; n is the number of requests."""
     for keys in part.slices:
         latent = gather(pools["c"], keys.rows)
-        rows = torch.cat((latent, gather(pools["k_pe"], keys.rows)), dim=-1)
-        for tile in keys.tiles:
-            yield tile.queries.start, attend(q[:, tile.queries], rows, latent, tile.visible, spec.scale)
+        yield keys, torch.cat((latent, gather(pools["k_pe"], keys.rows)), dim=-1), latent
 
 
 def _expanded(
-    spec: MlaSpec,
-    part: Part,
-    pools: Mapping[str, torch.Tensor],
-    q: torch.Tensor,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
-) -> Found:
-    """`q`: [H, q, 1, P + R]. A slice's keys and values are made once, for all tiles that read it."""
+    spec: MlaSpec, part: Part, pools: Mapping[str, torch.Tensor], w_uk: torch.Tensor, w_uv: torch.Tensor
+) -> Rows:
+    """A slice's keys and values are made once, for all tiles that read it; n is the number of heads."""
     for keys in part.slices:
         latent, k_pe = gather(pools["c"], keys.rows), gather(pools["k_pe"], keys.rows)
         nope = torch.matmul(latent, w_uk.float().transpose(1, 2))
         k = torch.cat((nope, k_pe.expand(spec.num_heads, -1, -1)), dim=-1)
-        v = torch.matmul(latent, w_uv.float().transpose(1, 2))
-        for tile in keys.tiles:
-            yield tile.queries.start, attend(q[:, tile.queries], k, v, tile.visible, spec.scale)
+        yield keys, k, torch.matmul(latent, w_uv.float().transpose(1, 2))
 
 
-def _merged(found: Found) -> torch.Tensor:
-    """Join the slices of each tile, and the tiles in the order of their queries. Returns [n, q, r, V] fp32."""
+def _over_tiles(spec: MlaSpec, part: Part, q: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Attend tile by tile, join what a block of queries found in several slices, and then the blocks.
+
+    `q`: [n, q, r, D]. Returns [n, q, r, V] fp32.
+    """
     joined: dict[int, Partial] = {}
-    for first, partial in found:
-        joined[first] = merge(joined[first], partial) if first in joined else partial
-    blocks = [joined[first].out for first in sorted(joined)]
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+    blocks: dict[int, torch.Tensor] = {}
+    for keys, k, v in rows:
+        for tile in keys.tiles:
+            first, seen = tile.queries.start, slice(0, tile.keys)
+            given = (q[:, tile.queries], k[:, seen], v[:, seen], tile.bias, spec.scale)
+            if len(part.slices) == 1:
+                blocks[first] = attend(*given)
+                continue
+            partial = attend_partly(*given)
+            joined[first] = merge(joined[first], partial) if first in joined else partial
+            blocks[first] = joined[first].out
+    found = [blocks[first] for first in sorted(blocks)]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
