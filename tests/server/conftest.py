@@ -23,8 +23,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tiny_model: Path) -> Iterator[ServerProcess]:
     """A server with default options."""
     running = ServerProcess(tiny_model, max_body_bytes=16_000_000)
-    yield running.wait_until_ready()
-    running.close()
+    try:
+        yield running.wait_until_ready()
+    finally:
+        running.close()
 
 
 @pytest.fixture(scope="session")
@@ -38,8 +40,10 @@ def keyed_server(tiny_model: Path) -> Iterator[ServerProcess]:
         metrics_compat="vllm",
         max_body_bytes=100_000,
     )
-    yield running.wait_until_ready()
-    running.close()
+    try:
+        yield running.wait_until_ready()
+    finally:
+        running.close()
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,11 @@ class ServerProcess:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        listening = self.wait_for_line(r"listening on (http://[\d.:]+); engine process (\d+)")
+        try:
+            listening = self.wait_for_line(r"listening on (http://[\d.:]+); engine process (\d+)")
+        except AssertionError:
+            self.close()
+            raise
         self.url = listening[1]
         self.engine_pid = int(listening[2])
 
@@ -49,7 +53,7 @@ class ServerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def wait_for_line(self, pattern: str, timeout: float = 60.0) -> re.Match[str]:
+    def wait_for_line(self, pattern: str, timeout: float = 150.0) -> re.Match[str]:
         """The first line of the log that matches, waiting for it."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
