@@ -26,7 +26,7 @@ from allotrope.verify.watch import Watch
 # In standard deviations of the scores. A pick that differs where the gap is wider is wrong.
 NEAR_TIE = 1e-3
 # The same where our picks could not be compared: only a gap that rounding alone can close is a near-tie.
-_UNSEEN_TIE = 2e-5
+UNSEEN_TIE = 2e-5
 # How many times its usual error a part of a layer must have to be the one that diverges.
 _UNUSUAL = 3.0
 
@@ -232,7 +232,7 @@ def _flips(watch: LayerWatch, layer: int, name: str, limit: float) -> tuple[torc
     sums = watch.sums.get((layer, "out"), {}).get(name)
     for unseen in theirs[: len(theirs) - len(pairs)]:
         if sums is not None:
-            flips |= (unseen.gap < _UNSEEN_TIE) & (sums[0] > limit**2 * sums[1])
+            flips |= (unseen.gap < UNSEEN_TIE) & (sums[0] > limit**2 * sums[1])
     if wrong or not theirs:
         return flips, "wrong" if wrong else ""
     return flips, ("same" if len(pairs) == len(theirs) else "same, some unseen") if pairs else "unseen"

@@ -19,7 +19,6 @@ from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
 from allotrope.engine.load import draw_up
 from allotrope.engine.observer import Observer
-from allotrope.errors import AllotropeError
 from allotrope.layers.parallel import Parallel
 from allotrope.request import Request, SamplingParams
 from allotrope.verify.prompts import draw_prompt
@@ -99,16 +98,16 @@ class NotExercised(Exception):
 
 
 def drain(engine: Engine, requests: Sequence[Request]) -> None:
-    """Run requests to their end. Raises AllotropeError if the engine reports an error or stops making progress."""
+    """Run requests to their end. Raises RuntimeError if the engine reports an error or stops making progress."""
     steps = 10_000 + 4 * sum(len(request.prompt_ids) + (request.params.max_tokens or 0) for request in requests)
     for request in requests:
         engine.add(request)
     while engine.has_work():
         if not (steps := steps - 1):
-            raise AllotropeError(f"the engine makes no progress: {engine.stats()}.")
+            raise RuntimeError(f"no progress any more: {engine.stats()}")
         for output in engine.step():
             if output.error is not None:
-                raise AllotropeError(f"request {output.request_id} failed: {output.error}.")
+                raise RuntimeError(f"request {output.request_id} failed: {output.error}")
 
 
 def ask(sample: Sample, run: str, tokens: int | None = None) -> Request:

@@ -43,7 +43,9 @@ class RegimeResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """`engine`: what ran, `origin`: what it was held against, both in words. `lengths`: tokens of each prompt."""
+    """`engine`: what ran, `origin`: what it was held against, both in words. `lengths`: tokens of each prompt.
+    `boundaries`: context lengths that they were chosen by.
+    """
 
     model: str
     architecture: str
@@ -55,6 +57,7 @@ class Report:
     regimes: tuple[RegimeResult, ...]
     layers: LayerReport | None
     remarks: tuple[str, ...] = ()
+    boundaries: tuple[int, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -67,12 +70,13 @@ class Report:
 
     def heading(self) -> list[str]:
         """What was compared with what."""
+        prompts = f"{len(self.lengths)}, of {min(self.lengths)} to {max(self.lengths)} tokens"
+        around = f", around {', '.join(map(str, self.boundaries))}" if self.boundaries else ""
         return [
             f"{self.model}: {self.architecture}",
             f"engine:     {self.engine}",
             f"against:    {self.origin}",
-            f"prompts:    {len(self.lengths)}, of {min(self.lengths)} to {max(self.lengths)} tokens, each followed by "
-            f"{self.new_tokens} tokens",
+            f"prompts:    {prompts}{around}, each followed by {self.new_tokens} tokens",
             f"allowed:    {self.limits}",
         ]
 
@@ -117,6 +121,7 @@ class Report:
             "against": self.origin,
             "limits": asdict(self.limits),
             "prompt_lengths": list(self.lengths),
+            "boundaries": list(self.boundaries),
             "new_tokens": self.new_tokens,
             "passed": self.passed,
             "verdict": self._last_line(),

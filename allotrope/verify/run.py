@@ -18,7 +18,7 @@ from allotrope.models.checkpoint import locate, open_checkpoint
 from allotrope.models.registry import ARCHITECTURES, find_architecture
 from allotrope.verify import regimes
 from allotrope.verify.judge import Limits, judge
-from allotrope.verify.layers import LayerReport, LayerWatch, read_layers
+from allotrope.verify.layers import UNSEEN_TIE, LayerReport, LayerWatch, read_layers
 from allotrope.verify.options import VerifyOptions
 from allotrope.verify.regimes import Bench, NotExercised, Regime
 from allotrope.verify.report import RegimeResult, Report, Verdict
@@ -94,6 +94,8 @@ def _against_stored(
         changed = stored.changed_files()
         if changed:
             remarks.append(f"{', '.join(changed)} changed since the outputs were stored (another SHA-256)")
+        if stored.closest_pick < UNSEEN_TIE:
+            remarks.append(f"some expert or row was picked by a gap of {stored.closest_pick:.1e}: it may be a near-tie")
         remarks.append("--against transformers would say which layer is the first that diverges")
     layers = None
     if options.plot is not None:
@@ -107,14 +109,15 @@ def _against_transformers(config: EngineConfig, options: VerifyOptions, blueprin
     bench = Bench(config, truth.samples, options.thorough)
     tell("comparing layer by layer")
     layers = _layers(bench, regimes.ALL["whole"], truth, blueprint)
-    results = []
+    results: list[RegimeResult] = []
     for name in options.named_regimes():
         regime = regimes.ALL[name]
         result = _run(bench, regime, truth.limits, layers.tainted, tell)
         if result.verdict == "wrong" and truth.limits.exact and result.score is not None and name != "whole":
             result = _explained(bench, regime, truth, blueprint, result)
         results.append(result)
-    return _report(config, blueprint, bench, truth.limits, results, truth.origin, truth.remarks, layers)
+    report = _report(config, blueprint, bench, truth.limits, results, truth.origin, truth.remarks, layers)
+    return dataclasses.replace(report, boundaries=truth.marks)
 
 
 def _layers(bench: Bench, regime: Regime, truth: Truth, blueprint: Blueprint) -> LayerReport:
@@ -168,6 +171,8 @@ def _report(
     remarks: Sequence[str],
     layers: LayerReport | None,
 ) -> Report:
+    if all(result.verdict == "not exercised" for result in results):
+        raise ConfigError("nothing was compared: " + "; ".join(f"{one.name}: {one.remark}" for one in results) + ".")
     ranks = f", {config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else ""
     backends = f", {config.attention_backend}" if config.attention_backend else ""
     dtype, kv_dtype = (str(kind).removeprefix("torch.") for kind in (blueprint.build.dtype, blueprint.build.kv_dtype))

@@ -55,6 +55,12 @@ class Stored:
             raise ModelError(f"cannot judge by {self.directory / MANIFEST}", [f"{name}={value!r} (needs a number)"])
         return float(value)
 
+    @property
+    def closest_pick(self) -> float:
+        """The smallest gap by which an expert or a row was picked in any prompt, in deviations of the scores."""
+        gaps = [prompt.get("min_topk_gap") for prompt in self.manifest.get("prompts", [])]
+        return min((gap for gap in gaps if gap is not None), default=math.inf)
+
     def changed_files(self) -> list[str]:
         """Files of the model that are not those that the outputs were made with, by their SHA-256."""
         stated = self.manifest.get("sha256", {})

@@ -14,7 +14,7 @@ import torch
 
 from allotrope.config import EngineConfig
 from allotrope.engine.load import Blueprint, available_memory
-from allotrope.errors import ConfigError
+from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.models.checkpoint import locate, open_checkpoint
 from allotrope.verify import prompts
 from allotrope.verify.judge import Limits
@@ -36,8 +36,11 @@ _KEPT_LOGITS, _KEPT_HIDDEN = 1 << 30, 1 << 30
 
 @dataclass(frozen=True)
 class Truth:
-    """`traces`: of samples whose layers are compared. `layer_limits`: relative RMS error allowed of each layer."""
+    """`marks`: context lengths at which a layer or the engine changes how it works. `traces`: of samples whose layers
+    are compared. `layer_limits`: relative RMS error allowed of each layer.
+    """
 
+    marks: tuple[int, ...]
     samples: list[Sample]
     traces: dict[str, Trace]
     limits: Limits
@@ -72,6 +75,10 @@ def ask_transformers(
             logits, traces[f"p{i}"] = model.trace(fed[i])
         else:
             logits = model.logits(fed[i])
+        if not bool(logits.isfinite().all()):
+            raise ModelError(
+                "Transformers cannot be the reference", [f"its logits of {len(prompt)} tokens are not finite"]
+            )
         samples.append(_sample(f"p{i}", prompt, tokens, wanted_of(logits, most)))
     affordable = 8 * model.parameters < available_memory() // 2
     del model
@@ -84,7 +91,7 @@ def ask_transformers(
         kind = blueprint.build.kv_dtype if blueprint.build.dtype == torch.float32 else blueprint.build.dtype
         other = _deviation(config, options, blueprint, kind, samples, traces)
         limits, layer_limits = _rounded_limits(other, spread(samples))
-    return Truth(samples, traces, limits, layer_limits, origin, tuple(remarks))
+    return Truth(marks, samples, traces, limits, layer_limits, origin, tuple(remarks))
 
 
 def _continue(config: EngineConfig, drawn: Sequence[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
@@ -93,7 +100,13 @@ def _continue(config: EngineConfig, drawn: Sequence[tuple[int, ...]], count: int
     nothing = Wanted(blank, blank, blank, blank, blank, blank)
     samples = [Sample(f"p{i}", prompt, (0,) * count, (), nothing) for i, prompt in enumerate(drawn)]
     observer = FreeRun()
-    ALL["whole"].run(Bench(config, samples), observer)
+    try:
+        ALL["whole"].run(Bench(config, samples), observer)
+    except AllotropeError:
+        raise
+    except Exception as error:
+        # The border of the engine: without its continuations there is nothing to compare.
+        raise ModelError("the engine cannot run the model", [f"{type(error).__name__}: {error}"]) from error
     return [tuple(observer.chosen[f"p{i}/whole"]) for i in range(len(drawn))]
 
 
