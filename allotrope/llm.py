@@ -105,9 +105,11 @@ class LLM:
                 for output in self.engine.step():
                     fold = folds[output.request_id]
                     fold.take(output)
+                    if output.finish_reason is None and fold.ended(output.index):
+                        # A stop string, which the engine cannot know, ended this sequence; its siblings go on.
+                        self.engine.abort_sequence(output.request_id, output.index)
                     if fold.finished:
                         live.discard(output.request_id)
-                        self.engine.abort([output.request_id])
         except BaseException:
             # Whatever stopped us, an interrupt included, the engine must not go on with requests nobody reads.
             self.engine.abort(list(live))
@@ -134,9 +136,12 @@ class _Fold:
         if tokenizer is not None:
             self._streams = [TextStream(tokenizer, params, continues_text=continues_text) for _ in range(params.n)]
 
+    def ended(self, index: int) -> bool:
+        return self.output.outputs[index].finish_reason is not None
+
     @property
     def finished(self) -> bool:
-        return all(completion.finish_reason is not None for completion in self.output.outputs)
+        return all(self.ended(index) for index in range(len(self.output.outputs)))
 
     def take(self, output: SequenceOutput) -> None:
         completion = self.output.outputs[output.index]
