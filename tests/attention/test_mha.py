@@ -148,9 +148,7 @@ def test_a_step_reads_rows_that_another_request_computed() -> None:
 
 def test_spec_names_every_wrong_number_at_once() -> None:
     with pytest.raises(ValueError, match=r"num_heads=6 .* num_kv_heads=4.*head_dim=1024.*window=0.*softcap=-1"):
-        MhaSpec(
-            num_heads=6, num_kv_heads=4, head_dim=1024, scale=1.0, kv_dtype=torch.float32, window=0, softcap=-1.0
-        )
+        MhaSpec(num_heads=6, num_kv_heads=4, head_dim=1024, scale=1.0, kv_dtype=torch.float32, window=0, softcap=-1.0)
     with pytest.raises(ValueError, match="values_are_keys"):
         MhaSpec(
             num_heads=4, num_kv_heads=4, head_dim=64, v_head_dim=32, scale=1.0,
