@@ -29,6 +29,9 @@ from allotrope.verify.transformers_model import class_of, quiet
 
 # Sub-models that a text does not run through are made with one layer each, under whatever name their depth has.
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers", "vt_num_hidden_layers")
+# What makes a recurrent state decay. It is drawn so that a state remembers tens of tokens: one that forgets at once is
+# not put to the test, and leaves outputs near zero, which a norm then blows up.
+_DECAYS = ("A_log", "dt_bias")
 # Bytes a parameter takes while both sides hold it in fp32, with some room.
 _BYTES_PER_PARAMETER = 10
 
@@ -134,9 +137,10 @@ def draw(name: str, like: torch.Tensor, seed: int, experts: int = 0) -> torch.Te
         order = torch.rand((*shape[:-1], max(experts, shape[-1])), generator=generator).argsort(-1)
         return order[..., : shape[-1]].to(like.dtype).contiguous()
     values = torch.randn(shape, generator=generator)
+    if name.endswith(_DECAYS):
+        return (0.75 * values - 1.5).to(like.dtype)
     if like.dim() < 2:
-        # Vectors are also exponents of decays, of which large ones leave no digits to compare.
-        return (like.float().clamp(-1.0, 1.0) + 0.25 * values).to(like.dtype)
+        return (like.float() + 0.25 * values).to(like.dtype)
     gain = 4.0 if "embed" in name or "head" in name else 1.4
     return (values * gain / math.sqrt(shape[-1])).to(like.dtype)
 
