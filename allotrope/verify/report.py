@@ -96,6 +96,8 @@ class Report:
                 lines += [f"wrong in {result.name}: {text}" for text in _faults(result)]
         if self.finding is not None:
             lines.append(f"wrong: {self.finding}")
+        elif self.layers is not None and any(one.name == "whole" and one.verdict == "wrong" for one in self.regimes):
+            lines.append("wrong: every layer agrees, so what differs comes behind them: the last norm or the head")
         lines.append(self._last_line())
         return lines
 

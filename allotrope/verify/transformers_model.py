@@ -37,7 +37,8 @@ class TransformersModel:
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """[F, vocabulary] fp32 logits after each token of `ids`."""
-        found: torch.Tensor = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+        with quiet():
+            found: torch.Tensor = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
         return found
 
     def trace(self, ids: Sequence[int]) -> tuple[torch.Tensor, Trace]:

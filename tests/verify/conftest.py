@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import TinyCheckpoint, prompts, write_tiny
+from verify_fixtures import Spoil, Tiny
 
 from allotrope.models.llama import tiny_llama, tiny_mistral
 from allotrope.models.qwen3 import tiny_qwen3
 from allotrope.models.qwen3_moe import tiny_qwen3_moe
 
 CONFIGS = {"llama": tiny_llama, "mistral": tiny_mistral, "qwen3": tiny_qwen3, "moe": tiny_qwen3_moe}
-Spoil = Callable[[Path, str, Callable[[torch.Tensor], torch.Tensor]], Path]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -27,7 +27,7 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyCheckpoint]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """A tiny checkpoint of 3 layers by the name of its config; written once."""
     made: dict[str, TinyCheckpoint] = {}
 
@@ -55,7 +55,7 @@ def spoil(tmp_path: Path) -> Spoil:
 
 
 @pytest.fixture(scope="session")
-def stored(tiny: Callable[[str], TinyCheckpoint], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stored(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint with outputs beside it: what Transformers says, written down."""
     source = tiny("mistral")
     directory = tmp_path_factory.mktemp("stored") / "tiny"

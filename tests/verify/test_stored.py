@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from verify_fixtures import Spoil
 
 from allotrope.config import EngineConfig
 from allotrope.errors import ModelError
@@ -51,7 +52,7 @@ def test_it_needs_no_transformers(stored: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_spoiled_weights_are_wrong_in_every_regime_and_named(stored: Path, spoil) -> None:
+def test_spoiled_weights_are_wrong_in_every_regime_and_named(stored: Path, spoil: Spoil) -> None:
     spoiled = spoil(stored, "model.layers.1.mlp.up_proj.weight", lambda weight: weight * 1.02)
     report = run(spoiled)
     assert not report.passed

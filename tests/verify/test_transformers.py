@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_checkpoints import TinyCheckpoint
+from verify_fixtures import Spoil, Tiny
 
 from allotrope.cache.prefix import PrefixCache
 from allotrope.config import EngineConfig
 from allotrope.engine.memory_keeper import MemoryKeeper
-from allotrope.errors import ModelError
+from allotrope.errors import ConfigError, ModelError
 from allotrope.verify.options import REGIMES, VerifyOptions
 from allotrope.verify.report import Report
 from allotrope.verify.run import verify
@@ -22,7 +23,7 @@ def run(directory: Path, engine: dict[str, object] | None = None, **options: obj
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
-def test_clean_models_pass_in_every_regime(tiny, name: str) -> None:
+def test_clean_models_pass_in_every_regime(tiny: Tiny, name: str) -> None:
     report = run(tiny(name).directory)
     assert report.passed, report.verdict()
     verdicts = {result.name: result.verdict for result in report.regimes}
@@ -48,7 +49,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("tensor", FAULTS)
-def test_a_spoiled_tensor_is_found_in_its_layer(tiny, spoil, tensor: str) -> None:
+def test_a_spoiled_tensor_is_found_in_its_layer(tiny: Tiny, spoil: Spoil, tensor: str) -> None:
     layer, part = FAULTS[tensor]
     source = tiny("llama").directory
     spoiled = spoil(source, f"model.{tensor}", lambda weight: weight * 1.01)
@@ -61,7 +62,7 @@ def test_a_spoiled_tensor_is_found_in_its_layer(tiny, spoil, tensor: str) -> Non
 
 
 @pytest.mark.parametrize("tensor", ["model.embed_tokens.weight", "lm_head.weight"])
-def test_faults_outside_of_layers_are_told_apart(tiny, spoil, tensor: str) -> None:
+def test_faults_outside_of_layers_are_told_apart(tiny: Tiny, spoil: Spoil, tensor: str) -> None:
     source = tiny("llama").directory
     report = run(
         spoil(source, tensor, lambda weight: weight * 1.01), reference=str(source), lengths="3,20", regimes="whole"
@@ -70,11 +71,12 @@ def test_faults_outside_of_layers_are_told_apart(tiny, spoil, tensor: str) -> No
     assert report.regimes[0].verdict == "wrong"
     if tensor == "lm_head.weight":
         assert report.finding is None
+        assert "every layer agrees" in "\n".join(report.verdict())
     else:
         assert report.finding is not None and "embedding differs" in report.finding
 
 
-def test_one_wrong_row_among_many_positions_is_found(tiny, spoil) -> None:
+def test_one_wrong_row_among_many_positions_is_found(tiny: Tiny, spoil: Spoil) -> None:
     """A fault that only one token of one prompt meets."""
 
     def change(weight: torch.Tensor) -> torch.Tensor:
@@ -86,7 +88,7 @@ def test_one_wrong_row_among_many_positions_is_found(tiny, spoil) -> None:
     assert not report.passed
 
 
-def test_a_fault_of_one_regime_is_found_in_it_alone(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_one_regime_is_found_in_it_alone(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrong last page of a cached prefix: only what reads the prefix cache goes wrong, and its layer is said."""
     right = PrefixCache._pages
 
@@ -105,7 +107,7 @@ def test_a_fault_of_one_regime_is_found_in_it_alone(tiny, monkeypatch: pytest.Mo
     assert found is not None and "layer 0 (mha)" in found and "in its mixer" in found
 
 
-def test_stale_pages_after_preemption_are_found(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_pages_after_preemption_are_found(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that is sent back forgets its pages, but not how far it was computed."""
     right = MemoryKeeper._match
 
@@ -121,7 +123,7 @@ def test_stale_pages_after_preemption_are_found(tiny, monkeypatch: pytest.Monkey
     assert {result.name: result.verdict for result in report.regimes} == {"whole": "pass", "preempted": "wrong"}
 
 
-def test_an_engine_that_breaks_is_wrong_and_the_others_still_run(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_breaks_is_wrong_and_the_others_still_run(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(cache: PrefixCache, *args: object) -> None:
         raise IndexError("no such page")
 
@@ -131,7 +133,12 @@ def test_an_engine_that_breaks_is_wrong_and_the_others_still_run(tiny, monkeypat
     assert "IndexError: no such page" in "\n".join(report.verdict())
 
 
-def test_types_that_round_are_measured_against_transformers_in_them(tiny, spoil) -> None:
+def test_nothing_compared_is_not_a_pass(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match="nothing was compared: cached: nothing could be reused"):
+        run(tiny("llama").directory, lengths="3", regimes="cached")
+
+
+def test_types_that_round_are_measured_against_transformers_in_them(tiny: Tiny, spoil: Spoil) -> None:
     source = tiny("llama").directory
     report = run(source, {"dtype": "bfloat16"}, lengths="5,33", regimes="whole")
     assert report.passed, report.verdict()
@@ -143,7 +150,7 @@ def test_types_that_round_are_measured_against_transformers_in_them(tiny, spoil)
     assert report.layers.first.index == 1
 
 
-def test_experts_are_compared(tiny, spoil) -> None:
+def test_experts_are_compared(tiny: Tiny, spoil: Spoil) -> None:
     source = tiny("moe").directory
     report = run(source, lengths="3,40", regimes="whole,batched")
     assert report.passed, report.verdict()
@@ -165,7 +172,7 @@ def _names(directory: Path) -> list[str]:
         return sorted(file.keys())
 
 
-def test_a_reference_that_makes_weights_up_is_refused(tiny, tmp_path: Path) -> None:
+def test_a_reference_that_makes_weights_up_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     import shutil
 
     from safetensors.torch import load_file, save_file

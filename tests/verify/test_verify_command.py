@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
+from verify_fixtures import Spoil, Tiny
 
 from allotrope.commands.app import build_app
 
@@ -33,7 +34,7 @@ def test_right_is_status_0_and_says_what_was_compared_with_what(stored: Path) ->
         assert row[4:6] == ["100.0%", "5/5"]
 
 
-def test_wrong_is_status_1_and_names_the_layer(tiny, spoil, tmp_path: Path) -> None:
+def test_wrong_is_status_1_and_names_the_layer(tiny: Tiny, spoil: Spoil, tmp_path: Path) -> None:
     source = tiny("llama").directory
     spoiled = spoil(source, "model.layers.1.self_attn.v_proj.weight", lambda weight: -weight)
     document, picture = tmp_path / "found.json", tmp_path / "found.png"
