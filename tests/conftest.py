@@ -1,4 +1,7 @@
-"""What several test folders need: the real model, where it is at hand, and a writer of small GGUF files."""
+"""What several test folders need: the real model, where it is at hand, and a writer of small GGUF files.
+
+Without a GPU, Triton's kernels run in its interpreter; it has to be told before Triton is imported.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 GgufFactory = Callable[..., str]
 

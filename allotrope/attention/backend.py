@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +18,39 @@ class Backend:
     """One way to run a family.
 
     `rejects(spec, device)` lists why it cannot run a layer (empty: it can), each reason with the value found and the
-    value needed. `run` is the family's function; all backends of a family share its signature.
+    value needed. `plan(spec, batch, index)` builds what all layers of `spec.plan_key` share in a step; only this
+    backend's `run` reads it. `index`: cache name -> where its rows lie. `run` is the family's function; all backends
+    of a family share its signature. `in_graphs`: its plan is made by device operations alone from `batch.tensors` and
+    `index`, the host's integers being upper bounds, so that a step of one token a request can be captured and replayed.
     """
 
     name: str
     rejects: Callable[[Any, torch.device], list[str]]
+    plan: Callable[..., Any]
     run: Callable[..., Any]
+    in_graphs: bool = False
+
+
+def runs_anywhere(spec: Any, device: torch.device) -> list[str]:
+    """`Backend.rejects` of a reference."""
+    return []
+
+
+def triton_reasons(device: torch.device) -> list[str]:
+    """Why no Triton kernel can run on `device`; without importing Triton."""
+    reasons = [] if device.type == "cuda" else [f"device={device.type} (needs cuda)"]
+    if importlib.util.find_spec("triton") is None:
+        reasons.append("triton is not installed")
+    return reasons
+
+
+def lazily(module: str, name: str) -> Callable[..., Any]:
+    """The function `name` of a module that is imported at the first call: one that needs Triton or a vendor library."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+    return call
 
 
 def choose(

@@ -41,16 +41,33 @@ CacheIndex = PageIndex | SlotIndex
 
 
 @dataclass(frozen=True)
+class BatchTensors:
+    """What kernels know of a step's requests, on the device.
+
+    `seq_lens`: [B] int32, tokens visible after the step; 0 for a request that only fills up a captured size: nothing
+    of it is stored, and its output is zero. `query_start`: [B + 1] int32, first token of each request, and T.
+    `positions`: [T] int64, place of each token in its request. `request_of_token`: [T] int64.
+    """
+
+    seq_lens: torch.Tensor
+    query_start: torch.Tensor
+    positions: torch.Tensor
+    request_of_token: torch.Tensor
+
+
+@dataclass(frozen=True)
 class BatchLayout:
     """The requests of one step.
 
     `query_lens`, `seq_lens`: per request, new tokens and tokens visible after this step (host integers, so that a
-    plan never asks the device). `device`: where index tensors are made.
+    plan never asks the device). `device`: where index tensors are made. `given`: the device's tensors where they are
+    static, as a captured step has them; `seq_lens` are then upper bounds of what they will hold.
     """
 
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     device: torch.device
+    given: BatchTensors | None = None
 
     def __post_init__(self) -> None:
         if any(q < 1 or n < q for q, n in zip(self.query_lens, self.seq_lens, strict=True)):
@@ -86,8 +103,19 @@ class BatchLayout:
         return tuple(starts)
 
     @cached_property
+    def tensors(self) -> BatchTensors:
+        """The batch on the device; the same facts as the integers, unless these are bounds."""
+        if self.given is not None:
+            return self.given
+        seq_lens = torch.tensor(self.seq_lens, dtype=torch.int32, device=self.device)
+        query_start = torch.tensor(self.query_start, dtype=torch.int32, device=self.device)
+        return BatchTensors(seq_lens, query_start, self.positions, self.request_of_token)
+
+    @cached_property
     def positions(self) -> torch.Tensor:
         """[T] int64 position of each token in its request."""
+        if self.given is not None:
+            return self.given.positions
         flat: list[int] = []
         for context, n in zip(self.context_lens, self.seq_lens, strict=True):
             flat.extend(range(context, n))
@@ -96,6 +124,8 @@ class BatchLayout:
     @cached_property
     def request_of_token(self) -> torch.Tensor:
         """[T] int64 request of each token."""
+        if self.given is not None:
+            return self.given.request_of_token
         lens = torch.tensor(self.query_lens, dtype=torch.int64)
         return torch.repeat_interleave(torch.arange(len(lens)), lens).to(self.device)
 

@@ -1,6 +1,6 @@
 """What every attention family offers, and nothing more.
 
-A family is a pure function of (tensors, cache views, plan). Its spec says what one layer needs; its plan holds
+A family is a pure function of (tensors, cache views, plan). Its spec says what one layer needs; a backend's plan holds
 everything about the step that all layers of equal `plan_key` share, and is built once per step.
 """
 
@@ -11,7 +11,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from allotrope.attention.batch import BatchLayout, CacheIndex
 from allotrope.attention.cache_layout import CacheLayout, PagedRows, WindowRows
 
 CacheViews = Mapping[str, Mapping[str, torch.Tensor]]
@@ -64,10 +63,6 @@ class Family(Protocol):
     """A module-like object per family; see `allotrope.attention.registry.FAMILIES`."""
 
     name: str
-
-    def plan(self, spec: Any, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> Any:
-        """Build what all layers of `spec.plan_key` share in this step. `index`: cache name -> where its rows lie."""
-        ...
 
     @property
     def backends(self) -> tuple[Any, ...]:

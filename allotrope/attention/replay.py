@@ -17,7 +17,6 @@ from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex, index_
 from allotrope.attention.cache_layout import PagedRows, StateSlots, WindowRows, pool_bytes, views
 from allotrope.attention.check import Case
 from allotrope.attention.family import Spec
-from allotrope.attention.registry import FAMILIES
 
 Step = Sequence[tuple[int, int]]
 """(sequence, new tokens) in the order of the batch, sequences with one new token first."""
@@ -116,8 +115,8 @@ class Replay:
         return out
 
     def plan(self, batch: BatchLayout, index: dict[str, CacheIndex]) -> object:
-        """The family's plan of one step."""
-        return FAMILIES[self.spec.family].plan(self.spec, batch, index)
+        """The backend's plan of one step."""
+        return self.backend.plan(self.spec, batch, index)
 
     def tokens(self, step: Step) -> dict[str, torch.Tensor]:
         """The step's slice of every per-token input."""

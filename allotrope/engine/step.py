@@ -13,7 +13,6 @@ import torch
 
 from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex, index_pages
 from allotrope.attention.family import Spec
-from allotrope.attention.registry import FAMILIES
 from allotrope.attention.rope import RopeSpec, RopeTable
 from allotrope.cache.arena import Arena
 from allotrope.cache.groups import CacheGroup
@@ -57,14 +56,14 @@ class Runner:
         self.model, self.arena = model, arena
         self.groups = groups
         self._tables: dict[RopeSpec, RopeTable] = {}
-        # Per layer: its spec and the group of each of its caches; then the layers that share one plan.
+        # Per layer: its spec, its backend and the group of each of its caches; then the layers that share one plan.
         homes: list[dict[str, int]] = [{} for _ in specs]
         for index, group in enumerate(groups):
             for member in group.members:
                 homes[member.layer][member.name] = index
         for layer, owner in shares.items():
             homes[layer] = homes[owner]
-        self._layers = list(zip(specs, homes, strict=True))
+        self._layers = list(zip(specs, model.backends, homes, strict=True))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, device: torch.device) -> torch.Tensor:
@@ -92,11 +91,11 @@ class Runner:
         ]
         made: dict[object, object] = {}
         layers = []
-        for (spec, homes), caches in zip(self._layers, self.arena.layers, strict=True):
-            key = (spec.plan_key, tuple(homes.items()))
+        for (spec, backend, homes), caches in zip(self._layers, self.arena.layers, strict=True):
+            key = (spec.plan_key, backend.name, tuple(homes.items()))
             if key not in made:
                 named = {name: index[group] for name, group in homes.items()}
-                made[key] = FAMILIES[spec.family].plan(spec, batch, named)
+                made[key] = backend.plan(spec, batch, named)
             layers.append(LayerStep(made[key], caches))
         ids = torch.tensor([token for row in rows for token in row.ids], device=device)
         return Step(ids, batch, layers, self._tables)

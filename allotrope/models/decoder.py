@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
+from allotrope.attention.backend import Backend
 from allotrope.layers.build import Build
 from allotrope.layers.embedding import Embedding, Head
 from allotrope.layers.norm import RMSNorm
@@ -41,6 +44,12 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, offset=spec.norm_offset)
         tied = self.embedding if spec.tied else None
         self.head = Head(spec.vocab_size, spec.hidden, build, tied=tied, softcap=spec.softcap)
+
+    @property
+    def backends(self) -> list[Backend]:
+        """Who runs the attention of each layer."""
+        mixers: list[Any] = [layer.mixer for layer in self.layers]
+        return [mixer.backend for mixer in mixers]
 
     def forward(self, step: Step) -> torch.Tensor:
         """Hidden states [T, hidden] of the step's tokens, after the final norm."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from allotrope.attention.backend import Backend
+from allotrope.attention.backend import Backend, runs_anywhere
 from allotrope.attention.check import KINDS, cases, compare
 from allotrope.attention.gdn import reference as gdn_reference
 from allotrope.attention.registry import FAMILIES
@@ -135,7 +135,9 @@ def tile_heads(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def use_core(core: Callable[..., torch.Tensor]) -> Fault:
     def fault(replay: Replay) -> None:
-        replay.backend = Backend("faulty", lambda spec, device: [], functools.partial(gdn_reference.run, core=core))
+        replay.backend = Backend(
+            "faulty", runs_anywhere, FAMILIES["gdn"].backends[-1].plan, functools.partial(gdn_reference.run, core=core)
+        )
 
     return fault
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from allotrope.attention.backend import Backend
+from allotrope.attention.backend import Backend, runs_anywhere
 from allotrope.attention.batch import BatchLayout, index_pages
 from allotrope.attention.cache_layout import row_bytes
 from allotrope.attention.check import Case, Inputs, cases, compare
@@ -20,7 +20,7 @@ from allotrope.attention.replay import Replay, Step, alone, at_random, in_chunks
 
 CPU = torch.device("cpu")
 CASES = cases("dsa")
-(REFERENCE,) = DSA.backends
+REFERENCE = DSA.backends[-1]
 
 
 class PickingReplay(Replay):
@@ -28,7 +28,7 @@ class PickingReplay(Replay):
 
     def __init__(self, case: Case, seed: int = 0) -> None:
         self.picks: list[list[torch.Tensor]] = [[] for _ in case.lengths]
-        super().__init__(case, Backend("keeping", lambda spec, device: [], self.run), seed=seed)
+        super().__init__(case, Backend("keeping", runs_anywhere, REFERENCE.plan, self.run), seed=seed)
 
     def run(self, *args: object, **tensors: torch.Tensor) -> torch.Tensor:
         out, self.last = dsa_reference.run(*args, **tensors)  # type: ignore[arg-type]
@@ -221,7 +221,7 @@ def test_missing_tensors_are_refused() -> None:
         kept = ("q_nope", "q_pe", "c", "k_pe")
         tokens = {key: t[:3] for key, t in replay.inputs.tokens.items() if key in kept}
         with pytest.raises(ValueError, match=wanted):
-            REFERENCE.run(case.spec, DSA.plan(case.spec, batch, index), replay.pools, **tokens, **replay.layer)
+            REFERENCE.run(case.spec, REFERENCE.plan(case.spec, batch, index), replay.pools, **tokens, **replay.layer)
 
 
 def test_spec_refuses_numbers_that_make_no_sense() -> None:

@@ -133,7 +133,7 @@ def test_padding_requests_give_zeros_and_write_nothing(backend: Backend, null: i
     pools = replay.pools["state"]
     before = {name: pool.clone() for name, pool in pools.items()}
     batch = BatchLayout((1, 1, 5, 3), (1, 9, 5, 3), torch.device("cpu"))
-    plan = GDN.plan(case.spec, batch, {"state": SlotIndex(torch.tensor([2, null, 4, null]))})
+    plan = GDN.backends[-1].plan(case.spec, batch, {"state": SlotIndex(torch.tensor([2, null, 4, null]))})
     out = backend.run(
         case.spec, plan, replay.pools, **{name: t[:10] for name, t in replay.inputs.tokens.items()}, **replay.layer
     )
@@ -167,9 +167,9 @@ def test_large_states_advance_where_they_lie() -> None:
     """The plan gathers small states and takes large ones one by one, as slices."""
     batch = BatchLayout((1, 1, 1), (5, 6, 7), torch.device("cpu"))
     index = {"state": SlotIndex(torch.tensor([3, 1, 2]))}
-    (small,) = GDN.plan(CASES["one_to_two"].spec, batch, index).parts
+    (small,) = GDN.backends[-1].plan(CASES["one_to_two"].spec, batch, index).parts
     assert [slots.tolist() for _, slots in small.states] == [[3, 1, 2]]
-    (large,) = GDN.plan(CASES["released_size"].spec, batch, index).parts
+    (large,) = GDN.backends[-1].plan(CASES["released_size"].spec, batch, index).parts
     assert [slots for _, slots in large.states] == [slice(3, 4), slice(1, 2), slice(2, 3)]
 
 

@@ -44,7 +44,7 @@ def plan_of(spec: MlaSpec, query_lens: tuple[int, ...], seq_lens: tuple[int, ...
     pages, free = [], iter(range(1, 10_000))
     for n in seq_lens:
         pages.append([next(free) for _ in range(-(-n // 16))])
-    return MLA.plan(spec, batch, {"latent": index_pages(batch, 16, pages)})
+    return MLA.backends[-1].plan(spec, batch, {"latent": index_pages(batch, 16, pages)})
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -136,7 +136,7 @@ def test_padding_tokens_are_not_written_and_stay_finite() -> None:
     for view in pools["latent"].values():
         view[0] = 0
     batch = BatchLayout((1, 1, 3), (1, 1, 3), CPU)
-    plan = MLA.plan(case.spec, batch, {"latent": index_pages(batch, 16, [[2], [-1], [3]])})
+    plan = MLA.backends[-1].plan(case.spec, batch, {"latent": index_pages(batch, 16, [[2], [-1], [3]])})
     inputs = case.inputs()
     tokens = {name: t[:5] for name, t in inputs.tokens.items()}
     out = REFERENCE.run(case.spec, plan, pools, **tokens, **inputs.layer)

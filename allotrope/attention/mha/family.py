@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import functools
 
-import torch
-
-from allotrope.attention.backend import Backend
+from allotrope.attention.backend import Backend, runs_anywhere
 from allotrope.attention.mha import cpu, reference
 from allotrope.attention.mha.plan import build_plan
-from allotrope.attention.mha.spec import MhaSpec
-
-
-def _runs_anywhere(spec: MhaSpec, device: torch.device) -> list[str]:
-    return []
 
 
 class MHA:
     """Softmax attention over keys and values."""
 
     name = "mha"
-    plan = staticmethod(build_plan)
     backends = (
-        Backend("cpu", cpu.rejects, functools.partial(reference.run, core=cpu.attend)),
-        Backend("reference", _runs_anywhere, reference.run),
+        Backend("cpu", cpu.rejects, build_plan, functools.partial(reference.run, core=cpu.attend)),
+        Backend("reference", runs_anywhere, build_plan, reference.run),
     )

@@ -1,0 +1,93 @@
+"""Kernels compiled without a device: what each Triton module offers for compilation, and what the compiler says of it.
+
+Owns: which variants exist and how one is compiled for a named chip. Must not know: what a kernel computes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
+"""Shared memory that one program may take, by chip; its keys are the chips that every kernel is compiled for."""
+
+MODULES: tuple[str, ...] = ()
+"""Modules with a function `variants(arch) -> list[Variant]`."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of a kernel.
+
+    `name`: for people, unique. `kernel`: the `@triton.jit` function. `signature`: argument -> Triton type ("*bf16",
+    "i32", ...), "constexpr" for those in `constants`. `num_warps`, `num_stages`: as it is launched. `spills`: registers
+    that may go to memory, where the kernel is known to be faster so.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    spills: int = 0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a variant. `shared`: bytes. `spills`: registers (AMD) or bytes of memory (NVIDIA)."""
+
+    arch: str
+    name: str
+    shared: int
+    registers: int
+    spills: int
+
+
+def variants(arch: str) -> list[Variant]:
+    """Every variant of every module for a chip."""
+    return [variant for name in MODULES for variant in importlib.import_module(name).variants(arch)]
+
+
+def compile_variant(variant: Variant, arch: str) -> Compiled:
+    """Compile for a chip that need not be here. Raises what the compiler raises."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    target = GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64)
+    signature = {name: variant.signature.get(name, "constexpr") for name in variant.kernel.arg_names}
+    source = ASTSource(variant.kernel, signature, dict(variant.constants))
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    made = triton.compile(source, target=target, options=options)
+    registers, spills = _nvidia(made.asm["cubin"]) if target.backend == "cuda" else _amd(made.asm["amdgcn"])
+    return Compiled(arch, variant.name, made.metadata.shared, registers, spills)
+
+
+def _nvidia(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack, by the disassembler that Triton brings."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
+    if registers is None or stack is None:
+        raise RuntimeError(f"cuobjdump said nothing of registers: {text!r}")
+    return int(registers[1]), int(stack[1])
+
+
+def _amd(assembly: str) -> tuple[int, int]:
+    registers = re.search(r"\.vgpr_count:\s+(\d+)", assembly)
+    spills = [int(found) for found in re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", assembly)]
+    if registers is None or not spills:
+        raise RuntimeError("the assembly says nothing of registers")
+    return int(registers[1]), sum(spills)

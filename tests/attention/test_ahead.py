@@ -1,0 +1,33 @@
+"""Every kernel compiles for every chip it is meant for, without one being here, within its memory and registers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from allotrope.attention.ahead import SHARED_BYTES
+
+# In a process of its own: Triton decides once, at import, whether kernels are compiled or interpreted.
+PROGRAM = """
+import dataclasses, json, sys
+from allotrope.attention.ahead import compile_variant, variants
+arch = sys.argv[1]
+print(json.dumps([(dataclasses.asdict(compile_variant(v, arch)), v.spills) for v in variants(arch)]))
+"""
+
+
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+def test_every_kernel_compiles_within_the_chip(arch: str) -> None:
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM, arch], env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found
+    wrong = [one for one, spills in found if one["shared"] > SHARED_BYTES[arch] or one["spills"] > spills]
+    assert not wrong, wrong
