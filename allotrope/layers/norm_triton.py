@@ -1,0 +1,207 @@
+"""RMS norms in one launch, with what stands before and behind them: y = x / sqrt(mean(x^2) + eps) * w.
+
+A program owns a few whole rows: it reads each number once, sums in fp32, and rounds once. Bytes moved: x and y, with a
+residual also the residual and the sum, with a gate also the gate.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from allotrope.attention.ahead import Variant
+
+GateKind = Literal["silu", "sigmoid"]
+_GATES = {"": 0, "silu": 1, "sigmoid": 2}
+# What one program holds of a row, and the least that keeps its threads busy.
+_PROGRAM = 2048
+
+
+@triton.jit
+def norm_kernel(
+    x,
+    residual,
+    inner,
+    weight,
+    gate,
+    total,
+    out,
+    rows,
+    heads,
+    x_token,
+    x_head,
+    residual_token,
+    gate_token,
+    gate_head,
+    floor,
+    scale,
+    inner_scale,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    INNER: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    GATE: tl.constexpr,
+):
+    """Rows are heads of tokens: row r is head r % heads of token r // heads. `total` and `out` are contiguous."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    there = (row < rows) & (column < SIZE)
+    token = (row // heads).to(tl.int64)
+    head = row % heads
+    value = tl.load(x + token * x_token + head * x_head + column, mask=there, other=0.0).to(tl.float32)
+    if INNER:
+        length = tl.sum(value * value, axis=1)[:, None] + floor
+        factor = tl.load(inner + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        value = (value * (inner_scale * tl.rsqrt(length)) * factor).to(x.dtype.element_ty).to(tl.float32)
+    place = row.to(tl.int64) * SIZE + column
+    if RESIDUAL:
+        value += tl.load(residual + token * residual_token + column, mask=there, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + place, rounded, mask=there)
+        value = rounded.to(tl.float32)
+    length = tl.sum(value * value, axis=1)[:, None] + floor
+    value = value * (scale * tl.rsqrt(length))
+    if WEIGHT:
+        value *= tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    if GATE != 0:
+        z = tl.load(gate + token * gate_token + head * gate_head + column, mask=there, other=0.0).to(tl.float32)
+        opened = tl.sigmoid(z)
+        value *= z * opened if GATE == 1 else opened
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=there)
+
+
+def config(arch: str, size: int) -> dict[str, int]:
+    """Launch parameters by row size alone, so that a row's sum does not depend on how many rows there are."""
+    block = triton.next_power_of_2(size)
+    rows = max(1, _PROGRAM // block)
+    wave = 64 if arch.startswith("gfx") else 32
+    warps = max(1, min(16 * 32 // wave, block * rows // (16 * wave)))
+    return {"BLOCK": block, "ROWS": rows, "num_warps": triton.next_power_of_2(warps), "num_stages": 1}
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    folded: bool = False,
+    gate: torch.Tensor | None = None,
+    gate_kind: GateKind = "silu",
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """y = norm(x) w, times silu or sigmoid of a gate.
+
+    `x`: [..., size] or [T, heads, size], any strides but the last. `weight`: [size], or None for none; `folded`: it has
+    been multiplied by sqrt(size). `gate`: [T, heads, size] as `x`. `dtype`: of the result, default `x`'s.
+    Returns x's shape, contiguous.
+    """
+    view = x if x.dim() == 3 else _as_rows(x)
+    out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    if out.numel():
+        z = None if gate is None else gate.view(view.shape)
+        _launch(view, None, None, weight, z, None, out, eps, folded, gate_kind)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    folded: bool = False,
+    inner: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """s = residual + x; y = norm(s) w. With `inner`, x is itself normed first: s = residual + norm(x) inner.
+
+    `x`, `residual`: [T, size]. `weight`, `inner`: [size]; `folded` as in `rms_norm`. Each of the three steps rounds to
+    x's type, as they do apart. Returns s and y, contiguous.
+    """
+    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    if out.numel():
+        _launch(x[:, None], residual, inner, weight, None, total, out, eps, folded, "silu")
+    return total, out
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, 1, x.shape[-1])
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    inner: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    total: torch.Tensor | None,
+    out: torch.Tensor,
+    eps: float,
+    folded: bool,
+    gate_kind: GateKind,
+) -> None:
+    """`x`: [T, heads, size]. Absent tensors are passed as `x`, and never read."""
+    tokens, heads, size = x.shape
+    assert x.stride(-1) == 1 and (gate is None or gate.stride(-1) == 1)
+    launch = config(_arch(x), size)
+    rows = tokens * heads
+    unit = math.sqrt(size)
+    norm_kernel[(triton.cdiv(rows, launch["ROWS"]),)](
+        x,
+        x if residual is None else residual,
+        x if inner is None else inner,
+        x if weight is None else weight,
+        x if gate is None else gate,
+        x if total is None else total,
+        out,
+        rows,
+        heads,
+        x.stride(0),
+        x.stride(1),
+        0 if residual is None else residual.stride(0),
+        0 if gate is None else gate.stride(0),
+        0 if gate is None else gate.stride(1),
+        size * eps,
+        1.0 if folded and weight is not None else unit,
+        1.0 if folded else unit,
+        SIZE=size,
+        RESIDUAL=residual is not None,
+        INNER=inner is not None,
+        WEIGHT=weight is not None,
+        GATE=_GATES["" if gate is None else gate_kind],
+        **launch,
+    )
+
+
+def _arch(x: torch.Tensor) -> str:
+    """The AMD parts differ in the width of a wave only."""
+    if x.device.type == "cpu":
+        return "interpreter"
+    return "gfx942" if torch.version.hip else "sm_90"
+
+
+def variants(arch: str) -> list[Variant]:
+    """Released sizes: a residual of 4096 and 7168, Gemma's three steps, heads of a gated rule, heads of q and k."""
+    made = []
+    for name, size, kind, flags in (
+        ("norm residual 4096", 4096, "*bf16", {"RESIDUAL": True}),
+        ("norm residual 7168", 7168, "*fp16", {"RESIDUAL": True}),
+        ("norm sandwich 5376", 5376, "*bf16", {"RESIDUAL": True, "INNER": True}),
+        ("norm gated 128", 128, "*bf16", {"GATE": 1}),
+    ):
+        chosen: dict[str, Any] = {"SIZE": size, "RESIDUAL": False, "INNER": False, "WEIGHT": True, "GATE": 0, **flags}
+        launch = config(arch, size)
+        chosen |= {key: launch[key] for key in ("BLOCK", "ROWS")}
+        signature = dict.fromkeys(("x", "residual", "gate", "total", "out"), kind)
+        signature |= dict.fromkeys(("inner", "weight"), "*fp32")
+        strides = ("x_token", "x_head", "residual_token", "gate_token", "gate_head")
+        signature |= dict.fromkeys(("rows", "heads", *strides), "i32")
+        signature |= dict.fromkeys(("floor", "scale", "inner_scale"), "fp32")
+        made.append(Variant(name, norm_kernel, signature, chosen, launch["num_warps"], launch["num_stages"]))
+    return made

@@ -1,0 +1,66 @@
+"""The kernel bench without a GPU: it checks, times nothing, and a wrong kernel neither passes nor gets a speed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCH = Path(__file__).parent.parent / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCH))
+    return __import__("kernels")
+
+
+def test_checks_a_case_without_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    command = [sys.executable, BENCH / "kernels.py", "--device", "cpu", "--tiny", "--family", "fusions"]
+    done = subprocess.run([*command, "--out", tmp_path / "found"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert report["ceilings"] is None
+    assert all(row["right"] and "us" not in row for row in report["rows"]) and report["rows"]
+
+
+@pytest.mark.parametrize("broken", ["wrong", "raises", "checks nothing"])
+def test_a_red_check_prints_no_speed(
+    broken: str, bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kernel_cases.case import KernelCase, same
+
+    def timed() -> torch.Tensor:
+        if broken == "raises":
+            raise RuntimeError("no such kernel")
+        return torch.ones(2, 3)
+
+    def check(inputs: Any, run: Any) -> Any:
+        return [] if broken == "checks nothing" else same(lambda _: torch.arange(6.0).view(2, 3), "fp32")(inputs, run)
+
+    case = KernelCase(
+        family="f", name="one", make=lambda device: None, ours=lambda inputs: timed, check=check, bytes=24
+    )
+    monkeypatch.setattr(bench, "select", lambda *_: [case])
+    assert bench.main(["--device", "cpu", "--out", str(tmp_path / "found")]) == 1
+    assert " us " not in capsys.readouterr().out
+    row = json.loads((tmp_path / "found.json").read_text())["rows"][0]
+    assert not row["right"] and "us" not in row and (row["error"] != "") == (broken == "raises")
+
+
+def test_every_family_file_lists_its_cases(bench: Any) -> None:
+    """Listing needs no GPU, no Triton and no peer; names are unique."""
+    names = [(case.family, case.name) for case in bench.select([], [], False)]
+    assert len(set(names)) == len(names) > 0
+    assert all(case.bytes > 0 for case in bench.select([], [], False))
+
+
+def test_an_unknown_family_is_named(bench: Any) -> None:
+    with pytest.raises(KeyError, match="no cases for 'nonsense'"):
+        list(bench.select(["nonsense"], [], False))
