@@ -1,0 +1,52 @@
+"""Models of released cache sizes, small in everything that is not cached: the plan's bytes are those that are taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from allotrope.cache.arena import Arena
+from allotrope.config import EngineConfig
+from allotrope.engine.load import draw_up, plan_caches
+from allotrope.engine.plan_report import report_model
+from allotrope.llm import LLM
+from allotrope.request import SamplingParams
+
+TWINS = sorted(path.parent for path in (Path(__file__).parent / "released_caches").glob("*/config.json"))
+# (tokens that the window keeps, or None; layers; bytes of a row of all of them), by hand from the released sizes.
+KEPT = {
+    "qwen3-next-80b-a3b": {("state", 3, 3 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)), ("paged", 1, 2 * 2 * 256 * 2)},
+    "gpt-oss-120b": {("window", 1, 2 * 8 * 64 * 2), ("paged", 1, 2 * 8 * 64 * 2)},
+    "gemma-4-31b": {("window", 5, 5 * 2 * 16 * 256 * 2), ("paged", 1, 2 * 4 * 512 * 2)},
+    "deepseek-v3.2": {("paged", 2, 2 * (576 + 128) * 2)},
+}
+
+
+def config(twin: Path) -> EngineConfig:
+    return EngineConfig(
+        model=str(twin), load_format="dummy", device="cpu", max_num_seqs=2, kv_cache_memory_bytes=500_000_000
+    )
+
+
+@pytest.mark.parametrize("twin", TWINS, ids=[twin.name for twin in TWINS])
+def test_plan_bytes_are_allocated_bytes(twin: Path) -> None:
+    report = report_model(config(twin))
+    blueprint = draw_up(config(twin))
+    memory = plan_caches(blueprint, config(twin))
+    arena = Arena(memory, len(blueprint.specs), blueprint.shares, blueprint.build.device)
+    pools = [field for layer in arena.layers for cache in layer.values() for field in cache.values()]
+    taken = {pool.untyped_storage().data_ptr(): pool.untyped_storage().nbytes() for pool in pools}
+    assert report.cache_bytes == sum(group.bytes or 0 for group in report.groups) == sum(taken.values()) == arena.bytes
+    if twin.name in KEPT:
+        assert {(group.kind, group.layers, group.row_bytes) for group in report.groups} == KEPT[twin.name]
+    for _, tokens, padded in report.density:
+        assert tokens >= padded > 0
+
+
+def test_a_twin_runs() -> None:
+    (twin,) = (twin for twin in TWINS if twin.name == "gpt-oss-120b")
+    llm = LLM(str(twin), load_format="dummy", device="cpu", kv_cache_memory_bytes=200_000_000)
+    (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 3
+    llm.close()
