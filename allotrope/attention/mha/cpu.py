@@ -26,6 +26,8 @@ def rejects(spec: MhaSpec, device: torch.device) -> list[str]:
         reasons.append(f"softcap={spec.softcap} (needs none)")
     if spec.value_dim != spec.head_dim:
         reasons.append(f"v_head_dim={spec.value_dim} (needs head_dim={spec.head_dim})")
+    if spec.kv_dtype.itemsize == 1:
+        reasons.append(f"kv_dtype={spec.kv_dtype} (needs 2 or 4 bytes)")
     return reasons
 
 

@@ -52,17 +52,37 @@ def attend(
     return torch.einsum("bgrqk,bkgd->bqgrd", weights, v.float()).flatten(2, 3).to(q.dtype)
 
 
-def store(spec: MhaSpec, plan: MhaPlan, caches: CacheViews, k: torch.Tensor, v: torch.Tensor) -> None:
+def quantize(rows: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """rows / scale in a type of one byte; what is too large becomes the largest number there is."""
+    largest = torch.finfo(dtype).max
+    return (rows.float() / scale).clamp(-largest, largest).to(dtype)
+
+
+def store(
+    spec: MhaSpec,
+    plan: MhaPlan,
+    caches: CacheViews,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     """Write the new rows. `k`, `v`: [T, G, D]; tokens without a slot are not written."""
-    new = {"k": k} if spec.values_are_keys else {"k": k, "v": v}
-    for name, rows in new.items():
+    new = {"k": (k, k_scale)} if spec.values_are_keys else {"k": (k, k_scale), "v": (v, v_scale)}
+    for name, (rows, scale) in new.items():
         pool = caches["kv"][name].flatten(0, 1)
         rows = rows if plan.writes is None else rows[plan.writes]
-        pool.index_copy_(0, plan.slots, rows.to(pool.dtype))
+        if pool.dtype.itemsize == 1:
+            pool.view(torch.uint8).index_copy_(0, plan.slots, quantize(rows, pool.dtype, scale).view(torch.uint8))
+        else:
+            pool.index_copy_(0, plan.slots, rows.to(pool.dtype))
 
 
-def gather(pool: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
-    """The rows that a part reads. `pool`: [P, S, G, D]. Returns [b, L, G, D] in `dtype`."""
+def gather(pool: torch.Tensor, part: Part, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """The rows that a part reads. `pool`: [P, S, G, D]. Returns [b, L, G, D] in `dtype`; quantized rows times `scale`,
+    in fp32."""
+    if pool.dtype.itemsize == 1:
+        return gather(pool.view(torch.uint8), part, torch.uint8).view(pool.dtype).float() * scale
     pool = pool.flatten(0, 1)
     if part.run is not None:
         return pool[part.run][None].to(dtype)
@@ -79,19 +99,23 @@ def run(
     v: torch.Tensor | None,
     sinks: torch.Tensor | None,
     core: Attend = attend,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """Store the step's keys and values, then attend.
 
     `q`: [T, H, D]. `k`, `v`: [T, G, D], or None for a layer that reads the rows another layer stored. `sinks`: [H]
-    where the spec has them. `core`: the rectangle's computation. Returns [T, H, Dv] in `q`'s type.
+    where the spec has them. `core`: the rectangle's computation. `k_scale`, `v_scale`: rows of FP8 hold k / k_scale and
+    v / v_scale; where values are keys, `k_scale` is both. Returns [T, H, Dv] in `q`'s type.
     """
     if k is not None and v is not None:
-        store(spec, plan, caches, k, v)
+        store(spec, plan, caches, k, v, k_scale, v_scale)
     pools = caches["kv"]
     out = None
     for part in plan.parts:
-        keys = gather(pools["k"], part, q.dtype)
-        values = keys if spec.values_are_keys else gather(pools["v"], part, q.dtype)
+        keys = gather(pools["k"], part, q.dtype, k_scale)
+        values = keys if spec.values_are_keys else gather(pools["v"], part, q.dtype, v_scale)
         block = q[part.tokens]
         mixed = core(spec, block.view(-1, part.queries, *block.shape[1:]), keys, values, part, sinks).flatten(0, 1)
         if len(plan.parts) == 1 and len(mixed) == len(q):
