@@ -9,24 +9,51 @@ cancel. Source: DeepSeek-AI 2025 (DeepSeek-V3.2), section 2.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from allotrope.attention.dsa.plan import Contest, DsaPlan
-from allotrope.attention.dsa.spec import DsaSpec
-from allotrope.attention.mla.reference import gather
+from allotrope.attention.dsa.spec import DsaSpec, IndexerSpec
+from allotrope.attention.mla.rows import FP8_MAX, take, to_fp8
 from allotrope.attention.topk import top_indices
 
 # Scores per head that are held at a time.
 HEAD_SCORES = 1 << 24
 
 
-def pick(spec: DsaSpec, plan: DsaPlan, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def encode_keys(spec: IndexerSpec, kv_dtype: torch.dtype, k: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Index keys as they are stored. `k`: [T, d]. Returns field name -> [T, n]."""
+    if spec.key_format == "scaled":
+        codes, factor = scaled(k)
+        return {"k": codes, "factor": factor}
+    return {"k": to_fp8(k) if kv_dtype == torch.float8_e4m3fn else k.to(kv_dtype)}
+
+
+def scaled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 codes and a power of two for each vector: x ~ codes * factor, factor = 2^ceil(log2(max|x| / 448)).
+
+    `x`: [..., d]. Returns e4m3 [..., d] and fp32 [..., 1].
+    """
+    mantissa, exponent = torch.frexp(x.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) / FP8_MAX)
+    # frexp's mantissa is in [1/2, 1), so 2^exponent is the next power of two, unless x is one itself.
+    factor = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).to(exponent.dtype))
+    return to_fp8(x.float() / factor), factor
+
+
+def pick(
+    spec: DsaSpec, plan: DsaPlan, keys: Mapping[str, torch.Tensor], q: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     """Pick for every query of the step.
 
-    `keys`: [P, S, d] index pool, this step's keys stored. `q`: [T, heads, d] rotated. `weights`: [T, heads]. Returns
-    [T, K] int64 positions within the query's own request, ascending, -1 at the end where it sees fewer than K rows.
+    `keys`: fields [P, S, n] of the index pool, this step's keys stored. `q`: [T, heads, d] rotated. `weights`:
+    [T, heads]. Returns [T, K] int64 positions within the query's own request, ascending, -1 at the end where it sees
+    fewer than K rows.
     """
     picks = plan.picks.clone()
+    if "factor" in keys:
+        codes, factor = scaled(q)
+        q = codes.float() * factor
     for contest in plan.contests:
         picks[contest.tokens] = top_indices(
             scores(contest, keys, q[contest.tokens], weights[contest.tokens]), spec.topk
@@ -34,7 +61,7 @@ def pick(spec: DsaSpec, plan: DsaPlan, keys: torch.Tensor, q: torch.Tensor, weig
     return picks
 
 
-def scores(contest: Contest, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def scores(contest: Contest, keys: Mapping[str, torch.Tensor], q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The equation above. `q`: [b * q, heads, d]. `weights`: [b * q, heads].
 
     Returns [b * q, L] fp32, -inf for a row that the query does not see.
@@ -46,7 +73,10 @@ def scores(contest: Contest, keys: torch.Tensor, q: torch.Tensor, weights: torch
     found = torch.empty(queries, length, dtype=torch.float32, device=q.device)
     width = max(16, HEAD_SCORES // (queries * heads))
     for first in range(0, length, width):
-        rows = gather(keys, contest.rows[:, first : first + width])
+        part = contest.rows[:, first : first + width]
+        rows = take(keys["k"], part).float()
+        if "factor" in keys:
+            rows *= take(keys["factor"], part)
         hits = torch.matmul(per_request, rows.transpose(1, 2)).relu_().view(queries, heads, -1)
         found[:, first : first + width] = torch.matmul(share, hits).squeeze(1)
     return found.masked_fill_(torch.arange(length, device=q.device) >= contest.seen, -torch.inf)

@@ -15,11 +15,12 @@ from collections.abc import Mapping
 
 import torch
 
-from allotrope.attention.dsa.indexer import pick
+from allotrope.attention.dsa.indexer import encode_keys, pick
 from allotrope.attention.dsa.plan import DsaPlan, Pickers
 from allotrope.attention.dsa.spec import DsaSpec
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mla import reference as mla
+from allotrope.attention.mla.rows import decode
 from allotrope.attention.mla.spec import MlaSpec
 
 # Rows that queries gather at a time, each query its own.
@@ -40,32 +41,39 @@ def run(
     index_k: torch.Tensor | None = None,
     index_weights: torch.Tensor | None = None,
     picks: torch.Tensor | None = None,
+    kv_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Store the step's rows, pick (or take over what was picked), then attend.
 
     `q_nope`: [T, H, P]. `q_pe`: [T, H, R] rotated. `c`: [T, C] normed. `k_pe`: [T, R] rotated. `w_uk`: [H, P, C].
     `w_uv`: [H, V, C]. With an indexer: `index_q`: [T, heads, d] rotated, `index_k`: [T, d] normed and rotated,
     `index_weights`: [T, heads]. Without: `picks`: [T, K] int64, as the last layer with an indexer returned it in this
-    step. Returns [T, H, V] in `q_nope`'s type, and the picks. Raises ValueError if what the layer needs is missing.
+    step. `kv_scale`: as in mla. Returns [T, H, V] in `q_nope`'s type, and the picks. Raises ValueError if what the
+    layer needs is missing.
     """
-    out = mla.run(spec.mla, plan.dense, caches, q_nope, q_pe, c, k_pe, w_uk, w_uv)
+    out = mla.run(spec.mla, plan.dense, caches, q_nope, q_pe, c, k_pe, w_uk, w_uv, kv_scale)
     if spec.indexer is not None:
         if index_q is None or index_k is None or index_weights is None or plan.index_writes is None:
             raise ValueError("dsa: a layer with an indexer needs index_q, index_k and index_weights")
-        mla.store(plan.index_writes, caches["index"], {"k": index_k})
-        picks = pick(spec, plan, caches["index"]["k"], index_q, index_weights)
+        mla.store(plan.index_writes, caches["index"], encode_keys(spec.indexer, spec.mla.kv_dtype, index_k))
+        picks = pick(spec, plan, caches["index"], index_q, index_weights)
     elif picks is None:
         raise ValueError("dsa: a layer without an indexer needs the picks of an earlier layer")
     if plan.pickers is not None:
         tokens = plan.pickers.tokens
         q = mla.absorb(q_nope[tokens], q_pe[tokens], w_uk)
-        z = attend_picked(spec.mla, plan.pickers, caches["latent"], q, picks[tokens])
+        z = attend_picked(spec.mla, plan.pickers, caches["latent"], q, picks[tokens], kv_scale)
         out[tokens] = mla.project_up(z, w_uv).to(out.dtype)
     return out, picks
 
 
 def attend_picked(
-    spec: MlaSpec, pickers: Pickers, pools: Mapping[str, torch.Tensor], q: torch.Tensor, picks: torch.Tensor
+    spec: MlaSpec,
+    pickers: Pickers,
+    pools: Mapping[str, torch.Tensor],
+    q: torch.Tensor,
+    picks: torch.Tensor,
+    kv_scale: float = 1.0,
 ) -> torch.Tensor:
     """Attention in the latent, every query over rows of its own.
 
@@ -76,8 +84,8 @@ def attend_picked(
     for first in range(0, len(q), size):
         block = slice(first, first + size)
         rows = pool_rows(pickers, picks[block], block)
-        latent = mla.gather(pools["c"], rows)
-        keys = torch.cat((latent, mla.gather(pools["k_pe"], rows)), dim=-1)
+        latent, k_pe = decode(spec.row_format, spec.latent_dim, pools, rows, kv_scale)
+        keys = torch.cat((latent, k_pe), dim=-1)
         # Finite, so that a query without any pick gets the mean of row 0, which is 0, and not NaN.
         bias = torch.where(picks[block] < 0, torch.finfo(torch.float32).min, 0.0)[:, None]
         z[block] = mla.attend(q[block, None], keys, latent, bias, spec.scale).squeeze(1)

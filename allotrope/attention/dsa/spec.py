@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+import torch
+
 from allotrope.attention.cache_layout import CacheLayout, Field, PagedRows
 from allotrope.attention.mla.spec import MlaSpec
+
+KEY_FORMATS = ("plain", "scaled")
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerSpec:
     """The scorer of a layer: `num_heads` query heads against one cached key of size `head_dim` per token.
 
-    Every rank scores with all heads, so that all ranks pick the same rows.
+    Every rank scores with all heads, so that all ranks pick the same rows. `key_format`: "plain" keys of the cache's
+    type, or "scaled" ones: FP8 codes and one fp32 factor a key, scored against queries in FP8 as well.
     """
 
     num_heads: int
     head_dim: int
+    key_format: str = "plain"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +42,8 @@ class DsaSpec:
         wrong = [] if self.topk >= 1 else [f"topk={self.topk}; allowed: at least 1"]
         if self.indexer is not None and min(self.indexer.num_heads, self.indexer.head_dim) < 1:
             wrong.append(f"indexer={self.indexer}; num_heads and head_dim must be at least 1")
+        if self.indexer is not None and self.indexer.key_format not in KEY_FORMATS:
+            wrong.append(f"key_format={self.indexer.key_format!r}; allowed: {', '.join(KEY_FORMATS)}")
         if wrong:
             raise ValueError("dsa: " + "; ".join(wrong))
 
@@ -45,7 +53,7 @@ class DsaSpec:
 
     @property
     def plan_key(self) -> Hashable:
-        return ("dsa", self.topk, self.indexer is None, self.mla.plan_key)
+        return ("dsa", self.topk, self.indexer, self.mla.plan_key)
 
     def boundaries(self) -> tuple[int, ...]:
         return (self.topk,)
@@ -53,5 +61,8 @@ class DsaSpec:
     def caches(self) -> dict[str, CacheLayout]:
         if self.indexer is None:
             return self.mla.caches()
-        key = Field("k", (self.indexer.head_dim,), self.mla.kv_dtype)
-        return {**self.mla.caches(), "index": PagedRows((key,))}
+        dim = self.indexer.head_dim
+        fields = (Field("k", (dim,), self.mla.kv_dtype),)
+        if self.indexer.key_format == "scaled":
+            fields = (Field("k", (dim,), torch.float8_e4m3fn), Field("factor", (1,), torch.float32))
+        return {**self.mla.caches(), "index": PagedRows(fields)}

@@ -18,6 +18,7 @@ import torch
 
 from allotrope.attention.family import CacheViews
 from allotrope.attention.merge import Partial, merge
+from allotrope.attention.mla import rows as formats
 from allotrope.attention.mla.plan import KeySlice, MlaPlan, Part, Writes
 from allotrope.attention.mla.spec import MlaSpec
 
@@ -56,13 +57,7 @@ def attend_partly(
 def store(writes: Writes, pools: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> None:
     """Write new rows. `pools`: [P, S, n] by field. `new`: [T, n] by field; tokens without a slot are not written."""
     for name, rows in new.items():
-        kept = rows if writes.tokens is None else rows[writes.tokens]
-        pools[name].flatten(0, 1).index_copy_(0, writes.slots, kept.to(pools[name].dtype))
-
-
-def gather(pool: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The rows that a slice reads. `pool`: [P, S, n]. `rows`: [b, L]. Returns [b, L, n] fp32."""
-    return pool.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape).float()
+        formats.put(pools[name], writes.slots, rows if writes.tokens is None else rows[writes.tokens])
 
 
 def absorb(q_nope: torch.Tensor, q_pe: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
@@ -86,25 +81,26 @@ def run(
     k_pe: torch.Tensor,
     w_uk: torch.Tensor,
     w_uv: torch.Tensor,
+    kv_scale: float = 1.0,
 ) -> torch.Tensor:
     """Store the step's latent rows, then attend.
 
     `q_nope`: [T, H, P]. `q_pe`: [T, H, R] rotated. `c`: [T, C] normed. `k_pe`: [T, R] rotated. `w_uk`: [H, P, C].
-    `w_uv`: [H, V, C]. Returns [T, H, V] in `q_nope`'s type.
+    `w_uv`: [H, V, C]. `kv_scale`: what plain FP8 rows were divided by. Returns [T, H, V] in `q_nope`'s type.
     """
     pools = caches["latent"]
-    store(plan.writes, pools, {"c": c, "k_pe": k_pe})
+    store(plan.writes, pools, formats.encode(spec.row_format, spec.kv_dtype, c, k_pe, kv_scale))
     out = q_nope.new_empty(q_nope.shape[0], spec.num_heads, spec.v_head_dim)
     if plan.reach is not None:
         q = absorb(q_nope[plan.reach], q_pe[plan.reach], w_uk)
         z = q.new_empty(*q.shape[:2], spec.latent_dim)
         for part in plan.absorbed:
             block = q[part.tokens].unflatten(0, (-1, part.queries))
-            z[part.tokens] = _over_tiles(spec, part, block, _absorbed(part, pools)).flatten(0, 1)
+            z[part.tokens] = _over_tiles(spec, part, block, _absorbed(spec, part, pools, kv_scale)).flatten(0, 1)
         out[plan.reach] = project_up(z, w_uv).to(out.dtype)
     for part in plan.expanded:
         q = torch.cat((q_nope[part.tokens], q_pe[part.tokens]), dim=-1).transpose(0, 1).unsqueeze(2)
-        attended = _over_tiles(spec, part, q, _expanded(spec, part, pools, w_uk, w_uv))
+        attended = _over_tiles(spec, part, q, _expanded(spec, part, pools, w_uk, w_uv, kv_scale))
         out[part.tokens] = attended.squeeze(2).transpose(0, 1).to(out.dtype)
     return out
 
@@ -113,19 +109,24 @@ Rows = Iterator[tuple[KeySlice, torch.Tensor, torch.Tensor]]
 """A slice, its keys [n, L, D] and its values [n, L, V]."""
 
 
-def _absorbed(part: Part, pools: Mapping[str, torch.Tensor]) -> Rows:
+def _absorbed(spec: MlaSpec, part: Part, pools: Mapping[str, torch.Tensor], kv_scale: float) -> Rows:
     """All heads of a query read the same rows; n is the number of requests."""
     for keys in part.slices:
-        latent = gather(pools["c"], keys.rows)
-        yield keys, torch.cat((latent, gather(pools["k_pe"], keys.rows)), dim=-1), latent
+        latent, k_pe = formats.decode(spec.row_format, spec.latent_dim, pools, keys.rows, kv_scale)
+        yield keys, torch.cat((latent, k_pe), dim=-1), latent
 
 
 def _expanded(
-    spec: MlaSpec, part: Part, pools: Mapping[str, torch.Tensor], w_uk: torch.Tensor, w_uv: torch.Tensor
+    spec: MlaSpec,
+    part: Part,
+    pools: Mapping[str, torch.Tensor],
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    kv_scale: float,
 ) -> Rows:
     """A slice's keys and values are made once, for all tiles that read it; n is the number of heads."""
     for keys in part.slices:
-        latent, k_pe = gather(pools["c"], keys.rows), gather(pools["k_pe"], keys.rows)
+        latent, k_pe = formats.decode(spec.row_format, spec.latent_dim, pools, keys.rows, kv_scale)
         nope = torch.matmul(latent, w_uk.float().transpose(1, 2))
         k = torch.cat((nope, k_pe.expand(spec.num_heads, -1, -1)), dim=-1)
         yield keys, k, torch.matmul(latent, w_uv.float().transpose(1, 2))
