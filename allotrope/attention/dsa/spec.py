@@ -62,7 +62,7 @@ class DsaSpec:
         if self.indexer is None:
             return self.mla.caches()
         dim = self.indexer.head_dim
-        fields = (Field("k", (dim,), self.mla.kv_dtype),)
+        fields: tuple[Field, ...] = (Field("k", (dim,), self.mla.kv_dtype),)
         if self.indexer.key_format == "scaled":
             fields = (Field("k", (dim,), torch.float8_e4m3fn), Field("factor", (1,), torch.float32))
         return {**self.mla.caches(), "index": PagedRows(fields)}
