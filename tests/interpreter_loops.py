@@ -1,0 +1,33 @@
+"""Two faults of Triton's interpreter, mended for as long as tests need it.
+
+- A number that a kernel computed is held as an array of one element and becomes a loop's bound by `int(array)`, which
+  NumPy refuses from 2.4 on.
+- bf16 is held as its bits, and a product of matrices multiplies the bits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+if importlib.util.find_spec("triton") is not None:
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    _patch, _dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        _patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def _numbers(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def _create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        return _dot(self, _numbers(a), _numbers(b), *others)
+
+    interpreter._patch_lang_tensor = _patch_lang_tensor
+    interpreter.InterpreterBuilder.create_dot = _create_dot
