@@ -16,6 +16,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    import interpreter_loops  # noqa: F401
+    import interpreter_rounding  # noqa: F401
 
 GgufFactory = Callable[..., str]
 

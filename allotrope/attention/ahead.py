@@ -9,7 +9,7 @@ import importlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
 """Shared memory that one program may take, by chip; its keys are the chips that every kernel is compiled for."""
 
-MODULES: tuple[str, ...] = ()
-"""Modules with a function `variants(arch) -> list[Variant]`."""
+MODULES: tuple[str, ...] = ("allotrope.attention.rope_store_triton",)
+"""Modules of attention with a function `variants(arch) -> list[Variant]`; those of layers are in `layers.ahead`."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Compiled:
     spills: int
 
 
-def variants(arch: str) -> list[Variant]:
+def variants(arch: str, modules: Sequence[str] = MODULES) -> list[Variant]:
     """Every variant of every module for a chip."""
-    return [variant for name in MODULES for variant in importlib.import_module(name).variants(arch)]
+    return [variant for name in modules for variant in importlib.import_module(name).variants(arch)]
 
 
 def compile_variant(variant: Variant, arch: str) -> Compiled:

@@ -18,8 +18,9 @@ from allotrope.attention.ahead import Variant
 
 GateKind = Literal["silu", "sigmoid"]
 _GATES = {"": 0, "silu": 1, "sigmoid": 2}
-# What one program holds of a row, and the least that keeps its threads busy.
-_PROGRAM = 2048
+# Numbers that a program holds of short rows, and that a thread holds at once.
+_PROGRAM = 1024
+_THREAD = 16
 
 
 @triton.jit
@@ -40,7 +41,6 @@ def norm_kernel(
     gate_head,
     floor,
     scale,
-    inner_scale,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -59,7 +59,7 @@ def norm_kernel(
     if INNER:
         length = tl.sum(value * value, axis=1)[:, None] + floor
         factor = tl.load(inner + column, mask=column < SIZE, other=0.0).to(tl.float32)
-        value = (value * (inner_scale * tl.rsqrt(length)) * factor).to(x.dtype.element_ty).to(tl.float32)
+        value = (value * (scale * tl.rsqrt(length)) * factor).to(x.dtype.element_ty).to(tl.float32)
     place = row.to(tl.int64) * SIZE + column
     if RESIDUAL:
         value += tl.load(residual + token * residual_token + column, mask=there, other=0.0).to(tl.float32)
@@ -82,7 +82,7 @@ def config(arch: str, size: int) -> dict[str, int]:
     block = triton.next_power_of_2(size)
     rows = max(1, _PROGRAM // block)
     wave = 64 if arch.startswith("gfx") else 32
-    warps = max(1, min(16 * 32 // wave, block * rows // (16 * wave)))
+    warps = max(1, min(16 * 32 // wave, block * rows // (_THREAD * wave)))
     return {"BLOCK": block, "ROWS": rows, "num_warps": triton.next_power_of_2(warps), "num_stages": 1}
 
 
@@ -91,22 +91,20 @@ def rms_norm(
     weight: torch.Tensor | None,
     eps: float,
     *,
-    folded: bool = False,
     gate: torch.Tensor | None = None,
     gate_kind: GateKind = "silu",
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """y = norm(x) w, times silu or sigmoid of a gate.
 
-    `x`: [..., size] or [T, heads, size], any strides but the last. `weight`: [size], or None for none; `folded`: it has
-    been multiplied by sqrt(size). `gate`: [T, heads, size] as `x`. `dtype`: of the result, default `x`'s.
-    Returns x's shape, contiguous.
+    `x`: [..., size] or [T, heads, size], any strides but the last. `weight`: [size], or None for none.
+    `gate`: [T, heads, size] as `x`. `dtype`: of the result, default `x`'s. Returns x's shape, contiguous.
     """
     view = x if x.dim() == 3 else _as_rows(x)
     out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     if out.numel():
         z = None if gate is None else gate.view(view.shape)
-        _launch(view, None, None, weight, z, None, out, eps, folded, gate_kind)
+        _launch(view, None, None, weight, z, None, out, eps, gate_kind)
     return out
 
 
@@ -116,17 +114,16 @@ def add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     *,
-    folded: bool = False,
     inner: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """s = residual + x; y = norm(s) w. With `inner`, x is itself normed first: s = residual + norm(x) inner.
 
-    `x`, `residual`: [T, size]. `weight`, `inner`: [size]; `folded` as in `rms_norm`. Each of the three steps rounds to
-    x's type, as they do apart. Returns s and y, contiguous.
+    `x`, `residual`: [T, size]. `weight`, `inner`: [size]. Each of the three steps rounds to x's type, as they do
+    apart. Returns s and y, contiguous.
     """
     total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     if out.numel():
-        _launch(x[:, None], residual, inner, weight, None, total, out, eps, folded, "silu")
+        _launch(x[:, None], residual, inner, weight, None, total, out, eps, "silu")
     return total, out
 
 
@@ -143,7 +140,6 @@ def _launch(
     total: torch.Tensor | None,
     out: torch.Tensor,
     eps: float,
-    folded: bool,
     gate_kind: GateKind,
 ) -> None:
     """`x`: [T, heads, size]. Absent tensors are passed as `x`, and never read."""
@@ -151,7 +147,6 @@ def _launch(
     assert x.stride(-1) == 1 and (gate is None or gate.stride(-1) == 1)
     launch = config(_arch(x), size)
     rows = tokens * heads
-    unit = math.sqrt(size)
     norm_kernel[(triton.cdiv(rows, launch["ROWS"]),)](
         x,
         x if residual is None else residual,
@@ -168,8 +163,7 @@ def _launch(
         0 if gate is None else gate.stride(0),
         0 if gate is None else gate.stride(1),
         size * eps,
-        1.0 if folded and weight is not None else unit,
-        1.0 if folded else unit,
+        math.sqrt(size),
         SIZE=size,
         RESIDUAL=residual is not None,
         INNER=inner is not None,
@@ -202,6 +196,6 @@ def variants(arch: str) -> list[Variant]:
         signature |= dict.fromkeys(("inner", "weight"), "*fp32")
         strides = ("x_token", "x_head", "residual_token", "gate_token", "gate_head")
         signature |= dict.fromkeys(("rows", "heads", *strides), "i32")
-        signature |= dict.fromkeys(("floor", "scale", "inner_scale"), "fp32")
+        signature |= dict.fromkeys(("floor", "scale"), "fp32")
         made.append(Variant(name, norm_kernel, signature, chosen, launch["num_warps"], launch["num_stages"]))
     return made

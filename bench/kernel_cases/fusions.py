@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from allotrope.attention.check import Comparison, compare
 from kernel_cases.case import KernelCase, Timed, same
 
 TOKENS = (8192, 64, 4)
@@ -17,11 +19,25 @@ def cases() -> list[KernelCase]:
     found = []
     for size in (2880, 4096, 7168):
         found += [_residual(tokens, size, "bf16") for tokens in TOKENS]
-    found += [_gated(tokens, 32, 128, "bf16") for tokens in TOKENS]
-    return [*found, _residual(5, 96, "fp32", tiny=True)]
+    for tokens in TOKENS:
+        found += [_gated(tokens, 32, 128, "bf16")]
+        found += [_activation(tokens, 14336, "silu", None), _activation(tokens, 2880, "silu", 7.0)]
+        found += [_activation(tokens, 21504, "gelu_tanh", None)]
+        found += [_rope_store(tokens, *shape) for shape in ROPE_SHAPES]
+    return [*found, _residual(5, 96, "fp32", tiny=True), _rope_store(3, 4, 2, 16, 8, True, "fp32", tiny=True)]
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Query heads, key heads, head size, rotated, normed, type of the rows.
+ROPE_SHAPES = (
+    (64, 8, 128, 128, True, "bf16"),
+    (64, 8, 64, 64, False, "bf16"),
+    (16, 2, 256, 64, True, "bf16"),
+    (32, 4, 512, 512, True, "bf16"),
+    (64, 8, 128, 128, True, "fp8"),
+)
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 def _normal(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -95,3 +111,96 @@ def _fla_gated(inputs: Any) -> Timed:
     x, z, weight = inputs
     x, z = x.flatten(0, 1), z.flatten(0, 1)
     return lambda: rms_norm_gated(x, z, weight, None, eps=1e-6)
+
+
+def _activation(tokens: int, width: int, activation: str, limit: float | None) -> KernelCase:
+    def make(device: torch.device) -> Any:
+        return _normal(device, torch.bfloat16, tokens, 2 * width) * 4
+
+    def ours(x: Any) -> Timed:
+        from allotrope.layers.mlp_triton import gated
+
+        return lambda: gated(x, activation, 1.702 if limit else 1.0, limit, 1.0 if limit else 0.0)
+
+    def reference(x: Any) -> Any:
+        gate, up = x.float().chunk(2, dim=-1)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1.0
+            return gate * torch.sigmoid(1.702 * gate) * up
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def plain(x: Any) -> Timed:
+        def run() -> Any:
+            gate, up = x.chunk(2, dim=-1)
+            return F.silu(gate) * up
+
+        return run
+
+    return KernelCase(
+        family="fusions",
+        name=f"{activation}{' clamped' if limit else ''} T{tokens} {width} bf16",
+        make=make,
+        ours=ours,
+        check=same(reference, "bf16"),
+        bytes=3 * tokens * width * 2,
+        peers={"torch": plain} if activation == "silu" and limit is None else {},
+    )
+
+
+@dataclass
+class _RopeInputs:
+    spec: Any
+    given: tuple[Any, ...]
+    rows: Any
+
+
+def _rope_store(
+    tokens: int, heads: int, groups: int, dim: int, rotated: int, normed: bool, rows: str, tiny: bool = False
+) -> KernelCase:
+    dtype = torch.float32 if rows == "fp32" else torch.bfloat16
+
+    def make(device: torch.device) -> Any:
+        from allotrope.attention.rope import RopeSpec, RopeTable
+        from allotrope.attention.rope_store import HeadSpec, Rows
+
+        spec = HeadSpec(heads=heads, kv_heads=groups, dim=dim, v_dim=dim, qk_norm=normed)
+        projected = _normal(device, dtype, tokens, spec.width)
+        rotation = RopeTable(RopeSpec(dim=rotated, theta=1e6), device).at(torch.arange(tokens, device=device), dtype)
+        weights = [1 + _normal(device, torch.float32, dim) / 8 if normed else None for _ in range(2)]
+        pages = -(-tokens // 16) + 1
+        k, v = (torch.zeros(pages, 16, groups, dim, dtype=DTYPES[rows], device=device) for _ in range(2))
+        slots = torch.randperm(tokens, device=device) + 16
+        return _RopeInputs(spec, (projected, rotation, *weights), Rows(k, v, slots, 0.5, 0.5))
+
+    def ours(inputs: Any) -> Timed:
+        from allotrope.attention.rope_store_triton import rope_store
+
+        return lambda: rope_store(inputs.spec, *inputs.given, inputs.rows)
+
+    def check(inputs: Any, timed: Timed) -> list[Comparison]:
+        from allotrope.attention.rope_store import rope_store
+
+        projected, *others = inputs.given
+        q, k, v = rope_store(inputs.spec, projected.float(), *others, None)
+        found = [compare(timed()[0], q, "fp32" if rows == "fp32" else "bf16")]
+        for pool, new in ((inputs.rows.k, k), (inputs.rows.v, v)):
+            stored = pool.flatten(0, 1)[inputs.rows.slots]
+            if rows == "fp8":
+                new = (new.to(dtype).float() / 0.5).to(pool.dtype).float()
+                # One step of FP8 where a rounding to bf16 before it ended on the other side of a tie.
+                near = (stored.float() - new).abs() <= new.abs() / 8 + 2**-9
+                stored, new = torch.where(near, new, stored.float()).bfloat16(), new
+            found.append(compare(stored, new, "fp32" if rows == "fp32" else "bf16"))
+        return found
+
+    moved = tokens * (2 * heads + 2 * groups) * dim * dtype.itemsize
+    moved += tokens * (2 * groups * dim * DTYPES[rows].itemsize + 2 * rotated * dtype.itemsize)
+    return KernelCase(
+        family="fusions",
+        name=f"rope store T{tokens} {heads}/{groups}x{dim}{' normed' if normed else ''} rotates {rotated} rows {rows}",
+        make=make,
+        ours=ours,
+        check=check,
+        bytes=moved,
+        tiny=tiny,
+    )

@@ -17,8 +17,9 @@ from allotrope.attention.ahead import SHARED_BYTES
 PROGRAM = """
 import dataclasses, json, sys
 from allotrope.attention.ahead import compile_variant, variants
+from allotrope.layers.ahead import MODULES
 arch = sys.argv[1]
-print(json.dumps([(dataclasses.asdict(compile_variant(v, arch)), v.spills) for v in variants(arch)]))
+print(json.dumps([(dataclasses.asdict(compile_variant(v, arch)), v.spills) for v in variants(arch, MODULES)]))
 """
 
 

@@ -1,0 +1,223 @@
+"""`rope_store` in one launch: the fused projection is read once, q is written contiguous, k and v to their pools.
+
+A program owns some heads of one kind (q, k or v) of one token. Rows of the pools are addressed in 64 bits.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from allotrope.attention.ahead import Variant
+from allotrope.attention.rope import Rotation
+from allotrope.attention.rope_store import HeadSpec, Rows
+
+_FP8_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def _stored(x, scale, pool, FP8: tl.constexpr):
+    """What a pool holds of `x`."""
+    if FP8:
+        x = tl.minimum(tl.maximum(x / scale, -_FP8_MAX), _FP8_MAX)
+    return x.to(pool.dtype.element_ty)
+
+
+@triton.jit
+def _turn(
+    source, place, inside, cos, sin, weight, floor, unit, scale,
+    DIM: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Norm, rotate and write heads. `source`, `place`: [HEADS, 1] pointers to their starts; `inside`: to be written.
+
+    The pairs are held as two halves a and b, what does not turn as c.
+    """
+    dtype = source.dtype.element_ty
+    pair = tl.arange(0, HALF)[None, :]
+    paired = pair < ROTATED // 2
+    both = tl.arange(0, 2 * HALF)[None, :]
+    rest = ROTATED + tl.arange(0, REST)[None, :]
+    length = tl.zeros([HEADS], tl.float32) + floor
+    if ROTATED > 0:
+        if INTERLEAVED:
+            whole = tl.load(source + both, mask=inside & (both < ROTATED), other=0.0).to(tl.float32)
+            a, b = tl.split(tl.reshape(whole, [HEADS, HALF, 2]))
+        else:
+            a = tl.load(source + pair, mask=inside & paired, other=0.0).to(tl.float32)
+            b = tl.load(source + ROTATED // 2 + pair, mask=inside & paired, other=0.0).to(tl.float32)
+        length += tl.sum(a * a + b * b, axis=1)
+    if ROTATED < DIM:
+        c = tl.load(source + rest, mask=inside & (rest < DIM), other=0.0).to(tl.float32)
+        length += tl.sum(c * c, axis=1)
+    factor = (unit * tl.rsqrt(length))[:, None]
+    # Which of a head's numbers are first and second of a pair.
+    first = 2 * pair if INTERLEAVED else pair
+    second = first + 1 if INTERLEAVED else first + ROTATED // 2
+    if ROTATED > 0:
+        if NORM:
+            a *= factor * tl.load(weight + first, mask=paired, other=0.0).to(tl.float32)
+            b *= factor * tl.load(weight + second, mask=paired, other=0.0).to(tl.float32)
+        # The table's sine carries the sign of the first of a pair.
+        cosine = tl.load(cos + first, mask=paired, other=0.0).to(tl.float32)
+        sine = tl.load(sin + first, mask=paired, other=0.0).to(tl.float32)
+        turned_a = _stored((a * cosine + b * sine).to(dtype).to(tl.float32), scale, place, FP8)
+        turned_b = _stored((b * cosine - a * sine).to(dtype).to(tl.float32), scale, place, FP8)
+        if INTERLEAVED:
+            joined = tl.reshape(tl.join(turned_a, turned_b), [HEADS, 2 * HALF])
+            tl.store(place + both, joined, mask=inside & (both < ROTATED))
+        else:
+            tl.store(place + pair, turned_a, mask=inside & paired)
+            tl.store(place + ROTATED // 2 + pair, turned_b, mask=inside & paired)
+    if ROTATED < DIM:
+        if NORM:
+            c *= factor * tl.load(weight + rest, mask=rest < DIM, other=0.0).to(tl.float32)
+        tl.store(place + rest, _stored(c.to(dtype).to(tl.float32), scale, place, FP8), mask=inside & (rest < DIM))
+
+
+@triton.jit
+def rope_store_kernel(
+    projected, cos, sin, q_weight, k_weight, slots, q, k_pool, v_pool,
+    heads, kv_heads, q_blocks, kv_blocks, v_start,
+    row_stride, cos_stride, q_row, k_row, k_head, v_row, v_head,
+    k_scale, v_scale, floor, unit, v_floor, v_unit,
+    DIM: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, V_NORM: tl.constexpr, FP8: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Blocks of heads along the second axis of the grid: those of q, then of k, then of v.
+
+    Without `SLOTS`, row t of the pools is token t's. `floor`, `unit`: size * eps and sqrt(size); `v_unit` with the
+    values' own factor.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    source = projected + token * row_stride
+    lane = tl.arange(0, HEADS)[:, None]
+    cos += token * cos_stride
+    sin += token * cos_stride
+    if block < q_blocks:
+        head = block * HEADS + lane
+        place = q + token * q_row + head * DIM
+        _turn(source + head * DIM, place, head < heads, cos, sin, q_weight, floor, unit, 1.0,
+              DIM, ROTATED, HALF, REST, HEADS, INTERLEAVED, NORM, False)  # fmt: skip
+    else:
+        row = tl.load(slots + token) if SLOTS else token
+        written = row >= 0
+        row = tl.maximum(row, 0)
+        if block < q_blocks + kv_blocks:
+            head = (block - q_blocks) * HEADS + lane
+            place = k_pool + row * k_row + head * k_head
+            _turn(source + (heads + head) * DIM, place, (head < kv_heads) & written, cos, sin, k_weight, floor, unit,
+                  k_scale, DIM, ROTATED, HALF, REST, HEADS, INTERLEAVED, NORM, FP8)  # fmt: skip
+        else:
+            head = (block - q_blocks - kv_blocks) * HEADS + lane
+            column = tl.arange(0, V_BLOCK)[None, :]
+            there = (head < kv_heads) & written & (column < V_DIM)
+            value = tl.load(source + v_start + head * V_DIM + column, mask=there, other=0.0)
+            dtype = value.dtype
+            value = value.to(tl.float32)
+            if V_NORM:
+                value *= tl.rsqrt(tl.sum(value * value, axis=1)[:, None] + v_floor)
+            value = (value * v_unit).to(dtype).to(tl.float32)
+            tl.store(v_pool + row * v_row + head * v_head + column, _stored(value, v_scale, v_pool, FP8), mask=there)
+
+
+def config(arch: str, spec: HeadSpec) -> dict[str, int]:
+    """About a thousand numbers a program."""
+    dim = triton.next_power_of_2(max(spec.dim, spec.v_dim))
+    heads = max(1, min(1024 // dim, triton.next_power_of_2(spec.heads)))
+    wave = 64 if arch.startswith("gfx") else 32
+    return {"HEADS": heads, "num_warps": max(1, heads * dim // (8 * wave)), "num_stages": 1}
+
+
+def rope_store(
+    spec: HeadSpec,
+    projected: torch.Tensor,
+    rotation: Rotation | None,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    rows: Rows | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """As `allotrope.attention.rope_store.rope_store`."""
+    assert projected.stride(1) == 1 and projected.shape[1] >= spec.width
+    tokens, heads, groups = len(projected), spec.heads, spec.kv_heads
+    q = projected.new_empty(tokens, heads, spec.dim)
+    k = v = None
+    # Without pools, as pools of one row a page.
+    k_pool, v_pool = q[:, None], None
+    if rows is not None:
+        k_pool, v_pool = rows.k, rows.v
+    elif groups:
+        k, v = projected.new_empty(tokens, groups, spec.dim), projected.new_empty(tokens, groups, spec.v_dim)
+        k_pool, v_pool = k[:, None], v[:, None]
+    if not tokens:
+        return q, k, v
+    if rows is not None:
+        for pool in (k_pool, k_pool if v_pool is None else v_pool):
+            assert pool.stride(3) == 1 and pool.stride(0) == pool.shape[1] * pool.stride(1)
+    launch = config("gfx942" if torch.version.hip else "sm_90", spec)
+    q_blocks, kv_blocks = triton.cdiv(heads, launch["HEADS"]), triton.cdiv(groups, launch["HEADS"])
+    v_blocks = 0 if v_pool is None else kv_blocks
+    v_pool = k_pool if v_pool is None else v_pool
+    v_unit = spec.value_scale * (math.sqrt(spec.v_dim) if spec.v_norm else 1.0)
+    v_start = (heads if spec.values_from_keys else heads + groups) * spec.dim
+    cos, sin = (projected, projected) if rotation is None else (rotation.cos, rotation.sin)
+    rope_store_kernel[(tokens, q_blocks + kv_blocks + v_blocks)](
+        projected, cos, sin, projected if q_weight is None else q_weight, projected if k_weight is None else k_weight,
+        projected if rows is None else rows.slots, q, k_pool, v_pool,
+        heads, groups, q_blocks, kv_blocks, v_start,
+        projected.stride(0), cos.stride(0), q.stride(0),
+        k_pool.stride(1 if k is None else 0), k_pool.stride(2), v_pool.stride(1 if k is None else 0), v_pool.stride(2),
+        1.0 if rows is None else rows.k_scale, 1.0 if rows is None else rows.v_scale,
+        spec.dim * spec.eps, math.sqrt(spec.dim), spec.v_dim * spec.eps, v_unit,
+        FP8=k_pool.dtype == torch.float8_e4m3fn, SLOTS=rows is not None,
+        **_constants(spec, rotation), **launch,
+    )  # fmt: skip
+    return q, k, v
+
+
+def _constants(spec: HeadSpec, rotation: Rotation | None) -> dict[str, Any]:
+    rotated = 0 if rotation is None else rotation.cos.shape[-1]
+    return {
+        "DIM": spec.dim,
+        "ROTATED": rotated,
+        "HALF": triton.next_power_of_2(max(1, rotated // 2)),
+        "REST": triton.next_power_of_2(max(1, spec.dim - rotated)),
+        "V_DIM": spec.v_dim,
+        "V_BLOCK": triton.next_power_of_2(spec.v_dim),
+        "INTERLEAVED": rotation is not None and rotation.interleaved,
+        "NORM": spec.qk_norm,
+        "V_NORM": spec.v_norm,
+    }
+
+
+def variants(arch: str) -> list[Variant]:
+    """Released heads: plain, normed and half rotated, interleaved, and FP8 rows where the chip has the type."""
+    made = []
+    plain = HeadSpec(heads=64, kv_heads=8, dim=128, v_dim=128, qk_norm=True)
+    wide = HeadSpec(heads=16, kv_heads=2, dim=256, v_dim=256, qk_norm=True)
+    for name, spec, kind, pool, rotated, interleaved in (
+        ("rope store 128 normed", plain, "*bf16", "*bf16", 128, False),
+        ("rope store 256 partial", wide, "*bf16", "*bf16", 64, False),
+        ("rope store 128 interleaved", plain, "*fp16", "*fp16", 128, True),
+        ("rope store 128 fp8", plain, "*bf16", "*fp8e4nv", 128, False),
+    ):
+        if pool == "*fp8e4nv" and arch == "gfx942":
+            continue
+        table = torch.empty(1, 1, rotated)
+        launch = config(arch, spec)
+        signature = dict.fromkeys(("projected", "cos", "sin", "q"), kind) | dict.fromkeys(("k_pool", "v_pool"), pool)
+        signature |= dict.fromkeys(("q_weight", "k_weight"), "*fp32") | {"slots": "*i64"}
+        integers = "heads kv_heads q_blocks kv_blocks v_start row_stride cos_stride q_row k_row k_head v_row v_head"
+        signature |= dict.fromkeys(integers.split(), "i32")
+        signature |= dict.fromkeys("k_scale v_scale floor unit v_floor v_unit".split(), "fp32")
+        constants = _constants(spec, Rotation(table, table, interleaved)) | {"HEADS": launch["HEADS"], "SLOTS": True}
+        constants["FP8"] = pool == "*fp8e4nv"
+        made.append(Variant(name, rope_store_kernel, signature, constants, launch["num_warps"], launch["num_stages"]))
+    return made

@@ -1,0 +1,12 @@
+"""Every module with Triton kernels, those of attention included: what is compiled for each chip without one."""
+
+from __future__ import annotations
+
+from allotrope.attention import ahead
+
+MODULES: tuple[str, ...] = (
+    *ahead.MODULES,
+    "allotrope.layers.mlp_triton",
+    "allotrope.layers.norm_triton",
+)
+"""Modules with a function `variants(arch) -> list[Variant]`, for `ahead.variants`."""

@@ -1,0 +1,39 @@
+"""Makes Triton's interpreter round as the chips do: to the nearest, ties to even.
+
+Its own conversion cuts off what bf16 has no bits for, and in rounding to FP8 loses the carry into the exponent.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import torch
+
+if importlib.util.find_spec("triton") is not None:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    _TYPES = {
+        tl.float32: torch.float32,
+        tl.bfloat16: torch.bfloat16,
+        tl.float16: torch.float16,
+        tl.float8e4nv: torch.float8_e4m3fn,
+        tl.float8e5: torch.float8_e5m2,
+    }
+    _convert = interpreter._convert_float
+
+    def _convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if source not in _TYPES or target not in _TYPES or rounding_mode == interpreter._ir.ROUNDING_MODE.RTZ:
+            return _convert(data, source, target, rounding_mode)
+        bits = np.ascontiguousarray(data).view(f"int{source.primitive_bitwidth}").reshape(-1)
+        exact = torch.from_numpy(bits.copy()).view(_TYPES[source]).float()
+        if target.is_fp8():
+            limit = torch.finfo(_TYPES[target]).max
+            exact = exact.clamp(-limit, limit)
+        width = target.primitive_bitwidth
+        rounded = exact.to(_TYPES[target]).view(getattr(torch, f"int{width}")).numpy()
+        return rounded.view(f"uint{width}").reshape(data.shape)
+
+    interpreter._convert_float = _convert_float
