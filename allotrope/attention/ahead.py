@@ -26,7 +26,8 @@ class Variant:
     """One specialisation of a kernel.
 
     `name`: for people, unique. `kernel`: the `@triton.jit` function. `signature`: argument -> Triton type ("*bf16",
-    "i32", ...), "constexpr" for those in `constants`. `num_warps`, `num_stages`: as it is launched. `spills`: registers
+    "i32", ...; "*bf16:16", "i32:16" where the launcher will see a multiple of 16, as for rows that are loaded whole),
+    "constexpr" for those in `constants`. `num_warps`, `num_stages`: as it is launched. `spills`: registers
     that may go to memory, where the kernel is known to be faster so.
     """
 
@@ -62,8 +63,10 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
     from triton.compiler import ASTSource
 
     target = GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64)
-    signature = {name: variant.signature.get(name, "constexpr") for name in variant.kernel.arg_names}
-    source = ASTSource(variant.kernel, signature, dict(variant.constants))
+    given = [variant.signature.get(name, "constexpr") for name in variant.kernel.arg_names]
+    signature = {name: kind.removesuffix(":16") for name, kind in zip(variant.kernel.arg_names, given, strict=True)}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(given) if kind.endswith(":16")}
+    source = ASTSource(variant.kernel, signature, dict(variant.constants), aligned)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
     made = triton.compile(source, target=target, options=options)
     registers, spills = _nvidia(made.asm["cubin"]) if target.backend == "cuda" else _amd(made.asm["amdgcn"])

@@ -102,11 +102,11 @@ def build_plan(spec: MlaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
 
 def plan_spans(spec: MlaSpec, paged: PageIndex, spans: Sequence[Span]) -> MlaPlan:
     """Plan the queries of `spans`, each of which sees all rows up to its own; all new rows are written."""
-    expanded = [_prefill_part(paged, span) for span in spans if _expands(spec, span)]
+    expanded = [_prefill_part(paged, span) for span in spans if expands(spec, span)]
     tokens: list[int] = []
     absorbed: list[Span] = []
     for span in spans:
-        if not _expands(spec, span):
+        if not expands(spec, span):
             absorbed.append(replace(span, token=len(tokens)))
             tokens.extend(range(span.token, span.token + span.queries))
     parts = [*_decode_parts(paged, [span for span in absorbed if span.queries == 1])]
@@ -124,7 +124,7 @@ def writes(paged: PageIndex) -> Writes:
     return Writes(paged.slots[tokens], tokens)
 
 
-def _expands(spec: MlaSpec, span: Span) -> bool:
+def expands(spec: MlaSpec, span: Span) -> bool:
     """Whether up-projecting the keys costs fewer multiply-adds than absorbing the queries; never for one query."""
     if span.queries == 1:
         return False

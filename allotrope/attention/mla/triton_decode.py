@@ -1,0 +1,346 @@
+"""Latent attention of single queries, absorbed: all heads of a query read the same rows, split among programs.
+
+Owns: the kernel that attends, the one that joins what splits found, and their launch. Must not know: how queries were
+absorbed, who picked rows, how pages were filled.
+
+How many splits a query has depends on how many queries there are, the bound of their lengths and the chip: equal for
+an eager step and a captured one of the same sizes.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from allotrope.attention.ahead import Variant
+from allotrope.attention.batch import PageIndex
+from allotrope.attention.mla.rows import BLOCK
+from allotrope.attention.mla.spec import MlaSpec
+from allotrope.attention.mla.triton_store import planes
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_BLOCK = tl.constexpr(BLOCK)
+# Below any logit, yet finite: the exp2 of a difference is never that of inf - inf.
+_LOWEST = tl.constexpr(-1.0e30)
+
+
+@dataclass(frozen=True)
+class Queries:
+    """t queries that are attended with at once.
+
+    `request`: [t] row of the page table. `seen`: [t] int32 rows that each sees, 0 for none. `bound`: of `seen`.
+    """
+
+    request: torch.Tensor
+    seen: torch.Tensor
+    bound: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """`heads`: of one program. `keys`: read in one step. `resident`: programs that one multiprocessor holds."""
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+    resident: int
+
+
+def config(arch: str, spec: MlaSpec, dtype: torch.dtype, picked: bool) -> Config:
+    """Launch parameters. `dtype`: of the queries. `picked`: whether rows are picked one by one."""
+    heads = min(64, max(16, triton.next_power_of_2(spec.num_heads)))
+    if arch == "interpreter":
+        return Config(heads, 32, 4, 1, 1)
+    if dtype == torch.float32:
+        return Config(16, 16, 4, 1, 1)
+    if arch != "sm_90":
+        return Config(16, 32 if arch == "gfx950" else 16, 4, 1, 2)
+    if heads == 64:
+        return Config(64, 64, 8, 2, 1)
+    return Config(heads, 32, 4, 3, 2)
+
+
+@triton.jit
+def _rows(
+    c_pool, pe_pool, factors, page, offset, there, c_page, c_row, pe_page, pe_row, f_page, f_row, dtype: tl.constexpr,
+    C: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, KEYS: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """Rows `offset` [KEYS] of `page` as numbers: latent [KEYS, BLOCK_C] and rope [KEYS, BLOCK_R]; zeros where not `there`."""
+    channel, rope = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    in_c = there[:, None] if BLOCK_C == C else there[:, None] & (channel < C)[None, :]
+    in_r = there[:, None] if BLOCK_R == R else there[:, None] & (rope < R)[None, :]
+    if SCALED:
+        pe_pool += (C + C // _BLOCK * 4) // 2
+        block = tl.arange(0, BLOCK_C // _BLOCK)
+        f_at = factors + page * f_page + offset * f_row + C // 4
+        factor = tl.load(f_at[:, None] + block[None, :], mask=there[:, None], other=0.0)
+    c_at = c_pool + (page * c_page + offset * c_row)
+    pe_at = pe_pool + (page * pe_page + offset * pe_row)
+    latent = tl.load(c_at[:, None] + channel[None, :], mask=in_c, other=0.0)
+    tail = tl.load(pe_at[:, None] + rope[None, :], mask=in_r, other=0.0)
+    if SCALED:
+        blocks = tl.reshape(latent.to(tl.float32), (KEYS, BLOCK_C // _BLOCK, _BLOCK)) * factor[:, :, None]
+        return tl.reshape(blocks, (KEYS, BLOCK_C)).to(dtype), tail.to(dtype)
+    return latent.to(dtype), tail.to(dtype)
+
+
+@triton.jit
+def attend_kernel(
+    q, q_pe, c_pool, pe_pool, factors, table, request, seen, picks, partial, lse, out,
+    scale, kv_scale, topk, splits,
+    q_t, q_h, pe_t, pe_h, c_page, c_row, pe_page, pe_row, f_page, f_row, table_b, picks_t, out_t, out_h,
+    H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    PICKED: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one query over one split of its keys.
+
+    With PICKED the keys of a query that sees more than `topk` are `picks` [t, topk], -1 for none. With DIRECT (one
+    split) the output is written, else the split's normalised result and base-2 log-sum-exp.
+    """
+    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    split = tl.program_id(1)
+    query = tl.program_id(2).to(tl.int64)
+    real = head < H
+    channel, rope = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    in_c, in_r = channel < C, rope < R
+    n = tl.load(seen + query)
+    many = n > topk
+    if PICKED:
+        n = tl.minimum(n, topk)
+    size = tl.cdiv(tl.cdiv(n, KEYS), splits) * KEYS
+    begin = split * size
+    end = tl.minimum(begin + size, n)
+    if begin < end or DIRECT:
+        table += tl.load(request + query).to(tl.int64) * table_b
+        latent_q = tl.load(
+            q + query * q_t + head[:, None] * q_h + channel[None, :], mask=real[:, None] & in_c[None, :], other=0.0
+        )
+        rope_q = tl.load(
+            q_pe + query * pe_t + head[:, None] * pe_h + rope[None, :], mask=real[:, None] & in_r[None, :], other=0.0
+        )
+        top = tl.full([HEADS], _LOWEST, tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        mixed = tl.zeros([HEADS, BLOCK_C], tl.float32)
+        factor = scale * kv_scale * _LOG2E
+        for start in range(begin, end, KEYS):
+            key = start + tl.arange(0, KEYS)
+            there = key < end
+            if PICKED:
+                picked = tl.load(picks + query * picks_t + key, mask=there & many, other=-1).to(tl.int32)
+                key = tl.where(many, picked, key)
+                there = there & (key >= 0)
+                key = tl.maximum(key, 0)
+            if PICKED or PAGE % KEYS != 0:
+                page = tl.load(table + key // PAGE, mask=there, other=-1).to(tl.int64)
+                offset = key % PAGE
+            else:
+                page = tl.load(table + start // PAGE).to(tl.int64)
+                offset = start % PAGE + tl.arange(0, KEYS)
+            latent, tail = _rows(
+                c_pool, pe_pool, factors, page, offset, there & (page >= 0), c_page, c_row, pe_page, pe_row, f_page,
+                f_row, latent_q.dtype, C, R, BLOCK_C, BLOCK_R, KEYS, SCALED,
+            )  # fmt: skip
+            logits = tl.dot(latent_q, tl.trans(latent), input_precision=PRECISION)
+            logits = tl.dot(rope_q, tl.trans(tail), logits, input_precision=PRECISION)
+            logits = tl.where(there[None, :], logits * factor, float("-inf"))
+            higher = tl.maximum(top, tl.max(logits, 1))
+            weights = tl.exp2(logits - higher[:, None])
+            fade = tl.exp2(top - higher)
+            total = total * fade + tl.sum(weights, 1)
+            mixed = mixed * fade[:, None]
+            mixed = tl.dot(weights.to(latent.dtype), latent, mixed, input_precision=PRECISION)
+            top = higher
+        # The largest logit of a row adds 1, so the bound touches only queries that see nothing.
+        mixed = mixed * (kv_scale / tl.maximum(total, 1.0))[:, None]
+        kept = real[:, None] & in_c[None, :]
+        if DIRECT:
+            to = out + query * out_t + head[:, None] * out_h + channel[None, :]
+            tl.store(to, mixed.to(out.dtype.element_ty), mask=kept)
+        else:
+            place = (query * splits + split) * H + head
+            tl.store(partial + place[:, None] * C + channel[None, :], mixed, mask=kept)
+            # A split whose picks are all -1 has found nothing, and weighs nothing.
+            found = tl.where(total > 0.0, top + tl.log2(tl.maximum(total, 1.0)), _LOWEST)
+            tl.store(lse + place, found, mask=real)
+
+
+@triton.jit
+def join_kernel(
+    partial, lse, seen, out, topk, splits, out_t, out_h,
+    H: tl.constexpr, C: tl.constexpr, KEYS: tl.constexpr, BLOCK_C: tl.constexpr, STEP: tl.constexpr,
+    PICKED: tl.constexpr,
+):  # fmt: skip
+    """One head of one query: the splits that have keys, weighed by their log-sum-exp; zero where none has."""
+    head = tl.program_id(0)
+    query = tl.program_id(1).to(tl.int64)
+    n = tl.load(seen + query)
+    if PICKED:
+        n = tl.minimum(n, topk)
+    size = tl.cdiv(tl.cdiv(n, KEYS), splits) * KEYS
+    used = tl.cdiv(n, tl.maximum(size, 1))
+    channel = tl.arange(0, BLOCK_C)
+    in_c = channel < C
+    top = _LOWEST
+    total = 0.0
+    mixed = tl.zeros([BLOCK_C], tl.float32)
+    for first in range(0, used, STEP):
+        split = first + tl.arange(0, STEP)
+        place = (query * splits + split) * H + head
+        found = tl.load(lse + place, mask=split < used, other=_LOWEST)
+        higher = tl.maximum(top, tl.max(found, 0))
+        weight = tl.where(found > _LOWEST, tl.exp2(found - higher), 0.0)
+        part = tl.load(
+            partial + place[:, None] * C + channel[None, :], mask=(split < used)[:, None] & in_c[None, :], other=0.0
+        )
+        fade = tl.exp2(top - higher)
+        mixed = mixed * fade + tl.sum(part * weight[:, None], 0)
+        total = total * fade + tl.sum(weight, 0)
+        top = higher
+    mixed = mixed / tl.maximum(total, 1.0e-30)
+    tl.store(out + query * out_t + head * out_h + channel, mixed.to(out.dtype.element_ty), mask=in_c)
+
+
+def split_count(queries: int, groups: int, steps: int, slots: int) -> int:
+    """Splits of each query: the fewest that keep the chip's `slots` programs about as busy as any number would.
+
+    `groups`: programs of one split of a query. `steps`: of the longest query. The cost of a number is its waves of
+    programs, each as long as a split, and what one more split costs to write and join.
+    """
+    most = min(64, max(1, steps // 4), max(1, 2 * slots // max(1, queries * groups)))
+
+    def cost(splits: int) -> float:
+        waves = -(-queries * groups * splits // slots)
+        return waves * (-(-steps // splits) + 2.0) + (0.0 if splits == 1 else 4.0 + 0.25 * splits)
+
+    return min(range(1, most + 1), key=cost)
+
+
+def arch_of(device: torch.device) -> str:
+    """The chip that launch parameters are chosen for."""
+    if device.type == "cpu":
+        return "interpreter"
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+    return "sm_90"
+
+
+def slots_of(device: torch.device) -> int:
+    """Multiprocessors; a few where kernels are interpreted, so that splits are tested."""
+    return 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def attend(
+    spec: MlaSpec,
+    pools: Mapping[str, torch.Tensor],
+    paged: PageIndex,
+    queries: Queries,
+    q: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_scale: float,
+    picks: torch.Tensor | None = None,
+    topk: int = 0,
+) -> torch.Tensor:
+    """Attention in the latent. `q`: [H, t, C] absorbed. `q_pe`: [t, H, R]. `picks`: [t, K] int64.
+
+    Returns z [H, t, C] in `q`'s type.
+    """
+    heads, count, latent = q.shape
+    device = q.device
+    chosen = config(arch_of(device), spec, q.dtype, picks is not None)
+    groups = triton.cdiv(heads, chosen.heads)
+    bound = queries.bound if picks is None else min(queries.bound, topk)
+    steps = triton.next_power_of_2(triton.cdiv(max(1, bound), chosen.keys))
+    splits = split_count(count, groups, steps, slots_of(device) * chosen.resident)
+    out = torch.empty(heads, count, latent, dtype=q.dtype, device=device)
+    direct = splits == 1
+    partial, lse = out, out
+    if not direct:
+        partial = torch.empty(count, splits, heads, latent, dtype=torch.float32, device=device)
+        lse = torch.empty(count, splits, heads, dtype=torch.float32, device=device)
+    c_pool, pe_pool, factors = planes(spec, pools)
+    block_c, block_r = triton.next_power_of_2(latent), triton.next_power_of_2(spec.rope_dim)
+    attend_kernel[(groups, splits, count)](
+        q, q_pe, c_pool, pe_pool, factors, paged.table, queries.request, queries.seen,
+        queries.seen if picks is None else picks, partial, lse, out,
+        spec.scale, kv_scale, topk, splits,
+        q.stride(1), q.stride(0), q_pe.stride(0), q_pe.stride(1),
+        *c_pool.stride()[:2], *pe_pool.stride()[:2], *factors.stride()[:2], paged.table.stride(0),
+        0 if picks is None else picks.stride(0), out.stride(1), out.stride(0),
+        H=heads, C=latent, R=spec.rope_dim, PAGE=paged.page_size, HEADS=chosen.heads, KEYS=chosen.keys,
+        BLOCK_C=max(16, block_c), BLOCK_R=max(16, block_r), PICKED=picks is not None,
+        SCALED=spec.row_format == "scaled", DIRECT=direct, PRECISION="ieee",
+        num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
+    if not direct:
+        join_kernel[(heads, count)](
+            partial, lse, queries.seen, out, topk, splits, out.stride(1), out.stride(0),
+            H=heads, C=latent, KEYS=chosen.keys, BLOCK_C=block_c, STEP=4, PICKED=picks is not None, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def variants(arch: str) -> list[Variant]:
+    """Released sizes: few and many heads, bf16, FP8 and scaled rows, all rows and picked ones, and fp32."""
+    made = []
+    for name, heads, kinds, picked in (
+        ("16 heads bf16", 16, "bf16", False),
+        ("128 heads bf16", 128, "bf16", False),
+        ("128 heads fp8", 128, "fp8", False),
+        ("128 heads scaled picked", 128, "scaled", True),
+        ("4 heads fp32", 4, "fp32", False),
+    ):
+        made.append(_variant(arch, name, heads, kinds, picked))
+    strides = dict.fromkeys(("topk", "splits", "out_t", "out_h"), "i32")
+    signature = {"partial": "*fp32", "lse": "*fp32", "seen": "*i32", "out": "*bf16", **strides}
+    constants = {"H": 128, "C": 512, "KEYS": 64, "BLOCK_C": 512, "STEP": 4, "PICKED": False}
+    return [*made, Variant("mla join", join_kernel, signature, constants, 4, 1)]
+
+
+def _variant(arch: str, name: str, heads: int, kinds: str, picked: bool) -> Variant:
+    dtype = torch.float32 if kinds == "fp32" else torch.bfloat16
+    kv_dtype = {"fp8": torch.float8_e4m3fn, "scaled": torch.float8_e4m3fn}.get(kinds, dtype)
+    row_format = "scaled" if kinds == "scaled" else "plain"
+    spec = MlaSpec(
+        num_heads=heads, latent_dim=512, rope_dim=64, nope_dim=128, v_head_dim=128, scale=0.07, kv_dtype=kv_dtype,
+        row_format=row_format,
+    )  # fmt: skip
+    chosen = config(arch, spec, dtype, picked)
+    plain = "*fp32" if kinds == "fp32" else "*bf16"
+    pool = "*fp8e4nv" if kv_dtype == torch.float8_e4m3fn else plain
+    signature = {
+        "q": plain, "q_pe": plain, "c_pool": pool, "pe_pool": "*bf16" if kinds == "scaled" else pool,
+        "factors": "*fp32" if kinds == "scaled" else pool, "table": "*i64", "request": "*i64", "seen": "*i32",
+        "picks": "*i64" if picked else "*i32", "partial": "*fp32", "lse": "*fp32", "out": plain,
+        "scale": "fp32", "kv_scale": "fp32",
+    }  # fmt: skip
+    numbers = (
+        "topk",
+        "splits",
+        "q_t",
+        "q_h",
+        "pe_t",
+        "pe_h",
+        "c_page",
+        "c_row",
+        "pe_page",
+        "pe_row",
+        "f_page",
+        "f_row",
+    )
+    signature |= dict.fromkeys((*numbers, "table_b", "picks_t", "out_t", "out_h"), "i32")
+    constants = {
+        "H": heads, "C": 512, "R": 64, "PAGE": 16, "HEADS": chosen.heads, "KEYS": chosen.keys, "BLOCK_C": 512,
+        "BLOCK_R": 64, "PICKED": picked, "SCALED": kinds == "scaled", "DIRECT": False,
+        "PRECISION": "ieee",
+    }  # fmt: skip
+    loose = ("topk", "splits", "scale", "kv_scale")
+    signature = {argument: kind if argument in loose else f"{kind}:16" for argument, kind in signature.items()}
+    return Variant(f"mla decode {name}", attend_kernel, signature, constants, chosen.warps, chosen.stages)

@@ -1,0 +1,335 @@
+"""Latent attention of prompts, expanded: keys and values of every head are made for a bounded number of rows at a time.
+
+Owns: which rows are expanded together, the kernel that reads them back from their pages, the kernel that attends, and
+their launch. Must not know: which requests are better absorbed.
+
+A `Chunk` holds slices of the keys of one or several requests. What the queries of a request found in one slice is
+joined with what they found in those before it, in the program that attends; so scratch does not grow with the context.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from allotrope.attention.ahead import Variant
+from allotrope.attention.batch import PageIndex
+from allotrope.attention.mla.plan import Span
+from allotrope.attention.mla.spec import MlaSpec
+from allotrope.attention.mla.triton_decode import _LOG2E, _LOWEST, _rows, arch_of
+from allotrope.attention.mla.triton_store import planes
+
+# Rows of a slice are read back, and lie in scratch, in blocks of so many.
+ROWS = 64
+# Bytes of the keys and values of a chunk.
+SCRATCH = 1 << 29
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Keys that are expanded together, and who reads them.
+
+    `rows`: scratch rows. `blocks`: [n, 3] int32, of each `ROWS` of them: request, first key, how many. `tiles`:
+    [m, 8] int32 of each tile of queries: first token, how many, position of the first, first key of its slice, keys of
+    the slice, the slice's first scratch row, whether it is its request's first slice, whether the last.
+    """
+
+    rows: int
+    blocks: torch.Tensor
+    tiles: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """`chunks`: in the order in which they are attended to. `joined`: whether a request has several slices."""
+
+    chunks: tuple[Chunk, ...]
+    joined: bool
+
+
+@dataclass(frozen=True)
+class Config:
+    """`queries`, `keys`: of one tile."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def config(arch: str, spec: MlaSpec, dtype: torch.dtype) -> Config:
+    """Launch parameters. `dtype`: of the queries."""
+    if arch == "interpreter":
+        return Config(32, 32, 4, 1)
+    if dtype == torch.float32:
+        return Config(16, 32, 4, 1)
+    wide = max(spec.nope_dim + spec.rope_dim, spec.v_head_dim) > 192
+    if arch != "sm_90":
+        return Config(64 if wide else 128, 32 if arch == "gfx942" else 64, 8, 1)
+    return Config(128, 64, 8, 2) if wide else Config(128, 64, 8, 3)
+
+
+def plan_expanded(spec: MlaSpec, spans: Sequence[Span], device: torch.device, scratch: int = SCRATCH) -> Expanded:
+    """Share out the keys of `spans` among chunks of at most `scratch` bytes, and their queries among tiles."""
+    size = spec.num_heads * (spec.nope_dim + spec.v_head_dim) * (4 if spec.kv_dtype == torch.float32 else 2)
+    most = max(1, scratch // size // ROWS) * ROWS
+    tile = config(arch_of(device), spec, torch.float32 if spec.kv_dtype == torch.float32 else torch.bfloat16).queries
+    chunks: list[Chunk] = []
+    blocks: list[tuple[int, ...]] = []
+    tiles: list[tuple[int, ...]] = []
+    joined = False
+    for span in spans:
+        end = span.position + span.queries
+        first = 0
+        while first < end:
+            row = len(blocks) * ROWS
+            last = min(end, first + most - row)
+            blocks += [(span.request, key, min(ROWS, last - key)) for key in range(first, last, ROWS)]
+            joined |= last - first < end
+            for q in reversed(range(0, span.queries, tile)):
+                count = min(tile, span.queries - q)
+                if span.position + q + count > first:
+                    ends = last >= span.position + q + count
+                    tiles.append((span.token + q, count, span.position + q, first, last - first, row, first == 0, ends))
+            first = last
+            if len(blocks) * ROWS >= most:
+                chunks.append(_chunk(blocks, tiles, device))
+                blocks, tiles = [], []
+    if blocks:
+        chunks.append(_chunk(blocks, tiles, device))
+    return Expanded(tuple(chunks), joined)
+
+
+def _chunk(blocks: list[tuple[int, ...]], tiles: list[tuple[int, ...]], device: torch.device) -> Chunk:
+    made = [torch.tensor(rows, dtype=torch.int32, device=device) for rows in (blocks, tiles)]
+    return Chunk(len(blocks) * ROWS, *made)
+
+
+@triton.jit
+def gather_kernel(
+    c_pool, pe_pool, factors, table, blocks, latent, rope, kv_scale,
+    c_page, c_row, pe_page, pe_row, f_page, f_row, table_b,
+    C: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """STEP of a block's rows as numbers, side by side: `latent` [rows, C] and `rope` [rows, R]; zeros behind them."""
+    block = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    request = tl.load(blocks + block * 3).to(tl.int64)
+    key = tl.load(blocks + block * 3 + 1) + place
+    there = place < tl.load(blocks + block * 3 + 2)
+    page = tl.load(table + request * table_b + key // PAGE, mask=there, other=-1).to(tl.int64)
+    c, tail = _rows(
+        c_pool, pe_pool, factors, page, key % PAGE, there & (page >= 0), c_page, c_row, pe_page, pe_row, f_page, f_row,
+        tl.float32, C, R, BLOCK_C, BLOCK_R, STEP, SCALED,
+    )  # fmt: skip
+    channel, dim = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    row = block * ROWS + place
+    kind: tl.constexpr = latent.dtype.element_ty
+    tl.store(latent + row[:, None] * C + channel[None, :], (c * kv_scale).to(kind), mask=(channel < C)[None, :])
+    tl.store(rope + row[:, None] * R + dim[None, :], (tail * kv_scale).to(kind), mask=(dim < R)[None, :])
+
+
+@triton.jit
+def _part(base, row, stride, dims, SIZE: tl.constexpr, there, WHOLE: tl.constexpr):
+    """[rows, BLOCK] of a matrix, zeros beyond `SIZE` and, unless WHOLE, where not `there`."""
+    at = base + row[:, None].to(tl.int64) * stride + dims[None, :]
+    if WHOLE:
+        if dims.shape[0] == SIZE:
+            return tl.load(at)
+        return tl.load(at, mask=(dims < SIZE)[None, :], other=0.0)
+    return tl.load(at, mask=there[:, None] & (dims < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def _over_keys(
+    mixed, top, total, q_a, q_b, q_pe, k, rope, v, k_row, r_row, v_row, begin, end, limit, first, position, factor,
+    A: tl.constexpr, B: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+    KEYS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys `begin` to `end` of a slice whose first key has position `first` and which has `limit` of them."""
+    for start in range(begin, end, KEYS):
+        row = start + tl.arange(0, KEYS)
+        there = row < limit
+        k_a = _part(k, row, k_row, tl.arange(0, BLOCK_A), A, there, not MASKED)
+        logits = tl.dot(q_a, tl.trans(k_a), input_precision=PRECISION)
+        if B > 0:
+            k_b = _part(k + A, row, k_row, tl.arange(0, BLOCK_B), B, there, not MASKED)
+            logits = tl.dot(q_b, tl.trans(k_b), logits, input_precision=PRECISION)
+        k_pe = _part(rope, row, r_row, tl.arange(0, BLOCK_R), R, there, not MASKED)
+        logits = tl.dot(q_pe, tl.trans(k_pe), logits, input_precision=PRECISION) * factor
+        if MASKED:
+            seen = there[None, :] & ((first + row)[None, :] <= position[:, None])
+            logits = tl.where(seen, logits, float("-inf"))
+        higher = tl.maximum(top, tl.max(logits, 1))
+        weights = tl.exp2(logits - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(weights, 1)
+        mixed = mixed * fade[:, None]
+        values = _part(v, row, v_row, tl.arange(0, BLOCK_V), V, there, not MASKED)
+        mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
+        top = higher
+    return mixed, top, total
+
+
+@triton.jit
+def prefill_kernel(
+    q, q_pe, k, rope, v, tiles, held, lse, out, scale, q_t, q_h, pe_t, pe_h, out_t, out_h,
+    H: tl.constexpr, A: tl.constexpr, B: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, JOINED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head over one slice of keys: `k` [rows, H, A + B], `rope` [rows, R], `v` [rows, H, V].
+
+    With JOINED, `held` [T, H, V] fp32 and `lse` [T, H] (base 2) have what a tile found in the slices so far.
+    """
+    tile = tiles + tl.program_id(0) * 8
+    head = tl.program_id(1)
+    token = tl.load(tile)
+    count = tl.load(tile + 1)
+    offset = tl.load(tile + 2)
+    first = tl.load(tile + 3)
+    limit = tl.load(tile + 4)
+    place = tl.load(tile + 5).to(tl.int64)
+    inner = tl.arange(0, QUERIES)
+    real = inner < count
+    position = offset + inner
+    row = (token + inner).to(tl.int64)
+    values = tl.arange(0, BLOCK_V)
+    q += head * q_h
+    queries_a = _part(q, row, q_t, tl.arange(0, BLOCK_A), A, real, False)
+    queries_b = queries_a
+    if B > 0:
+        queries_b = _part(q + A, row, q_t, tl.arange(0, BLOCK_B), B, real, False)
+    queries_pe = _part(q_pe + head * pe_h, row, pe_t, tl.arange(0, BLOCK_R), R, real, False)
+    k += place * (H * (A + B)) + head * (A + B)
+    v += place * (H * V) + head * V
+    rope += place * R
+    top = tl.full([QUERIES], _LOWEST, tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mixed = tl.zeros([QUERIES, BLOCK_V], tl.float32)
+    # Up to `common` every query sees every key.
+    end = tl.minimum(limit, offset + count - first)
+    common = tl.maximum(0, tl.minimum(limit, offset + 1 - first)) // KEYS * KEYS
+    mixed, top, total = _over_keys(
+        mixed, top, total, queries_a, queries_b, queries_pe, k, rope, v, H * (A + B), R, H * V, 0, common, limit,
+        first, position, scale * _LOG2E, A, B, R, V, BLOCK_A, BLOCK_B, BLOCK_R, BLOCK_V, KEYS, False, PRECISION,
+    )  # fmt: skip
+    mixed, top, total = _over_keys(
+        mixed, top, total, queries_a, queries_b, queries_pe, k, rope, v, H * (A + B), R, H * V, common, end, limit,
+        first, position, scale * _LOG2E, A, B, R, V, BLOCK_A, BLOCK_B, BLOCK_R, BLOCK_V, KEYS, True, PRECISION,
+    )  # fmt: skip
+    kept = real[:, None] & (values < V)[None, :]
+    mixed = mixed / tl.maximum(total, 1.0e-30)[:, None]
+    to = out + row[:, None] * out_t + head * out_h + values[None, :]
+    if JOINED:
+        found = tl.where(total > 0.0, top + tl.log2(tl.maximum(total, 1.0e-30)), _LOWEST)
+        at = held + (row[:, None] * H + head) * V + values[None, :]
+        if tl.load(tile + 6) == 0:
+            before = tl.load(lse + row * H + head, mask=real, other=_LOWEST)
+            higher = tl.maximum(before, found)
+            left, right = tl.exp2(before - higher), tl.exp2(found - higher)
+            mixed = mixed * (right / (left + right))[:, None]
+            mixed += tl.load(at, mask=kept, other=0.0) * (left / (left + right))[:, None]
+            found = higher + tl.log2(left + right)
+        if tl.load(tile + 7) == 0:
+            tl.store(at, mixed, mask=kept)
+            tl.store(lse + row * H + head, found, mask=real)
+        else:
+            tl.store(to, mixed.to(out.dtype.element_ty), mask=kept)
+    else:
+        tl.store(to, mixed.to(out.dtype.element_ty), mask=kept)
+
+
+def attend(
+    spec: MlaSpec,
+    pools: Mapping[str, torch.Tensor],
+    paged: PageIndex,
+    plan: Expanded,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    kv_scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Attend with the queries of `plan`'s tiles, and write their rows of `out` [T, H, V]."""
+    held = lse = out
+    if plan.joined:
+        held = torch.empty(len(out), *out.shape[1:], dtype=torch.float32, device=out.device)
+        lse = torch.empty(len(out), out.shape[1], dtype=torch.float32, device=out.device)
+    chosen = config(arch_of(out.device), spec, q_nope.dtype)
+    for chunk in plan.chunks:
+        latent, rope = read_back(spec, pools, paged, chunk, q_nope.dtype, kv_scale)
+        k = torch.mm(latent, w_uk.flatten(0, 1).t())
+        v = torch.mm(latent, w_uv.flatten(0, 1).t())
+        prefill_kernel[(len(chunk.tiles), spec.num_heads)](
+            q_nope, q_pe, k, rope, v, chunk.tiles, held, lse, out, spec.scale,
+            q_nope.stride(0), q_nope.stride(1), q_pe.stride(0), q_pe.stride(1), out.stride(0), out.stride(1),
+            H=spec.num_heads, V=spec.v_head_dim, R=spec.rope_dim, **_parts(spec),
+            BLOCK_R=_padded(spec.rope_dim), BLOCK_V=_padded(spec.v_head_dim),
+            QUERIES=chosen.queries, KEYS=chosen.keys, JOINED=plan.joined,
+            PRECISION="ieee",
+            num_warps=chosen.warps, num_stages=chosen.stages,
+        )  # fmt: skip
+
+
+def read_back(
+    spec: MlaSpec,
+    pools: Mapping[str, torch.Tensor],
+    paged: PageIndex,
+    chunk: Chunk,
+    dtype: torch.dtype,
+    kv_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of a chunk as numbers: [rows, C] and [rows, R] of `dtype`."""
+    device = paged.table.device
+    latent = torch.empty(chunk.rows, spec.latent_dim, dtype=dtype, device=device)
+    rope = torch.empty(chunk.rows, spec.rope_dim, dtype=dtype, device=device)
+    c_pool, pe_pool, factors = planes(spec, pools)
+    step = ROWS if device.type == "cpu" else 8
+    gather_kernel[(len(chunk.blocks), ROWS // step)](
+        c_pool, pe_pool, factors, paged.table, chunk.blocks, latent, rope, kv_scale,
+        *c_pool.stride()[:2], *pe_pool.stride()[:2], *factors.stride()[:2], paged.table.stride(0),
+        C=spec.latent_dim, R=spec.rope_dim, PAGE=paged.page_size, BLOCK_C=_padded(spec.latent_dim),
+        BLOCK_R=_padded(spec.rope_dim), ROWS=ROWS, STEP=step, SCALED=spec.row_format == "scaled", num_warps=4,
+    )  # fmt: skip
+    return latent, rope
+
+
+def _padded(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+def _parts(spec: MlaSpec) -> dict[str, int]:
+    """Query dims without rotation as a power of two and a rest, so that little is multiplied by zeros."""
+    size = spec.nope_dim
+    a = size if size == triton.next_power_of_2(size) else triton.next_power_of_2(size) // 2
+    return {"A": a, "B": size - a, "BLOCK_A": _padded(a), "BLOCK_B": _padded(size - a)}
+
+
+def variants(arch: str) -> list[Variant]:
+    """Released sizes in bf16: heads of 128 and 64 rotated, and of 192 and 64 with values of 256."""
+    made = []
+    for name, nope, values, joined in (("192/128", 128, 128, True), ("256/256", 192, 256, False)):
+        spec = MlaSpec(
+            num_heads=128, latent_dim=512, rope_dim=64, nope_dim=nope, v_head_dim=values, scale=0.07,
+            kv_dtype=torch.bfloat16,
+        )  # fmt: skip
+        chosen = config(arch, spec, torch.bfloat16)
+        signature = dict.fromkeys(("q", "q_pe", "k", "rope", "v", "out"), "*bf16")
+        signature |= {"tiles": "*i32", "held": "*fp32", "lse": "*fp32", "scale": "fp32"}
+        signature |= dict.fromkeys(("q_t", "q_h", "pe_t", "pe_h", "out_t", "out_h"), "i32")
+        signature = {argument: kind if kind == "fp32" else f"{kind}:16" for argument, kind in signature.items()}
+        constants = {
+            "H": 128, **_parts(spec), "R": 64, "V": values, "BLOCK_R": 64, "BLOCK_V": values,
+            "QUERIES": chosen.queries, "KEYS": chosen.keys, "JOINED": joined, "PRECISION": "ieee",
+        }  # fmt: skip
+        made.append(Variant(f"mla prefill {name}", prefill_kernel, signature, constants, chosen.warps, chosen.stages))
+    return made
