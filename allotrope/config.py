@@ -14,7 +14,7 @@ from allotrope.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
-KVCacheDType = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 
 
 def option(help: str, default: Any = dataclasses.MISSING, *, short: str | None = None) -> Any:
@@ -44,10 +44,18 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = option(
         "Bytes for all caches; default: enough for a full batch of the longest context, within a share of memory.", None
     )
-    memory_utilization: float = option("Share of the device's free memory that caches may take.", 0.5)
+    memory_utilization: float | None = option(
+        "Share of the device's free memory that weights, steps and caches may take; default: 0.9 of a GPU's, half of a "
+        "CPU's.",
+        None,
+    )
     enable_prefix_caching: bool = option("Reuse cached pages of equal prompt beginnings.", True)
     attention_backend: str | None = option(
         "Backend per family, such as 'mha=reference'; default: the first that can run each layer.", None
+    )
+    cuda_graphs: bool = option("Capture decode steps as CUDA graphs, while requests are served.", True)
+    overlap: Literal["auto", "on", "off"] = option(
+        "Prepare a step while the one before it runs, learning its tokens one step late; 'auto': on a GPU.", "auto"
     )
     threads: int | None = option("CPU threads of the engine; default: all cores.", None)
 
@@ -63,7 +71,7 @@ class EngineConfig:
                 reasons.append(f"{name}={value}; at least 1 is needed")
         if self.page_size & (self.page_size - 1):
             reasons.append(f"page_size={self.page_size}; a power of two is needed")
-        if not 0.0 < self.memory_utilization <= 1.0:
+        if self.memory_utilization is not None and not 0.0 < self.memory_utilization <= 1.0:
             reasons.append(f"memory_utilization={self.memory_utilization}; allowed: above 0, up to 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             reasons.append(

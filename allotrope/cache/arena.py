@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -34,10 +34,11 @@ class Arena:
         for layer, owner in shares.items():
             self.layers[layer] = self.layers[owner]
 
-    def copy_page(self, group: int, source: int, target: int) -> None:
-        """Copy one page (or state slot) of a group in all its pools."""
-        for field in self._by_group[group]:
-            field[target].copy_(field[source])
+    def copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy pages (or state slots) in all pools of their groups, in order. `copies`: (group, source, target)."""
+        for group, source, target in copies:
+            fields = self._by_group[group]
+            torch._foreach_copy_([field[target] for field in fields], [field[source] for field in fields])
 
 
 def _zeros(size: int, device: torch.device) -> torch.Tensor:

@@ -13,6 +13,8 @@ import torch
 
 from allotrope.config import EngineConfig
 from allotrope.engine.executor import Executor, InProcess
+from allotrope.engine.flight import Flight, send_off
+from allotrope.engine.inputs import StepPlan, StepRow
 from allotrope.engine.load import draw_up, plan_caches
 from allotrope.engine.memory_keeper import MemoryKeeper
 from allotrope.engine.observer import Observer
@@ -23,7 +25,6 @@ from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_sco
 from allotrope.engine.scheduler import Row, Scheduler
 from allotrope.engine.seeds import derive_seed
 from allotrope.engine.sequence import Sequence
-from allotrope.engine.step import StepPlan, StepRow
 from allotrope.env import keep_freed_memory
 from allotrope.errors import InvalidRequest, ModelError, Overloaded
 from allotrope.layers.ranking import score_tokens
@@ -54,8 +55,13 @@ class Engine:
             blueprint, memory = self._executor.blueprint, self._executor.memory
         else:
             blueprint = draw_up(config)
-            memory = plan_caches(blueprint, config)
-            self._executor = InProcess(blueprint, memory, config.seed)
+            on_gpu = blueprint.build.device.type == "cuda"
+            # A CPU's memory is planned while it is still free, a GPU's when it is known what a step takes of it.
+            planned = None if on_gpu else plan_caches(blueprint, config)
+            local = InProcess(blueprint, config)
+            memory = local.plan() if planned is None else planned
+            local.allocate(memory)
+            self._executor = local
         self._pending_copies: list[tuple[int, int, int]] = []
         self._keeper = MemoryKeeper(memory, self._copy_page, reuse=config.enable_prefix_caching)
         self._scheduler = Scheduler(
@@ -64,6 +70,8 @@ class Engine:
         self._requests: dict[str, list[Sequence]] = {}
         self._sampling: SamplingBatch | None = None
         self._device = blueprint.build.device
+        self._flight: Flight | None = None
+        self._overlap = self._may_overlap(config)
         self._accepted = 0
         self._prefix_queries = self._prefix_hits = 0
         self._prefix_lost: dict[str, int] = {}
@@ -128,21 +136,69 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[SequenceOutput]:
-        """Run one forward pass and return what it added; [] when there is nothing to run."""
+        """Run one forward pass and return what was added; [] when there is nothing to run.
+
+        Where steps overlap, that is what the pass before it chose, read while the device runs this one.
+        """
+        before = self._flight
+        if before is not None and any(seq.reads_output for seq in before.seqs):
+            self._flight = None
+            return self._land(before)
         rows = self._scheduler.plan()
         if not rows:
-            return []
-        copies = tuple(self._pending_copies)
-        self._pending_copies.clear()
-        scored = [self._scored(row) for row in rows]
-        plan = StepPlan(tuple(_step_row(row, count) for row, count in zip(rows, scored, strict=True)), copies)
-        logits = self._executor.run(plan)
-        parts = logits.split(scored)
+            self._flight = None
+            return [] if before is None else self._land(before)
+        logits, parts = self._run(rows, before)
         self._look_at_prompts(rows, parts)
         for row in rows:
             self._start(row.seq)
-            self._keeper.advance(row.seq, row.tokens)
-        return self._choose(rows, parts, logits)
+        flight = self._choose(rows, parts, logits)
+        outputs = []
+        if self._overlap:
+            self._flight = flight
+            flight = before
+        else:
+            self._advance(rows)
+        if flight is not None:
+            outputs = self._land(flight)
+        if self._overlap:
+            # What a page holds can be told only now that the tokens before this pass are known.
+            self._advance(rows)
+        self._executor.capture_next()
+        return outputs
+
+    def capture_all(self) -> None:
+        """Capture every CUDA graph that is still to come, at once."""
+        while self._executor.capture_next():
+            pass
+
+    def _may_overlap(self, config: EngineConfig) -> bool:
+        """Whether the tokens of a step may be read while the next one runs."""
+        wanted = self._device.type == "cuda" if config.overlap == "auto" else config.overlap == "on"
+        reasons = []
+        if self._observer is not None:
+            reasons.append("an observer may replace tokens")
+        if config.tensor_parallel_size > 1:
+            reasons.append("only the first of several ranks knows what was chosen")
+        if wanted and reasons and config.overlap == "on":
+            log.info("steps do not overlap: %s", "; ".join(reasons))
+        return wanted and not reasons
+
+    def _run(self, rows: Many[Row], before: Flight | None) -> tuple[torch.Tensor, Many[torch.Tensor]]:
+        """Start the pass. Returns the logits of all scored tokens, and row by row."""
+        copies = tuple(self._pending_copies)
+        self._pending_copies.clear()
+        scored = [self._scored(row) for row in rows]
+        places = {} if before is None else before.rows
+        steps = [_step_row(row, count, places.get(row.seq, -1)) for row, count in zip(rows, scored, strict=True)]
+        chosen = None if before is None else before.chosen
+        logits = self._executor.run(StepPlan(tuple(steps), copies), chosen)
+        return logits, logits.split(scored)
+
+    def _advance(self, rows: Many[Row]) -> None:
+        for row in rows:
+            if not row.seq.done:
+                self._keeper.advance(row.seq, row.tokens)
 
     def tokenizer_path(self) -> str:
         """Where the model's tokenizer is. Raises ModelError if it brings none and none was given."""
@@ -202,7 +258,9 @@ class Engine:
             output_ids=[],
         )
         parent = first if self._config.enable_prefix_caching else None
-        return Sequence(request, index, sampling, self._keeper.prefix.chain(), parent)
+        limit = self.limits.max_model_len - len(request.prompt_ids)
+        most = min(limit, params.max_tokens or limit)
+        return Sequence(request, index, sampling, self._keeper.prefix.chain(), most, parent)
 
     def _start(self, seq: Sequence) -> None:
         if seq.started:
@@ -235,26 +293,33 @@ class Engine:
                 scores = score_tokens(logits[: len(targets)], torch.tensor(targets, device=logits.device), count)
                 seq.prompt_logprobs.update(enumerate(read_scores(scores, [count] * len(targets)), start))
 
-    def _choose(self, rows: Many[Row], parts: Many[torch.Tensor], logits: torch.Tensor) -> list[SequenceOutput]:
+    def _choose(self, rows: Many[Row], parts: Many[torch.Tensor], logits: torch.Tensor) -> Flight | None:
         """Sample a token for every sequence whose tokens are all computed. `parts`: `logits`, row by row."""
-        ready = [(row.seq, logits[-1:]) for row, logits in zip(rows, parts, strict=True) if not row.seq.uncomputed]
+        ready = [(row.seq, part[-1:]) for row, part in zip(rows, parts, strict=True) if row.end == len(row.seq.ids)]
         if not ready:
-            return []
+            return None
         records = [seq.sampling for seq, _ in ready]
         if self._sampling is None or not self._sampling.serves(records):
             self._sampling = SamplingBatch(records, self.limits.vocab_size, self._device)
         if len(logits) != len(ready):
             logits = torch.cat([last for _, last in ready])
-        tokens, logprobs = self._sampling.read(sample(logits, self._sampling.step()))
+        sampled = sample(logits, self._sampling.step())
+        return send_off([seq for seq, _ in ready], self._sampling, sampled)
+
+    def _land(self, flight: Flight) -> list[SequenceOutput]:
+        """Read what a step chose. Sequences that ended since are passed over."""
         outputs = []
-        for (seq, _), token, record in zip(ready, tokens, logprobs, strict=True):
+        tokens, logprobs = flight.read()
+        for seq, place, token, record in zip(flight.seqs, flight.places, tokens, logprobs, strict=True):
+            if seq.done:
+                continue
             if self._observer is not None:
                 token = self._observer.token(seq.request.request_id, seq.index, token)
-            outputs.append(self._take(seq, token, record))
+            outputs.append(self._take(seq, place, token, record))
         return outputs
 
-    def _take(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
-        """Append a sampled token, end the sequence if it is its last, and say what happened."""
+    def _take(self, seq: Sequence, place: int, token: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
+        """Fill in a sampled token, end the sequence if it is its last, and say what happened."""
         if token < 0:
             self._end(seq, forget=True)
             return SequenceOutput(
@@ -264,13 +329,14 @@ class Engine:
                 cached_tokens=seq.cached_tokens,
                 error="the model's scores for the next token are not numbers, or every token is masked",
             )
-        first = seq.output_len == 0
-        seq.append(token)
-        reason, stopped_by = self._finish(seq, token)
+        first = place == 0
+        seq.settle(place, token)
+        reason, stopped_by = self._finish(seq, place + 1, token)
         prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         if first and seq.wants_prompt_logprobs:
             prompt_logprobs = (None, *(seq.prompt_logprobs[i] for i in range(1, seq.prompt_len)))
         if reason is not None:
+            seq.cut_off(place + 1)
             self._end(seq)
         return SequenceOutput(
             seq.request.request_id,
@@ -285,17 +351,15 @@ class Engine:
             queued_seconds=seq.queued_seconds if first else 0.0,
         )
 
-    def _finish(self, seq: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
+    def _finish(self, seq: Sequence, count: int, token: int) -> tuple[FinishReason | None, int | None]:
+        """Whether `token`, output token number `count`, is the last one of `seq`, and the stop id that says so."""
         params = seq.request.params
-        if seq.output_len > params.min_tokens:
+        if count > params.min_tokens:
             if token in params.stop_token_ids:
                 return "stop", token
             if token in seq.sampling.eos_ids:
                 return "stop", None
-        limit = self.limits.max_model_len - seq.prompt_len
-        if seq.output_len >= min(limit, params.max_tokens or limit):
-            return "length", None
-        return None, None
+        return ("length", None) if count >= seq.most_output else (None, None)
 
     def _end(self, seq: Sequence, *, forget: bool = False) -> None:
         self._scheduler.remove(seq, forget=forget)
@@ -304,15 +368,11 @@ class Engine:
             self._requests.pop(request_id, None)
 
 
-def _step_row(row: Row, scored: int) -> StepRow:
+def _step_row(row: Row, scored: int, follows: int) -> StepRow:
+    """`follows`: where the step before chose the last token of the sequence, -1 if it did not."""
     seq = row.seq
-    return StepRow(
-        ids=tuple(seq.ids[seq.computed : seq.computed + row.tokens]),
-        context=seq.computed,
-        pages=tuple(tuple(pages) for pages in seq.pages),
-        slots=tuple(seq.slots),
-        scored=scored,
-    )
+    ids = tuple(seq.ids[seq.computed : row.end])
+    return StepRow(ids, seq.computed, seq.pages, seq.slots, scored, follows)
 
 
 def _labels(names: list[str]) -> list[str]:

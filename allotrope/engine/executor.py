@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import Protocol
 
 import torch
 
 from allotrope.cache.arena import Arena
 from allotrope.cache.memory import MemoryPlan
-from allotrope.engine.load import Blueprint, load_model
-from allotrope.engine.step import Runner, StepPlan
+from allotrope.config import EngineConfig
+from allotrope.engine.inputs import StepPlan
+from allotrope.engine.load import Blueprint, load_model, plan_caches
+from allotrope.engine.profile import measure_peak, plan_device
+from allotrope.engine.step import Runner, decode_shape
 from allotrope.models.decoder import Decoder
+
+log = logging.getLogger("allotrope.engine")
 
 
 class Executor(Protocol):
@@ -21,8 +28,15 @@ class Executor(Protocol):
         """The model in this process, or its share of it."""
         ...
 
-    def run(self, plan: StepPlan) -> torch.Tensor:
-        """Logits of the plan's scored tokens: [n, vocabulary] fp32."""
+    def run(self, plan: StepPlan, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of the plan's scored tokens: [n, vocabulary] fp32. `chosen`: tokens of the step before, see `Runner`.
+
+        May return before the device has computed them.
+        """
+        ...
+
+    def capture_next(self) -> bool:
+        """Capture one more CUDA graph of decode steps. Returns whether there was one to capture."""
         ...
 
     def process_ids(self) -> list[int]:
@@ -35,25 +49,64 @@ class Executor(Protocol):
 
 
 class InProcess:
-    """The whole model in the calling process."""
+    """The whole model, or one rank's share of it, in the calling process. It runs once it has its caches."""
 
-    def __init__(self, blueprint: Blueprint, memory: MemoryPlan, seed: int) -> None:
-        device = blueprint.build.device
-        model = load_model(blueprint, seed)
-        arena = Arena(memory, len(blueprint.specs), blueprint.shares, device)
-        groups = [entry.group for entry in memory.groups]
-        self._runner = Runner(model, blueprint.specs, groups, arena, blueprint.shares)
-        self._device = device
+    def __init__(self, blueprint: Blueprint, config: EngineConfig) -> None:
+        self._blueprint, self._config = blueprint, config
+        self._device = blueprint.build.device
+        self._free = _free(self._device)
+        self._model = load_model(blueprint, config.seed)
+        self._runner: Runner | None = None
 
     @property
     def model(self) -> Decoder:
-        return self._runner.model
+        return self._model
 
-    def run(self, plan: StepPlan) -> torch.Tensor:
-        return self._runner.run(plan, self._device)
+    @property
+    def runner(self) -> Runner:
+        """What runs the steps."""
+        assert self._runner is not None, "no caches were allocated"
+        return self._runner
+
+    def plan(self) -> MemoryPlan:
+        """The memory plan on a GPU, by what is left beside the weights and the largest step, which is run to see."""
+        config, blueprint = self._config, self._blueprint
+        if config.kv_cache_memory_bytes is not None:
+            return plan_caches(blueprint, config)
+        started = time.monotonic()
+        peak = measure_peak(self._model, blueprint, config)
+        log.info("measured the largest step in %.1f s", time.monotonic() - started)
+        return plan_device(blueprint, config, self._free, peak)
+
+    def allocate(self, memory: MemoryPlan) -> None:
+        """Make the caches."""
+        blueprint, config, device = self._blueprint, self._config, self._device
+        started = time.monotonic()
+        arena = Arena(memory, len(blueprint.specs), blueprint.shares, device)
+        groups = [entry.group for entry in memory.groups]
+        decode = decode_shape(
+            self._model, config.max_num_seqs, blueprint.max_model_len, device, capture=config.cuda_graphs
+        )
+        self._runner = Runner(self._model, blueprint.specs, groups, arena, blueprint.shares, device, decode)
+        log.info("made caches of %.1f MB in %.1f s", arena.bytes / 1e6, time.monotonic() - started)
+
+    def run(self, plan: StepPlan, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        return self.runner.run(plan, chosen)
+
+    def capture_next(self) -> bool:
+        return self.runner.capture_next()
 
     def process_ids(self) -> list[int]:
         return []
 
     def close(self) -> None:
-        del self._runner
+        if self._runner is not None:
+            self._runner.close()
+        del self._runner, self._model
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that are free on a GPU before anything of ours is there; 0 for a CPU, whose plan is made before loading."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0

@@ -31,6 +31,7 @@ from allotrope.models.weights import Loader, fill_random, finish
 log = logging.getLogger("allotrope.engine")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_KV_DTYPES = {**_DTYPES, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint
     )
     architecture, spec = read_spec(checkpoint.config, checkpoint.source)
     dtype = _dtype(config.dtype, checkpoint)
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else _DTYPES[config.kv_cache_dtype]
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else _KV_DTYPES[config.kv_cache_dtype]
     build = Build(
         dtype,
         kv_dtype,
@@ -95,22 +96,40 @@ def plan_caches(blueprint: Blueprint, config: EngineConfig, available: int | Non
 
     Raises ConfigError if weights, or caches for one sequence of full length, do not fit.
     """
-    demand = Demand(
-        context=blueprint.max_model_len,
-        sequences=config.max_num_seqs,
-        step_tokens=config.max_num_batched_tokens,
-        reuse=config.enable_prefix_caching,
-    )
     if config.kv_cache_memory_bytes is not None:
-        return plan_memory(blueprint.groups, demand, config.kv_cache_memory_bytes)
+        return plan_memory(blueprint.groups, _demand(blueprint, config), config.kv_cache_memory_bytes)
     available = free_memory(blueprint.build.device) if available is None else available
-    room = min(int(available * config.memory_utilization), available - blueprint.weight_bytes)
+    share = utilization(config, blueprint.build.device)
+    if blueprint.build.device.type == "cuda":
+        return plan_within(blueprint, config, int(available * share) - blueprint.weight_bytes, available)
+    room = min(int(available * share), available - blueprint.weight_bytes)
+    return plan_within(blueprint, config, room, available)
+
+
+def utilization(config: EngineConfig, device: torch.device) -> float:
+    """The share of free memory that may be used: of a GPU for everything, of a CPU for caches."""
+    if config.memory_utilization is not None:
+        return config.memory_utilization
+    return 0.9 if device.type == "cuda" else 0.5
+
+
+def plan_within(blueprint: Blueprint, config: EngineConfig, room: int, available: int) -> MemoryPlan:
+    """The memory plan in `room` bytes of `available` ones. Raises ConfigError if one long sequence does not fit."""
     if room <= 0:
         advice = " Try --dtype bfloat16." if blueprint.build.dtype == torch.float32 else ""
         raise ConfigError(
             f"the weights do not fit: they take {blueprint.weight_bytes} bytes, and {available} are free.{advice}"
         )
-    return plan_memory(blueprint.groups, demand, room)
+    return plan_memory(blueprint.groups, _demand(blueprint, config), room)
+
+
+def _demand(blueprint: Blueprint, config: EngineConfig) -> Demand:
+    return Demand(
+        context=blueprint.max_model_len,
+        sequences=config.max_num_seqs,
+        step_tokens=config.max_num_batched_tokens,
+        reuse=config.enable_prefix_caching,
+    )
 
 
 def load_model(blueprint: Blueprint, seed: int) -> Decoder:

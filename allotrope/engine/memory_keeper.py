@@ -5,6 +5,7 @@ Owns the bookkeeping of every cache group. Must not know in which order sequence
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 
 from allotrope.cache.groups import CacheGroup
@@ -39,7 +40,7 @@ class MemoryKeeper:
         if any(group.kind == "state" and not pool.available for group, pool in self._pairs()):
             return False
         match = self._match(seq)
-        seq.computed, seq.pages = match.tokens, [list(pages) for pages in match.pages]
+        seq.computed, seq.pages = match.tokens, [array("q", pages) for pages in match.pages]
         seq.published = [len(pages) for pages in seq.pages]
         seq.slots = [0] * len(self.groups)
         for index, (group, pool) in enumerate(self._pairs()):
@@ -96,7 +97,7 @@ class MemoryKeeper:
         if any(count > 0 and count + spare > pool.available for count, pool in zip(wanted, self.pools, strict=True)):
             return False
         for index, count in enumerate(wanted):
-            seq.pages[index] += [self.pools[index].take() for _ in range(count)]
+            seq.pages[index].extend(self.pools[index].take() for _ in range(count))
         return True
 
     def advance(self, seq: Sequence, tokens: int) -> None:
@@ -147,7 +148,7 @@ class MemoryKeeper:
                 pool.release(pages[j])
             if slot:
                 pool.release(slot)
-        seq.pages = [[] for _ in self.groups]
+        seq.pages = [array("q") for _ in self.groups]
         seq.slots = [0] * len(self.groups)
         seq.published = [0] * len(self.groups)
         seq.cuts = []

@@ -14,18 +14,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
 from allotrope.engine.executor import InProcess
+from allotrope.engine.inputs import StepPlan
 from allotrope.engine.load import Blueprint, draw_up, plan_caches
-from allotrope.engine.step import StepPlan
 from allotrope.env import keep_freed_memory
 from allotrope.errors import ConfigError, EngineDead
 from allotrope.layers.parallel import Parallel
@@ -35,6 +36,11 @@ OnDeath = Callable[[str], None]
 
 # Longer than any load or step should take; a rank that hangs that long is as good as dead.
 _TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What the other ranks are told instead of a plan when a graph is to be captured, which all must do at once."""
 
 
 class Ranks:
@@ -48,7 +54,9 @@ class Ranks:
         size = config.tensor_parallel_size
         # Every rank can be made before any process is: a head count that does not divide is refused at once.
         self.blueprint = draw_up(config, Parallel(0, size))
-        self.memory = plan_caches(self.blueprint, config)
+        on_gpu = self.blueprint.build.device.type == "cuda"
+        # A CPU's memory is planned while it is still free.
+        planned = None if on_gpu else plan_caches(self.blueprint, config)
         self._closed = False
         self._died: str | None = None
         self._links: list[Connection] = []
@@ -60,18 +68,30 @@ class Ranks:
             threading.Thread(target=self._watch, args=(rank, process, on_death), daemon=True).start()
         with self._explained():
             _join(store, 0, size, self.blueprint.build.device)
-            self._local = InProcess(self.blueprint, self.memory, config.seed)
+            self._local = InProcess(self.blueprint, config)
+            self.memory = self._local.plan() if planned is None else planned
+            for link in self._links:
+                link.send(self.memory)
+            self._local.allocate(self.memory)
             dist.barrier()
 
     @property
     def model(self) -> Decoder:
         return self._local.model
 
-    def run(self, plan: StepPlan) -> torch.Tensor:
+    def run(self, plan: StepPlan, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        if chosen is not None:
+            raise ValueError("only rank 0 knows which tokens were chosen: a plan for several ranks must name them")
         with self._explained():
             for link in self._links:
                 link.send(plan)
             return self._local.run(plan)
+
+    def capture_next(self) -> bool:
+        with self._explained():
+            for link in self._links:
+                link.send(Capture())
+            return self._local.capture_next()
 
     def process_ids(self) -> list[int]:
         return [process.pid for process in self._processes]
@@ -92,7 +112,7 @@ class Ranks:
         self._processes.append(subprocess.Popen([sys.executable, "-c", command], pass_fds=[theirs.fileno()]))
         theirs.close()
         link = Connection(ours.detach())
-        link.send((rank, port, config, self.memory))
+        link.send((rank, port, config))
         self._links.append(link)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes], on_death: OnDeath | None) -> None:
@@ -125,26 +145,38 @@ def follow(descriptor: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)
     link = Connection(descriptor)
-    rank, port, config, memory = link.recv()
-    _follow(link, rank, port, config, memory)
+    rank, port, config = link.recv()
+    _follow(link, rank, port, config)
 
 
-def _follow(link: Connection, rank: int, port: int, config: EngineConfig, memory: MemoryPlan) -> None:
+def _follow(link: Connection, rank: int, port: int, config: EngineConfig) -> None:
     size = config.tensor_parallel_size
     keep_freed_memory()
     share_threads(config)
     blueprint: Blueprint = draw_up(config, Parallel(rank, size))
     store = TCPStore("127.0.0.1", port, size, is_master=False, timeout=_TIMEOUT)
     _join(store, rank, size, blueprint.build.device)
-    local = InProcess(blueprint, memory, config.seed)
+    local = InProcess(blueprint, config)
+    if blueprint.build.device.type == "cuda":
+        # Every rank runs the step by which rank 0 plans.
+        local.plan()
+    local.allocate(_receive(link))
     dist.barrier()
     while True:
-        try:
-            plan = link.recv()
-        except (EOFError, OSError):
-            # Rank 0 has ended or let go; nothing is owed to anyone.
-            os._exit(0)
-        local.run(plan)
+        order = _receive(link)
+        if isinstance(order, Capture):
+            local.capture_next()
+        else:
+            local.run(order)
+
+
+def _receive(link: Connection) -> Any:
+    """The next message of rank 0; the process ends where there is none."""
+    try:
+        return link.recv()
+    except (EOFError, OSError):
+        # Rank 0 has ended or let go; nothing is owed to anyone.
+        os._exit(0)
 
 
 def share_threads(config: EngineConfig) -> None:

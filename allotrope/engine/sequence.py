@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from allotrope.cache.prefix import KeyChain, LostReason
 from allotrope.engine.sampling_batch import RowSampling
 from allotrope.request import Request, TokenLogprobs
+
+_UNKNOWN = -1
 
 
 @dataclass(eq=False)
@@ -17,17 +20,18 @@ class Sequence:
     whose rows and state are stored. `pages`: per group, the page of each run of tokens, -1 once it is given up.
     `slots`: per group, the state slot (0: none). `published`: per group, pages that were offered for reuse. `cuts`:
     lengths at which a state checkpoint is to be kept. `parent`: the sequence with the same prompt that goes first, so
-    that this one finds the prompt's pages ready.
+    that this one finds the prompt's pages ready. `most_output`: output tokens after which it ends.
     """
 
     request: Request
     index: int
     sampling: RowSampling
     chain: KeyChain
+    most_output: int
     parent: Sequence | None = None
     ids: list[int] = field(init=False)
     computed: int = 0
-    pages: list[list[int]] = field(default_factory=list)
+    pages: list[array[int]] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     published: list[int] = field(default_factory=list)
     cuts: list[int] = field(default_factory=list)
@@ -41,10 +45,21 @@ class Sequence:
     def __post_init__(self) -> None:
         self.ids = [*self.request.prompt_ids]
 
-    def append(self, token: int) -> None:
-        """Add a chosen token."""
-        self.ids.append(token)
-        self.sampling.output_ids.append(token)
+    def leave_place(self) -> int:
+        """Room for a token that was chosen but is not known yet; `settle` fills it. Returns its place in the output."""
+        self.ids.append(_UNKNOWN)
+        self.sampling.output_ids.append(_UNKNOWN)
+        return self.output_len - 1
+
+    def settle(self, place: int, token: int) -> None:
+        """Fill in an output token."""
+        self.ids[self.prompt_len + place] = token
+        self.sampling.output_ids[place] = token
+
+    def cut_off(self, length: int) -> None:
+        """Forget output tokens beyond `length`: what was computed behind the last one."""
+        del self.ids[self.prompt_len + length :]
+        del self.sampling.output_ids[length:]
 
     @property
     def prompt_len(self) -> int:
@@ -56,8 +71,14 @@ class Sequence:
 
     @property
     def uncomputed(self) -> int:
-        """Tokens that a step has yet to run; 1 while decoding."""
-        return len(self.ids) - self.computed
+        """Tokens that a step has yet to run; 1 while decoding, 0 once the last token it may have is chosen."""
+        return 0 if self.output_len >= self.most_output else len(self.ids) - self.computed
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether choosing its next token takes knowing the ones before, rather than only how many there are."""
+        params = self.request.params
+        return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -93,7 +93,7 @@ def test_copy_page_copies_every_field_of_the_group() -> None:
     for layer in (0, 3):
         for field in arena.layers[layer]["kv"].values():
             field[3] = 7
-    arena.copy_page(0, 3, 5)
+    arena.copy_pages([(0, 3, 5)])
     for layer in (0, 3):
         for field in arena.layers[layer]["kv"].values():
             assert (field[5] == 7).all() and not field[4].any()

@@ -1,0 +1,118 @@
+"""Captured decode steps: one CUDA graph per batch size, captured one by one while requests are served eagerly.
+
+Owns sizes, capture and replay. Must not know what a step computes: it is given a body that reads and writes static
+buffers.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+log = logging.getLogger("allotrope.engine")
+
+
+def decode_sizes(most: int) -> list[int]:
+    """Batch sizes that decode steps are padded to: 1, 2, 4, then multiples of 8, of 16 above 64, of 32 above 256."""
+    sizes = [size for size in (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16)) if size < most]
+    return [*sizes, *range(288, most, 32), most]
+
+
+class DecodeGraphs:
+    """Runs `body(size)` for the sizes of `decode_sizes(most)`: as a captured graph once there is one.
+
+    `idle()` makes the static buffers those of a step without requests.
+    """
+
+    def __init__(
+        self, body: Callable[[int], None], idle: Callable[[], None], most: int, device: torch.device, *, capture: bool
+    ) -> None:
+        self.sizes = decode_sizes(most)
+        self._body, self._idle, self._device = body, idle, device
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        # Largest first: smaller ones then fit into the memory that it took.
+        self._waiting = self.sizes[::-1] if capture else []
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._seconds = 0.0
+        self.replays = self.eager = 0
+
+    def padded(self, requests: int) -> int:
+        """The size at which a step of so many requests runs."""
+        return self.sizes[bisect.bisect_left(self.sizes, requests)]
+
+    @property
+    def captured(self) -> Sequence[int]:
+        """The sizes that have a graph."""
+        return sorted(self._graphs)
+
+    def run(self, size: int) -> None:
+        """Run the body at one of the sizes."""
+        graph = self._graphs.get(size)
+        if graph is None:
+            self.eager += 1
+            self._body(size)
+        else:
+            self.replays += 1
+            graph.replay()
+
+    def capture_next(self) -> bool:
+        """Capture one more size. Returns whether there was one to capture.
+
+        Not while the buffers hold a step that has yet to run. If a capture fails, the reason is logged and the sizes
+        without a graph stay eager.
+        """
+        if not self._waiting:
+            return False
+        size = self._waiting.pop(0)
+        started = time.monotonic()
+        try:
+            self._graphs[size] = self._capture(size)
+        except RuntimeError as error:
+            self._waiting.clear()
+            log.warning("decode steps of %d requests cannot be captured, they run eager: %s", size, error)
+            return False
+        self._seconds += time.monotonic() - started
+        if not self._waiting:
+            log.info("captured decode graphs of %s requests in %.1f s", self._listed(), self._seconds)
+        return True
+
+    def _listed(self) -> str:
+        return ", ".join(map(str, self.captured))
+
+    def _capture(self, size: int) -> torch.cuda.CUDAGraph:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+            self._pool = torch.cuda.graph_pool_handle()
+        self._idle()
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        collecting = gc.isenabled()
+        # Memory that is freed by a collection in the middle of a capture would break it.
+        gc.disable()
+        try:
+            with torch.cuda.stream(self._stream):
+                # Once for real: kernels are compiled and libraries take their workspaces.
+                self._body(size)
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    self._body(size)
+                finally:
+                    graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        current.wait_stream(self._stream)
+        return graph
+
+    def close(self) -> None:
+        """Let go of all graphs."""
+        self._waiting.clear()
+        self._graphs.clear()

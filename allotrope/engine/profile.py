@@ -1,0 +1,108 @@
+"""What a step takes of a GPU's memory beside weights and caches, found by running the largest one there can be."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import torch
+
+from allotrope.cache.arena import Arena
+from allotrope.cache.groups import CacheGroup
+from allotrope.cache.memory import GroupPlan, MemoryPlan, group_bytes
+from allotrope.config import EngineConfig
+from allotrope.engine.inputs import StepPlan, StepRow
+from allotrope.engine.load import Blueprint, plan_within, utilization
+from allotrope.engine.step import Runner
+from allotrope.layers.sampler import RandomRows, SamplingStep, sample
+from allotrope.models.decoder import Decoder
+
+log = logging.getLogger("allotrope.engine")
+
+
+@torch.inference_mode()
+def measure_peak(model: Decoder, blueprint: Blueprint, config: EngineConfig) -> int:
+    """Bytes that a step of `max_num_batched_tokens` tokens takes for a while, and one that samples a full batch."""
+    device = blueprint.build.device
+    lengths = _lengths(config.max_num_batched_tokens, blueprint.max_model_len)
+    rows, memory = _rows(blueprint.groups, lengths)
+    arena = Arena(memory, len(blueprint.specs), blueprint.shares, device)
+    runner = Runner(model, blueprint.specs, blueprint.groups, arena, blueprint.shares, device)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    runner.run(StepPlan(rows))
+    hidden = torch.zeros(config.max_num_seqs, model.spec.hidden, dtype=model.embedding.weight.dtype, device=device)
+    sample(model.logits(hidden), _widest(config.max_num_seqs, device))
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del runner, arena, hidden
+    gc.collect()
+    torch.cuda.empty_cache()
+    return peak
+
+
+def plan_device(blueprint: Blueprint, config: EngineConfig, free: int, peak: int) -> MemoryPlan:
+    """The memory plan of a GPU that had `free` bytes before the model was loaded; `peak`: see `measure_peak`.
+
+    Raises ConfigError where no sequence of full length fits.
+    """
+    device = blueprint.build.device
+    left = int(torch.cuda.mem_get_info(device)[0])
+    share = utilization(config, device)
+    taken = free - left
+    room = int(free * share) - taken - peak
+    log.info(
+        "memory of %s: %.2f GB were free, of which %.0f%% may be used; weights and libraries take %.2f GB, the largest "
+        "step %.2f GB for a while; %.2f GB are left for caches",
+        *(device, free / 1e9, 100 * share, taken / 1e9, peak / 1e9, max(0, room) / 1e9),
+    )
+    return plan_within(blueprint, config, room, free)
+
+
+def _lengths(tokens: int, longest: int) -> list[int]:
+    """Prompts of `tokens` tokens together, none longer than a sequence may be; the short rest is last."""
+    whole, rest = divmod(tokens, longest)
+    return [longest] * whole + [rest] * bool(rest)
+
+
+def _rows(groups: tuple[CacheGroup, ...], lengths: list[int]) -> tuple[tuple[StepRow, ...], MemoryPlan]:
+    """Whole prompts with pages of their own, and the plan of just these pages."""
+    plans = []
+    tables: list[list[range]] = []
+    for group in groups:
+        counts = [group.pages_for(length) for length in lengths]
+        starts = [1 + sum(counts[:i]) for i in range(len(counts))]
+        tables.append([range(start, start + count) for start, count in zip(starts, counts, strict=True)])
+        pages = 1 + sum(counts)
+        plans.append(GroupPlan(group, pages, group_bytes(group, pages)))
+    rows = [
+        StepRow(
+            ids=(0,) * length,
+            context=0,
+            pages=[tuple(table[i]) for table in tables],
+            slots=[i + 1] * len(groups),
+            scored=1,
+        )
+        for i, length in enumerate(lengths)
+    ]
+    ordered = sorted(rows, key=lambda row: len(row.ids) > 1)
+    return tuple(ordered), MemoryPlan(tuple(plans), sum(lengths), len(lengths))
+
+
+def _widest(rows: int, device: torch.device) -> SamplingStep:
+    """Sampling that looks at the whole vocabulary, in its order, for every row."""
+
+    def column(value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((rows, 1), value, dtype=dtype, device=device)
+
+    random = RandomRows(
+        rows=torch.arange(rows, device=device),
+        temperature=column(1.0, torch.float32),
+        min_p=None,
+        top_p=column(0.9, torch.float64),
+        top_k=column(0, torch.int64),
+        uniform=column(0.5, torch.float64),
+        top_ks=(0,) * rows,
+    )
+    return SamplingStep(greedy=None, truncated=random)
