@@ -1,0 +1,54 @@
+"""Softmax attention whose decode step is made of tensor operations alone, as a captured step needs it; for CPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from allotrope.attention.backend import Backend, runs_anywhere
+from allotrope.attention.batch import BatchLayout, PageIndex
+from allotrope.attention.mha import MhaSpec, reference
+from allotrope.attention.mha.plan import build_plan
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """`rows`: [B, L] pool rows of every place up to the longest possible; 0 where a request has none."""
+
+    slots: torch.Tensor
+    rows: torch.Tensor
+    visible: torch.Tensor
+
+
+def plan(spec: MhaSpec, batch: BatchLayout, index: dict[str, Any]) -> Any:
+    if batch.num_decodes < batch.num_requests:
+        return build_plan(spec, batch, index)
+    pages: PageIndex = index["kv"]
+    place = torch.arange(max(batch.seq_lens), device=batch.device)
+    seen = batch.tensors.seq_lens[:, None]
+    visible = place < seen
+    if spec.window is not None:
+        visible = visible & (place >= seen - spec.window)
+    page = pages.table[:, : -(-len(place) // pages.page_size)].repeat_interleave(pages.page_size, 1)[:, : len(place)]
+    rows = torch.where(visible & (page >= 0), page * pages.page_size + place % pages.page_size, 0)
+    return DecodePlan(pages.slots, rows, visible)
+
+
+def run(spec: MhaSpec, plan: Any, caches: Any, q: Any, k: Any, v: Any, sinks: Any, **scales: float) -> torch.Tensor:
+    if not isinstance(plan, DecodePlan):
+        return reference.run(spec, plan, caches, q, k, v, sinks, **scales)
+    kept = (plan.slots >= 0)[:, None, None]
+    for name, new in (("k", k), ("v", v)):
+        # What may not be stored becomes zeros in row 0, which holds zeros anyway.
+        pool = caches["kv"][name].flatten(0, 1)
+        pool.index_copy_(0, plan.slots.clamp(min=0), torch.where(kept, new, 0).to(pool.dtype))
+    keys, values = (caches["kv"][name].flatten(0, 1)[plan.rows].float() for name in ("k", "v"))
+    share = spec.num_heads // spec.num_kv_heads
+    logits = torch.einsum("bhd,blhd->bhl", q.float(), keys.repeat_interleave(share, 2)) * spec.scale
+    weights = logits.masked_fill(~plan.visible[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+    return torch.einsum("bhl,blhd->bhd", weights, values.repeat_interleave(share, 2)).to(q.dtype)
+
+
+BACKEND = Backend("device-only", runs_anywhere, plan, run, in_graphs=True)

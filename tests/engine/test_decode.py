@@ -1,0 +1,184 @@
+"""Decode steps on static buffers, run eagerly on a CPU: refreshed, padded, filled up; and steps that overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.device_only_mha import BACKEND
+from engine.watching import GREEDY, Watch, assert_idle, assert_same, drain, engine, outputs, request, run
+from tiny_checkpoints import prompts, write_tiny
+
+from allotrope.cache.groups import CacheGroup
+from allotrope.engine.decode import DecodeBuffers
+from allotrope.engine.engine import Engine
+from allotrope.engine.graphs import decode_sizes
+from allotrope.engine.inputs import StepRow, pack
+from allotrope.engine.step import DecodeShape, Runner
+from allotrope.models.llama import tiny_llama, tiny_mistral
+from allotrope.models.qwen3_next import tiny_qwen3_next
+from allotrope.request import SamplingParams
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    torch.set_num_threads(1)
+    config = {"llama": tiny_llama, "mistral": tiny_mistral}[request.param]()
+    yield write_tiny(config, tmp_path_factory.mktemp("tiny")).directory
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return write_tiny(tiny_qwen3_next(), tmp_path_factory.mktemp("hybrid")).directory
+
+
+def static(running: Engine, size: int) -> Runner:
+    """Make an engine's decode steps run on static buffers, as on a GPU."""
+    executor: Any = running._executor
+    for layer in executor.model.layers:
+        layer.mixer.backend = BACKEND
+    old, blueprint = executor.runner, executor._blueprint
+    shape = DecodeShape(size, blueprint.max_model_len, capture=False)
+    executor._runner = Runner(
+        executor.model, blueprint.specs, old.groups, old.arena, blueprint.shares, torch.device("cpu"), shape
+    )
+    return executor._runner
+
+
+def test_static_steps_equal_exact_ones(model: Path) -> None:
+    """Same logits everywhere, whatever fills up a step; and nothing is ever written for what fills it up."""
+    options = {"max_num_seqs": 7, "max_num_batched_tokens": 64, "page_size": 4, "max_model_len": 96}
+    requests = [request(f"r{i}", ids) for i, ids in enumerate(prompts((5, 33, 7, 30, 2, 9, 11, 70, 1)))]
+    want, got = Watch(), Watch()
+    tokens = run(engine(model, want, **options), requests)
+    running = engine(model, got, **options)
+    runner = static(running, 7)
+    # Memory that nobody wrote must not be read; page 0 stays zero.
+    for views in runner.arena.layers:
+        for view in views["kv"].values():
+            view[1:] = torch.nan
+    assert_same(run(running, requests), tokens)
+    assert runner.graphs is not None and runner.graphs.eager > 8
+    for name, positions in want.seen.items():
+        for position, logits in positions.items():
+            assert torch.allclose(got.seen[name][position], logits, atol=1e-4, rtol=0), (name, position)
+    assert all(not view[0].any() for views in runner.arena.layers for view in views["kv"].values())
+    assert_idle(running)
+
+
+def test_sizes() -> None:
+    assert decode_sizes(1) == [1]
+    assert decode_sizes(3) == [1, 2, 3]
+    assert decode_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert decode_sizes(100) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100]
+
+
+def test_refresh_forgets_the_step_before() -> None:
+    """Stale rows, pages and slots of a larger step never show in a smaller one."""
+    groups = [CacheGroup("paged", 4, None, ()), CacheGroup("state", 1, None, ()), CacheGroup("window", 2, 6, ())]
+    buffers = DecodeBuffers(groups, 5, 32, 8, torch.float32, CPU)
+    long = [StepRow((i,), 20, [[1, 2, 3, 4, 5, 6], [], [-1] * 8 + [7, 8, 9]], [0, i + 1, 0], 1) for i in range(5)]
+    short = [StepRow((3,), 4, [[9, 8], [], [1, 2, 3]], [0, 4, 0], 1, follows=2)]
+    buffers.refresh(long, None)
+    buffers.refresh(short, torch.tensor([5, 6, 7]))
+    inputs, chosen = buffers.inputs(4)
+    exact = pack(short, groups, CPU)
+    assert inputs.batch.query_lens == (1,) * 4 and inputs.batch.seq_lens == (32,) * 4
+    assert inputs.batch.tensors.seq_lens.tolist() == [5, 0, 0, 0]
+    assert inputs.batch.tensors.positions.tolist() == [4, 0, 0, 0]
+    assert inputs.batch.tensors.query_start.tolist() == [0, 1, 2, 3, 4]
+    assert inputs.follows is not None and inputs.follows.tolist() == [2, -1, -1, -1]
+    assert chosen[:3].tolist() == [5, 6, 7]
+    for g in (0, 2):
+        table, want = inputs.index[g].table, exact.index[g].table
+        assert table[0, : want.shape[1]].tolist() == want[0].tolist()
+        assert (table[0, want.shape[1] :] == -1).all() and (table[1:] == -1).all()
+        assert inputs.index[g].slots.tolist() == [exact.index[g].slots.item(), -1, -1, -1]
+    assert inputs.index[1].slots.tolist() == [4, 0, 0, 0]
+
+
+MIXED = [
+    SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=0.9, max_tokens=7, seed=3, logprobs=2),
+    SamplingParams(temperature=1.1, top_p=0.9, max_tokens=12, seed=4, min_tokens=5, stop_token_ids=(11, 12, 13, 14)),
+    SamplingParams(temperature=0.0, max_tokens=6, repetition_penalty=1.3, frequency_penalty=0.5),
+    SamplingParams(temperature=0.8, top_k=5, max_tokens=5, seed=9, n=3),
+    SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1),
+]
+
+
+@pytest.mark.parametrize("kind", ["exact", "static"])
+def test_overlapping_steps_say_the_same(model: Path, kind: str) -> None:
+    """Tokens, reasons and log-probabilities of every kind of request, under memory that sends sequences back."""
+    options = {"max_num_seqs": 5, "max_num_batched_tokens": 48, "page_size": 4, "max_model_len": 96}
+    asked = [
+        request(f"r{i}", ids, MIXED[i % len(MIXED)], eos_ids=tuple(range(20, 40)))
+        for i, ids in enumerate(prompts((5, 33, 7, 30, 2, 9, 11, 70, 1, 12, 64, 8, 3)))
+    ]
+    want = outputs(engine(model, overlap="off", **options), asked)
+    roomy = engine(model, overlap="on", **options)
+    tight = engine(model, overlap="on", kv_cache_memory_bytes=roomy.memory.bytes // 3, **options)
+    for running in (roomy, tight):
+        if kind == "static":
+            static(running, 5)
+        found = outputs(running, asked)
+        for one in asked:
+            for index in range(one.params.n):
+                got, story = (_story(told, one.request_id, index) for told in (found, want))
+                assert got[0] == story[0]
+                assert got[1] == pytest.approx(story[1], abs=1e-4)
+        assert_idle(running)
+    # A window takes no more as its sequence grows.
+    assert tight.stats().preemptions or "paged" not in tight.stats().pages_total
+
+
+def _story(found: list[Any], name: str, index: int) -> tuple[list[Any], list[float]]:
+    """What a sequence was told, as far as it may not depend on when it ran; and its log-probabilities."""
+    told = [one for one in found if (one.request_id, one.index) == (name, index)]
+    facts = [
+        (one.token_ids, one.finish_reason, one.stop_reason, one.prompt_logprobs and len(one.prompt_logprobs))
+        for one in told
+    ]
+    return facts, [p for one in told for record in one.logprobs or () for _, p in record.top]
+
+
+def test_overlap_aborts_and_states(hybrid: Path) -> None:
+    """A request that is aborted while its token is on its way leaves nothing; the others do not notice."""
+    ids = prompts((5, 20, 7, 40))
+    want = run(engine(hybrid, overlap="off"), [request(f"r{i}", one) for i, one in enumerate(ids)])
+    running = engine(hybrid, overlap="on", page_size=4)
+    for i, one in enumerate(ids):
+        running.add(request(f"r{i}", one))
+    tokens: dict[str, list[int]] = {}
+    for step in range(4):
+        for output in running.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        if step == 2:
+            running.abort(["r1"])
+    for name, rest in drain(running).items():
+        tokens.setdefault(name, []).extend(rest)
+    del want["r1"], tokens["r1"]
+    assert_same(tokens, want)
+    assert_idle(running)
+    # What was aborted can be asked for again, from the prefix cache.
+    assert len(run(running, [request("r1", ids[1])])["r1"]) == GREEDY.max_tokens
+
+
+def test_an_ending_learnt_late_is_not_passed(model: Path) -> None:
+    """The token computed behind a stop token is nobody's: not given out, not cached, its page given back."""
+    (ids,) = prompts((14,))
+    plain = run(engine(model), [request("plain", ids)])["plain"]
+    params = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=(plain[3],))
+    running = engine(model, overlap="on", page_size=2)
+    found = outputs(running, [request("late", ids, params)])
+    stop = plain.index(plain[3])
+    assert [token for one in found for token in one.token_ids] == plain[: stop + 1]
+    assert (found[-1].finish_reason, found[-1].stop_reason) == ("stop", plain[3])
+    assert_idle(running)
+    assert_same(run(running, [request("again", ids)]), {"again": plain})
