@@ -4,9 +4,26 @@ from __future__ import annotations
 
 import functools
 
-from allotrope.attention.backend import Backend, runs_anywhere
+import torch
+
+from allotrope.attention.backend import Backend, lazily, runs_anywhere, triton_reasons
 from allotrope.attention.gdn import chunked, reference
 from allotrope.attention.gdn.plan import build_plan
+from allotrope.attention.gdn.spec import GdnSpec
+
+# A chunk of 64 keys, queries and the state's tile of a program have to fit into shared memory.
+MAX_HEAD_DIM = 256
+
+
+def _triton_rejects(spec: GdnSpec, device: torch.device) -> list[str]:
+    reasons = triton_reasons(device)
+    if spec.k_head_dim > MAX_HEAD_DIM:
+        reasons.append(f"k_head_dim={spec.k_head_dim} (allowed: at most {MAX_HEAD_DIM})")
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    for name, dtype in (("conv_dtype", spec.conv_dtype), ("state_dtype", spec.state_dtype)):
+        if dtype not in kinds:
+            reasons.append(f"{name}={dtype} (allowed: {', '.join(map(str, kinds))})")
+    return reasons
 
 
 class GDN:
@@ -14,6 +31,13 @@ class GDN:
 
     name = "gdn"
     backends = (
+        Backend(
+            "triton",
+            _triton_rejects,
+            lazily("allotrope.attention.gdn.triton", "build_plan"),
+            lazily("allotrope.attention.gdn.triton", "run"),
+            in_graphs=True,
+        ),
         Backend("chunked", runs_anywhere, build_plan, functools.partial(reference.run, core=chunked.advance)),
         Backend("reference", runs_anywhere, build_plan, reference.run),
     )

@@ -1,0 +1,156 @@
+"""The gated delta rule by Triton kernels: one launch for the decodes of a step, four for its prefills."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from allotrope.attention.ahead import Variant
+from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex
+from allotrope.attention.family import CacheViews
+from allotrope.attention.gdn import triton_conv, triton_decode, triton_pairs, triton_scan
+from allotrope.attention.gdn.reference import NORM_EPS
+from allotrope.attention.gdn.spec import GdnSpec
+from allotrope.attention.gdn.triton_conv import CHUNK, VALUE_SCALE
+
+
+@dataclass(frozen=True)
+class GdnTritonPlan:
+    """`seq_lens`: [B] int32, `query_start`: [B + 1] int32, `slots`: [B] int64, on the device. `decodes`: requests with
+    one new token, the first of the batch. `arrivals`: [decodes, nk] int32 zeros, which kernels leave zero.
+
+    `chunks`: [N, 2] int32, for every chunk of the other requests its request and the place of its first token among
+    the request's new ones; None if there are none. `first_chunk`: [B] int32, the first one of each request.
+    """
+
+    seq_lens: torch.Tensor
+    query_start: torch.Tensor
+    slots: torch.Tensor
+    decodes: int
+    arrivals: torch.Tensor
+    chunks: torch.Tensor | None
+    first_chunk: torch.Tensor | None
+
+
+def build_plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> GdnTritonPlan:
+    """Plan one step for all layers with as many key heads. `index` has the entry "state"."""
+    where = index["state"]
+    assert isinstance(where, SlotIndex)
+    chunks, first = [], []
+    for b, length in enumerate(batch.query_lens):
+        first.append(len(chunks))
+        if length > 1:
+            chunks += [(b, place) for place in range(0, length, CHUNK)]
+    arrivals = torch.zeros(batch.num_decodes, spec.num_k_heads, dtype=torch.int32, device=batch.device)
+    listed = (
+        [torch.tensor(found, dtype=torch.int32, device=batch.device) for found in (chunks, first)] if chunks else []
+    )
+    return GdnTritonPlan(
+        batch.tensors.seq_lens,
+        batch.tensors.query_start,
+        where.slots,
+        batch.num_decodes,
+        arrivals,
+        listed[0] if listed else None,
+        listed[1] if listed else None,
+    )
+
+
+def run(
+    spec: GdnSpec,
+    plan: GdnTritonPlan,
+    caches: CacheViews,
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+) -> torch.Tensor:
+    """As `reference.run`."""
+    pools = caches["state"]
+    assert qkv.stride(1) == 1 and pools["ssm"][0].is_contiguous() and pools["conv"].stride(2) == 1
+    layer = (conv_weight, conv_bias, A_log, dt_bias)
+    out = qkv.new_empty((qkv.shape[0], spec.num_v_heads, spec.v_head_dim))
+    if plan.decodes:
+        triton_decode.decode(
+            spec, plan.slots[: plan.decodes], plan.seq_lens, plan.arrivals, pools, qkv, b, a, layer, out
+        )
+    if plan.chunks is not None:
+        _prefill(spec, plan, pools, qkv, b, a, layer, out)
+    return out
+
+
+Layer = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
+
+
+def _prefill(
+    spec: GdnSpec,
+    plan: GdnTritonPlan,
+    pools: Mapping[str, torch.Tensor],
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    layer: Layer,
+    out: torch.Tensor,
+) -> None:
+    """Advance the requests behind the decodes. `layer`: (conv_weight, conv_bias, A_log, dt_bias)."""
+    assert plan.chunks is not None
+    weight, bias, a_log, dt_bias = layer
+    conv, ssm, chunks = pools["conv"], pools["ssm"], plan.chunks
+    arch = "gfx942" if torch.version.hip else "sm_90"
+    heads, tokens = spec.num_v_heads, qkv.shape[0]
+    exact = qkv.dtype != torch.bfloat16
+    # Types of what goes from kernel to kernel: see triton_conv.
+    dtype = torch.float32 if exact else torch.float16
+    value_scale = 1.0 if exact else VALUE_SCALE
+    mixed = qkv.new_empty(tokens, spec.conv_dim, dtype=dtype)
+    sizes = {"KEY_HEADS": spec.num_k_heads, "VALUE_HEADS": heads, "DK": spec.k_head_dim, "DV": spec.v_head_dim}
+    launch = triton_conv.config(arch, max(spec.k_head_dim, spec.v_head_dim))
+    triton_conv.conv_kernel[(len(chunks), 2 * spec.num_k_heads + heads)](
+        qkv, weight, weight if bias is None else bias, conv, mixed, chunks, plan.query_start, plan.seq_lens, plan.slots,
+        qkv.stride(0), weight.stride(0), weight.stride(1), conv.stride(0), conv.stride(1), spec.k_head_dim**-0.5,
+        NORM_EPS, 1.0 / value_scale, CHUNK=CHUNK, WIDTH=spec.conv_width, BIAS=bias is not None, **sizes, **launch,
+    )  # fmt: skip
+    # Requests behind the decodes: their slots, lengths and chunks start further on.
+    begin = plan.decodes
+    start, lens, slots = plan.query_start[begin:], plan.seq_lens[begin:], plan.slots[begin:]
+    triton_conv.keep_kernel[(len(slots), triton.cdiv(spec.conv_dim, 1024))](
+        qkv, conv, start, lens, slots, qkv.stride(0), conv.stride(0), conv.stride(1), spec.conv_dim,
+        WIDTH=spec.conv_width, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+    mix, scores = (qkv.new_empty(tokens, heads, CHUNK, dtype=dtype) for _ in range(2))
+    launch = triton_pairs.config(arch, spec.k_head_dim, spec.channel_decay)
+    strides = (b.stride(0), b.stride(1), a.stride(0), a.stride(1))
+    precision = _precision(arch, exact)
+    unused = plan.query_start
+    grown = rest = seen = queries = keys = last = unused
+    if spec.channel_decay:
+        seen, queries, keys = (qkv.new_empty(tokens, heads, spec.k_head_dim, dtype=dtype) for _ in range(3))
+        last = qkv.new_empty(len(chunks), heads, spec.k_head_dim, dtype=torch.float32)
+        triton_pairs.channel_pairs_kernel[(len(chunks), heads)](
+            mixed, b, a, a_log, dt_bias, mix, scores, seen, queries, keys, last, chunks, plan.query_start, plan.slots,
+            *strides, CHUNK=CHUNK, **sizes, **precision, **launch,
+        )  # fmt: skip
+    else:
+        grown, rest = (qkv.new_empty(tokens, heads, dtype=torch.float32) for _ in range(2))
+        triton_pairs.pairs_kernel[(len(chunks), heads)](
+            mixed, b, a, a_log, dt_bias, mix, scores, grown, rest, chunks, plan.query_start, plan.slots,
+            *strides, CHUNK=CHUNK, **sizes, **precision, **launch,
+        )  # fmt: skip
+    launch = triton_scan.config(arch, spec.k_head_dim, spec.v_head_dim, heads * len(slots), not exact)
+    assert plan.first_chunk is not None
+    triton_scan.scan_kernel[(triton.cdiv(spec.v_head_dim, launch["BLOCK_V"]), heads, len(slots))](
+        mixed, mix, scores, grown, rest, seen, queries, keys, last, ssm, out, start, lens, slots,
+        plan.first_chunk[begin:], ssm.stride(0), value_scale, CHUNK=CHUNK, CHANNEL=spec.channel_decay,
+        PRECISION=precision["PRECISION"], **sizes, **launch,
+    )  # fmt: skip
+
+
+def _precision(arch: str, exact: bool) -> dict[str, str]:
+    """How products are formed: `exact` ones of fp32 as three of tf32, where a chip has these."""
+    return {"PRECISION": "tf32x3" if exact and arch == "sm_90" else "ieee", "INVERSE": "ieee"}
