@@ -14,12 +14,12 @@ PACKAGE = Path(__file__).parent.parent / "allotrope"
 
 # Parts of the package, the lowest first: each imports only from its own line and those above it.
 ORDER = [
-    {"errors", "env"},
+    {"errors", "env", "cpu"},
     {"request", "config", "logs", "gguf_file"},
     {"attention", "text"},
     {"cache", "layers"},
     {"models"},
-    {"engine"},
+    {"engine", "plugins"},
     {"llm", "server", "verify", "bench"},
     {"commands"},
     {"cli"},

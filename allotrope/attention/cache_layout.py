@@ -101,6 +101,32 @@ def views(layout: CacheLayout, page_size: int, pages: int, buffer: torch.Tensor)
     }
 
 
+def page_views(layout: CacheLayout, pages: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As `views`, of memory whose owner deals in whole pages: one after another the rows of a page, a row's fields
+    side by side.
+
+    `pages`: [P, bytes] uint8, one page (or slot, which may be longer than a state) each. Raises ValueError if rows are
+    not evenly spaced over all pages, or a field does not lie on a multiple of its type's size.
+    """
+    size, step = row_bytes(layout), pages.stride(0)
+    if isinstance(layout, StateSlots):
+        cells = pages[:, :size]
+    elif step != pages.shape[1] or step % size:
+        raise ValueError(
+            f"pages of {pages.shape[1]} bytes, {step} apart, do not hold rows of {size} bytes back to back"
+        )
+    else:
+        cells = pages.view(pages.shape[0], -1, size)
+    found, start = {}, 0
+    for field in layout.fields:
+        if any(number % field.dtype.itemsize for number in (start, size, step, pages.storage_offset())):
+            raise ValueError(f"field {field.name} of {field.dtype} is not aligned in rows of {size} bytes")
+        cell = cells[..., start : start + field.bytes].view(field.dtype)
+        found[field.name] = cell.view(*cell.shape[:-1], *field.shape)
+        start += field.bytes
+    return found
+
+
 def _planes(layout: CacheLayout, page_size: int, pages: int) -> Iterator[tuple[Field, int, int]]:
     start = 0
     for field in layout.fields:

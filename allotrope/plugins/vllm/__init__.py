@@ -1,0 +1,46 @@
+"""Allotrope's models and attention inside vLLM, which keeps its scheduler, cache memory, sampler and server.
+
+`register` is vLLM's general-plugin entry point. It runs in every vLLM process, so it touches no model, no kernel and no
+device; and it never raises: whatever is wrong is one line, and vLLM goes on with its own models.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+SWITCH = "ALLOTROPE_VLLM"
+
+log = logging.getLogger("allotrope.vllm")
+
+
+def register() -> None:
+    """Put Allotrope's architectures into vLLM's model registry; a second call changes nothing.
+
+    `ALLOTROPE_VLLM=0` leaves vLLM as it is.
+    """
+    try:
+        wanted = os.environ.get(SWITCH) or "1"
+        if wanted == "0":
+            return
+        if wanted != "1":
+            raise ValueError(f"{SWITCH}={wanted!r} is not understood; allowed: 0, 1")
+        from allotrope.plugins.vllm.contract import refusals
+
+        reasons = refusals()
+        if reasons:
+            raise RuntimeError("; ".join(reasons))
+        _register_models()
+    except Exception as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        log.warning("allotrope: plugin off, vLLM runs its own models: %s. See `allotrope compat`.", text)
+
+
+def _register_models() -> None:
+    from vllm.model_executor.models import ModelRegistry
+
+    from allotrope.models.registry import ARCHITECTURES
+
+    # Names only: vLLM imports the module when a checkpoint asks for one of them.
+    for architecture in ARCHITECTURES:
+        ModelRegistry.register_model(architecture, f"{__name__}.model:{architecture}")

@@ -1,0 +1,162 @@
+"""Caches of our layers as vLLM's cache manager sees them, and what it tells about them each step.
+
+Every cache of a layer is one attention layer of vLLM's static forward context. Its spec names bytes and lifetimes only;
+what the bytes mean is our own cache layout's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImplBase,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from allotrope.attention.batch import BatchLayout, CacheIndex
+from allotrope.attention.cache_layout import CacheLayout, StateSlots, WindowRows, page_views, row_bytes
+from allotrope.plugins.vllm.translate import Order, common_page, page_tokens, rows_index, states_index, stride
+
+
+class HostedCache(AttentionLayerBase):
+    """One cache of one layer.
+
+    `name`: in the static forward context, with exactly one integer. `layouts`: of all caches of the model, which share
+    one page size. `in_graphs`: whether all layers of the model can be captured. `views`: as the family reads the cache,
+    None until vLLM has allocated it. `readers`: by name, the layers that find each other's step here.
+    """
+
+    def __init__(self, name: str, layout: CacheLayout, layouts: Sequence[CacheLayout], in_graphs: bool) -> None:
+        self.name, self.layout, self.layouts, self.in_graphs = name, layout, layouts, in_graphs
+        self.kv_cache: Any = torch.tensor([])
+        self.views: dict[str, torch.Tensor] | None = None
+        self.readers: dict[str, Any] = {}
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return StateBackend if isinstance(self.layout, StateSlots) else RowsBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        """Full attention for rows that are kept, a sliding window only for rows that have one, else a state."""
+        config = vllm_config.cache_config
+        page = common_page(self.layouts, config.block_size)
+        size = row_bytes(self.layout)
+        if isinstance(self.layout, StateSlots):
+            return MambaSpec(
+                block_size=config.mamba_block_size,
+                shapes=((size,),),
+                dtypes=(torch.uint8,),
+                page_size_padded=page,
+                mamba_type=MambaAttentionBackendEnum.CUSTOM,
+                mamba_cache_mode=config.mamba_cache_mode,
+            )
+        rows: dict[str, Any] = {
+            "block_size": page_tokens(self.layout, page),
+            "num_kv_heads": 1,
+            "head_size": 1,
+            "dtype": torch.uint8,
+            "num_head_slots": 1,
+            "state_content_bytes": size,
+            "tokens_per_state": stride(self.layout),
+        }
+        if isinstance(self.layout, WindowRows):
+            return SlidingWindowSpec(sliding_window=self.layout.window, **rows)
+        return FullAttentionSpec(**rows)
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """`kv_cache`: [P, 1, rows, bytes], or int8 [P, 1, 1, bytes] of states, with pages of any stride."""
+        pages = kv_cache.view(torch.uint8).flatten(1)
+        self.views = page_views(self.layout, pages)
+        # States are copied by vLLM where a prefix is reused: a list of what to copy, here all of it.
+        self.kv_cache = [pages] if isinstance(self.layout, StateSlots) else kv_cache
+
+
+@dataclass
+class HostedStep:
+    """What vLLM says of one group of caches in a step, and `plans`: of the layers that read them, by layer name."""
+
+    common: CommonAttentionMetadata
+    spec: KVCacheSpec
+    plans: dict[str, Any] = field(default_factory=dict)
+
+    def index(self, batch: BatchLayout, order: Order) -> CacheIndex:
+        """Where the rows (or states) of the step's requests lie."""
+        table = self.common.block_table_tensor
+        if not isinstance(self.spec, MambaSpec):
+            return rows_index(batch, order, table, self.common.slot_mapping, self.spec.block_size)
+        each = None if self.spec.mamba_cache_mode == "none" else self.spec.block_size
+        return states_index(batch, order, table, each)
+
+
+class StepBuilder(AttentionMetadataBuilder[HostedStep]):
+    """Hands on what vLLM says; a family's plan is made when all caches of its layers are known, once for all layers."""
+
+    # A help only: requests are ordered again where vLLM's order differs from ours.
+    reorder_batch_threshold = 1
+
+    def __init__(
+        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
+        """Decodes, where every layer's plan is made by device operations alone; else nothing."""
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        ours = [layer.in_graphs for layer in layers if isinstance(layer, HostedCache)]
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if all(ours) else AttentionCGSupport.NEVER
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> HostedStep:
+        return HostedStep(common_attn_metadata, self.kv_cache_spec)
+
+
+class RowsBackend(AttentionBackend):
+    """Rows of any family."""
+
+    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012
+
+    @staticmethod
+    def get_name() -> str:
+        return "ALLOTROPE"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImplBase]:
+        return AttentionImplBase
+
+    @staticmethod
+    def get_builder_cls() -> type[StepBuilder]:
+        return StepBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """A layer's pages lie back to back, so that a row has one number in its pool."""
+        return (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC)
+
+
+class StateBackend(RowsBackend):
+    """States of any family."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "ALLOTROPE_STATE"
+
+    @classmethod
+    def is_ssm(cls) -> bool:
+        return True

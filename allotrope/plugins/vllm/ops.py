@@ -1,0 +1,116 @@
+"""One custom operator per family: what compilers and graphs see of our attention.
+
+    allotrope::FAMILY(inputs, outputs, pools, cache, layer) -> ()
+
+`inputs`: the family's tensors in the order of its function. `outputs`: written whole. `pools`: the cache memory of the
+layer, which is read and written; empty until there is any. `cache`, `layer`: names by which the step's plan is found.
+An operator is opaque, so it can be a split point of piecewise compilation under its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+
+from allotrope.attention.backend import Backend
+from allotrope.attention.family import CacheViews, Spec
+from allotrope.attention.registry import FAMILIES
+from allotrope.plugins.vllm.cache import HostedCache
+
+SPLIT_POINTS = tuple(f"allotrope::{name}" for name in FAMILIES)
+
+# Shape of one token's outputs; what an indexer picked follows as positions, -1 for none.
+_SHAPES: dict[str, Callable[[Any], tuple[int, ...]]] = {
+    "mha": lambda spec: (spec.num_heads, spec.value_dim),
+    "mla": lambda spec: (spec.num_heads, spec.v_head_dim),
+    "dsa": lambda spec: (spec.mla.num_heads, spec.mla.v_head_dim),
+    "gdn": lambda spec: (spec.num_v_heads, spec.v_head_dim),
+    "csa": lambda spec: (spec.num_heads, spec.head_dim),
+}
+
+
+class HostedLayer:
+    """One layer's attention: its own or another layer's `caches`, and the `backend` that our library chose for it."""
+
+    def __init__(self, name: str, spec: Spec, backend: Backend, caches: dict[str, HostedCache]) -> None:
+        self.name, self.spec, self.backend, self.caches = name, spec, backend, caches
+        self.home = next(iter(caches.values()))
+        self.home.readers[name] = self
+        self.op = getattr(torch.ops.allotrope, spec.family)
+        self._names: tuple[str | None, ...] = ()
+
+    @property
+    def pools(self) -> dict[tuple[str, str], torch.Tensor]:
+        """(cache, field) -> memory; empty until vLLM has allocated it."""
+        views = {name: cache.views or {} for name, cache in self.caches.items()}
+        return {(name, field): pool for name, fields in views.items() for field, pool in fields.items()}
+
+    def run(self, spec: Spec, plan: object, caches: CacheViews, *args: Any, **named: Any) -> Any:
+        """The family's function through its operator, which finds this step's plan by itself."""
+        given = [(None, tensor) for tensor in args] + list(named.items())
+        self._names = tuple(name for name, _ in given)
+        inputs = [tensor for _, tensor in given]
+        first = next(tensor for tensor in inputs if tensor is not None)
+        outputs = [first.new_empty(first.shape[0], *_SHAPES[spec.family](spec))]
+        topk = getattr(spec, "topk", None)
+        if topk is not None:
+            outputs.append(torch.empty(first.shape[0], topk, dtype=torch.int64, device=first.device))
+        self.op(inputs, outputs, list(self.pools.values()), self.home.name, self.name)
+        return outputs[0] if topk is None else tuple(outputs)
+
+    def compute(
+        self,
+        plan: object,
+        inputs: Sequence[torch.Tensor | None],
+        outputs: Sequence[torch.Tensor],
+        pools: Sequence[torch.Tensor],
+    ) -> None:
+        """What the operator does where there is a plan."""
+        caches: dict[str, dict[str, torch.Tensor]] = {}
+        for (cache, field), pool in zip(self.pools, pools, strict=True):
+            caches.setdefault(cache, {})[field] = pool
+        pairs = list(zip(self._names, inputs, strict=True))
+        args = [tensor for name, tensor in pairs if name is None]
+        named = {name: tensor for name, tensor in pairs if name is not None}
+        found = self.backend.run(self.spec, plan, caches, *args, **named)
+        if len(outputs) == 1:
+            outputs[0].copy_(found)
+            return
+        outputs[0].copy_(found[0])
+        # Fewer columns than the most that can be picked, where no request is that long.
+        outputs[1].fill_(-1)[:, : found[1].shape[1]].copy_(found[1])
+
+
+def _attend(
+    inputs: Sequence[torch.Tensor | None],
+    outputs: Sequence[torch.Tensor],
+    pools: Sequence[torch.Tensor],
+    cache: str,
+    layer: str,
+) -> None:
+    context = get_forward_context()
+    if context.attn_metadata is None:
+        # vLLM measures memory before there are caches.
+        for output in outputs:
+            output.fill_(0 if output.is_floating_point() else -1)
+        return
+    found = context.no_compile_layers[cache].readers[layer]
+    found.compute(context.attn_metadata[cache].plans[layer], inputs, outputs, pools)
+
+
+def _define() -> torch.library.Library:
+    library = torch.library.Library("allotrope", "FRAGMENT")
+    for name in FAMILIES:
+        library.define(
+            f"{name}(Tensor?[] inputs, Tensor(a!)[] outputs, Tensor(b!)[] pools, str cache, str layer) -> ()"
+        )
+        library.impl(name, _attend, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"allotrope::{name}", lambda *args: None, lib=library)
+    return library
+
+
+# Operators live as long as their library object.
+_LIBRARY = _define()

@@ -1,0 +1,94 @@
+"""From vLLM's words to ours: page sizes, batches and page tables. Imports nothing of vLLM."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from allotrope.attention.batch import BatchLayout, PageIndex, SlotIndex
+from allotrope.attention.cache_layout import CacheLayout, PagedRows, StateSlots, row_bytes
+
+
+def common_page(layouts: Sequence[CacheLayout], block_size: int) -> int:
+    """Bytes of the one page size that vLLM gives to all caches of a model.
+
+    Whole rows of every cache fit without a rest, the cache with most bytes a token has at least `block_size` tokens in
+    a page, and every state fits.
+    """
+    rows = [layout for layout in layouts if not isinstance(layout, StateSlots)]
+    least = max((row_bytes(layout) for layout in layouts if isinstance(layout, StateSlots)), default=0)
+    for layout in rows:
+        least = max(least, -(-block_size * row_bytes(layout) // stride(layout)))
+    unit = math.lcm(*map(row_bytes, rows))
+    return -(-least // unit) * unit
+
+
+def page_tokens(layout: CacheLayout, page: int) -> int:
+    """Tokens whose rows a page of `page` bytes holds."""
+    return page // row_bytes(layout) * stride(layout)
+
+
+def stride(layout: CacheLayout) -> int:
+    """Tokens a row."""
+    return layout.stride if isinstance(layout, PagedRows) else 1
+
+
+class HostBatch(Protocol):
+    """What is read of vLLM's common metadata. `query_start_loc_cpu`: [B + 1]. `seq_lens`: [B], tokens after the step.
+
+    `seq_lens_cpu_upper_bound`: the same on the host, exact without speculation.
+    """
+
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu_upper_bound: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Order:
+    """vLLM's requests and tokens in the order of our batch: requests with one new token first, padding left out."""
+
+    requests: slice | torch.Tensor
+    tokens: slice | torch.Tensor
+
+
+def arrange(common: HostBatch, device: torch.device) -> tuple[BatchLayout, Order]:
+    """The step's batch from the host's integers."""
+    starts = common.query_start_loc_cpu.tolist()
+    known = common.seq_lens_cpu_upper_bound
+    seen = (common.seq_lens if known is None else known).tolist()
+    lens = [end - start for start, end in itertools.pairwise(starts)]
+    real = [b for b, n in enumerate(lens) if n > 0]
+    order = sorted(real, key=lambda b: lens[b] != 1)
+    batch = BatchLayout(tuple(lens[b] for b in order), tuple(seen[b] for b in order), device)
+    if order == list(range(len(order))):
+        return batch, Order(slice(0, len(order)), slice(0, batch.num_tokens))
+    tokens = [token for b in order for token in range(starts[b], starts[b + 1])]
+    return batch, Order(torch.tensor(order, device=device), torch.tensor(tokens, device=device))
+
+
+def rows_index(batch: BatchLayout, order: Order, table: torch.Tensor, slots: torch.Tensor, page_size: int) -> PageIndex:
+    """vLLM's block table and slot mapping as a page index.
+
+    Block 0 belongs to nobody and is never written, in vLLM as in our pools; here it stands for "none".
+    """
+    width = -(-max(batch.seq_lens) // page_size)
+    pages, rows = table[order.requests, :width].long(), slots[order.tokens].long()
+    return PageIndex(page_size, torch.where(pages > 0, pages, -1), torch.where(rows >= page_size, rows, -1))
+
+
+def states_index(batch: BatchLayout, order: Order, table: torch.Tensor, each: int | None) -> SlotIndex:
+    """The slot of each request's state. `each`: tokens that one state of a request is kept for, None if it has one.
+
+    The current state is that of the block which the step's last token falls into.
+    """
+    blocks = table[order.requests].long()
+    if each is None:
+        return SlotIndex(blocks[:, 0])
+    last = torch.tensor([(n - 1) // each for n in batch.seq_lens], device=batch.device)
+    return SlotIndex(blocks.gather(1, last[:, None]).squeeze(1))
