@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from allotrope.attention.backend import Backend, runs_anywhere
+from typing import Any
+
+import torch
+
+from allotrope.attention.backend import Backend, lazily, runs_anywhere
 from allotrope.attention.dsa import reference
 from allotrope.attention.dsa.plan import build_plan
+from allotrope.attention.mla.family import triton_rejects as latent_rejects
+
+
+def triton_rejects(spec: Any, device: torch.device) -> list[str]:
+    """Why the Triton kernels cannot run a layer."""
+    reasons = latent_rejects(spec.mla, device)
+    if spec.indexer is not None:
+        for name, most in (("num_heads", 128), ("head_dim", 256)):
+            if getattr(spec.indexer, name) > most:
+                reasons.append(f"indexer {name}={getattr(spec.indexer, name)} (needs at most {most})")
+    return reasons
 
 
 class DSA:
     """Latent attention over the rows that an indexer picks."""
 
     name = "dsa"
-    backends = (Backend("reference", runs_anywhere, build_plan, reference.run),)
+    backends = (
+        Backend(
+            "triton",
+            triton_rejects,
+            lazily("allotrope.attention.dsa.triton", "build_plan"),
+            lazily("allotrope.attention.dsa.triton", "run"),
+            in_graphs=True,
+        ),
+        Backend("reference", runs_anywhere, build_plan, reference.run),
+    )

@@ -21,6 +21,9 @@ from allotrope.attention.mla.spec import MlaSpec
 from allotrope.attention.mla.triton_decode import Queries
 from allotrope.attention.mla.triton_prefill import Expanded, plan_expanded
 
+# Bytes of the absorbed queries of one launch of a prefill.
+SCRATCH = 1 << 28
+
 
 @dataclass(frozen=True)
 class Absorbed:
@@ -56,12 +59,14 @@ def plan_spans(
     decodes: Sequence[tuple[slice, int]],
     spans: Sequence[Span],
 ) -> TritonPlan:
-    """Plan tokens that are single queries, with a bound of what they see, and the several queries of each of `spans`."""
+    """Plan slices of single queries, each with a bound of what they see, and the several queries of each of `spans`."""
     seen = visible(batch)
     absorbed = [group(batch, seen, tokens, bound) for tokens, bound in decodes]
     few = [span for span in spans if not expands(spec, span)]
-    if few:
-        tokens = token_index([t for span in few for t in range(span.token, span.token + span.queries)], batch.device)
+    listed = [t for span in few for t in range(span.token, span.token + span.queries)]
+    size = max(1, SCRATCH // (2 * spec.num_heads * spec.latent_dim))
+    for first in range(0, len(listed), size):
+        tokens = token_index(listed[first : first + size], batch.device)
         absorbed.append(group(batch, seen, tokens, max(span.position + span.queries for span in few)))
     many = [span for span in spans if expands(spec, span)]
     return TritonPlan(paged, tuple(absorbed), plan_expanded(spec, many, batch.device) if many else None)
@@ -113,11 +118,26 @@ def run(
     if plan.expanded is None and len(plan.absorbed) == 1:
         return attend_absorbed(spec, pools, plan.paged, plan.absorbed[0], q_nope, q_pe, w_uk, w_uv, kv_scale)
     out = q_nope.new_empty(len(q_nope), spec.num_heads, spec.v_head_dim)
+    attend_parts(spec, plan, pools, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
+    return out
+
+
+def attend_parts(
+    spec: MlaSpec,
+    plan: TritonPlan,
+    pools: Mapping[str, torch.Tensor],
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    kv_scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Attend with all queries of `plan`, and write their rows of `out` [T, H, V]."""
     for part in plan.absorbed:
         out[part.tokens] = attend_absorbed(spec, pools, plan.paged, part, q_nope, q_pe, w_uk, w_uv, kv_scale)
     if plan.expanded is not None:
         triton_prefill.attend(spec, pools, plan.paged, plan.expanded, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
-    return out
 
 
 def attend_absorbed(
@@ -130,10 +150,12 @@ def attend_absorbed(
     w_uk: torch.Tensor,
     w_uv: torch.Tensor,
     kv_scale: float,
+    picks: torch.Tensor | None = None,
+    topk: int = 0,
 ) -> torch.Tensor:
-    """Attend with the queries of `part`. Returns [t, H, V]."""
+    """Attend with the queries of `part`; `picks` [t, K], `topk`: as in `triton_decode`. Returns [t, H, V]."""
     q = absorb(q_nope[part.tokens], w_uk)
-    z = triton_decode.attend(spec, pools, paged, part.queries, q, q_pe[part.tokens], kv_scale)
+    z = triton_decode.attend(spec, pools, paged, part.queries, q, q_pe[part.tokens], kv_scale, picks, topk)
     return project_up(z, w_uv)
 
 

@@ -43,27 +43,30 @@ class Queries:
 
 @dataclass(frozen=True)
 class Config:
-    """`heads`: of one program. `keys`: read in one step. `resident`: programs that one multiprocessor holds."""
+    """`heads`: of one program. `keys`: read in one step. `resident`: programs that one multiprocessor holds. `turned`:
+    whether keys, and not heads, are the rows of products.
+    """
 
     heads: int
     keys: int
     warps: int
     stages: int
     resident: int
+    turned: bool = False
 
 
 def config(arch: str, spec: MlaSpec, dtype: torch.dtype, picked: bool) -> Config:
     """Launch parameters. `dtype`: of the queries. `picked`: whether rows are picked one by one."""
     heads = min(64, max(16, triton.next_power_of_2(spec.num_heads)))
     if arch == "interpreter":
-        return Config(heads, 32, 4, 1, 1)
+        return Config(heads, 32, 4, 1, 1, heads < 64)
     if dtype == torch.float32:
         return Config(16, 16, 4, 1, 1)
     if arch != "sm_90":
         return Config(16, 32 if arch == "gfx950" else 16, 4, 1, 2)
     if heads == 64:
         return Config(64, 64, 8, 2, 1)
-    return Config(heads, 32, 4, 3, 2)
+    return Config(heads, 64, 4, 3, 1, True)
 
 
 @triton.jit
@@ -72,7 +75,7 @@ def _rows(
     C: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, KEYS: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Rows `offset` [KEYS] of `page` as numbers: latent [KEYS, BLOCK_C] and rope [KEYS, BLOCK_R]; zeros where not `there`."""
+    """Rows `offset` [KEYS] of `page` as numbers: latent [KEYS, BLOCK_C], rope [KEYS, BLOCK_R]; 0 where not `there`."""
     channel, rope = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
     in_c = there[:, None] if BLOCK_C == C else there[:, None] & (channel < C)[None, :]
     in_r = there[:, None] if BLOCK_R == R else there[:, None] & (rope < R)[None, :]
@@ -98,9 +101,12 @@ def attend_kernel(
     q_t, q_h, pe_t, pe_h, c_page, c_row, pe_page, pe_row, f_page, f_row, table_b, picks_t, out_t, out_h,
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
-    PICKED: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
+    PICKED: tl.constexpr, SCALED: tl.constexpr, DIRECT: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one query over one split of its keys.
+
+    TURNED, keys are the rows of every product and heads its columns: tensor cores want 64 rows, and few heads fill
+    few of them.
 
     With PICKED the keys of a query that sees more than `topk` are `picks` [t, topk], -1 for none. With DIRECT (one
     split) the output is written, else the split's normalised result and base-2 log-sum-exp.
@@ -128,7 +134,10 @@ def attend_kernel(
         )
         top = tl.full([HEADS], _LOWEST, tl.float32)
         total = tl.zeros([HEADS], tl.float32)
-        mixed = tl.zeros([HEADS, BLOCK_C], tl.float32)
+        if TURNED:
+            mixed = tl.zeros([BLOCK_C, HEADS], tl.float32)
+        else:
+            mixed = tl.zeros([HEADS, BLOCK_C], tl.float32)
         factor = scale * kv_scale * _LOG2E
         for start in range(begin, end, KEYS):
             key = start + tl.arange(0, KEYS)
@@ -148,17 +157,30 @@ def attend_kernel(
                 c_pool, pe_pool, factors, page, offset, there & (page >= 0), c_page, c_row, pe_page, pe_row, f_page,
                 f_row, latent_q.dtype, C, R, BLOCK_C, BLOCK_R, KEYS, SCALED,
             )  # fmt: skip
-            logits = tl.dot(latent_q, tl.trans(latent), input_precision=PRECISION)
-            logits = tl.dot(rope_q, tl.trans(tail), logits, input_precision=PRECISION)
-            logits = tl.where(there[None, :], logits * factor, float("-inf"))
-            higher = tl.maximum(top, tl.max(logits, 1))
-            weights = tl.exp2(logits - higher[:, None])
-            fade = tl.exp2(top - higher)
-            total = total * fade + tl.sum(weights, 1)
-            mixed = mixed * fade[:, None]
-            mixed = tl.dot(weights.to(latent.dtype), latent, mixed, input_precision=PRECISION)
+            if TURNED:
+                logits = tl.dot(latent, tl.trans(latent_q), input_precision="ieee")
+                logits = tl.dot(tail, tl.trans(rope_q), logits, input_precision="ieee")
+                logits = tl.where(there[:, None], logits * factor, float("-inf"))
+                higher = tl.maximum(top, tl.max(logits, 0))
+                weights = tl.exp2(logits - higher[None, :])
+                fade = tl.exp2(top - higher)
+                total = total * fade + tl.sum(weights, 0)
+                mixed = mixed * fade[None, :]
+                mixed = tl.dot(tl.trans(latent), weights.to(latent.dtype), mixed, input_precision="ieee")
+            else:
+                logits = tl.dot(latent_q, tl.trans(latent), input_precision="ieee")
+                logits = tl.dot(rope_q, tl.trans(tail), logits, input_precision="ieee")
+                logits = tl.where(there[None, :], logits * factor, float("-inf"))
+                higher = tl.maximum(top, tl.max(logits, 1))
+                weights = tl.exp2(logits - higher[:, None])
+                fade = tl.exp2(top - higher)
+                total = total * fade + tl.sum(weights, 1)
+                mixed = mixed * fade[:, None]
+                mixed = tl.dot(weights.to(latent.dtype), latent, mixed, input_precision="ieee")
             top = higher
         # The largest logit of a row adds 1, so the bound touches only queries that see nothing.
+        if TURNED:
+            mixed = tl.trans(mixed)
         mixed = mixed * (kv_scale / tl.maximum(total, 1.0))[:, None]
         kept = real[:, None] & in_c[None, :]
         if DIRECT:
@@ -276,7 +298,7 @@ def attend(
         0 if picks is None else picks.stride(0), out.stride(1), out.stride(0),
         H=heads, C=latent, R=spec.rope_dim, PAGE=paged.page_size, HEADS=chosen.heads, KEYS=chosen.keys,
         BLOCK_C=max(16, block_c), BLOCK_R=max(16, block_r), PICKED=picks is not None,
-        SCALED=spec.row_format == "scaled", DIRECT=direct, PRECISION="ieee",
+        SCALED=spec.row_format == "scaled", DIRECT=direct, TURNED=chosen.turned,
         num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
     if not direct:
@@ -339,7 +361,7 @@ def _variant(arch: str, name: str, heads: int, kinds: str, picked: bool) -> Vari
     constants = {
         "H": heads, "C": 512, "R": 64, "PAGE": 16, "HEADS": chosen.heads, "KEYS": chosen.keys, "BLOCK_C": 512,
         "BLOCK_R": 64, "PICKED": picked, "SCALED": kinds == "scaled", "DIRECT": False,
-        "PRECISION": "ieee",
+        "TURNED": chosen.turned,
     }  # fmt: skip
     loose = ("topk", "splits", "scale", "kv_scale")
     signature = {argument: kind if argument in loose else f"{kind}:16" for argument, kind in signature.items()}

@@ -1,0 +1,183 @@
+"""Latent attention over picked rows by Triton kernels: what a step's requests share, and the order of its launches.
+
+A query that sees at most `topk` rows attends to all of them. In a step whose longest decode may see more, all decodes
+are scored, picked for and attended with together, by what the device knows of their lengths: so it can be captured. Of
+a prompt, the queries up to `topk` go the way of dense latent attention, and the others are scored in contests whose
+scores fit in bounded scratch.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from allotrope.attention.ahead import Variant
+from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
+from allotrope.attention.dsa import triton_index, triton_topk
+from allotrope.attention.dsa.spec import DsaSpec
+from allotrope.attention.family import CacheViews
+from allotrope.attention.mla import triton as mla
+from allotrope.attention.mla import triton_decode, triton_store
+from allotrope.attention.mla.plan import Span
+from allotrope.attention.mla.triton import Absorbed
+
+# Bytes of the scores of one contest of a prefill, and of the absorbed queries of one launch.
+SCRATCH = 1 << 28
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Queries of prompts that are scored together. `tiles`: as `triton_index.prefill_kernel` reads them."""
+
+    part: Absorbed
+    tiles: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TritonPlan:
+    """`dense`: the queries that see everything, and where latent rows go. `keys`: where index keys are and go.
+
+    `decodes`: single queries some of which may see more than `topk` rows; None if none does. `contests`: the queries of
+    prompts that see more. `picks`: [T, K] what queries that see everything pick.
+    """
+
+    dense: mla.TritonPlan
+    keys: PageIndex | None
+    decodes: Absorbed | None
+    contests: tuple[Contest, ...]
+    picks: torch.Tensor
+
+
+def build_plan(spec: DsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> TritonPlan:
+    """Plan one step. `index` has the entry "latent", and "index" for a layer with an indexer."""
+    latent, keys = index["latent"], index.get("index")
+    assert isinstance(latent, PageIndex)
+    assert keys is None or isinstance(keys, PageIndex)
+    single = slice(0, batch.num_decodes)
+    bound = max(batch.seq_lens[single], default=0)
+    picking = bound > spec.topk
+    few, many = [], []
+    for span in mla.prefills(batch):
+        count = min(span.queries, max(0, spec.topk - span.position))
+        if count:
+            few.append(Span(span.request, span.token, span.position, count))
+        if count < span.queries:
+            many.append(Span(span.request, span.token + count, span.position + count, span.queries - count))
+    dense = [] if picking or not batch.num_decodes else [(single, bound)]
+    seen = mla.visible(batch)
+    column = torch.arange(min(spec.topk, max(batch.seq_lens)), device=batch.device)
+    return TritonPlan(
+        mla.plan_spans(spec.mla, batch, latent, dense, few),
+        keys if spec.indexer is not None else None,
+        mla.group(batch, seen, single, bound) if picking else None,
+        tuple(_contests(spec, batch, seen, many)),
+        torch.where(column < seen[:, None], column, -1),
+    )
+
+
+def _contests(spec: DsaSpec, batch: BatchLayout, seen: torch.Tensor, spans: Sequence[Span]) -> list[Contest]:
+    """Share out queries among contests of at most `SCRATCH` bytes of scores, and of absorbed queries."""
+    tile = triton_index.config(triton_decode.arch_of(batch.device), torch.bfloat16).queries
+    contests: list[Contest] = []
+    tokens: list[int] = []
+    tiles: list[tuple[int, ...]] = []
+    bound = 0
+    for span in spans:
+        first = 0
+        while first < span.queries:
+            count = min(tile, span.queries - first)
+            reach = max(bound, span.position + first + count)
+            row = max(4 * reach, 2 * spec.mla.num_heads * spec.mla.latent_dim)
+            if tokens and (len(tokens) + count) * row > SCRATCH:
+                contests.append(_contest(batch, seen, tokens, tiles, bound))
+                tokens, tiles, bound = [], [], 0
+                continue
+            tiles.append((len(tokens), count, span.token + first, span.position + first, span.request))
+            tokens.extend(range(span.token + first, span.token + first + count))
+            bound = reach
+            first += count
+    if tokens:
+        contests.append(_contest(batch, seen, tokens, tiles, bound))
+    return contests
+
+
+def _contest(
+    batch: BatchLayout, seen: torch.Tensor, tokens: list[int], tiles: list[tuple[int, ...]], bound: int
+) -> Contest:
+    listed = torch.tensor(tokens, dtype=torch.int64, device=batch.device)
+    return Contest(mla.group(batch, seen, listed, bound), torch.tensor(tiles, dtype=torch.int32, device=batch.device))
+
+
+def run(
+    spec: DsaSpec,
+    plan: TritonPlan,
+    caches: CacheViews,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    c: torch.Tensor,
+    k_pe: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    index_q: torch.Tensor | None = None,
+    index_k: torch.Tensor | None = None,
+    index_weights: torch.Tensor | None = None,
+    picks: torch.Tensor | None = None,
+    kv_scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference's `run`."""
+    pools, paged = caches["latent"], plan.dense.paged
+    triton_store.store(spec.mla, pools, paged.slots, c, k_pe, kv_scale)
+    if spec.indexer is not None:
+        if index_q is None or index_k is None or index_weights is None or plan.keys is None:
+            raise ValueError("dsa: a layer with an indexer needs index_q, index_k and index_weights")
+        triton_index.store(spec.indexer, caches["index"], plan.keys.slots, index_k)
+        picks = pick(spec, plan, caches["index"], index_q, index_weights)
+    elif picks is None:
+        raise ValueError("dsa: a layer without an indexer needs the picks of an earlier layer")
+    weights = (w_uk, w_uv, kv_scale)
+    if plan.decodes is not None and plan.decodes.queries.seen.shape[0] == len(q_nope):
+        part = plan.decodes
+        return mla.attend_absorbed(spec.mla, pools, paged, part, q_nope, q_pe, *weights, picks, spec.topk), picks
+    out = q_nope.new_empty(len(q_nope), spec.mla.num_heads, spec.mla.v_head_dim)
+    mla.attend_parts(spec.mla, plan.dense, pools, q_nope, q_pe, *weights, out)
+    picked = [contest.part for contest in plan.contests]
+    for part in (*([] if plan.decodes is None else [plan.decodes]), *picked):
+        own = picks[part.tokens]
+        out[part.tokens] = mla.attend_absorbed(
+            spec.mla, pools, paged, part, q_nope, q_pe, *weights, own, spec.topk
+        )
+    return out, picks
+
+
+def pick(
+    spec: DsaSpec, plan: TritonPlan, pools: Mapping[str, torch.Tensor], q: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Picks [T, K] int64 of every query of the step. `q`: [T, heads, d]. `weights`: [T, heads]."""
+    assert spec.indexer is not None and plan.keys is not None
+    if plan.decodes is None and not plan.contests:
+        return plan.picks
+    arch = triton_decode.arch_of(q.device)
+    alone = plan.decodes is not None and plan.decodes.queries.seen.shape[0] == len(q)
+    picks = torch.empty_like(plan.picks) if alone else plan.picks.clone()
+    if plan.decodes is not None:
+        own = plan.decodes.tokens
+        scores = triton_index.score_decodes(
+            spec.indexer, pools, plan.keys, plan.decodes.queries, spec.topk, q[own], weights[own]
+        )
+        triton_topk.top_rows(scores, plan.decodes.queries.seen, spec.topk, arch, picks, None)
+    for contest in plan.contests:
+        queries = contest.part.queries
+        scores = triton_index.score_tiles(
+            spec.indexer, pools, plan.keys, contest.tiles, len(queries.seen), queries.bound, q, weights
+        )
+        assert isinstance(contest.part.tokens, torch.Tensor)
+        triton_topk.top_rows(scores, queries.seen, spec.topk, arch, picks, contest.part.tokens)
+    return picks
+
+
+def variants(arch: str) -> list[Variant]:
+    """What this family compiles ahead of time, beyond what it shares with mla."""
+    return [*triton_index.variants(arch), *triton_topk.variants(arch)]

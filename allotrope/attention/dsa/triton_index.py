@@ -1,0 +1,285 @@
+"""The lightning indexer in Triton: new keys into their pages, and scores of queries against the keys they see.
+
+Owns: three kernels and their launch. Must not know: who picks by the scores.
+
+    score_t(s) = d^-1/2 sum_h w_t,h relu(q_t,h . k_s)
+
+With scaled keys, q_t,h and k_s are FP8 codes times a power of two each: the codes' products are exact in bf16, w_t,h
+takes in the query's factor, and the sum the key's. A decode packs its heads into a product; a prefill packs queries and
+goes from head to head. Scores are written once, 4 bytes a key; nothing else grows with the context.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from allotrope.attention.ahead import Variant
+from allotrope.attention.batch import PageIndex
+from allotrope.attention.dsa.spec import IndexerSpec
+from allotrope.attention.mla.rows import FP8_MAX
+from allotrope.attention.mla.triton_decode import Queries, arch_of
+
+_LARGEST = tl.constexpr(FP8_MAX)
+
+
+@dataclass(frozen=True)
+class Config:
+    """`keys`: of one product. `span`: of one program. `queries`: of one tile of a prefill."""
+
+    keys: int
+    span: int
+    queries: int
+    warps: int
+    stages: int
+
+
+def config(arch: str, dtype: torch.dtype) -> Config:
+    """Launch parameters. `dtype`: of the queries."""
+    if arch == "interpreter":
+        return Config(32, 64, 16, 4, 1)
+    if dtype == torch.float32:
+        return Config(32, 1024, 16, 4, 1)
+    return Config(128, 1024, 64, 4, 3 if arch == "sm_90" else 1)
+
+
+@triton.jit
+def _factor(largest):
+    """The least power of two f with largest <= 448 f; 448 is 1.75 * 2^8."""
+    bits = tl.maximum(largest, 1.0e-4).to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _codes(x, factor):
+    """x / factor on the grid of e4m3, saturated."""
+    return tl.minimum(tl.maximum(x / factor, -_LARGEST), _LARGEST).to(tl.float8e4nv)
+
+
+@triton.jit
+def store_kernel(
+    k, pool, factors, slots, tokens, k_t, k_page, k_row, f_page, f_row,
+    D: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """ROWS new keys to their slots."""
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
+    kept = slot >= 0
+    page, offset = slot // PAGE, slot % PAGE
+    dim = tl.arange(0, BLOCK_D)
+    there = kept[:, None] & (dim < D)[None, :]
+    keys = tl.load(k + token.to(tl.int64)[:, None] * k_t + dim[None, :], mask=there, other=0.0)
+    to = pool + (page * k_page + offset * k_row)
+    if SCALED:
+        keys = keys.to(tl.float32)
+        factor = _factor(tl.max(tl.abs(keys), 1))
+        tl.store(factors + (page * f_page + offset * f_row), factor, mask=kept)
+        tl.store(to[:, None] + dim[None, :], _codes(keys, factor[:, None]), mask=there)
+    else:
+        if pool.dtype.element_ty == tl.float8e4nv:
+            keys = _codes(keys.to(tl.float32), 1.0)
+        tl.store(to[:, None] + dim[None, :], keys.to(pool.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _keys(
+    pool, factors, table, key, there, k_page, k_row, f_page, f_row, dtype: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Keys at positions `key` [n] as numbers [n, BLOCK_D], and their factors [n]; `table`: the request's pages."""
+    dim = tl.arange(0, BLOCK_D)
+    page = tl.load(table + key // PAGE, mask=there, other=-1).to(tl.int64)
+    there = there & (page >= 0)
+    offset = key % PAGE
+    at = pool + (page * k_page + offset * k_row)
+    in_d = there[:, None] if BLOCK_D == D else there[:, None] & (dim < D)[None, :]
+    found = tl.load(at[:, None] + dim[None, :], mask=in_d, other=0.0).to(dtype)
+    factor = page.to(tl.float32)
+    if SCALED:
+        factor = tl.load(factors + (page * f_page + offset * f_row), mask=there, other=0.0)
+    return found, factor
+
+
+@triton.jit
+def decode_kernel(
+    q, weights, pool, factors, table, request, seen, scores,
+    root, topk, q_t, q_h, w_t, k_page, k_row, f_page, f_row, table_b, scores_t,
+    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    KEYS: tl.constexpr, SPAN: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """SPAN keys of one query. Queries that see at most `topk` rows are not scored."""
+    query = tl.program_id(1).to(tl.int64)
+    n = tl.load(seen + query)
+    begin = tl.program_id(0) * SPAN
+    end = tl.minimum(begin + SPAN, n)
+    if begin < end:
+        if n > topk:
+            head, dim = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+            there = (head < HEADS)[:, None] & (dim < D)[None, :]
+            queries = tl.load(q + query * q_t + head[:, None] * q_h + dim[None, :], mask=there, other=0.0)
+            share = tl.load(weights + query * w_t + head, mask=head < HEADS, other=0.0).to(tl.float32)
+            if SCALED:
+                wide = queries.to(tl.float32)
+                factor = _factor(tl.max(tl.abs(wide), 1))
+                queries = _codes(wide, factor[:, None]).to(queries.dtype)
+                share = share * factor
+            table += tl.load(request + query).to(tl.int64) * table_b
+            for start in range(begin, end, KEYS):
+                key = start + tl.arange(0, KEYS)
+                inside = key < end
+                keys, lengths = _keys(
+                    pool, factors, table, key, inside, k_page, k_row, f_page, f_row, queries.dtype,
+                    D, PAGE, BLOCK_D, SCALED,
+                )  # fmt: skip
+                hits = tl.dot(keys, tl.trans(queries), input_precision="ieee")
+                found = tl.sum(tl.maximum(hits, 0.0) * share[None, :], 1) * root
+                if SCALED:
+                    found = found * lengths
+                tl.store(scores + query * scores_t + key, found, mask=inside)
+
+
+@triton.jit
+def prefill_kernel(
+    q, weights, pool, factors, table, tiles, scores,
+    root, q_t, q_h, w_t, k_page, k_row, f_page, f_row, table_b, scores_t,
+    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries of one request against KEYS keys, head after head.
+
+    `tiles`: [m, 5] int32: first row of `scores`, queries, first token, its position, request.
+    """
+    tile = tiles + tl.program_id(1) * 5
+    begin = tl.program_id(0) * KEYS
+    row = tl.load(tile)
+    count = tl.load(tile + 1)
+    position = tl.load(tile + 3)
+    if begin < position + count:
+        inner = tl.arange(0, QUERIES)
+        real = inner < count
+        token = (tl.load(tile + 2) + inner).to(tl.int64)
+        key = begin + tl.arange(0, KEYS)
+        dim = tl.arange(0, BLOCK_D)
+        kind: tl.constexpr = q.dtype.element_ty
+        keys, lengths = _keys(
+            pool, factors, table + tl.load(tile + 4).to(tl.int64) * table_b, key, key < position + count,
+            k_page, k_row, f_page, f_row, kind, D, PAGE, BLOCK_D, SCALED,
+        )  # fmt: skip
+        keys = tl.trans(keys)
+        found = tl.zeros([QUERIES, KEYS], tl.float32)
+        there = real[:, None] & (dim < D)[None, :]
+        for head in range(HEADS):
+            queries = tl.load(q + token[:, None] * q_t + head * q_h + dim[None, :], mask=there, other=0.0)
+            share = tl.load(weights + token * w_t + head, mask=real, other=0.0).to(tl.float32)
+            if SCALED:
+                wide = queries.to(tl.float32)
+                factor = _factor(tl.max(tl.abs(wide), 1))
+                queries = _codes(wide, factor[:, None]).to(kind)
+                share = share * factor
+            hits = tl.dot(queries, keys, input_precision="ieee")
+            found += tl.maximum(hits, 0.0) * share[:, None]
+        found = found * root
+        if SCALED:
+            found = found * lengths[None, :]
+        at = scores + (row + inner).to(tl.int64)[:, None] * scores_t + key[None, :]
+        tl.store(at, found, mask=real[:, None] & (key < position + count)[None, :])
+
+
+def store(spec: IndexerSpec, pools: Mapping[str, torch.Tensor], slots: torch.Tensor, k: torch.Tensor) -> None:
+    """Write keys [T, d] at `slots` [T]; negative slots are passed over."""
+    pool, factors = pools["k"], pools.get("factor", pools["k"])
+    rows = 8
+    store_kernel[(triton.cdiv(len(slots), rows),)](
+        k, pool, factors, slots, len(slots), k.stride(0), *pool.stride()[:2], *factors.stride()[:2],
+        D=spec.head_dim, PAGE=pool.shape[1], BLOCK_D=triton.next_power_of_2(spec.head_dim), ROWS=rows,
+        SCALED=spec.key_format == "scaled", num_warps=4,
+    )  # fmt: skip
+
+
+def score_decodes(
+    spec: IndexerSpec,
+    pools: Mapping[str, torch.Tensor],
+    paged: PageIndex,
+    queries: Queries,
+    topk: int,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Scores [t, bound] fp32 of t single queries; what a query does not see, or need not be scored, is not written.
+
+    `q`: [t, heads, d]. `weights`: [t, heads].
+    """
+    chosen = config(arch_of(q.device), q.dtype)
+    scores = torch.empty(len(q), _width(queries.bound), dtype=torch.float32, device=q.device)
+    pool, factors = pools["k"], pools.get("factor", pools["k"])
+    decode_kernel[(triton.cdiv(queries.bound, chosen.span), len(q))](
+        q, weights, pool, factors, paged.table, queries.request, queries.seen, scores,
+        spec.head_dim**-0.5, topk, q.stride(0), q.stride(1), weights.stride(0), *pool.stride()[:2],
+        *factors.stride()[:2], paged.table.stride(0), scores.stride(0),
+        HEADS=spec.num_heads, D=spec.head_dim, PAGE=paged.page_size, BLOCK_H=_padded(spec.num_heads),
+        BLOCK_D=_padded(spec.head_dim), KEYS=chosen.keys, SPAN=chosen.span, SCALED=spec.key_format == "scaled",
+        num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
+    return scores
+
+
+def score_tiles(
+    spec: IndexerSpec,
+    pools: Mapping[str, torch.Tensor],
+    paged: PageIndex,
+    tiles: torch.Tensor,
+    rows: int,
+    bound: int,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Scores [rows, bound] fp32 of the queries of `tiles` (`prefill_kernel`), of which `q` [T, heads, d] has all."""
+    chosen = config(arch_of(q.device), q.dtype)
+    scores = torch.empty(rows, _width(bound), dtype=torch.float32, device=q.device)
+    pool, factors = pools["k"], pools.get("factor", pools["k"])
+    prefill_kernel[(triton.cdiv(bound, chosen.keys), len(tiles))](
+        q, weights, pool, factors, paged.table, tiles, scores,
+        spec.head_dim**-0.5, q.stride(0), q.stride(1), weights.stride(0), *pool.stride()[:2],
+        *factors.stride()[:2], paged.table.stride(0), scores.stride(0),
+        HEADS=spec.num_heads, D=spec.head_dim, PAGE=paged.page_size, BLOCK_D=_padded(spec.head_dim),
+        QUERIES=chosen.queries, KEYS=chosen.keys, SCALED=spec.key_format == "scaled",
+        num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
+    return scores
+
+
+def _padded(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+def _width(bound: int) -> int:
+    """Row length of scores: rows begin at multiples of 64 bytes."""
+    return -(-bound // 16) * 16
+
+
+def variants(arch: str) -> list[Variant]:
+    """64 heads of 128: plain keys in bf16, and scaled ones."""
+    made = []
+    chosen = config(arch, torch.bfloat16)
+    numbers = ("q_t", "q_h", "w_t", "k_page", "k_row", "f_page", "f_row", "table_b", "scores_t")
+    for name, pool, factors in (("bf16", "*bf16:16", "*bf16:16"), ("scaled", "*fp8e4nv:16", "*fp32:16")):
+        signature = {"q": "*bf16:16", "weights": "*fp32:16", "pool": pool, "factors": factors, "table": "*i64:16"}
+        signature |= {"request": "*i64:16", "seen": "*i32:16", "tiles": "*i32:16", "scores": "*fp32:16"}
+        signature |= {"root": "fp32", "topk": "i32", **dict.fromkeys(numbers, "i32:16"), "f_row": "i32"}
+        constants = {"HEADS": 64, "D": 128, "PAGE": 16, "BLOCK_D": 128, "KEYS": chosen.keys}
+        constants |= {"SCALED": name == "scaled"}
+        decode = {**constants, "BLOCK_H": 64, "SPAN": chosen.span}
+        made.append(
+            Variant(f"dsa scores decode {name}", decode_kernel, signature, decode, chosen.warps, chosen.stages)
+        )
+        prefill = {**constants, "QUERIES": chosen.queries}
+        made.append(
+            Variant(f"dsa scores prefill {name}", prefill_kernel, signature, prefill, chosen.warps, chosen.stages)
+        )
+    return made
