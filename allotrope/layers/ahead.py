@@ -7,6 +7,8 @@ from allotrope.attention import ahead
 MODULES: tuple[str, ...] = (
     *ahead.MODULES,
     "allotrope.layers.mlp_triton",
+    "allotrope.layers.moe_triton",
     "allotrope.layers.norm_triton",
+    "allotrope.layers.sampler_triton",
 )
 """Modules with a function `variants(arch) -> list[Variant]`, for `ahead.variants`."""

@@ -20,7 +20,9 @@ class Embedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden: int, build: Build, *, scale: float = 1.0) -> None:
         super().__init__()
-        self.parallel, self.scale = build.parallel, scale
+        self.parallel = build.parallel
+        # Rounded as the table is, and a number: a tensor would have to be sent to the device at each step.
+        self.scale = float(torch.tensor(scale, dtype=build.dtype))
         section = _vocabulary(vocab_size, build.parallel)
         self.first, self.last = section.bounds(build.parallel)
         self.whole = self.last - self.first == vocab_size
@@ -35,7 +37,7 @@ class Embedding(nn.Module):
             mine = (ids >= self.first) & (ids < self.last)
             x = F.embedding(torch.where(mine, ids - self.first, 0), self.weight) * mine[:, None]
             x = self.parallel.all_reduce(x)
-        return x if self.scale == 1.0 else x * torch.tensor(self.scale, dtype=x.dtype, device=x.device)
+        return x if self.scale == 1.0 else x * self.scale
 
 
 class Head(nn.Module):

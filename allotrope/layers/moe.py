@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from allotrope.attention.backend import lazily
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, Product, worth_packing
 from allotrope.layers.mlp import Gating, MlpSpec
@@ -108,23 +109,31 @@ class StackedProduct:
     """x W_e^T for rows that are sorted by their expert e.
 
     On a CPU small experts are multiplied in one call; large ones one by one, each in the form that a `Product` has.
+    On a GPU all go in one call that never asks the device how many rows an expert has, so that it can be captured.
     """
 
     def __init__(self, weights: torch.Tensor) -> None:
         """`weights`: [E, outputs, inputs]."""
-        self.stacked = self.products = None
+        self.weights: torch.Tensor | None = weights
+        self.products = None
         self.outputs = weights.shape[1]
-        # One call wants rows of whole 16-byte words, in and out.
+        # Torch's one call wants rows of whole 16-byte words, in and out; on a GPU it knows bf16 only.
         whole_words = all(size * weights.element_size() % 16 == 0 for size in weights.shape[1:])
-        if weights.device.type == "cpu" and whole_words and not worth_packing(weights[0]):
-            self.stacked = weights.transpose(1, 2)
+        if weights.device.type == "cuda":
+            self.in_torch = whole_words and weights.dtype == torch.bfloat16 and has_grouped_product(weights.device)
         else:
-            self.products = [Product(weight) for weight in weights]
+            self.in_torch = whole_words and not worth_packing(weights[0])
+            if not self.in_torch:
+                # These may hold the weights in another order: the ones given are let go.
+                self.products, self.weights = [Product(weight) for weight in weights], None
 
     def __call__(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """`rows`: [n, inputs]. `ends`: [E] int32, where each expert's rows end. Returns [n, outputs]."""
-        if self.stacked is not None:
-            return F.grouped_mm(rows, self.stacked, offs=ends)
+        if self.weights is not None and self.in_torch:
+            return F.grouped_mm(rows, self.weights.transpose(1, 2), offs=ends)
+        if self.weights is not None:
+            found: torch.Tensor = grouped(rows, self.weights, ends)
+            return found
         assert self.products is not None
         results = rows.new_empty(len(rows), self.outputs)
         start = 0
@@ -133,6 +142,14 @@ class StackedProduct:
                 results[start:end] = product(rows[start:end])
                 start = end
         return results
+
+
+grouped = lazily("allotrope.layers.moe_triton", "grouped")
+
+
+def has_grouped_product(device: torch.device) -> bool:
+    """Whether torch multiplies groups of rows on this GPU without asking it for their sizes."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 class Experts(nn.Module):
