@@ -17,7 +17,10 @@ from typing import Any
 SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
 """Shared memory that one program may take, by chip; its keys are the chips that every kernel is compiled for."""
 
-MODULES: tuple[str, ...] = ("allotrope.attention.rope_store_triton",)
+MODULES: tuple[str, ...] = (
+    "allotrope.attention.mha.triton",
+    "allotrope.attention.rope_store_triton",
+)
 """Modules of attention with a function `variants(arch) -> list[Variant]`; those of layers are in `layers.ahead`."""
 
 

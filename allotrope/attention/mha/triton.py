@@ -1,0 +1,81 @@
+"""Softmax attention by our own kernels: decodes to one, prompts to another, after the new rows are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from allotrope.attention.ahead import Variant
+from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
+from allotrope.attention.family import CacheViews
+from allotrope.attention.mha import triton_decode, triton_prefill, triton_store
+from allotrope.attention.mha.spec import MhaSpec
+
+
+@dataclass(eq=False)
+class TritonPlan:
+    """`batch`: lengths; those of decodes are upper bounds. `paged`: where rows lie. `window`: of every layer that uses
+    the plan. `_tiles`: tokens of a tile -> how the prompts are cut, made for the first layer that needs it."""
+
+    batch: BatchLayout
+    paged: PageIndex
+    window: int | None
+    _tiles: dict[int, triton_prefill.Tiles] = field(default_factory=dict, repr=False)
+
+    def tiles(self, tokens: int) -> triton_prefill.Tiles:
+        """The prompts in tiles of at most `tokens` tokens."""
+        if tokens not in self._tiles:
+            self._tiles[tokens] = triton_prefill.tiles(self.batch, self.window, tokens)
+        return self._tiles[tokens]
+
+
+def build_plan(spec: MhaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> TritonPlan:
+    """Plan one step for every layer that has `spec`'s window. `index` has the entry "kv"."""
+    paged = index["kv"]
+    assert isinstance(paged, PageIndex)
+    return TritonPlan(batch, paged, spec.window)
+
+
+def architecture(device: torch.device) -> str:
+    """Name of the chip as the launch parameters know it; "interpreter" without one."""
+    if device.type != "cuda":
+        return "interpreter"
+    return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0] if torch.version.hip else "sm_90"
+
+
+def run(
+    spec: MhaSpec,
+    plan: TritonPlan,
+    caches: CacheViews,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> torch.Tensor:
+    """As `reference.run`; tokens of requests of length 0 become zeros."""
+    batch, paged, pools = plan.batch, plan.paged, dict(caches["kv"])
+    if k is not None and v is not None:
+        triton_store.store(spec, paged.slots, pools, k, v, k_scale, v_scale)
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    out = q.new_empty(q.shape[0], spec.num_heads, spec.value_dim)
+    arch, decodes = architecture(q.device), batch.num_decodes
+    if decodes:
+        triton_decode.decode(
+            spec, triton_decode.config(arch, spec, q.dtype), q[:decodes], pools, paged.table, batch.tensors.seq_lens,
+            max(batch.seq_lens[:decodes]), sinks, out, k_scale, v_scale,
+        )  # fmt: skip
+    if decodes < batch.num_requests:
+        how = triton_prefill.config(arch, spec, q.dtype)
+        cut = plan.tiles(how.block_m // triton_prefill.heads_of_a_tile(spec, how.block_m))
+        triton_prefill.prefill(spec, how, cut, q, pools, paged.table, sinks, out, k_scale, v_scale)
+    return out
+
+
+def variants(arch: str) -> list[Variant]:
+    """Every kernel of the family at released sizes."""
+    return [*triton_store.variants(arch), *triton_decode.variants(arch), *triton_prefill.variants(arch)]
