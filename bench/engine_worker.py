@@ -97,6 +97,8 @@ def main() -> None:
     # Libraries print: only answers may go where the parent reads.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    # Scripts of this folder must not pass for packages that the engines look for by name.
+    sys.path.pop(0)
     load = LOADERS[sys.argv[1]]
     loaded: tuple[Generate, Callable[[], None]] | None = None
     for line in sys.stdin:

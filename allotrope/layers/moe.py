@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from allotrope.attention.backend import lazily
+from allotrope.cpu import experts as compiled_experts
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, Product, worth_packing
 from allotrope.layers.mlp import Gating, MlpSpec
@@ -22,6 +23,9 @@ from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.layers.step import LayerStep
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
+
+# Pairs of token and expert up to which sorting them by expert costs more than reading an expert's weights for each.
+FEW_PAIRS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,12 @@ class Router(nn.Module):
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`x`: [T, hidden]. `ids`: [T] token ids. Returns weights [T, topk] fp32 and experts [T, topk]."""
         spec = self.spec
-        scores = _score(self.gate(x.float()), spec.score)
+        logits = self.gate(x.float())
+        compiled = compiled_experts.expert_functions(logits.dtype, logits.device)
+        if compiled is not None and self.table is None:
+            groups = (spec.groups, spec.top_groups, spec.group_best)
+            return compiled.route(logits, self.correction, spec.topk, groups, spec.score, spec.normalize, spec.scale)
+        scores = _score(logits, spec.score)
         experts = self._choose(scores) if self.table is None else self.table[ids]
         weights = scores.gather(1, experts)
         if spec.normalize:
@@ -113,8 +122,9 @@ class StackedProduct:
     """
 
     def __init__(self, weights: torch.Tensor) -> None:
-        """`weights`: [E, outputs, inputs]."""
+        """`weights`: [E, outputs, inputs]; kept as `small` where a CPU reads them as they are."""
         self.weights: torch.Tensor | None = weights
+        self.small = weights if weights.device.type == "cpu" and not worth_packing(weights[0]) else None
         self.products = None
         self.outputs = weights.shape[1]
         # Torch's one call wants rows of whole 16-byte words, in and out; on a GPU it knows bf16 only.
@@ -122,7 +132,7 @@ class StackedProduct:
         if weights.device.type == "cuda":
             self.in_torch = whole_words and weights.dtype == torch.bfloat16 and has_grouped_product(weights.device)
         else:
-            self.in_torch = whole_words and not worth_packing(weights[0])
+            self.in_torch = whole_words and self.small is not None
             if not self.in_torch:
                 # These may hold the weights in another order: the ones given are let go.
                 self.products, self.weights = [Product(weight) for weight in weights], None
@@ -175,6 +185,12 @@ class Experts(nn.Module):
             self.down_bias = parameter((count, hidden), whole, kind, device)
         self.products: tuple[StackedProduct, StackedProduct] | None = None
         self.numbers = torch.arange(count, device=device)
+        self.compiled_gating = compiled_experts.gating(
+            gelu=gating.activation == "gelu_tanh" and gating.slope == 1.0,
+            slope=gating.slope,
+            limit=gating.limit,
+            offset=gating.offset,
+        )
 
     def finish_loading(self) -> None:
         """Reorder each expert's weights for the device."""
@@ -186,14 +202,20 @@ class Experts(nn.Module):
         """`x`: [T, hidden]. `weights` fp32, `experts`: [T, k]. Returns [T, hidden], summed over the ranks."""
         assert self.products is not None
         gate_up, down = self.products
-        chosen, order = experts.flatten().sort(stable=True)
-        ends = torch.searchsorted(chosen, self.numbers, right=True, out_int32=True)
-        inner = gate_up(x.index_select(0, order // experts.shape[1]), ends)
+        compiled = compiled_experts.expert_functions(x.dtype, x.device)
+        few = compiled is not None and experts.numel() <= FEW_PAIRS
+        if compiled is not None and few and gate_up.small is not None and down.small is not None:
+            # Once, not on every rank.
+            down_bias = self.down_bias if self.parallel.rank == 0 else None
+            pairs = ((gate_up.small, self.gate_up_bias), (down.small, down_bias))
+            return self.parallel.all_reduce(compiled.mix(x, weights, experts, *pairs, self.compiled_gating))
+        ends, source, owner, place = self._group(experts)
+        inner = gate_up(x.index_select(0, source), ends)
         if self.gate_up_bias is not None:
-            inner += self.gate_up_bias.index_select(0, chosen)
+            inner += self.gate_up_bias.index_select(0, owner)
         results = down(self.gating(inner), ends)
         # Reading rows in another order is several times faster than writing them so.
-        back = results.index_select(0, order.argsort())
+        back = results.index_select(0, place)
         summed = torch.bmm(weights[:, None], back.float().unflatten(0, experts.shape)).squeeze(1)
         summed = self.parallel.all_reduce(summed.to(x.dtype))
         if self.down_bias is None:
@@ -201,6 +223,15 @@ class Experts(nn.Module):
         # Once, not on every rank: each token's mix of the biases of its experts.
         shares = weights.new_zeros(len(x), self.count).scatter_add_(1, experts, weights)
         return summed + (shares @ self.down_bias.float()).to(x.dtype)
+
+    def _group(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where each expert's rows end, each row's token and expert, and the row of each pair of token and choice."""
+        compiled = compiled_experts.expert_functions(torch.float32, experts.device)
+        if compiled is not None:
+            return compiled.group(experts, self.count)
+        owner, order = experts.flatten().sort(stable=True)
+        ends = torch.searchsorted(owner, self.numbers, right=True, out_int32=True)
+        return ends, order // experts.shape[1], owner, order.argsort()
 
 
 @dataclass(frozen=True, kw_only=True)
