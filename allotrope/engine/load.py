@@ -18,6 +18,7 @@ from allotrope.attention.registry import FAMILIES
 from allotrope.cache.groups import CacheGroup, group_caches
 from allotrope.cache.memory import Demand, MemoryPlan, plan_memory
 from allotrope.config import EngineConfig
+from allotrope.engine.row_scales import WithoutRowScales, refuse_fp8, set_row_scales
 from allotrope.errors import ConfigError, ModelError
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Parallel
@@ -84,6 +85,7 @@ def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint
         specs = tuple(layer.mixer.attention(parallel, dtype, kv_dtype) for layer in spec.layers)
     except ValueError as error:
         raise ModelError(checkpoint.source, [str(error)]) from error
+    refuse_fp8(specs)
     shares = {i: layer.mixer.shares_cache_of for i, layer in enumerate(spec.layers)}
     owners = {i: owner for i, owner in shares.items() if owner is not None}
     caches = [{} if i in owners else one.caches() for i, one in enumerate(specs)]
@@ -137,9 +139,11 @@ def load_model(blueprint: Blueprint, seed: int) -> Decoder:
     build = blueprint.build
     started = time.monotonic()
     model = blueprint.architecture.decoder(blueprint.spec, build)
+    checkpoint = None
     if blueprint.checkpoint.has_weights:
         loader = Loader(model, blueprint.architecture.rules(blueprint.spec), build.parallel)
-        report = loader.load(dequantized(blueprint.checkpoint))
+        checkpoint = WithoutRowScales(blueprint.checkpoint)
+        report = loader.load(dequantized(checkpoint))
         log.info(
             "read %d tensors, %.1f MB in %.1f s; dropped %d",
             report.tensors,
@@ -150,6 +154,7 @@ def load_model(blueprint: Blueprint, seed: int) -> Decoder:
     else:
         fill_random(model, seed, build.parallel)
     finish(model)
+    set_row_scales(model, blueprint.specs, blueprint.shares, checkpoint)
     return model.eval()
 
 

@@ -64,6 +64,8 @@ class CsaMixer(nn.Module):
         self.spec = spec.attention(build.parallel, build.dtype, build.kv_dtype)
         family = FAMILIES[self.spec.family]
         self.backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
+        # Of FP8 rows, by the argument's name; none for others.
+        self.row_scales: dict[str, float] = {}
         dim, indexer = spec.head_dim, spec.indexer
         inputs = [Section("q_a", spec.q_rank), Section("kv", dim)]
         queries = [Section("q", spec.num_heads * dim, dim)]
@@ -94,7 +96,7 @@ class CsaMixer(nn.Module):
             extra["index_q"] = queries[1].unflatten(-1, (-1, self.spec.indexer.head_dim))
             extra["index_weights"] = projected[2]
         kv = self.kv_norm(projected[1])
-        attended = self.backend.run(self.spec, here.plan, here.caches, q, kv, self.sinks, **extra)
+        attended = self.backend.run(self.spec, here.plan, here.caches, q, kv, self.sinks, **extra, **self.row_scales)
         return self.out(self.grouped(attended.flatten(1)))
 
 

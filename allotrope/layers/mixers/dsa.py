@@ -53,6 +53,8 @@ class DsaMixer(nn.Module):
         self.spec = spec.attention(build.parallel, build.dtype, build.kv_dtype)
         family = FAMILIES[self.spec.family]
         self.backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
+        # Of FP8 rows, by the argument's name; none for others.
+        self.row_scales: dict[str, float] = {}
         from_x: tuple[Section, ...] = ()
         from_q: tuple[Section, ...] = ()
         if spec.indexer is not None:
@@ -70,7 +72,7 @@ class DsaMixer(nn.Module):
         notes = here.step.notes
         extra = {PICKS: notes[PICKS]} if self.indexer is None else self.indexer(projected, here)
         attended, notes[PICKS] = self.backend.run(
-            self.spec, here.plan, here.caches, **projected.tokens, **self.latent.up, **extra
+            self.spec, here.plan, here.caches, **projected.tokens, **self.latent.up, **extra, **self.row_scales
         )
         return self.out(attended.flatten(1))
 

@@ -75,6 +75,8 @@ class MhaMixer(nn.Module):
         self.spec = spec.attention(build.parallel, build.dtype, build.kv_dtype)
         family = FAMILIES[self.spec.family]
         self.backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
+        # Of FP8 rows, by the argument's name; none for others.
+        self.row_scales: dict[str, float] = {}
         heads, dim, value_dim = spec.num_heads, spec.head_dim, self.spec.value_dim
         self.qkv = Linear(spec.hidden, _sections(spec, value_dim), build, bias=spec.bias)
         self.out = RowLinear(Section("", heads * value_dim, value_dim), spec.hidden, build, bias=spec.out_bias)
@@ -114,7 +116,7 @@ class MhaMixer(nn.Module):
         if self.rope is not None:
             qk = rotate(qk, here.step.rotation(self.rope, x.dtype))
         k = qk[:, heads:] if self.owns_rows else None
-        attended = self.backend.run(spec, here.plan, here.caches, qk[:, :heads], k, v, self.sinks)
+        attended = self.backend.run(spec, here.plan, here.caches, qk[:, :heads], k, v, self.sinks, **self.row_scales)
         attended = attended.flatten(1)
         return self.out(attended if gate is None else attended * torch.sigmoid(gate))
 

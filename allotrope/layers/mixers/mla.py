@@ -120,11 +120,15 @@ class MlaMixer(nn.Module):
         self.spec = spec.attention(build.parallel, build.dtype, build.kv_dtype)
         family = FAMILIES[self.spec.family]
         self.backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
+        # Of FP8 rows, by the argument's name; none for others.
+        self.row_scales: dict[str, float] = {}
         self.latent = LatentProjection(spec, build)
         self.out = RowLinear(Section("", spec.num_heads * spec.v_head_dim, spec.v_head_dim), spec.hidden, build)
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
         projected = self.latent(x, here)
-        attended = self.backend.run(self.spec, here.plan, here.caches, **projected.tokens, **self.latent.up)
+        attended = self.backend.run(
+            self.spec, here.plan, here.caches, **projected.tokens, **self.latent.up, **self.row_scales
+        )
         return self.out(attended.flatten(1))
