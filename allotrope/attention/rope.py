@@ -16,6 +16,8 @@ from typing import Literal
 
 import torch
 
+from allotrope.cpu.rows import rows
+
 ScalingKind = Literal["none", "linear", "llama3", "yarn", "proportional"]
 
 
@@ -129,6 +131,9 @@ class RopeTable:
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotate the first R dims of every head; the others pass through. `x`: [T, heads, D]. Returns a new tensor."""
+    compiled = rows(x.dtype, x.device)
+    if compiled is not None and not rotation.interleaved and compiled.rotates(x, rotation.cos):
+        return compiled.rotate(x, rotation.cos, rotation.sin)
     dim = rotation.cos.shape[-1]
     head = x if dim == x.shape[-1] else x[..., :dim]
     if rotation.interleaved:

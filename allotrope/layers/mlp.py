@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from allotrope.cpu.rows import rows
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.parallel import Section
@@ -36,6 +37,9 @@ class Gating:
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`gate_up`: [T, 2 * width], gate first. Returns [T, width]."""
+        compiled = rows(gate_up.dtype, gate_up.device)
+        if compiled is not None and self == Gating() and compiled.gates(gate_up):
+            return compiled.gate(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import nn
 
+from allotrope.cpu.rows import rows
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section, parameter
 
@@ -22,23 +23,26 @@ class RMSNorm(nn.Module):
             self.weight = parameter((size,), Placement((Section("", size),)), build.dtype, build.device)
         # Of the sum of squares, where eps is of their mean.
         self.floor = torch.tensor(math.sqrt(size * eps), device=build.device)
+        self.factors = torch.full((size,), math.sqrt(size), device=build.device)
 
     def finish_loading(self) -> None:
-        """Fold the offset into the weight, and keep it in fp32, once all weights are in."""
+        """Fold the offset and the mean's root into the weight, and keep it in fp32, once all weights are in."""
         if self.weight is not None:
             self.weight.data = (self.weight.data.float() + self.offset) * math.sqrt(self.size)
+            self.factors = self.weight.data
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: [..., size]. Returns the same shape and type."""
+        compiled = rows(x.dtype, x.device)
+        if compiled is not None and compiled.normalizes(x):
+            return compiled.normalize(x, self.factors, self.size * self.eps)
         exact = x.float()
         # sqrt(sum x^2 + size eps), the mean's root times sqrt(size): few passes, where torch's own norm takes seven.
         length = torch.hypot(torch.linalg.vector_norm(exact, 2, -1, True), self.floor)
-        if self.weight is None:
-            return (exact * (math.sqrt(self.size) / length)).to(x.dtype)
         if x.dtype == torch.float32:
-            return (exact / length).mul_(self.weight)
+            return (exact / length).mul_(self.factors)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        return torch.mul(exact.div_(length), self.weight, out=out)
+        return torch.mul(exact.div_(length), self.factors, out=out)
 
 
 class AllHeadsNorm(nn.Module):

@@ -93,7 +93,7 @@ def build_plan(spec: MhaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     writes = None if bool(kept.all()) else kept.nonzero().squeeze(1)
     slots = paged.slots if writes is None else paged.slots[writes]
     return MhaPlan(
-        slots, writes, (*_decode_parts(spec.window, batch, paged), *_prefill_parts(spec.window, batch, paged))
+        slots, writes, (*_decode_parts(spec.window, batch, paged), *prefill_parts(spec.window, batch, paged))
     )
 
 
@@ -127,7 +127,8 @@ def _padded(length: int) -> int:
     return -(-length // step) * step
 
 
-def _prefill_parts(window: int | None, batch: BatchLayout, paged: PageIndex) -> Iterator[Part]:
+def prefill_parts(window: int | None, batch: BatchLayout, paged: PageIndex) -> Iterator[Part]:
+    """The requests with more than one new token."""
     for b, alike in _alike(batch):
         context, token = batch.context_lens[b], batch.query_start[b]
         for begin in range(0, batch.query_lens[b], QUERY_BLOCK):

@@ -11,7 +11,7 @@ Ainslie et al. 2023 (grouped queries); Xiao et al. 2023, section 3 (sinks).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -81,7 +81,7 @@ def store(
 def gather(pool: torch.Tensor, part: Part, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
     """The rows that a part reads. `pool`: [P, S, G, D]. Returns [b, L, G, D] in `dtype`; quantized rows times `scale`,
     in fp32."""
-    if pool.dtype.itemsize == 1:
+    if pool.dtype.is_floating_point and pool.dtype.itemsize == 1:
         return gather(pool.view(torch.uint8), part, torch.uint8).view(pool.dtype).float() * scale
     pool = pool.flatten(0, 1)
     if part.run is not None:
@@ -111,16 +111,38 @@ def run(
     """
     if k is not None and v is not None:
         store(spec, plan, caches, k, v, k_scale, v_scale)
+    if not plan.parts:
+        return q.new_empty(q.shape[0], spec.num_heads, spec.value_dim)
+    return attend_parts(spec, plan.parts, caches, q, sinks, core, k_scale=k_scale, v_scale=v_scale)
+
+
+def attend_parts(
+    spec: MhaSpec,
+    parts: Sequence[Part],
+    caches: CacheViews,
+    q: torch.Tensor,
+    sinks: torch.Tensor | None,
+    core: Attend,
+    out: torch.Tensor | None = None,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> torch.Tensor:
+    """Attend for some tokens of a step, whose rows are stored. Arguments as of `run`.
+
+    `parts`: the tokens, at least one part. `out`: [T, H, Dv] that already has the others' results; None if all tokens
+    are in `parts`. Returns [T, H, Dv].
+    """
     pools = caches["kv"]
-    out = None
-    for part in plan.parts:
+    for part in parts:
         keys = gather(pools["k"], part, q.dtype, k_scale)
         values = keys if spec.values_are_keys else gather(pools["v"], part, q.dtype, v_scale)
         block = q[part.tokens]
         mixed = core(spec, block.view(-1, part.queries, *block.shape[1:]), keys, values, part, sinks).flatten(0, 1)
-        if len(plan.parts) == 1 and len(mixed) == len(q):
+        if len(mixed) == len(q):
             return mixed
         if out is None:
             out = q.new_empty(q.shape[0], spec.num_heads, spec.value_dim)
         out[part.tokens] = mixed
-    return q.new_empty(q.shape[0], spec.num_heads, spec.value_dim) if out is None else out
+    assert out is not None
+    return out

@@ -1,0 +1,139 @@
+"""Decoding by C that is compiled for the layer's own sizes (`decode.c`); prompts as in `cpu`.
+
+Keys and values are read where they lie: no rows are gathered, nothing is padded, and one call stores the step's rows
+and attends for all decoding requests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
+from allotrope.attention.family import CacheViews
+from allotrope.attention.mha import cpu, reference
+from allotrope.attention.mha.plan import Part, build_plan, prefill_parts
+from allotrope.attention.mha.spec import MhaSpec
+from allotrope.cpu.compiler import CannotCompile, load
+
+_LANES = 16
+# Keys that one thread scores at a time.
+_PIECE = 64
+_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+
+
+def rejects(spec: MhaSpec, device: torch.device) -> list[str]:
+    """Why this backend cannot run a layer."""
+    reasons = cpu.rejects(spec, device)
+    for name, dim in (("head_dim", spec.head_dim), ("v_head_dim", spec.value_dim)):
+        if dim % _LANES:
+            reasons.append(f"{name}={dim} (needs a multiple of {_LANES})")
+    if spec.kv_dtype not in (torch.float32, torch.bfloat16):
+        reasons.append(f"kv_dtype={spec.kv_dtype} (needs float32 or bfloat16)")
+    if not reasons:
+        try:
+            _library(spec)
+        except CannotCompile as reason:
+            reasons.append(str(reason))
+    return reasons
+
+
+@dataclass(eq=False)
+class CompiledPlan:
+    """`pieces`: [n, 3] int64 request, first key and end of each run of keys that a thread scores at a time; only of
+    requests with one new token, which are the first of the batch. `starts`: [decodes + 1] int64, first piece of each.
+    `prompts`: the other requests.
+    """
+
+    batch: BatchLayout
+    paged: PageIndex
+    pieces: torch.Tensor
+    starts: torch.Tensor
+    prompts: tuple[Part, ...]
+    _scratch: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def scratch(self, size: int) -> torch.Tensor:
+        """[size] bytes, the same ones for every layer."""
+        if size not in self._scratch:
+            self._scratch[size] = torch.empty(size, dtype=torch.uint8)
+        return self._scratch[size]
+
+
+def plan(spec: MhaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> CompiledPlan:
+    """Plan one step for every layer that has `spec`'s window. `index` has the entry "kv"."""
+    paged = index["kv"]
+    assert isinstance(paged, PageIndex)
+    pieces: list[tuple[int, int, int]] = []
+    starts = [0]
+    for b, seen in enumerate(batch.seq_lens[: batch.num_decodes]):
+        first = 0 if spec.window is None else max(0, seen - spec.window)
+        pieces.extend((b, begin, min(begin + _PIECE, seen)) for begin in range(first, seen, _PIECE))
+        starts.append(len(pieces))
+    prompts = tuple(prefill_parts(spec.window, batch, paged))
+    return CompiledPlan(batch, paged, torch.tensor(pieces), torch.tensor(starts), prompts)
+
+
+def run(
+    spec: MhaSpec,
+    plan: CompiledPlan,
+    caches: CacheViews,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `reference.run`. Where the queries are not of the cached rows' type, `cpu` runs the whole step."""
+    if q.dtype != spec.kv_dtype:
+        whole = build_plan(spec, plan.batch, {"kv": plan.paged})
+        return reference.run(spec, whole, caches, q, k, v, sinks, core=cpu.attend)
+    library, partial_bytes = _library(spec)
+    keys = caches["kv"]["k"]
+    values = keys if spec.values_are_keys else caches["kv"]["v"]
+    requests, paged = plan.batch.num_decodes, plan.paged
+    out = q.new_empty(len(q), spec.num_heads, spec.value_dim) if requests else None
+    q = _side_by_side(q)
+    stores = k is not None and v is not None
+    k, v = (_side_by_side(k), _side_by_side(v)) if k is not None and v is not None else (q, q)
+    exact_sinks = None if sinks is None else sinks.float()
+    scratch = plan.scratch(len(plan.pieces) * spec.num_kv_heads * partial_bytes)
+    library.store_and_attend(
+        None if out is None else out.data_ptr(), q.data_ptr(), q.stride(0),
+        k.data_ptr() if stores else None, k.stride(0), v.data_ptr(), v.stride(0), paged.slots.data_ptr(), len(q),
+        keys.data_ptr(), values.data_ptr(), spec.num_kv_heads, paged.page_size,
+        plan.pieces.data_ptr(), plan.starts.data_ptr(), requests, paged.table.data_ptr(), paged.table.shape[1],
+        spec.scale, None if exact_sinks is None else exact_sinks.data_ptr(), scratch.data_ptr(),
+    )  # fmt: skip
+    if not plan.prompts:
+        assert out is not None
+        return out
+    return reference.attend_parts(spec, plan.prompts, caches, q, sinks, cpu.attend, out)
+
+
+def _side_by_side(x: torch.Tensor) -> torch.Tensor:
+    """`x`: [T, heads, dim] with the heads of a token in one piece."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+@cache
+def _library(spec: MhaSpec) -> tuple[ctypes.CDLL, int]:
+    """The layer's functions, and the bytes of one partial result. Raises CannotCompile."""
+    library = load(
+        Path(__file__).with_name("decode.c"),
+        ELEMENT_BFLOAT16=int(spec.kv_dtype == torch.bfloat16),
+        DIM=spec.head_dim,
+        VALUE_DIM=spec.value_dim,
+        REPEAT=spec.num_heads // spec.num_kv_heads,
+        PIECE=_PIECE,
+    )
+    library.partial_bytes.restype = _LONG
+    library.store_and_attend.restype = None
+    library.store_and_attend.argtypes = [
+        _POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG,
+        _POINTER, _POINTER, _LONG, _POINTER, _LONG, _FLOAT, _POINTER, _POINTER,
+    ]  # fmt: skip
+    return library, library.partial_bytes()

@@ -1,0 +1,59 @@
+// What happens between the products of a layer, one pass over memory each. fp32 inside, rounded once.
+#include <math.h>
+
+#include "element.h"
+
+// Below this many numbers a second thread costs more than it brings.
+#define WORTH_THREADS 32768
+
+// y = x / sqrt(sum x^2 + floor) * weight over the last dim of x: [tokens, heads, size], with strides; y is contiguous.
+void normalize(element *y, const element *x, const float *weight, long tokens, long heads, long size,
+               long token_stride, long head_stride, float floor) {
+    const long rows = tokens * heads;
+#pragma omp parallel for if (rows * size > WORTH_THREADS) schedule(static)
+    for (long row = 0; row < rows; row++) {
+        const element *from = x + row / heads * token_stride + row % heads * head_stride;
+        element *to = y + row * size;
+        float square = 0;
+#pragma omp simd reduction(+ : square)
+        for (long i = 0; i < size; i++) square += widen(from[i]) * widen(from[i]);
+        const float scale = 1 / sqrtf(square + floor);
+#pragma omp simd
+        for (long i = 0; i < size; i++) to[i] = narrow(widen(from[i]) * scale * weight[i]);
+    }
+}
+
+// y = silu(gate) * up, where a row of x is gate and up side by side: x: [tokens, 2 width], y: [tokens, width]. The
+// width is a multiple of LANES.
+void gate(element *y, const element *x, long tokens, long width, long token_stride) {
+#pragma omp parallel for if (tokens * width > WORTH_THREADS) schedule(static)
+    for (long token = 0; token < tokens; token++) {
+        const element *gates = x + token * token_stride, *ups = gates + width;
+        for (long i = 0; i < width; i += LANES) {
+            const lanes g = load(gates + i);
+            store(y + token * width + i, g / (1 + exponential(-g)) * load(ups + i));
+        }
+    }
+}
+
+// Rotate the pairs (i, i + turned / 2) of the first `turned` dims of each head; the other dims are copied.
+// x: [tokens, heads, dim], its heads side by side. cosine, sine: [tokens, turned], sine with the sign of its place.
+void rotate(element *y, const element *x, const element *cosine, const element *sine, long tokens, long heads,
+            long dim, long turned, long token_stride) {
+    const long half = turned / 2;
+#pragma omp parallel for if (tokens * heads * dim > WORTH_THREADS) schedule(static)
+    for (long token = 0; token < tokens; token++) {
+        const element *c = cosine + token * turned, *s = sine + token * turned;
+        for (long head = 0; head < heads; head++) {
+            const element *from = x + token * token_stride + head * dim;
+            element *to = y + (token * heads + head) * dim;
+#pragma omp simd
+            for (long i = 0; i < half; i++) {
+                float a = widen(from[i]), b = widen(from[i + half]);
+                to[i] = narrow(a * widen(c[i]) + b * widen(s[i]));
+                to[i + half] = narrow(b * widen(c[i + half]) + a * widen(s[i + half]));
+            }
+            memcpy(to + turned, from + turned, (dim - turned) * sizeof(element));
+        }
+    }
+}

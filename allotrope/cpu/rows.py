@@ -1,0 +1,87 @@
+"""What happens to the rows of a layer between its products, one C function each (`rows.c`)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+
+import torch
+
+from allotrope.cpu.compiler import CannotCompile, load
+
+log = logging.getLogger("allotrope.cpu")
+
+# Numbers of a vector in C; widths that it does not divide are left to PyTorch.
+LANES = 16
+_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+
+
+class Rows:
+    """Functions of rows of one type. Each says which tensors it takes; the others are left to PyTorch."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Raises CannotCompile."""
+        library = load(Path(__file__).with_name("rows.c"), ELEMENT_BFLOAT16=int(dtype == torch.bfloat16))
+        self._normalize, self._gate, self._rotate = library.normalize, library.gate, library.rotate
+        self._normalize.argtypes = [_POINTER] * 3 + [_LONG] * 5 + [_FLOAT]
+        self._gate.argtypes = [_POINTER] * 2 + [_LONG] * 3
+        self._rotate.argtypes = [_POINTER] * 4 + [_LONG] * 5
+        for function in (self._normalize, self._gate, self._rotate):
+            function.restype = None
+
+    def normalizes(self, x: torch.Tensor) -> bool:
+        """Whether `normalize` takes `x`."""
+        return x.dim() in (2, 3) and x.stride(-1) == 1
+
+    def normalize(self, x: torch.Tensor, weight: torch.Tensor, floor: float) -> torch.Tensor:
+        """x / sqrt(sum x^2 + floor) * weight. `x`: [T, size] or [T, heads, size]. `weight`: [size] fp32."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        tokens, size = x.shape[0], x.shape[-1]
+        heads, stride = (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1))
+        self._normalize(
+            out.data_ptr(), x.data_ptr(), weight.data_ptr(), tokens, heads, size, x.stride(0), stride, floor
+        )
+        return out
+
+    def gates(self, x: torch.Tensor) -> bool:
+        """Whether `gate` takes `x`."""
+        return x.dim() == 2 and x.stride(1) == 1 and x.shape[1] % (2 * LANES) == 0
+
+    def gate(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up. `x`: [T, 2 * width], gate first; the width is a multiple of `LANES`. Returns [T, width]."""
+        tokens, width = x.shape[0], x.shape[1] // 2
+        out = x.new_empty(tokens, width)
+        self._gate(out.data_ptr(), x.data_ptr(), tokens, width, x.stride(0))
+        return out
+
+    def rotates(self, x: torch.Tensor, cos: torch.Tensor) -> bool:
+        """Whether `rotate` takes `x` and rotations like `cos`."""
+        side_by_side = x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == x.shape[2]
+        return side_by_side and cos.dtype == x.dtype and len(cos) == len(x) and cos.is_contiguous()
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x cos + (x with its halves exchanged) sin over the first R dims, which pair i and i + R/2.
+
+        `x`: [T, heads, D], heads side by side. `cos`, `sin`: [T, 1, R] of its type; `sin` has the sign of its place.
+        """
+        tokens, heads, dim = x.shape
+        out = x.new_empty(tokens, heads, dim)
+        self._rotate(
+            out.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            tokens, heads, dim, cos.shape[-1], x.stride(0),
+        )  # fmt: skip
+        return out
+
+
+@functools.cache
+def rows(dtype: torch.dtype, device: torch.device) -> Rows | None:
+    """The functions for tensors of a type on a device; None where there are none, which is said once."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    try:
+        return Rows(dtype)
+    except CannotCompile as reason:
+        log.warning("layers run at less than full speed, by PyTorch alone: %s", reason)
+        return None
