@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from allotrope.attention.backend import Backend
 from allotrope.attention.batch import BatchLayout, index_pages
 from allotrope.attention.cache_layout import page_bytes, pool_bytes, row_bytes, views
 from allotrope.attention.check import Case, cases, compare
@@ -18,6 +19,11 @@ from allotrope.attention.replay import Replay, Step, alone, at_random, in_chunks
 CPU = torch.device("cpu")
 CASES = cases("mla")
 REFERENCE = MLA.backends[-1]
+BACKENDS = [
+    pytest.param(backend, id=backend.name)
+    for backend in MLA.backends
+    if not backend.rejects(CASES["released"].spec, CPU)
+]
 
 
 def oracle(case: Case) -> torch.Tensor:
@@ -47,22 +53,26 @@ def plan_of(spec: MlaSpec, query_lens: tuple[int, ...], seq_lens: tuple[int, ...
     return MLA.backends[-1].plan(spec, batch, {"latent": index_pages(batch, 16, pages)})
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
-def test_any_schedule_gives_the_equation(name: str) -> None:
+def test_any_schedule_gives_the_equation(name: str, backend: Backend) -> None:
     case = CASES[name]
     want = oracle(case)
     lengths = case.lengths
     schedules = [whole(lengths), alone(lengths), *(in_chunks(lengths, size) for size in (1, 3, 64))]
     for steps in [*schedules, at_random(lengths, 1), at_random(lengths, 2)]:
-        found = compare(Replay(case, REFERENCE).play(steps), want, "fp32")
+        found = compare(Replay(case, backend).play(steps), want, "fp32")
         assert found, f"{found}, steps {steps}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
-def test_half_precision(name: str, dtype: torch.dtype) -> None:
+def test_half_precision(name: str, backend: Backend, dtype: torch.dtype) -> None:
     case = cases("mla", dtype)[name]
-    assert (found := compare(Replay(case, REFERENCE).play(at_random(case.lengths, 3)), oracle(case), case.kind)), found
+    if reasons := backend.rejects(case.spec, CPU):
+        pytest.skip("; ".join(reasons))
+    assert (found := compare(Replay(case, backend).play(at_random(case.lengths, 3)), oracle(case), case.kind)), found
 
 
 @pytest.mark.parametrize("name", ["released", "small"])
@@ -79,12 +89,24 @@ def test_slices_and_tiles_of_any_size_are_merged(name: str, monkeypatch: pytest.
             assert (found := compare(Replay(case, REFERENCE).play(steps), want, "fp32")), found
 
 
-def test_longer_than_a_slice_and_a_block() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_longer_than_a_slice_and_a_block(backend: Backend) -> None:
     lengths = (mla_plan.KEY_SLICE + 90, 5)
     case = dataclasses.replace(CASES["released"], lengths=lengths)
     want = oracle(case)
-    for steps in (whole(lengths), in_chunks(lengths, 700)):
-        assert (found := compare(Replay(case, REFERENCE).play(steps), want, "fp32")), found
+    then_decoded: list[Step] = [[(0, lengths[0] - 2), (1, 3)], [(0, 1), (1, 1)], [(0, 1), (1, 1)]]
+    for steps in (whole(lengths), in_chunks(lengths, 700), then_decoded):
+        assert (found := compare(Replay(case, backend).play(steps), want, "fp32")), found
+
+
+@pytest.mark.parametrize("name", ["released", "small"])
+def test_equal_prompts_share_a_part(name: str) -> None:
+    lengths = (40, 40, 40, 7, 7)
+    plan = plan_of(CASES[name].spec, lengths, lengths)
+    assert [len(part.slices[0].rows) for part in (*plan.absorbed, *plan.expanded)] == [3, 2]
+    case = dataclasses.replace(CASES[name], lengths=lengths)
+    for steps in (whole(lengths), in_chunks(lengths, 20)):
+        assert (found := compare(Replay(case, REFERENCE).play(steps), oracle(case), "fp32")), found
 
 
 def test_each_part_takes_the_cheaper_form() -> None:
@@ -112,23 +134,26 @@ def test_memory_of_a_step_does_not_grow_with_the_context() -> None:
             assert all(tile.queries.stop - tile.queries.start <= mla_plan.QUERY_BLOCK for tile in keys.tiles)
 
 
-def test_neighbours_and_their_order_do_not_matter() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_neighbours_and_their_order_do_not_matter(backend: Backend) -> None:
     case = CASES["released"]
     chunks = in_chunks(case.lengths, 24)
-    together = Replay(case, REFERENCE).play(chunks)
+    together = Replay(case, backend).play(chunks)
     for steps in ([in_order(reversed(step)) for step in chunks], [[taken] for step in chunks for taken in step]):
-        assert (found := compare(Replay(case, REFERENCE).play(steps), together, "fp32")), found
+        assert (found := compare(Replay(case, backend).play(steps), together, "fp32")), found
 
 
-def test_where_the_pages_lie_changes_no_bit() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_where_the_pages_lie_changes_no_bit(backend: Backend) -> None:
     case = CASES["uneven"]
-    first, second = Replay(case, REFERENCE), Replay(case, REFERENCE)
+    first, second = Replay(case, backend), Replay(case, backend)
     second.free["latent"].reverse()
     steps = at_random(case.lengths, 5)
     assert torch.equal(first.play(steps), second.play(steps))
 
 
-def test_padding_tokens_are_not_written_and_stay_finite() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_tokens_are_not_written_and_stay_finite(backend: Backend) -> None:
     case = CASES["small"]
     layout = case.spec.caches()["latent"]
     buffer = torch.full((pool_bytes(layout, 16, 4),), 0xFF, dtype=torch.uint8)
@@ -136,10 +161,10 @@ def test_padding_tokens_are_not_written_and_stay_finite() -> None:
     for view in pools["latent"].values():
         view[0] = 0
     batch = BatchLayout((1, 1, 3), (1, 1, 3), CPU)
-    plan = MLA.backends[-1].plan(case.spec, batch, {"latent": index_pages(batch, 16, [[2], [-1], [3]])})
+    plan = backend.plan(case.spec, batch, {"latent": index_pages(batch, 16, [[2], [-1], [3]])})
     inputs = case.inputs()
     tokens = {name: t[:5] for name, t in inputs.tokens.items()}
-    out = REFERENCE.run(case.spec, plan, pools, **tokens, **inputs.layer)
+    out = backend.run(case.spec, plan, pools, **tokens, **inputs.layer)
     assert out.isfinite().all()
     want = torch.zeros(64, dtype=torch.bool)
     want[:17] = want[32:33] = want[48:51] = True

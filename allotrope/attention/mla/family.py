@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from allotrope.attention.backend import Backend, lazily, runs_anywhere, triton_reasons
-from allotrope.attention.mla import reference
+from allotrope.attention.mla import compiled, reference
 from allotrope.attention.mla.plan import build_plan
 
 # Channels of a latent row that one program can hold for the heads it serves.
@@ -36,5 +36,6 @@ class MLA:
             lazily("allotrope.attention.mla.triton", "run"),
             in_graphs=True,
         ),
+        Backend("compiled", compiled.rejects, compiled.plan, compiled.run),
         Backend("reference", runs_anywhere, build_plan, reference.run),
     )

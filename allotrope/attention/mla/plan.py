@@ -71,12 +71,11 @@ class Writes:
 
 @dataclass(frozen=True)
 class MlaPlan:
-    """`reach`: tokens whose queries are absorbed, all at once; the parts of `absorbed` count tokens within these.
-
-    `expanded`: parts of one request each, which count tokens within the batch.
+    """`writes`: None where others write the rows. `reach`: tokens whose queries are absorbed, all at once; the parts of
+    `absorbed` count tokens within these. `expanded`: parts whose keys are up-projected; tokens of the batch.
     """
 
-    writes: Writes
+    writes: Writes | None
     reach: slice | torch.Tensor | None
     absorbed: tuple[Part, ...]
     expanded: tuple[Part, ...]
@@ -102,7 +101,12 @@ def build_plan(spec: MlaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
 
 def plan_spans(spec: MlaSpec, paged: PageIndex, spans: Sequence[Span]) -> MlaPlan:
     """Plan the queries of `spans`, each of which sees all rows up to its own; all new rows are written."""
-    expanded = [_prefill_part(paged, span) for span in spans if expands(spec, span)]
+    return replace(plan_reads(spec, paged, spans), writes=writes(paged))
+
+
+def plan_reads(spec: MlaSpec, paged: PageIndex, spans: Sequence[Span]) -> MlaPlan:
+    """As `plan_spans`, where the new rows are written by others."""
+    expanded = [_prefill_part(paged, alike) for alike in _alike([span for span in spans if expands(spec, span)])]
     tokens: list[int] = []
     absorbed: list[Span] = []
     for span in spans:
@@ -110,9 +114,9 @@ def plan_spans(spec: MlaSpec, paged: PageIndex, spans: Sequence[Span]) -> MlaPla
             absorbed.append(replace(span, token=len(tokens)))
             tokens.extend(range(span.token, span.token + span.queries))
     parts = [*_decode_parts(paged, [span for span in absorbed if span.queries == 1])]
-    parts += [_prefill_part(paged, span) for span in absorbed if span.queries > 1]
+    parts += [_prefill_part(paged, alike) for alike in _alike([span for span in absorbed if span.queries > 1])]
     reach = token_index(tokens, paged.table.device) if tokens else None
-    return MlaPlan(writes(paged), reach, tuple(parts), tuple(expanded))
+    return MlaPlan(None, reach, tuple(parts), tuple(expanded))
 
 
 def writes(paged: PageIndex) -> Writes:
@@ -169,9 +173,26 @@ def _decode_parts(paged: PageIndex, spans: Sequence[Span]) -> Iterator[Part]:
         yield Part(tokens, 1, tuple(slices))
 
 
-def _prefill_part(paged: PageIndex, span: Span) -> Part:
-    device = paged.table.device
-    table = paged.table[span.request : span.request + 1]
+def _alike(spans: Sequence[Span]) -> list[list[Span]]:
+    """Runs of neighbours with equal positions and numbers of queries, whose keys together are no more than a slice."""
+    runs: list[list[Span]] = []
+    for span in spans:
+        last = runs[-1][-1] if runs else None
+        if (
+            last is not None
+            and (last.position, last.queries) == (span.position, span.queries)
+            and (last.request + 1, last.token + last.queries) == (span.request, span.token)
+            and (len(runs[-1]) + 1) * (span.position + span.queries) <= KEY_SLICE
+        ):
+            runs[-1].append(span)
+        else:
+            runs.append([span])
+    return runs
+
+
+def _prefill_part(paged: PageIndex, alike: Sequence[Span]) -> Part:
+    device, span = paged.table.device, alike[0]
+    table = paged.table[span.request : span.request + len(alike)]
     end = span.position + span.queries
     slices = []
     for first in range(0, end, KEY_SLICE):
@@ -182,7 +203,7 @@ def _prefill_part(paged: PageIndex, span: Span) -> Part:
             _tile(span, queries, first, last, device) for queries in blocks if first < span.position + queries.stop
         )
         slices.append(KeySlice(page_rows(paged, table, key, torch.ones_like(key, dtype=torch.bool)), tiles))
-    return Part(slice(span.token, span.token + span.queries), span.queries, tuple(slices))
+    return Part(slice(span.token, span.token + len(alike) * span.queries), span.queries, tuple(slices))
 
 
 def _tile(span: Span, queries: slice, first: int, last: int, device: torch.device) -> Tile:

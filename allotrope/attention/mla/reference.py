@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
+import torch.nn.functional as F
 
 from allotrope.attention.family import CacheViews
 from allotrope.attention.merge import Partial, merge
@@ -89,8 +90,25 @@ def run(
     `w_uv`: [H, V, C]. `kv_scale`: what plain FP8 rows were divided by. Returns [T, H, V] in `q_nope`'s type.
     """
     pools = caches["latent"]
+    assert plan.writes is not None
     store(plan.writes, pools, formats.encode(spec.row_format, spec.kv_dtype, c, k_pe, kv_scale))
     out = q_nope.new_empty(q_nope.shape[0], spec.num_heads, spec.v_head_dim)
+    attend_planned(spec, plan, pools, q_nope, q_pe, w_uk, w_uv, out, kv_scale)
+    return out
+
+
+def attend_planned(
+    spec: MlaSpec,
+    plan: MlaPlan,
+    pools: Mapping[str, torch.Tensor],
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    out: torch.Tensor,
+    kv_scale: float = 1.0,
+) -> None:
+    """Attend for the plan's queries, whose rows are stored, and write [T, H, V] `out` at their tokens."""
     if plan.reach is not None:
         q = absorb(q_nope[plan.reach], q_pe[plan.reach], w_uk)
         z = q.new_empty(*q.shape[:2], spec.latent_dim)
@@ -99,10 +117,10 @@ def run(
             z[part.tokens] = _over_tiles(spec, part, block, _absorbed(spec, part, pools, kv_scale)).flatten(0, 1)
         out[plan.reach] = project_up(z, w_uv).to(out.dtype)
     for part in plan.expanded:
-        q = torch.cat((q_nope[part.tokens], q_pe[part.tokens]), dim=-1).transpose(0, 1).unsqueeze(2)
-        attended = _over_tiles(spec, part, q, _expanded(spec, part, pools, w_uk, w_uv, kv_scale))
-        out[part.tokens] = attended.squeeze(2).transpose(0, 1).to(out.dtype)
-    return out
+        q = torch.cat((q_nope[part.tokens], q_pe[part.tokens]), dim=-1).unflatten(0, (-1, part.queries))
+        by_head = q.transpose(1, 2).flatten(0, 1).unsqueeze(2)
+        attended = _over_tiles(spec, part, by_head, _expanded(spec, part, pools, w_uk, w_uv, kv_scale))
+        out[part.tokens] = attended.squeeze(2).unflatten(0, (-1, spec.num_heads)).transpose(1, 2).flatten(0, 1)
 
 
 Rows = Iterator[tuple[KeySlice, torch.Tensor, torch.Tensor]]
@@ -124,12 +142,15 @@ def _expanded(
     w_uv: torch.Tensor,
     kv_scale: float,
 ) -> Rows:
-    """A slice's keys and values are made once, for all tiles that read it; n is the number of heads."""
+    """A slice's keys and values are made once, for all tiles that read it; n counts requests and, in each, heads."""
+    heads = spec.num_heads
     for keys in part.slices:
         latent, k_pe = formats.decode(spec.row_format, spec.latent_dim, pools, keys.rows, kv_scale)
-        nope = torch.matmul(latent, w_uk.float().transpose(1, 2))
-        k = torch.cat((nope, k_pe.expand(spec.num_heads, -1, -1)), dim=-1)
-        yield keys, k, torch.matmul(latent, w_uv.float().transpose(1, 2))
+        nope, v = (
+            F.linear(latent, w.float().flatten(0, 1)).unflatten(-1, (heads, -1)).transpose(1, 2) for w in (w_uk, w_uv)
+        )
+        k = torch.cat((nope, k_pe[:, None].expand(-1, heads, -1, -1)), dim=-1)
+        yield keys, k.flatten(0, 1), v.flatten(0, 1)
 
 
 def _over_tiles(spec: MlaSpec, part: Part, q: torch.Tensor, rows: Rows) -> torch.Tensor:

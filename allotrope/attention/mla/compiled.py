@@ -1,0 +1,129 @@
+"""Decoding by C (`decode.c`), which reads latent rows where they lie; prompts as in `reference`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
+from allotrope.attention.family import CacheViews
+from allotrope.attention.mla import reference
+from allotrope.attention.mla.plan import MlaPlan, Span, build_plan, plan_reads
+from allotrope.attention.mla.spec import MlaSpec
+from allotrope.cpu.compiler import CannotCompile, load
+
+_LANES = 16
+# Keys that one thread scores at a time; as in C.
+_PIECE = 256
+_KINDS = (torch.float32, torch.bfloat16)
+_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+_STRIDES = _LONG * 2
+
+
+class _Sizes(ctypes.Structure):
+    _fields_ = (
+        *((name, _LONG) for name in ("heads", "latent", "rope", "nope", "values")),
+        *((name, _LONG) for name in ("tokens", "requests", "page", "table_width", "c_row", "pe_row")),
+        ("scale", _FLOAT),
+    )
+
+
+def rejects(spec: MlaSpec, device: torch.device) -> list[str]:
+    """Why this backend cannot run a layer."""
+    reasons = [] if device.type == "cpu" else [f"device={device.type} (needs cpu)"]
+    if spec.latent_dim % _LANES:
+        reasons.append(f"latent_dim={spec.latent_dim} (needs a multiple of {_LANES})")
+    if spec.row_format != "plain" or spec.kv_dtype not in _KINDS:
+        reasons.append(f"rows={spec.row_format} {spec.kv_dtype} (needs plain float32 or bfloat16)")
+    if not reasons:
+        try:
+            _library(spec.kv_dtype)
+        except CannotCompile as reason:
+            reasons.append(str(reason))
+    return reasons
+
+
+@dataclass(frozen=True)
+class CompiledPlan:
+    """`pieces`: [n, 2] int64 request and first key of each run of keys that a thread scores at a time; only of
+    requests with one new token, which are the first of the batch. `starts`: [decodes + 1] int64, first piece of each.
+    `seen`: [decodes] int64 keys of each. `prompts`: the other requests' reads, if there are any.
+    """
+
+    batch: BatchLayout
+    paged: PageIndex
+    pieces: torch.Tensor
+    starts: torch.Tensor
+    seen: torch.Tensor
+    prompts: MlaPlan | None
+
+
+def plan(spec: MlaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> CompiledPlan:
+    """Plan one step for every layer with `spec`'s sizes. `index` has the entry "latent"."""
+    paged = index["latent"]
+    assert isinstance(paged, PageIndex)
+    decodes = batch.num_decodes
+    seen = batch.seq_lens[:decodes]
+    pieces = [(b, first) for b, n in enumerate(seen) for first in range(0, n, _PIECE)]
+    starts = [0]
+    for n in seen:
+        starts.append(starts[-1] - (-n // _PIECE))
+    spans = [
+        Span(b, batch.query_start[b], batch.context_lens[b], batch.query_lens[b])
+        for b in range(decodes, batch.num_requests)
+    ]
+    prompts = plan_reads(spec, paged, spans) if spans else None
+    return CompiledPlan(batch, paged, torch.tensor(pieces), torch.tensor(starts), torch.tensor(seen), prompts)
+
+
+def run(
+    spec: MlaSpec,
+    plan: CompiledPlan,
+    caches: CacheViews,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    c: torch.Tensor,
+    k_pe: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+) -> torch.Tensor:
+    """As `reference.run`, which runs the whole step where the queries are not of the cached rows' type."""
+    if q_nope.dtype != spec.kv_dtype:
+        whole = build_plan(spec, plan.batch, {"latent": plan.paged})
+        return reference.run(spec, whole, caches, q_nope, q_pe, c, k_pe, w_uk, w_uv)
+    pools, paged = caches["latent"], plan.paged
+    tokens, requests = len(q_nope), plan.batch.num_decodes
+    sizes = _Sizes(
+        spec.num_heads, spec.latent_dim, spec.rope_dim, spec.nope_dim, spec.v_head_dim,
+        tokens, requests, paged.page_size, paged.table.shape[1], pools["c"].stride(1), pools["k_pe"].stride(1),
+        spec.scale,
+    )  # fmt: skip
+    query = spec.latent_dim - (-spec.rope_dim // _LANES) * _LANES
+    scratch = torch.empty(spec.num_heads * (requests * query + len(plan.pieces) * (2 + spec.latent_dim)))
+    out = q_nope.new_empty(tokens, spec.num_heads, spec.v_head_dim)
+    q_nope, q_pe, c, k_pe = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_nope, q_pe, c, k_pe))
+    _library(spec.kv_dtype)(
+        out.data_ptr(), q_nope.data_ptr(), _STRIDES(*q_nope.stride()[:2]), q_pe.data_ptr(),
+        _STRIDES(*q_pe.stride()[:2]), c.data_ptr(), c.stride(0), k_pe.data_ptr(), k_pe.stride(0),
+        paged.slots.data_ptr(), pools["c"].data_ptr(), pools["k_pe"].data_ptr(), w_uk.contiguous().data_ptr(),
+        w_uv.contiguous().data_ptr(), plan.pieces.data_ptr(), plan.starts.data_ptr(), plan.seen.data_ptr(),
+        paged.table.data_ptr(), scratch.data_ptr(), ctypes.byref(sizes),
+    )  # fmt: skip
+    if plan.prompts is not None:
+        reference.attend_planned(spec, plan.prompts, pools, q_nope, q_pe, w_uk, w_uv, out)
+    return out
+
+
+@cache
+def _library(dtype: torch.dtype) -> ctypes._NamedFuncPointer:
+    """The step of a layer with rows of a type. Raises CannotCompile."""
+    source = Path(__file__).with_name("decode.c")
+    function = load(source, ELEMENT_BFLOAT16=int(dtype == torch.bfloat16)).store_and_attend
+    function.restype = None
+    function.argtypes = [*[_POINTER] * 6, _LONG, _POINTER, _LONG, *[_POINTER] * 11]
+    return function
