@@ -9,6 +9,7 @@ import typer
 
 from allotrope.commands.benchmarks import bench_latency, bench_serve, bench_throughput
 from allotrope.commands.chat import chat
+from allotrope.commands.compat import compat
 from allotrope.commands.families import families
 from allotrope.commands.flags import FlagCommand, expand_configs
 from allotrope.commands.generate import generate
@@ -24,6 +25,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "plan": plan,
     "verify": verify,
     "families": families,
+    "compat": compat,
     "version": version,
 }
 BENCHMARKS: dict[str, Callable[..., None]] = {

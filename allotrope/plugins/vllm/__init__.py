@@ -10,8 +10,16 @@ import logging
 import os
 
 SWITCH = "ALLOTROPE_VLLM"
+# Architectures with recurrent states: vLLM wants to know before there is a config. A test compares this with the models.
+STATEFUL = frozenset(
+    """
+    KimiLinearForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration
+    Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
+    """.split()
+)
 
-log = logging.getLogger("allotrope.vllm")
+# A name under vLLM's own, so that its handlers and levels hold.
+log = logging.getLogger("vllm.allotrope")
 
 
 def register() -> None:
@@ -43,4 +51,5 @@ def _register_models() -> None:
 
     # Names only: vLLM imports the module when a checkpoint asks for one of them.
     for architecture in ARCHITECTURES:
-        ModelRegistry.register_model(architecture, f"{__name__}.model:{architecture}")
+        kind = "HostedHybridModel" if architecture in STATEFUL else "HostedModel"
+        ModelRegistry.register_model(architecture, f"{__name__}.model:{kind}")

@@ -6,7 +6,8 @@ what the bytes mean is our own cache layout's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,24 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from allotrope.attention.batch import BatchLayout, CacheIndex
 from allotrope.attention.cache_layout import CacheLayout, StateSlots, WindowRows, page_views, row_bytes
-from allotrope.plugins.vllm.translate import Order, common_page, page_tokens, rows_index, states_index, stride
+from allotrope.plugins.vllm.translate import (
+    Order,
+    common_page,
+    describe,
+    page_tokens,
+    rows_index,
+    states_index,
+    stride,
+)
+
+# A name under vLLM's own, so that its handlers and levels hold.
+log = logging.getLogger("vllm.allotrope")
+
+
+@functools.cache
+def _announce(layouts: tuple[CacheLayout, ...], block_size: int) -> None:
+    """Say once what the one page size costs."""
+    log.info("allotrope: %s", describe(layouts, block_size))
 
 
 class HostedCache(AttentionLayerBase):
@@ -38,7 +56,7 @@ class HostedCache(AttentionLayerBase):
     None until vLLM has allocated it. `readers`: by name, the layers that find each other's step here.
     """
 
-    def __init__(self, name: str, layout: CacheLayout, layouts: Sequence[CacheLayout], in_graphs: bool) -> None:
+    def __init__(self, name: str, layout: CacheLayout, layouts: tuple[CacheLayout, ...], in_graphs: bool) -> None:
         self.name, self.layout, self.layouts, self.in_graphs = name, layout, layouts, in_graphs
         self.kv_cache: Any = torch.tensor([])
         self.views: dict[str, torch.Tensor] | None = None
@@ -50,6 +68,7 @@ class HostedCache(AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         """Full attention for rows that are kept, a sliding window only for rows that have one, else a state."""
         config = vllm_config.cache_config
+        _announce(self.layouts, config.block_size)
         page = common_page(self.layouts, config.block_size)
         size = row_bytes(self.layout)
         if isinstance(self.layout, StateSlots):

@@ -58,7 +58,7 @@ SYMBOLS = (
         "vllm.v1.attention.backend:CommonAttentionMetadata",
         accepts=(
             *("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound"),
-            *("max_seq_len", "block_table_tensor", "slot_mapping", "positions"),
+            *("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "block_table_tensor", "slot_mapping"),
         ),
     ),
     Symbol("vllm.v1.attention.backends.registry:MambaAttentionBackendEnum", has=("CUSTOM",)),
@@ -119,3 +119,12 @@ def refusals() -> list[str]:
     """Every reason not to plug into the installed vLLM; empty if there is none."""
     reasons = version_reasons(installed())
     return reasons or [f"{finding.path} {finding.reason}" for finding in probe() if finding.reason]
+
+
+# What vLLM does not let a family do as in our own engine; by family.
+LIMITS = {
+    "mla": "vLLM's CPU platform turns chunked prefill and prefix caching off (not with VLLM_MLA_DISABLE=1)",
+    "dsa": "vLLM's CPU platform turns chunked prefill and prefix caching off (not with VLLM_MLA_DISABLE=1)",
+    "gdn": "states are padded to vLLM's one page size",
+    "csa": "prefixes are shared in long runs: vLLM has one page size for all caches",
+}

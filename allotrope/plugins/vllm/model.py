@@ -1,7 +1,6 @@
 """Our decoder as a model of vLLM: one wrapper for every architecture.
 
-vLLM asks this module for a class by the architecture's name (`__getattr__`). Two classes answer, for vLLM wants to know
-of a class, before there is any config, whether its models keep recurrent states.
+There are two classes because vLLM asks a class, before there is any config, whether its models keep states.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from allotrope.layers.parallel import Parallel
 from allotrope.layers.step import LayerStep, Step
 from allotrope.models.checkpoint import Checkpoint, TensorHeader, open_checkpoint
 from allotrope.models.dequantize import dequantized
-from allotrope.models.registry import ARCHITECTURES, Architecture, find_architecture, read_spec
+from allotrope.models.registry import Architecture, read_spec
 from allotrope.models.spec import ModelSpec
 from allotrope.models.weights import Loader, finish
 from allotrope.plugins.vllm.cache import HostedCache, HostedStep
@@ -111,6 +110,8 @@ def _build(vllm_config: VllmConfig) -> Build:
 class HostedModel(nn.Module):
     """Any of our decoders, with its attention in vLLM's cache memory."""
 
+    supports_mrope: ClassVar[bool] = True
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         _refuse(vllm_config)
@@ -120,11 +121,16 @@ class HostedModel(nn.Module):
         self.finished = False
         self._tables: dict[RopeSpec, RopeTable] = {}
         self.layers = _host(self.decoder, prefix or "model", vllm_config)
+        self.in_graphs = all(layer.backend.in_graphs for layer in self.layers)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """`input_ids`: [T]. Returns [T, hidden]."""
         found: torch.Tensor = self.decoder.embedding(input_ids)
         return found
+
+    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[torch.Tensor, int]:
+        """Text alone has one position on all axes. Returns [3, n] and the shift that images would bring."""
+        return torch.arange(len(input_tokens)).expand(3, -1), 0
 
     def forward(
         self,
@@ -154,7 +160,7 @@ class HostedModel(nn.Module):
         steps: dict[str, HostedStep] | None = get_forward_context().attn_metadata
         if not steps:
             return BatchLayout((tokens,), (tokens,), self.build.device), Order(slice(0, 1), slice(0, tokens))
-        batch, order = arrange(steps[self.layers[0].home.name].common, self.build.device)
+        batch, order = arrange(steps[self.layers[0].home.name].common, self.build.device, self.in_graphs)
         indices = {id(step): step.index(batch, order) for step in {id(step): step for step in steps.values()}.values()}
         made: dict[object, object] = {}
         for layer in self.layers:
@@ -222,12 +228,8 @@ def _host(decoder: Any, prefix: str, vllm_config: VllmConfig) -> list[HostedLaye
     context = vllm_config.compilation_config.static_forward_context
     mixers = [layer.mixer for layer in decoder.layers]
     shares = [layer.mixer.shares_cache_of for layer in decoder.spec.layers]
-    layouts = [
-        layout
-        for mixer, owner in zip(mixers, shares, strict=True)
-        if owner is None
-        for layout in mixer.spec.caches().values()
-    ]
+    owning = [mixer.spec for mixer, owner in zip(mixers, shares, strict=True) if owner is None]
+    layouts = tuple(layout for spec in owning for layout in spec.caches().values())
     in_graphs = all(mixer.backend.in_graphs for mixer in mixers)
     layers: list[HostedLayer] = []
     for number, (mixer, owner) in enumerate(zip(mixers, shares, strict=True)):
@@ -242,13 +244,3 @@ def _host(decoder: Any, prefix: str, vllm_config: VllmConfig) -> list[HostedLaye
         mixer.backend = dataclasses.replace(mixer.backend, run=hosted.run)
         layers.append(hosted)
     return layers
-
-
-def __getattr__(name: str) -> type[HostedModel]:
-    if name not in ARCHITECTURES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    architecture = find_architecture({"architectures": [name]}, name)
-    _, spec = read_spec(architecture.tiny() | {"architectures": [name]}, name)
-    one = (Parallel(), torch.float32, torch.float32)
-    caches = [layout for layer in spec.layers for layout in layer.mixer.attention(*one).caches().values()]
-    return HostedHybridModel if any(isinstance(layout, StateSlots) for layout in caches) else HostedModel

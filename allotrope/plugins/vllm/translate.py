@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from allotrope.attention.batch import BatchLayout, PageIndex, SlotIndex
+from allotrope.attention.batch import BatchLayout, BatchTensors, PageIndex, SlotIndex
 from allotrope.attention.cache_layout import CacheLayout, PagedRows, StateSlots, row_bytes
 
 
@@ -28,6 +28,21 @@ def common_page(layouts: Sequence[CacheLayout], block_size: int) -> int:
     return -(-least // unit) * unit
 
 
+def describe(layouts: Sequence[CacheLayout], block_size: int) -> str:
+    """One line about the page size: what it holds of each kind of cache, what it wastes, where prefixes can be cut."""
+    page = common_page(layouts, block_size)
+    kinds, cuts = [], []
+    for layout in dict.fromkeys(layouts):
+        fields = "+".join(field.name for field in layout.fields)
+        if isinstance(layout, StateSlots):
+            waste = 100 * (page - row_bytes(layout)) // page
+            kinds.append(f"{fields} one state, {waste} % of the page unused")
+        else:
+            cuts.append(page_tokens(layout, page))
+            kinds.append(f"{fields} {cuts[-1]} tokens")
+    return f"pages of {page} bytes: {'; '.join(kinds)}; prefixes are shared in runs of {math.lcm(*cuts)} tokens"
+
+
 def page_tokens(layout: CacheLayout, page: int) -> int:
     """Tokens whose rows a page of `page` bytes holds."""
     return page // row_bytes(layout) * stride(layout)
@@ -39,11 +54,16 @@ def stride(layout: CacheLayout) -> int:
 
 
 class HostBatch(Protocol):
-    """What is read of vLLM's common metadata. `query_start_loc_cpu`: [B + 1]. `seq_lens`: [B], tokens after the step.
+    """What is read of vLLM's common metadata. `query_start_loc`: [B + 1]. `seq_lens`: [B], tokens after the step.
 
-    `seq_lens_cpu_upper_bound`: the same on the host, exact without speculation.
+    `..._cpu`: the same on the host; the upper bound is exact without speculation.
     """
 
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor
     query_start_loc_cpu: torch.Tensor
     seq_lens: torch.Tensor
     seq_lens_cpu_upper_bound: torch.Tensor | None
@@ -57,8 +77,11 @@ class Order:
     tokens: slice | torch.Tensor
 
 
-def arrange(common: HostBatch, device: torch.device) -> tuple[BatchLayout, Order]:
-    """The step's batch from the host's integers."""
+def arrange(common: HostBatch, device: torch.device, static: bool = False) -> tuple[BatchLayout, Order]:
+    """The step's batch. `static`: take decodes from vLLM's tensors, so that the step can be captured, where it has no
+    other requests; the host's integers are then bounds."""
+    if static and common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs:
+        return _static(common, device)
     starts = common.query_start_loc_cpu.tolist()
     known = common.seq_lens_cpu_upper_bound
     seen = (common.seq_lens if known is None else known).tolist()
@@ -70,6 +93,14 @@ def arrange(common: HostBatch, device: torch.device) -> tuple[BatchLayout, Order
         return batch, Order(slice(0, len(order)), slice(0, batch.num_tokens))
     tokens = [token for b in order for token in range(starts[b], starts[b + 1])]
     return batch, Order(torch.tensor(order, device=device), torch.tensor(tokens, device=device))
+
+
+def _static(common: HostBatch, device: torch.device) -> tuple[BatchLayout, Order]:
+    count = common.num_reqs
+    positions = (common.seq_lens.long() - 1).clamp(min=0)
+    given = BatchTensors(common.seq_lens, common.query_start_loc, positions, torch.arange(count, device=device))
+    batch = BatchLayout((1,) * count, (common.max_seq_len,) * count, device, given)
+    return batch, Order(slice(0, count), slice(0, count))
 
 
 def rows_index(batch: BatchLayout, order: Order, table: torch.Tensor, slots: torch.Tensor, page_size: int) -> PageIndex:
@@ -90,5 +121,5 @@ def states_index(batch: BatchLayout, order: Order, table: torch.Tensor, each: in
     blocks = table[order.requests].long()
     if each is None:
         return SlotIndex(blocks[:, 0])
-    last = torch.tensor([(n - 1) // each for n in batch.seq_lens], device=batch.device)
+    last = (batch.tensors.seq_lens.long() - 1).clamp(min=0) // each
     return SlotIndex(blocks.gather(1, last[:, None]).squeeze(1))
