@@ -111,7 +111,7 @@ def _prefill(
     mixed = qkv.new_empty(tokens, spec.conv_dim, dtype=dtype)
     sizes = {"KEY_HEADS": spec.num_k_heads, "VALUE_HEADS": heads, "DK": spec.k_head_dim, "DV": spec.v_head_dim}
     launch = triton_conv.config(arch, max(spec.k_head_dim, spec.v_head_dim))
-    triton_conv.conv_kernel[(len(chunks), 2 * spec.num_k_heads + heads)](
+    triton_conv.conv_kernel[(len(chunks) * (CHUNK // launch["TOKENS"]), 2 * spec.num_k_heads + heads)](
         qkv, weight, weight if bias is None else bias, conv, mixed, chunks, plan.query_start, plan.seq_lens, plan.slots,
         qkv.stride(0), weight.stride(0), weight.stride(1), conv.stride(0), conv.stride(1), spec.k_head_dim**-0.5,
         NORM_EPS, 1.0 / value_scale, CHUNK=CHUNK, WIDTH=spec.conv_width, BIAS=bias is not None, **sizes, **launch,

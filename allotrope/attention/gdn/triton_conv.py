@@ -23,37 +23,39 @@ def conv_kernel(
     qkv, weight, bias, conv, mixed, chunks, query_start, seq_lens, slots,
     qkv_row, weight_channel, weight_tap, conv_slot, conv_row, scale, eps, value_scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr,
+    CHUNK: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """A program owns one head (of queries, keys or values) of one chunk of tokens.
+    """A program owns one head (of queries, keys or values) of TOKENS tokens of a chunk.
 
     `mixed`: [T, conv_dim] output. `chunks`: [N, 2] int32, request and place of the chunk's first token in its step.
     """
-    chunk, head = tl.program_id(0), tl.program_id(1)
+    part, head = tl.program_id(0), tl.program_id(1)
+    chunk = part // (CHUNK // TOKENS)
     request, place = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
+    place += part % (CHUNK // TOKENS) * TOKENS
     slot = tl.load(slots + request).to(tl.int64)
-    if slot <= 0:
-        return
     begin = tl.load(query_start + request)
     length = tl.load(query_start + request + 1) - begin
+    if (slot <= 0) | (place >= length):
+        return
     fresh = tl.load(seq_lens + request) == length
     is_key = head < 2 * KEY_HEADS
     dim = tl.where(is_key, DK, DV)
     base = tl.where(is_key, head * DK, 2 * KEY_HEADS * DK + (head - 2 * KEY_HEADS) * DV)
-    lane = tl.arange(0, BLOCK)
+    lane, line = tl.arange(0, BLOCK), tl.arange(0, TOKENS)
     channel, inside = base + lane, lane < dim
-    token = place + tl.arange(0, CHUNK)
+    row = qkv + (begin + place).to(tl.int64) * qkv_row
     kept = conv + slot * conv_slot
-    y = tl.zeros([CHUNK, BLOCK], tl.float32)
+    y = tl.zeros([TOKENS, BLOCK], tl.float32)
     for j in tl.static_range(WIDTH):
-        source = token - (WIDTH - 1) + j
-        here = ((source >= 0) & (token < length))[:, None] & inside[None, :]
-        row = qkv + (begin + source).to(tl.int64) * qkv_row
-        x = tl.load(row[:, None] + channel[None, :], mask=here, other=0.0).to(tl.float32)
-        if (j < WIDTH - 1) & (place == 0):
-            before = ((source < 0) & (fresh == 0))[:, None] & inside[None, :]
-            old = kept + (source + WIDTH - 1) * conv_row
-            x += tl.load(old[:, None] + channel[None, :], mask=before, other=0.0).to(tl.float32)
+        # Of each token's inputs the one that is `back` tokens older.
+        back: tl.constexpr = WIDTH - 1 - j
+        here = ((line >= back - place) & (line < length - place))[:, None] & inside[None, :]
+        x = tl.load(row + ((line - back) * qkv_row)[:, None] + channel[None, :], mask=here, other=0.0).to(tl.float32)
+        if (back > 0) & (place < WIDTH):
+            before = ((line < back - place) & (fresh == 0))[:, None] & inside[None, :]
+            old = kept + ((place + line + j) * conv_row)[:, None] + channel[None, :]
+            x += tl.load(old, mask=before, other=0.0).to(tl.float32)
         tap = tl.load(weight + channel * weight_channel + j * weight_tap, mask=inside, other=0.0)
         y += x * tap.to(tl.float32)[None, :]
     if BIAS:
@@ -64,9 +66,9 @@ def conv_kernel(
         y *= tl.rsqrt(tl.sum(y * y, axis=1) + eps)[:, None] * tl.where(head < KEY_HEADS, scale, 1.0)
     else:
         y = tl.minimum(tl.maximum(y, -65504.0), 65504.0) * value_scale
-    to = mixed + (begin + token).to(tl.int64) * (2 * KEY_HEADS * DK + VALUE_HEADS * DV)
-    there = (token < length)[:, None] & inside[None, :]
-    tl.store(to[:, None] + channel[None, :], y.to(mixed.dtype.element_ty), mask=there)
+    width: tl.constexpr = 2 * KEY_HEADS * DK + VALUE_HEADS * DV
+    to = mixed + (begin + place).to(tl.int64) * width + (line * width)[:, None] + channel[None, :]
+    tl.store(to, y.to(mixed.dtype.element_ty), mask=(line < length - place)[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -101,5 +103,4 @@ def keep_kernel(
 
 def config(arch: str, dim: int) -> dict[str, int]:
     """Of `conv_kernel`. `dim`: the larger of a key and a value head."""
-    block = max(16, triton.next_power_of_2(dim))
-    return {"BLOCK": block, "num_warps": 8 if block > 64 else 4, "num_stages": 1}
+    return {"BLOCK": max(16, triton.next_power_of_2(dim)), "TOKENS": 16, "num_warps": 4, "num_stages": 1}

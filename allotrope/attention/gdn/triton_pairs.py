@@ -71,20 +71,21 @@ def pairs_kernel(
     if tl.load(slots + request) <= 0:
         return
     begin = tl.load(query_start + request)
-    token = place + tl.arange(0, CHUNK)
-    inside = token < tl.load(query_start + request + 1) - begin
-    token = (begin + token).to(tl.int64)
-    step = tl.load(a + token * a_row + head * a_rate, mask=inside, other=0.0).to(tl.float32)
+    line = tl.arange(0, CHUNK)
+    inside = line < tl.load(query_start + request + 1) - begin - place
+    first = (begin + place).to(tl.int64)
+    step = tl.load(a + first * a_row + line * a_row + head * a_rate, mask=inside, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(A_log + head).to(tl.float32))
     g = -rate * softplus(step + tl.load(dt_bias + head).to(tl.float32))
     g = tl.where(inside, g, 0.0).to(tl.float64)
     total = tl.cumsum(g, axis=0)
-    beta = tl.sigmoid(tl.load(b + token * b_row + head * b_head, mask=inside, other=0.0).to(tl.float32))
+    beta = tl.sigmoid(tl.load(b + first * b_row + line * b_row + head * b_head, mask=inside, other=0.0).to(tl.float32))
     beta = tl.where(inside, beta, 0.0)
 
     key = tl.arange(0, BLOCK_K)
-    row = mixed + token[:, None] * (2 * KEY_HEADS * DK + VALUE_HEADS * DV)
-    at = row + (head // (VALUE_HEADS // KEY_HEADS)) * DK + key[None, :]
+    width: tl.constexpr = 2 * KEY_HEADS * DK + VALUE_HEADS * DV
+    at = mixed + first * width + (head // (VALUE_HEADS // KEY_HEADS)) * DK
+    at += (line * width)[:, None] + key[None, :]
     there = inside[:, None] & (key < DK)[None, :]
     q = tl.load(at, mask=there, other=0.0)
     k = tl.load(at + KEY_HEADS * DK, mask=there, other=0.0)
@@ -94,13 +95,13 @@ def pairs_kernel(
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     A = tl.where(i > j, kk * decay * beta[:, None], 0.0)
     X = invert_unit_lower(A, CHUNK, INVERSE) * beta[None, :]
-    to = (token[:, None] * VALUE_HEADS + head) * CHUNK + j
-    tl.store(mix + to, X.to(mix.dtype.element_ty), mask=inside[:, None])
-    tl.store(scores + to, tl.where(i >= j, qk * decay, 0.0).to(scores.dtype.element_ty), mask=inside[:, None])
+    base, to = (first * VALUE_HEADS + head) * CHUNK, i * (VALUE_HEADS * CHUNK) + j
+    tl.store(mix + base + to, X.to(mix.dtype.element_ty), mask=inside[:, None])
+    tl.store(scores + base + to, tl.where(i >= j, qk * decay, 0.0).to(scores.dtype.element_ty), mask=inside[:, None])
     last = tl.sum(g, axis=0)
-    to = token * VALUE_HEADS + head
-    tl.store(grown + to, tl.exp(total.to(tl.float32)), mask=inside)
-    tl.store(rest + to, tl.exp((last - total).to(tl.float32)), mask=inside)
+    base, to = first * VALUE_HEADS + head, line * VALUE_HEADS
+    tl.store(grown + base + to, tl.exp(total.to(tl.float32)), mask=inside)
+    tl.store(rest + base + to, tl.exp((last - total).to(tl.float32)), mask=inside)
 
 
 @triton.jit

@@ -18,8 +18,8 @@ import triton.language as tl
 
 @triton.jit
 def scan_kernel(
-    mixed, mix, scores, grown, rest, seen_keys, queries, keys, last, ssm, out, query_start, seq_lens, slots, first_chunk,
-    ssm_slot, value_scale,
+    mixed, mix, scores, grown, rest, seen_keys, queries, keys, last, ssm, out, query_start, seq_lens, slots,
+    first_chunk, ssm_slot, value_scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -34,8 +34,6 @@ def scan_kernel(
     key, value, place = tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, CHUNK)
     in_key, in_value = key < DK, value < DV
     width: tl.constexpr = 2 * KEY_HEADS * DK + VALUE_HEADS * DV
-    key_at = (head // (VALUE_HEADS // KEY_HEADS)) * DK + key
-    value_at = 2 * KEY_HEADS * DK + head * DV + value
     if slot <= 0:
         for at in range(0, length, CHUNK):
             token = (begin + at + place).to(tl.int64)
@@ -48,45 +46,52 @@ def scan_kernel(
     in_cell = in_key[None, :] & in_value[:, None]
     state = tl.load(cell, mask=in_cell & (fresh == 0), other=0.0).to(tl.float32) * (1.0 / value_scale)
     dtype = mixed.dtype.element_ty
+    # From the chunk's first token: 32 bits are enough, and do not change from chunk to chunk.
+    group = head // (VALUE_HEADS // KEY_HEADS)
+    to_value = (place * width)[None, :] + (2 * KEY_HEADS * DK + head * DV + value)[:, None]
+    to_key = (place * width)[:, None] + (group * DK + key)[None, :]
+    to_scaled = (place * (VALUE_HEADS * DK))[:, None] + (head * DK + key)[None, :]
+    to_pair = (place * (VALUE_HEADS * CHUNK))[:, None] + (head * CHUNK + place)[None, :]
+    to_gate = place * VALUE_HEADS + head
+    to_out = (place * (VALUE_HEADS * DV))[None, :] + (head * DV + value)[:, None]
     for at in tl.range(0, length, CHUNK, num_stages=STAGES):
-        token = (begin + at + place).to(tl.int64)
-        inside = at + place < length
+        first = (begin + at).to(tl.int64)
+        inside = place < length - at
         there = inside[:, None] & in_key[None, :]
-        pair = ((token * VALUE_HEADS + head) * CHUNK)[:, None] + place[None, :]
-        in_value_inside = in_value[:, None] & inside[None, :]
         # [BLOCK_V, CHUNK]
-        v = tl.load(mixed + (token * width)[None, :] + value_at[:, None], mask=in_value_inside, other=0.0)
+        v = tl.load(mixed + first * width + to_value, mask=in_value[:, None] & inside[None, :], other=0.0)
         held = state.to(dtype)
         if CHANNEL:
-            row = ((token * VALUE_HEADS + head) * DK)[:, None] + key[None, :]
-            seen_k = tl.load(seen_keys + row, mask=there, other=0.0)
-            q = tl.load(queries + row, mask=there, other=0.0)
-            k = tl.load(keys + row, mask=there, other=0.0)
+            base = first * (VALUE_HEADS * DK)
+            seen_k = tl.load(seen_keys + base + to_scaled, mask=there, other=0.0)
+            q = tl.load(queries + base + to_scaled, mask=there, other=0.0)
+            k = tl.load(keys + base + to_scaled, mask=there, other=0.0)
             from_k = tl.dot(held, tl.trans(seen_k), input_precision=PRECISION)
             from_q = tl.dot(held, tl.trans(q), input_precision=PRECISION)
         else:
-            row = mixed + (token * width)[:, None] + key_at[None, :]
-            q = tl.load(row, mask=there, other=0.0)
-            k = tl.load(row + KEY_HEADS * DK, mask=there, other=0.0)
-            scale = tl.load(grown + token * VALUE_HEADS + head, mask=inside, other=0.0)
+            base = mixed + first * width
+            q = tl.load(base + to_key, mask=there, other=0.0)
+            k = tl.load(base + KEY_HEADS * DK + to_key, mask=there, other=0.0)
+            scale = tl.load(grown + first * VALUE_HEADS + to_gate, mask=inside, other=0.0)
             from_k = tl.dot(held, tl.trans(k), input_precision=PRECISION) * scale[None, :]
             from_q = tl.dot(held, tl.trans(q), input_precision=PRECISION) * scale[None, :]
         left = (v.to(tl.float32) - from_k).to(dtype)
-        mixing = tl.load(mix + pair, mask=inside[:, None], other=0.0)
+        base = first * (VALUE_HEADS * CHUNK)
+        mixing = tl.load(mix + base + to_pair, mask=inside[:, None], other=0.0)
         delta = tl.dot(left, tl.trans(mixing), input_precision=PRECISION)
-        score = tl.load(scores + pair, mask=inside[:, None], other=0.0)
-        o = tl.dot(delta.to(dtype), tl.trans(score), from_q, input_precision=PRECISION)
+        score = tl.load(scores + base + to_pair, mask=inside[:, None], other=0.0)
         if CHANNEL:
             chunk = (tl.load(first_chunk + request) + at // CHUNK).to(tl.int64)
             final = tl.load(last + (chunk * VALUE_HEADS + head) * DK + key, mask=in_key, other=0.0)
             state = tl.dot(delta.to(dtype), k, state * final[None, :], input_precision=PRECISION)
         else:
-            behind = tl.load(rest + token * VALUE_HEADS + head, mask=inside, other=0.0)
+            behind = tl.load(rest + first * VALUE_HEADS + to_gate, mask=inside, other=0.0)
             end = begin + min(at + CHUNK, length) - 1
             final = tl.load(grown + end.to(tl.int64) * VALUE_HEADS + head)
             state = tl.dot((delta * behind[None, :]).to(dtype), k, state * final, input_precision=PRECISION)
-        to = out + ((token * VALUE_HEADS + head) * DV)[None, :] + value[:, None]
-        tl.store(to, (o * value_scale).to(out.dtype.element_ty), mask=in_value_inside)
+        o = tl.dot(delta.to(dtype), tl.trans(score), from_q, input_precision=PRECISION)
+        to = out + first * (VALUE_HEADS * DV) + to_out
+        tl.store(to, (o * value_scale).to(out.dtype.element_ty), mask=in_value[:, None] & inside[None, :])
     tl.store(cell, (state * value_scale).to(ssm.dtype.element_ty), mask=in_cell)
 
 
