@@ -2,7 +2,8 @@
 
 For every token, with [q | k | v] its projection, head by head:
 
-    q = rotate(norm(q) w_q);  k = rotate(norm(k) w_k);  v = value_scale norm(v);  pools[slot] = k / k_scale, v / v_scale
+    q = rotate(norm(q));  k = rotate(norm(k));  v = value_scale norm(v);  pools[slot] = k / k_scale, v / v_scale
+    norm(x) = x / sqrt(sum x^2 + D eps) * factors
 
 each of norm, rotation and scale where the layer has it. Mathematics in fp32; q, k and v are rounded once to the
 projection's type, and k and v again to the pool's.
@@ -59,22 +60,22 @@ def rope_store(
     spec: HeadSpec,
     projected: torch.Tensor,
     rotation: Rotation | None,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
+    q_factors: torch.Tensor | None,
+    k_factors: torch.Tensor | None,
     rows: Rows | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The equation above, written to be read.
 
-    `projected`: [T, >= width]. `rotation`: of the step's positions, None for none. `q_weight`, `k_weight`: [D] with
-    `qk_norm`. `rows`: None to return k and v instead of storing them. Returns q [T, H, D], and k [T, G, D] and
-    v [T, G, Dv] or None.
+    `projected`: [T, >= width]. `rotation`: of the step's positions, None for none. `q_factors`, `k_factors`: [D] fp32
+    with `qk_norm`, the norms' weights times sqrt(D). `rows`: None to return k and v instead of storing them.
+    Returns q [T, H, D], and k [T, G, D] and v [T, G, Dv] or None.
     """
     tokens, border = len(projected), spec.heads * spec.dim
-    q = _turned(spec, projected[:, :border].view(tokens, spec.heads, spec.dim), q_weight, rotation)
+    q = _turned(spec, projected[:, :border].view(tokens, spec.heads, spec.dim), q_factors, rotation)
     if not spec.kv_heads:
         return q, None, None
     keys = projected[:, border : border + spec.kv_heads * spec.dim].view(tokens, spec.kv_heads, spec.dim)
-    k = _turned(spec, keys, k_weight, rotation)
+    k = _turned(spec, keys, k_factors, rotation)
     start = border + spec.kv_heads * spec.dim
     values = keys.float()
     if not spec.values_from_keys:
@@ -97,13 +98,13 @@ def quantize(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     return (x.float() / scale).clamp(-limit, limit).to(dtype)
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return x if weight is None else x * weight.float()
+def _normed(x: torch.Tensor, factors: torch.Tensor | None, eps: float) -> torch.Tensor:
+    size = x.shape[-1]
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + size * eps) * (size**0.5 if factors is None else factors)
 
 
-def _turned(spec: HeadSpec, x: torch.Tensor, weight: torch.Tensor | None, rotation: Rotation | None) -> torch.Tensor:
-    exact = _normed(x.float(), weight, spec.eps) if spec.qk_norm else x.float()
+def _turned(spec: HeadSpec, x: torch.Tensor, factors: torch.Tensor | None, rotation: Rotation | None) -> torch.Tensor:
+    exact = _normed(x.float(), factors, spec.eps) if spec.qk_norm else x.float()
     if rotation is not None:
         exact = rotate(exact, Rotation(rotation.cos.float(), rotation.sin.float(), rotation.interleaved))
     return exact.to(x.dtype)

@@ -29,103 +29,86 @@ def _stored(x, scale, pool, FP8: tl.constexpr):
 
 
 @triton.jit
-def _turn(
-    source, place, inside, cos, sin, weight, floor, unit, scale,
-    DIM: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
+def _turned(
+    source, inside, cos, sin, factors, floor,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ROTATED: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and write heads. `source`, `place`: [HEADS, 1] pointers to their starts; `inside`: to be written.
+    """Normed and rotated heads, [HEADS, BLOCK] fp32. `source`: [HEADS, 1] pointers to where they start.
 
-    The pairs are held as two halves a and b, what does not turn as c.
+    y_i = x_i cos_i + x_j sin_i with j the other one of i's pair; the table's sine carries the sign.
     """
-    dtype = source.dtype.element_ty
-    pair = tl.arange(0, HALF)[None, :]
-    paired = pair < ROTATED // 2
-    both = tl.arange(0, 2 * HALF)[None, :]
-    rest = ROTATED + tl.arange(0, REST)[None, :]
-    length = tl.zeros([HEADS], tl.float32) + floor
+    column = tl.arange(0, BLOCK)[None, :]
+    there = inside & (column < DIM)
+    x = tl.load(source + column, mask=there, other=0.0).to(tl.float32)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(x * x, axis=1) + floor)[:, None]
+        x *= factor * tl.load(factors + column, mask=column < DIM, other=0.0).to(tl.float32)
     if ROTATED > 0:
+        turning = column < ROTATED
+        cosine = tl.load(cos + column, mask=turning, other=1.0).to(tl.float32)
+        sine = tl.load(sin + column, mask=turning, other=0.0).to(tl.float32)
         if INTERLEAVED:
-            whole = tl.load(source + both, mask=inside & (both < ROTATED), other=0.0).to(tl.float32)
-            a, b = tl.split(tl.reshape(whole, [HEADS, HALF, 2]))
+            first, second = tl.split(tl.reshape(x, [HEADS, BLOCK // 2, 2]))
+            other = tl.reshape(tl.join(second, first), [HEADS, BLOCK])
         else:
-            a = tl.load(source + pair, mask=inside & paired, other=0.0).to(tl.float32)
-            b = tl.load(source + ROTATED // 2 + pair, mask=inside & paired, other=0.0).to(tl.float32)
-        length += tl.sum(a * a + b * b, axis=1)
-    if ROTATED < DIM:
-        c = tl.load(source + rest, mask=inside & (rest < DIM), other=0.0).to(tl.float32)
-        length += tl.sum(c * c, axis=1)
-    factor = (unit * tl.rsqrt(length))[:, None]
-    # Which of a head's numbers are first and second of a pair.
-    first = 2 * pair if INTERLEAVED else pair
-    second = first + 1 if INTERLEAVED else first + ROTATED // 2
-    if ROTATED > 0:
-        if NORM:
-            a *= factor * tl.load(weight + first, mask=paired, other=0.0).to(tl.float32)
-            b *= factor * tl.load(weight + second, mask=paired, other=0.0).to(tl.float32)
-        # The table's sine carries the sign of the first of a pair.
-        cosine = tl.load(cos + first, mask=paired, other=0.0).to(tl.float32)
-        sine = tl.load(sin + first, mask=paired, other=0.0).to(tl.float32)
-        turned_a = _stored((a * cosine + b * sine).to(dtype).to(tl.float32), scale, place, FP8)
-        turned_b = _stored((b * cosine - a * sine).to(dtype).to(tl.float32), scale, place, FP8)
-        if INTERLEAVED:
-            joined = tl.reshape(tl.join(turned_a, turned_b), [HEADS, 2 * HALF])
-            tl.store(place + both, joined, mask=inside & (both < ROTATED))
-        else:
-            tl.store(place + pair, turned_a, mask=inside & paired)
-            tl.store(place + ROTATED // 2 + pair, turned_b, mask=inside & paired)
-    if ROTATED < DIM:
-        if NORM:
-            c *= factor * tl.load(weight + rest, mask=rest < DIM, other=0.0).to(tl.float32)
-        tl.store(place + rest, _stored(c.to(dtype).to(tl.float32), scale, place, FP8), mask=inside & (rest < DIM))
+            # Read again, from the cache nearest to the program: a move between its threads would cost more.
+            half: tl.constexpr = ROTATED // 2
+            pair = tl.where(column < half, column + half, tl.where(turning, column - half, column))
+            other = tl.load(source + pair, mask=inside & turning, other=0.0).to(tl.float32)
+            if NORM:
+                other *= factor * tl.load(factors + pair, mask=turning, other=0.0).to(tl.float32)
+        x = x * cosine + other * sine
+    return x.to(source.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def rope_store_kernel(
-    projected, cos, sin, q_weight, k_weight, slots, q, k_pool, v_pool,
-    heads, kv_heads, q_blocks, kv_blocks, v_start,
+    projected, cos, sin, q_factors, k_factors, slots, q, k_pool, v_pool,
+    heads, kv_heads, q_blocks, kv_blocks, blocks, v_start,
     row_stride, cos_stride, q_row, k_row, k_head, v_row, v_head,
-    k_scale, v_scale, floor, unit, v_floor, v_unit,
-    DIM: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HEADS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, V_NORM: tl.constexpr, FP8: tl.constexpr, SLOTS: tl.constexpr,
+    k_scale, v_scale, floor, v_floor, v_unit,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ROTATED: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, V_NORM: tl.constexpr, FP8: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of heads along the second axis of the grid: those of q, then of k, then of v.
+    """`blocks` programs a token: those of q's heads, then of k's, then of v's.
 
-    Without `SLOTS`, row t of the pools is token t's. `floor`, `unit`: size * eps and sqrt(size); `v_unit` with the
-    values' own factor.
+    Without `SLOTS`, row t of the pools is token t's. `floor`, `v_floor`: size * eps; `v_unit`: factor of the values,
+    with sqrt(size) where they are normed.
     """
-    token = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    program = tl.program_id(0)
+    token, block = (program // blocks).to(tl.int64), program % blocks
     source = projected + token * row_stride
     lane = tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
     cos += token * cos_stride
     sin += token * cos_stride
     if block < q_blocks:
         head = block * HEADS + lane
-        place = q + token * q_row + head * DIM
-        _turn(source + head * DIM, place, head < heads, cos, sin, q_weight, floor, unit, 1.0,
-              DIM, ROTATED, HALF, REST, HEADS, INTERLEAVED, NORM, False)  # fmt: skip
+        value = _turned(source + head * DIM, head < heads, cos, sin, q_factors, floor,
+                        DIM, BLOCK, ROTATED, HEADS, INTERLEAVED, NORM)  # fmt: skip
+        inside = (head < heads) & (column < DIM)
+        tl.store(q + token * q_row + head * DIM + column, value.to(q.dtype.element_ty), mask=inside)
     else:
         row = tl.load(slots + token) if SLOTS else token
         written = row >= 0
         row = tl.maximum(row, 0)
         if block < q_blocks + kv_blocks:
             head = (block - q_blocks) * HEADS + lane
-            place = k_pool + row * k_row + head * k_head
-            _turn(source + (heads + head) * DIM, place, (head < kv_heads) & written, cos, sin, k_weight, floor, unit,
-                  k_scale, DIM, ROTATED, HALF, REST, HEADS, INTERLEAVED, NORM, FP8)  # fmt: skip
+            value = _turned(source + (heads + head) * DIM, head < kv_heads, cos, sin, k_factors, floor,
+                            DIM, BLOCK, ROTATED, HEADS, INTERLEAVED, NORM)  # fmt: skip
+            inside = (head < kv_heads) & written & (column < DIM)
+            tl.store(k_pool + row * k_row + head * k_head + column, _stored(value, k_scale, k_pool, FP8), mask=inside)
         else:
             head = (block - q_blocks - kv_blocks) * HEADS + lane
-            column = tl.arange(0, V_BLOCK)[None, :]
-            there = (head < kv_heads) & written & (column < V_DIM)
-            value = tl.load(source + v_start + head * V_DIM + column, mask=there, other=0.0)
-            dtype = value.dtype
-            value = value.to(tl.float32)
+            v_column = tl.arange(0, V_BLOCK)[None, :]
+            there = (head < kv_heads) & written & (v_column < V_DIM)
+            v = tl.load(source + v_start + head * V_DIM + v_column, mask=there, other=0.0).to(tl.float32)
             if V_NORM:
-                value *= tl.rsqrt(tl.sum(value * value, axis=1)[:, None] + v_floor)
-            value = (value * v_unit).to(dtype).to(tl.float32)
-            tl.store(v_pool + row * v_row + head * v_head + column, _stored(value, v_scale, v_pool, FP8), mask=there)
+                v *= tl.rsqrt(tl.sum(v * v, axis=1)[:, None] + v_floor)
+            v = (v * v_unit).to(projected.dtype.element_ty).to(tl.float32)
+            tl.store(v_pool + row * v_row + head * v_head + v_column, _stored(v, v_scale, v_pool, FP8), mask=there)
 
 
 def config(arch: str, spec: HeadSpec) -> dict[str, int]:
@@ -140,8 +123,8 @@ def rope_store(
     spec: HeadSpec,
     projected: torch.Tensor,
     rotation: Rotation | None,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
+    q_factors: torch.Tensor | None,
+    k_factors: torch.Tensor | None,
     rows: Rows | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """As `allotrope.attention.rope_store.rope_store`."""
@@ -168,14 +151,16 @@ def rope_store(
     v_unit = spec.value_scale * (math.sqrt(spec.v_dim) if spec.v_norm else 1.0)
     v_start = (heads if spec.values_from_keys else heads + groups) * spec.dim
     cos, sin = (projected, projected) if rotation is None else (rotation.cos, rotation.sin)
-    rope_store_kernel[(tokens, q_blocks + kv_blocks + v_blocks)](
-        projected, cos, sin, projected if q_weight is None else q_weight, projected if k_weight is None else k_weight,
+    blocks = q_blocks + kv_blocks + v_blocks
+    rope_store_kernel[(tokens * blocks,)](
+        projected, cos, sin,
+        projected if q_factors is None else q_factors, projected if k_factors is None else k_factors,
         projected if rows is None else rows.slots, q, k_pool, v_pool,
-        heads, groups, q_blocks, kv_blocks, v_start,
+        heads, groups, q_blocks, kv_blocks, blocks, v_start,
         projected.stride(0), cos.stride(0), q.stride(0),
         k_pool.stride(1 if k is None else 0), k_pool.stride(2), v_pool.stride(1 if k is None else 0), v_pool.stride(2),
         1.0 if rows is None else rows.k_scale, 1.0 if rows is None else rows.v_scale,
-        spec.dim * spec.eps, math.sqrt(spec.dim), spec.v_dim * spec.eps, v_unit,
+        spec.dim * spec.eps, spec.v_dim * spec.eps, v_unit,
         FP8=k_pool.dtype == torch.float8_e4m3fn, SLOTS=rows is not None,
         **_constants(spec, rotation), **launch,
     )  # fmt: skip
@@ -186,9 +171,8 @@ def _constants(spec: HeadSpec, rotation: Rotation | None) -> dict[str, Any]:
     rotated = 0 if rotation is None else rotation.cos.shape[-1]
     return {
         "DIM": spec.dim,
+        "BLOCK": triton.next_power_of_2(spec.dim),
         "ROTATED": rotated,
-        "HALF": triton.next_power_of_2(max(1, rotated // 2)),
-        "REST": triton.next_power_of_2(max(1, spec.dim - rotated)),
         "V_DIM": spec.v_dim,
         "V_BLOCK": triton.next_power_of_2(spec.v_dim),
         "INTERLEAVED": rotation is not None and rotation.interleaved,
@@ -213,10 +197,12 @@ def variants(arch: str) -> list[Variant]:
         table = torch.empty(1, 1, rotated)
         launch = config(arch, spec)
         signature = dict.fromkeys(("projected", "cos", "sin", "q"), kind) | dict.fromkeys(("k_pool", "v_pool"), pool)
-        signature |= dict.fromkeys(("q_weight", "k_weight"), "*fp32") | {"slots": "*i64"}
-        integers = "heads kv_heads q_blocks kv_blocks v_start row_stride cos_stride q_row k_row k_head v_row v_head"
+        signature |= dict.fromkeys(("q_factors", "k_factors"), "*fp32") | {"slots": "*i64"}
+        integers = (
+            "heads kv_heads q_blocks kv_blocks blocks v_start row_stride cos_stride q_row k_row k_head v_row v_head"
+        )
         signature |= dict.fromkeys(integers.split(), "i32")
-        signature |= dict.fromkeys("k_scale v_scale floor unit v_floor v_unit".split(), "fp32")
+        signature |= dict.fromkeys("k_scale v_scale floor v_floor v_unit".split(), "fp32")
         constants = _constants(spec, Rotation(table, table, interleaved)) | {"HEADS": launch["HEADS"], "SLOTS": True}
         constants["FP8"] = pool == "*fp8e4nv"
         made.append(Variant(name, rope_store_kernel, signature, constants, launch["num_warps"], launch["num_stages"]))

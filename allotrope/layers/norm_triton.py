@@ -1,4 +1,6 @@
-"""RMS norms in one launch, with what stands before and behind them: y = x / sqrt(mean(x^2) + eps) * w.
+"""RMS norms in one launch, with what stands before and behind them: y = x / sqrt(sum(x^2) + floor) * factors.
+
+With floor = size * eps and factors = sqrt(size) w that is x / sqrt(mean(x^2) + eps) * w.
 
 A program owns a few whole rows: it reads each number once, sums in fp32, and rounds once. Bytes moved: x and y, with a
 residual also the residual and the sum, with a gate also the gate.
@@ -7,7 +9,6 @@ residual also the residual and the sum, with a gate also the gate.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ GateKind = Literal["silu", "sigmoid"]
 _GATES = {"": 0, "silu": 1, "sigmoid": 2}
 # Numbers that a program holds of short rows, and that a thread holds at once.
 _PROGRAM = 1024
-_THREAD = 16
+_THREAD = 8
 
 
 @triton.jit
@@ -28,7 +29,7 @@ def norm_kernel(
     x,
     residual,
     inner,
-    weight,
+    factors,
     gate,
     total,
     out,
@@ -40,13 +41,11 @@ def norm_kernel(
     gate_token,
     gate_head,
     floor,
-    scale,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     INNER: tl.constexpr,
-    WEIGHT: tl.constexpr,
     GATE: tl.constexpr,
 ):
     """Rows are heads of tokens: row r is head r % heads of token r // heads. `total` and `out` are contiguous."""
@@ -59,7 +58,7 @@ def norm_kernel(
     if INNER:
         length = tl.sum(value * value, axis=1)[:, None] + floor
         factor = tl.load(inner + column, mask=column < SIZE, other=0.0).to(tl.float32)
-        value = (value * (scale * tl.rsqrt(length)) * factor).to(x.dtype.element_ty).to(tl.float32)
+        value = (value * tl.rsqrt(length) * factor).to(x.dtype.element_ty).to(tl.float32)
     place = row.to(tl.int64) * SIZE + column
     if RESIDUAL:
         value += tl.load(residual + token * residual_token + column, mask=there, other=0.0).to(tl.float32)
@@ -67,9 +66,8 @@ def norm_kernel(
         tl.store(total + place, rounded, mask=there)
         value = rounded.to(tl.float32)
     length = tl.sum(value * value, axis=1)[:, None] + floor
-    value = value * (scale * tl.rsqrt(length))
-    if WEIGHT:
-        value *= tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    value = value * tl.rsqrt(length)
+    value *= tl.load(factors + column, mask=column < SIZE, other=0.0).to(tl.float32)
     if GATE != 0:
         z = tl.load(gate + token * gate_token + head * gate_head + column, mask=there, other=0.0).to(tl.float32)
         opened = tl.sigmoid(z)
@@ -88,42 +86,35 @@ def config(arch: str, size: int) -> dict[str, int]:
 
 def rms_norm(
     x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
+    factors: torch.Tensor,
+    floor: float,
     *,
     gate: torch.Tensor | None = None,
     gate_kind: GateKind = "silu",
-    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """y = norm(x) w, times silu or sigmoid of a gate.
+    """y = norm(x), times silu or sigmoid of a gate.
 
-    `x`: [..., size] or [T, heads, size], any strides but the last. `weight`: [size], or None for none.
-    `gate`: [T, heads, size] as `x`. `dtype`: of the result, default `x`'s. Returns x's shape, contiguous.
+    `x`: [..., size], where of three dimensions the first two may have any strides. `factors`: [size] fp32. `gate`: as
+    `x`, and of the type that is returned; else that is x's. Returns x's shape, contiguous.
     """
     view = x if x.dim() == 3 else _as_rows(x)
-    out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype if gate is None else gate.dtype, device=x.device)
     if out.numel():
-        z = None if gate is None else gate.view(view.shape)
-        _launch(view, None, None, weight, z, None, out, eps, gate_kind)
+        _launch(view, None, None, factors, None if gate is None else gate.view(view.shape), None, out, floor, gate_kind)
     return out
 
 
 def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    inner: torch.Tensor | None = None,
+    x: torch.Tensor, residual: torch.Tensor, factors: torch.Tensor, floor: float, inner: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """s = residual + x; y = norm(s) w. With `inner`, x is itself normed first: s = residual + norm(x) inner.
+    """s = residual + x; y = norm(s). With `inner`, x is itself normed first, with these factors.
 
-    `x`, `residual`: [T, size]. `weight`, `inner`: [size]. Each of the three steps rounds to x's type, as they do
-    apart. Returns s and y, contiguous.
+    `x`, `residual`: [T, size]. `factors`, `inner`: [size] fp32. Each of the steps rounds to x's type, as they do apart.
+    Returns s and y, contiguous.
     """
     total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     if out.numel():
-        _launch(x[:, None], residual, inner, weight, None, total, out, eps, "silu")
+        _launch(x[:, None], residual, inner, factors, None, total, out, floor, "silu")
     return total, out
 
 
@@ -135,11 +126,11 @@ def _launch(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     inner: torch.Tensor | None,
-    weight: torch.Tensor | None,
+    factors: torch.Tensor,
     gate: torch.Tensor | None,
     total: torch.Tensor | None,
     out: torch.Tensor,
-    eps: float,
+    floor: float,
     gate_kind: GateKind,
 ) -> None:
     """`x`: [T, heads, size]. Absent tensors are passed as `x`, and never read."""
@@ -151,7 +142,7 @@ def _launch(
         x,
         x if residual is None else residual,
         x if inner is None else inner,
-        x if weight is None else weight,
+        factors,
         x if gate is None else gate,
         x if total is None else total,
         out,
@@ -162,12 +153,10 @@ def _launch(
         0 if residual is None else residual.stride(0),
         0 if gate is None else gate.stride(0),
         0 if gate is None else gate.stride(1),
-        size * eps,
-        math.sqrt(size),
+        floor,
         SIZE=size,
         RESIDUAL=residual is not None,
         INNER=inner is not None,
-        WEIGHT=weight is not None,
         GATE=_GATES["" if gate is None else gate_kind],
         **launch,
     )
@@ -189,13 +178,13 @@ def variants(arch: str) -> list[Variant]:
         ("norm sandwich 5376", 5376, "*bf16", {"RESIDUAL": True, "INNER": True}),
         ("norm gated 128", 128, "*bf16", {"GATE": 1}),
     ):
-        chosen: dict[str, Any] = {"SIZE": size, "RESIDUAL": False, "INNER": False, "WEIGHT": True, "GATE": 0, **flags}
+        chosen: dict[str, Any] = {"SIZE": size, "RESIDUAL": False, "INNER": False, "GATE": 0, **flags}
         launch = config(arch, size)
         chosen |= {key: launch[key] for key in ("BLOCK", "ROWS")}
         signature = dict.fromkeys(("x", "residual", "gate", "total", "out"), kind)
-        signature |= dict.fromkeys(("inner", "weight"), "*fp32")
+        signature |= dict.fromkeys(("inner", "factors"), "*fp32")
         strides = ("x_token", "x_head", "residual_token", "gate_token", "gate_head")
         signature |= dict.fromkeys(("rows", "heads", *strides), "i32")
-        signature |= dict.fromkeys(("floor", "scale"), "fp32")
+        signature |= {"floor": "fp32"}
         made.append(Variant(name, norm_kernel, signature, chosen, launch["num_warps"], launch["num_stages"]))
     return made

@@ -13,6 +13,7 @@ from allotrope.attention.check import Comparison, compare
 from kernel_cases.case import KernelCase, Timed, same
 
 TOKENS = (8192, 64, 4)
+EPS = 1e-6
 
 
 def cases() -> list[KernelCase]:
@@ -49,18 +50,18 @@ def _residual(tokens: int, size: int, kind: str, tiny: bool = False) -> KernelCa
 
     def make(device: torch.device) -> Any:
         x, residual = (_normal(device, dtype, tokens, size) for _ in range(2))
-        return x, residual, 1 + _normal(device, torch.float32, size) / 8
+        return x, residual, size**0.5 * (1 + _normal(device, torch.float32, size) / 8)
 
     def ours(inputs: Any) -> Timed:
         from allotrope.layers.norm_triton import add_rms_norm
 
-        return functools.partial(add_rms_norm, *inputs, 1e-6)
+        return functools.partial(add_rms_norm, *inputs, size * EPS)
 
     def reference(inputs: Any) -> Any:
-        x, residual, weight = inputs
+        x, residual, factors = inputs
         total = residual + x
         exact = total.float()
-        return total, exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6) * weight
+        return total, exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + size * EPS) * factors
 
     return KernelCase(
         family="fusions",
@@ -69,7 +70,7 @@ def _residual(tokens: int, size: int, kind: str, tiny: bool = False) -> KernelCa
         ours=ours,
         check=same(reference, kind),
         bytes=4 * tokens * size * dtype.itemsize,
-        peers={"torch": lambda inputs: lambda: F.rms_norm(inputs[0] + inputs[1], (size,), inputs[2].to(dtype), 1e-6)},
+        peers={"torch": lambda inputs: lambda: F.rms_norm(inputs[0] + inputs[1], (size,), inputs[2].to(dtype), EPS)},
         tiny=tiny,
     )
 
@@ -80,19 +81,18 @@ def _gated(tokens: int, heads: int, dim: int, kind: str) -> KernelCase:
     def make(device: torch.device) -> Any:
         x = _normal(device, dtype, tokens, heads, dim)
         z = _normal(device, dtype, tokens, 3 * heads, dim)[:, heads : 2 * heads]
-        return x, z, 1 + _normal(device, torch.float32, dim) / 8
+        return x, z, dim**0.5 * (1 + _normal(device, torch.float32, dim) / 8)
 
     def ours(inputs: Any) -> Timed:
         from allotrope.layers.norm_triton import rms_norm
 
-        x, z, weight = inputs
-        return lambda: rms_norm(x, weight, 1e-6, gate=z)
+        x, z, factors = inputs
+        return lambda: rms_norm(x, factors, dim * EPS, gate=z)
 
     def reference(inputs: Any) -> Any:
-        x, z, weight = inputs
+        x, z, factors = inputs
         exact = x.float()
-        normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6) * weight
-        return normed * F.silu(z.float())
+        return exact * torch.rsqrt(exact.square().sum(-1, keepdim=True) + dim * EPS) * factors * F.silu(z.float())
 
     return KernelCase(
         family="fusions",
@@ -110,12 +110,12 @@ def _fla_gated(inputs: Any) -> Timed:
 
     x, z, weight = inputs
     x, z = x.flatten(0, 1), z.flatten(0, 1)
-    return lambda: rms_norm_gated(x, z, weight, None, eps=1e-6)
+    return lambda: rms_norm_gated(x, z, weight, None, eps=EPS)
 
 
 def _activation(tokens: int, width: int, activation: str, limit: float | None) -> KernelCase:
     def make(device: torch.device) -> Any:
-        return _normal(device, torch.bfloat16, tokens, 2 * width) * 4
+        return (torch.rand(tokens, 2 * width, device=device) * 8 - 4).to(torch.bfloat16)
 
     def ours(x: Any) -> Timed:
         from allotrope.layers.mlp_triton import gated
@@ -166,11 +166,11 @@ def _rope_store(
         spec = HeadSpec(heads=heads, kv_heads=groups, dim=dim, v_dim=dim, qk_norm=normed)
         projected = _normal(device, dtype, tokens, spec.width)
         rotation = RopeTable(RopeSpec(dim=rotated, theta=1e6), device).at(torch.arange(tokens, device=device), dtype)
-        weights = [1 + _normal(device, torch.float32, dim) / 8 if normed else None for _ in range(2)]
+        factors = [dim**0.5 * (1 + _normal(device, torch.float32, dim) / 8) if normed else None for _ in range(2)]
         pages = -(-tokens // 16) + 1
         k, v = (torch.zeros(pages, 16, groups, dim, dtype=DTYPES[rows], device=device) for _ in range(2))
         slots = torch.randperm(tokens, device=device) + 16
-        return _RopeInputs(spec, (projected, rotation, *weights), Rows(k, v, slots, 0.5, 0.5))
+        return _RopeInputs(spec, (projected, rotation, *factors), Rows(k, v, slots, 0.5, 0.5))
 
     def ours(inputs: Any) -> Timed:
         from allotrope.attention.rope_store_triton import rope_store

@@ -40,7 +40,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _draw(spec: HeadSpec, rope: RopeSpec | None, dtype: torch.dtype, tokens: int = 7) -> tuple:
-    """A projection with columns of others behind it, the rotation of far positions, and the norms' weights."""
+    """A projection with columns of others behind it, the rotation of far positions, and the norms' factors."""
     torch.manual_seed(0)
     projected = torch.randn(tokens, spec.width + 8).to(DEVICE, dtype)
     positions = torch.arange(tokens, device=DEVICE) * 977 + 3
@@ -77,9 +77,9 @@ def _stored(spec: HeadSpec, inputs: tuple, pool: torch.dtype) -> dict[str, list[
     untouched = torch.ones(20, dtype=torch.bool, device=DEVICE).index_fill_(0, kept, False)
     projected, *others = inputs
     found = {}
-    # What is wanted of bf16 rows is the exact number.
-    exact = torch.float32 if pool == torch.bfloat16 else pool
-    for name, run, given, dtype in (("got", fused, projected, pool), ("want", rope_store, projected.float(), exact)):
+    # What is wanted of bf16 rows is the exact number; FP8 rows are rounded twice.
+    exact = (projected.float(), torch.float32) if pool == torch.bfloat16 else (projected, pool)
+    for name, run, given, dtype in (("got", fused, projected, pool), ("want", rope_store, *exact)):
         k, v = _pools(spec, dtype)
         q, *none = run(spec, given, *others, Rows(k, v, slots, k_scale=0.25, v_scale=2.0))
         assert none == [None, None]
@@ -117,9 +117,9 @@ def test_fp8_rows_of_any_numbers(name: str) -> None:
     found = _stored(spec, _draw(spec, rope, torch.bfloat16), torch.float8_e4m3fn)
     for got, want in zip(found["got"][1:], found["want"][1:], strict=True):
         got, want = got.float(), want.float()
-        # Two roundings may end one step of FP8 apart where the first was near a tie.
+        # One step of FP8 apart where the first rounding was near a tie.
         assert ((got - want).abs() <= want.abs() / 8 + 2**-9).all()
-        assert (got == want).float().mean() > 0.95
+        assert (got == want).float().mean() > 0.98
 
 
 def test_values_that_are_keys_need_no_pool() -> None:

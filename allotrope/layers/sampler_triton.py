@@ -1,0 +1,494 @@
+"""`sampler.sample` for a GPU: the same tokens, without sorting the vocabulary and without waiting for the device.
+
+A row is read in segments by many programs, then decided by one. Everything that a token depends on is a sum of integer
+weights, so that the order of addition cannot matter. A cut in the order of tokens (the k-th, the end of a nucleus, the
+token drawn) is found by halving the range of logits: weights fall with the logit, and equal logits have equal weights,
+so that among those only their number is needed. The halving looks at candidates alone: tokens above the first of a few
+logits, the same for every row relative to its best, that has enough above it. Where even those are too many to be
+written out, it looks at the whole row.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from allotrope.attention.ahead import Variant
+from allotrope.layers.ranking import TokenScores
+from allotrope.layers.sampler import RandomRows, SamplingStep
+
+SEGMENT = 4096
+# Candidates of a row that are written out.
+ROOM = 8192
+CHUNK = 2048
+EDGES = 16
+_UNIT = tl.constexpr(2.0**40)
+_LEAST_TEMPERATURE = tl.constexpr(1e-30)
+# Below the best by this many temperatures a token weighs nothing: exp(-28) < 2^-40.
+_REACH = tl.constexpr(28.0)
+_NO_NUMBER = tl.constexpr(0x7FFFFFFF)
+_ABSENT = tl.constexpr(-0x80000000)
+_NOTHING = tl.constexpr(-0x8000000000000000)
+
+
+@triton.jit
+def _key(z):
+    """int32 that sorts as the float does; equal floats have equal keys, and NaN is above all."""
+    bits = tl.where(z == 0, 0.0, z).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(z == z, ordered, _NO_NUMBER)
+
+
+@triton.jit
+def _logit(key):
+    """The float of a key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weight(z, peak, temperature):
+    """floor(2^40 exp((z - peak) / temperature)), int64."""
+    scaled = tl.div_rn(z - peak, tl.maximum(temperature, _LEAST_TEMPERATURE))
+    return (tl.exp(scaled) * _UNIT).to(tl.int64)
+
+
+@triton.jit
+def _peak(peaks, row, segments, SEGMENTS: tl.constexpr):
+    """A row's best token as `key * 2^32 + (vocab - 1 - id)`, from what `peaks_kernel` left of each segment."""
+    segment = tl.arange(0, SEGMENTS)
+    found = tl.load(peaks + row * segments + segment, mask=segment < segments, other=_NOTHING)
+    return tl.max(found, axis=0)
+
+
+@triton.jit
+def peaks_kernel(logits, peaks, vocab, row_stride, segments, SEGMENT: tl.constexpr):
+    """Best token of each segment of each row: the larger key, then the lower id."""
+    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = segment * SEGMENT + tl.arange(0, SEGMENT)
+    there = column < vocab
+    z = tl.load(logits + row * row_stride + column, mask=there, other=-float("inf"))
+    packed = tl.where(there, _key(z).to(tl.int64) * 4294967296 + (vocab - 1 - column), _NOTHING)
+    tl.store(peaks + row * segments + segment, tl.max(packed, axis=0))
+
+
+@triton.jit
+def greedy_kernel(peaks, out, vocab, segments, SEGMENTS: tl.constexpr):
+    """The best token of every row; -1 where its logit is not finite."""
+    row = tl.program_id(0).to(tl.int64)
+    packed = _peak(peaks, row, segments, SEGMENTS)
+    best = _logit((packed >> 32).to(tl.int32))
+    good = tl.abs(best) < float("inf")
+    tl.store(out + row, tl.where(good, vocab - 1 - (packed & 0xFFFFFFFF), -1))
+
+
+@triton.jit
+def whole_masses_kernel(
+    logits, peaks, rows, temperature, min_p, masses, vocab, row_stride, segments,
+    SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, MIN_P: tl.constexpr,
+):  # fmt: skip
+    """Weight of each segment after min-p, [N, segments]."""
+    n, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(rows + n)
+    peak = _logit((_peak(peaks, row, segments, SEGMENTS) >> 32).to(tl.int32))
+    column = segment * SEGMENT + tl.arange(0, SEGMENT)
+    z = tl.load(logits + row * row_stride + column, mask=column < vocab, other=-float("inf"))
+    weight = _weight(z, peak, tl.load(temperature + n))
+    if MIN_P:
+        weight = tl.where(weight.to(tl.float64) >= tl.load(min_p + n) * _UNIT, weight, 0)
+    tl.store(masses + n * segments + segment, tl.sum(weight, axis=0))
+
+
+@triton.jit
+def draw_whole_kernel(
+    logits, peaks, rows, temperature, min_p, uniform, masses, out, vocab, row_stride, segments,
+    SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, MIN_P: tl.constexpr,
+):  # fmt: skip
+    """The first token, by id, at which the sum of weights passes `uniform` of the whole."""
+    n = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + n)
+    peak = _logit((_peak(peaks, row, segments, SEGMENTS) >> 32).to(tl.int32))
+    if tl.abs(peak) < float("inf"):
+        place = tl.arange(0, SEGMENTS)
+        mass = tl.load(masses + n * segments + place, mask=place < segments, other=0)
+        target = (tl.load(uniform + n) * tl.sum(mass, axis=0).to(tl.float64)).to(tl.int64)
+        behind = tl.cumsum(mass, axis=0)
+        segment = tl.minimum(tl.sum((behind <= target).to(tl.int32), axis=0), segments - 1)
+        before = tl.sum(tl.where(place < segment, mass, 0), axis=0)
+        column = segment * SEGMENT + tl.arange(0, SEGMENT)
+        z = tl.load(logits + row * row_stride + column, mask=column < vocab, other=-float("inf"))
+        weight = _weight(z, peak, tl.load(temperature + n))
+        if MIN_P:
+            weight = tl.where(weight.to(tl.float64) >= tl.load(min_p + n) * _UNIT, weight, 0)
+        passed = before + tl.cumsum(weight, axis=0) <= target
+        chosen = segment * SEGMENT + tl.sum(passed.to(tl.int32), axis=0)
+        tl.store(out + row, tl.minimum(chosen, vocab - 1).to(tl.int64))
+
+
+@triton.jit
+def _edge(peak, temperature, j):
+    """Key of the j-th logit that candidates may begin at: near the best closer together, the last at `_REACH`."""
+    part = (tl.full([], 1, tl.float32) + j) / 16
+    return _key(peak - _REACH * part * tl.sqrt(part) * tl.maximum(temperature, _LEAST_TEMPERATURE))
+
+
+@triton.jit
+def edges_kernel(
+    logits, peaks, rows, temperature, edges, counts, masses, vocab, row_stride, segments,
+    SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, EDGES: tl.constexpr,
+):  # fmt: skip
+    """Keys of the edges, [N, EDGES]; number and weight of each segment's tokens at or above, [N, segments, EDGES]."""
+    n, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(rows + n)
+    peak = _logit((_peak(peaks, row, segments, SEGMENTS) >> 32).to(tl.int32))
+    heat = tl.load(temperature + n)
+    column = segment * SEGMENT + tl.arange(0, SEGMENT)
+    there = column < vocab
+    z = tl.load(logits + row * row_stride + column, mask=there, other=-float("inf"))
+    key, weight = tl.where(there, _key(z), _ABSENT), _weight(z, peak, heat)
+    place = (n * segments + segment) * EDGES
+    for j in range(EDGES):
+        edge = _edge(peak, heat, j)
+        above = key >= edge
+        tl.store(edges + n * EDGES + j, edge, mask=segment == 0)
+        tl.store(counts + place + j, tl.sum(above.to(tl.int32), axis=0))
+        tl.store(masses + place + j, tl.sum(tl.where(above, weight, 0), axis=0))
+
+
+@triton.jit
+def _enough(counts, masses, n, segments, k, p, SEGMENTS: tl.constexpr, EDGES: tl.constexpr):
+    """The first edge with enough above it. Returns it, how many tokens it has above, their weight, and all weight."""
+    place = (n * segments + tl.arange(0, SEGMENTS)[:, None]) * EDGES + tl.arange(0, EDGES)[None, :]
+    there = (tl.arange(0, SEGMENTS) < segments)[:, None]
+    count = tl.sum(tl.load(counts + place, mask=there, other=0), axis=0)
+    mass = tl.sum(tl.load(masses + place, mask=there, other=0), axis=0)
+    total = tl.max(mass, axis=0)
+    needed = _needed(total, p)
+    short = tl.where(k > 0, count < k, mass < needed)
+    edge = tl.minimum(tl.sum(short.to(tl.int32), axis=0), EDGES - 1)
+    here = tl.arange(0, EDGES) == edge
+    return edge, tl.sum(tl.where(here, count, 0), axis=0), tl.sum(tl.where(here, mass, 0), axis=0), total
+
+
+@triton.jit
+def _needed(total, p):
+    """Weight that a nucleus must have; the product may round up beyond the whole."""
+    return tl.minimum(tl.ceil(total.to(tl.float64) * p).to(tl.int64), total)
+
+
+@triton.jit
+def candidates_kernel(
+    logits, peaks, rows, temperature, top_k, top_p, edges, counts, masses, found, weights,
+    vocab, row_stride, segments,
+    SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, EDGES: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """Write out the tokens at or above the edge that has enough, by id: `found` [N, ROOM] packed, and their weights."""
+    n, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(rows + n)
+    peak = _logit((_peak(peaks, row, segments, SEGMENTS) >> 32).to(tl.int32))
+    heat = tl.load(temperature + n)
+    edge, size, _, _ = _enough(counts, masses, n, segments, tl.load(top_k + n), tl.load(top_p + n), SEGMENTS, EDGES)
+    place = tl.arange(0, SEGMENTS)
+    ours = tl.load(counts + (n * segments + place) * EDGES + edge, mask=place < segment, other=0)
+    start = tl.sum(ours, axis=0)
+    if size <= ROOM:
+        column = segment * SEGMENT + tl.arange(0, SEGMENT)
+        there = column < vocab
+        z = tl.load(logits + row * row_stride + column, mask=there, other=-float("inf"))
+        key = tl.where(there, _key(z), _ABSENT)
+        above = key >= tl.load(edges + n * EDGES + edge)
+        to = n * ROOM + start + tl.cumsum(above.to(tl.int32), axis=0) - 1
+        tl.store(found + to, key.to(tl.int64) * 4294967296 + column, mask=above)
+        tl.store(weights + to, _weight(z, peak, heat), mask=above)
+
+
+@triton.jit
+def _load_chunk(
+    row_start, found, weights, chunk, size, written, vocab, peak, heat, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Keys, ids and weights of some tokens, by id: of the candidates, or of the row where they are not written out."""
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    if written:
+        there = place < size
+        packed = tl.load(found + place, mask=there, other=_NOTHING)
+        key, ids = (packed >> 32).to(tl.int32), (packed & 0xFFFFFFFF).to(tl.int32)
+        weight = tl.load(weights + place, mask=there, other=0)
+    else:
+        there = place < vocab
+        z = tl.load(row_start + place, mask=there, other=-float("inf"))
+        key, ids, weight = tl.where(there, _key(z), _ABSENT), place, _weight(z, peak, heat)
+    return key, ids, weight
+
+
+@triton.jit
+def _above(row_start, found, weights, chunks, size, written, vocab, peak, heat, least, CHUNK: tl.constexpr):
+    """Number and weight of the tokens whose key is at least `least`, an int64."""
+    count, mass = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    for chunk in range(chunks):
+        key, _, weight = _load_chunk(row_start, found, weights, chunk, size, written, vocab, peak, heat, CHUNK)
+        above = key.to(tl.int64) >= least
+        count += tl.sum(above.to(tl.int32), axis=0)
+        mass += tl.sum(tl.where(above, weight, 0), axis=0)
+    return count, mass
+
+
+@triton.jit
+def _cut(
+    row_start, found, weights, chunks, size, written, vocab, peak, heat, low, high, goal,
+    CHUNK: tl.constexpr, BY_MASS: tl.constexpr,
+):  # fmt: skip
+    """The largest key that has at least `goal` tokens, or weight, at or above it. `low` has enough, `high` has not.
+
+    Returns it, number and weight of the tokens above it, and the number of its own tokens and the weight of one.
+    """
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        count, mass = _above(row_start, found, weights, chunks, size, written, vocab, peak, heat, middle, CHUNK)
+        enough = (mass >= goal) if BY_MASS else (count >= goal)
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    count, mass = _above(row_start, found, weights, chunks, size, written, vocab, peak, heat, low + 1, CHUNK)
+    own, weight = _above(row_start, found, weights, chunks, size, written, vocab, peak, heat, low, CHUNK)
+    own -= count
+    return low, count, mass, (weight - mass) // tl.maximum(own, 1)
+
+
+@triton.jit
+def draw_truncated_kernel(
+    logits, peaks, rows, temperature, top_k, top_p, min_p, uniform, edges, counts, masses, found, weights, out,
+    vocab, row_stride, segments,
+    SEGMENTS: tl.constexpr, EDGES: tl.constexpr, ROOM: tl.constexpr, CHUNK: tl.constexpr, MIN_P: tl.constexpr,
+):  # fmt: skip
+    """Draw among the tokens that top-k, top-p and min-p leave, laid out by falling logit and then by id."""
+    n = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + n)
+    best = _peak(peaks, row, segments, SEGMENTS) >> 32
+    peak, heat = _logit(best.to(tl.int32)), tl.load(temperature + n)
+    if tl.abs(peak) < float("inf"):
+        k, p = tl.load(top_k + n), tl.load(top_p + n)
+        edge, size, mass, total = _enough(counts, masses, n, segments, k, p, SEGMENTS, EDGES)
+        written = size <= ROOM
+        chunks = tl.cdiv(tl.where(written, size, vocab), CHUNK)
+        start, found, weights = logits + row * row_stride, found + n * ROOM, weights + n * ROOM
+        low, high = tl.load(edges + n * EDGES + edge).to(tl.int64), best + 1
+        if k > 0:
+            total = mass
+            if size > k:
+                key, above, mass, own = _cut(
+                    start, found, weights, chunks, size, written, vocab, peak, heat, low, high, k, CHUNK, False
+                )
+                low, total = key, mass + (k - above) * own
+        if p < 1.0:
+            needed = _needed(total, p)
+            key, above, mass, own = _cut(
+                start, found, weights, chunks, size, written, vocab, peak, heat, low, high, needed, CHUNK, True
+            )
+            # The nucleus ends with the token that brings the weight to `needed`.
+            low, total = key, mass + tl.cdiv(needed - mass, tl.maximum(own, 1)) * own
+        if MIN_P:
+            least, kept = tl.load(min_p + n) * _UNIT, tl.full([], 0, tl.int64)
+            for chunk in range(chunks):
+                _, _, weight = _load_chunk(start, found, weights, chunk, size, written, vocab, peak, heat, CHUNK)
+                kept += tl.sum(tl.where(weight.to(tl.float64) >= least, weight, 0), axis=0)
+            total = tl.minimum(total, kept)
+        target = (tl.load(uniform + n) * total.to(tl.float64)).to(tl.int64)
+        key, above, mass, own = _cut(
+            start, found, weights, chunks, size, written, vocab, peak, heat, low, high, target + 1, CHUNK, True
+        )
+        # Among tokens of one logit, the one by id at which the weight passes the target.
+        wanted, passed, chosen = (
+            (target - mass) // tl.maximum(own, 1),
+            tl.full([], 0, tl.int64),
+            tl.full([], 0, tl.int64),
+        )
+        for chunk in range(chunks):
+            keys, ids, _ = _load_chunk(start, found, weights, chunk, size, written, vocab, peak, heat, CHUNK)
+            equal = keys.to(tl.int64) == key
+            order = passed + tl.cumsum(equal.to(tl.int32), axis=0) - 1
+            chosen += tl.sum(tl.where(equal & (order == wanted), ids, 0), axis=0)
+            passed += tl.sum(equal.to(tl.int32), axis=0)
+        tl.store(out + row, chosen)
+
+
+@triton.jit
+def segment_scores_kernel(
+    logits, token_ids, peaks, sums, ranks, tops, count, vocab, row_stride, segments, SEGMENT: tl.constexpr
+):  # fmt: skip
+    """Of each segment: largest logit, sum of exponentials below it, tokens above the scored one, the best `count`."""
+    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = segment * SEGMENT + tl.arange(0, SEGMENT)
+    there = column < vocab
+    z = tl.load(logits + row * row_stride + column, mask=there, other=-float("inf")).to(tl.float32)
+    scored = tl.load(logits + row * row_stride + tl.maximum(tl.load(token_ids + row), 0)).to(tl.float32)
+    peak = tl.max(z, axis=0)
+    base = tl.where(peak == -float("inf"), 0.0, peak)
+    place = row * segments + segment
+    tl.store(peaks + place, peak)
+    tl.store(sums + place, tl.sum(tl.exp(z - base), axis=0))
+    tl.store(ranks + place, tl.sum((z > scored).to(tl.int32), axis=0))
+    packed = tl.where(there, _key(z).to(tl.int64) * 4294967296 + (vocab - 1 - column), _NOTHING)
+    for i in range(count):
+        best = tl.max(packed, axis=0)
+        tl.store(tops + place * count + i, best)
+        packed = tl.where(packed == best, _NOTHING, packed)
+
+
+@triton.jit
+def scores_kernel(
+    logits, token_ids, peaks, sums, ranks, tops, logprobs, rank, top_ids, top_logprobs,
+    count, vocab, row_stride, segments, SEGMENTS: tl.constexpr, TOPS: tl.constexpr,
+):  # fmt: skip
+    """Put the segments of a row together."""
+    row = tl.program_id(0).to(tl.int64)
+    segment = tl.arange(0, SEGMENTS)
+    there, place = segment < segments, row * segments + segment
+    part = tl.load(peaks + place, mask=there, other=-float("inf"))
+    peak = tl.max(part, axis=0)
+    total = tl.sum(tl.load(sums + place, mask=there, other=0.0) * tl.exp(part - peak), axis=0)
+    norm = tl.log(total)
+    scored = tl.load(logits + row * row_stride + tl.maximum(tl.load(token_ids + row), 0)).to(tl.float32)
+    tl.store(logprobs + row, scored - peak - norm)
+    tl.store(rank + row, (tl.sum(tl.load(ranks + place, mask=there, other=0), axis=0) + 1).to(tl.int64))
+    if TOPS > 0:
+        each = tl.arange(0, TOPS)
+        packed = tl.load(tops + row * segments * count + each, mask=each < segments * count, other=_NOTHING)
+        for i in range(count):
+            best = tl.max(packed, axis=0)
+            tl.store(top_ids + row * count + i, vocab - 1 - (best & 0xFFFFFFFF))
+            tl.store(top_logprobs + row * count + i, _logit((best >> 32).to(tl.int32)) - peak - norm)
+            packed = tl.where(packed == best, _NOTHING, packed)
+
+
+def choose(logits: torch.Tensor, step: SamplingStep) -> torch.Tensor:
+    """A token for each row: the tokens of `sampler.sample` once `step.edits` are done.
+
+    `logits`: [B, V] fp32, any row stride. Returns [B] int64, -1 where the row's largest logit is not finite.
+    """
+    size, vocab = logits.shape
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1
+    segments = triton.cdiv(vocab, SEGMENT)
+    shape = {"SEGMENTS": triton.next_power_of_2(segments)}
+    peaks = logits.new_empty((size, segments), dtype=torch.int64)
+    out = logits.new_empty(size, dtype=torch.int64)
+    row = (vocab, logits.stride(0), segments)
+    peaks_kernel[(size, segments)](logits, peaks, *row, SEGMENT=SEGMENT, num_warps=8)
+    greedy_kernel[(size,)](peaks, out, vocab, segments, **shape, num_warps=1)
+    if step.whole is not None:
+        _draw_whole(logits, peaks, step.whole, out, row, shape)
+    if step.truncated is not None:
+        _draw_truncated(logits, peaks, step.truncated, out, row, shape)
+    return out
+
+
+def _draw_whole(
+    logits: torch.Tensor,
+    peaks: torch.Tensor,
+    random: RandomRows,
+    out: torch.Tensor,
+    row: tuple[int, int, int],
+    shape: dict[str, int],
+) -> None:
+    count, segments = len(random.rows), row[2]
+    masses = peaks.new_empty((count, segments))
+    min_p = random.uniform if random.min_p is None else random.min_p
+    shape = shape | {"SEGMENT": SEGMENT, "MIN_P": random.min_p is not None}
+    whole_masses_kernel[(count, segments)](
+        logits, peaks, random.rows, random.temperature, min_p, masses, *row, **shape, num_warps=8
+    )
+    draw_whole_kernel[(count,)](
+        logits, peaks, random.rows, random.temperature, min_p, random.uniform, masses, out, *row, **shape, num_warps=8
+    )
+
+
+def _draw_truncated(
+    logits: torch.Tensor,
+    peaks: torch.Tensor,
+    random: RandomRows,
+    out: torch.Tensor,
+    row: tuple[int, int, int],
+    shape: dict[str, int],
+) -> None:
+    count, segments = len(random.rows), row[2]
+    edges = torch.empty((count, EDGES), dtype=torch.int32, device=logits.device)
+    counts = torch.empty((count, segments, EDGES), dtype=torch.int32, device=logits.device)
+    masses = peaks.new_empty((count, segments, EDGES))
+    found, weights = (peaks.new_empty((count, ROOM)) for _ in range(2))
+    shape = shape | {"EDGES": EDGES}
+    edges_kernel[(count, segments)](
+        logits, peaks, random.rows, random.temperature, edges, counts, masses, *row,
+        SEGMENT=SEGMENT, **shape, num_warps=8,
+    )  # fmt: skip
+    candidates_kernel[(count, segments)](
+        logits, peaks, random.rows, random.temperature, random.top_k, random.top_p, edges, counts, masses,
+        found, weights, *row, SEGMENT=SEGMENT, ROOM=ROOM, **shape, num_warps=8,
+    )  # fmt: skip
+    min_p = random.uniform if random.min_p is None else random.min_p
+    draw_truncated_kernel[(count,)](
+        logits, peaks, random.rows, random.temperature, random.top_k, random.top_p, min_p, random.uniform,
+        edges, counts, masses, found, weights, out, *row,
+        ROOM=ROOM, CHUNK=CHUNK, MIN_P=random.min_p is not None, **shape, num_warps=8,
+    )  # fmt: skip
+
+
+def score_tokens(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> TokenScores:
+    """As `ranking.score_tokens`; a `token_ids` below 0 is scored as 0."""
+    size, vocab = logits.shape
+    count = min(count, vocab)
+    segments = triton.cdiv(vocab, SEGMENT)
+    peaks, sums = (logits.new_empty((size, segments), dtype=torch.float32) for _ in range(2))
+    ranks = logits.new_empty((size, segments), dtype=torch.int32)
+    tops = logits.new_empty((size, segments, count), dtype=torch.int64)
+    out = TokenScores(
+        token_ids,
+        logits.new_empty(size, dtype=torch.float32),
+        logits.new_empty(size, dtype=torch.int64),
+        logits.new_empty((size, count), dtype=torch.int64),
+        logits.new_empty((size, count), dtype=torch.float32),
+    )
+    row = (count, vocab, logits.stride(0), segments)
+    if size:
+        segment_scores_kernel[(size, segments)](
+            logits, token_ids, peaks, sums, ranks, tops, *row, SEGMENT=SEGMENT, num_warps=8
+        )
+        scores_kernel[(size,)](
+            logits, token_ids, peaks, sums, ranks, tops, out.logprobs, out.ranks, out.top_ids, out.top_logprobs, *row,
+            SEGMENTS=triton.next_power_of_2(segments),
+            TOPS=triton.next_power_of_2(segments * count) if count else 0, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def variants(arch: str) -> list[Variant]:
+    """The choice and the scores of a vocabulary of 128k."""
+    kinds = dict.fromkeys(("logits", "temperature", "sums", "logprobs", "top_logprobs"), "*fp32")
+    kinds |= dict.fromkeys(("top_p", "min_p", "uniform"), "*fp64")
+    kinds |= dict.fromkeys(("edges", "counts"), "*i32")
+    kinds |= dict.fromkeys(("vocab", "row_stride", "segments", "count"), "i32")
+    sizes = {
+        "SEGMENT": SEGMENT,
+        "SEGMENTS": 32,
+        "EDGES": EDGES,
+        "ROOM": ROOM,
+        "CHUNK": CHUNK,
+        "MIN_P": True,
+        "TOPS": 256,
+    }
+    made = []
+    for kernel, warps in (
+        (peaks_kernel, 8),
+        (greedy_kernel, 1),
+        (whole_masses_kernel, 8),
+        (draw_whole_kernel, 8),
+        (edges_kernel, 8),
+        (candidates_kernel, 8),
+        (draw_truncated_kernel, 8),
+        (segment_scores_kernel, 8),
+        (scores_kernel, 4),
+    ):
+        constants = {name: sizes[name] for name in kernel.arg_names if name in sizes}
+        signature = {name: kinds.get(name, "*i64") for name in kernel.arg_names if name not in sizes}
+        if kernel in (segment_scores_kernel, scores_kernel):
+            signature |= {"peaks": "*fp32", "ranks": "*i32"}
+        made.append(Variant(kernel.__name__.removesuffix("_kernel"), kernel, signature, constants, warps, 1))
+    return made
