@@ -172,6 +172,11 @@ class Engine:
         while self._executor.capture_next():
             pass
 
+    @property
+    def graph_replays(self) -> int:
+        """Decode steps that ran as captured graphs so far."""
+        return self._executor.graph_replays
+
     def _may_overlap(self, config: EngineConfig) -> bool:
         """Whether the tokens of a step may be read while the next one runs."""
         wanted = self._device.type == "cuda" if config.overlap == "auto" else config.overlap == "on"

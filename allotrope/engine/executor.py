@@ -28,6 +28,11 @@ class Executor(Protocol):
         """The model in this process, or its share of it."""
         ...
 
+    @property
+    def graph_replays(self) -> int:
+        """Decode steps that ran as captured graphs so far."""
+        ...
+
     def run(self, plan: StepPlan, chosen: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of the plan's scored tokens: [n, vocabulary] fp32. `chosen`: tokens of the step before, see `Runner`.
 
@@ -61,6 +66,10 @@ class InProcess:
     @property
     def model(self) -> Decoder:
         return self._model
+
+    @property
+    def graph_replays(self) -> int:
+        return 0 if self.runner.graphs is None else self.runner.graphs.replays
 
     @property
     def runner(self) -> Runner:

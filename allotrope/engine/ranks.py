@@ -79,6 +79,10 @@ class Ranks:
     def model(self) -> Decoder:
         return self._local.model
 
+    @property
+    def graph_replays(self) -> int:
+        return self._local.graph_replays
+
     def run(self, plan: StepPlan, chosen: torch.Tensor | None = None) -> torch.Tensor:
         if chosen is not None:
             raise ValueError("only rank 0 knows which tokens were chosen: a plan for several ranks must name them")

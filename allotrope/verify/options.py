@@ -10,7 +10,7 @@ from allotrope.config import option
 from allotrope.errors import ConfigError
 
 Against = Literal["auto", "stored", "transformers"]
-RegimeName = Literal["whole", "chunked-1", "chunked-3", "chunked-64", "cached", "batched", "preempted"]
+RegimeName = Literal["whole", "chunked-1", "chunked-3", "chunked-64", "cached", "batched", "graphs", "preempted"]
 REGIMES: tuple[RegimeName, ...] = get_args(RegimeName)
 
 

@@ -191,6 +191,48 @@ def _batched(bench: Bench, observer: Observer) -> str:
     return f"with {len(strangers)} strangers, up to {together} at a time"
 
 
+class _Recorder:
+    """An `Observer` that passes all on to another one, and keeps the logits of decode steps."""
+
+    def __init__(self, inner: Observer) -> None:
+        self.inner = inner
+        self.rows: dict[tuple[str, int, int], torch.Tensor] = {}
+
+    def logits(self, request_id: str, index: int, start: int, logits: torch.Tensor) -> None:
+        if len(logits) == 1:
+            self.rows[request_id, index, start] = logits.clone()
+        self.inner.logits(request_id, index, start, logits)
+
+    def token(self, request_id: str, index: int, chosen: int) -> int:
+        return self.inner.token(request_id, index, chosen)
+
+
+def _graphs(bench: Bench, observer: Observer) -> str:
+    """All prompts at once through captured graphs, then the same steps eagerly: not one bit may differ."""
+    together = min(_TOGETHER, len(bench.samples))
+    settings = {"max_num_seqs": together, "max_num_batched_tokens": max(bench.longest, together)}
+    graphs, eager = _Recorder(observer), _Recorder(observer)
+    replays = 0
+    for recorder, captures in ((graphs, True), (eager, False)):
+        with bench.engine(recorder, cuda_graphs=captures, enable_prefix_caching=False, **settings) as engine:
+            if captures:
+                engine.capture_all()
+            drain(engine, [ask(sample, "graphs" if captures else "eager") for sample in bench.samples])
+            if captures:
+                replays = engine.graph_replays
+    if not replays:
+        raise NotExercised("no decode step is captured here: that takes a GPU, and backends that can be captured")
+    names = {key: (key[0].replace("/graphs", "/eager"), *key[1:]) for key in graphs.rows}
+    differ = [key for key, other in names.items() if not torch.equal(graphs.rows[key], eager.rows[other])]
+    if differ:
+        name, _, position = differ[0]
+        raise RuntimeError(
+            f"{len(differ)} of {len(names)} logits differ between graph and eager steps, the first after token "
+            f"{position} of {name.partition('/')[0]}"
+        )
+    return f"{replays} steps replayed, {len(names)} rows of logits equal to eager ones bit for bit"
+
+
 def _preempted(bench: Bench, observer: Observer) -> str:
     """Memory for the longest sample alone, and pages so small that every sample needs more of them as it goes on."""
     preemptions = sum(_squeezed(bench, observer, _TIGHT, reuse) for reuse in (True, False))
@@ -229,6 +271,7 @@ ALL = {
         Regime("chunked-64", "each prompt alone, 64 tokens a step", _chunked(64)),
         Regime("cached", "prompts whose beginning another request has left in the prefix cache", _cached),
         Regime("batched", "all prompts at once among strangers, prompts and decodes in the same steps", _batched),
+        Regime("graphs", "all prompts at once through captured graphs, bit for bit as without them", _graphs),
         Regime("preempted", "all prompts at once in memory for one: each is sent back and computed again", _preempted),
     )
 }

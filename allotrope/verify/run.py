@@ -13,11 +13,12 @@ import torch
 
 from allotrope.config import EngineConfig
 from allotrope.engine.load import Blueprint, draw_up
+from allotrope.engine.row_scales import FP8
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.models.checkpoint import locate, open_checkpoint
 from allotrope.models.registry import ARCHITECTURES, find_architecture
 from allotrope.verify import regimes
-from allotrope.verify.judge import Limits, judge
+from allotrope.verify.judge import Limits, judge, with_fp8_rows
 from allotrope.verify.layers import UNSEEN_TIE, LayerReport, LayerWatch, read_layers
 from allotrope.verify.options import VerifyOptions
 from allotrope.verify.regimes import Bench, NotExercised, Regime
@@ -83,12 +84,22 @@ def is_exact(blueprint: Blueprint) -> bool:
     return {blueprint.build.dtype, blueprint.build.kv_dtype} == {torch.float32}
 
 
+def _regimes(options: VerifyOptions, blueprint: Blueprint) -> list[str]:
+    """The regimes to run; a CPU has no graphs, which only whoever asks for them by name is told."""
+    names = options.named_regimes()
+    if options.regimes is None and blueprint.build.device.type != "cuda":
+        names.remove("graphs")
+    return names
+
+
 def _against_stored(
     config: EngineConfig, options: VerifyOptions, blueprint: Blueprint, stored: Stored, tell: Tell
 ) -> Report:
     bench = Bench(config, stored.samples, options.thorough)
     limits = stored.limits(exact=is_exact(blueprint))
-    results = [_run(bench, regimes.ALL[name], limits, {}, tell) for name in options.named_regimes()]
+    if blueprint.build.kv_dtype == FP8:
+        limits = with_fp8_rows(limits)
+    results = [_run(bench, regimes.ALL[name], limits, {}, tell) for name in _regimes(options, blueprint)]
     remarks = []
     if any(result.verdict == "wrong" for result in results):
         changed = stored.changed_files()
@@ -110,7 +121,7 @@ def _against_transformers(config: EngineConfig, options: VerifyOptions, blueprin
     tell("comparing layer by layer")
     layers = _layers(bench, regimes.ALL["whole"], truth, blueprint)
     results: list[RegimeResult] = []
-    for name in options.named_regimes():
+    for name in _regimes(options, blueprint):
         regime = regimes.ALL[name]
         result = _run(bench, regime, truth.limits, layers.tainted, tell)
         if result.verdict == "wrong" and truth.limits.exact and result.score is not None and name != "whole":

@@ -14,10 +14,11 @@ import torch
 
 from allotrope.config import EngineConfig
 from allotrope.engine.load import Blueprint, available_memory
+from allotrope.engine.row_scales import FP8
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.models.checkpoint import locate, open_checkpoint
 from allotrope.verify import prompts
-from allotrope.verify.judge import Limits
+from allotrope.verify.judge import FP8_ROUNDING, Limits, with_fp8_rows
 from allotrope.verify.options import VerifyOptions
 from allotrope.verify.regimes import ALL, Bench
 from allotrope.verify.sample import Sample, Wanted, spread, wanted_of
@@ -88,9 +89,12 @@ def ask_transformers(
         other = _deviation(config, options, blueprint, torch.float64, samples, traces) if affordable else None
         limits, layer_limits = _exact_limits(other, spread(samples), len(blueprint.specs))
     else:
+        fp8 = blueprint.build.kv_dtype == FP8
         kind = blueprint.build.kv_dtype if blueprint.build.dtype == torch.float32 else blueprint.build.dtype
-        other = _deviation(config, options, blueprint, kind, samples, traces)
+        other = _deviation(config, options, blueprint, torch.bfloat16 if fp8 else kind, samples, traces)
         limits, layer_limits = _rounded_limits(other, spread(samples))
+        if fp8:
+            limits, layer_limits = with_fp8_rows(limits), [FP8_ROUNDING * limit for limit in layer_limits]
     return Truth(marks, samples, traces, limits, layer_limits, origin, tuple(remarks))
 
 

@@ -21,6 +21,10 @@ from allotrope.verify.run import verify
 from allotrope.verify.stored import read_stored
 
 
+# A CPU has no graphs.
+HERE = [name for name in REGIMES if name != "graphs"]
+
+
 def run(directory: Path, regimes: str | None = None, **engine: object) -> Report:
     return verify(EngineConfig(model=str(directory), **engine), VerifyOptions(regimes=regimes))
 
@@ -28,7 +32,7 @@ def run(directory: Path, regimes: str | None = None, **engine: object) -> Report
 def test_a_right_engine_passes_in_every_regime(stored: Path) -> None:
     report = run(stored)
     assert report.passed
-    assert {result.name: result.verdict for result in report.regimes} == dict.fromkeys(REGIMES, "pass")
+    assert {result.name: result.verdict for result in report.regimes} == dict.fromkeys(HERE, "pass")
     for result in report.regimes:
         assert result.score is not None
         assert result.score.max_abs < 2e-4

@@ -27,7 +27,7 @@ def test_clean_models_pass_in_every_regime(tiny: Tiny, name: str) -> None:
     report = run(tiny(name).directory)
     assert report.passed, report.verdict()
     verdicts = {result.name: result.verdict for result in report.regimes}
-    assert list(verdicts) == list(REGIMES)
+    assert list(verdicts) == [name for name in REGIMES if name != "graphs"]
     assert set(verdicts.values()) == {"pass"}
     remarks = {result.name: result.remark for result in report.regimes}
     reused, _, total, *_ = remarks["cached"].split()
