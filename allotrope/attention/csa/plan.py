@@ -16,6 +16,7 @@ import torch
 
 from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.csa.rotary import rotation_at
+from allotrope.attention.csa.rows import put
 from allotrope.attention.csa.spec import CsaSpec
 from allotrope.attention.rope import Rotation
 
@@ -37,7 +38,7 @@ class Writes:
     def put(self, pool: torch.Tensor, values: torch.Tensor) -> None:
         """Write `values` [tokens, ...], in the pool's type, to `pool` [P, S, ...]."""
         chosen = values if self.tokens is None else values[self.tokens]
-        pool.flatten(0, 1).index_copy_(0, self.rows, chosen.to(pool.dtype))
+        put(pool, self.rows, chosen.to(pool.dtype))
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ fp32 whatever the inputs. Sources: DeepSeek-AI 2026, "DeepSeek-V4", section 2.3;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from allotrope.attention.csa import rows
 from allotrope.attention.csa.compressor import Compression, compress
 from allotrope.attention.csa.indexer import pick
-from allotrope.attention.csa.plan import CsaPlan, Part
+from allotrope.attention.csa.plan import CsaPlan, Part, Writes
 from allotrope.attention.csa.rotary import rotate_tail
 from allotrope.attention.csa.spec import CsaSpec
 from allotrope.attention.family import CacheViews
@@ -40,47 +41,58 @@ def run(
     index_kv_score: torch.Tensor | None = None,
     index_position_bias: torch.Tensor | None = None,
     index_entry_norm: torch.Tensor | None = None,
+    kv_scale: float = 1.0,
 ) -> torch.Tensor:
     """Store the step's rows, save and pool compressor states, choose entries, attend.
 
     `q`: [T, H, D] and `kv`: [T, D], normed, not rotated. `sinks`: [H]. Where the spec has a ratio, `kv_score`,
     `position_bias` and `entry_norm` are what `Compression` says. Where it has an indexer, `index_q`: [T, heads, d], not
-    rotated, `index_weights`: [T, heads], and the other three are those of the indexer's own compressor.
+    rotated, `index_weights`: [T, heads], and the other three are those of the indexer's own compressor. `kv_scale`:
+    what plain FP8 rows are divided by.
     Returns [T, H, D] in `q`'s type.
     """
-    plan.window.put(caches["window"]["kv"], rotate_tail(kv, plan.rotation))
+    _put(caches["window"], plan.window, rows.encode(spec, rotate_tail(kv, plan.rotation), kv_scale))
     picked = None
     if plan.pooling is not None:
         assert kv_score is not None and position_bias is not None and entry_norm is not None
         new = Compression(kv_score, position_bias, entry_norm)
-        compress(plan.pooling, caches["state"]["kv_score"], caches["compressed"]["kv"], new, spec.norm_eps)
+        entries = compress(plan.pooling, caches["state"]["kv_score"], new, spec.norm_eps)
+        if entries is not None and plan.pooling.closing is not None:
+            _put(caches["compressed"], plan.pooling.closing.writes, rows.encode(spec, entries, kv_scale))
     if plan.index_pooling is not None:
         assert index_kv_score is not None and index_position_bias is not None and index_entry_norm is not None
         assert spec.indexer is not None and index_q is not None and index_weights is not None
         new, keys = Compression(index_kv_score, index_position_bias, index_entry_norm), caches["index"]["k"]
-        compress(plan.index_pooling, caches["index_state"]["kv_score"], keys, new, spec.norm_eps)
+        entries = compress(plan.index_pooling, caches["index_state"]["kv_score"], new, spec.norm_eps)
+        if entries is not None and plan.index_pooling.closing is not None:
+            plan.index_pooling.closing.writes.put(keys, entries)
         picked = pick(spec.indexer, plan, keys, index_q, index_weights)
     q = rotate_tail(q, plan.rotation)
     out = torch.empty_like(q)
     for part in plan.parts:
         block = q[part.tokens].unflatten(0, (-1, part.queries))
-        out[part.tokens] = attend(block, gather(caches, part, picked), part.bias, sinks, spec.scale).flatten(0, 1)
+        out[part.tokens] = attend(
+            block, gather(spec, caches, part, picked, kv_scale), part.bias, sinks, spec.scale
+        ).flatten(0, 1)
     return rotate_tail(out, plan.rotation.inverse())
 
 
-def gather(caches: CacheViews, part: Part, picked: torch.Tensor | None) -> list[torch.Tensor]:
+def _put(pools: Mapping[str, torch.Tensor], writes: Writes, values: Mapping[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        writes.put(pools[name], value)
+
+
+def gather(
+    spec: CsaSpec, caches: CacheViews, part: Part, picked: torch.Tensor | None, kv_scale: float
+) -> list[torch.Tensor]:
     """What each request of `part` reads: its window rows [b, Lw, D], and its entries [b, N, D], planned or `picked`."""
     entry_rows = part.entry_rows
     if entry_rows is None and picked is not None:
         entry_rows = picked[part.tokens]
-    rows = [_take(caches["window"]["kv"], part.window_rows)]
+    found = [rows.decode(spec, caches["window"], part.window_rows, kv_scale)]
     if entry_rows is not None and entry_rows.shape[1]:
-        rows.append(_take(caches["compressed"]["kv"], entry_rows))
-    return rows
-
-
-def _take(pool: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return pool.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape).float()
+        found.append(rows.decode(spec, caches["compressed"], entry_rows, kv_scale))
+    return found
 
 
 def attend(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from allotrope.attention.cache_layout import CacheLayout, Field, PagedRows, WindowRows
+from allotrope.attention.csa.rows import BLOCK, FP8, ROW_FORMATS, row_fields
 from allotrope.attention.rope import RopeSpec
 
 MAX_HEAD_DIM = 512
@@ -30,7 +31,8 @@ class CsaSpec:
     logits. `window`: latest rows a query sees, its own included. `rope`: rotation of the last R dims of a row (and of
     an index key). `ratio`: tokens per compressed entry; 0 is none. `overlap`: an entry also pools the `ratio` tokens
     before its own. `indexer`: chooses entries; None shows all of them. `norm_eps`: of the norm of an entry.
-    `kv_dtype`: type of the cached rows.
+    `kv_dtype`: type of the cached rows. `row_format`: "plain", or "scaled" for rows of FP8 codes with a factor for
+    every 64 (`rows.py`). Index keys of FP8 rows are bf16: a choice by coarser ones would be another.
     """
 
     num_heads: int
@@ -43,6 +45,7 @@ class CsaSpec:
     overlap: bool = False
     indexer: IndexerSpec | None = None
     norm_eps: float = 1e-6
+    row_format: str = "plain"
 
     def __post_init__(self) -> None:
         wrong = []
@@ -62,6 +65,14 @@ class CsaSpec:
         for name, dim in dims.items():
             if not self.rope.dim <= dim <= MAX_HEAD_DIM:
                 wrong.append(f"{name}={dim}; allowed: from the {self.rope.dim} that are rotated to {MAX_HEAD_DIM}")
+        if self.row_format not in ROW_FORMATS:
+            wrong.append(f"row_format={self.row_format!r}; allowed: {', '.join(ROW_FORMATS)}")
+        elif self.row_format == "scaled":
+            if (self.head_dim - self.rope.dim) % BLOCK:
+                wrong.append(f"head_dim={self.head_dim} without the {self.rope.dim} that are rotated; scaled rows need "
+                             f"a multiple of {BLOCK}")  # fmt: skip
+            if self.kv_dtype != FP8:
+                wrong.append(f"kv_dtype={self.kv_dtype}; scaled rows are {FP8}")
         if wrong:
             raise ValueError("csa: " + "; ".join(wrong))
 
@@ -86,13 +97,14 @@ class CsaSpec:
         return () if self.indexer is None else (self.ratio * self.indexer.topk,)
 
     def caches(self) -> dict[str, CacheLayout]:
-        row = Field("kv", (self.head_dim,), self.kv_dtype)
-        caches: dict[str, CacheLayout] = {"window": WindowRows((row,), self.window)}
+        row = row_fields(self.row_format, self.head_dim, self.rope.dim, self.kv_dtype)
+        caches: dict[str, CacheLayout] = {"window": WindowRows(row, self.window)}
         if self.ratio:
-            caches["compressed"] = PagedRows((row,), self.ratio)
+            caches["compressed"] = PagedRows(row, self.ratio)
             caches["state"] = self._state(self.head_dim)
         if self.indexer is not None:
-            caches["index"] = PagedRows((Field("k", (self.indexer.head_dim,), self.kv_dtype),), self.ratio)
+            dtype = torch.bfloat16 if self.kv_dtype == FP8 else self.kv_dtype
+            caches["index"] = PagedRows((Field("k", (self.indexer.head_dim,), dtype),), self.ratio)
             caches["index_state"] = self._state(self.indexer.head_dim)
         return caches
 

@@ -1,0 +1,87 @@
+"""How a row of the window and of the entries is written in bytes, and read back: plain, or FP8 in blocks of 64.
+
+Owns: the bytes of a row. Must not know: which rows a query reads.
+
+    plain     field kv [D] of the row's type; FP8 holds x / kv_scale, saturated
+    scaled    field row, bytes: D - R codes e4m3 | R bf16      field factors, bytes: one exponent for each 64 codes
+              factor = 2^(byte - 127) = 2^ceil(log2(max(max|block|, 1e-4) / 448))
+
+Scaled rows of the released sizes (512, of which 64 are rotated) are 576 + 8 bytes, DeepSeek's 584; the last factor is
+unused, and 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from allotrope.attention.cache_layout import Field
+
+if TYPE_CHECKING:
+    from allotrope.attention.csa.spec import CsaSpec
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+"""Largest number of e4m3."""
+BLOCK = 64
+"""Channels of a scaled row that share a factor."""
+ROW_FORMATS = ("plain", "scaled")
+
+
+def row_fields(row_format: str, dim: int, rope: int, kv_dtype: torch.dtype) -> tuple[Field, ...]:
+    """Fields of a row of size `dim`."""
+    if row_format == "plain":
+        return (Field("kv", (dim,), kv_dtype),)
+    # Factors come in eights, so that rows of them are aligned.
+    factors = -(-(dim - rope) // BLOCK // 8) * 8
+    return Field("row", (dim + rope,), torch.uint8), Field("factors", (factors,), torch.uint8)
+
+
+def encode(spec: CsaSpec, x: torch.Tensor, kv_scale: float) -> dict[str, torch.Tensor]:
+    """`x`: [n, D]. Returns field name -> [n, width], of the field's type."""
+    if spec.row_format == "plain":
+        if spec.kv_dtype != FP8:
+            return {"kv": x.to(spec.kv_dtype)}
+        return {"kv": (x.float() / kv_scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8)}
+    plain = spec.head_dim - spec.rope.dim
+    blocks = x[:, :plain].float().unflatten(-1, (-1, BLOCK))
+    factor = power_of_two(blocks.abs().amax(-1))
+    codes = (blocks / factor[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8).flatten(1)
+    tail = x[:, plain:].to(torch.bfloat16).contiguous()
+    (_, field) = row_fields(spec.row_format, spec.head_dim, spec.rope.dim, spec.kv_dtype)
+    factors = torch.zeros(len(x), field.shape[0], dtype=torch.uint8, device=x.device)
+    factors[:, : factor.shape[1]] = (factor.view(torch.int32) >> 23).to(torch.uint8)
+    return {"row": torch.cat((codes.view(torch.uint8), tail.view(torch.uint8)), dim=-1), "factors": factors}
+
+
+def power_of_two(largest: torch.Tensor) -> torch.Tensor:
+    """The least power of two f with max(largest, 1e-4) <= 448 f; 448 is 1.75 * 2^8."""
+    bits = largest.float().clamp(min=1e-4).view(torch.int32)
+    return (((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000)) << 23).view(torch.float32)
+
+
+def decode(spec: CsaSpec, pools: Mapping[str, torch.Tensor], rows: torch.Tensor, kv_scale: float) -> torch.Tensor:
+    """Rows as numbers. `pools`: field name -> [P, S, n]. `rows`: [b, L]. Returns [b, L, D] fp32."""
+    if spec.row_format == "plain":
+        x = _take(pools["kv"], rows).float()
+        return x.mul_(kv_scale) if spec.kv_dtype == FP8 else x
+    plain = spec.head_dim - spec.rope.dim
+    held, factors = _take(pools["row"], rows), _take(pools["factors"], rows)
+    factor = (factors[..., : plain // BLOCK].to(torch.int32) << 23).view(torch.float32)
+    codes = held[..., :plain].contiguous().view(FP8).float().unflatten(-1, (-1, BLOCK))
+    tail = held[..., plain:].contiguous().view(torch.bfloat16).float()
+    return torch.cat(((codes * factor[..., None]).flatten(-2), tail), dim=-1)
+
+
+def put(pool: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Write `values` [n, w] at `rows` [n] of a pool [P, S, w] of the same type."""
+    if pool.dtype == FP8:
+        pool, values = pool.view(torch.uint8), values.view(torch.uint8)
+    pool.flatten(0, 1).index_copy_(0, rows, values)
+
+
+def _take(pool: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    held = pool.view(torch.uint8) if pool.dtype == FP8 else pool
+    return held.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape).view(pool.dtype)
