@@ -7,7 +7,7 @@ import functools
 import torch
 
 from allotrope.attention.backend import Backend, lazily, runs_anywhere, triton_reasons
-from allotrope.attention.gdn import chunked, reference
+from allotrope.attention.gdn import chunked, compiled, reference
 from allotrope.attention.gdn.plan import build_plan
 from allotrope.attention.gdn.spec import GdnSpec
 
@@ -38,6 +38,7 @@ class GDN:
             lazily("allotrope.attention.gdn.triton", "run"),
             in_graphs=True,
         ),
+        Backend("compiled", compiled.rejects, compiled.plan, compiled.run),
         Backend("chunked", runs_anywhere, build_plan, functools.partial(reference.run, core=chunked.advance)),
         Backend("reference", runs_anywhere, build_plan, reference.run),
     )

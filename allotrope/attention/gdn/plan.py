@@ -49,16 +49,19 @@ class GdnPlan:
     parts: tuple[Part, ...]
 
 
-def build_plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> GdnPlan:
-    """Plan one step. `index` has the entry "state"; requests whose slot is 0 or less are padding and left out."""
+def build_plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex], first: int = 0) -> GdnPlan:
+    """Plan one step. `index` has the entry "state"; requests whose slot is 0 or less are padding and left out.
+
+    `first`: the requests before this one are left out too.
+    """
     where = index["state"]
     assert isinstance(where, SlotIndex)
     slots = where.slots.tolist()
-    real = [b for b in range(batch.num_requests) if slots[b] > 0]
+    real = [b for b in range(first, batch.num_requests) if slots[b] > 0]
     fresh = [slots[b] for b in real if batch.context_lens[b] == 0]
     return GdnPlan(
         torch.tensor(fresh, device=batch.device) if fresh else None,
-        len(real) == batch.num_requests,
+        len(real) == batch.num_requests - first,
         tuple(_parts(batch, slots, real, max(1, TOGETHER_BYTES // spec.state_bytes))),
     )
 

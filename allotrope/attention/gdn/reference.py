@@ -62,12 +62,14 @@ def run(
     A_log: torch.Tensor,
     dt_bias: torch.Tensor,
     core: Advance = advance,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Advance every request's state over its new tokens.
 
     `qkv`: [T, conv_dim] projections [q | k | v] before the convolution. `b`: [T, nv], `a`: [T, decay_dim], of any
     strides. `conv_weight`: [conv_dim, W]. `conv_bias`: [conv_dim]. `A_log`: [nv]. `dt_bias`: [decay_dim]. `core`: the
-    rectangle's computation. Returns [T, nv, dv] in `qkv`'s type, 0 for tokens of requests without a slot. Afterwards
+    rectangle's computation. `out`: the result, in which tokens outside of the plan stay as they are; None makes one.
+    Returns [T, nv, dv] in `qkv`'s type, 0 for tokens of requests without a slot. Afterwards
     each slot holds the state after its request's last token.
     """
     pools = caches["state"]
@@ -77,8 +79,9 @@ def run(
     beta = b.float().sigmoid()
     step = functional.softplus(a.float() + dt_bias.float()).unflatten(1, (spec.num_v_heads, -1))
     g = step.mul_(-A_log.float().exp()[:, None])
-    shape = (qkv.shape[0], spec.num_v_heads, spec.v_head_dim)
-    out = qkv.new_empty(shape) if plan.complete else qkv.new_zeros(shape)
+    if out is None:
+        shape = (qkv.shape[0], spec.num_v_heads, spec.v_head_dim)
+        out = qkv.new_empty(shape) if plan.complete else qkv.new_zeros(shape)
     # Laid out once for all parts as the convolution reads it, one factor of all channels after another.
     weight = conv_weight.float().t().contiguous().t()
     for part in plan.parts:

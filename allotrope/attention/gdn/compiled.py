@@ -1,0 +1,126 @@
+"""Decoding by C (`decode.c`), which advances states where they lie; prompts as in `chunked`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex
+from allotrope.attention.family import CacheViews
+from allotrope.attention.gdn import chunked, reference
+from allotrope.attention.gdn.plan import GdnPlan, build_plan
+from allotrope.attention.gdn.spec import GdnSpec
+from allotrope.cpu.compiler import CannotCompile, load
+
+_LANES = 16
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
+
+
+class _Sizes(ctypes.Structure):
+    _fields_ = tuple(
+        (name, _LONG)
+        for name in (
+            *("requests", "key_heads", "value_heads", "key_dim", "value_dim", "conv_width", "channel_decay"),
+            *("qkv_stride", "b_stride", "a_stride", "conv_slot", "ssm_slot"),
+        )
+    )
+
+
+def rejects(spec: GdnSpec, device: torch.device) -> list[str]:
+    """Why this backend cannot run a layer."""
+    reasons = [] if device.type == "cpu" else [f"device={device.type} (needs cpu)"]
+    for name, size in (("v_head_dim", spec.v_head_dim), ("conv_dim", spec.conv_dim)):
+        if size % _LANES:
+            reasons.append(f"{name}={size} (needs a multiple of {_LANES})")
+    if spec.conv_dtype not in (torch.float32, torch.bfloat16):
+        reasons.append(f"conv_dtype={spec.conv_dtype} (needs float32 or bfloat16)")
+    if spec.state_dtype != torch.float32:
+        reasons.append(f"state_dtype={spec.state_dtype} (needs float32)")
+    if not reasons:
+        try:
+            _library(spec.conv_dtype)
+        except CannotCompile as reason:
+            reasons.append(str(reason))
+    return reasons
+
+
+@dataclass(frozen=True)
+class CompiledPlan:
+    """`fresh`: [F] slots that are cleared first, or None. `slots`: [n] int64, of the first n requests, one new token
+    each. `prompts`: the other requests; None if there are none."""
+
+    fresh: torch.Tensor | None
+    slots: torch.Tensor
+    prompts: GdnPlan | None
+
+
+def plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> CompiledPlan:
+    """Plan one step. `index` has the entry "state"; requests whose slot is 0 or less are padding."""
+    where = index["state"]
+    assert isinstance(where, SlotIndex)
+    decodes = batch.num_decodes
+    prompts = build_plan(spec, batch, index, first=decodes) if decodes < batch.num_requests else None
+    slots = where.slots[:decodes]
+    started = zip(slots.tolist(), batch.context_lens, strict=False)
+    fresh = [slot for slot, context in started if slot > 0 and context == 0]
+    return CompiledPlan(torch.tensor(fresh, device=batch.device) if fresh else None, slots, prompts)
+
+
+def run(
+    spec: GdnSpec,
+    plan: CompiledPlan,
+    caches: CacheViews,
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+) -> torch.Tensor:
+    """As `reference.run`."""
+    pools = caches["state"]
+    if plan.fresh is not None:
+        for pool in pools.values():
+            pool.index_fill_(0, plan.fresh, 0)
+    shape = (len(qkv), spec.num_v_heads, spec.v_head_dim)
+    out = qkv.new_empty(shape) if plan.prompts is None or plan.prompts.complete else qkv.new_zeros(shape)
+    requests = len(plan.slots)
+    if requests:
+        new, b_new, a_new = (x[:requests].to(spec.conv_dtype) for x in (qkv, b, a))
+        new, b_new, a_new = (x if x.stride(1) == 1 else x.contiguous() for x in (new, b_new, a_new))
+        result = out if out.dtype == spec.conv_dtype else out.new_empty(out[:requests].shape, dtype=spec.conv_dtype)
+        taps, bias = conv_weight.float().t().contiguous(), None if conv_bias is None else conv_bias.float()
+        rates, shift = A_log.float(), dt_bias.float()
+        scratch = torch.empty(requests * (spec.conv_dim + spec.num_v_heads * spec.k_head_dim))
+        sizes = _Sizes(
+            requests, spec.num_k_heads, spec.num_v_heads, spec.k_head_dim, spec.v_head_dim, spec.conv_width,
+            spec.channel_decay, new.stride(0), b_new.stride(0), a_new.stride(0), pools["conv"].stride(0),
+            pools["ssm"].stride(0),
+        )  # fmt: skip
+        _library(spec.conv_dtype)(
+            result.data_ptr(), new.data_ptr(), b_new.data_ptr(), a_new.data_ptr(), pools["conv"].data_ptr(),
+            pools["ssm"].data_ptr(), plan.slots.data_ptr(), taps.data_ptr(), None if bias is None else bias.data_ptr(),
+            rates.data_ptr(), shift.data_ptr(), scratch.data_ptr(), ctypes.byref(sizes),
+        )  # fmt: skip
+        if result is not out:
+            out[:requests] = result
+    if plan.prompts is not None:
+        rest = (conv_weight, conv_bias, A_log, dt_bias)
+        reference.run(spec, plan.prompts, caches, qkv, b, a, *rest, core=chunked.advance, out=out)
+    return out
+
+
+@cache
+def _library(dtype: torch.dtype) -> ctypes._NamedFuncPointer:
+    """The step of a layer with activations of a type. Raises CannotCompile."""
+    source = Path(__file__).with_name("decode.c")
+    function = load(source, ELEMENT_BFLOAT16=int(dtype == torch.bfloat16)).decode
+    function.restype = None
+    function.argtypes = [_POINTER] * 13
+    return function
