@@ -49,7 +49,7 @@ def conv_kernel(
     y = tl.zeros([TOKENS, BLOCK], tl.float32)
     for j in tl.static_range(WIDTH):
         # Of each token's inputs the one that is `back` tokens older.
-        back: tl.constexpr = WIDTH - 1 - j
+        back = WIDTH - 1 - j
         here = ((line >= back - place) & (line < length - place))[:, None] & inside[None, :]
         x = tl.load(row + ((line - back) * qkv_row)[:, None] + channel[None, :], mask=here, other=0.0).to(tl.float32)
         if (back > 0) & (place < WIDTH):
