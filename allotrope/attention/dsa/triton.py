@@ -80,7 +80,6 @@ def build_plan(spec: DsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
 
 def _contests(spec: DsaSpec, batch: BatchLayout, seen: torch.Tensor, spans: Sequence[Span]) -> list[Contest]:
     """Share out queries among contests of at most `SCRATCH` bytes of scores, and of absorbed queries."""
-    tile = triton_index.config(triton_decode.arch_of(batch.device), torch.bfloat16).queries
     contests: list[Contest] = []
     tokens: list[int] = []
     tiles: list[tuple[int, ...]] = []
@@ -88,7 +87,7 @@ def _contests(spec: DsaSpec, batch: BatchLayout, seen: torch.Tensor, spans: Sequ
     for span in spans:
         first = 0
         while first < span.queries:
-            count = min(tile, span.queries - first)
+            count = min(triton_index.TILE, span.queries - first)
             reach = max(bound, span.position + first + count)
             row = max(4 * reach, 2 * spec.mla.num_heads * spec.mla.latent_dim)
             if tokens and (len(tokens) + count) * row > SCRATCH:
@@ -146,9 +145,7 @@ def run(
     picked = [contest.part for contest in plan.contests]
     for part in (*([] if plan.decodes is None else [plan.decodes]), *picked):
         own = picks[part.tokens]
-        out[part.tokens] = mla.attend_absorbed(
-            spec.mla, pools, paged, part, q_nope, q_pe, *weights, own, spec.topk
-        )
+        out[part.tokens] = mla.attend_absorbed(spec.mla, pools, paged, part, q_nope, q_pe, *weights, own, spec.topk)
     return out, picks
 
 

@@ -27,10 +27,13 @@ from allotrope.attention.mla.triton_decode import Queries, arch_of
 
 _LARGEST = tl.constexpr(FP8_MAX)
 
+# Queries of a tile of a prefill; a kernel may share it out among several programs.
+TILE = 64
+
 
 @dataclass(frozen=True)
 class Config:
-    """`keys`: of one product. `span`: of one program. `queries`: of one tile of a prefill."""
+    """`keys`: of one product. `span`: of one program. `queries`: of one program of a prefill; divides `TILE`."""
 
     keys: int
     span: int
@@ -149,21 +152,22 @@ def prefill_kernel(
     q, weights, pool, factors, table, tiles, scores,
     root, q_t, q_h, w_t, k_page, k_row, f_page, f_row, table_b, scores_t,
     HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, SCALED: tl.constexpr,
+    PARTS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries of one request against KEYS keys, head after head.
+    """One of PARTS of a tile of queries of one request against KEYS keys, head after head.
 
     `tiles`: [m, 5] int32: first row of `scores`, queries, first token, its position, request.
     """
-    tile = tiles + tl.program_id(1) * 5
+    tile = tiles + tl.program_id(1) // PARTS * 5
+    part = tl.program_id(1) % PARTS * QUERIES
     begin = tl.program_id(0) * KEYS
-    row = tl.load(tile)
-    count = tl.load(tile + 1)
-    position = tl.load(tile + 3)
-    if begin < position + count:
+    row = tl.load(tile) + part
+    count = tl.minimum(tl.load(tile + 1) - part, QUERIES)
+    position = tl.load(tile + 3) + part
+    if (count > 0) & (begin < position + count):
         inner = tl.arange(0, QUERIES)
         real = inner < count
-        token = (tl.load(tile + 2) + inner).to(tl.int64)
+        token = (tl.load(tile + 2) + part + inner).to(tl.int64)
         key = begin + tl.arange(0, KEYS)
         dim = tl.arange(0, BLOCK_D)
         kind: tl.constexpr = q.dtype.element_ty
@@ -243,12 +247,13 @@ def score_tiles(
     chosen = config(arch_of(q.device), q.dtype)
     scores = torch.empty(rows, _width(bound), dtype=torch.float32, device=q.device)
     pool, factors = pools["k"], pools.get("factor", pools["k"])
-    prefill_kernel[(triton.cdiv(bound, chosen.keys), len(tiles))](
+    parts = TILE // chosen.queries
+    prefill_kernel[(triton.cdiv(bound, chosen.keys), len(tiles) * parts)](
         q, weights, pool, factors, paged.table, tiles, scores,
         spec.head_dim**-0.5, q.stride(0), q.stride(1), weights.stride(0), *pool.stride()[:2],
         *factors.stride()[:2], paged.table.stride(0), scores.stride(0),
         HEADS=spec.num_heads, D=spec.head_dim, PAGE=paged.page_size, BLOCK_D=_padded(spec.head_dim),
-        QUERIES=chosen.queries, KEYS=chosen.keys, SCALED=spec.key_format == "scaled",
+        PARTS=parts, QUERIES=chosen.queries, KEYS=chosen.keys, SCALED=spec.key_format == "scaled",
         num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
     return scores
@@ -275,10 +280,8 @@ def variants(arch: str) -> list[Variant]:
         constants = {"HEADS": 64, "D": 128, "PAGE": 16, "BLOCK_D": 128, "KEYS": chosen.keys}
         constants |= {"SCALED": name == "scaled"}
         decode = {**constants, "BLOCK_H": 64, "SPAN": chosen.span}
-        made.append(
-            Variant(f"dsa scores decode {name}", decode_kernel, signature, decode, chosen.warps, chosen.stages)
-        )
-        prefill = {**constants, "QUERIES": chosen.queries}
+        made.append(Variant(f"dsa scores decode {name}", decode_kernel, signature, decode, chosen.warps, chosen.stages))
+        prefill = {**constants, "PARTS": TILE // chosen.queries, "QUERIES": chosen.queries}
         made.append(
             Variant(f"dsa scores prefill {name}", prefill_kernel, signature, prefill, chosen.warps, chosen.stages)
         )

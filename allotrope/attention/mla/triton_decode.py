@@ -44,7 +44,7 @@ class Queries:
 @dataclass(frozen=True)
 class Config:
     """`heads`: of one program. `keys`: read in one step. `resident`: programs that one multiprocessor holds. `turned`:
-    whether keys, and not heads, are the rows of products.
+    whether keys, and not heads, are the rows of products. `hopper`: whether `triton_hopper` has the kernel.
     """
 
     heads: int
@@ -53,6 +53,7 @@ class Config:
     stages: int
     resident: int
     turned: bool = False
+    hopper: bool = False
 
 
 def config(arch: str, spec: MlaSpec, dtype: torch.dtype, picked: bool) -> Config:
@@ -289,17 +290,23 @@ def attend(
         lse = torch.empty(count, splits, heads, dtype=torch.float32, device=device)
     c_pool, pe_pool, factors = planes(spec, pools)
     block_c, block_r = triton.next_power_of_2(latent), triton.next_power_of_2(spec.rope_dim)
-    attend_kernel[(groups, splits, count)](
+    kernel, flags = attend_kernel, {
+        "C": latent, "R": spec.rope_dim, "HEADS": chosen.heads, "KEYS": chosen.keys, "BLOCK_C": max(16, block_c),
+        "BLOCK_R": max(16, block_r), "TURNED": chosen.turned,
+    }  # fmt: skip
+    if chosen.hopper:
+        from allotrope.attention.mla import triton_hopper
+
+        kernel, flags = triton_hopper.attend_kernel, {}
+    kernel[(groups, splits, count)](
         q, q_pe, c_pool, pe_pool, factors, paged.table, queries.request, queries.seen,
         queries.seen if picks is None else picks, partial, lse, out,
         spec.scale, kv_scale, topk, splits,
         q.stride(1), q.stride(0), q_pe.stride(0), q_pe.stride(1),
         *c_pool.stride()[:2], *pe_pool.stride()[:2], *factors.stride()[:2], paged.table.stride(0),
         0 if picks is None else picks.stride(0), out.stride(1), out.stride(0),
-        H=heads, C=latent, R=spec.rope_dim, PAGE=paged.page_size, HEADS=chosen.heads, KEYS=chosen.keys,
-        BLOCK_C=max(16, block_c), BLOCK_R=max(16, block_r), PICKED=picks is not None,
-        SCALED=spec.row_format == "scaled", DIRECT=direct, TURNED=chosen.turned,
-        num_warps=chosen.warps, num_stages=chosen.stages,
+        H=heads, PAGE=paged.page_size, PICKED=picks is not None, SCALED=spec.row_format == "scaled", DIRECT=direct,
+        num_warps=chosen.warps, num_stages=chosen.stages, **flags,
     )  # fmt: skip
     if not direct:
         join_kernel[(heads, count)](

@@ -5,12 +5,13 @@ their launch. Must not know: which requests are better absorbed.
 
 A `Chunk` holds slices of the keys of one or several requests. What the queries of a request found in one slice is
 joined with what they found in those before it, in the program that attends; so scratch does not grow with the context.
+Prompts without context go to cuDNN where it is: there it is faster, and does nothing else.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +20,13 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import PageIndex
-from allotrope.attention.mla.plan import Span
+from allotrope.attention.mla.plan import Span, token_index
 from allotrope.attention.mla.spec import MlaSpec
 from allotrope.attention.mla.triton_decode import _LOG2E, _LOWEST, _rows, arch_of
 from allotrope.attention.mla.triton_store import planes
 
+# Queries of a tile of a plan; a kernel may share it out among several programs.
+TILE = 128
 # Rows of a slice are read back, and lie in scratch, in blocks of so many.
 ROWS = 64
 # Bytes of the keys and values of a chunk.
@@ -34,9 +37,9 @@ SCRATCH = 1 << 29
 class Chunk:
     """Keys that are expanded together, and who reads them.
 
-    `rows`: scratch rows. `blocks`: [n, 3] int32, of each `ROWS` of them: request, first key, how many. `tiles`:
-    [m, 8] int32 of each tile of queries: first token, how many, position of the first, first key of its slice, keys of
-    the slice, the slice's first scratch row, whether it is its request's first slice, whether the last.
+    `rows`: scratch rows. `blocks`: [n, 4] int32, of at most `ROWS` of them each: request, first key, how many, first
+    row. `tiles`: [m, 8] int32 of each tile of queries: first token, how many, position of the first, first key of its
+    slice, keys of the slice, the slice's first scratch row, whether it is its request's first slice, whether the last.
     """
 
     rows: int
@@ -45,16 +48,34 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """Prompts without context that cuDNN attends to.
+
+    `rows`, `blocks`: as in `Chunk`. `tokens`: which of the step's. `starts`: [n + 1] int32 first row of each.
+    `longest`: rows of the longest.
+    """
+
+    rows: int
+    blocks: torch.Tensor
+    tokens: slice | torch.Tensor
+    starts: torch.Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
 class Expanded:
-    """`chunks`: in the order in which they are attended to. `joined`: whether a request has several slices."""
+    """`chunks`: in the order in which they are attended to. `joined`: whether a request has several slices. `whole`:
+    what cuDNN does.
+    """
 
     chunks: tuple[Chunk, ...]
     joined: bool
+    whole: tuple[Whole, ...] = ()
 
 
 @dataclass(frozen=True)
 class Config:
-    """`queries`, `keys`: of one tile."""
+    """`queries`, `keys`: of one program's products; `queries` divides `TILE`."""
 
     queries: int
     keys: int
@@ -78,36 +99,69 @@ def plan_expanded(spec: MlaSpec, spans: Sequence[Span], device: torch.device, sc
     """Share out the keys of `spans` among chunks of at most `scratch` bytes, and their queries among tiles."""
     size = spec.num_heads * (spec.nope_dim + spec.v_head_dim) * (4 if spec.kv_dtype == torch.float32 else 2)
     most = max(1, scratch // size // ROWS) * ROWS
-    tile = config(arch_of(device), spec, torch.float32 if spec.kv_dtype == torch.float32 else torch.bfloat16).queries
+    whole = [span for span in spans if span.position == 0 and span.queries <= most and _cudnn_can(spec, device)]
     chunks: list[Chunk] = []
     blocks: list[tuple[int, ...]] = []
     tiles: list[tuple[int, ...]] = []
-    joined = False
-    for span in spans:
+    joined, row = False, 0
+    for span in (span for span in spans if span not in whole):
         end = span.position + span.queries
         first = 0
         while first < end:
-            row = len(blocks) * ROWS
             last = min(end, first + most - row)
-            blocks += [(span.request, key, min(ROWS, last - key)) for key in range(first, last, ROWS)]
+            blocks += _blocks(span.request, first, last, row)
             joined |= last - first < end
-            for q in reversed(range(0, span.queries, tile)):
-                count = min(tile, span.queries - q)
+            for q in reversed(range(0, span.queries, TILE)):
+                count = min(TILE, span.queries - q)
                 if span.position + q + count > first:
                     ends = last >= span.position + q + count
-                    tiles.append((span.token + q, count, span.position + q, first, last - first, row, first == 0, ends))
+                    here = (span.token + q, count, span.position + q, first, last - first, row, first == 0, ends)
+                    tiles.append(here)
+            row += last - first
             first = last
-            if len(blocks) * ROWS >= most:
-                chunks.append(_chunk(blocks, tiles, device))
-                blocks, tiles = [], []
+            if row >= most:
+                chunks.append(Chunk(row, _table(blocks, device), _table(tiles, device)))
+                blocks, tiles, row = [], [], 0
     if blocks:
-        chunks.append(_chunk(blocks, tiles, device))
-    return Expanded(tuple(chunks), joined)
+        chunks.append(Chunk(row, _table(blocks, device), _table(tiles, device)))
+    return Expanded(tuple(chunks), joined, tuple(_whole(whole, most, device)))
 
 
-def _chunk(blocks: list[tuple[int, ...]], tiles: list[tuple[int, ...]], device: torch.device) -> Chunk:
-    made = [torch.tensor(rows, dtype=torch.int32, device=device) for rows in (blocks, tiles)]
-    return Chunk(len(blocks) * ROWS, *made)
+def _whole(spans: Sequence[Span], most: int, device: torch.device) -> Iterator[Whole]:
+    """Prompts as they fit together in `most` rows."""
+    members: list[Span] = []
+    rows = 0
+    for span in [*spans, None]:
+        if members and (span is None or rows + span.queries > most):
+            starts = [sum(m.queries for m in members[:i]) for i in range(len(members) + 1)]
+            blocks = [b for m, row in zip(members, starts, strict=False) for b in _blocks(m.request, 0, m.queries, row)]
+            tokens = token_index([m.token + i for m in members for i in range(m.queries)], device)
+            longest = max(m.queries for m in members)
+            yield Whole(
+                rows, _table(blocks, device), tokens, torch.tensor(starts, dtype=torch.int32, device=device), longest
+            )
+            members, rows = [], 0
+        if span is not None:
+            members.append(span)
+            rows += span.queries
+
+
+def _blocks(request: int, first: int, last: int, row: int) -> list[tuple[int, ...]]:
+    """Entries of `Chunk.blocks` for keys `first` to `last`, which lie from scratch row `row` on."""
+    return [(request, key, min(ROWS, last - key), row + key - first) for key in range(first, last, ROWS)]
+
+
+def _table(rows: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+def _cudnn_can(spec: MlaSpec, device: torch.device) -> bool:
+    """Whether cuDNN has keys and values of these sizes, in half precision, and is faster: measured on Hopper."""
+    if device.type != "cuda" or torch.version.hip or not torch.backends.cudnn.is_available():
+        return False
+    sizes = (spec.nope_dim + spec.rope_dim, spec.v_head_dim)
+    fits = all(size % 8 == 0 and 64 <= size <= 256 for size in sizes)
+    return fits and torch.cuda.get_device_capability(device)[0] == 9 and spec.kv_dtype != torch.float32
 
 
 @triton.jit
@@ -115,24 +169,30 @@ def gather_kernel(
     c_pool, pe_pool, factors, table, blocks, latent, rope, kv_scale,
     c_page, c_row, pe_page, pe_row, f_page, f_row, table_b,
     C: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr, SCALED: tl.constexpr,
+    STEP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """STEP of a block's rows as numbers, side by side: `latent` [rows, C] and `rope` [rows, R]; zeros behind them."""
+    """STEP of a block's rows as numbers, side by side: `latent` [rows, C] and `rope` [rows, R]."""
     block = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * STEP + tl.arange(0, STEP)
-    request = tl.load(blocks + block * 3).to(tl.int64)
-    key = tl.load(blocks + block * 3 + 1) + place
-    there = place < tl.load(blocks + block * 3 + 2)
+    request = tl.load(blocks + block * 4).to(tl.int64)
+    key = tl.load(blocks + block * 4 + 1) + place
+    there = place < tl.load(blocks + block * 4 + 2)
     page = tl.load(table + request * table_b + key // PAGE, mask=there, other=-1).to(tl.int64)
     c, tail = _rows(
         c_pool, pe_pool, factors, page, key % PAGE, there & (page >= 0), c_page, c_row, pe_page, pe_row, f_page, f_row,
         tl.float32, C, R, BLOCK_C, BLOCK_R, STEP, SCALED,
     )  # fmt: skip
     channel, dim = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
-    row = block * ROWS + place
+    row = tl.load(blocks + block * 4 + 3).to(tl.int64) + place
     kind: tl.constexpr = latent.dtype.element_ty
-    tl.store(latent + row[:, None] * C + channel[None, :], (c * kv_scale).to(kind), mask=(channel < C)[None, :])
-    tl.store(rope + row[:, None] * R + dim[None, :], (tail * kv_scale).to(kind), mask=(dim < R)[None, :])
+    tl.store(
+        latent + row[:, None] * C + channel[None, :],
+        (c * kv_scale).to(kind),
+        mask=there[:, None] & (channel < C)[None, :],
+    )
+    tl.store(
+        rope + row[:, None] * R + dim[None, :], (tail * kv_scale).to(kind), mask=there[:, None] & (dim < R)[None, :]
+    )
 
 
 @triton.jit
@@ -183,17 +243,18 @@ def prefill_kernel(
     q, q_pe, k, rope, v, tiles, held, lse, out, scale, q_t, q_h, pe_t, pe_h, out_t, out_h,
     H: tl.constexpr, A: tl.constexpr, B: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, JOINED: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, JOINED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head over one slice of keys: `k` [rows, H, A + B], `rope` [rows, R], `v` [rows, H, V].
+    """One of PARTS of a tile of queries of one head over one slice of keys: `k` [rows, H, A + B], `rope` [rows, R], `v` [rows, H, V].
 
     With JOINED, `held` [T, H, V] fp32 and `lse` [T, H] (base 2) have what a tile found in the slices so far.
     """
-    tile = tiles + tl.program_id(0) * 8
+    tile = tiles + tl.program_id(0) // PARTS * 8
+    part = tl.program_id(0) % PARTS * QUERIES
     head = tl.program_id(1)
-    token = tl.load(tile)
-    count = tl.load(tile + 1)
-    offset = tl.load(tile + 2)
+    token = tl.load(tile) + part
+    count = tl.minimum(tl.load(tile + 1) - part, QUERIES)
+    offset = tl.load(tile + 2) + part
     first = tl.load(tile + 3)
     limit = tl.load(tile + 4)
     place = tl.load(tile + 5).to(tl.int64)
@@ -260,6 +321,8 @@ def attend(
     out: torch.Tensor,
 ) -> None:
     """Attend with the queries of `plan`'s tiles, and write their rows of `out` [T, H, V]."""
+    for prompts in plan.whole:
+        _attend_whole(spec, pools, paged, prompts, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
     held = lse = out
     if plan.joined:
         held = torch.empty(len(out), *out.shape[1:], dtype=torch.float32, device=out.device)
@@ -269,22 +332,49 @@ def attend(
         latent, rope = read_back(spec, pools, paged, chunk, q_nope.dtype, kv_scale)
         k = torch.mm(latent, w_uk.flatten(0, 1).t())
         v = torch.mm(latent, w_uv.flatten(0, 1).t())
-        prefill_kernel[(len(chunk.tiles), spec.num_heads)](
+        parts = TILE // chosen.queries
+        prefill_kernel[(len(chunk.tiles) * parts, spec.num_heads)](
             q_nope, q_pe, k, rope, v, chunk.tiles, held, lse, out, spec.scale,
             q_nope.stride(0), q_nope.stride(1), q_pe.stride(0), q_pe.stride(1), out.stride(0), out.stride(1),
             H=spec.num_heads, V=spec.v_head_dim, R=spec.rope_dim, **_parts(spec),
             BLOCK_R=_padded(spec.rope_dim), BLOCK_V=_padded(spec.v_head_dim),
-            QUERIES=chosen.queries, KEYS=chosen.keys, JOINED=plan.joined,
+            PARTS=parts, QUERIES=chosen.queries, KEYS=chosen.keys, JOINED=plan.joined,
             PRECISION="ieee",
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
+
+
+def _attend_whole(
+    spec: MlaSpec,
+    pools: Mapping[str, torch.Tensor],
+    paged: PageIndex,
+    prompts: Whole,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    kv_scale: float,
+    out: torch.Tensor,
+) -> None:
+    """cuDNN wants keys and queries whole: the rotated part beside the other, for every head."""
+    latent, rope = read_back(spec, pools, paged, prompts, q_nope.dtype, kv_scale)
+    k = latent.new_empty(prompts.rows, spec.num_heads, spec.nope_dim + spec.rope_dim)
+    torch.bmm(latent.expand(spec.num_heads, -1, -1), w_uk.transpose(1, 2), out=k[..., : spec.nope_dim].transpose(0, 1))
+    k[..., spec.nope_dim :] = rope[:, None]
+    v = torch.mm(latent, w_uv.flatten(0, 1).t()).unflatten(1, (spec.num_heads, -1))
+    q = torch.cat((q_nope[prompts.tokens], q_pe[prompts.tokens]), dim=-1)
+    found = torch.ops.aten._cudnn_attention_forward(
+        q, k, v, None, prompts.starts, prompts.starts, prompts.longest, prompts.longest, True, 0.0, True, False,
+        scale=spec.scale,
+    )  # fmt: skip
+    out[prompts.tokens] = found[0]
 
 
 def read_back(
     spec: MlaSpec,
     pools: Mapping[str, torch.Tensor],
     paged: PageIndex,
-    chunk: Chunk,
+    chunk: Chunk | Whole,
     dtype: torch.dtype,
     kv_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -298,7 +388,7 @@ def read_back(
         c_pool, pe_pool, factors, paged.table, chunk.blocks, latent, rope, kv_scale,
         *c_pool.stride()[:2], *pe_pool.stride()[:2], *factors.stride()[:2], paged.table.stride(0),
         C=spec.latent_dim, R=spec.rope_dim, PAGE=paged.page_size, BLOCK_C=_padded(spec.latent_dim),
-        BLOCK_R=_padded(spec.rope_dim), ROWS=ROWS, STEP=step, SCALED=spec.row_format == "scaled", num_warps=4,
+        BLOCK_R=_padded(spec.rope_dim), STEP=step, SCALED=spec.row_format == "scaled", num_warps=4,
     )  # fmt: skip
     return latent, rope
 
@@ -329,7 +419,7 @@ def variants(arch: str) -> list[Variant]:
         signature = {argument: kind if kind == "fp32" else f"{kind}:16" for argument, kind in signature.items()}
         constants = {
             "H": 128, **_parts(spec), "R": 64, "V": values, "BLOCK_R": 64, "BLOCK_V": values,
-            "QUERIES": chosen.queries, "KEYS": chosen.keys, "JOINED": joined, "PRECISION": "ieee",
+            "PARTS": TILE // chosen.queries, "QUERIES": chosen.queries, "KEYS": chosen.keys, "JOINED": joined, "PRECISION": "ieee",
         }  # fmt: skip
         made.append(Variant(f"mla prefill {name}", prefill_kernel, signature, constants, chosen.warps, chosen.stages))
     return made
