@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from allotrope.layers.moe import Router
+
 # Where a hidden state is taken, in the order of computation: what goes into the two parts of a layer and comes out of
 # them, then what the layer hands on. Before the first layer there is only "embedding".
 EMBEDDING = "embedding"
@@ -63,6 +65,7 @@ class Taps(TorchFunctionMode):
                 module = _part(layer, names)
                 if module is not None:
                     self._hook(module, self._note((index, f"{part} in")), self._note((index, f"{part} out")))
+                    self._watch_router(index, getattr(module, "router", None))
 
     def clear(self) -> None:
         """Forget what was seen."""
@@ -120,6 +123,25 @@ class Taps(TorchFunctionMode):
                 self.hidden[place] = found.detach()
 
         return note
+
+    def _watch_router(self, index: int, router: object) -> None:
+        """Note the picks of our own router, where compiled code makes them in place of `topk`."""
+        if not isinstance(router, Router):
+            return
+        experts, topk = router.spec.experts, router.spec.topk
+        seen = 0
+
+        def before(value: Any) -> None:
+            nonlocal seen
+            seen = len(self._picks[index])
+
+        def after(value: Any) -> None:
+            chosen = value[1]
+            if len(self._picks[index]) == seen and router.table is None:
+                # Its scores are not to be had; only how many there are is asked of ours.
+                self._picks[index].append((torch.zeros(len(chosen), experts), chosen.reshape(-1, topk)))
+
+        self._hook(router, before, after)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -20,7 +20,6 @@ from allotrope.verify.report import Report
 from allotrope.verify.run import verify
 from allotrope.verify.stored import read_stored
 
-
 # A CPU has no graphs.
 HERE = [name for name in REGIMES if name != "graphs"]
 
