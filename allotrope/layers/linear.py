@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from allotrope.cpu.product import PackedWeight, packs
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section, parameter
 
@@ -13,19 +17,31 @@ from allotrope.layers.parallel import Placement, Section, parameter
 class Product:
     """x W^T of one loaded weight, in the form that the device multiplies fastest.
 
-    On a CPU a large weight is reordered once for oneDNN, which then reads it at memory speed whatever the number of
-    rows; the plain product is several times slower there for a few rows. A small weight is not worth oneDNN's start.
+    On a CPU a large weight is reordered once, for our own C or else for oneDNN, and then read at memory speed whatever
+    the number of rows; the plain product is several times slower there for a few rows. A small weight is not worth
+    their start.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self.packed = worth_packing(weight)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self.packed else weight
+        self.multiply: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+        if not worth_packing(weight):
+            self.multiply = partial(_plain, weight)
+        elif packs(weight):
+            self.multiply = PackedWeight(weight)
+        else:
+            self.multiply = partial(_by_onednn, torch.ops.mkldnn._reorder_linear_weight(weight, None))
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x`: [T, inputs]. Returns [T, outputs]."""
-        if not self.packed:
-            return F.linear(x, self.weight, bias)
-        return _packed_product(x, self.weight, bias, "none", [], "")
+        return self.multiply(x, bias)
+
+
+def _plain(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x, weight, bias)
+
+
+def _by_onednn(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return _packed_product(x, weight, bias, "none", [], "")
 
 
 _packed_product = torch.ops.mkldnn._linear_pointwise.default
@@ -34,7 +50,7 @@ _SMALLEST_PACKED = 1 << 18
 
 
 def worth_packing(weight: torch.Tensor) -> bool:
-    """Whether `weight` ([outputs, inputs]) is multiplied faster in oneDNN's own order."""
+    """Whether `weight` ([outputs, inputs]) is multiplied faster in another order."""
     return (
         weight.device.type == "cpu"
         and weight.dtype in _PACKABLE
