@@ -11,10 +11,14 @@ from allotrope.attention.dsa import reference
 from allotrope.attention.dsa.plan import build_plan
 from allotrope.attention.mla.family import triton_rejects as latent_rejects
 
+MOST_PICKS = 4096
+
 
 def triton_rejects(spec: Any, device: torch.device) -> list[str]:
     """Why the Triton kernels cannot run a layer."""
     reasons = latent_rejects(spec.mla, device)
+    if spec.topk > MOST_PICKS and spec.indexer is not None:
+        reasons.append(f"topk={spec.topk} (needs at most {MOST_PICKS})")
     if spec.indexer is not None:
         for name, most in (("num_heads", 128), ("head_dim", 256)):
             if getattr(spec.indexer, name) > most:

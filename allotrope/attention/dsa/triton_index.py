@@ -4,8 +4,8 @@ Owns: three kernels and their launch. Must not know: who picks by the scores.
 
     score_t(s) = d^-1/2 sum_h w_t,h relu(q_t,h . k_s)
 
-With scaled keys, q_t,h and k_s are FP8 codes times a power of two each: the codes' products are exact in bf16, w_t,h
-takes in the query's factor, and the sum the key's. A decode packs its heads into a product; a prefill packs queries and
+With scaled keys, q_t,h and k_s are FP8 codes times a power of two each: w_t,h takes in the
+query's factor, and the sum the key's. A decode packs its heads into a product; a prefill packs queries and
 goes from head to head. Scores are written once, 4 bytes a key; nothing else grows with the context.
 """
 
@@ -33,13 +33,16 @@ TILE = 64
 
 @dataclass(frozen=True)
 class Config:
-    """`keys`: of one product. `span`: of one program. `queries`: of one program of a prefill; divides `TILE`."""
+    """`keys`: of one product. `span`: of one program. `queries`: of one program of a prefill; divides `TILE`.
+    `native`: whether FP8 codes are multiplied as they are.
+    """
 
     keys: int
     span: int
     queries: int
     warps: int
     stages: int
+    native: bool = False
 
 
 def config(arch: str, dtype: torch.dtype) -> Config:
@@ -48,7 +51,7 @@ def config(arch: str, dtype: torch.dtype) -> Config:
         return Config(32, 64, 16, 4, 1)
     if dtype == torch.float32:
         return Config(32, 1024, 16, 4, 1)
-    return Config(128, 1024, 64, 4, 3 if arch == "sm_90" else 1)
+    return Config(64, 1024, 64, 4, 3, True) if arch == "sm_90" else Config(128, 1024, 64, 4, 1)
 
 
 @triton.jit
@@ -92,18 +95,24 @@ def store_kernel(
 
 @triton.jit
 def _keys(
-    pool, factors, table, key, there, k_page, k_row, f_page, f_row, dtype: tl.constexpr,
-    D: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr,
+    pool, factors, table, start, end, k_page, k_row, f_page, f_row, dtype: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Keys at positions `key` [n] as numbers [n, BLOCK_D], and their factors [n]; `table`: the request's pages."""
+    """Keys `start` and behind it as numbers [n, BLOCK_D], and their factors [n]; `table`: the request's pages."""
     dim = tl.arange(0, BLOCK_D)
-    page = tl.load(table + key // PAGE, mask=there, other=-1).to(tl.int64)
+    key = start + tl.arange(0, KEYS)
+    there = key < end
+    if PAGE % KEYS == 0:
+        page = tl.load(table + start // PAGE).to(tl.int64)
+        offset = start % PAGE + tl.arange(0, KEYS)
+    else:
+        page = tl.load(table + key // PAGE, mask=there, other=-1).to(tl.int64)
+        offset = key % PAGE
     there = there & (page >= 0)
-    offset = key % PAGE
     at = pool + (page * k_page + offset * k_row)
     in_d = there[:, None] if BLOCK_D == D else there[:, None] & (dim < D)[None, :]
     found = tl.load(at[:, None] + dim[None, :], mask=in_d, other=0.0).to(dtype)
-    factor = page.to(tl.float32)
+    factor = 1.0
     if SCALED:
         factor = tl.load(factors + (page * f_page + offset * f_row), mask=there, other=0.0)
     return found, factor
@@ -114,37 +123,36 @@ def decode_kernel(
     q, weights, pool, factors, table, request, seen, scores,
     root, topk, q_t, q_h, w_t, k_page, k_row, f_page, f_row, table_b, scores_t,
     HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-    KEYS: tl.constexpr, SPAN: tl.constexpr, SCALED: tl.constexpr,
+    KEYS: tl.constexpr, SPAN: tl.constexpr, SCALED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """SPAN keys of one query. Queries that see at most `topk` rows are not scored."""
+    """SPAN keys of one query. Queries that see at most `topk` rows are not scored. NATIVE: FP8 codes are multiplied."""
     query = tl.program_id(1).to(tl.int64)
     n = tl.load(seen + query)
     begin = tl.program_id(0) * SPAN
     end = tl.minimum(begin + SPAN, n)
-    if begin < end:
-        if n > topk:
-            head, dim = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-            there = (head < HEADS)[:, None] & (dim < D)[None, :]
-            queries = tl.load(q + query * q_t + head[:, None] * q_h + dim[None, :], mask=there, other=0.0)
-            share = tl.load(weights + query * w_t + head, mask=head < HEADS, other=0.0).to(tl.float32)
+    if (begin < end) & (n > topk):
+        head, dim = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+        there = (head < HEADS)[:, None] & (dim < D)[None, :]
+        queries = tl.load(q + query * q_t + head[:, None] * q_h + dim[None, :], mask=there, other=0.0)
+        share = tl.load(weights + query * w_t + head, mask=head < HEADS, other=0.0).to(tl.float32)
+        if SCALED:
+            wide = queries.to(tl.float32)
+            factor = _factor(tl.max(tl.abs(wide), 1))
+            codes = _codes(wide, factor[:, None])
+            queries = codes if NATIVE else codes.to(queries.dtype)
+            share = share * factor
+        table += tl.load(request + query).to(tl.int64) * table_b
+        for start in range(begin, end, KEYS):
+            keys, lengths = _keys(
+                pool, factors, table, start, end, k_page, k_row, f_page, f_row, queries.dtype,
+                D, PAGE, BLOCK_D, KEYS, SCALED,
+            )  # fmt: skip
+            hits = tl.dot(keys, tl.trans(queries), input_precision="ieee")
+            found = tl.sum(tl.maximum(hits, 0.0) * share[None, :], 1) * root
             if SCALED:
-                wide = queries.to(tl.float32)
-                factor = _factor(tl.max(tl.abs(wide), 1))
-                queries = _codes(wide, factor[:, None]).to(queries.dtype)
-                share = share * factor
-            table += tl.load(request + query).to(tl.int64) * table_b
-            for start in range(begin, end, KEYS):
-                key = start + tl.arange(0, KEYS)
-                inside = key < end
-                keys, lengths = _keys(
-                    pool, factors, table, key, inside, k_page, k_row, f_page, f_row, queries.dtype,
-                    D, PAGE, BLOCK_D, SCALED,
-                )  # fmt: skip
-                hits = tl.dot(keys, tl.trans(queries), input_precision="ieee")
-                found = tl.sum(tl.maximum(hits, 0.0) * share[None, :], 1) * root
-                if SCALED:
-                    found = found * lengths
-                tl.store(scores + query * scores_t + key, found, mask=inside)
+                found = found * lengths
+            key = start + tl.arange(0, KEYS)
+            tl.store(scores + query * scores_t + key, found, mask=key < end)
 
 
 @triton.jit
@@ -172,8 +180,8 @@ def prefill_kernel(
         dim = tl.arange(0, BLOCK_D)
         kind: tl.constexpr = q.dtype.element_ty
         keys, lengths = _keys(
-            pool, factors, table + tl.load(tile + 4).to(tl.int64) * table_b, key, key < position + count,
-            k_page, k_row, f_page, f_row, kind, D, PAGE, BLOCK_D, SCALED,
+            pool, factors, table + tl.load(tile + 4).to(tl.int64) * table_b, begin, position + count,
+            k_page, k_row, f_page, f_row, kind, D, PAGE, BLOCK_D, KEYS, SCALED,
         )  # fmt: skip
         keys = tl.trans(keys)
         found = tl.zeros([QUERIES, KEYS], tl.float32)
@@ -228,7 +236,7 @@ def score_decodes(
         *factors.stride()[:2], paged.table.stride(0), scores.stride(0),
         HEADS=spec.num_heads, D=spec.head_dim, PAGE=paged.page_size, BLOCK_H=_padded(spec.num_heads),
         BLOCK_D=_padded(spec.head_dim), KEYS=chosen.keys, SPAN=chosen.span, SCALED=spec.key_format == "scaled",
-        num_warps=chosen.warps, num_stages=chosen.stages,
+        NATIVE=chosen.native, num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
     return scores
 
@@ -279,7 +287,7 @@ def variants(arch: str) -> list[Variant]:
         signature |= {"root": "fp32", "topk": "i32", **dict.fromkeys(numbers, "i32:16"), "f_row": "i32"}
         constants = {"HEADS": 64, "D": 128, "PAGE": 16, "BLOCK_D": 128, "KEYS": chosen.keys}
         constants |= {"SCALED": name == "scaled"}
-        decode = {**constants, "BLOCK_H": 64, "SPAN": chosen.span}
+        decode = {**constants, "BLOCK_H": 64, "SPAN": chosen.span, "NATIVE": chosen.native}
         made.append(Variant(f"dsa scores decode {name}", decode_kernel, signature, decode, chosen.warps, chosen.stages))
         prefill = {**constants, "PARTS": TILE // chosen.queries, "QUERIES": chosen.queries}
         made.append(

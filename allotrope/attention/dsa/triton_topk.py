@@ -1,10 +1,12 @@
-"""Exact top-k of score rows by the digits of their bits: the same picks as `attention/topk.py`, whatever the machine.
+"""Exact top-k of score rows by the bits of the k-th largest: the same picks as `attention/topk.py` on any machine.
 
-A score becomes an unsigned number of the same order. Four times, the scores that agree with what is known of the k-th
-largest are counted by their next 8 bits, which tells its next 8 bits; then one pass takes what is larger, and of what
-is equal the first ones. Counts are integers: no result depends on the order of anything.
+A score becomes an unsigned number of the same order. The k-th largest is found bit by bit: a bit is set if k numbers or
+more are at least so large. What is larger is taken, and of what is equal the first. Counts are integers, so no result
+depends on the order of anything.
 
-A program owns a row. Bytes moved: the row, five times, from the second time on mostly out of L2.
+A program holds a block of a row in registers. Of a longer row every block names its own k best, which are the only ones
+that can be among the row's; they are picked from in the same way, until one block is left. Bytes moved: the row once,
+and 4 bytes for each pick of a block.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -16,71 +18,60 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 
-_DIGITS = tl.constexpr(256)
-
-
-@triton.jit
-def _ordered(scores, index, inside):
-    """Scores as numbers of 32 bits, without sign, of the same order; both zeros are one."""
-    score = tl.load(scores + index, mask=inside, other=0.0)
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 != 0, 0xFFFFFFFF - bits, bits | 0x80000000)
-
 
 @triton.jit
 def topk_kernel(
-    scores, seen, tokens, picks, topk, columns, scores_t, picks_t, LISTED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row. `picks` [T, columns] int64: row `tokens[i]` with LISTED, else row i, gets all its columns written."""
+    scores, named, seen, tokens, picks, topk, width, scores_t, named_t, picks_t, picks_b,
+    GIVEN: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One block of one row: its best, ascending, then -1 up to COLUMNS.
+
+    With GIVEN, candidates are `named` [t, width], -1 for none; else the first `seen[i]` positions. LISTED: row i is
+    written to row `tokens[i]` of `picks`.
+    """
     row = tl.program_id(0).to(tl.int64)
-    n = tl.load(seen + row)
+    block = tl.program_id(1)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    scores += row * scores_t
+    if GIVEN:
+        position = tl.load(named + row * named_t + index, mask=index < width, other=-1)
+        there = position >= 0
+    else:
+        position = index
+        there = index < tl.load(seen + row)
+    candidates = tl.sum(there.to(tl.int32), 0)
     to = row
     if LISTED:
         to = tl.load(tokens + row).to(tl.int64)
-    scores += row * scores_t
-    picks += to * picks_t
-    if n <= topk:
-        for start in range(0, columns, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            tl.store(picks + column, tl.where(column < n, column, -1).to(tl.int64), mask=column < columns)
-    else:
-        digit = tl.arange(0, _DIGITS)
-        known = tl.zeros([], tl.uint32)
-        rest = topk
-        for shift in tl.static_range(24, -1, -8):
-            counts = tl.zeros([_DIGITS], tl.int32)
-            for start in range(0, n, BLOCK):
-                index = start + tl.arange(0, BLOCK)
-                inside = index < n
-                key = _ordered(scores, index, inside)
-                if shift < 24:
-                    inside = inside & ((key >> (shift + 8)) == known)
-                counts += tl.histogram(((key >> shift) & 0xFF).to(tl.int32), _DIGITS, mask=inside)
-            # Scores whose digit is at least this one: falls with the digit, and is `rest` or more up to that of the k-th.
-            reached = tl.cumsum(counts, 0, reverse=True)
-            found = tl.sum((reached >= rest).to(tl.int32), 0) - 1
-            rest -= tl.sum(tl.where(digit > found, counts, 0), 0)
-            known = (known << 8) | found.to(tl.uint32)
-        written = 0
-        equals = 0
-        for start in range(0, n, BLOCK):
-            index = start + tl.arange(0, BLOCK)
-            inside = index < n
-            key = _ordered(scores, index, inside)
-            equal = (inside & (key == known)).to(tl.int32)
-            rank = equals + tl.cumsum(equal, 0)
-            taken = (inside & (key > known)) | ((equal != 0) & (rank <= rest))
-            place = written + tl.cumsum(taken.to(tl.int32), 0) - 1
-            tl.store(picks + place, index.to(tl.int64), mask=taken)
-            written += tl.sum(taken.to(tl.int32), 0)
-            equals += tl.sum(equal, 0)
+    picks += to * picks_t + block * picks_b
+    taken = there
+    if candidates > topk:
+        score = tl.load(scores + position, mask=there, other=0.0)
+        bits = tl.where(score == 0.0, 0.0, score).to(tl.uint32, bitcast=True)
+        key = tl.where(bits >> 31 != 0, 0xFFFFFFFF - bits, bits | 0x80000000)
+        key = tl.where(there, key, 0)
+        least = tl.zeros([], tl.uint32)
+        for bit in range(32):
+            tried = least | (tl.full([], 0x80000000, tl.uint32) >> bit)
+            reached = tl.sum((key >= tried).to(tl.int32), 0)
+            least = tl.where(reached >= topk, tried, least)
+        above = key > least
+        rest = topk - tl.sum(above.to(tl.int32), 0)
+        equal = (there & (key == least)).to(tl.int32)
+        taken = above | ((equal != 0) & (tl.cumsum(equal, 0) <= rest))
+    place = tl.cumsum(taken.to(tl.int32), 0) - 1
+    tl.store(picks + place, position.to(picks.dtype.element_ty), mask=taken)
+    column = tl.arange(0, BLOCK_K)
+    left = tl.full([BLOCK_K], -1, picks.dtype.element_ty)
+    tl.store(picks + column, left, mask=(column >= tl.minimum(candidates, topk)) & (column < COLUMNS))
 
 
-def config(arch: str, bound: int) -> tuple[int, int]:
-    """Scores at a time, and warps."""
+def config(arch: str, width: int, topk: int) -> tuple[int, int]:
+    """Scores of a block, at least twice `topk` so that blocks grow fewer; and warps."""
     if arch == "interpreter":
-        return 64, 4
-    return (4096, 16) if bound > 2048 and arch == "sm_90" else (2048, 8)
+        return max(64, triton.next_power_of_2(2 * topk)), 4
+    block = min(8192, max(2048, triton.next_power_of_2(width)))
+    return max(block, triton.next_power_of_2(2 * topk)), 16 if block >= 8192 else 8
 
 
 def top_rows(
@@ -91,17 +82,34 @@ def top_rows(
     `seen`: [t] int32 scores that count; a row of at most `topk` of them picks all, and is not read. K is at least the
     smaller of `topk` and the largest of `seen`; what is left of a row becomes -1.
     """
-    block, warps = config(arch, scores.shape[1])
-    topk_kernel[(len(seen),)](
-        scores, seen, seen if tokens is None else tokens, picks, topk, picks.shape[1], scores.stride(0),
-        picks.stride(0), LISTED=tokens is not None, BLOCK=block, num_warps=warps,
-    )  # fmt: skip
+    named: torch.Tensor | None = None
+    width = scores.shape[1]
+    while True:
+        block, warps = config(arch, width, topk)
+        blocks = triton.cdiv(width, block)
+        last = blocks == 1
+        columns = picks.shape[1] if last else topk
+        found = picks if last else torch.empty(len(seen), blocks * topk, dtype=torch.int32, device=scores.device)
+        listed = last and tokens is not None
+        topk_kernel[(len(seen), blocks)](
+            scores, seen if named is None else named, seen, tokens if listed else seen, found, topk, width,
+            scores.stride(0), 0 if named is None else named.stride(0), found.stride(0), topk,
+            GIVEN=named is not None, LISTED=listed, BLOCK=block, COLUMNS=columns,
+            BLOCK_K=triton.next_power_of_2(columns), num_warps=warps,
+        )  # fmt: skip
+        if last:
+            return
+        named, width = found, blocks * topk
 
 
 def variants(arch: str) -> list[Variant]:
-    """Long rows."""
-    block, warps = config(arch, 131072)
-    signature = {"scores": "*fp32:16", "seen": "*i32:16", "tokens": "*i64:16", "picks": "*i64:16", "topk": "i32"}
-    signature |= {"columns": "i32", "scores_t": "i32:16", "picks_t": "i32:16"}
-    constants = {"LISTED": True, "BLOCK": block}
-    return [Variant("dsa top-k", topk_kernel, signature, constants, warps, 1)]
+    """The first and the last pass over a long row."""
+    made = []
+    block, warps = config(arch, 131072, 2048)
+    for name, given in (("first", False), ("last", True)):
+        signature = {"scores": "*fp32:16", "named": "*i32:16", "seen": "*i32:16", "tokens": "*i32:16"}
+        signature |= {"picks": "*i64:16" if given else "*i32:16"}
+        signature |= dict.fromkeys(("topk", "width", "scores_t", "named_t", "picks_t", "picks_b"), "i32:16")
+        constants = {"GIVEN": given, "LISTED": False, "BLOCK": block, "COLUMNS": 2048, "BLOCK_K": 2048}
+        made.append(Variant(f"dsa top-k {name}", topk_kernel, signature, constants, warps, 1))
+    return made

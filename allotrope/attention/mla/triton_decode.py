@@ -65,9 +65,12 @@ def config(arch: str, spec: MlaSpec, dtype: torch.dtype, picked: bool) -> Config
         return Config(16, 16, 4, 1, 1)
     if arch != "sm_90":
         return Config(16, 32 if arch == "gfx950" else 16, 4, 1, 2)
+    fits = (spec.latent_dim, spec.rope_dim) == (512, 64) and (spec.kv_dtype == dtype or spec.row_format == "scaled")
+    if heads == 64 and fits:
+        return Config(64, 128, 8, 1, 1, hopper=True)
     if heads == 64:
         return Config(64, 64, 8, 2, 1)
-    return Config(heads, 64, 4, 3, 1, True)
+    return Config(heads, 64, 4 if heads == 16 else 8, 2, 2 if heads == 16 else 1)
 
 
 @triton.jit
@@ -93,6 +96,23 @@ def _rows(
         blocks = tl.reshape(latent.to(tl.float32), (KEYS, BLOCK_C // _BLOCK, _BLOCK)) * factor[:, :, None]
         return tl.reshape(blocks, (KEYS, BLOCK_C)).to(dtype), tail.to(dtype)
     return latent.to(dtype), tail.to(dtype)
+
+
+@triton.jit
+def _place(table, picks, start, end, many, KEYS: tl.constexpr, PAGE: tl.constexpr, PICKED: tl.constexpr):
+    """Keys `start` and behind it, -1 for none, and their pages, -1 for none; one page where it holds them all."""
+    key = start + tl.arange(0, KEYS)
+    there = key < end
+    if PICKED:
+        picked = tl.load(picks + key, mask=there & many, other=-1).to(tl.int32)
+        key = tl.where(many, picked, key)
+        there = there & (key >= 0)
+    key = tl.where(there, key, -1)
+    if PICKED or PAGE % KEYS != 0:
+        page = tl.load(table + key // PAGE, mask=there, other=-1).to(tl.int32)
+    else:
+        page = tl.load(table + start // PAGE, mask=start < end, other=-1).to(tl.int32)
+    return key, page
 
 
 @triton.jit
@@ -140,23 +160,18 @@ def attend_kernel(
         else:
             mixed = tl.zeros([HEADS, BLOCK_C], tl.float32)
         factor = scale * kv_scale * _LOG2E
+        picks += query * picks_t
+        # Where rows lie is known a step before they are read.
+        key, page = _place(table, picks, begin, end, many, KEYS, PAGE, PICKED)
         for start in range(begin, end, KEYS):
-            key = start + tl.arange(0, KEYS)
-            there = key < end
-            if PICKED:
-                picked = tl.load(picks + query * picks_t + key, mask=there & many, other=-1).to(tl.int32)
-                key = tl.where(many, picked, key)
-                there = there & (key >= 0)
-                key = tl.maximum(key, 0)
-            if PICKED or PAGE % KEYS != 0:
-                page = tl.load(table + key // PAGE, mask=there, other=-1).to(tl.int64)
-                offset = key % PAGE
-            else:
-                page = tl.load(table + start // PAGE).to(tl.int64)
-                offset = start % PAGE + tl.arange(0, KEYS)
+            next_key, next_page = _place(table, picks, start + KEYS, end, many, KEYS, PAGE, PICKED)
+            if not PICKED:
+                key = start + tl.arange(0, KEYS)
+                key = tl.where(key < end, key, -1)
+            there = key >= 0
             latent, tail = _rows(
-                c_pool, pe_pool, factors, page, offset, there & (page >= 0), c_page, c_row, pe_page, pe_row, f_page,
-                f_row, latent_q.dtype, C, R, BLOCK_C, BLOCK_R, KEYS, SCALED,
+                c_pool, pe_pool, factors, page.to(tl.int64), key % PAGE, there & (page >= 0), c_page, c_row, pe_page,
+                pe_row, f_page, f_row, latent_q.dtype, C, R, BLOCK_C, BLOCK_R, KEYS, SCALED,
             )  # fmt: skip
             if TURNED:
                 logits = tl.dot(latent, tl.trans(latent_q), input_precision="ieee")
@@ -179,6 +194,7 @@ def attend_kernel(
                 mixed = mixed * fade[:, None]
                 mixed = tl.dot(weights.to(latent.dtype), latent, mixed, input_precision="ieee")
             top = higher
+            key, page = next_key, next_page
         # The largest logit of a row adds 1, so the bound touches only queries that see nothing.
         if TURNED:
             mixed = tl.trans(mixed)
