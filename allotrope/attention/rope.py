@@ -132,8 +132,8 @@ class RopeTable:
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotate the first R dims of every head; the others pass through. `x`: [T, heads, D]. Returns a new tensor."""
     compiled = rows(x.dtype, x.device)
-    if compiled is not None and not rotation.interleaved and compiled.rotates(x, rotation.cos):
-        return compiled.rotate(x, rotation.cos, rotation.sin)
+    if compiled is not None and compiled.rotates(x, rotation.cos):
+        return compiled.rotate(x, rotation.cos, rotation.sin, rotation.interleaved)
     dim = rotation.cos.shape[-1]
     head = x if dim == x.shape[-1] else x[..., :dim]
     if rotation.interleaved:

@@ -36,22 +36,32 @@ void gate(element *y, const element *x, long tokens, long width, long token_stri
     }
 }
 
-// Rotate the pairs (i, i + turned / 2) of the first `turned` dims of each head; the other dims are copied.
-// x: [tokens, heads, dim], its heads side by side. cosine, sine: [tokens, turned], sine with the sign of its place.
+// Rotate the pairs (i, i + turned / 2), or (2i, 2i + 1) where they are interleaved, of the first `turned` dims of each
+// head; the other dims are copied. x: [tokens, heads, dim], with strides. cosine, sine: [tokens, turned], sine with the
+// sign of its place.
 void rotate(element *y, const element *x, const element *cosine, const element *sine, long tokens, long heads,
-            long dim, long turned, long token_stride) {
+            long dim, long turned, long token_stride, long head_stride, long interleaved) {
     const long half = turned / 2;
 #pragma omp parallel for if (tokens * heads * dim > WORTH_THREADS) schedule(static)
     for (long token = 0; token < tokens; token++) {
         const element *c = cosine + token * turned, *s = sine + token * turned;
         for (long head = 0; head < heads; head++) {
-            const element *from = x + token * token_stride + head * dim;
+            const element *from = x + token * token_stride + head * head_stride;
             element *to = y + (token * heads + head) * dim;
+            if (interleaved) {
 #pragma omp simd
-            for (long i = 0; i < half; i++) {
-                float a = widen(from[i]), b = widen(from[i + half]);
-                to[i] = narrow(a * widen(c[i]) + b * widen(s[i]));
-                to[i + half] = narrow(b * widen(c[i + half]) + a * widen(s[i + half]));
+                for (long i = 0; i < turned; i += 2) {
+                    float a = widen(from[i]), b = widen(from[i + 1]);
+                    to[i] = narrow(a * widen(c[i]) + b * widen(s[i]));
+                    to[i + 1] = narrow(b * widen(c[i + 1]) + a * widen(s[i + 1]));
+                }
+            } else {
+#pragma omp simd
+                for (long i = 0; i < half; i++) {
+                    float a = widen(from[i]), b = widen(from[i + half]);
+                    to[i] = narrow(a * widen(c[i]) + b * widen(s[i]));
+                    to[i + half] = narrow(b * widen(c[i + half]) + a * widen(s[i + half]));
+                }
             }
             memcpy(to + turned, from + turned, (dim - turned) * sizeof(element));
         }

@@ -27,7 +27,7 @@ class Rows:
         self._normalize, self._gate, self._rotate = library.normalize, library.gate, library.rotate
         self._normalize.argtypes = [_POINTER] * 3 + [_LONG] * 5 + [_FLOAT]
         self._gate.argtypes = [_POINTER] * 2 + [_LONG] * 3
-        self._rotate.argtypes = [_POINTER] * 4 + [_LONG] * 5
+        self._rotate.argtypes = [_POINTER] * 4 + [_LONG] * 7
         for function in (self._normalize, self._gate, self._rotate):
             function.restype = None
 
@@ -58,19 +58,19 @@ class Rows:
 
     def rotates(self, x: torch.Tensor, cos: torch.Tensor) -> bool:
         """Whether `rotate` takes `x` and rotations like `cos`."""
-        side_by_side = x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == x.shape[2]
-        return side_by_side and cos.dtype == x.dtype and len(cos) == len(x) and cos.is_contiguous()
+        return x.dim() == 3 and x.stride(2) == 1 and cos.dtype == x.dtype and len(cos) == len(x) and cos.is_contiguous()
 
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x cos + (x with its halves exchanged) sin over the first R dims, which pair i and i + R/2.
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        """x cos + (x with the numbers of each pair exchanged) sin over the first R dims.
 
-        `x`: [T, heads, D], heads side by side. `cos`, `sin`: [T, 1, R] of its type; `sin` has the sign of its place.
+        `x`: [T, heads, D]. `cos`, `sin`: [T, 1, R] of its type; `sin` has the sign of its place. Pairs are i and
+        i + R/2, or 2i and 2i + 1 where they are `interleaved`.
         """
         tokens, heads, dim = x.shape
         out = x.new_empty(tokens, heads, dim)
         self._rotate(
             out.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-            tokens, heads, dim, cos.shape[-1], x.stride(0),
+            tokens, heads, dim, cos.shape[-1], x.stride(0), x.stride(1), interleaved,
         )  # fmt: skip
         return out
 
