@@ -40,16 +40,24 @@ class Config:
 def config(arch: str, spec: MhaSpec, dtype: torch.dtype) -> Config:
     """Launch parameters; `dtype`: type of the queries."""
     widest = max(triton.next_power_of_2(spec.head_dim), triton.next_power_of_2(spec.value_dim))
-    chunk = 512
+    repeat = spec.num_heads // spec.num_kv_heads
+    # A chunk's result is `repeat` rows of fp32: few key/value heads need short chunks to fill a chip, many queries of
+    # one head long ones.
+    chunk = 1024 if spec.num_kv_heads >= 8 or repeat > 32 else 512
     if arch == "interpreter":
-        return Config(16, 32, 4, 1, 64)
+        return Config(32, 32, 4, 1, 64)
     if dtype == torch.float32:
         return Config(32 if widest <= 128 else 16, chunk, 4, 1, 4096)
     if arch.startswith("gfx"):
         return Config(32 if widest <= 256 else 16, chunk, 4, 2 if widest <= 128 else 1, 4096)
-    if widest <= 128:
-        return Config(64, chunk, 4, 3, 4096)
-    return Config(32, chunk, 4 if widest <= 256 else 8, 3 if widest <= 256 else 2, 4096)
+    # Pages are looked up one stage ahead, so that of five stages two hold rows.
+    return Config(64 if widest <= 128 else 32 if widest <= 256 else 16, chunk, 4, 5, 4096)
+
+
+def packed(spec: MhaSpec, dtype: torch.dtype) -> bool:
+    """Whether rows are read as pairs of FP8 numbers; `dtype`: type of the queries."""
+    even = spec.head_dim % 2 == 0 and spec.value_dim % 2 == 0
+    return spec.kv_dtype == torch.float8_e4m3fn and dtype.itemsize == 2 and even
 
 
 def most_chunks(spec: MhaSpec) -> int:
@@ -231,14 +239,20 @@ def decode(
     partial = out if direct else q.new_empty((requests, heads, capacity, value_dim), dtype=torch.float32)
     lse = seq_lens if direct else q.new_empty((requests, heads, capacity), dtype=torch.float32)
     shape = {"BLOCK_DV": max(16, triton.next_power_of_2(value_dim)), "BLOCK_N": how.block_n, "CHUNK": how.chunk}
-    decode_kernel[(splits, tiles, requests)](
+    kernel, more = decode_kernel, {}
+    if packed(spec, q.dtype):
+        from allotrope.attention.mha import triton_decode_fp8
+
+        kernel, more = triton_decode_fp8.decode_kernel, {"NVIDIA": q.is_cuda and torch.version.hip is None}
+        k_pool, v_pool = k_pool.view(torch.int16), v_pool.view(torch.int16)
+    kernel[(splits, tiles, requests)](
         q, k_pool, v_pool, table, seq_lens, out if sinks is None else sinks, partial, lse, out,
         spec.scale * k_scale, spec.softcap or 1.0, k_scale if spec.values_are_keys else v_scale,
         window, splits, capacity,
         q.stride(0), q.stride(1), *k_pool.stride()[:3], *v_pool.stride()[:3], table.stride(0), *out.stride()[:2],
         H=heads, R=repeat, PAGE=k_pool.shape[1], D=dim, DV=value_dim, BLOCK_H=block_h,
         BLOCK_D=max(16, triton.next_power_of_2(dim)), MOST=most, **shape, SOFTCAP=spec.softcap is not None,
-        SINKS=sinks is not None, SHARED=spec.values_are_keys, DIRECT=direct,
+        SINKS=sinks is not None, SHARED=spec.values_are_keys, DIRECT=direct, **more,
         num_warps=how.warps, num_stages=how.stages,
     )  # fmt: skip
     if not direct:
@@ -250,12 +264,14 @@ def decode(
 
 def variants(arch: str) -> list[Variant]:
     """Released sizes: heads, key/value heads, head size, type of the cached rows, sinks."""
+    from allotrope.attention.mha import triton_decode_fp8
+
     found = []
     for heads, groups, dim, kind, sinks in (
         (64, 8, 128, "bf16", False),
         (64, 8, 64, "bf16", True),
         (32, 4, 512, "bf16", False),
-        (64, 8, 128, "fp8e4nv", False),
+        (64, 8, 128, "i16", False),
     ):
         spec = MhaSpec(num_heads=heads, num_kv_heads=groups, head_dim=dim, scale=1.0, kv_dtype=torch.bfloat16)
         how = config(arch, spec, torch.bfloat16)
@@ -274,8 +290,11 @@ def variants(arch: str) -> list[Variant]:
         constants = {"H": heads, "R": heads // groups, "PAGE": 64, "D": dim, "DV": dim, "BLOCK_H": 16}
         constants |= {"BLOCK_N": how.block_n, "BLOCK_D": dim, "BLOCK_DV": dim, "CHUNK": how.chunk}
         constants |= {"MOST": most_chunks(spec), "SOFTCAP": False, "SINKS": sinks, "SHARED": False, "DIRECT": False}
-        name = f"mha decode {heads}/{groups} x {dim} {kind}"
-        found.append(Variant(name, decode_kernel, signature, constants, how.warps, how.stages))
+        name = f"mha decode {heads}/{groups} x {dim} {kind}".replace("i16", "fp8")
+        kernel = decode_kernel
+        if kind == "i16":
+            kernel, constants["NVIDIA"] = triton_decode_fp8.decode_kernel, not arch.startswith("gfx")
+        found.append(Variant(name, kernel, signature, constants, how.warps, how.stages))
     names = ("partial", "lse", "seq_lens", "sinks", "out", "window", "capacity", "out_t", "out_h")
     kinds = ("*fp32:16", "*fp32", "*i32", "*fp32", "*bf16:16", "i32", "i32", "i32:16", "i32:16")
     constants = {

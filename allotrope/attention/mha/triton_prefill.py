@@ -42,15 +42,14 @@ def config(arch: str, spec: MhaSpec, dtype: torch.dtype) -> Config:
     """Launch parameters; `dtype`: type of the queries."""
     widest = max(triton.next_power_of_2(spec.head_dim), triton.next_power_of_2(spec.value_dim))
     if arch == "interpreter":
-        return Config(32, 32, 4, 1, spec.num_kv_heads % 2 == 0)
+        return Config(64, 32, 4, 1, spec.num_kv_heads % 2 == 0)
     if dtype == torch.float32:
         return Config(32, 32, 4, 1, False) if widest <= 128 else Config(16, 16, 4, 1, False)
     if arch.startswith("gfx"):
         return Config(64, 32, 4, 1, False) if widest <= 256 else Config(32, 16, 4, 1, False)
-    if widest <= 64:
-        return Config(128, 128, 8, 3, True)
+    # Small tiles, so that several programs of a multiprocessor fill each other's gaps.
     if widest <= 128:
-        return Config(128, 128, 8, 2, True)
+        return Config(64, 64, 4, 2 if widest <= 64 else 3, True)
     return Config(128, 64, 8, 2, True) if widest <= 256 else Config(64, 32, 8, 2, True)
 
 
@@ -283,7 +282,7 @@ def prefill(
     k: Any = k_pool
     v: Any = v_pool
     if how.gather:
-        k_rows, v_rows = _gathered(spec, cut, k_pool, v_pool, table, q.dtype)
+        k_rows, v_rows = gathered(spec, cut, k_pool, v_pool, table, q.dtype)
         k = _descriptor(k_rows, dim, how.block_n, block_d)
         v = _descriptor(v_rows, value_dim, how.block_n, block_dv)
     prefill_kernel[(len(cut.records) * groups * (repeat // heads),)](
@@ -298,10 +297,13 @@ def prefill(
     )  # fmt: skip
 
 
-def _gathered(
+def gathered(
     spec: MhaSpec, cut: Tiles, k_pool: torch.Tensor, v_pool: torch.Tensor, table: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of every prompt, [G, rows, pitch] each in `dtype`; rows of 16 bytes' multiples."""
+    """The keys and values of every prompt, [G, rows, pitch] each in `dtype`, copied side by side.
+
+    The pitch is a multiple of 16 bytes. A request's rows end with zeros up to a multiple of `REGION`.
+    """
     groups = spec.num_kv_heads
     pitch, pitch_v = (-(-dim // 8) * 8 for dim in (spec.head_dim, spec.value_dim))
     k_rows = torch.empty((groups, cut.rows, pitch), dtype=dtype, device=table.device)
