@@ -245,9 +245,9 @@ def prefill_kernel(
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
     PARTS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, JOINED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One of PARTS of a tile of queries of one head over one slice of keys: `k` [rows, H, A + B], `rope` [rows, R], `v` [rows, H, V].
+    """One of PARTS of a tile of queries of one head over one slice of keys.
 
-    With JOINED, `held` [T, H, V] fp32 and `lse` [T, H] (base 2) have what a tile found in the slices so far.
+    `k`: [rows, H, A + B]. `rope`: [rows, R]. `v`: [rows, H, V]. With JOINED, `held` [T, H, V] fp32 and `lse` [T, H] (base 2) have what a tile found in the slices so far.
     """
     tile = tiles + tl.program_id(0) // PARTS * 8
     part = tl.program_id(0) % PARTS * QUERIES
@@ -419,7 +419,8 @@ def variants(arch: str) -> list[Variant]:
         signature = {argument: kind if kind == "fp32" else f"{kind}:16" for argument, kind in signature.items()}
         constants = {
             "H": 128, **_parts(spec), "R": 64, "V": values, "BLOCK_R": 64, "BLOCK_V": values,
-            "PARTS": TILE // chosen.queries, "QUERIES": chosen.queries, "KEYS": chosen.keys, "JOINED": joined, "PRECISION": "ieee",
+            "PARTS": TILE // chosen.queries, "QUERIES": chosen.queries, "KEYS": chosen.keys, "JOINED": joined,
+            "PRECISION": "ieee",
         }  # fmt: skip
         made.append(Variant(f"mla prefill {name}", prefill_kernel, signature, constants, chosen.warps, chosen.stages))
     return made
