@@ -10,7 +10,7 @@ import logging
 import os
 
 SWITCH = "ALLOTROPE_VLLM"
-# Architectures with recurrent states: vLLM wants to know before there is a config. A test compares this with the models.
+# Architectures with recurrent states, of which vLLM wants to know before there is a config. A test holds this true.
 STATEFUL = frozenset(
     """
     KimiLinearForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration

@@ -11,19 +11,23 @@ from typing import Protocol
 import torch
 
 from allotrope.attention.batch import BatchLayout, BatchTensors, PageIndex, SlotIndex
-from allotrope.attention.cache_layout import CacheLayout, PagedRows, StateSlots, row_bytes
+from allotrope.attention.cache_layout import CacheLayout, PagedRows, StateSlots, WindowRows, row_bytes
 
 
 def common_page(layouts: Sequence[CacheLayout], block_size: int) -> int:
     """Bytes of the one page size that vLLM gives to all caches of a model.
 
-    Whole rows of every cache fit without a rest, the cache with most bytes a token has at least `block_size` tokens in
-    a page, and every state fits.
+    Whole rows of every cache fit without a rest, and every state fits. Rows that are kept get at least `block_size`
+    tokens a page, rows of a window no more than the window needs: the fewest tokens decide what a request costs.
     """
-    rows = [layout for layout in layouts if not isinstance(layout, StateSlots)]
+    rows = {layout for layout in layouts if not isinstance(layout, StateSlots)}
     least = max((row_bytes(layout) for layout in layouts if isinstance(layout, StateSlots)), default=0)
+    # With one kind of rows, a page has exactly the tokens that vLLM was asked for.
     for layout in rows:
-        least = max(least, -(-block_size * row_bytes(layout) // stride(layout)))
+        tokens = block_size
+        if isinstance(layout, WindowRows) and len(rows) > 1:
+            tokens = min(block_size, layout.window)
+        least = max(least, -(-tokens * row_bytes(layout) // stride(layout)))
     unit = math.lcm(*map(row_bytes, rows))
     return -(-least // unit) * unit
 

@@ -1,0 +1,33 @@
+"""What tests inside vLLM need. They run where vLLM is installed beside Allotrope (`make test-vllm`); elsewhere skipped.
+
+The environment is set before vLLM is imported: one process, little memory, and no cache of an earlier version's classes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CACHE_ROOT": os.path.join(tempfile.gettempdir(), "allotrope-test-vllm"),
+    # Lets vLLM's CPU platform cut prompts of latent attention into chunks and reuse prefixes.
+    "VLLM_MLA_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@pytest.fixture(scope="session")
+def in_vllm() -> Iterator[None]:
+    """The environment of a process that runs vLLM. Skips where there is none."""
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed here: `make test-vllm` runs this in an environment of its own")
+    os.environ.update(ENVIRONMENT)
+    yield

@@ -1,0 +1,119 @@
+"""One checkpoint inside vLLM, in this process: what it answers, and what of vLLM's objects is ours."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from plugins.conftest import ENVIRONMENT
+
+# Logits of Transformers, our engine and vLLM differ by rounding alone; the same bound as for the engine's own tests.
+ATOL = 5e-4
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`ids`: chosen tokens. `logprobs`: [n] of them. `cached`: prompt tokens that were reused."""
+
+    ids: list[int]
+    logprobs: torch.Tensor
+    cached: int
+
+
+class Hosted:
+    """A running `vllm.LLM` of a checkpoint."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        from vllm import LLM
+
+        plain = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "max_model_len": 256,
+            "max_num_seqs": 8,
+            "disable_log_stats": False,
+        }
+        self.llm = LLM(str(path), **(plain | options))
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.runner = self.core.model_executor.driver_worker.worker.model_runner
+        self.groups = [group.kv_cache_spec for group in self.core.scheduler.kv_cache_config.kv_cache_groups]
+
+    def answers(self, prompts: Sequence[Sequence[int]], count: int = 8) -> list[Answer]:
+        """`count` greedy tokens after each prompt, all sent at once."""
+        from vllm import SamplingParams
+
+        wanted = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, logprobs=0)
+        given: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        found = []
+        for output in self.llm.generate(given, wanted, use_tqdm=False):
+            (one,) = output.outputs
+            ids = list(one.token_ids)
+            chosen = [step[token].logprob for step, token in zip(one.logprobs, ids, strict=True)]
+            found.append(Answer(ids, torch.tensor(chosen), output.num_cached_tokens or 0))
+        return found
+
+    def metric(self, name: str) -> float:
+        """A counter of vLLM's."""
+        return sum(metric.value for metric in self.llm.get_metrics() if metric.name == name)
+
+    def blocks_for_one(self) -> int:
+        """Blocks that one request of full length takes in all groups."""
+        config = self.llm.llm_engine.vllm_config
+        return sum(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in self.groups)
+
+    def assert_ours(self) -> None:
+        """Our model, our backends in every group, rows of the requests in our caches, and nothing in block 0."""
+        from allotrope.plugins.vllm.cache import HostedCache, StepBuilder
+        from allotrope.plugins.vllm.model import HostedModel
+
+        assert isinstance(self.runner.model, HostedModel)
+        layers = self.runner.compilation_config.static_forward_context
+        assert layers and all(isinstance(layer, HostedCache) for layer in layers.values())
+        used = [group for groups in self.runner.attn_groups for group in groups]
+        assert used and all(isinstance(group.get_metadata_builder(), StepBuilder) for group in used)
+        for cache in layers.values():
+            for pool in cache.views.values():
+                assert not pool[0].any(), f"{cache.name}: block 0 is not empty"
+            assert any(pool.any() for pool in cache.views.values()), f"{cache.name} was never written"
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        del self.llm, self.core, self.runner
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def hosted(path: Path, **options: Any) -> Iterator[Hosted]:
+    """A running vLLM, ended at the end."""
+    running = Hosted(path, **options)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def assert_matches(answers: Sequence[Answer], prompts: Sequence[Sequence[int]], logits: Any) -> None:
+    """`logits`: ids -> [L, vocabulary] of the reference, which is shown each prompt with its answer."""
+    for prompt, answer in zip(prompts, answers, strict=True):
+        want = logits([*prompt, *answer.ids[:-1]])[len(prompt) - 1 :].float()
+        assert answer.ids == want.argmax(-1).tolist(), f"prompt of {len(prompt)} tokens"
+        chosen = torch.log_softmax(want, -1).gather(1, torch.tensor(answer.ids)[:, None]).squeeze(1)
+        torch.testing.assert_close(answer.logprobs, chosen, atol=ATOL, rtol=0.0)
+
+
+def run_apart(code: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own, with vLLM's test environment."""
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | ENVIRONMENT | {"PYTHONPATH": paths} | (environment or {})
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=280)

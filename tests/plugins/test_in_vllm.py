@@ -1,0 +1,94 @@
+"""Every architecture inside vLLM: its tokens and their log-probabilities are Transformers' and our engine's, in fp32.
+
+Prompts are sent together, in chunks, a second time from cached blocks, and with so few blocks that requests are sent
+back. Each time vLLM's own objects show that it was our model and our backend that ran.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+import torch
+from plugins.hosting import Answer, Hosted, assert_matches, hosted
+from tiny_checkpoints import prompts
+
+from allotrope import LLM, SamplingParams
+from allotrope.models.registry import ARCHITECTURES, find_architecture, read_spec
+from allotrope.verify.random_checkpoint import write_random
+from allotrope.verify.transformers_model import TransformersModel, load_transformers
+
+pytestmark = pytest.mark.usefixtures("in_vllm")
+
+# Alone, within a block, and with answers that reach over the end of one.
+LENGTHS = (1, 5, 13, 29, 45, 61, 64, 150)
+GROWING = slice(2, 7)
+COUNT = 8
+BLOCK = 16
+
+
+class Checkpoint:
+    """A random checkpoint of one architecture and what others make of it."""
+
+    def __init__(self, architecture: str, directory: Path) -> None:
+        config = find_architecture({"architectures": [architecture]}, architecture).tiny()
+        write_random(config | {"architectures": [architecture]}, directory, None, 0)
+        self.directory = directory
+
+    @cached_property
+    def transformers(self) -> TransformersModel:
+        import json
+
+        config = json.loads((self.directory / "config.json").read_text())
+        _, spec = read_spec(config, str(self.directory))
+        return load_transformers(self.directory, config, torch.float32, len(spec.layers))
+
+    def ours(self, asked: list[list[int]]) -> list[list[int]]:
+        """What our own engine answers."""
+        llm = LLM(str(self.directory), dtype="float32", max_model_len=256)
+        found = llm.generate(asked, SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True))
+        return [list(output.outputs[0].token_ids) for output in found]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_architecture(architecture: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(architecture, tmp_path)
+    asked = prompts(LENGTHS, vocab_size=300)
+    with hosted(tmp_path, block_size=BLOCK, enable_prefix_caching=True, max_num_batched_tokens=64) as running:
+        first = running.answers(asked, COUNT)
+        again = running.answers(list(reversed(asked)), COUNT)[::-1]
+        running.assert_ours()
+        longest_run = _shared_run(running)
+        one = running.blocks_for_one()
+    assert_matches(first, asked, checkpoint.transformers.logits)
+    assert [answer.ids for answer in first] == checkpoint.ours(asked)
+    _assert_same(again, first)
+    assert sum(answer.cached for answer in first) == 0
+    # What can be reused is whole runs, and the last token of a prompt is always computed.
+    assert (again[-1].cached > 0) == (longest_run < LENGTHS[-1]), f"prefixes are shared in runs of {longest_run}"
+    _sent_back(tmp_path, one, asked, first)
+
+
+def _shared_run(running: Hosted) -> int:
+    """Tokens in which vLLM shares prefixes: the least common multiple of its block sizes."""
+    import math
+
+    return math.lcm(*(spec.block_size for spec in running.groups))
+
+
+def _sent_back(path: Path, one: int, asked: list[list[int]], want: list[Answer]) -> None:
+    """With blocks for little more than one request of full length, requests end others and are computed again."""
+    few = {"num_gpu_blocks_override": one + 3, "enable_prefix_caching": False, "max_num_batched_tokens": 64}
+    with hosted(path, block_size=BLOCK, **few) as running:
+        _assert_same(running.answers(asked[GROWING] * 3, COUNT), want[GROWING] * 3)
+        running.assert_ours()
+        # Where a block holds a whole request, nobody can run out of blocks after the start.
+        grows = any(spec.block_size == BLOCK for spec in running.groups)
+        assert not grows or running.metric("vllm:num_preemptions") > 0
+
+
+def _assert_same(found: list[Answer], want: list[Answer]) -> None:
+    assert [answer.ids for answer in found] == [answer.ids for answer in want]
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one.logprobs, other.logprobs, atol=5e-4, rtol=0.0)

@@ -1,0 +1,143 @@
+"""What the entry point does in hosts that are good, unknown, broken or absent; the host here is a stand-in of files."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from allotrope.models.registry import ARCHITECTURES
+from allotrope.plugins.vllm import contract
+
+PLUGIN = Path(contract.__file__).parent
+CALL = """
+import sys
+from allotrope.plugins.vllm import register
+register()
+register()
+from vllm.model_executor.models import ModelRegistry
+print(len(ModelRegistry.found))
+models = [name for name in sys.modules if name.startswith("allotrope.models.")]
+files = {"registry", "decoder", "spec", "weights", "read_config", "checkpoint"}
+print([name for name in models if name.rpartition(".")[2] not in files], "triton" in sys.modules)
+"""
+
+
+def host(folder: Path, version: str = "0.32.0", without: str = "") -> Path:
+    """A package that has what the contract lists, but for one symbol."""
+    info = folder / f"vllm-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    modules: dict[str, list[str]] = {}
+    for symbol in contract.SYMBOLS:
+        module, _, name = symbol.path.partition(":")
+        if name == without:
+            modules.setdefault(module, [])
+            continue
+        accepts = "".join(f", {one}=None" for one in symbol.accepts)
+        members = "".join(f"    {one} = None\n" for one in symbol.has)
+        code = f"class {name}:\n    def __init__(self{accepts}): pass\n{members}"
+        if name == "ModelRegistry":
+            code = (
+                "class ModelRegistry:\n    found = {}\n    @classmethod\n"
+                "    def register_model(cls, name, path): cls.found[name] = path\n"
+            )
+        modules.setdefault(module, []).append(code)
+    for module, parts in modules.items():
+        place = folder.joinpath(*module.split("."))
+        place.mkdir(parents=True, exist_ok=True)
+        for parent in (place, *place.relative_to(folder).parents):
+            (folder / parent / "__init__.py").touch()
+        (place / "__init__.py").write_text("\n".join(parts))
+    (folder / "__init__.py").unlink(missing_ok=True)
+    return folder
+
+
+def run(path: Path | None, code: str = CALL, **environment: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(PLUGIN.parent.parent.parent), *([str(path)] if path else [])]
+    code = f"import sys; sys.path[:0] = {paths[::-1]!r}\n{code}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+
+
+def lines(ended: subprocess.CompletedProcess[str]) -> list[str]:
+    return ended.stderr.strip().splitlines()
+
+
+def test_a_known_host_gets_every_architecture_by_name_only(tmp_path: Path) -> None:
+    ended = run(host(tmp_path))
+    assert ended.stdout.split("\n")[:2] == [str(len(ARCHITECTURES)), "[] False"]
+    assert not ended.stderr
+
+
+def test_switched_off(tmp_path: Path) -> None:
+    ended = run(host(tmp_path), ALLOTROPE_VLLM="0")
+    assert ended.stdout.startswith("0\n") and not ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "text"),
+    [
+        ({"version": "99.1.0"}, {}, "vLLM 99.1.0 is not known (known: 0.32.x)"),
+        ({"without": "SlidingWindowSpec"}, {}, "has no attribute 'SlidingWindowSpec'"),
+        ({}, {"ALLOTROPE_VLLM": "yes"}, "ALLOTROPE_VLLM='yes' is not understood; allowed: 0, 1"),
+    ],
+    ids=["unknown version", "removed symbol", "unknown switch"],
+)
+def test_one_line_and_the_host_goes_on(
+    tmp_path: Path, options: dict[str, str], environment: dict[str, str], text: str
+) -> None:
+    ended = run(host(tmp_path, **options), CALL.replace("register()\nregister()", "register()"), **environment)
+    (line,) = lines(ended)
+    assert line.startswith("allotrope: plugin off, vLLM runs its own models: ") and text in line
+    assert ended.stdout.startswith("0\n")
+
+
+def test_a_missing_parameter_is_found(tmp_path: Path) -> None:
+    path = host(tmp_path)
+    file = path / "vllm/v1/attention/backend/__init__.py"
+    file.write_text(file.read_text().replace(", block_table_tensor=None", ""))
+    (line,) = lines(run(path, "from allotrope.plugins.vllm import register\nregister()"))
+    assert "CommonAttentionMetadata has no parameter block_table_tensor" in line
+
+
+def test_registering_may_fail(tmp_path: Path) -> None:
+    path = host(tmp_path)
+    file = path / "vllm/model_executor/models/__init__.py"
+    file.write_text(file.read_text().replace("cls.found[name] = path", "raise OSError('registry\\n is full')"))
+    (line,) = lines(run(path, "from allotrope.plugins.vllm import register\nregister()"))
+    assert "registry is full" in line
+
+
+def test_without_a_host_nothing_is_imported() -> None:
+    code = "from allotrope.plugins.vllm import register\nregister()\nprint([n for n in sys.modules if 'vllm' in n])"
+    ended = run(None, code.replace("register()", "pass", 1) if contract.installed() else code)
+    assert "vllm.model_executor" not in ended.stdout
+
+
+def test_the_contract_lists_every_host_symbol() -> None:
+    """What the plugin's files import of vLLM is what the contract probes, no more and no less."""
+    used = set()
+    for path in PLUGIN.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                used |= {f"{node.module}:{alias.name}" for alias in node.names}
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.split(".")[0] == "vllm" for alias in node.names), path
+    # Read, never named: the object that `get_forward_context` returns, and what builders are given.
+    assert {symbol.path for symbol in contract.SYMBOLS} == used | {"vllm.forward_context:ForwardContext"}
+
+
+def test_compat_reports_the_host(tmp_path: Path) -> None:
+    code = "from allotrope.commands.compat import report\nimport json\nprint(json.dumps(report({!r})))".format(
+        "allotrope.plugins.vllm.contract"
+    )
+    import json
+
+    good = json.loads(run(host(tmp_path / "good"), code).stdout)
+    assert good["version"] == "0.32.0" and not good["refusals"]
+    assert {one["architecture"] for one in good["models"] if one["taken"]} == set(ARCHITECTURES)
+    bad = json.loads(run(host(tmp_path / "bad", without="MultipleOf"), code).stdout)
+    assert len(bad["refusals"]) == 1 and not any(one["taken"] for one in bad["models"])

@@ -1,0 +1,172 @@
+"""From vLLM's words to ours, without vLLM: page sizes, batches and page tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from allotrope.attention.batch import BatchLayout, index_pages
+from allotrope.attention.cache_layout import (
+    CacheLayout,
+    Field,
+    PagedRows,
+    StateSlots,
+    WindowRows,
+    page_bytes,
+    page_views,
+    row_bytes,
+)
+from allotrope.layers.parallel import Parallel
+from allotrope.models.registry import ARCHITECTURES, find_architecture, read_spec
+from allotrope.plugins.vllm import STATEFUL
+from allotrope.plugins.vllm.translate import arrange, common_page, describe, page_tokens, rows_index, states_index
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Told:
+    """What vLLM's common metadata says of a step."""
+
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    max_query_len: int
+    max_seq_len: int = 64
+    num_actual_tokens: int = 0
+    num_reqs: int = 0
+    seq_lens_cpu_upper_bound: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.query_start_loc = self.query_start_loc_cpu
+        self.num_reqs = len(self.seq_lens)
+        self.num_actual_tokens = self.num_actual_tokens or int(self.query_start_loc_cpu[-1])
+
+
+def told(lens: list[int], seen: list[int]) -> Told:
+    starts = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32)
+    return Told(starts, torch.tensor(seen, dtype=torch.int32), max(lens))
+
+
+def caches(architecture: str) -> tuple[CacheLayout, ...]:
+    found = find_architecture({"architectures": [architecture]}, architecture)
+    _, spec = read_spec(found.tiny() | {"architectures": [architecture]}, architecture)
+    own = [layer.mixer for layer in spec.layers if layer.mixer.shares_cache_of is None]
+    specs = [mixer.attention(Parallel(), torch.bfloat16, torch.bfloat16) for mixer in own]
+    return tuple(layout for one in specs for layout in one.caches().values())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_one_page_size_holds_whole_rows_of_every_cache(architecture: str, block_size: int) -> None:
+    layouts = caches(architecture)
+    page = common_page(layouts, block_size)
+    rows = [layout for layout in layouts if not isinstance(layout, StateSlots)]
+    for layout in rows:
+        assert page_bytes(layout, page_tokens(layout, page)) == page
+        if isinstance(layout, PagedRows):
+            assert page_tokens(layout, page) >= block_size
+    assert all(row_bytes(layout) <= page for layout in layouts)
+    if len(set(rows)) == 1 and len(rows) == len(layouts):
+        # vLLM's scheduler goes by its own block size where there is one group.
+        assert page_tokens(rows[0], page) == block_size
+    assert f"pages of {page} bytes" in describe(layouts, block_size)
+
+
+def test_stateful_architectures_are_those_with_states() -> None:
+    found = {name for name in ARCHITECTURES if any(isinstance(layout, StateSlots) for layout in caches(name))}
+    assert found == STATEFUL
+
+
+def test_a_states_padding_is_told() -> None:
+    state = StateSlots((Field("ssm", (100,), torch.uint8),))
+    rows = PagedRows((Field("kv", (16,), torch.uint8),))
+    assert describe((state, rows), 8) == (
+        "pages of 128 bytes: ssm one state, 21 % of the page unused; kv 8 tokens; prefixes are shared in runs of 8 tokens"
+    )
+
+
+def test_views_of_whole_pages_share_their_memory() -> None:
+    layout = PagedRows((Field("k", (2, 3), torch.float32), Field("v", (2, 2), torch.float32)))
+    memory = torch.zeros(5, page_bytes(layout, 4), dtype=torch.uint8)
+    found = page_views(layout, memory)
+    assert [tuple(view.shape) for view in found.values()] == [(5, 4, 2, 3), (5, 4, 2, 2)]
+    # What one page holds lies in that page, and a row has one number in the pool.
+    found["k"].flatten(0, 1).index_fill_(0, torch.tensor([4, 7]), 1.0)
+    found["v"].flatten(0, 1).index_fill_(0, torch.tensor([8]), 1.0)
+    assert [bool(page.any()) for page in memory] == [False, True, True, False, False]
+    assert memory[1].view(torch.float32).view(4, 10)[:, :6].sum() == 12
+
+
+def test_states_may_have_longer_pages() -> None:
+    layout = StateSlots((Field("conv", (3, 2), torch.bfloat16), Field("ssm", (2, 2), torch.float32)))
+    found = page_views(layout, torch.zeros(4, 64, dtype=torch.uint8)[:, :40])
+    assert [tuple(view.shape) for view in found.values()] == [(4, 3, 2), (4, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "pages", "text"),
+    [
+        (PagedRows((Field("k", (5,), torch.uint8),)), torch.zeros(3, 16, dtype=torch.uint8), "rows of 5 bytes"),
+        (PagedRows((Field("k", (4,), torch.uint8),)), torch.zeros(3, 20, dtype=torch.uint8)[:, :16], "20 apart"),
+        (
+            WindowRows((Field("a", (3,), torch.uint8), Field("b", (1,), torch.float32)), 4),
+            torch.zeros(2, 14, dtype=torch.uint8),
+            "field b of torch.float32 is not aligned",
+        ),
+    ],
+)
+def test_pages_that_do_not_fit_are_refused(layout: CacheLayout, pages: torch.Tensor, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        page_views(layout, pages)
+
+
+def test_requests_with_one_new_token_come_first() -> None:
+    batch, order = arrange(told([3, 1, 0, 2, 1], [9, 5, 0, 2, 1]), CPU)
+    assert batch.query_lens == (1, 1, 3, 2) and batch.seq_lens == (5, 1, 9, 2)
+    assert order.requests.tolist() == [1, 4, 0, 3]
+    assert order.tokens.tolist() == [3, 6, 0, 1, 2, 4, 5]
+
+
+def test_vllms_order_is_kept_where_it_is_ours() -> None:
+    batch, order = arrange(told([1, 1, 4], [7, 3, 4]), CPU)
+    assert batch.query_lens == (1, 1, 4)
+    assert (order.requests, order.tokens) == (slice(0, 3), slice(0, 6))
+
+
+def test_page_tables_are_those_of_our_own_engine() -> None:
+    batch, order = arrange(told([2, 1], [6, 9]), CPU)
+    # The second request is first with us; its first page fell out of a window and became vLLM's null block.
+    table = torch.tensor([[3, 5, 9, 9], [0, 7, 2, 8]], dtype=torch.int32)
+    slots = torch.tensor([5 * 4 + 0, 5 * 4 + 1, 2 * 4 + 0])
+    found = rows_index(batch, order, table, slots, 4)
+    want = index_pages(batch, 4, [[-1, 7, 2], [3, 5, 9]])
+    assert found.page_size == 4
+    assert torch.equal(found.table, want.table) and torch.equal(found.slots, want.slots)
+
+
+def test_nothing_is_written_to_block_0() -> None:
+    batch = BatchLayout((1, 1), (1, 1), CPU)
+    order = arrange(told([1, 1], [1, 1]), CPU)[1]
+    found = rows_index(batch, order, torch.tensor([[0], [1]]), torch.tensor([3, 4]), 4)
+    assert found.slots.tolist() == [-1, 4]
+
+
+def test_the_state_is_that_of_the_block_of_the_last_token() -> None:
+    batch, order = arrange(told([1, 1, 3], [4, 5, 9]), CPU)
+    table = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    assert states_index(batch, order, table, None).slots.tolist() == [1, 4, 7]
+    assert states_index(batch, order, table, 4).slots.tolist() == [1, 5, 9]
+
+
+def test_decodes_from_static_tensors() -> None:
+    """The same facts as from the host's integers, which are bounds then; padding sees nothing."""
+    step = told([1, 1, 1], [4, 9, 0])
+    batch, order = arrange(step, CPU, static=True)
+    assert batch.seq_lens == (64, 64, 64)
+    assert batch.tensors.seq_lens is step.seq_lens and batch.tensors.query_start is step.query_start_loc
+    assert batch.positions.tolist() == [3, 8, 0] and batch.request_of_token.tolist() == [0, 1, 2]
+    table = torch.arange(1, 49).view(3, 16)
+    assert rows_index(batch, order, table, torch.tensor([7, 8, -1]), 4).table.shape == (3, 16)
+    assert arrange(told([1, 2], [4, 9]), CPU, static=True)[0].given is None
