@@ -11,6 +11,7 @@ from torch import nn
 
 from allotrope.cpu.rows import rows
 from allotrope.layers.build import Build
+from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.parallel import Section
 from allotrope.layers.step import LayerStep
@@ -37,6 +38,9 @@ class Gating:
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`gate_up`: [T, 2 * width], gate first. Returns [T, width]."""
+        fused = device_kernels("mlp", gate_up.device)
+        if fused is not None:
+            return fused.gated(gate_up, self.activation, self.slope, self.limit, self.offset)
         compiled = rows(gate_up.dtype, gate_up.device)
         if compiled is not None and self == Gating() and compiled.gates(gate_up):
             return compiled.gate(gate_up)

@@ -1,4 +1,4 @@
-"""The middle of a gated feed-forward block in one launch: y = act(gate) * (up + offset), in fp32, rounded once.
+"""Gates in one launch: y = act(gate) * (up + offset), in fp32, rounded once.
 
 A program owns a run of one token's columns. Bytes moved: gate, up and y.
 """
@@ -12,35 +12,41 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2}
 
 
 @triton.jit
 def gating_kernel(
-    gate_up,
+    gate,
+    up,
     out,
     width,
-    row_stride,
+    gate_stride,
+    up_stride,
     slope,
     limit,
     offset,
     BLOCK: tl.constexpr,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """`gate_up`: [T, 2 * width], gate first. `out`: [T, width], contiguous."""
+    """`gate`, `up`: [T, width], any row strides. `out`: [T, width], contiguous. `ACTIVATION`: as in `_ACTIVATIONS`."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < width
-    start = gate_up + token * row_stride
-    gate = tl.load(start + column, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(start + width + column, mask=there, other=0.0).to(tl.float32)
+    x = tl.load(gate + token * gate_stride + column, mask=there, other=0.0).to(tl.float32)
+    y = tl.load(up + token * up_stride + column, mask=there, other=0.0).to(tl.float32)
     if LIMIT:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-    # gelu's tanh form is x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
-    inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else slope * gate
-    value = gate * tl.sigmoid(inner) * (up + offset)
+        x = tl.minimum(x, limit)
+        y = tl.minimum(tl.maximum(y, -limit), limit)
+    y += offset
+    if ACTIVATION == 0:
+        value = x * tl.sigmoid(slope * x) * y
+    elif ACTIVATION == 1:
+        # x * sigmoid(2 u) is x (1 + tanh u) / 2; u = sqrt(2 / pi) (x + 0.044715 x^3).
+        value = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x)) * y
+    else:
+        value = tl.sigmoid(x) * y
     tl.store(out + token * width + column, value.to(out.dtype.element_ty), mask=there)
 
 
@@ -59,21 +65,35 @@ def gated(
     `gate_up`: [T, 2 * width], gate first, any row stride. `activation`: "silu" (x * sigmoid(slope * x)) or "gelu_tanh".
     Returns [T, width] in the same type.
     """
-    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    assert gate_up.stride(1) == 1
-    out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
+    width = gate_up.shape[1] // 2
+    return _launch(gate_up[:, :width], gate_up[:, width:], activation, slope, limit, offset)
+
+
+def opened(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(gate). `x`, `gate`: [T, width], any row strides. Returns [T, width]."""
+    return _launch(gate, x, "sigmoid", 1.0, None, 0.0)
+
+
+def _launch(
+    gate: torch.Tensor, up: torch.Tensor, activation: str, slope: float, limit: float | None, offset: float
+) -> torch.Tensor:
+    assert gate.stride(1) == 1 and up.stride(1) == 1
+    tokens, width = gate.shape
+    out = torch.empty((tokens, width), dtype=up.dtype, device=up.device)
     if not out.numel():
         return out
     launch = config("gfx942" if torch.version.hip else "sm_90", width)
     gating_kernel[(tokens, triton.cdiv(width, launch["BLOCK"]))](
-        gate_up,
+        gate,
+        up,
         out,
         width,
-        gate_up.stride(0),
+        gate.stride(0),
+        up.stride(0),
         slope,
         limit or 0.0,
         offset,
-        GELU=activation == "gelu_tanh",
+        ACTIVATION=_ACTIVATIONS[activation],
         LIMIT=limit is not None,
         **launch,
     )
@@ -83,14 +103,16 @@ def gated(
 def variants(arch: str) -> list[Variant]:
     """Plain silu, gelu, and a clamped silu."""
     made = []
-    for name, kind, gelu, limit in (
-        ("gating silu", "*bf16", False, False),
-        ("gating gelu", "*bf16", True, False),
-        ("gating clamped", "*fp16", False, True),
+    for name, kind, activation, limit in (
+        ("gating silu", "*bf16", "silu", False),
+        ("gating gelu", "*bf16", "gelu_tanh", False),
+        ("gating sigmoid", "*bf16", "sigmoid", False),
+        ("gating clamped", "*fp16", "silu", True),
     ):
         launch = config(arch, 14336)
-        signature = {"gate_up": kind, "out": kind, "width": "i32", "row_stride": "i32"}
+        signature = dict.fromkeys(("gate", "up", "out"), kind)
+        signature |= dict.fromkeys(("width", "gate_stride", "up_stride"), "i32")
         signature |= dict.fromkeys(("slope", "limit", "offset"), "fp32")
-        constants = {"BLOCK": launch["BLOCK"], "GELU": gelu, "LIMIT": limit}
+        constants = {"BLOCK": launch["BLOCK"], "ACTIVATION": _ACTIVATIONS[activation], "LIMIT": limit}
         made.append(Variant(name, gating_kernel, signature, constants, launch["num_warps"], launch["num_stages"]))
     return made

@@ -9,6 +9,7 @@ from torch import nn
 
 from allotrope.cpu.rows import rows
 from allotrope.layers.build import Build
+from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.parallel import Placement, Section, parameter
 
 
@@ -33,6 +34,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: [..., size]. Returns the same shape and type."""
+        fused = device_kernels("norm", x.device)
+        if fused is not None:
+            return fused.rms_norm(x, self.factors, self.size * self.eps)
         compiled = rows(x.dtype, x.device)
         if compiled is not None and compiled.normalizes(x):
             return compiled.normalize(x, self.factors, self.size * self.eps)
@@ -43,6 +47,15 @@ class RMSNorm(nn.Module):
             return (exact / length).mul_(self.factors)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         return torch.mul(exact.div_(length), self.factors, out=out)
+
+    def add(self, y: torch.Tensor, x: torch.Tensor, inner: RMSNorm | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """s = x + y, or x + `inner`(y), and the norm of s. `y`, `x`: [T, size]. Returns s and its norm."""
+        fused = device_kernels("norm", x.device)
+        if fused is not None:
+            factors = None if inner is None else inner.factors
+            return fused.add_rms_norm(y, x, self.factors, self.size * self.eps, factors)
+        total = x + (y if inner is None else inner(y))
+        return total, self(total)
 
 
 class AllHeadsNorm(nn.Module):

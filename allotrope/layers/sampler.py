@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.ranking import TokenScores, largest, row_blocks, score_tokens
 
 # The most likely token weighs 2^40. Sums over 2^22 tokens stay below 2^63, and what is rounded to zero
@@ -142,12 +143,18 @@ def sample(logits: torch.Tensor, step: SamplingStep) -> Sampled:
     elif step.scored is not None and len(step.scored) < len(logits):
         raw = logits.index_select(0, step.scored)
 
-    token_ids, peaks = _choose(logits, step)
-    good = peaks.isfinite() if finite is None else peaks.isfinite() & finite
+    fused = device_kernels("sampler", logits.device)
+    if fused is not None:
+        token_ids = fused.choose(logits.float(), step)
+        good = finite
+    else:
+        token_ids, peaks = _choose(logits, step)
+        good = peaks.isfinite() if finite is None else peaks.isfinite() & finite
     scores = None
     if step.scored is not None:
-        scores = score_tokens(raw, token_ids.index_select(0, step.scored), step.top_count)
-    return Sampled(token_ids.where(good, -1), scores)
+        score = score_tokens if fused is None else fused.score_tokens
+        scores = score(raw, token_ids.index_select(0, step.scored), step.top_count)
+    return Sampled(token_ids if good is None else token_ids.where(good, -1), scores)
 
 
 def _choose(logits: torch.Tensor, step: SamplingStep) -> tuple[torch.Tensor, torch.Tensor]:

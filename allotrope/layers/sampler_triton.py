@@ -240,14 +240,22 @@ def _cut(
 ):  # fmt: skip
     """The largest key that has at least `goal` tokens, or weight, at or above it. `low` has enough, `high` has not.
 
-    Returns it, number and weight of the tokens above it, and the number of its own tokens and the weight of one.
+    Halves the range, whose ends then move on to keys that there are. Returns the key, number and weight of the tokens
+    above it, and the weight of one of its own.
     """
     while high - low > 1:
         middle = low + (high - low) // 2
-        count, mass = _above(row_start, found, weights, chunks, size, written, vocab, peak, heat, middle, CHUNK)
-        enough = (mass >= goal) if BY_MASS else (count >= goal)
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
+        reached, nearest, below = tl.full([], 0, tl.int64), high, low
+        for chunk in range(chunks):
+            keys, _, weight = _load_chunk(row_start, found, weights, chunk, size, written, vocab, peak, heat, CHUNK)
+            key = keys.to(tl.int64)
+            above = key >= middle
+            reached += tl.sum(tl.where(above, weight if BY_MASS else 1, 0).to(tl.int64), axis=0)
+            nearest = tl.minimum(nearest, tl.min(tl.where(above, key, high), axis=0))
+            below = tl.maximum(below, tl.max(tl.where(above, low, key), axis=0))
+        enough = reached >= goal
+        low = tl.where(enough, nearest, low)
+        high = tl.where(enough, high, below + 1)
     count, mass = _above(row_start, found, weights, chunks, size, written, vocab, peak, heat, low + 1, CHUNK)
     own, weight = _above(row_start, found, weights, chunks, size, written, vocab, peak, heat, low, CHUNK)
     own -= count

@@ -27,8 +27,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
-        x = x + self.mixer(self.mixer_norm(x), here)
-        return x + self.ffn(self.ffn_norm(x), here)
+        x, normed = self.ffn_norm.add(self.mixer(self.mixer_norm(x), here), x)
+        return x + self.ffn(normed, here)
 
 
 class Decoder(nn.Module):

@@ -34,8 +34,8 @@ class SandwichLayer(DecoderLayer):
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
-        x = x + self.mixer_out_norm(self.mixer(self.mixer_norm(x), here))
-        return x + self.ffn_out_norm(self.ffn(self.ffn_norm(x), here))
+        x, normed = self.ffn_norm.add(self.mixer(self.mixer_norm(x), here), x, self.mixer_out_norm)
+        return x + self.ffn_out_norm(self.ffn(normed, here))
 
 
 class Gemma3Decoder(Decoder):

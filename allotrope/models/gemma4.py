@@ -107,8 +107,8 @@ class Gemma4Layer(SandwichLayer):
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
-        x = x + self.mixer_out_norm(self.mixer(self.mixer_norm(x), here))
-        y = self.ffn(self.ffn_norm(x), here)
+        x, normed = self.ffn_norm.add(self.mixer(self.mixer_norm(x), here), x, self.mixer_out_norm)
+        y = self.ffn(normed, here)
         if self.beside is not None:
             y = self.beside(x, y, here)
         x = x + self.ffn_out_norm(y)

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from allotrope.attention.check import KINDS, compare
 from allotrope.layers.mlp import Gating
-from allotrope.layers.mlp_triton import gated
+from allotrope.layers.mlp_triton import gated, opened
 from allotrope.layers.norm_triton import add_rms_norm, rms_norm
 
 FLOOR = 0.1
@@ -95,3 +95,10 @@ def test_activation(gating: Gating, dtype: torch.dtype) -> None:
         gate_up = 2 * _random(dtype, 3, 2 * width + 8)[:, 8:]
         got = gated(gate_up, gating.activation, gating.slope, gating.limit, gating.offset)
         _same(got, gating(gate_up.cpu().float()).to(DEVICE), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gate_beside(dtype: torch.dtype) -> None:
+    """Both cut out of wider rows."""
+    x, gate = _random(dtype, 3, 200)[:, 20:150], _random(dtype, 3, 300)[:, :130]
+    _same(opened(x, gate), x.float() * torch.sigmoid(gate.float()), dtype)

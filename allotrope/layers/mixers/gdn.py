@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from allotrope.attention.backend import choose
 from allotrope.attention.gdn import GdnSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
+from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
@@ -85,21 +87,36 @@ class GdnMixer(nn.Module):
         self.A_log = parameter((self.spec.num_v_heads,), heads, torch.float32, build.device)
         self.dt_bias = parameter((self.spec.decay_dim,), Placement((spec.rates,)), torch.float32, build.device)
         self.norm = parameter((spec.v_head_dim,), whole, torch.float32, build.device)
+        self.norm_factors = self.norm.data
 
     def finish_loading(self) -> None:
         """Lay the convolution's weight out as the family reads it, one factor of all channels after another."""
         self.conv_weight.data = self.conv_weight.data.float().t().contiguous().t()
+        self.norm_factors = self.norm.data * self.spec.v_head_dim**0.5
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
         spec = self.spec
         sizes = (spec.conv_dim, spec.value_dim, spec.num_v_heads, spec.num_v_heads)
         qkv, z, b, a = self.inputs(x).split(sizes, dim=-1)
-        return self.out((self.mix(qkv, b, a, here) * F.silu(z.float())).to(x.dtype))
+        return self.out(self.opened(self.mix(qkv, b, a, here), z, "silu"))
 
     def mix(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, here: LayerStep) -> torch.Tensor:
-        """The rule and the norm of each head's output. Arguments as the family's; returns [T, value_dim] fp32."""
-        mixed = self.backend.run(
+        """The rule. Arguments as the family's; returns [T, Hv, Dv]."""
+        return self.backend.run(
             self.spec, here.plan, here.caches, qkv, b, a, self.conv_weight, None, self.A_log, self.dt_bias
         )
-        return F.rms_norm(mixed.float(), (self.spec.v_head_dim,), self.norm, self.norm_eps).flatten(1)
+
+    def opened(self, mixed: torch.Tensor, gate: torch.Tensor, kind: Literal["silu", "sigmoid"]) -> torch.Tensor:
+        """The norm of each head times silu or sigmoid of its gate. `mixed`: [T, Hv, Dv]. `gate`: [T, value_dim].
+
+        Returns [T, value_dim] in the gate's type.
+        """
+        size = self.spec.v_head_dim
+        fused = device_kernels("norm", gate.device)
+        if fused is not None:
+            gate = gate.unflatten(1, (-1, size))
+            return fused.rms_norm(mixed, self.norm_factors, size * self.norm_eps, gate=gate, gate_kind=kind).flatten(1)
+        normed = F.rms_norm(mixed.float(), (size,), self.norm, self.norm_eps).flatten(1)
+        factor = F.silu(gate.float()) if kind == "silu" else torch.sigmoid(gate.float())
+        return (normed * factor).to(gate.dtype)

@@ -51,5 +51,4 @@ class KdaMixer(GdnMixer):
         """`x`: [T, hidden]. Returns the same shape."""
         sizes = (self.spec.conv_dim, self.spec.num_v_heads, self.rank, self.rank)
         qkv, b, decay, gate = self.inputs(x).split(sizes, dim=-1)
-        mixed = self.mix(qkv, b, self.decay(decay), here)
-        return self.out((mixed * torch.sigmoid(self.gate(gate).float())).to(x.dtype))
+        return self.out(self.opened(self.mix(qkv, b, self.decay(decay), here), self.gate(gate), "sigmoid"))

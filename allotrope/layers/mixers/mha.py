@@ -8,15 +8,19 @@ from typing import Literal
 import torch
 from torch import nn
 
-from allotrope.attention.backend import choose
+from allotrope.attention.backend import Backend, choose, lazily
 from allotrope.attention.mha import MhaSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.attention.rope import RopeSpec, rotate
+from allotrope.attention.rope_store import HeadSpec, Rows
 from allotrope.layers.build import Build
+from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
+
+_rope_store = lazily("allotrope.attention.rope_store_triton", "rope_store")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +78,7 @@ class MhaMixer(nn.Module):
         self.rope = spec.rope
         self.spec = spec.attention(build.parallel, build.dtype, build.kv_dtype)
         family = FAMILIES[self.spec.family]
-        self.backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
+        backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
         # Of FP8 rows, by the argument's name; none for others.
         self.row_scales: dict[str, float] = {}
         heads, dim, value_dim = spec.num_heads, spec.head_dim, self.spec.value_dim
@@ -97,6 +101,23 @@ class MhaMixer(nn.Module):
         if spec.sinks:
             placement = Placement((Section("", heads, 1),))
             self.sinks = parameter((self.spec.num_heads,), placement, torch.float32, build.device)
+        self.heads = HeadSpec(
+            heads=self.spec.num_heads,
+            kv_heads=self.spec.num_kv_heads if self.owns_rows else 0,
+            dim=spec.head_dim,
+            v_dim=self.spec.value_dim,
+            eps=spec.norm_eps,
+            qk_norm=spec.qk_norm is not None,
+            v_norm=spec.v_norm,
+            value_scale=spec.value_scale,
+            values_from_keys=spec.values_from_keys,
+        )
+        self.use(backend)
+
+    def use(self, backend: Backend) -> None:
+        """Let `backend` attend; the plan of one that is ours for a GPU says which row each token is stored in."""
+        self.backend = backend
+        self.stores = backend.name == "triton" and not isinstance(self.q_norm, AllHeadsNorm)
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
@@ -105,6 +126,10 @@ class MhaMixer(nn.Module):
         gate = None
         if self.gate_size:
             projected, gate = projected.split((projected.shape[1] - self.gate_size, self.gate_size), dim=1)
+        if self.stores:
+            q = self._store(projected, here)
+            attended = self.backend.run(spec, here.plan, here.caches, q, None, None, self.sinks, **self.row_scales)
+            return self._out(attended, gate)
         rotated = heads + spec.num_kv_heads if self.owns_rows else heads
         border = rotated * spec.head_dim
         qk = projected[:, :border].view(-1, rotated, spec.head_dim)
@@ -117,8 +142,25 @@ class MhaMixer(nn.Module):
             qk = rotate(qk, here.step.rotation(self.rope, x.dtype))
         k = qk[:, heads:] if self.owns_rows else None
         attended = self.backend.run(spec, here.plan, here.caches, qk[:, :heads], k, v, self.sinks, **self.row_scales)
+        return self._out(attended, gate)
+
+    def _out(self, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         attended = attended.flatten(1)
-        return self.out(attended if gate is None else attended * torch.sigmoid(gate))
+        if gate is not None:
+            fused = device_kernels("mlp", gate.device)
+            attended = attended * torch.sigmoid(gate) if fused is None else fused.opened(attended, gate)
+        return self.out(attended)
+
+    def _store(self, projected: torch.Tensor, here: LayerStep) -> torch.Tensor:
+        """Norm, rotate and store what was projected; returns q [T, H, D]."""
+        rows = None
+        if self.owns_rows:
+            pools = here.caches["kv"]
+            rows = Rows(pools["k"], pools.get("v"), here.plan.paged.slots, **self.row_scales)
+        rotation = None if self.rope is None else here.step.rotation(self.rope, projected.dtype)
+        norms = (self.q_norm, self.k_norm)
+        factors = (norm.factors if isinstance(norm, RMSNorm) else None for norm in norms)
+        return _rope_store(self.heads, projected, rotation, *factors, rows)[0]
 
     def _values(self, qk: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
         """[T, G, Dv], from keys before their norm or from what was projected."""
