@@ -15,12 +15,12 @@ from allotrope.config import EngineConfig
 from allotrope.engine.executor import Executor, InProcess
 from allotrope.engine.flight import Flight, send_off
 from allotrope.engine.inputs import StepPlan, StepRow
-from allotrope.engine.load import draw_up, plan_caches
+from allotrope.engine.load import draw_up, eos_ids, plan_caches
 from allotrope.engine.memory_keeper import MemoryKeeper
 from allotrope.engine.observer import Observer
 from allotrope.engine.plan_report import describe
 from allotrope.engine.ranks import OnDeath, Ranks, share_threads
-from allotrope.engine.report import EngineLimits, EngineStats
+from allotrope.engine.report import EngineLimits, EngineStats, numbered
 from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_scores
 from allotrope.engine.scheduler import Row, Scheduler
 from allotrope.engine.seeds import derive_seed
@@ -91,7 +91,7 @@ class Engine:
             max_model_len=blueprint.max_model_len,
             vocab_size=blueprint.spec.vocab_size,
             max_num_seqs=config.max_num_seqs,
-            eos_ids=_eos_ids(blueprint.checkpoint.generation_config, blueprint.checkpoint.config),
+            eos_ids=eos_ids(blueprint.checkpoint.generation_config, blueprint.checkpoint.config),
             model_dtype=str(blueprint.build.dtype).removeprefix("torch."),
         )
 
@@ -217,9 +217,14 @@ class Engine:
         """Whether there is a tokenizer, the model's own or a given one."""
         return self._config.tokenizer is not None or self._checkpoint.tokenizer_path is not None
 
+    @property
+    def requests(self) -> list[str]:
+        """The ids of the requests that have not ended, in order of arrival."""
+        return list(self._requests)
+
     def stats(self) -> EngineStats:
         """Where the engine stands."""
-        labels = _labels([group.label for group in self._keeper.groups])
+        labels = numbered([group.label for group in self._keeper.groups])
         return EngineStats(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
@@ -378,19 +383,3 @@ def _step_row(row: Row, scored: int, follows: int) -> StepRow:
     seq = row.seq
     ids = tuple(seq.ids[seq.computed : row.end])
     return StepRow(ids, seq.computed, seq.pages, seq.slots, scored, follows)
-
-
-def _labels(names: list[str]) -> list[str]:
-    """The names, numbered where two are alike."""
-    return [name if names.count(name) == 1 else f"{name} #{names[: i + 1].count(name)}" for i, name in enumerate(names)]
-
-
-def _eos_ids(*sources: dict[str, object]) -> tuple[int, ...]:
-    """`eos_token_id` of the first source that has one; it may be a number or a list."""
-    for source in sources:
-        found = source.get("eos_token_id")
-        if isinstance(found, int):
-            return (found,)
-        if isinstance(found, list) and found:
-            return tuple(int(token) for token in found)
-    return ()

@@ -199,3 +199,14 @@ def available_memory() -> int:
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
         free = min(free, int(limit.read_text()) - int(used.read_text()))
     return max(free, 0)
+
+
+def eos_ids(*sources: dict[str, object]) -> tuple[int, ...]:
+    """`eos_token_id` of the first source that has one; it may be a number or a list."""
+    for source in sources:
+        found = source.get("eos_token_id")
+        if isinstance(found, int):
+            return (found,)
+        if isinstance(found, list) and found:
+            return tuple(int(token) for token in found)
+    return ()

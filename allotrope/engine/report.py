@@ -39,3 +39,8 @@ class EngineStats:
     prefix_hits: int = 0
     prefix_lost: dict[str, int] = field(default_factory=dict)
     preemptions: int = 0
+
+
+def numbered(names: list[str]) -> list[str]:
+    """The names, numbered where two are alike."""
+    return [name if names.count(name) == 1 else f"{name} #{names[: i + 1].count(name)}" for i, name in enumerate(names)]
