@@ -8,29 +8,74 @@
 
 #include "element.h"
 
+// Numbers of queries and keys that are multiplied at once, with what they are kept in.
+#if ELEMENT_BFLOAT16 && defined(__AVX512BF16__) && DIM % (2 * LANES) == 0
+#define WIDTH (2 * LANES)
+typedef __m512bh factors;
+static inline lanes multiply_add(lanes total, factors a, factors b) {
+    return (lanes)_mm512_dpbf16_ps((__m512)total, a, b);
+}
+static inline factors load_factors(const element *from) {
+    factors found;
+    memcpy(&found, from, sizeof found);
+    return found;
+}
+#else
+#define WIDTH LANES
+typedef lanes factors;
+static inline lanes multiply_add(lanes total, factors a, factors b) { return total + a * b; }
+static inline factors load_factors(const element *from) { return load(from); }
+#endif
+
+// The sums over the lanes of 16 vectors: halves of two are added into one, then quarters, and so on.
+static inline lanes sums(const lanes x[LANES]) {
+    lanes y[8], z[4], u[2];
+    for (int i = 0; i < 8; i++)
+        y[i] = __builtin_shufflevector(x[i], x[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               __builtin_shufflevector(x[i], x[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    for (int i = 0; i < 4; i++)
+        z[i] = __builtin_shufflevector(y[i], y[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+               __builtin_shufflevector(y[i], y[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int i = 0; i < 2; i++)
+        u[i] = __builtin_shufflevector(z[i], z[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               __builtin_shufflevector(z[i], z[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    return __builtin_shufflevector(u[0], u[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           __builtin_shufflevector(u[0], u[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+
 typedef struct {
     float largest[REPEAT], mass[REPEAT];
     lanes values[REPEAT][VALUE_DIM / LANES];
 } partial;
 
+// Ask for the rows of all heads before the first head needs its part: rows are contiguous, a head's parts are not.
+static void fetch(const element *pool, const long *rows, long count, long size) {
+    for (long i = 0; i < count; i++)
+        for (long d = 0; d < size; d += 64 / sizeof(element)) __builtin_prefetch(pool + rows[i] * size + d, 0, 2);
+}
+
 // One piece for one key/value head. rows: where each of its `count` keys and values is, in rows of the pool.
 static void attend(partial *to, const element *q, const element *keys, const element *values, const long *rows,
                    long count, long groups, float scale) {
-    lanes query[REPEAT][DIM / LANES];
+    factors query[REPEAT][DIM / WIDTH];
     for (int r = 0; r < REPEAT; r++)
-        for (int d = 0; d < DIM / LANES; d++) query[r][d] = load(q + r * DIM + d * LANES);
+        for (int d = 0; d < DIM / WIDTH; d++) query[r][d] = load_factors(q + r * DIM + d * WIDTH);
     float weights[REPEAT][PIECE] __attribute__((aligned(64)));
-    for (long i = 0; i < count; i++) {
-        const element *key = keys + rows[i] * groups * DIM;
-        lanes products[REPEAT] = {};
+    for (long begin = 0; begin < count; begin += LANES) {
+        lanes products[REPEAT][LANES] = {};
+        for (int i = 0; i < LANES; i++) {
+            // Beyond the last key comes the last key again, to be left out below.
+            const long row = rows[begin + i < count ? begin + i : count - 1];
+            const element *key = keys + row * groups * DIM;
 #pragma GCC unroll 32
-        for (int d = 0; d < DIM / LANES; d++) {
-            lanes part = load(key + d * LANES);
+            for (int d = 0; d < DIM / WIDTH; d++) {
+                const factors part = load_factors(key + d * WIDTH);
 #pragma GCC unroll 16
-            for (int r = 0; r < REPEAT; r++) products[r] += query[r][d] * part;
+                for (int r = 0; r < REPEAT; r++)
+                    products[r][i] = multiply_add(products[r][i], query[r][d], part);
+            }
         }
-#pragma GCC unroll 16
-        for (int r = 0; r < REPEAT; r++) weights[r][i] = sum(products[r]) * scale;
+        for (int r = 0; r < REPEAT; r++) *(lanes *)(weights[r] + begin) = sums(products[r]) * scale;
     }
     for (int r = 0; r < REPEAT; r++) {
         float largest = -INFINITY;
@@ -111,6 +156,8 @@ void store_and_attend(element *out, const element *q, long q_stride, const eleme
                 const long at = table[b * width + i / page];
                 rows[i - first] = at < 0 ? 0 : at * page + i % page;
             }
+            fetch(keys, rows, end - first, groups * DIM);
+            if (values != keys) fetch(values, rows, end - first, groups * VALUE_DIM);
             for (long g = 0; g < groups; g++)
                 attend(scratch + n * groups + g, q + b * q_stride + g * REPEAT * DIM, keys + g * DIM,
                        values + g * VALUE_DIM, rows, end - first, groups, scale);
