@@ -115,9 +115,9 @@ class MhaMixer(nn.Module):
         self.use(backend)
 
     def use(self, backend: Backend) -> None:
-        """Let `backend` attend; the plan of one that is ours for a GPU says which row each token is stored in."""
+        """Let `backend` attend. Before one of our kernels, one more does what else happens to heads."""
         self.backend = backend
-        self.stores = backend.name == "triton" and not isinstance(self.q_norm, AllHeadsNorm)
+        self.fused = backend.name == "triton" and not isinstance(self.q_norm, AllHeadsNorm)
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
@@ -126,9 +126,9 @@ class MhaMixer(nn.Module):
         gate = None
         if self.gate_size:
             projected, gate = projected.split((projected.shape[1] - self.gate_size, self.gate_size), dim=1)
-        if self.stores:
-            q = self._store(projected, here)
-            attended = self.backend.run(spec, here.plan, here.caches, q, None, None, self.sinks, **self.row_scales)
+        if self.fused:
+            q, k, v = self._turn_and_store(projected, here)
+            attended = self.backend.run(spec, here.plan, here.caches, q, k, v, self.sinks, **self.row_scales)
             return self._out(attended, gate)
         rotated = heads + spec.num_kv_heads if self.owns_rows else heads
         border = rotated * spec.head_dim
@@ -151,16 +151,20 @@ class MhaMixer(nn.Module):
             attended = attended * torch.sigmoid(gate) if fused is None else fused.opened(attended, gate)
         return self.out(attended)
 
-    def _store(self, projected: torch.Tensor, here: LayerStep) -> torch.Tensor:
-        """Norm, rotate and store what was projected; returns q [T, H, D]."""
+    def _turn_and_store(
+        self, projected: torch.Tensor, here: LayerStep
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Norm and rotate what was projected, in one launch: q, and k and v where they are not stored yet."""
         rows = None
-        if self.owns_rows:
+        # Some hosts show the step's plan to the backend alone, which then has to store.
+        paged = getattr(here.plan, "paged", None)
+        if self.owns_rows and paged is not None:
             pools = here.caches["kv"]
-            rows = Rows(pools["k"], pools.get("v"), here.plan.paged.slots, **self.row_scales)
+            rows = Rows(pools["k"], pools.get("v"), paged.slots, **self.row_scales)
         rotation = None if self.rope is None else here.step.rotation(self.rope, projected.dtype)
         norms = (self.q_norm, self.k_norm)
         factors = (norm.factors if isinstance(norm, RMSNorm) else None for norm in norms)
-        return _rope_store(self.heads, projected, rotation, *factors, rows)[0]
+        return _rope_store(self.heads, projected, rotation, *factors, rows)
 
     def _values(self, qk: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
         """[T, G, Dv], from keys before their norm or from what was projected."""
