@@ -45,8 +45,7 @@ class EngineConfig:
         "Bytes for all caches; default: enough for a full batch of the longest context, within a share of memory.", None
     )
     memory_utilization: float | None = option(
-        "Share of the device's free memory that weights, steps and caches may take; default: 0.9 of a GPU's, half of a "
-        "CPU's.",
+        "Share of free memory: of a GPU's for weights, steps and caches (default 0.9), of a CPU's for caches (0.5).",
         None,
     )
     enable_prefix_caching: bool = option("Reuse cached pages of equal prompt beginnings.", True)

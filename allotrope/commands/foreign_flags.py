@@ -5,7 +5,7 @@ Owns the spellings only; it must not know how a command line is read.
 
 from __future__ import annotations
 
-# Our field -> other spellings of its flag. vLLM counts the model's weights in its share of memory; we do not.
+# Our field -> other spellings of its flag. On a CPU our share of memory does not count the weights.
 # The last rows are those of its `bench serve`.
 ALIASES: dict[str, tuple[str, ...]] = {
     "memory_utilization": ("--gpu-memory-utilization", "--device-memory-utilization"),
@@ -19,7 +19,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 
 _PARALLEL = "the only way to share a model between processes is --tensor-parallel-size"
-_EAGER = "there are no captured graphs to turn off or to shape; leave it out"
+_EAGER = "decode steps are captured at sizes of their own; --no-cuda-graphs turns that off"
 _NO_REMOTE_CODE = "code from a checkpoint is never run; leave it out"
 _NO_LORA = "adapters are not supported; merge them into the checkpoint"
 _NO_MEDIA = "only text is supported"
