@@ -103,9 +103,9 @@ def _take(x: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
 
 def _advance(core: Advance, pool: torch.Tensor, slots: Slots, fed: Sequence[torch.Tensor]) -> torch.Tensor:
     held = _take(pool, slots)
-    state = held.float()
+    state = held.float().contiguous()
     out = core(*fed, state)
-    # A slice of an fp32 pool is the pool's own memory and has been advanced in place.
+    # A slice of an fp32 pool is the pool's own memory and has been advanced in place, if its states lie back to back.
     if state is not held or not isinstance(slots, slice):
         pool[slots] = state.to(pool.dtype)
     return out
