@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from allotrope.cpu.streams import stream_functions
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section, parameter
 
@@ -69,10 +70,15 @@ class HyperConnection(nn.Module):
         `streams`: [T, N, hidden]. Returns x [T, hidden], post [T, N] and C [T, N, N], all in the streams' type.
         """
         assert self.scales is not None
-        n, kind = self.spec.streams, streams.dtype
-        mixes = torch.addcmul(self.base, mix(streams, self.fn, self.spec.norm_eps), self.scales)
+        n, kind, spec = self.spec.streams, streams.dtype, self.spec
+        mixes = mix(streams, self.fn, spec.norm_eps)
+        compiled = stream_functions(streams.device)
+        if compiled is not None:
+            pre, post, comb = compiled.mixing(mixes, self.base, self.scales, n, spec.iterations, spec.eps)
+            return weigh(pre, streams), post.to(kind), comb.to(kind)
+        mixes = torch.addcmul(self.base, mixes, self.scales)
         gates = torch.sigmoid(mixes[:, : 2 * n])
-        x = weigh(gates[:, :n] + self.spec.eps, streams)
+        x = weigh(gates[:, :n] + spec.eps, streams)
         return x, (2 * gates[:, n:]).to(kind), self._sinkhorn(mixes[:, 2 * n :]).to(kind)
 
     def _sinkhorn(self, mixes: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from allotrope.layers import hyper_connection
 from allotrope.layers.build import Build
 from allotrope.layers.hyper_connection import HyperConnection, HyperConnectionSpec, HyperHead, expand
 
@@ -54,6 +55,13 @@ def direct(module: HyperConnection, streams: torch.Tensor, y: torch.Tensor) -> t
     new = torch.stack([post[j] * y.double() + sum(c[i][j] * old[i] for i in range(n)) for j in range(n)])
     assert isinstance(x, torch.Tensor)
     return x, new
+
+
+@pytest.fixture(params=["as it comes", "torch alone"], autouse=True)
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test with what is compiled on this machine, and without."""
+    if request.param == "torch alone":
+        monkeypatch.setattr(hyper_connection, "stream_functions", lambda device: None)
 
 
 def test_equals_the_equations() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from allotrope.cpu import experts
 from allotrope.layers import linear
 from allotrope.layers.build import Build
 from allotrope.layers.mlp import Gating, MlpSpec
@@ -16,6 +17,14 @@ from allotrope.layers.parallel import Parallel
 from allotrope.models.weights import finish
 
 HIDDEN, WIDTH, EXPERTS, VOCABULARY = 16, 8, 12, 50
+
+
+@pytest.fixture(params=["as it comes", "torch alone"], autouse=True)
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test with what is compiled on this machine, and without."""
+    if request.param == "torch alone":
+        monkeypatch.setattr(experts, "expert_functions", lambda dtype, device: None)
+
 
 ROUTERS: dict[str, RouterSpec] = {
     "softmax": RouterSpec(experts=EXPERTS, topk=3),
@@ -75,6 +84,8 @@ def choose(spec: RouterSpec, weights: dict[str, torch.Tensor], x: torch.Tensor, 
 def gated(gating: Gating, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if gating.limit is not None:
         gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+    if gating.activation == "gelu_tanh":
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
     return gate / (1 + (-gating.slope * gate).exp()) * (up + gating.offset)
 
 
@@ -129,11 +140,12 @@ def test_routers(name: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> No
     "numbers",
     [
         {"bias": True, "gating": Gating(slope=1.702, limit=2.0, offset=1.0)},
+        {"gating": Gating(activation="gelu_tanh")},
         {"gating": Gating(limit=1.5), "shared": MlpSpec(hidden=HIDDEN, width=12, limit=1.5)},
         {"shared": MlpSpec(hidden=HIDDEN, width=24)},
         {"shared": MlpSpec(hidden=HIDDEN, width=8), "shared_gate": True},
     ],
-    ids=["bias and clamps", "clamped shared", "shared", "gated shared"],
+    ids=["bias and clamps", "gelu", "clamped shared", "shared", "gated shared"],
 )
 def test_experts(numbers: dict[str, Any], packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_SMALLEST_PACKED", 1 if packed else 1 << 18)
