@@ -10,7 +10,7 @@ import torch
 from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.family import CacheViews
-from allotrope.attention.mha import triton_decode, triton_prefill, triton_store
+from allotrope.attention.mha import gluon_prefill, triton_decode, triton_prefill, triton_store
 from allotrope.attention.mha.spec import MhaSpec
 
 
@@ -70,10 +70,35 @@ def run(
             max(batch.seq_lens[:decodes]), sinks, out, k_scale, v_scale,
         )  # fmt: skip
     if decodes < batch.num_requests:
-        how = triton_prefill.config(arch, spec, q.dtype)
-        cut = plan.tiles(how.block_m // triton_prefill.heads_of_a_tile(spec, how.block_m))
-        triton_prefill.prefill(spec, how, cut, q, pools, paged.table, sinks, out, k_scale, v_scale)
+        _prefill(spec, plan, arch, q, pools, sinks, out, k_scale, v_scale)
     return out
+
+
+def _prefill(
+    spec: MhaSpec,
+    plan: TritonPlan,
+    arch: str,
+    q: torch.Tensor,
+    pools: dict[str, torch.Tensor],
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    """The prompts, by whichever kernel is fastest on the chip."""
+    how = triton_prefill.config(arch, spec, q.dtype)
+    specialized = gluon_prefill.config(arch, spec, q.dtype)
+    block_m = how.block_m if specialized is None else specialized.block_m
+    cut = plan.tiles(block_m // triton_prefill.heads_of_a_tile(spec, block_m))
+    rest = (q, pools, plan.paged.table, sinks, out, k_scale, v_scale)
+    if not triton_prefill.fits(spec, cut, q.dtype):
+        how = triton_prefill.paged(how)
+        cut = plan.tiles(how.block_m // triton_prefill.heads_of_a_tile(spec, how.block_m))
+        triton_prefill.prefill(spec, how, cut, *rest)
+    elif specialized is None:
+        triton_prefill.prefill(spec, how, cut, *rest)
+    else:
+        gluon_prefill.prefill(spec, specialized, cut, *rest)
 
 
 def variants(arch: str) -> list[Variant]:

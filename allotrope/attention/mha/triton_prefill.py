@@ -8,7 +8,7 @@ The query heads of a key/value head are rows of one tile, token after token: a t
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ from allotrope.attention.mha.triton_decode import _LOG2E, _LOWEST, EVERYTHING, _
 
 # Rows of one gathered block: a request's region of the scratch begins at a multiple, and is zeros to the next one.
 REGION = 128
+# Bytes of gathered rows above which prompts read their pages instead: it is slower, and takes no memory.
+_MOST_GATHERED = 2**29
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ def config(arch: str, spec: MhaSpec, dtype: torch.dtype) -> Config:
     if widest <= 128:
         return Config(64, 64, 4, 2 if widest <= 64 else 3, True)
     return Config(128, 64, 8, 2, True) if widest <= 256 else Config(64, 32, 8, 2, True)
+
+
+def paged(how: Config) -> Config:
+    """The same chip's launch parameters without gathering."""
+    return replace(how, block_m=max(64, how.block_m), gather=False) if how.gather else how
 
 
 @dataclass(frozen=True)
@@ -295,6 +302,12 @@ def prefill(
         SINKS=sinks is not None, SHARED=spec.values_are_keys, GATHERED=how.gather,
         num_warps=how.warps, num_stages=how.stages,
     )  # fmt: skip
+
+
+def fits(spec: MhaSpec, cut: Tiles, dtype: torch.dtype) -> bool:
+    """Whether the prompts' rows may be gathered."""
+    fields = spec.head_dim if spec.values_are_keys else spec.head_dim + spec.value_dim
+    return cut.rows * spec.num_kv_heads * fields * dtype.itemsize <= _MOST_GATHERED
 
 
 def gathered(
