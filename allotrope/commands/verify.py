@@ -5,7 +5,9 @@ Exit status 0: it is. 1: it is not. 2: nothing could be compared.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -42,6 +44,22 @@ def _say(console: Console, lines: list[str]) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+def _sweep(engine: EngineConfig, options: VerifyOptions) -> None:
+    from rich.console import Console
+
+    from allotrope.verify.sweep import sweep, sweep_lines
+
+    with Console(stderr=True).status("starting") as status:
+        found = sweep(engine, options.new_tokens, status.update)
+    print("\n".join(sweep_lines(found)))
+    if options.json is not None:
+        options.json.write_text(
+            json.dumps([{**dataclasses.asdict(one), "wrong": one.wrong} for one in found], indent=1)
+        )
+    if any(one.wrong for one in found):
+        raise typer.Exit(1)
+
+
 @_status_2
 @expand_configs
 def verify(engine: EngineConfig, options: VerifyOptions) -> None:
@@ -57,6 +75,9 @@ def verify(engine: EngineConfig, options: VerifyOptions) -> None:
     from allotrope.verify.report import layer_table, regime_table, write_json, write_plot
     from allotrope.verify.run import verify as run
 
+    if options.sweep:
+        _sweep(engine, options)
+        return
     with Console(stderr=True).status("starting") as status:
         report = run(engine, options, status.update)
     # Narrower, the tables would lose their figures; a pipe has no width of its own.

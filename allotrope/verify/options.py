@@ -29,6 +29,11 @@ class VerifyOptions:
     lengths: str | None = option("Prompt lengths, comma-separated; default: around every boundary of the layers.", None)
     longest: int = option("Longest prompt that is made; boundaries beyond it are named as not crossed.", 1100)
     new_tokens: int = option("Tokens that follow each prompt, one by one.", 8)
+    sweep: bool = option(
+        "In place of all this: one prompt of each length from 15 to 8193 around powers of two, eagerly and through "
+        "graphs, against the engine's own reference backends.",
+        False,
+    )
     thorough: bool = option("Run every prompt in the slow regimes too, not only some.", False)
     json: Path | None = option("Also write all figures to this file.", None)
     plot: Path | None = option("Also draw the error by layer to this PNG file.", None)
@@ -43,6 +48,10 @@ class VerifyOptions:
             wrong.append(f"layers={self.layers} needs --random: a checkpoint's own layers are not left out")
         if self.reference is not None and (self.random or self.against == "stored"):
             wrong.append(f"reference={self.reference!r} needs a checkpoint of its own, held against Transformers")
+        named = [name for name in ("regimes", "lengths", "reference") if getattr(self, name) is not None]
+        if self.sweep and (named or self.random or self.against != "auto"):
+            given = [*named, *["random"] * self.random, *["against"] * (self.against != "auto")]
+            wrong.append(f"sweep=True has lengths and a reference of its own; leave out {', '.join(given)}")
         if self.random and self.against == "stored":
             wrong.append("random=True has no stored outputs; allowed with it: --against auto, transformers")
         unknown = sorted(set(self.named_regimes()) - set(REGIMES))

@@ -1,0 +1,151 @@
+"""One prompt of every length, eagerly and through graphs, against the engine's own references: no length may turn.
+
+The reference computes in fp32 on rows of the type that the engine keeps, with the family's readable backends. How far
+rounding alone goes is what the same backends come to in the engine's type, length by length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from allotrope.attention.registry import FAMILIES
+from allotrope.config import EngineConfig
+from allotrope.engine.engine import Engine
+from allotrope.engine.load import draw_up
+from allotrope.errors import ConfigError
+from allotrope.request import Request, SamplingParams
+from allotrope.verify.prompts import draw_prompts, usable_ids
+
+LENGTHS = tuple(length for power in range(4, 14) for length in (2**power - 1, 2**power, 2**power + 1))
+"""15, 16, 17, 31, ... 8193."""
+
+# Of the error that rounding makes at a length or at the middle one, whichever is more: what an engine may have.
+_ROUNDING = 3.0
+# Relative error that is never too much: another order of summation in fp32.
+_FLOOR = 1e-4
+# Rows of each prompt that are compared, besides those of the tokens after it.
+_LAST = 32
+
+
+@dataclass(frozen=True)
+class LengthError:
+    """`way`: "eager" or "graphs". `error`, `noise`: median over rows of the logits' relative RMS error."""
+
+    length: int
+    way: str
+    error: float
+    noise: float
+    allowed: float
+
+    @property
+    def wrong(self) -> bool:
+        return not self.error <= self.allowed
+
+
+class Forced:
+    """An `Observer` that keeps the last rows of each prompt's logits, and feeds given tokens if there are some."""
+
+    def __init__(self, tokens: dict[str, list[int]] | None = None) -> None:
+        self.given = tokens
+        self.tokens: dict[str, list[int]] = {}
+        self.rows: dict[str, list[torch.Tensor]] = {}
+
+    def logits(self, request_id: str, index: int, start: int, logits: torch.Tensor) -> None:
+        rows = self.rows.setdefault(request_id, [])
+        rows.append(logits[-_LAST:].float().cpu())
+        if len(logits) > 1:
+            # Of a prompt that came in chunks, the end of the last one is kept.
+            del rows[:-1]
+
+    def token(self, request_id: str, index: int, chosen: int) -> int:
+        so_far = self.tokens.setdefault(request_id, [])
+        so_far.append(max(chosen, 0) if self.given is None else self.given[request_id][len(so_far)])
+        return so_far[-1]
+
+
+def sweep(config: EngineConfig, new_tokens: int, tell: Callable[[str], None] = lambda text: None) -> list[LengthError]:
+    """Run every length that fits. Raises ConfigError if none does."""
+    blueprint = draw_up(config)
+    if config.dtype == "auto":
+        config = dataclasses.replace(config, dtype="float32")
+    room = min(blueprint.max_model_len, max(LENGTHS) + new_tokens)
+    lengths = [length for length in LENGTHS if length + new_tokens <= room]
+    if not lengths:
+        raise ConfigError(f"max_model_len={blueprint.max_model_len} leaves no length to sweep; {LENGTHS[0]} is needed.")
+    ids = usable_ids(blueprint.checkpoint.config, blueprint.spec.vocab_size)
+    drawn = draw_prompts(ids, lengths, config.seed)
+    families = sorted({spec.family for spec in blueprint.specs})
+    slow = ",".join(f"{name}={FAMILIES[name].backends[-1].name}" for name in families)
+    stored = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    ways: dict[str, dict[str, Any]] = {
+        "reference": {"attention_backend": slow, "dtype": "float32", "kv_cache_dtype": stored, "cuda_graphs": False},
+        "noise": {"attention_backend": slow, "cuda_graphs": False},
+        "eager": {"cuda_graphs": False},
+        "graphs": {"cuda_graphs": True},
+    }
+    if blueprint.build.device.type != "cuda":
+        del ways["graphs"]
+    rows: dict[str, dict[str, list[torch.Tensor]]] = {}
+    tokens: dict[str, list[int]] | None = None
+    for way, options in ways.items():
+        tell(f"running: {way}")
+        watch = Forced(tokens)
+        changed: dict[str, Any] = {"max_model_len": room, "max_num_seqs": 1, **options}
+        _run(dataclasses.replace(config, **changed), drawn, new_tokens, watch)
+        rows[way] = watch.rows
+        tokens = tokens or watch.tokens
+    want = rows.pop("reference")
+    errors = {way: [_error(found[f"{n}"], want[f"{n}"]) for n in lengths] for way, found in rows.items()}
+    usual = statistics.median(errors["noise"])
+    return [
+        LengthError(length, way, error, noise, _FLOOR + _ROUNDING * max(noise, usual))
+        for way in ("eager", "graphs")
+        if way in errors
+        for length, error, noise in zip(lengths, errors[way], errors["noise"], strict=True)
+    ]
+
+
+def _run(config: EngineConfig, drawn: Sequence[tuple[int, ...]], new_tokens: int, watch: Forced) -> None:
+    engine = Engine(config, observer=watch)
+    try:
+        engine.capture_all()
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        for prompt in drawn:
+            engine.add(Request(request_id=f"{len(prompt)}", prompt_ids=prompt, params=params))
+            while engine.has_work():
+                engine.step()
+            engine.reset_prefix_cache()
+    finally:
+        engine.close()
+
+
+def _error(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
+    """Median over rows of |got - want| / |want - its mean|: of the prompt's rows or of those behind it, the larger.
+
+    The first of `got` and `want` has the prompt's rows. Infinite where something is no number.
+    """
+    medians = []
+    for part in (slice(0, 1), slice(1, None)):
+        mine, theirs = torch.cat([*got[part]]), torch.cat([*want[part]])
+        off = (mine - theirs).norm(dim=-1) / (theirs - theirs.mean(-1, keepdim=True)).norm(dim=-1)
+        medians.append(float(off.nan_to_num(nan=torch.inf).median()))
+    return max(medians)
+
+
+def sweep_lines(found: Sequence[LengthError]) -> list[str]:
+    """A table for people: a line per length, a column per way."""
+    ways = list(dict.fromkeys(one.way for one in found))
+    lines = [f"{'length':>7}  {'rounding':>9}  {'allowed':>9}" + "".join(f"  {way:>9}" for way in ways)]
+    for length in dict.fromkeys(one.length for one in found):
+        here = [one for one in found if one.length == length]
+        cells = "".join(f"  {one.error:9.1e}{' WRONG' if one.wrong else ''}" for one in here)
+        lines.append(f"{length:>7}  {here[0].noise:9.1e}  {here[0].allowed:9.1e}{cells}")
+    wrong = [one for one in found if one.wrong]
+    lines.append(f"WRONG at {len(wrong)} lengths" if wrong else "PASS: no length turns")
+    return lines
