@@ -55,6 +55,8 @@ class Peer:
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "HF_HUB_OFFLINE": "1",
+            # Its own models, even where our plugin is installed.
+            "ALLOTROPE_VLLM": "0",
         }
         environment |= VARIANTS[name].get("environment", {})
         self.job = {

@@ -27,6 +27,10 @@ _PIECE = 64
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 
 
+class _Strides(ctypes.Structure):
+    _fields_ = (("page", _LONG), ("row", _LONG), ("head", _LONG))
+
+
 def rejects(spec: MhaSpec, device: torch.device) -> list[str]:
     """Why this backend cannot run a layer."""
     reasons = cpu.rejects(spec, device)
@@ -94,6 +98,8 @@ def run(
     library, partial_bytes = _library(spec)
     keys = caches["kv"]["k"]
     values = keys if spec.values_are_keys else caches["kv"]["v"]
+    if keys.stride(3) != 1 or values.stride(3) != 1:
+        raise ValueError(f"strides of keys {keys.stride()} and values {values.stride()}; the last must be 1")
     requests, paged = plan.batch.num_decodes, plan.paged
     out = q.new_empty(len(q), spec.num_heads, spec.value_dim) if requests else None
     q = _side_by_side(q)
@@ -104,7 +110,8 @@ def run(
     library.store_and_attend(
         None if out is None else out.data_ptr(), q.data_ptr(), q.stride(0),
         k.data_ptr() if stores else None, k.stride(0), v.data_ptr(), v.stride(0), paged.slots.data_ptr(), len(q),
-        keys.data_ptr(), values.data_ptr(), spec.num_kv_heads, paged.page_size,
+        keys.data_ptr(), _Strides(*keys.stride()[:3]), values.data_ptr(), _Strides(*values.stride()[:3]),
+        spec.num_kv_heads, paged.page_size,
         plan.pieces.data_ptr(), plan.starts.data_ptr(), requests, paged.table.data_ptr(), paged.table.shape[1],
         spec.scale, None if exact_sinks is None else exact_sinks.data_ptr(), scratch.data_ptr(),
     )  # fmt: skip
@@ -133,7 +140,7 @@ def _library(spec: MhaSpec) -> tuple[ctypes.CDLL, int]:
     library.partial_bytes.restype = _LONG
     library.store_and_attend.restype = None
     library.store_and_attend.argtypes = [
-        _POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG,
-        _POINTER, _POINTER, _LONG, _POINTER, _LONG, _FLOAT, _POINTER, _POINTER,
+        _POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _Strides, _POINTER,
+        _Strides, _LONG, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _FLOAT, _POINTER, _POINTER,
     ]  # fmt: skip
     return library, library.partial_bytes()

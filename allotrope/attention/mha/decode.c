@@ -48,15 +48,20 @@ typedef struct {
     lanes values[REPEAT][VALUE_DIM / LANES];
 } partial;
 
+// A pool of keys or values: numbers between two pages, two rows of a page, two heads of a row.
+typedef struct {
+    long page, row, head;
+} strides;
+
 // Ask for the rows of all heads before the first head needs its part: rows are contiguous, a head's parts are not.
-static void fetch(const element *pool, const long *rows, long count, long size) {
+static void fetch(const element *pool, const long *at, long count, long size) {
     for (long i = 0; i < count; i++)
-        for (long d = 0; d < size; d += 64 / sizeof(element)) __builtin_prefetch(pool + rows[i] * size + d, 0, 2);
+        for (long d = 0; d < size; d += 64 / sizeof(element)) __builtin_prefetch(pool + at[i] + d, 0, 2);
 }
 
-// One piece for one key/value head. rows: where each of its `count` keys and values is, in rows of the pool.
-static void attend(partial *to, const element *q, const element *keys, const element *values, const long *rows,
-                   long count, long groups, float scale) {
+// One piece for one key/value head. key_at, value_at: where each of its `count` rows is.
+static void attend(partial *to, const element *q, const element *keys, const element *values, const long *key_at,
+                   const long *value_at, long count, float scale) {
     factors query[REPEAT][DIM / WIDTH];
     for (int r = 0; r < REPEAT; r++)
         for (int d = 0; d < DIM / WIDTH; d++) query[r][d] = load_factors(q + r * DIM + d * WIDTH);
@@ -65,8 +70,7 @@ static void attend(partial *to, const element *q, const element *keys, const ele
         lanes products[REPEAT][LANES] = {};
         for (int i = 0; i < LANES; i++) {
             // Beyond the last key comes the last key again, to be left out below.
-            const long row = rows[begin + i < count ? begin + i : count - 1];
-            const element *key = keys + row * groups * DIM;
+            const element *key = keys + key_at[begin + i < count ? begin + i : count - 1];
 #pragma GCC unroll 32
             for (int d = 0; d < DIM / WIDTH; d++) {
                 const factors part = load_factors(key + d * WIDTH);
@@ -92,7 +96,7 @@ static void attend(partial *to, const element *q, const element *keys, const ele
     }
     lanes total[REPEAT][VALUE_DIM / LANES] = {};
     for (long i = 0; i < count; i++) {
-        const element *value = values + rows[i] * groups * VALUE_DIM;
+        const element *value = values + value_at[i];
 #pragma GCC unroll 32
         for (int d = 0; d < VALUE_DIM / LANES; d++) {
             lanes part = load(value + d * LANES);
@@ -124,17 +128,23 @@ static void merge(element *to, const partial *from, long count, long apart, int 
 // Bytes of scratch for each piece and key/value head.
 long partial_bytes(void) { return sizeof(partial); }
 
+static void write(element *pool, strides stride, long slot, long page, const element *from, long groups, long dim) {
+    for (long g = 0; g < groups; g++)
+        memcpy(pool + slot / page * stride.page + slot % page * stride.row + g * stride.head, from + g * dim,
+               dim * sizeof(element));
+}
+
 // Write the rows of `tokens` tokens, then attend for the first `requests` of them.
-// out: [requests, groups, REPEAT, VALUE_DIM]. q, k, v: heads side by side, tokens a stride apart. slots: [tokens], row
-// of the pool for each token, below 0 for none. keys, values: [pages, page, groups, dim] pools. pieces: [n, 3]
-// request, first key, end. starts: [requests + 1], first piece of each request. table: [requests, width] pages,
-// below 0 where there is none: row 0, which holds zeros, is read then.
-// sinks: [groups * REPEAT] or none. scratch: n * groups partials.
+// out: [requests, groups, REPEAT, VALUE_DIM]. q, k, v: heads side by side, tokens a stride apart; k is none where nothing
+// is written. slots: [tokens], row of the pool for each token, below 0 for none. keys, values: [pages, page, groups, dim]
+// pools. pieces: [n, 3] request, first key, end. starts: [requests + 1], first piece of each request. table: [requests,
+// width] pages, below 0 where there is none: row 0, which holds zeros, is read then. sinks: [groups * REPEAT] or none.
+// scratch: n * groups partials.
 void store_and_attend(element *out, const element *q, long q_stride, const element *k, long k_stride,
                       const element *v, long v_stride, const int64_t *slots, long tokens, element *keys,
-                      element *values, long groups, long page, const int64_t *pieces, const int64_t *starts,
-                      long requests, const int64_t *table, long width, float scale, const float *sinks,
-                      partial *scratch) {
+                      strides key_strides, element *values, strides value_strides, long groups, long page,
+                      const int64_t *pieces, const int64_t *starts, long requests, const int64_t *table, long width,
+                      float scale, const float *sinks, partial *scratch) {
     const long count = starts[requests];
 #pragma omp parallel if (count > 1 || tokens > 64)
     {
@@ -142,25 +152,25 @@ void store_and_attend(element *out, const element *q, long q_stride, const eleme
 #pragma omp for schedule(static)
             for (long t = 0; t < tokens; t++) {
                 if (slots[t] < 0) continue;
-                memcpy(keys + slots[t] * groups * DIM, k + t * k_stride, groups * DIM * sizeof(element));
+                write(keys, key_strides, slots[t], page, k + t * k_stride, groups, DIM);
                 if (values != keys)
-                    memcpy(values + slots[t] * groups * VALUE_DIM, v + t * v_stride,
-                           groups * VALUE_DIM * sizeof(element));
+                    write(values, value_strides, slots[t], page, v + t * v_stride, groups, VALUE_DIM);
             }
         }
 #pragma omp for schedule(dynamic)
         for (long n = 0; n < count; n++) {
             const long b = pieces[3 * n], first = pieces[3 * n + 1], end = pieces[3 * n + 2];
-            long rows[PIECE];
+            long key_at[PIECE], value_at[PIECE];
             for (long i = first; i < end; i++) {
-                const long at = table[b * width + i / page];
-                rows[i - first] = at < 0 ? 0 : at * page + i % page;
+                const long at = table[b * width + i / page], row = at < 0 ? 0 : i % page;
+                key_at[i - first] = (at < 0 ? 0 : at) * key_strides.page + row * key_strides.row;
+                value_at[i - first] = (at < 0 ? 0 : at) * value_strides.page + row * value_strides.row;
             }
-            fetch(keys, rows, end - first, groups * DIM);
-            if (values != keys) fetch(values, rows, end - first, groups * VALUE_DIM);
+            if (key_strides.head == DIM) fetch(keys, key_at, end - first, groups * DIM);
+            if (value_strides.head == VALUE_DIM) fetch(values, value_at, end - first, groups * VALUE_DIM);
             for (long g = 0; g < groups; g++)
-                attend(scratch + n * groups + g, q + b * q_stride + g * REPEAT * DIM, keys + g * DIM,
-                       values + g * VALUE_DIM, rows, end - first, groups, scale);
+                attend(scratch + n * groups + g, q + b * q_stride + g * REPEAT * DIM, keys + g * key_strides.head,
+                       values + g * value_strides.head, key_at, value_at, end - first, scale);
         }
 #pragma omp for schedule(static)
         for (long b = 0; b < requests; b++)

@@ -1,0 +1,122 @@
+"""C that is compiled on the machine: the numbers of the equations, whatever lies beside a row; and doing without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from allotrope.attention.backend import choose
+from allotrope.attention.check import cases, compare
+from allotrope.attention.mha import MHA
+from allotrope.attention.mha.compiled import rejects
+from allotrope.attention.rope import RopeSpec, RopeTable, rotate
+from allotrope.cpu import compiler
+from allotrope.cpu.product import PackedWeight, packs
+from allotrope.cpu.rows import Rows, rows
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+@pytest.fixture(params=DTYPES, ids=KINDS.values())
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+@pytest.fixture
+def compiled(dtype: torch.dtype) -> Rows:
+    found = rows(dtype, CPU)
+    if found is None:
+        pytest.skip("there is no C compiler")
+    return found
+
+
+def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+@pytest.mark.parametrize("size", [8, 64, 577])
+def test_norm(compiled: Rows, dtype: torch.dtype, tokens: int, size: int) -> None:
+    """Of heads that are part of wider rows, too."""
+    x, weight = drawn(tokens, 5, size, dtype=dtype)[:, 1:4], drawn(size, dtype=torch.float32)
+    exact = x.double()
+    want = exact / (exact.square().sum(-1, keepdim=True) + 0.25).sqrt() * weight
+    assert (found := compare(compiled.normalize(x, weight, 0.25), want, KINDS[dtype])), found
+    flat = compiled.normalize(x[:, 0], weight, 0.25)
+    assert torch.equal(flat, compiled.normalize(x, weight, 0.25)[:, 0])
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_gate(compiled: Rows, dtype: torch.dtype, tokens: int) -> None:
+    x = 8 * drawn(tokens, 2 * 112 + 5, dtype=dtype)[:, : 2 * 112]
+    assert compiled.gates(x) and not compiled.gates(x[:, :-2])
+    gate, up = x.double().chunk(2, dim=-1)
+    assert (found := compare(compiled.gate(x), torch.nn.functional.silu(gate) * up, KINDS[dtype])), found
+
+
+def test_gate_of_extremes(compiled: Rows, dtype: torch.dtype) -> None:
+    """What is not a number stays one, and nothing else becomes one."""
+    gate = torch.tensor([-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, torch.nan] * 2, dtype=dtype)
+    got = compiled.gate(torch.cat((gate, torch.ones_like(gate)))[None])[0].float()
+    assert torch.equal(got.isnan(), gate.isnan())
+    assert torch.allclose(got[:7], torch.tensor([0, 0, 0, 0, 88, 200, 1e30]), rtol=5e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dim", "turned"), [(64, 64), (64, 16), (24, 8)])
+def test_rotation(compiled: Rows, dtype: torch.dtype, dim: int, turned: int) -> None:
+    x = drawn(9, 7, dim, dtype=dtype)[:, 1:5]
+    rotation = RopeTable(RopeSpec(dim=turned, theta=1e4), CPU).at(torch.arange(9) * 100, dtype)
+    assert compiled.rotates(x, rotation.cos)
+    head = x[..., :turned].double()
+    swapped = torch.cat((head[..., turned // 2 :], head[..., : turned // 2]), dim=-1)
+    want = torch.cat((head * rotation.cos.double() + swapped * rotation.sin.double(), x[..., turned:].double()), dim=-1)
+    assert (found := compare(rotate(x, rotation), want, KINDS[dtype])), found
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (33, 130), (31, 1536)])
+def test_product(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    """Every number of tokens gives each token the same bits: sums have one order."""
+    weight, bias = drawn(outputs, inputs, dtype=dtype) / inputs**0.5, drawn(outputs, dtype=dtype)
+    if not packs(weight):
+        pytest.skip("this machine multiplies otherwise")
+    packed = PackedWeight(weight)
+    x = drawn(205, inputs + 3, dtype=dtype)[:, :inputs]
+    whole = packed(x, bias)
+    assert (found := compare(whole, x.double() @ weight.double().T + bias.double(), KINDS[dtype])), found
+    for tokens in (1, 5, 12, 13, 96, 97):
+        assert torch.equal(packed(x[3 : 3 + tokens], bias), whole[3 : 3 + tokens]), tokens
+    assert torch.equal(packed(x), packed(x, torch.zeros_like(bias)))
+
+
+def test_without_a_compiler_everything_runs_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = cases("mha")["grouped_4"].spec
+    monkeypatch.setenv("ALLOTROPE_CC", "no-such-compiler")
+    monkeypatch.setattr(compiler, "_load", compiler._load.__wrapped__)
+    monkeypatch.setattr("allotrope.attention.mha.compiled._library", lambda spec: compiler.load(Path("none.c")))
+    assert any("no-such-compiler" in reason for reason in rejects(spec, CPU))
+    assert choose("mha", MHA.backends, spec, CPU).name == "cpu"
+    with pytest.raises(compiler.CannotCompile, match="ALLOTROPE_CC"):
+        Rows(torch.float32)
+    assert rows.__wrapped__(torch.float32, CPU) is None
+    assert "less than full speed" in caplog.text
+
+
+def test_what_a_compiler_refuses_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "wrong.c"
+    source.write_text("this is not C;")
+    if compiler._load.__wrapped__(Path(compiler.__file__).with_name("rows.c"), (("ELEMENT_BFLOAT16", 0),)) is None:
+        pytest.skip("there is no C compiler")
+    with pytest.raises(compiler.CannotCompile, match=r"could not compile wrong\.c"):
+        compiler.load(source)
+    assert "error" in caplog.text
+    assert not list((tmp_path / "cache").rglob("wrong*"))
