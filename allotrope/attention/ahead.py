@@ -28,10 +28,10 @@ MODULES: tuple[str, ...] = (
 class Variant:
     """One specialisation of a kernel.
 
-    `name`: for people, unique. `kernel`: the `@triton.jit` function. `signature`: argument -> Triton type ("*bf16",
-    "i32", ...; "*bf16:16", "i32:16" where the launcher will see a multiple of 16, as for rows that are loaded whole),
-    "constexpr" for those in `constants`. `num_warps`, `num_stages`: as it is launched. `spills`: registers
-    that may go to memory, where the kernel is known to be faster so.
+    `name`: for people, unique. `kernel`: the `@triton.jit` or `@gluon.jit` function. `signature`: argument -> Triton
+    type ("*bf16", "i32", ...; "*bf16:16", "i32:16" where the launcher will see a multiple of 16, as for rows that are
+    loaded whole), "constexpr" for those in `constants`. `num_warps`, `num_stages`: as it is launched. `spills`:
+    registers that may go to memory, where the kernel is known to be faster so.
     """
 
     name: str
@@ -64,12 +64,15 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     target = GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64)
     given = [variant.signature.get(name, "constexpr") for name in variant.kernel.arg_names]
     signature = {name: kind.removesuffix(":16") for name, kind in zip(variant.kernel.arg_names, given, strict=True)}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(given) if kind.endswith(":16")}
-    source = ASTSource(variant.kernel, signature, dict(variant.constants), aligned)
+    source = (GluonASTSource if variant.kernel.is_gluon() else ASTSource)(
+        variant.kernel, signature, dict(variant.constants), aligned
+    )
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
     made = triton.compile(source, target=target, options=options)
     registers, spills = _nvidia(made.asm["cubin"]) if target.backend == "cuda" else _amd(made.asm["amdgcn"])

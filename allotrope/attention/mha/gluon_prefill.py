@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from allotrope.attention.ahead import Variant
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.attention.mha.triton_decode import EVERYTHING
 from allotrope.attention.mha.triton_prefill import Tiles, gathered, heads_of_a_tile
@@ -298,3 +299,25 @@ def _descriptor(rows: torch.Tensor, dim: int, block_n: int, block_d: int) -> Any
     flat = rows.flatten(0, 1)
     layout = gl.NVMMASharedLayout.get_default_for([block_n, block_d], _TYPES[rows.dtype])
     return TensorDescriptor(flat, [flat.shape[0], dim], [flat.stride(0), 1], [block_n, block_d], layout)
+
+
+def variants(arch: str) -> list[Variant]:
+    """Heads of 128, and of 256 with sinks; nothing but for Hopper."""
+    found = []
+    for heads, groups, dim, sinks in ((64, 8, 128, False), (16, 2, 256, True)):
+        spec = MhaSpec(num_heads=heads, num_kv_heads=groups, head_dim=dim, scale=1.0, kv_dtype=torch.bfloat16)
+        how = config(arch, spec, torch.bfloat16)
+        if how is None:
+            return []
+        layout = gl.NVMMASharedLayout.get_default_for([how.block_n, dim], gl.bfloat16)
+        rows = f"tensordesc<bf16[{how.block_n},{dim}],{layout!r}>"
+        signature = {"q": "*bf16:16", "k": rows, "v": rows, "records": "*i32", "sinks": "*fp32", "out": "*bf16:16"}
+        signature |= dict.fromkeys(("scale", "softcap", "v_scale"), "fp32") | {"window": "i32"}
+        signature |= dict.fromkeys(("rows", "q_t", "q_h", "out_t", "out_h"), "i32:16")
+        constants = {"GROUPS": groups, "R": heads // groups, "HEADS": heads_of_a_tile(spec, how.block_m), "D": dim}
+        constants |= {"DV": dim, "BLOCK_M": how.block_m, "BLOCK_N": how.block_n, "BLOCK_D": dim, "BLOCK_DV": dim}
+        constants |= {"STAGES": how.stages, "WORKERS": how.workers, "REGISTERS": how.registers}
+        constants |= {"SOFTCAP": False, "SINKS": sinks}
+        name = f"mha prefill {heads}/{groups} x {dim}, warps apart"
+        found.append(Variant(name, prefill_kernel, signature, constants, 4, 1))
+    return found

@@ -103,4 +103,5 @@ def _prefill(
 
 def variants(arch: str) -> list[Variant]:
     """Every kernel of the family at released sizes."""
-    return [*triton_store.variants(arch), *triton_decode.variants(arch), *triton_prefill.variants(arch)]
+    modules = (triton_store, triton_decode, triton_prefill, gluon_prefill)
+    return [variant for module in modules for variant in module.variants(arch)]
