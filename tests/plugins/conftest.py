@@ -1,6 +1,6 @@
-"""What tests inside vLLM need. They run where vLLM is installed beside Allotrope (`make test-vllm`); elsewhere skipped.
+"""What tests inside vLLM need: they run where it is installed beside Allotrope (`make test-vllm`), else are skipped.
 
-The environment is set before vLLM is imported: one process, little memory, and no cache of an earlier version's classes.
+The environment is set before vLLM is imported: one process, little memory, no cache of an earlier version's classes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CACHE_ROOT": os.path.join(tempfile.gettempdir(), "allotrope-test-vllm"),
+    "VLLM_CACHE_ROOT": str(Path(tempfile.gettempdir()) / "allotrope-test-vllm"),
     # Lets vLLM's CPU platform cut prompts of latent attention into chunks and reuse prefixes.
     "VLLM_MLA_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
