@@ -64,3 +64,25 @@ def test_every_family_file_lists_its_cases(bench: Any) -> None:
 def test_an_unknown_family_is_named(bench: Any) -> None:
     with pytest.raises(KeyError, match="no cases for 'nonsense'"):
         list(bench.select(["nonsense"], [], False))
+
+
+def test_launches_go_to_the_innermost_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    launches: Any = __import__("launches")
+    spans = [
+        launches.Span(name, begin, end)
+        for name, begin, end in (("layer 0", 10, 50), ("layer 0 mixer", 12, 30), ("layer 1", 60, 90))
+    ]
+    found = launches.attribute([launches.Launch("k", when, 1.0) for when in (5, 11, 20, 40, 55, 60)], spans)
+    assert [place for place, _ in found] == ["", "layer 0", "layer 0 mixer", "layer 0", "", "layer 1"]
+    ours = frozenset({"norm_kernel"})
+    named = ("norm_kernel", "void nvjet_tst_64x8", "Memcpy DtoD", "vectorized_elementwise_kernel", "puzzling")
+    assert [launches.kind_of(name, ours) for name in named] == [
+        "norm_kernel",
+        "matrix product",
+        "copy",
+        "elementwise",
+        "puzzling",
+    ]
+    text = launches.summary(found, ["mha/triton + Mlp"] * 2, ours)
+    assert "6 kernels" in text and "mha/triton + Mlp (2): 2.0 kernels each" in text

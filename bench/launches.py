@@ -1,0 +1,203 @@
+"""How many kernels a decode step launches on a GPU, layer by layer and kind by kind.
+
+    python bench/launches.py MODEL                       a directory or hub id
+    python bench/launches.py MODEL --load-format dummy --requests 64 --context 1000 --out found.json
+
+The step is run without a graph, under torch's profiler; a graph replays the same kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import collections
+import contextlib
+import importlib
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# What a kernel's name tells, the first that fits; one of ours goes by its own name.
+KINDS = (
+    ("matrix product", r"gemm|nvjet|cutlass|xmma|cublas|splitk|gemv"),
+    ("copy", r"memcpy|copy|CatArray|memset|fill"),
+    ("gather, scatter", r"index|gather|scatter|embedding"),
+    ("sort, top-k", r"sort|topk|radix"),
+    ("reduction", r"reduce|softmax|norm|cumsum|scan"),
+    ("elementwise", r"elementwise|vectorized"),
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel. `when`: host time of its launch. `micros`: time on the device."""
+
+    name: str
+    when: int
+    micros: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of the model at work on the host. `begin`, `end`: host times."""
+
+    name: str
+    begin: int
+    end: int
+
+
+def kind_of(name: str, ours: frozenset[str]) -> str:
+    """The class that a kernel is counted in."""
+    if name in ours:
+        return name
+    return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), name[:40])
+
+
+def attribute(launches: Sequence[Launch], spans: Sequence[Span]) -> list[tuple[str, Launch]]:
+    """Each launch with the innermost span around it, "" for none. Spans nest."""
+    ordered = sorted(spans, key=lambda span: (span.begin, -span.end))
+    begins = [span.begin for span in ordered]
+    found = []
+    for launch in launches:
+        around = ordered[: bisect.bisect_right(begins, launch.when)]
+        inner = next((span.name for span in reversed(around) if span.end >= launch.when), "")
+        found.append((inner, launch))
+    return found
+
+
+def our_kernels() -> frozenset[str]:
+    """Names of the kernels that this package compiles."""
+    from allotrope.layers.ahead import MODULES
+
+    modules = [importlib.import_module(name) for name in MODULES]
+    return frozenset(variant.kernel.__name__ for module in modules for variant in module.variants("sm_90"))
+
+
+@contextlib.contextmanager
+def spans_of(model: Any) -> Iterator[None]:
+    """Name the parts of every layer in the profiler's records."""
+    handles, open_spans = [], []
+
+    def enter(name: str) -> Any:
+        def hook(*_: Any) -> None:
+            open_spans.append(torch.profiler.record_function(f"part:{name}").__enter__())
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        open_spans.pop().__exit__(None, None, None)
+
+    named = [(f"layer {i}", layer) for i, layer in enumerate(model.layers)]
+    named += [(f"{name} {part}", child) for name, layer in named for part, child in layer.named_children()]
+    for name, module in named:
+        handles += [module.register_forward_pre_hook(enter(name)), module.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def record(engine: Any) -> tuple[list[Launch], list[Span]]:
+    """Profile one step of an engine whose requests all decode."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with spans_of(engine.model), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        engine.step()
+        torch.cuda.synchronize()
+    events = profiled.profiler.kineto_results.events()
+    on_device = [event for event in events if str(event.device_type()).endswith("CUDA")]
+    on_host = [event for event in events if str(event.device_type()).endswith("CPU")]
+    launched = {event.correlation_id(): event.start_ns() for event in on_host if "aunch" in event.name()}
+    launches = [
+        Launch(event.name(), launched[event.correlation_id()], event.duration_ns() / 1e3)
+        for event in on_device
+        if event.correlation_id() in launched
+    ]
+    spans = [
+        Span(event.name().removeprefix("part:"), event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in on_host
+        if event.name().startswith("part:")
+    ]
+    return launches, spans
+
+
+def decoding(options: argparse.Namespace) -> Any:
+    """An engine whose requests have all been read and decode."""
+    from allotrope import SamplingParams
+    from allotrope.config import EngineConfig
+    from allotrope.engine.engine import Engine
+    from allotrope.request import Request
+
+    engine = Engine(
+        EngineConfig(
+            model=options.model, device="cuda", dtype="bfloat16", load_format=options.load_format, cuda_graphs=False,
+            max_model_len=options.context + 64, max_num_seqs=options.requests, hf_overrides=options.hf_overrides,
+        )
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    for i in range(options.requests):
+        ids = tuple((7 * i + j) % 1000 for j in range(options.context))
+        engine.add(Request(request_id=str(i), prompt_ids=ids, params=params))
+    received: set[str] = set()
+    while len(received) < options.requests:
+        received |= {output.request_id for output in engine.step()}
+    for _ in range(4):
+        engine.step()
+    return engine
+
+
+def summary(attributed: Sequence[tuple[str, Launch]], classes: Sequence[str], ours: frozenset[str]) -> str:
+    """Tables: per class of layer the mean number and time of each kind, then what is outside of layers."""
+    of_class: dict[str, list[tuple[str, Launch]]] = collections.defaultdict(list)
+    for place, launch in attributed:
+        number = re.match(r"layer (\d+)", place)
+        of_class[classes[int(number[1])] if number else "outside"].append((place, launch))
+    lines = [f"{len(attributed)} kernels, {sum(launch.micros for _, launch in attributed):.0f} us on the device"]
+    for name in sorted(of_class):
+        count = max(1, sum(one == name for one in classes))
+        rows: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+        for place, launch in of_class[name]:
+            rows[re.sub(r"^layer \d+ ?", "", place), kind_of(launch.name, ours)].append(launch.micros)
+        total = sum(len(times) for times in rows.values())
+        lines += ["", f"{name} ({count}): {total / count:.1f} kernels each", "| part | kind | launches | us |"]
+        lines.append("|---|---|---:|---:|")
+        for (part, kind), times in sorted(rows.items(), key=lambda item: -sum(item[1])):
+            lines.append(f"| {part or 'layer'} | {kind} | {len(times) / count:.1f} | {sum(times) / count:.1f} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--load-format", default="auto", help="as of the engine; dummy: random weights")
+    parser.add_argument("--hf-overrides", help="as of the engine: JSON that overrides the model's config")
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--context", type=int, default=256, help="tokens of each prompt")
+    parser.add_argument("--out", type=Path, help="JSON of every kernel of the step")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("there is no GPU to count launches on", file=sys.stderr)
+        return 2
+    engine = decoding(options)
+    launches, spans = record(engine)
+    attributed, ours = attribute(launches, spans), our_kernels()
+    mixers = [layer.mixer for layer in engine.model.layers]
+    classes = [f"{mixer.spec.family}/{mixer.backend.name} + {type(layer.ffn).__name__}" for mixer, layer in
+               zip(mixers, engine.model.layers, strict=True)]  # fmt: skip
+    print(summary(attributed, classes, ours))
+    if options.out is not None:
+        found = [{"part": place, **vars(launch), "kind": kind_of(launch.name, ours)} for place, launch in attributed]
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
