@@ -14,7 +14,7 @@ from allotrope.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
-KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
+KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_scaled"]
 
 
 def option(help: str, default: Any = dataclasses.MISSING, *, short: str | None = None) -> Any:
@@ -32,7 +32,11 @@ class EngineConfig:
     hf_overrides: str | None = option("JSON object merged over the checkpoint's config.json.", None)
     load_format: LoadFormat = option("Where weights come from; 'dummy' makes reproducible random ones.", "auto")
     dtype: DType = option("Type of weights and activations; 'auto' is the checkpoint's own.", "auto")
-    kv_cache_dtype: KVCacheDType = option("Type of the cached rows; 'auto' is that of the model.", "auto")
+    kv_cache_dtype: KVCacheDType = option(
+        "Type of the cached rows; 'auto' is that of the model, 'fp8_scaled' FP8 with factors in each row (latent and "
+        "compressed rows).",
+        "auto",
+    )
     device: str = option("Device to run on: 'auto', 'cpu', 'cuda' or 'cuda:N'.", "auto")
     seed: int = option("Seed of dummy weights and of requests that bring no seed.", 0)
     tensor_parallel_size: int = option("Number of processes that share each layer.", 1, short="-tp")

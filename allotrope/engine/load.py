@@ -21,6 +21,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine.row_scales import WithoutRowScales, refuse_fp8, set_row_scales
 from allotrope.errors import ConfigError, ModelError
 from allotrope.layers.build import Build
+from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.parallel import Parallel
 from allotrope.models.checkpoint import Checkpoint, open_checkpoint
 from allotrope.models.decoder import Decoder
@@ -32,7 +33,7 @@ from allotrope.models.weights import Loader, fill_random, finish
 log = logging.getLogger("allotrope.engine")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_KV_DTYPES = {**_DTYPES, "fp8": torch.float8_e4m3fn}
+_KV_DTYPES = {**_DTYPES, "fp8": torch.float8_e4m3fn, "fp8_scaled": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint
         _device(config.device, parallel.rank),
         parallel,
         parse_wanted(config.attention_backend, list(FAMILIES)),
+        "scaled" if config.kv_cache_dtype == "fp8_scaled" else "plain",
     )
     if config.max_model_len is not None and config.max_model_len > spec.context:
         raise ConfigError(
@@ -82,7 +84,7 @@ def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint
             f"was made for. Give at most that."
         )
     try:
-        specs = tuple(layer.mixer.attention(parallel, dtype, kv_dtype) for layer in spec.layers)
+        specs = tuple(attention_of(layer.mixer, build) for layer in spec.layers)
     except ValueError as error:
         raise ModelError(checkpoint.source, [str(error)]) from error
     refuse_fp8(specs)

@@ -85,7 +85,7 @@ def set_row_scales(
     values: list[float] = []
     for number, (layer, spec) in enumerate(zip(model.layers, specs, strict=True)):
         owner = shares.get(number, number)
-        if not _has_fp8(specs[owner].caches()):
+        if _is_scaled(spec) or not _has_fp8(specs[owner].caches()):
             continue
         fp8 += 1
         scales = {}
@@ -99,10 +99,17 @@ def set_row_scales(
         mixer.row_scales = scales
     if fp8 and stated:
         log.info("FP8 rows of %d layers: scales %.3g to %.3g, from the checkpoint", fp8, min(values), max(values))
+    elif any(map(_is_scaled, specs)):
+        log.info("FP8 rows carry factors of their own")
     elif fp8:
         log.info("FP8 rows of %d layers: scale 1, as the checkpoint brings none", fp8)
     elif checkpoint is not None and checkpoint.scales:
         log.info("the checkpoint's scales of FP8 rows are not used: rows are not FP8 (--kv-cache-dtype fp8)")
+
+
+def _is_scaled(spec: Any) -> bool:
+    """Whether rows carry factors of their own."""
+    return getattr(getattr(spec, "mla", spec), "row_format", "plain") == "scaled"
 
 
 def _has_fp8(caches: Mapping[str, CacheLayout]) -> bool:

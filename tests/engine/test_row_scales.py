@@ -15,6 +15,7 @@ from tiny_checkpoints import TinyCheckpoint, prompts, write_tiny
 
 from allotrope.engine.engine import Engine
 from allotrope.errors import ConfigError, ModelError
+from allotrope.models.deepseek_v32 import tiny_deepseek_v32
 from allotrope.models.llama import tiny_llama
 
 
@@ -91,6 +92,28 @@ def test_a_scale_must_be_a_number_to_divide_by(tiny: TinyCheckpoint, tmp_path: P
     path = with_scales(tiny, tmp_path, {"k_scale": 0.0})
     with pytest.raises(ModelError, match=r"k_scale is \[0.0\]; one number above 0 is needed"):
         engine(path, kv_cache_dtype="fp8")
+
+
+def test_rows_with_factors_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Latent rows whose blocks have factors lose less than those with one scale for all; index keys have factors too."""
+    config = tiny_deepseek_v32() | {"kv_lora_rank": 128, "num_hidden_layers": 2}
+    path = write_tiny(config, tmp_path).directory
+    (ids,) = prompts((40,))
+    seen = {}
+    for kind in ("auto", "fp8", "fp8_scaled"):
+        watch = Watch()
+        with caplog.at_level(logging.INFO, "allotrope"):
+            running = engine(path, watch, kv_cache_dtype=kind)
+        run(running, [request("r", ids)])
+        seen[kind] = torch.stack([watch.seen["r"][i] for i in range(len(ids))])
+    assert "FP8 rows carry factors of their own" in caplog.text
+    errors = [float((seen[kind] - seen["auto"]).abs().median()) for kind in ("fp8", "fp8_scaled")]
+    assert 0 < errors[1] < errors[0] < 1.0, errors
+
+
+def test_plain_rows_have_no_factors(tiny: TinyCheckpoint) -> None:
+    with pytest.raises(ModelError, match="mha: row_format='scaled'; its rows are plain"):
+        engine(tiny.directory, kv_cache_dtype="fp8_scaled")
 
 
 def test_families_without_fp8_rows_refuse(monkeypatch: pytest.MonkeyPatch, tiny: TinyCheckpoint) -> None:

@@ -14,6 +14,7 @@ from allotrope.attention.registry import FAMILIES
 from allotrope.attention.rope import RopeSpec
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
+from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
@@ -61,7 +62,7 @@ class CsaMixerSpec:
 class CsaMixer(nn.Module):
     def __init__(self, spec: CsaMixerSpec, build: Build) -> None:
         super().__init__()
-        self.spec = spec.attention(build.parallel, build.dtype, build.kv_dtype)
+        self.spec = attention_of(spec, build)
         family = FAMILIES[self.spec.family]
         self.backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
         # Of FP8 rows, by the argument's name; none for others.

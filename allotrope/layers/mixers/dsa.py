@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from allotrope.attention.registry import FAMILIES
 from allotrope.attention.rope import RopeSpec, rotate
 from allotrope.layers.build import Build
 from allotrope.layers.linear import RowLinear
+from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.mixers.mla import LatentProjection, MlaMixerSpec, Projected
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
@@ -41,7 +43,11 @@ class DsaMixerSpec:
             raise ValueError("q_lora_rank is absent; an indexer needs the latent that queries are made from")
 
     def attention(self, parallel: Parallel, dtype: torch.dtype, kv_dtype: torch.dtype) -> DsaSpec:
-        return DsaSpec(mla=self.mla.attention(parallel, dtype, kv_dtype), topk=self.topk, indexer=self.indexer)
+        indexer = self.indexer
+        if indexer is not None and kv_dtype == torch.float8_e4m3fn:
+            # Beside FP8 rows index keys have a factor each, so that the picks stay those of finer ones.
+            indexer = dataclasses.replace(indexer, key_format="scaled")
+        return DsaSpec(mla=self.mla.attention(parallel, dtype, kv_dtype), topk=self.topk, indexer=indexer)
 
     def build(self, build: Build) -> DsaMixer:
         return DsaMixer(self, build)
@@ -50,7 +56,7 @@ class DsaMixerSpec:
 class DsaMixer(nn.Module):
     def __init__(self, spec: DsaMixerSpec, build: Build) -> None:
         super().__init__()
-        self.spec = spec.attention(build.parallel, build.dtype, build.kv_dtype)
+        self.spec = attention_of(spec, build)
         family = FAMILIES[self.spec.family]
         self.backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
         # Of FP8 rows, by the argument's name; none for others.

@@ -15,6 +15,7 @@ from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
 from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.linear import Linear, RowLinear
+from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
 
@@ -75,7 +76,7 @@ class GdnMixerSpec:
 class GdnMixer(nn.Module):
     def __init__(self, spec: GdnMixerSpec, build: Build) -> None:
         super().__init__()
-        self.spec, self.norm_eps = spec.attention(build.parallel, build.dtype, build.kv_dtype), spec.norm_eps
+        self.spec, self.norm_eps = attention_of(spec, build), spec.norm_eps
         family = FAMILIES[self.spec.family]
         self.backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
         self.inputs = Linear(spec.hidden, spec.sections, build)

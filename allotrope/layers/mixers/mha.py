@@ -16,6 +16,7 @@ from allotrope.attention.rope_store import HeadSpec, Rows
 from allotrope.layers.build import Build
 from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.linear import Linear, RowLinear
+from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
@@ -76,7 +77,7 @@ class MhaMixer(nn.Module):
     def __init__(self, spec: MhaMixerSpec, build: Build) -> None:
         super().__init__()
         self.rope = spec.rope
-        self.spec = spec.attention(build.parallel, build.dtype, build.kv_dtype)
+        self.spec = attention_of(spec, build)
         family = FAMILIES[self.spec.family]
         backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
         # Of FP8 rows, by the argument's name; none for others.

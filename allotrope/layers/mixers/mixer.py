@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import dataclasses
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from allotrope.attention.cache_layout import StateSlots
+from allotrope.attention.dsa import DsaSpec
 from allotrope.attention.family import Spec
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Parallel
@@ -27,3 +30,19 @@ class MixerSpec(Protocol):
     def build(self, build: Build) -> nn.Module:
         """The module: `forward(x [T, hidden], here: LayerStep) -> [T, hidden]`."""
         ...
+
+
+def attention_of(spec: MixerSpec, build: Build) -> Any:
+    """The family's spec of a layer as `build` wants its rows. Raises ValueError where it cannot be."""
+    return with_row_format(spec.attention(build.parallel, build.dtype, build.kv_dtype), build.row_format)
+
+
+def with_row_format(spec: Any, row_format: str) -> Any:
+    """`spec` with rows of a format. Raises ValueError if its family has no such rows; states have no format."""
+    if isinstance(spec, DsaSpec):
+        return dataclasses.replace(spec, mla=with_row_format(spec.mla, row_format))
+    if row_format == "plain" or all(isinstance(layout, StateSlots) for layout in spec.caches().values()):
+        return spec
+    if not hasattr(spec, "row_format"):
+        raise ValueError(f"{spec.family}: row_format={row_format!r}; its rows are plain")
+    return dataclasses.replace(spec, row_format=row_format)
