@@ -95,7 +95,7 @@ def test_a_scale_must_be_a_number_to_divide_by(tiny: TinyCheckpoint, tmp_path: P
 
 
 def test_rows_with_factors_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Latent rows whose blocks have factors lose less than those with one scale for all; index keys have factors too."""
+    """Latent rows with a factor for each block lose less than those with one scale for all; index keys have factors."""
     config = tiny_deepseek_v32() | {"kv_lora_rank": 128, "num_hidden_layers": 2}
     path = write_tiny(config, tmp_path).directory
     (ids,) = prompts((40,))
