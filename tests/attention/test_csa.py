@@ -9,6 +9,7 @@ import pytest
 import torch
 from csa_golden import RIGHT, Wrong, attend_all
 
+from allotrope.attention.backend import choose
 from allotrope.attention.batch import BatchLayout, PageIndex
 from allotrope.attention.check import Case, cases, compare
 from allotrope.attention.csa import CsaSpec, IndexerSpec
@@ -17,7 +18,7 @@ from allotrope.attention.csa.reference import attend
 from allotrope.attention.registry import FAMILIES
 from allotrope.attention.replay import Replay, Step, alone, at_random, in_chunks, in_order, whole
 
-BACKEND = FAMILIES["csa"].backends[0]
+BACKEND = choose("csa", FAMILIES["csa"].backends, cases("csa")["chosen"].spec, torch.device("cpu"))
 # Every border of entries, of window and choice, and of the entries of 128.
 LENGTHS = (1, 3, 4, 5, 7, 8, 127, 128, 129, 255, 256, 257, 300)
 KINDS = {

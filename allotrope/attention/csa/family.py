@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from allotrope.attention.backend import Backend, runs_anywhere
+import torch
+
+from allotrope.attention.backend import Backend, lazily, runs_anywhere, triton_reasons
 from allotrope.attention.csa import reference
 from allotrope.attention.csa.plan import build_plan
+from allotrope.attention.csa.rows import FP8
+from allotrope.attention.csa.spec import CsaSpec
+
+
+def _triton_rejects(spec: CsaSpec, device: torch.device) -> list[str]:
+    reasons = triton_reasons(device)
+    if not spec.rope.interleaved:
+        reasons.append("rope.interleaved=False (needs True: pairs of neighbours)")
+    dims = {"head_dim": spec.head_dim, "rope.dim": spec.rope.dim}
+    if spec.indexer is not None:
+        dims["indexer.head_dim"] = spec.indexer.head_dim
+    reasons += [f"{name}={dim} (needs an even number)" for name, dim in dims.items() if dim % 2]
+    kinds = (torch.float32, torch.bfloat16, torch.float16, FP8)
+    if spec.kv_dtype not in kinds:
+        reasons.append(f"kv_dtype={spec.kv_dtype} (allowed: {', '.join(map(str, kinds))})")
+    return reasons
 
 
 class CSA:
     """Compressed sparse attention."""
 
     name = "csa"
-    backends = (Backend("reference", runs_anywhere, build_plan, reference.run),)
+    backends = (
+        Backend(
+            "triton",
+            _triton_rejects,
+            lazily("allotrope.attention.csa.triton", "build_plan"),
+            lazily("allotrope.attention.csa.triton", "run"),
+            in_graphs=True,
+        ),
+        Backend("reference", runs_anywhere, build_plan, reference.run),
+    )

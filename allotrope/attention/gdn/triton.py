@@ -111,7 +111,7 @@ def _prefill(
     mixed = qkv.new_empty(tokens, spec.conv_dim, dtype=dtype)
     sizes = {"KEY_HEADS": spec.num_k_heads, "VALUE_HEADS": heads, "DK": spec.k_head_dim, "DV": spec.v_head_dim}
     launch = triton_conv.config(arch, max(spec.k_head_dim, spec.v_head_dim))
-    triton_conv.conv_kernel[(len(chunks) * (CHUNK // launch["TOKENS"]), 2 * spec.num_k_heads + heads)](
+    triton_conv.conv_kernel[(2 * spec.num_k_heads + heads, len(chunks) * (CHUNK // launch["TOKENS"]))](
         qkv, weight, weight if bias is None else bias, conv, mixed, chunks, plan.query_start, plan.seq_lens, plan.slots,
         qkv.stride(0), weight.stride(0), weight.stride(1), conv.stride(0), conv.stride(1), spec.k_head_dim**-0.5,
         NORM_EPS, 1.0 / value_scale, CHUNK=CHUNK, WIDTH=spec.conv_width, BIAS=bias is not None, **sizes, **launch,
@@ -132,17 +132,17 @@ def _prefill(
     if spec.channel_decay:
         seen, queries, keys = (qkv.new_empty(tokens, heads, spec.k_head_dim, dtype=dtype) for _ in range(3))
         last = qkv.new_empty(len(chunks), heads, spec.k_head_dim, dtype=torch.float32)
-        triton_pairs.channel_pairs_kernel[(len(chunks), heads)](
+        triton_pairs.channel_pairs_kernel[(heads, len(chunks))](
             mixed, b, a, a_log, dt_bias, mix, scores, seen, queries, keys, last, chunks, plan.query_start, plan.slots,
             *strides, CHUNK=CHUNK, **sizes, **precision, **launch,
         )  # fmt: skip
     else:
         grown, rest = (qkv.new_empty(tokens, heads, dtype=torch.float32) for _ in range(2))
-        triton_pairs.pairs_kernel[(len(chunks), heads)](
+        triton_pairs.pairs_kernel[(heads, len(chunks))](
             mixed, b, a, a_log, dt_bias, mix, scores, grown, rest, chunks, plan.query_start, plan.slots,
             *strides, CHUNK=CHUNK, **sizes, **precision, **launch,
         )  # fmt: skip
-    launch = triton_scan.config(arch, spec.k_head_dim, spec.v_head_dim, heads * len(slots), not exact)
+    launch = triton_scan.config(arch, spec.k_head_dim, spec.v_head_dim, not exact)
     assert plan.first_chunk is not None
     triton_scan.scan_kernel[(triton.cdiv(spec.v_head_dim, launch["BLOCK_V"]), heads, len(slots))](
         mixed, mix, scores, grown, rest, seen, queries, keys, last, ssm, out, start, lens, slots,
@@ -152,5 +152,8 @@ def _prefill(
 
 
 def _precision(arch: str, exact: bool) -> dict[str, str]:
-    """How products are formed: `exact` ones of fp32 as three of tf32, where a chip has these."""
-    return {"PRECISION": "tf32x3" if exact and arch == "sm_90" else "ieee", "INVERSE": "ieee"}
+    """How products are formed, where a chip has tf32: `exact` ones of fp32 as three of it, and the inverse, which is
+    rounded to fp16 behind, as one."""
+    if arch != "sm_90":
+        return {"PRECISION": "ieee", "INVERSE": "ieee"}
+    return {"PRECISION": "tf32x3" if exact else "ieee", "INVERSE": "ieee" if exact else "tf32"}

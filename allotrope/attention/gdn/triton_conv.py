@@ -29,7 +29,8 @@ def conv_kernel(
 
     `mixed`: [T, conv_dim] output. `chunks`: [N, 2] int32, request and place of the chunk's first token in its step.
     """
-    part, head = tl.program_id(0), tl.program_id(1)
+    # Heads of the same tokens run side by side: their rows are one run of memory.
+    head, part = tl.program_id(0), tl.program_id(1)
     chunk = part // (CHUNK // TOKENS)
     request, place = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     place += part % (CHUNK // TOKENS) * TOKENS

@@ -26,7 +26,6 @@ def decode_kernel(
     qkv_row, b_row, b_head, a_row, a_rate, weight_channel, weight_tap, conv_slot, conv_row, ssm_slot, scale, eps,
     KEY_HEADS: tl.constexpr, REPEAT: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr, CHANNEL: tl.constexpr, BIAS: tl.constexpr,
-    EVICT: tl.constexpr,
 ):  # fmt: skip
     """`arrivals`: [B, KEY_HEADS] int32, zeros before and after. The rest as `reference.run`."""
     part, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -41,7 +40,7 @@ def decode_kernel(
     fresh = tl.load(seq_lens + request) <= 1
     cell = ssm + slot * ssm_slot + head * (DK * DV) + key[:, None] * DV + value[None, :]
     in_cell = in_key[:, None] & in_value[None, :]
-    state = tl.load(cell, mask=in_cell & (fresh == 0), other=0.0, eviction_policy=EVICT).to(tl.float32)
+    state = tl.load(cell, mask=in_cell & (fresh == 0), other=0.0).to(tl.float32)
 
     row, kept = qkv + request.to(tl.int64) * qkv_row, conv + slot * conv_slot
     q_channel = key_head * DK + key
@@ -80,7 +79,7 @@ def decode_kernel(
     seen_q = tl.sum(state * q[:, None], axis=0)
     delta = beta * (v - seen_k)
     state += k[:, None] * delta[None, :]
-    tl.store(cell, state.to(ssm.dtype.element_ty), mask=in_cell, eviction_policy=EVICT)
+    tl.store(cell, state.to(ssm.dtype.element_ty), mask=in_cell)
     tl.store(place, (seen_q + tl.sum(q * k, axis=0) * delta).to(out.dtype.element_ty), mask=in_value)
 
     keep_newest(row, kept, v_channel, in_value, fresh, conv_row, WIDTH)
@@ -94,7 +93,7 @@ def config(arch: str, key_dim: int, value_dim: int) -> dict[str, int]:
     """A tile of the state that leaves room for many programs on a multiprocessor."""
     block_k = max(16, triton.next_power_of_2(key_dim))
     block_v = min(max(16, triton.next_power_of_2(value_dim)), max(16, 8192 // block_k))
-    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 2, "EVICT": "", "num_stages": 1}
+    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 2, "num_stages": 1}
 
 
 def decode(

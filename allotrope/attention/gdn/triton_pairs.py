@@ -66,7 +66,7 @@ def pairs_kernel(
 
     `PRECISION`: of products of `mixed`; `INVERSE`: of those in the inverse.
     """
-    chunk, head = tl.program_id(0), tl.program_id(1)
+    head, chunk = tl.program_id(0), tl.program_id(1)
     request, place = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     if tl.load(slots + request) <= 0:
         return
@@ -126,7 +126,7 @@ def channel_pairs_kernel(
     `seen_keys`: [T, nv, dk] k e^G. `queries`: q e^G. `keys`: k e^(G_last - G). `last`: [N, nv, dk] fp32, e^(G_last).
     Sums of g are only ever added to, never subtracted: they keep their digits.
     """
-    chunk, head = tl.program_id(0), tl.program_id(1)
+    head, chunk = tl.program_id(0), tl.program_id(1)
     request, place = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     if tl.load(slots + request) <= 0:
         return
@@ -182,4 +182,5 @@ def channel_pairs_kernel(
 def config(arch: str, key_dim: int, channel: bool) -> dict[str, int]:
     """Of `pairs_kernel`, or with `channel` of `channel_pairs_kernel`."""
     block_k = max(16, triton.next_power_of_2(key_dim))
-    return {"BLOCK_K": block_k, "num_warps": 8 if channel else 4, "num_stages": 1}
+    warps = 8 if channel else 2 if arch == "sm_90" else 4
+    return {"BLOCK_K": block_k, "num_warps": warps, "num_stages": 1}

@@ -95,9 +95,9 @@ def scan_kernel(
     tl.store(cell, (state * value_scale).to(ssm.dtype.element_ty), mask=in_cell)
 
 
-def config(arch: str, key_dim: int, value_dim: int, programs: int, half: bool) -> dict[str, int]:
-    """`programs`: value heads times requests, by which the state is cut finer where they are few."""
-    block_v = min(64, max(16, triton.next_power_of_2(value_dim)))
+def config(arch: str, key_dim: int, value_dim: int, half: bool) -> dict[str, int]:
+    """`half`: products of fp16. Narrow parts of the state: one long request has to fill the chip."""
+    block_v = min(32, max(16, triton.next_power_of_2(value_dim)))
     block_k = max(16, triton.next_power_of_2(key_dim))
-    stages = 2 if arch == "sm_90" and half else 1
+    stages = 3 if arch == "sm_90" and half and block_k <= 128 else 1
     return {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 4, "STAGES": stages}

@@ -1,0 +1,261 @@
+"""Compressed sparse attention by Triton kernels: what a step's layers share, and the order of a layer's launches.
+
+A layer writes everything in one launch, scores and picks entries in two more if it has to choose, and attends in one,
+or two where a list is split. Lists that do not depend on the layer are made once a step, by device operations alone, so
+that a step of single queries can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from allotrope.attention.ahead import Variant
+from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex
+from allotrope.attention.csa import triton_attend, triton_index, triton_store
+from allotrope.attention.csa.rotary import rotation_at
+from allotrope.attention.csa.rows import FP8
+from allotrope.attention.csa.spec import CsaSpec
+from allotrope.attention.dsa.triton_topk import top_rows
+from allotrope.attention.family import CacheViews
+from allotrope.attention.mla.triton_decode import arch_of, slots_of
+
+# Bytes of scores that are held at once in a prefill.
+SCRATCH = 1 << 28
+# Parts that a list is cut into at most.
+MOST_SPLITS = 16
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class CsaTritonPlan:
+    """`paged`: cache name -> where its rows lie. `angles`, `first_angles`: cos and sin [T, R] fp32 at each token and at
+    the first token of its entry.
+
+    `window_list`: [T, n] int32 rows of the window that each query sees, `window_seen`: [T] int32 how many; `entry_list`
+    and `entry_seen` likewise of the entries, -1 behind them. `entry_list` is None where each layer picks its own, from
+    `visible` [T] int32 of them, `bound` at most. `splits`: parts of a list.
+    """
+
+    tensors: BatchTensors
+    paged: Mapping[str, PageIndex]
+    angles: Angles
+    first_angles: Angles
+    window_list: torch.Tensor
+    window_seen: torch.Tensor
+    entry_list: torch.Tensor | None
+    entry_seen: torch.Tensor
+    visible: torch.Tensor
+    bound: int
+    splits: int
+    arch: str
+
+
+def build_plan(spec: CsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> CsaTritonPlan:
+    """Plan one step for every layer that has `spec`. `index` has an entry for each of the spec's caches."""
+    paged = {name: entry for name, entry in index.items() if isinstance(entry, PageIndex)}
+    tensors, ratio = batch.tensors, max(1, spec.ratio)
+    arch, position = arch_of(batch.device), tensors.positions
+    real = tensors.seq_lens[tensors.request_of_token] > 0
+    seen = (position + 1) * real
+    window_seen = seen.clamp(max=spec.window)
+    first = (position + 1 - spec.window).clamp(min=0)
+    longest = max(batch.seq_lens)
+    window_list = _listed(tensors, paged["window"], first, window_seen, min(longest, spec.window), 1)
+    visible = (seen // ratio if spec.ratio else torch.zeros_like(seen)).to(torch.int32)
+    bound = spec.visible_entries(longest)
+    picks = spec.indexer is not None and bound > spec.indexer.topk
+    entry_list = None
+    if spec.ratio and not picks:
+        entry_list = _listed(tensors, paged["compressed"], torch.zeros_like(position), visible, bound, ratio)
+    entry_seen = visible.clamp(max=spec.indexer.topk) if spec.indexer is not None else visible
+    blocks = triton.cdiv(spec.num_heads, 64)
+    splits = min(MOST_SPLITS, triton.cdiv(slots_of(batch.device), batch.num_tokens * blocks))
+    return CsaTritonPlan(
+        tensors,
+        paged,
+        _angles(spec, position),
+        _angles(spec, position // ratio * ratio),
+        window_list,
+        window_seen.to(torch.int32),
+        entry_list,
+        entry_seen,
+        visible,
+        bound,
+        splits,
+        arch,
+    )
+
+
+def _angles(spec: CsaSpec, positions: torch.Tensor) -> Angles:
+    rotation = rotation_at(spec.rope, positions)
+    return rotation.cos.flatten(1).contiguous(), rotation.sin.flatten(1).contiguous()
+
+
+def _listed(
+    tensors: BatchTensors, paged: PageIndex, first: torch.Tensor, count: torch.Tensor, bound: int, stride: int
+) -> torch.Tensor:
+    """[T, n] int32 rows of `count` [T] items from `first` [T] on, each of `stride` tokens; n is `bound`, filled up to
+    16 bytes; -1 behind the last one."""
+    per_page = paged.page_size // stride
+    place = torch.arange(-(-max(bound, 1) // 4) * 4, device=first.device)
+    item = first[:, None] + place
+    run = (item // per_page).clamp(max=paged.table.shape[1] - 1)
+    page = paged.table[tensors.request_of_token[:, None], run]
+    there = (place < count[:, None]) & (page >= 0)
+    return torch.where(there, page * per_page + item % per_page, -1).to(torch.int32)
+
+
+def run(
+    spec: CsaSpec,
+    plan: CsaTritonPlan,
+    caches: CacheViews,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    sinks: torch.Tensor,
+    kv_score: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    entry_norm: torch.Tensor | None = None,
+    index_q: torch.Tensor | None = None,
+    index_weights: torch.Tensor | None = None,
+    index_kv_score: torch.Tensor | None = None,
+    index_position_bias: torch.Tensor | None = None,
+    index_entry_norm: torch.Tensor | None = None,
+    kv_scale: float = 1.0,
+) -> torch.Tensor:
+    """As the reference's `run`."""
+    main = (kv_score, position_bias, entry_norm)
+    _store(spec, plan, caches, kv, main, (index_kv_score, index_position_bias, index_entry_norm), kv_scale)
+    entries = plan.entry_list
+    if spec.ratio and entries is None:
+        assert index_q is not None and index_weights is not None
+        entries = _pick(spec, plan, caches["index"]["k"], index_q, index_weights)
+    return _attend(spec, plan, caches, q, sinks, entries, kv_scale)
+
+
+def _format(spec: CsaSpec) -> int:
+    if spec.row_format == "scaled":
+        return triton_store.SCALED.value
+    return triton_store.PER_TENSOR.value if spec.kv_dtype == FP8 else triton_store.PLAIN.value
+
+
+def _planes(spec: CsaSpec, pools: Mapping[str, torch.Tensor]) -> list[Any]:
+    """Codes, rotated tail and factors of a pool [P, rows, .], each as the type it is read in, and then their strides.
+
+    Of a scaled row codes and tail both begin at the row's first byte.
+    """
+    if spec.row_format == "plain":
+        parts = [pools["kv"]] * 3
+    else:
+        parts = [pools["row"].view(FP8), pools["row"].view(torch.bfloat16), pools["factors"]]
+    assert all(part.stride(2) == 1 for part in parts)
+    return [*parts, *(stride for part in parts for stride in part.stride()[:2])]
+
+
+Compressor = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def _store(
+    spec: CsaSpec, plan: CsaTritonPlan, caches: CacheViews, kv: torch.Tensor, main: Compressor, index: Compressor,
+    kv_scale: float,
+) -> None:  # fmt: skip
+    """`main`, `index`: kv and score, position bias and norm of a compressor, if the layer has it."""
+    tensors = plan.tensors
+    window, pools = plan.paged["window"], caches["window"]
+
+    def compressor(new: Compressor, state: str, entries: str) -> tuple[list[Any], torch.Tensor]:
+        """Its input tensors and its states' pool, for the kernel; and where entries go."""
+        given, bias, norm = new
+        if given is None or bias is None or norm is None:
+            nothing = tensors.positions
+            return [nothing, 0, nothing, nothing, nothing, nothing, nothing, 0, 0, 0], nothing
+        states, paged = caches[state]["kv_score"], plan.paged[state]
+        assert given.stride(1) == 1 and bias.is_contiguous() and states.stride(2) == 1
+        rows = [given, given.stride(0), bias, norm, states, paged.slots, paged.table, states.stride(0)]
+        return [*rows, states.stride(1), paged.table.stride(0)], plan.paged[entries].slots
+
+    first, entry_slots = compressor(main, "state", "compressed")
+    second, key_slots = compressor(index, "index_state", "index")
+    entries = _planes(spec, caches["compressed"]) if spec.ratio else _planes(spec, pools)
+    keys = caches["index"]["k"] if spec.indexer is not None else pools[next(iter(pools))]
+    index_dim = spec.indexer.head_dim if spec.indexer is not None else 0
+    kinds = 1 + bool(spec.ratio) + (spec.indexer is not None)
+    launch = triton_store.config(plan.arch, spec.head_dim, spec.streams * spec.ratio)
+    sizes = {name: plan.paged[name].page_size if name in plan.paged else 1 for name in ("state", "index_state")}
+    triton_store.store_kernel[(len(kv), kinds)](
+        tensors.positions, tensors.request_of_token, tensors.query_start, *plan.angles, *plan.first_angles,
+        1.0 / kv_scale, spec.norm_eps, kv, kv.stride(0), window.slots, *_planes(spec, pools),
+        *first, entry_slots, *entries, *second, key_slots, keys, keys.stride(0), keys.stride(1),
+        W_ROWS=window.page_size, STATE_ROWS=sizes["state"], E_ROWS=entries[0].shape[1],
+        I_STATE_ROWS=sizes["index_state"], I_ROWS=keys.shape[1], RATIO=spec.ratio, STREAMS=spec.streams,
+        D=spec.head_dim, R=spec.rope.dim, BLOCK_D=triton.next_power_of_2(spec.head_dim), INDEX_D=index_dim,
+        BLOCK_I=triton.next_power_of_2(max(1, index_dim)), FORMAT=_format(spec), **launch,
+    )  # fmt: skip
+
+
+def _pick(
+    spec: CsaSpec, plan: CsaTritonPlan, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """[T, topk] int64 numbers of the entries that each query attends to, -1 behind the last one."""
+    assert spec.indexer is not None and weights.stride(1) == 1 and q.stride(2) == 1
+    picks = torch.empty(len(q), spec.indexer.topk, dtype=torch.int64, device=q.device)
+    step = max(1, SCRATCH // (4 * plan.bound))
+    for first in range(0, len(q), step):
+        tokens = min(step, len(q) - first)
+        scores = triton_index.score(
+            spec.indexer, spec.rope.dim, plan.arch, plan.paged["index"], keys, q, weights,
+            plan.tensors.request_of_token, plan.visible, plan.angles, first, tokens, plan.bound,
+            _precision(plan.arch, q.dtype),
+        )  # fmt: skip
+        rows = slice(first, first + tokens)
+        top_rows(scores, plan.visible[rows], spec.indexer.topk, plan.arch, picks[rows], None)
+    return picks
+
+
+def _precision(arch: str, dtype: torch.dtype) -> str:
+    return "tf32x3" if arch == "sm_90" and dtype == torch.float32 else "ieee"
+
+
+def _attend(
+    spec: CsaSpec, plan: CsaTritonPlan, caches: CacheViews, q: torch.Tensor, sinks: torch.Tensor,
+    entries: torch.Tensor | None, kv_scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """`entries`: the plan's list of rows, or a layer's picks."""
+    tokens, heads, dim = q.shape
+    assert q.stride(2) == 1
+    exact, splits = q.dtype == torch.float32, plan.splits
+    out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
+    partial = stats = out
+    if splits > 1:
+        kind = torch.float16 if q.dtype == torch.bfloat16 else torch.float32
+        partial = torch.empty(tokens, splits, heads, dim, dtype=kind, device=q.device)
+        stats = torch.empty(tokens, splits, heads, dtype=torch.float32, device=q.device)
+    compressed = "compressed" if spec.ratio else "window"
+    listed = entries if entries is not None else plan.window_list
+    planes, table = _planes(spec, caches[compressed]), plan.paged[compressed].table
+    launch = triton_attend.config(plan.arch, dim, heads, exact, _format(spec) == triton_store.PLAIN.value)
+    sizes = {"H": heads, "D": dim, "R": spec.rope.dim, "BLOCK_D": triton.next_power_of_2(dim), "SPLITS": splits}
+    row_scale = kv_scale if _format(spec) == triton_store.PER_TENSOR.value else 1.0
+    triton_attend.attend_kernel[(tokens, triton.cdiv(heads, launch["BLOCK_H"]), splits)](
+        q, out, partial, stats, sinks, *plan.angles, plan.tensors.request_of_token, plan.window_list, plan.window_seen,
+        listed, plan.entry_seen, table, *_planes(spec, caches["window"]), *planes,
+        q.stride(0), q.stride(1), plan.window_list.stride(0), listed.stride(0), table.stride(0), spec.scale, row_scale,
+        W_ROWS=plan.paged["window"].page_size, E_ROWS=planes[0].shape[1], LISTED=entries is plan.entry_list,
+        FORMAT=_format(spec), PRECISION=_precision(plan.arch, q.dtype), **sizes, **launch,
+    )  # fmt: skip
+    if splits > 1:
+        block = min(8, triton.next_power_of_2(heads))
+        triton_attend.combine_kernel[(tokens, triton.cdiv(heads, block))](
+            partial, stats, sinks, *plan.angles, out, row_scale, BLOCK_H=block, num_warps=4, **sizes
+        )
+    return out
+
+
+def variants(arch: str) -> list[Variant]:
+    """Of all kernels."""
+    return [found for module in (triton_store, triton_index, triton_attend) for found in module.variants(arch)]
