@@ -29,94 +29,114 @@ def _stored(x, scale, pool, FP8: tl.constexpr):
 
 
 @triton.jit
-def _turned(
-    source, inside, cos, sin, factors, floor,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, ROTATED: tl.constexpr, HEADS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
+def _turn(
+    source, place, inside, cos, sin, factors, floor, scale,
+    DIM: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Normed and rotated heads, [HEADS, BLOCK] fp32. `source`: [HEADS, 1] pointers to where they start.
+    """Norm, rotate and write heads. `source`, `place`: [HEADS, 1] pointers to their starts; `inside`: to be written.
 
-    y_i = x_i cos_i + x_j sin_i with j the other one of i's pair; the table's sine carries the sign.
+    The pairs are held as two halves a and b, what does not turn as c.
     """
-    column = tl.arange(0, BLOCK)[None, :]
-    there = inside & (column < DIM)
-    x = tl.load(source + column, mask=there, other=0.0).to(tl.float32)
-    if NORM:
-        factor = tl.rsqrt(tl.sum(x * x, axis=1) + floor)[:, None]
-        x *= factor * tl.load(factors + column, mask=column < DIM, other=0.0).to(tl.float32)
+    dtype = source.dtype.element_ty
+    pair = tl.arange(0, HALF)[None, :]
+    both = tl.arange(0, 2 * HALF)[None, :]
+    paired = pair < ROTATED // 2
+    rest = ROTATED + tl.arange(0, REST)[None, :]
+    length = tl.zeros([HEADS], tl.float32) + floor
     if ROTATED > 0:
-        turning = column < ROTATED
-        cosine = tl.load(cos + column, mask=turning, other=1.0).to(tl.float32)
-        sine = tl.load(sin + column, mask=turning, other=0.0).to(tl.float32)
         if INTERLEAVED:
-            first, second = tl.split(tl.reshape(x, [HEADS, BLOCK // 2, 2]))
-            other = tl.reshape(tl.join(second, first), [HEADS, BLOCK])
+            whole = tl.load(source + both, mask=inside & (both < ROTATED), other=0.0).to(tl.float32)
+            a, b = tl.split(tl.reshape(whole, [HEADS, HALF, 2]))
         else:
-            # Read again, from the cache nearest to the program: a move between its threads would cost more.
-            half: tl.constexpr = ROTATED // 2
-            pair = tl.where(column < half, column + half, tl.where(turning, column - half, column))
-            other = tl.load(source + pair, mask=inside & turning, other=0.0).to(tl.float32)
-            if NORM:
-                other *= factor * tl.load(factors + pair, mask=turning, other=0.0).to(tl.float32)
-        x = x * cosine + other * sine
-    return x.to(source.dtype.element_ty).to(tl.float32)
+            a = tl.load(source + pair, mask=inside & paired, other=0.0).to(tl.float32)
+            b = tl.load(source + ROTATED // 2 + pair, mask=inside & paired, other=0.0).to(tl.float32)
+        if NORM:
+            length += tl.sum(a * a + b * b, axis=1)
+    if ROTATED < DIM:
+        c = tl.load(source + rest, mask=inside & (rest < DIM), other=0.0).to(tl.float32)
+        if NORM:
+            length += tl.sum(c * c, axis=1)
+    root = tl.rsqrt(length)[:, None]
+    # Which of a head's numbers are first and second of a pair.
+    first = 2 * pair if INTERLEAVED else pair
+    second = first + 1 if INTERLEAVED else first + ROTATED // 2
+    if ROTATED > 0:
+        if NORM:
+            a *= root * tl.load(factors + first, mask=paired, other=0.0)
+            b *= root * tl.load(factors + second, mask=paired, other=0.0)
+        # The table's sine carries the sign of the first of a pair.
+        cosine = tl.load(cos + first, mask=paired, other=0.0).to(tl.float32)
+        sine = tl.load(sin + first, mask=paired, other=0.0).to(tl.float32)
+        turned_a = _stored((a * cosine + b * sine).to(dtype).to(tl.float32), scale, place, FP8)
+        turned_b = _stored((b * cosine - a * sine).to(dtype).to(tl.float32), scale, place, FP8)
+        if INTERLEAVED:
+            joined = tl.reshape(tl.join(turned_a, turned_b), [HEADS, 2 * HALF])
+            tl.store(place + both, joined, mask=inside & (both < ROTATED))
+        else:
+            tl.store(place + pair, turned_a, mask=inside & paired)
+            tl.store(place + ROTATED // 2 + pair, turned_b, mask=inside & paired)
+    if ROTATED < DIM:
+        if NORM:
+            c *= root * tl.load(factors + rest, mask=rest < DIM, other=0.0)
+        tl.store(place + rest, _stored(c.to(dtype).to(tl.float32), scale, place, FP8), mask=inside & (rest < DIM))
 
 
 @triton.jit
 def rope_store_kernel(
     projected, cos, sin, q_factors, k_factors, slots, q, k_pool, v_pool,
-    heads, kv_heads, q_blocks, kv_blocks, blocks, v_start,
+    heads, kv_heads, q_blocks, kv_blocks, blocks, parts, v_start,
     row_stride, cos_stride, q_row, k_row, k_head, v_row, v_head,
     k_scale, v_scale, floor, v_floor, v_unit,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, ROTATED: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, V_NORM: tl.constexpr, FP8: tl.constexpr,
-    SLOTS: tl.constexpr,
+    DIM: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, V_NORM: tl.constexpr, FP8: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """`blocks` programs a token: those of q's heads, then of k's, then of v's.
+    """`parts` programs share a token's `blocks` of heads: those of q, then of k, then of v.
 
     Without `SLOTS`, row t of the pools is token t's. `floor`, `v_floor`: size * eps; `v_unit`: factor of the values,
     with sqrt(size) where they are normed.
     """
     program = tl.program_id(0)
-    token, block = (program // blocks).to(tl.int64), program % blocks
+    token, part = (program // parts).to(tl.int64), program % parts
     source = projected + token * row_stride
     lane = tl.arange(0, HEADS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
     cos += token * cos_stride
     sin += token * cos_stride
-    if block < q_blocks:
-        head = block * HEADS + lane
-        value = _turned(source + head * DIM, head < heads, cos, sin, q_factors, floor,
-                        DIM, BLOCK, ROTATED, HEADS, INTERLEAVED, NORM)  # fmt: skip
-        inside = (head < heads) & (column < DIM)
-        tl.store(q + token * q_row + head * DIM + column, value.to(q.dtype.element_ty), mask=inside)
-    else:
-        row = tl.load(slots + token) if SLOTS else token
-        written = row >= 0
-        row = tl.maximum(row, 0)
-        if block < q_blocks + kv_blocks:
+    row = tl.load(slots + token) if SLOTS else token
+    written = row >= 0
+    row = tl.maximum(row, 0)
+    for block in range(part, blocks, parts):
+        if block < q_blocks:
+            head = block * HEADS + lane
+            _turn(source + head * DIM, q + token * q_row + head * DIM, head < heads, cos, sin, q_factors, floor, 1.0,
+                  DIM, ROTATED, HALF, REST, HEADS, INTERLEAVED, NORM, False)  # fmt: skip
+        elif block < q_blocks + kv_blocks:
             head = (block - q_blocks) * HEADS + lane
-            value = _turned(source + (heads + head) * DIM, head < kv_heads, cos, sin, k_factors, floor,
-                            DIM, BLOCK, ROTATED, HEADS, INTERLEAVED, NORM)  # fmt: skip
-            inside = (head < kv_heads) & written & (column < DIM)
-            tl.store(k_pool + row * k_row + head * k_head + column, _stored(value, k_scale, k_pool, FP8), mask=inside)
+            _turn(source + (heads + head) * DIM, k_pool + row * k_row + head * k_head, (head < kv_heads) & written,
+                  cos, sin, k_factors, floor, k_scale,
+                  DIM, ROTATED, HALF, REST, HEADS, INTERLEAVED, NORM, FP8)  # fmt: skip
         else:
             head = (block - q_blocks - kv_blocks) * HEADS + lane
-            v_column = tl.arange(0, V_BLOCK)[None, :]
-            there = (head < kv_heads) & written & (v_column < V_DIM)
-            v = tl.load(source + v_start + head * V_DIM + v_column, mask=there, other=0.0).to(tl.float32)
+            column = tl.arange(0, V_BLOCK)[None, :]
+            there = (head < kv_heads) & written & (column < V_DIM)
+            v = tl.load(source + v_start + head * V_DIM + column, mask=there, other=0.0).to(tl.float32)
             if V_NORM:
                 v *= tl.rsqrt(tl.sum(v * v, axis=1)[:, None] + v_floor)
             v = (v * v_unit).to(projected.dtype.element_ty).to(tl.float32)
-            tl.store(v_pool + row * v_row + head * v_head + v_column, _stored(v, v_scale, v_pool, FP8), mask=there)
+            tl.store(v_pool + row * v_row + head * v_head + column, _stored(v, v_scale, v_pool, FP8), mask=there)
 
 
 def config(arch: str, spec: HeadSpec) -> dict[str, int]:
-    """About a thousand numbers a program."""
+    """About a thousand numbers at a time, a head within a wave where it fits."""
     dim = triton.next_power_of_2(max(spec.dim, spec.v_dim))
     heads = max(1, min(1024 // dim, triton.next_power_of_2(spec.heads)))
     wave = 64 if arch.startswith("gfx") else 32
-    return {"HEADS": heads, "num_warps": max(1, heads * dim // (8 * wave)), "num_stages": 1}
+    return {"HEADS": heads, "num_warps": max(1, heads * dim // ((8 if dim <= 256 else 16) * wave)), "num_stages": 1}
+
+
+# Programs that keep a chip busy; where tokens alone are as many, one program takes all heads of its token.
+_PROGRAMS = 4096
 
 
 def rope_store(
@@ -152,11 +172,12 @@ def rope_store(
     v_start = (heads if spec.values_from_keys else heads + groups) * spec.dim
     cos, sin = (projected, projected) if rotation is None else (rotation.cos, rotation.sin)
     blocks = q_blocks + kv_blocks + v_blocks
-    rope_store_kernel[(tokens * blocks,)](
+    parts = min(blocks, triton.cdiv(_PROGRAMS, tokens))
+    rope_store_kernel[(tokens * parts,)](
         projected, cos, sin,
         projected if q_factors is None else q_factors, projected if k_factors is None else k_factors,
         projected if rows is None else rows.slots, q, k_pool, v_pool,
-        heads, groups, q_blocks, kv_blocks, blocks, v_start,
+        heads, groups, q_blocks, kv_blocks, blocks, parts, v_start,
         projected.stride(0), cos.stride(0), q.stride(0),
         k_pool.stride(1 if k is None else 0), k_pool.stride(2), v_pool.stride(1 if k is None else 0), v_pool.stride(2),
         1.0 if rows is None else rows.k_scale, 1.0 if rows is None else rows.v_scale,
@@ -171,8 +192,9 @@ def _constants(spec: HeadSpec, rotation: Rotation | None) -> dict[str, Any]:
     rotated = 0 if rotation is None else rotation.cos.shape[-1]
     return {
         "DIM": spec.dim,
-        "BLOCK": triton.next_power_of_2(spec.dim),
         "ROTATED": rotated,
+        "HALF": triton.next_power_of_2(max(1, rotated // 2)),
+        "REST": triton.next_power_of_2(max(1, spec.dim - rotated)),
         "V_DIM": spec.v_dim,
         "V_BLOCK": triton.next_power_of_2(spec.v_dim),
         "INTERLEAVED": rotation is not None and rotation.interleaved,
@@ -198,10 +220,9 @@ def variants(arch: str) -> list[Variant]:
         launch = config(arch, spec)
         signature = dict.fromkeys(("projected", "cos", "sin", "q"), kind) | dict.fromkeys(("k_pool", "v_pool"), pool)
         signature |= dict.fromkeys(("q_factors", "k_factors"), "*fp32") | {"slots": "*i64"}
-        integers = (
-            "heads kv_heads q_blocks kv_blocks blocks v_start row_stride cos_stride q_row k_row k_head v_row v_head"
-        )
-        signature |= dict.fromkeys(integers.split(), "i32")
+        counts = "heads kv_heads q_blocks kv_blocks blocks parts v_start"
+        strides = "row_stride cos_stride q_row k_row k_head v_row v_head"
+        signature |= dict.fromkeys((*counts.split(), *strides.split()), "i32")
         signature |= dict.fromkeys("k_scale v_scale floor v_floor v_unit".split(), "fp32")
         constants = _constants(spec, Rotation(table, table, interleaved)) | {"HEADS": launch["HEADS"], "SLOTS": True}
         constants["FP8"] = pool == "*fp8e4nv"

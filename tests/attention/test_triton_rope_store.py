@@ -10,6 +10,7 @@ from device_under_test import DEVICE
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from allotrope.attention import rope_store_triton
 from allotrope.attention.check import KINDS, compare
 from allotrope.attention.rope import RopeScaling, RopeSpec, RopeTable, Rotation
 from allotrope.attention.rope_store import HeadSpec, Rows, rope_store
@@ -131,6 +132,15 @@ def test_values_that_are_keys_need_no_pool() -> None:
     want = rope_store(spec, *inputs, None)[1]
     assert want is not None
     assert compare(k.flatten(0, 1)[slots], want, "fp32")
+
+
+def test_one_program_a_token_or_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, rope = CASES["partial"]
+    inputs = _draw(dataclasses.replace(spec, heads=200), rope, torch.bfloat16)
+    many = fused(dataclasses.replace(spec, heads=200), *inputs, None)
+    monkeypatch.setattr(rope_store_triton, "_PROGRAMS", 1)
+    one = fused(dataclasses.replace(spec, heads=200), *inputs, None)
+    assert all(torch.equal(a, b) for a, b in zip(many, one, strict=True))
 
 
 def test_a_token_alone_is_the_token_in_company() -> None:
