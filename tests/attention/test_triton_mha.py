@@ -33,7 +33,8 @@ def exact(case: Case) -> torch.Tensor:
 # The interpreter takes seconds for what the GPU does at once.
 HALVES = CASES if DEVICE == "cuda" else ("grouped_4", "shared_rows", "softcap", "window_and_sinks")
 RUNS = [(name, torch.float32) for name in CASES]
-RUNS += [(name, dtype) for name in HALVES for dtype in (torch.bfloat16, torch.float16)]
+RUNS += [(name, torch.bfloat16) for name in HALVES]
+RUNS += [(name, torch.float16) for name in (CASES if DEVICE == "cuda" else ("grouped_4",))]
 
 
 @pytest.mark.parametrize(("name", "dtype"), RUNS)
@@ -49,13 +50,15 @@ ODD = {
     "80": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 80},
     "192 and 128": {"num_heads": 4, "num_kv_heads": 1, "head_dim": 192, "v_head_dim": 128},
     "seven heads": {"num_heads": 7, "num_kv_heads": 1, "head_dim": 32, "window": 20},
-    "many heads": {"num_heads": 72, "num_kv_heads": 1, "head_dim": 16, "sinks": True},
-    "one of nine": {"num_heads": 9, "num_kv_heads": 9, "head_dim": 24},
+    "many heads": {"num_heads": 66, "num_kv_heads": 1, "head_dim": 16, "sinks": True},
+    "one of five": {"num_heads": 5, "num_kv_heads": 5, "head_dim": 24},
 }
 
 
-@pytest.mark.parametrize("name", ODD)
-@pytest.mark.parametrize("page_size", [4, 64])
+@pytest.mark.parametrize(
+    ("name", "page_size"),
+    [("80", 4), ("192 and 128", 64), ("seven heads", 4), ("seven heads", 64), ("many heads", 64), ("one of five", 4)],
+)
 def test_odd_sizes(name: str, page_size: int) -> None:
     short = CASES["grouped_4"]
     spec = dataclasses.replace(short.spec, **ODD[name])
