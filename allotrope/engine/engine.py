@@ -164,12 +164,16 @@ class Engine:
         if self._overlap:
             # What a page holds can be told only now that the tokens before this pass are known.
             self._advance(rows)
-        self._executor.capture_next()
+        self.capture_next()
         return outputs
+
+    def capture_next(self) -> bool:
+        """Capture one more CUDA graph, where there are some to come. Returns whether there was one."""
+        return self._executor.capture_next()
 
     def capture_all(self) -> None:
         """Capture every CUDA graph that is still to come, at once."""
-        while self._executor.capture_next():
+        while self.capture_next():
             pass
 
     @property

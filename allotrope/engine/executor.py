@@ -97,7 +97,11 @@ class InProcess:
             self._model, config.max_num_seqs, blueprint.max_model_len, device, capture=config.cuda_graphs
         )
         self._runner = Runner(self._model, blueprint.specs, groups, arena, blueprint.shares, device, decode)
-        log.info("made caches of %.1f MB in %.1f s", arena.bytes / 1e6, time.monotonic() - started)
+        static = 0 if self._runner.buffers is None else self._runner.buffers.bytes
+        seconds = time.monotonic() - started
+        log.info(
+            "made caches of %.1f MB, decode buffers of %.1f MB in %.1f s", arena.bytes / 1e6, static / 1e6, seconds
+        )
 
     def run(self, plan: StepPlan, chosen: torch.Tensor | None = None) -> torch.Tensor:
         return self.runner.run(plan, chosen)

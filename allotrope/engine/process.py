@@ -91,6 +91,9 @@ class EngineProcess:
 
     def _turn(self, engine: Engine) -> None:
         """Take what has arrived (waiting where there is nothing else to do), then one step."""
+        while self._inbox.empty() and not engine.has_work() and engine.capture_next():
+            # With nothing else to do, graphs are captured until there are no more or a message arrives.
+            continue
         message: ToEngine | None = None if engine.has_work() else self._inbox.get()
         while True:
             if message is not None:
