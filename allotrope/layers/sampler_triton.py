@@ -21,9 +21,10 @@ from allotrope.layers.sampler import RandomRows, SamplingStep
 
 SEGMENT = 4096
 # Candidates of a row that are written out.
-ROOM = 8192
-CHUNK = 2048
-EDGES = 16
+ROOM = 32768
+# Tokens that one program holds.
+CHUNK = 4096
+EDGES = 8
 _UNIT = tl.constexpr(2.0**40)
 _LEAST_TEMPERATURE = tl.constexpr(1e-30)
 # Below the best by this many temperatures a token weighs nothing: exp(-28) < 2^-40.
@@ -127,9 +128,9 @@ def draw_whole_kernel(
 
 
 @triton.jit
-def _edge(peak, temperature, j):
+def _edge(peak, temperature, j, EDGES: tl.constexpr):
     """Key of the j-th logit that candidates may begin at: near the best closer together, the last at `_REACH`."""
-    part = (tl.full([], 1, tl.float32) + j) / 16
+    part = (tl.full([], 1, tl.float32) + j) / EDGES
     return _key(peak - _REACH * part * tl.sqrt(part) * tl.maximum(temperature, _LEAST_TEMPERATURE))
 
 
@@ -149,7 +150,7 @@ def edges_kernel(
     key, weight = tl.where(there, _key(z), _ABSENT), _weight(z, peak, heat)
     place = (n * segments + segment) * EDGES
     for j in range(EDGES):
-        edge = _edge(peak, heat, j)
+        edge = _edge(peak, heat, j, EDGES)
         above = key >= edge
         tl.store(edges + n * EDGES + j, edge, mask=segment == 0)
         tl.store(counts + place + j, tl.sum(above.to(tl.int32), axis=0))
@@ -179,92 +180,105 @@ def _needed(total, p):
 
 @triton.jit
 def candidates_kernel(
-    logits, peaks, rows, temperature, top_k, top_p, edges, counts, masses, found, weights,
-    vocab, row_stride, segments,
+    logits, top_k, top_p, rows, edges, counts, masses, found, vocab, row_stride, segments,
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, EDGES: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Write out the tokens at or above the edge that has enough, by id: `found` [N, ROOM] packed, and their weights."""
+    """Write out the tokens at or above the edge that has enough, by id, as `key * 2^32 + id`: `found` [N, ROOM]."""
     n, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.load(rows + n)
-    peak = _logit((_peak(peaks, row, segments, SEGMENTS) >> 32).to(tl.int32))
-    heat = tl.load(temperature + n)
     edge, size, _, _ = _enough(counts, masses, n, segments, tl.load(top_k + n), tl.load(top_p + n), SEGMENTS, EDGES)
     place = tl.arange(0, SEGMENTS)
-    ours = tl.load(counts + (n * segments + place) * EDGES + edge, mask=place < segment, other=0)
-    start = tl.sum(ours, axis=0)
-    if size <= ROOM:
+    each = tl.load(counts + (n * segments + place) * EDGES + edge, mask=place <= segment, other=0)
+    start = tl.sum(tl.where(place < segment, each, 0), axis=0)
+    if (size <= ROOM) & (tl.sum(each, axis=0) > start):
         column = segment * SEGMENT + tl.arange(0, SEGMENT)
         there = column < vocab
-        z = tl.load(logits + row * row_stride + column, mask=there, other=-float("inf"))
+        z = tl.load(logits + tl.load(rows + n) * row_stride + column, mask=there, other=-float("inf"))
         key = tl.where(there, _key(z), _ABSENT)
         above = key >= tl.load(edges + n * EDGES + edge)
-        to = n * ROOM + start + tl.cumsum(above.to(tl.int32), axis=0) - 1
-        tl.store(found + to, key.to(tl.int64) * 4294967296 + column, mask=above)
-        tl.store(weights + to, _weight(z, peak, heat), mask=above)
+        to = start + tl.cumsum(above.to(tl.int32), axis=0) - 1
+        tl.store(found + n * ROOM + to, key.to(tl.int64) * 4294967296 + column, mask=above)
 
 
 @triton.jit
-def _load_chunk(
-    row_start, found, weights, chunk, size, written, vocab, peak, heat, CHUNK: tl.constexpr
-):  # fmt: skip
-    """Keys, ids and weights of some tokens, by id: of the candidates, or of the row where they are not written out."""
+def _load_chunk(start, found, chunk, size, written, vocab, CHUNK: tl.constexpr):
+    """Keys and ids of some tokens, by id: of the candidates, or of the row where they are not written out."""
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     if written:
-        there = place < size
-        packed = tl.load(found + place, mask=there, other=_NOTHING)
-        key, ids = (packed >> 32).to(tl.int32), (packed & 0xFFFFFFFF).to(tl.int32)
-        weight = tl.load(weights + place, mask=there, other=0)
+        packed = tl.load(found + place, mask=place < size, other=_NOTHING)
+        key, ids = packed >> 32, (packed & 0xFFFFFFFF).to(tl.int32)
     else:
-        there = place < vocab
-        z = tl.load(row_start + place, mask=there, other=-float("inf"))
-        key, ids, weight = tl.where(there, _key(z), _ABSENT), place, _weight(z, peak, heat)
-    return key, ids, weight
+        z = tl.load(start + place, mask=place < vocab, other=-float("inf"))
+        key, ids = tl.where(place < vocab, _key(z), _ABSENT).to(tl.int64), place
+    return key, ids
 
 
 @triton.jit
-def _above(row_start, found, weights, chunks, size, written, vocab, peak, heat, least, CHUNK: tl.constexpr):
-    """Number and weight of the tokens whose key is at least `least`, an int64."""
-    count, mass = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-    for chunk in range(chunks):
-        key, _, weight = _load_chunk(row_start, found, weights, chunk, size, written, vocab, peak, heat, CHUNK)
-        above = key.to(tl.int64) >= least
-        count += tl.sum(above.to(tl.int32), axis=0)
-        mass += tl.sum(tl.where(above, weight, 0), axis=0)
-    return count, mass
+def _key_weight(key, peak, heat):
+    return _weight(_logit(tl.maximum(key, _ABSENT + 0x7FFFFF).to(tl.int32)), peak, heat)
+
+
+@triton.jit
+def _step(key, weight, middle, low, high):
+    """Number and weight of the keys at or above `middle`, the least of them, and the largest below."""
+    above = key >= middle
+    count = tl.sum(above.to(tl.int32), axis=0).to(tl.int64)
+    mass = tl.sum(tl.where(above, weight, 0), axis=0)
+    least = tl.min(tl.where(above, key, high), axis=0)
+    return count, mass, least, tl.max(tl.where(above, low, key), axis=0)
 
 
 @triton.jit
 def _cut(
-    row_start, found, weights, chunks, size, written, vocab, peak, heat, low, high, goal,
+    start, found, spare, chunks, size, written, vocab, peak, heat, low, high, goal,
     CHUNK: tl.constexpr, BY_MASS: tl.constexpr,
 ):  # fmt: skip
-    """The largest key that has at least `goal` tokens, or weight, at or above it. `low` has enough, `high` has not.
+    """The largest key that has at least `goal` tokens, or weight, at or above it. `low` has enough, `high` has none.
 
-    Halves the range, whose ends then move on to keys that there are. Returns the key, number and weight of the tokens
-    above it, and the weight of one of its own.
+    Halves the range, whose ends then move on to keys that there are: over all tokens until those in the range are
+    few, then over these alone. Returns the key, and number and weight of the tokens above it.
     """
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        reached, nearest, below = tl.full([], 0, tl.int64), high, low
+    inside, over, over_mass = tl.full([], 0x7FFFFFFF, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    middle = low
+    while (inside > CHUNK) & (high - low > 1):
+        count, mass = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+        least, below, total = high, low, tl.full([], 0, tl.int64)
         for chunk in range(chunks):
-            keys, _, weight = _load_chunk(row_start, found, weights, chunk, size, written, vocab, peak, heat, CHUNK)
-            key = keys.to(tl.int64)
-            above = key >= middle
-            reached += tl.sum(tl.where(above, weight if BY_MASS else 1, 0).to(tl.int64), axis=0)
-            nearest = tl.minimum(nearest, tl.min(tl.where(above, key, high), axis=0))
-            below = tl.maximum(below, tl.max(tl.where(above, low, key), axis=0))
-        enough = reached >= goal
-        low = tl.where(enough, nearest, low)
-        high = tl.where(enough, high, below + 1)
-    count, mass = _above(row_start, found, weights, chunks, size, written, vocab, peak, heat, low + 1, CHUNK)
-    own, weight = _above(row_start, found, weights, chunks, size, written, vocab, peak, heat, low, CHUNK)
-    own -= count
-    return low, count, mass, (weight - mass) // tl.maximum(own, 1)
+            key, _ = _load_chunk(start, found, chunk, size, written, vocab, CHUNK)
+            more, heavier, nearest, next_below = _step(key, _key_weight(key, peak, heat), middle, low, high)
+            count, mass = count + more, mass + heavier
+            least, below = tl.minimum(least, nearest), tl.maximum(below, next_below)
+            total += tl.sum((key >= low).to(tl.int32), axis=0)
+        enough = (mass >= goal) if BY_MASS else (count >= goal)
+        total = tl.where(enough, count, total)
+        low, high = tl.where(enough, least, low), tl.where(enough, high, below + 1)
+        over, over_mass = tl.where(enough, over, count), tl.where(enough, over_mass, mass)
+        inside = total - over
+        middle = low + (high - low) // 2
+    if high - low > 1:
+        filled = tl.full([], 0, tl.int32)
+        tl.debug_barrier()
+        for chunk in range(chunks):
+            key, _ = _load_chunk(start, found, chunk, size, written, vocab, CHUNK)
+            ours = (key >= low) & (key < high)
+            tl.store(spare + filled + tl.cumsum(ours.to(tl.int32), axis=0) - 1, key.to(tl.int32), mask=ours)
+            filled += tl.sum(ours.to(tl.int32), axis=0)
+        tl.debug_barrier()
+        place = tl.arange(0, CHUNK)
+        key = tl.load(spare + place, mask=place < filled, other=_ABSENT).to(tl.int64)
+        weight = tl.where(place < filled, _key_weight(key, peak, heat), 0)
+        base, base_mass = over, over_mass
+        while high - low > 1:
+            count, mass, least, below = _step(key, weight, low + (high - low) // 2, low, high)
+            count, mass = count + base, mass + base_mass
+            enough = (mass >= goal) if BY_MASS else (count >= goal)
+            low, high = tl.where(enough, least, low), tl.where(enough, high, below + 1)
+            over, over_mass = tl.where(enough, over, count), tl.where(enough, over_mass, mass)
+    return low, over, over_mass
 
 
 @triton.jit
 def draw_truncated_kernel(
-    logits, peaks, rows, temperature, top_k, top_p, min_p, uniform, edges, counts, masses, found, weights, out,
+    logits, peaks, rows, temperature, top_k, top_p, min_p, uniform, edges, counts, masses, found, spare, out,
     vocab, row_stride, segments,
     SEGMENTS: tl.constexpr, EDGES: tl.constexpr, ROOM: tl.constexpr, CHUNK: tl.constexpr, MIN_P: tl.constexpr,
 ):  # fmt: skip
@@ -278,41 +292,40 @@ def draw_truncated_kernel(
         edge, size, mass, total = _enough(counts, masses, n, segments, k, p, SEGMENTS, EDGES)
         written = size <= ROOM
         chunks = tl.cdiv(tl.where(written, size, vocab), CHUNK)
-        start, found, weights = logits + row * row_stride, found + n * ROOM, weights + n * ROOM
+        start, found, spare = logits + row * row_stride, found + n * ROOM, spare + n * CHUNK
         low, high = tl.load(edges + n * EDGES + edge).to(tl.int64), best + 1
         if k > 0:
             total = mass
             if size > k:
-                key, above, mass, own = _cut(
-                    start, found, weights, chunks, size, written, vocab, peak, heat, low, high, k, CHUNK, False
+                key, above, mass = _cut(
+                    start, found, spare, chunks, size, written, vocab, peak, heat, low, high, k, CHUNK, False
                 )
-                low, total = key, mass + (k - above) * own
+                low, total = key, mass + (k - above) * _key_weight(key, peak, heat)
         if p < 1.0:
             needed = _needed(total, p)
-            key, above, mass, own = _cut(
-                start, found, weights, chunks, size, written, vocab, peak, heat, low, high, needed, CHUNK, True
+            key, above, mass = _cut(
+                start, found, spare, chunks, size, written, vocab, peak, heat, low, high, needed, CHUNK, True
             )
             # The nucleus ends with the token that brings the weight to `needed`.
+            own = _key_weight(key, peak, heat)
             low, total = key, mass + tl.cdiv(needed - mass, tl.maximum(own, 1)) * own
         if MIN_P:
             least, kept = tl.load(min_p + n) * _UNIT, tl.full([], 0, tl.int64)
             for chunk in range(chunks):
-                _, _, weight = _load_chunk(start, found, weights, chunk, size, written, vocab, peak, heat, CHUNK)
+                keys, _ = _load_chunk(start, found, chunk, size, written, vocab, CHUNK)
+                weight = tl.where(keys >= low, _key_weight(keys, peak, heat), 0)
                 kept += tl.sum(tl.where(weight.to(tl.float64) >= least, weight, 0), axis=0)
             total = tl.minimum(total, kept)
         target = (tl.load(uniform + n) * total.to(tl.float64)).to(tl.int64)
-        key, above, mass, own = _cut(
-            start, found, weights, chunks, size, written, vocab, peak, heat, low, high, target + 1, CHUNK, True
+        key, above, mass = _cut(
+            start, found, spare, chunks, size, written, vocab, peak, heat, low, high, target + 1, CHUNK, True
         )
         # Among tokens of one logit, the one by id at which the weight passes the target.
-        wanted, passed, chosen = (
-            (target - mass) // tl.maximum(own, 1),
-            tl.full([], 0, tl.int64),
-            tl.full([], 0, tl.int64),
-        )
+        wanted = (target - mass) // tl.maximum(_key_weight(key, peak, heat), 1)
+        passed, chosen = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
         for chunk in range(chunks):
-            keys, ids, _ = _load_chunk(start, found, weights, chunk, size, written, vocab, peak, heat, CHUNK)
-            equal = keys.to(tl.int64) == key
+            keys, ids = _load_chunk(start, found, chunk, size, written, vocab, CHUNK)
+            equal = keys == key
             order = passed + tl.cumsum(equal.to(tl.int32), axis=0) - 1
             chosen += tl.sum(tl.where(equal & (order == wanted), ids, 0), axis=0)
             passed += tl.sum(equal.to(tl.int32), axis=0)
@@ -421,21 +434,22 @@ def _draw_truncated(
     edges = torch.empty((count, EDGES), dtype=torch.int32, device=logits.device)
     counts = torch.empty((count, segments, EDGES), dtype=torch.int32, device=logits.device)
     masses = peaks.new_empty((count, segments, EDGES))
-    found, weights = (peaks.new_empty((count, ROOM)) for _ in range(2))
+    found = peaks.new_empty((count, ROOM))
+    spare = counts.new_empty((count, CHUNK))
     shape = shape | {"EDGES": EDGES}
     edges_kernel[(count, segments)](
         logits, peaks, random.rows, random.temperature, edges, counts, masses, *row,
         SEGMENT=SEGMENT, **shape, num_warps=8,
     )  # fmt: skip
     candidates_kernel[(count, segments)](
-        logits, peaks, random.rows, random.temperature, random.top_k, random.top_p, edges, counts, masses,
-        found, weights, *row, SEGMENT=SEGMENT, ROOM=ROOM, **shape, num_warps=8,
+        logits, random.top_k, random.top_p, random.rows, edges, counts, masses, found, *row,
+        SEGMENT=SEGMENT, ROOM=ROOM, **shape, num_warps=8,
     )  # fmt: skip
     min_p = random.uniform if random.min_p is None else random.min_p
     draw_truncated_kernel[(count,)](
         logits, peaks, random.rows, random.temperature, random.top_k, random.top_p, min_p, random.uniform,
-        edges, counts, masses, found, weights, out, *row,
-        ROOM=ROOM, CHUNK=CHUNK, MIN_P=random.min_p is not None, **shape, num_warps=8,
+        edges, counts, masses, found, spare, out, *row,
+        ROOM=ROOM, CHUNK=CHUNK, MIN_P=random.min_p is not None, **shape, num_warps=16,
     )  # fmt: skip
 
 
@@ -471,7 +485,7 @@ def variants(arch: str) -> list[Variant]:
     """The choice and the scores of a vocabulary of 128k."""
     kinds = dict.fromkeys(("logits", "temperature", "sums", "logprobs", "top_logprobs"), "*fp32")
     kinds |= dict.fromkeys(("top_p", "min_p", "uniform"), "*fp64")
-    kinds |= dict.fromkeys(("edges", "counts"), "*i32")
+    kinds |= dict.fromkeys(("edges", "counts", "spare"), "*i32")
     kinds |= dict.fromkeys(("vocab", "row_stride", "segments", "count"), "i32")
     sizes = {
         "SEGMENT": SEGMENT,
@@ -490,7 +504,7 @@ def variants(arch: str) -> list[Variant]:
         (draw_whole_kernel, 8),
         (edges_kernel, 8),
         (candidates_kernel, 8),
-        (draw_truncated_kernel, 8),
+        (draw_truncated_kernel, 16),
         (segment_scores_kernel, 8),
         (scores_kernel, 4),
     ):

@@ -21,7 +21,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several segments and chunks of a small vocabulary, and little room for candidates."""
     monkeypatch.setattr(sampler_triton, "SEGMENT", 256)
     monkeypatch.setattr(sampler_triton, "ROOM", 128)
-    monkeypatch.setattr(sampler_triton, "CHUNK", 512)
+    monkeypatch.setattr(sampler_triton, "CHUNK", 64)
 
 
 def _rows(
