@@ -9,7 +9,8 @@ always running while weights are made:
 
     scores a | scores b | sum a | sum b | scores a of the next pair ...
 
-and a tile is given back to the readers as soon as its sum is done.
+and a tile is given back to the readers as soon as its sum is done. Tiles come in two halves of their channels, so that
+scores begin with the first.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -25,6 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from allotrope.attention.mla.rows import scaled_bytes
+
 HEADS = 64
 KEYS = 64
 PAIR = 2 * KEYS
@@ -39,6 +42,8 @@ _R = gl.constexpr(ROPE)
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LOWEST = gl.constexpr(-1.0e30)
 _BLOCK = gl.constexpr(128)
+# Bytes of a scaled row.
+_ROW = gl.constexpr(scaled_bytes(LATENT, ROPE))
 
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, KEYS // 2, 16]))
 _SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, LATENT // 2, 16]))
@@ -62,58 +67,90 @@ def _place(table, picks, start, end, many, layout: gl.constexpr, PAGE: gl.conste
 
 
 @gluon.jit
-def _read(
-    c_pool, pe_pool, factors, table, picks, c_tiles, pe_tiles, full, empty, begin, end, many,
+def _fill(
+    c_pool, pe_pool, factors, table, picks, c_tile, pe_tile, full_0, full_1, empty, phase, start, end, many,
     c_page, c_row, pe_page, pe_row, f_page, f_row,
     PAGE: gl.constexpr, PICKED: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """Fill tile after tile, one more than there are pairs."""
+    """Read the keys `start` and behind it into a tile, in two halves of the channels."""
     rope = gl.arange(0, _R, gl.SliceLayout(0, _READ))
-    tiles = 2 * gl.cdiv(end - begin, 2 * _K) + 1
-    for i in range(tiles):
-        page, offset, there = _place(table, picks, begin + i * _K, end, many, _READ, PAGE, PICKED)
+    half: gl.constexpr = _C // 2
+    page, offset, there = _place(table, picks, start, end, many, _READ, PAGE, PICKED)
+    if SCALED:
+        # Rows of a known length in each of the types that they are read in: loads are as wide as can be.
+        pe_at = pe_pool + (page * pe_page + offset * (_ROW // 2) + (_C + _C // _BLOCK * 4) // 2)
+        # The same rows, as the threads that decode hold them.
+        page, offset, there_c = _place(table, picks, start, end, many, _DECODE, PAGE, PICKED)
+        c_at = c_pool + (page * c_page + offset * _ROW)
+        f_at = factors + (page * f_page + offset * (_ROW // 4) + _C // 4)
+        column = gl.arange(0, _BLOCK, gl.SliceLayout(0, _DECODE))
+        mbarrier.wait(empty, phase ^ 1)
+        async_copy.async_copy_global_to_shared(pe_tile, pe_at[:, None] + rope[None, :], there[:, None])
+        async_copy.commit_group()
+        for block in gl.static_range(_C // _BLOCK):
+            factor = gl.load(f_at + block, mask=there_c, other=0.0)
+            codes = gl.load(c_at[:, None] + (column + block * _BLOCK)[None, :], mask=there_c[:, None], other=0.0)
+            numbers = (codes.to(gl.float32) * factor[:, None]).to(c_tile.dtype)
+            c_tile.slice(block * _BLOCK, _BLOCK, dim=1).store(numbers)
+            if block == 1:
+                async_copy.wait_group(0)
+                fence_async_shared()
+                mbarrier.arrive(full_0, count=1)
+        fence_async_shared()
+        mbarrier.arrive(full_1, count=1)
+    else:
         pe_at = pe_pool + (page * pe_page + offset * pe_row)
-        which = i % 2
-        if SCALED:
-            # The same rows, as the threads that decode hold them.
-            page, offset, there_c = _place(table, picks, begin + i * _K, end, many, _DECODE, PAGE, PICKED)
-            c_at = c_pool + (page * c_page + offset * c_row)
-            f_at = factors + (page * f_page + offset * f_row + _C // 4)
-            mbarrier.wait(empty.index(which), (i // 2 + 1) & 1)
-            async_copy.async_copy_global_to_shared(
-                pe_tiles.index(which), pe_at[:, None] + (rope + (_C + _C // _BLOCK * 4) // 2)[None, :], there[:, None]
-            )
-            column = gl.arange(0, _BLOCK, gl.SliceLayout(0, _DECODE))
-            for block in gl.static_range(_C // _BLOCK):
-                factor = gl.load(f_at + block, mask=there_c, other=0.0)
-                codes = gl.load(c_at[:, None] + (column + block * _BLOCK)[None, :], mask=there_c[:, None], other=0.0)
-                numbers = (codes.to(gl.float32) * factor[:, None]).to(c_tiles.dtype)
-                c_tiles.index(which).slice(block * _BLOCK, _BLOCK, dim=1).store(numbers)
-            async_copy.commit_group()
-            async_copy.wait_group(0)
-            fence_async_shared()
-            mbarrier.arrive(full.index(which), count=1)
-        else:
-            c_at = c_pool + (page * c_page + offset * c_row)
-            channel = gl.arange(0, _C, gl.SliceLayout(0, _READ))
-            mbarrier.wait(empty.index(which), (i // 2 + 1) & 1)
-            async_copy.async_copy_global_to_shared(
-                pe_tiles.index(which), pe_at[:, None] + rope[None, :], there[:, None]
-            )
-            async_copy.async_copy_global_to_shared(
-                c_tiles.index(which), c_at[:, None] + channel[None, :], there[:, None]
-            )
-            async_copy.mbarrier_arrive(full.index(which), increment_count=False)
+        c_at = c_pool + (page * c_page + offset * c_row)
+        channel = gl.arange(0, half, gl.SliceLayout(0, _READ))
+        mbarrier.wait(empty, phase ^ 1)
+        async_copy.async_copy_global_to_shared(pe_tile, pe_at[:, None] + rope[None, :], there[:, None])
+        async_copy.async_copy_global_to_shared(
+            c_tile.slice(0, half, dim=1), c_at[:, None] + channel[None, :], there[:, None]
+        )
+        async_copy.mbarrier_arrive(full_0, increment_count=False)
+        async_copy.async_copy_global_to_shared(
+            c_tile.slice(half, half, dim=1), c_at[:, None] + (channel + half)[None, :], there[:, None]
+        )
+        async_copy.mbarrier_arrive(full_1, increment_count=False)
 
 
 @gluon.jit
-def _score(q_c, q_pe, c_tiles, pe_tiles, full, which: gl.constexpr, phase):
-    """Queue the logits of a tile [heads, keys]."""
-    mbarrier.wait(full.index(which), phase)
+def _read(
+    c_pool, pe_pool, factors, table, picks, c_a, c_b, pe_a, pe_b, a_0, a_1, b_0, b_1, empty_a, empty_b,
+    begin, end, many, c_page, c_row, pe_page, pe_row, f_page, f_row,
+    PAGE: gl.constexpr, PICKED: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """Fill the tiles in turn; behind the last pair an empty one, whose scores nobody looks at."""
+    pairs = gl.cdiv(end - begin, 2 * _K)
+    for pair in range(pairs):
+        start = begin + pair * (2 * _K)
+        _fill(
+            c_pool, pe_pool, factors, table, picks, c_a, pe_a, a_0, a_1, empty_a, pair & 1, start, end, many,
+            c_page, c_row, pe_page, pe_row, f_page, f_row, PAGE, PICKED, SCALED,
+        )  # fmt: skip
+        _fill(
+            c_pool, pe_pool, factors, table, picks, c_b, pe_b, b_0, b_1, empty_b, pair & 1, start + _K, end, many,
+            c_page, c_row, pe_page, pe_row, f_page, f_row, PAGE, PICKED, SCALED,
+        )  # fmt: skip
+    _fill(
+        c_pool, pe_pool, factors, table, picks, c_a, pe_a, a_0, a_1, empty_a, pairs & 1, end, end, many,
+        c_page, c_row, pe_page, pe_row, f_page, f_row, PAGE, PICKED, SCALED,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _score(q_c, q_pe, c_tile, pe_tile, full_0, full_1, phase):
+    """Queue the logits of a tile [heads, keys], in three products: as soon as a half of the channels is there."""
+    half: gl.constexpr = _C // 2
+    mbarrier.wait(full_0, phase)
     fence_async_shared()
     nothing = gl.zeros([_H, _K], gl.float32, _SCORES)
-    logits = warpgroup_mma(q_pe, pe_tiles.index(which).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    return warpgroup_mma(q_c, c_tiles.index(which).permute((1, 0)), logits, is_async=True)
+    logits = warpgroup_mma(q_pe, pe_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    first, second = c_tile.slice(0, half, dim=1), c_tile.slice(half, half, dim=1)
+    logits = warpgroup_mma(q_c.slice(0, half, dim=1), first.permute((1, 0)), logits, is_async=True)
+    mbarrier.wait(full_1, phase)
+    fence_async_shared()
+    return warpgroup_mma(q_c.slice(half, half, dim=1), second.permute((1, 0)), logits, is_async=True)
 
 
 @gluon.jit
@@ -134,34 +171,35 @@ def _weigh(logits, top, total, factor, start, end, picks, many, PICKED: gl.const
 
 @gluon.jit
 def _compute(
-    q_c, q_pe, c_tiles, pe_tiles, weights, full, empty, picks, many, begin, end, factor,
+    q_c, q_pe, c_a, c_b, pe_a, pe_b, a_0, a_1, b_0, b_1, empty_a, empty_b, picks, many, begin, end, factor,
     out, lse, head, kv_scale, H: gl.constexpr, PICKED: gl.constexpr, DIRECT: gl.constexpr, out_h,
 ):  # fmt: skip
-    """All of a split, pair after pair of tiles; then the result of the heads."""
+    """All of a split, pair after pair of tiles; then the result of the heads.
+
+    The rotated part of a tile is done with once the tile has scores: its memory takes the weights.
+    """
     mixed = gl.zeros([_H, _C], gl.float32, _SUMS)
     top = gl.full([_H], _LOWEST, gl.float32, gl.SliceLayout(1, _SCORES))
     total = gl.zeros([_H, _K], gl.float32, _SCORES)
-    pairs = gl.cdiv(end - begin, 2 * _K)
-    scores_a = _score(q_c, q_pe, c_tiles, pe_tiles, full, 0, 0)
+    scores_a = _score(q_c, q_pe, c_a, pe_a, a_0, a_1, 0)
     logits = warpgroup_mma_wait(0, deps=[scores_a])
-    for pair in range(pairs):
+    for pair in range(gl.cdiv(end - begin, 2 * _K)):
         start = begin + pair * (2 * _K)
-        scores_b = _score(q_c, q_pe, c_tiles, pe_tiles, full, 1, pair & 1)
+        scores_b = _score(q_c, q_pe, c_b, pe_b, b_0, b_1, pair & 1)
         made, top, fade, total = _weigh(logits, top, total, factor, start, end, picks, many, PICKED)
-        weights.store(made.to(weights.dtype))
+        pe_a.store(made.to(pe_a.dtype))
         fence_async_shared()
-        sums = warpgroup_mma(weights, c_tiles.index(0), mixed * fade[:, None], is_async=True)
+        sums = warpgroup_mma(pe_a, c_a, mixed * fade[:, None], is_async=True)
         logits = warpgroup_mma_wait(1, deps=[scores_b])
         made, top, fade, total = _weigh(logits, top, total, factor, start + _K, end, picks, many, PICKED)
-        mixed = warpgroup_mma_wait(0, deps=[sums])
-        mbarrier.arrive(empty.index(0), count=1)
-        weights.store(made.to(weights.dtype))
+        pe_b.store(made.to(pe_b.dtype))
         fence_async_shared()
-        sums = warpgroup_mma(weights, c_tiles.index(1), mixed * fade[:, None], is_async=True)
-        # The tile behind the last pair is empty: its scores are never looked at.
-        scores_a = _score(q_c, q_pe, c_tiles, pe_tiles, full, 0, (pair + 1) & 1)
-        mixed = warpgroup_mma_wait(2, deps=[sums])
-        mbarrier.arrive(empty.index(1), count=1)
+        mixed = warpgroup_mma_wait(0, deps=[sums])
+        mbarrier.arrive(empty_a, count=1)
+        sums = warpgroup_mma(pe_b, c_b, mixed * fade[:, None], is_async=True)
+        scores_a = _score(q_c, q_pe, c_a, pe_a, a_0, a_1, (pair + 1) & 1)
+        mixed = warpgroup_mma_wait(3, deps=[sums])
+        mbarrier.arrive(empty_b, count=1)
         logits = warpgroup_mma_wait(0, deps=[scores_a])
     sum_of = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, _SUMS))
     largest = gl.convert_layout(top, gl.SliceLayout(1, _SUMS))
@@ -202,15 +240,25 @@ def attend_kernel(
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     queries = gl.allocate_shared_memory(kind, [_H, _C], layout)
     queries_pe = gl.allocate_shared_memory(kind, [_H, _R], layout)
-    c_tiles = gl.allocate_shared_memory(kind, [2, _K, _C], layout)
-    pe_tiles = gl.allocate_shared_memory(kind, [2, _K, _R], layout)
-    weights = gl.allocate_shared_memory(kind, [_H, _K], layout)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        # Threads that copy each say when their copies have come; who decodes says so once.
-        mbarrier.init(full.index(i), count=1 if SCALED else 128)
-        mbarrier.init(empty.index(i), count=1)
+    # Each is memory of its own: what is known to be apart needs no barrier.
+    c_a = gl.allocate_shared_memory(kind, [_K, _C], layout)
+    c_b = gl.allocate_shared_memory(kind, [_K, _C], layout)
+    pe_a = gl.allocate_shared_memory(kind, [_K, _R], layout)
+    pe_b = gl.allocate_shared_memory(kind, [_K, _R], layout)
+    a_0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    a_1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    b_0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    b_1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    empty_a = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    empty_b = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    # Threads that copy each say when their copies have come; who decodes says so once.
+    readers: gl.constexpr = 1 if SCALED else 128
+    mbarrier.init(a_0, count=readers)
+    mbarrier.init(a_1, count=readers)
+    mbarrier.init(b_0, count=readers)
+    mbarrier.init(b_1, count=readers)
+    mbarrier.init(empty_a, count=1)
+    mbarrier.init(empty_b, count=1)
     row = head + gl.arange(0, _H, gl.SliceLayout(1, _QUERY))
     channel = gl.arange(0, _C, gl.SliceLayout(0, _QUERY))
     rope = gl.arange(0, _R, gl.SliceLayout(0, _QUERY))
@@ -231,18 +279,20 @@ def attend_kernel(
             (
                 _compute,
                 (
-                    queries, queries_pe, c_tiles, pe_tiles, weights, full, empty, picks, many, begin, end, factor,
+                    queries, queries_pe, c_a, c_b, pe_a, pe_b, a_0, a_1, b_0, b_1, empty_a, empty_b, picks, many,
+                    begin, end, factor,
                     to, lse + place, head, kv_scale, H, PICKED, DIRECT, step,
                 ),
             ),
             (
                 _read,
                 (
-                    c_pool, pe_pool, factors, table, picks, c_tiles, pe_tiles, full, empty, begin, end, many,
+                    c_pool, pe_pool, factors, table, picks, c_a, c_b, pe_a, pe_b, a_0, a_1, b_0, b_1, empty_a,
+                    empty_b, begin, end, many,
                     c_page, c_row, pe_page, pe_row, f_page, f_row, PAGE, PICKED, SCALED,
                 ),
             ),
         ],
         [4],
-        [72],
+        [80 if SCALED else 56],
     )  # fmt: skip

@@ -11,16 +11,18 @@ Prompts without context go to cuDNN where it is: there it is faster, and does no
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import PageIndex
-from allotrope.attention.mla.plan import Span, token_index
+from allotrope.attention.mla.plan import Span
 from allotrope.attention.mla.spec import MlaSpec
 from allotrope.attention.mla.triton_decode import _LOG2E, _LOWEST, _rows, arch_of
 from allotrope.attention.mla.triton_store import planes
@@ -29,6 +31,9 @@ from allotrope.attention.mla.triton_store import planes
 TILE = 128
 # Rows of a slice are read back, and lie in scratch, in blocks of so many.
 ROWS = 64
+# Tokens of a prompt that cuDNN attends to: at least, and what they are rounded up to.
+WHOLE_LEAST = 1024
+WHOLE_STEP = 256
 # Bytes of the keys and values of a chunk.
 SCRATCH = 1 << 29
 
@@ -49,17 +54,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Whole:
-    """Prompts without context that cuDNN attends to.
+    """A prompt without context that cuDNN attends to.
 
-    `rows`, `blocks`: as in `Chunk`. `tokens`: which of the step's. `starts`: [n + 1] int32 first row of each.
-    `longest`: rows of the longest.
+    `rows`, `blocks`: as in `Chunk`; `rows` is rounded up, so that few sizes ever meet. `tokens`: which of the step's.
     """
 
     rows: int
     blocks: torch.Tensor
-    tokens: slice | torch.Tensor
-    starts: torch.Tensor
-    longest: int
+    tokens: slice
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def plan_expanded(spec: MlaSpec, spans: Sequence[Span], device: torch.device, sc
     """Share out the keys of `spans` among chunks of at most `scratch` bytes, and their queries among tiles."""
     size = spec.num_heads * (spec.nope_dim + spec.v_head_dim) * (4 if spec.kv_dtype == torch.float32 else 2)
     most = max(1, scratch // size // ROWS) * ROWS
-    whole = [span for span in spans if span.position == 0 and span.queries <= most and _cudnn_can(spec, device)]
+    whole = [span for span in spans if _goes_whole(span, most) and _cudnn_can(spec, device)]
     chunks: list[Chunk] = []
     blocks: list[tuple[int, ...]] = []
     tiles: list[tuple[int, ...]] = []
@@ -124,26 +126,20 @@ def plan_expanded(spec: MlaSpec, spans: Sequence[Span], device: torch.device, sc
                 blocks, tiles, row = [], [], 0
     if blocks:
         chunks.append(Chunk(row, _table(blocks, device), _table(tiles, device)))
-    return Expanded(tuple(chunks), joined, tuple(_whole(whole, most, device)))
+    alone = [
+        Whole(
+            -(-span.queries // WHOLE_STEP) * WHOLE_STEP,
+            _table(_blocks(span.request, 0, span.queries, 0), device),
+            slice(span.token, span.token + span.queries),
+        )
+        for span in whole
+    ]
+    return Expanded(tuple(chunks), joined, tuple(alone))
 
 
-def _whole(spans: Sequence[Span], most: int, device: torch.device) -> Iterator[Whole]:
-    """Prompts as they fit together in `most` rows."""
-    members: list[Span] = []
-    rows = 0
-    for span in [*spans, None]:
-        if members and (span is None or rows + span.queries > most):
-            starts = [sum(m.queries for m in members[:i]) for i in range(len(members) + 1)]
-            blocks = [b for m, row in zip(members, starts, strict=False) for b in _blocks(m.request, 0, m.queries, row)]
-            tokens = token_index([m.token + i for m in members for i in range(m.queries)], device)
-            longest = max(m.queries for m in members)
-            yield Whole(
-                rows, _table(blocks, device), tokens, torch.tensor(starts, dtype=torch.int32, device=device), longest
-            )
-            members, rows = [], 0
-        if span is not None:
-            members.append(span)
-            rows += span.queries
+def _goes_whole(span: Span, most: int) -> bool:
+    """Long prompts only: short ones are better attended to side by side, and a plan has few long ones."""
+    return span.position == 0 and WHOLE_LEAST <= span.queries <= most - most % WHOLE_STEP
 
 
 def _blocks(request: int, first: int, last: int, row: int) -> list[tuple[int, ...]]:
@@ -247,7 +243,8 @@ def prefill_kernel(
 ):  # fmt: skip
     """One of PARTS of a tile of queries of one head over one slice of keys.
 
-    `k`: [rows, H, A + B]. `rope`: [rows, R]. `v`: [rows, H, V]. With JOINED, `held` [T, H, V] fp32 and `lse` [T, H] (base 2) have what a tile found in the slices so far.
+    `k`: [rows, H, A + B]. `rope`: [rows, R]. `v`: [rows, H, V]. With JOINED, `held` [T, H, V] fp32 and `lse` [T, H]
+    (base 2) have what a tile found in the slices so far.
     """
     tile = tiles + tl.program_id(0) // PARTS * 8
     part = tl.program_id(0) % PARTS * QUERIES
@@ -348,7 +345,7 @@ def _attend_whole(
     spec: MlaSpec,
     pools: Mapping[str, torch.Tensor],
     paged: PageIndex,
-    prompts: Whole,
+    prompt: Whole,
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
     w_uk: torch.Tensor,
@@ -356,18 +353,25 @@ def _attend_whole(
     kv_scale: float,
     out: torch.Tensor,
 ) -> None:
-    """cuDNN wants keys and queries whole: the rotated part beside the other, for every head."""
-    latent, rope = read_back(spec, pools, paged, prompts, q_nope.dtype, kv_scale)
-    k = latent.new_empty(prompts.rows, spec.num_heads, spec.nope_dim + spec.rope_dim)
+    """cuDNN wants keys and queries whole: the rotated part beside the other, for every head.
+
+    Rows behind the prompt's are zeros, which its own queries do not see.
+    """
+    count = prompt.tokens.stop - prompt.tokens.start
+    latent, rope = read_back(spec, pools, paged, prompt, q_nope.dtype, kv_scale)
+    latent[count:], rope[count:] = 0, 0
+    shape = (prompt.rows, spec.num_heads, spec.nope_dim + spec.rope_dim)
+    k, q = latent.new_empty(shape), latent.new_empty(shape)
     torch.bmm(latent.expand(spec.num_heads, -1, -1), w_uk.transpose(1, 2), out=k[..., : spec.nope_dim].transpose(0, 1))
     k[..., spec.nope_dim :] = rope[:, None]
     v = torch.mm(latent, w_uv.flatten(0, 1).t()).unflatten(1, (spec.num_heads, -1))
-    q = torch.cat((q_nope[prompts.tokens], q_pe[prompts.tokens]), dim=-1)
-    found = torch.ops.aten._cudnn_attention_forward(
-        q, k, v, None, prompts.starts, prompts.starts, prompts.longest, prompts.longest, True, 0.0, True, False,
-        scale=spec.scale,
-    )  # fmt: skip
-    out[prompts.tokens] = found[0]
+    q[:count, :, : spec.nope_dim], q[:count, :, spec.nope_dim :] = q_nope[prompt.tokens], q_pe[prompt.tokens]
+    q[count:] = 0
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        found = F.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, scale=spec.scale
+        )
+    out[prompt.tokens] = found[0].transpose(0, 1)[:count]
 
 
 def read_back(
