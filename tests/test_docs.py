@@ -53,7 +53,8 @@ def unknown(kind: str, pattern: str, text: str, is_known: Callable[[str], bool])
 def faults(page: Path) -> list[str]:
     """Everything that the page names and that does not exist."""
     known = commands()
-    flags = set().union(*known.values(), UNSUPPORTED, OTHER_FLAGS, {"--help", "--debug"})
+    scripts = re.findall(r'add_argument\("(--[\w-]+)"', "".join(f.read_text() for f in ROOT.glob("bench/*.py")))
+    flags = set().union(*known.values(), UNSUPPORTED, OTHER_FLAGS, scripts, {"--help", "--debug"})
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     text = page.read_text()

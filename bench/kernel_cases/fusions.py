@@ -25,7 +25,20 @@ def cases() -> list[KernelCase]:
         found += [_activation(tokens, 14336, "silu", None), _activation(tokens, 2880, "silu", 7.0)]
         found += [_activation(tokens, 21504, "gelu_tanh", None)]
         found += [_rope_store(tokens, *shape) for shape in ROPE_SHAPES]
-    return [*found, _residual(5, 96, "fp32", tiny=True), _rope_store(3, 4, 2, 16, 8, True, "fp32", tiny=True)]
+    for rows in (64, 4):
+        found += [_choice(rows, 151936, name) for name in CHOICES]
+    return [*found, _residual(5, 96, "fp32", tiny=True)]
+
+
+# How a token is chosen: top-k, top-p, min-p, and the spread of the logits; None for the best token.
+CHOICES: dict[str, tuple[int, float, float, float] | None] = {
+    "best": None,
+    "temperature": (0, 1.0, 0.0, 2.5),
+    "top-k 50": (50, 1.0, 0.0, 2.5),
+    "top-p 0.95": (0, 0.95, 0.0, 6.0),
+    "top-p 0.95 of flat rows": (0, 0.95, 0.0, 1.0),
+    "top-k 20 top-p 0.8 min-p 0.01": (20, 0.8, 0.01, 2.5),
+}
 
 
 # Query heads, key heads, head size, rotated, normed, type of the rows.
@@ -154,9 +167,7 @@ class _RopeInputs:
     rows: Any
 
 
-def _rope_store(
-    tokens: int, heads: int, groups: int, dim: int, rotated: int, normed: bool, rows: str, tiny: bool = False
-) -> KernelCase:
+def _rope_store(tokens: int, heads: int, groups: int, dim: int, rotated: int, normed: bool, rows: str) -> KernelCase:
     dtype = torch.float32 if rows == "fp32" else torch.bfloat16
 
     def make(device: torch.device) -> Any:
@@ -202,5 +213,60 @@ def _rope_store(
         ours=ours,
         check=check,
         bytes=moved,
-        tiny=tiny,
+    )
+
+
+def _choice(rows: int, vocab: int, name: str) -> KernelCase:
+    """A token for each row. The check is that each is the one that sorting finds."""
+
+    def make(device: torch.device) -> Any:
+        from allotrope.layers.sampler import RandomRows, SamplingStep
+
+        chosen = CHOICES[name]
+        logits = _normal(device, torch.float32, rows, vocab)
+        every = torch.arange(rows, device=device)
+        if chosen is None:
+            return logits, SamplingStep(greedy=every)
+        top_k, top_p, min_p, spread = chosen
+
+        def column(value: float, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((rows, 1), value, dtype=dtype, device=device)
+
+        random = RandomRows(
+            rows=every,
+            temperature=column(1.0, torch.float32),
+            min_p=column(min_p, torch.float64) if min_p else None,
+            top_p=column(top_p, torch.float64),
+            top_k=column(top_k, torch.int64),
+            uniform=torch.rand(rows, 1, dtype=torch.float64, device=device),
+            top_ks=(top_k,) * rows,
+        )
+        whole = not top_k and top_p == 1.0
+        step = SamplingStep(greedy=None, whole=random if whole else None, truncated=None if whole else random)
+        return logits * spread, step
+
+    def ours(inputs: Any) -> Timed:
+        from allotrope.layers.sampler_triton import choose
+
+        return functools.partial(choose, *inputs)
+
+    def check(inputs: Any, timed: Timed) -> list[Comparison]:
+        from allotrope.layers import sampler
+
+        same_token = (timed() == sampler._choose(*inputs)[0]).float()
+        return [compare(same_token, torch.ones_like(same_token), "fp32")]
+
+    def sorting(inputs: Any) -> Timed:
+        from allotrope.layers import sampler
+
+        return lambda: sampler._choose(*inputs)
+
+    return KernelCase(
+        family="fusions",
+        name=f"choice B{rows} of {vocab}: {name}",
+        make=make,
+        ours=ours,
+        check=check,
+        bytes=rows * vocab * 4,
+        peers={"torch": sorting},
     )
