@@ -303,7 +303,8 @@ def main() -> None:
     ratios = table(rows, options.engines)
     path = options.results / f"cpu_peers_{options.dtype}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    asked = {name: str(value) for name, value in vars(options).items()}
+    # Where things lie on this machine is nobody's concern.
+    asked = {name: Path(str(value)).name for name, value in vars(options).items()}
     machine = {"processor": platform.processor(), "system": platform.platform(), "cores": os.cpu_count()}
     path.write_text(json.dumps({"options": asked, "machine": machine, "rows": rows, "ratios": ratios}, indent=1) + "\n")
     print(f"wrote {path}")
