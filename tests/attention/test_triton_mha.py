@@ -84,10 +84,10 @@ def test_rows_in_fp8(name: str, dtype: torch.dtype) -> None:
 
 
 class Bounded(Replay):
-    """As a captured step has it: of a decode's length the host knows only that it is below 5000."""
+    """As a captured step has it: of a decode's length the host knows only that it is below 300."""
 
     def plan(self, batch: BatchLayout, index: object) -> object:
-        bounds = tuple(5000 if q == 1 else n for q, n in zip(batch.query_lens, batch.seq_lens, strict=True))
+        bounds = tuple(300 if q == 1 else n for q, n in zip(batch.query_lens, batch.seq_lens, strict=True))
         return super().plan(BatchLayout(batch.query_lens, bounds, batch.device, batch.tensors), index)
 
 
