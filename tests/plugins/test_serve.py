@@ -1,0 +1,89 @@
+"""`vllm serve` with the plugin, through the official OpenAI client: chat, stream, log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plugins.conftest import ENVIRONMENT
+from plugins.hosting import ATOL
+from server.tiny_model import write_tiny_model
+from tiny_checkpoints import TinyCheckpoint, write_tiny
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_vllm")]
+
+ASKED = [{"role": "user", "content": "the cat sat on the mat"}]
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    directory = write_tiny_model(tmp_path_factory.mktemp("served"))
+    return write_tiny(json.loads((directory / "config.json").read_text()), directory)
+
+
+@pytest.fixture(scope="module")
+def client(in_vllm: None, tiny: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    openai = pytest.importorskip("openai")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = Path(tmp_path_factory.mktemp("log")) / "log"
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(tiny.directory), "--port", str(port)]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--served-model-name", "tiny"]
+    env = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=env) as running:
+        found = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+        try:
+            for _ in range(270):
+                assert running.poll() is None, log.read_text()[-4000:]
+                try:
+                    found.models.list()
+                    break
+                except openai.APIConnectionError:
+                    time.sleep(1)
+            # What the caches of our layers take is told once, by the engine's process.
+            assert "allotrope: pages of " in log.read_text()
+            yield found
+        finally:
+            running.terminate()
+            running.wait(60)
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny: TinyCheckpoint) -> tuple[str, torch.Tensor]:
+    """Text and log-probabilities of the greedy answer, by Transformers."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny.directory)
+    text = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    answer = tiny.greedy(ids, COUNT)
+    scores = torch.log_softmax(tiny.logits([*ids, *answer[:-1]])[len(ids) - 1 :], -1)
+    return tokenizer.decode(answer), scores.gather(1, torch.tensor(answer)[:, None]).squeeze(1)
+
+
+def options() -> dict[str, Any]:
+    extra = {"ignore_eos": True, "skip_special_tokens": False}
+    return {"model": "tiny", "messages": ASKED, "temperature": 0, "max_tokens": COUNT, "extra_body": extra}
+
+
+def test_chat_with_logprobs(client: Any, wanted: tuple[str, torch.Tensor]) -> None:
+    choice = client.chat.completions.create(**options(), logprobs=True).choices[0]
+    assert choice.message.content == wanted[0]
+    found = torch.tensor([entry.logprob for entry in choice.logprobs.content])
+    torch.testing.assert_close(found, wanted[1], atol=ATOL, rtol=0.0)
+
+
+def test_stream(client: Any, wanted: tuple[str, torch.Tensor]) -> None:
+    parts = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**options(), stream=True)]
+    assert "".join(parts) == wanted[0] and len(parts) > 2
