@@ -1,6 +1,6 @@
-// y = x W^T + bias, for weights packed once into panels of PANEL outputs: in a panel the inputs follow one another, PAIR
-// of them for each output. So the weights are read from end to end, at memory speed where tokens are few, and a sum has
-// the same order however many tokens there are.
+// y = x W^T + bias, for weights packed once into panels of PANEL outputs: in a panel the inputs follow one another,
+// PAIR of them for each output. So the weights are read from end to end, at memory speed where tokens are few, and a
+// sum has the same order however many tokens there are.
 #include "element.h"
 
 // Numbers that fit into 32 bits, and outputs of a panel.
@@ -60,7 +60,8 @@ static inline __attribute__((always_inline)) void tile(element *y, long y_stride
     }
     for (int r = 0; r < rows; r++) {
         element row[PANEL];
-        for (int c = 0; c < COLUMNS; c++) store(kept == PANEL ? y + r * y_stride + c * LANES : row + c * LANES, total[r][c]);
+        element *to = kept == PANEL ? y + r * y_stride : row;
+        for (int c = 0; c < COLUMNS; c++) store(to + c * LANES, total[r][c]);
         if (kept < PANEL) memcpy(y + r * y_stride, row, kept * sizeof(element));
     }
 }

@@ -135,11 +135,11 @@ static void write(element *pool, strides stride, long slot, long page, const ele
 }
 
 // Write the rows of `tokens` tokens, then attend for the first `requests` of them.
-// out: [requests, groups, REPEAT, VALUE_DIM]. q, k, v: heads side by side, tokens a stride apart; k is none where nothing
-// is written. slots: [tokens], row of the pool for each token, below 0 for none. keys, values: [pages, page, groups, dim]
-// pools. pieces: [n, 3] request, first key, end. starts: [requests + 1], first piece of each request. table: [requests,
-// width] pages, below 0 where there is none: row 0, which holds zeros, is read then. sinks: [groups * REPEAT] or none.
-// scratch: n * groups partials.
+// out: [requests, groups, REPEAT, VALUE_DIM]. q, k, v: heads side by side, tokens a stride apart; k is none where
+// nothing is written. slots: [tokens], row of the pool for each token, below 0 for none. keys, values: [pages, page,
+// groups, dim] pools. pieces: [n, 3] request, first key, end. starts: [requests + 1], first piece of each request.
+// table: [requests, width] pages, below 0 where there is none: row 0, which holds zeros, is read then. sinks: [groups *
+// REPEAT] or none. scratch: n * groups partials.
 void store_and_attend(element *out, const element *q, long q_stride, const element *k, long k_stride,
                       const element *v, long v_stride, const int64_t *slots, long tokens, element *keys,
                       strides key_strides, element *values, strides value_strides, long groups, long page,
