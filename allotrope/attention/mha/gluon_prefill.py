@@ -80,6 +80,27 @@ def _weigh(logits, top, total, at, start, scale, softcap, window, MASK: gl.const
 
 
 @gluon.jit
+def _packed(weights, KIND: gl.constexpr):
+    """[M, N] fp32 as [M, N / 2] words of two numbers: what a loop carries in 16-bit types, it takes apart."""
+    low, high = gl.split(weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
+    if KIND == gl.bfloat16:
+        convert: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    else:
+        convert: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(convert, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _unpacked(words, KIND: gl.constexpr, given: gl.constexpr):
+    """The words as [M, N] numbers, as the tensor core takes them from registers."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    numbers = gl.join(low, high).to(KIND, bitcast=True)
+    return gl.convert_layout(numbers.reshape([words.shape[0], words.shape[1] * 2]), given)
+
+
+@gluon.jit
 def _attend(
     q, k_tiles, v_tiles, ready, free, sinks, out, record, part, scale, softcap, v_scale, window,
     first, ahead, high, low, masked, blocks, out_t, out_h,
@@ -105,7 +126,7 @@ def _attend(
     weights, top, total, fade = _weigh(
         logits, top, total, at, start, scale, softcap, window, True, SOFTCAP, BLOCK_N, scores
     )
-    weights = gl.convert_layout(weights, given).to(queries.dtype)
+    weights = _packed(weights, queries.dtype)
     mbarrier.wait(ready.index(1 % STAGES), (1 // STAGES) & 1, pred=blocks > 1)
     for i in range(1, masked):
         start = _start(i, first, ahead, high, low, masked, BLOCK_N)
@@ -120,7 +141,7 @@ def _attend(
         )  # fmt: skip
     slot = (blocks - 1) % STAGES
     mbarrier.wait(ready.index(STAGES + slot), ((blocks - 1) // STAGES) & 1)
-    mixed = warpgroup_mma(weights, v_tiles.index(slot), mixed)
+    mixed = warpgroup_mma(_unpacked(weights, queries.dtype, given), v_tiles.index(slot), mixed)
     if SINKS:
         real = lane // HEADS < count
         sink = gl.load(sinks + part * HEADS + lane % HEADS, mask=real, other=0.0).to(gl.float32) * _LOG2E
@@ -149,7 +170,7 @@ def _advance(
     before = (i - 1) % STAGES
     logits = warpgroup_mma(queries, k_tiles.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
     mbarrier.wait(ready.index(STAGES + before), ((i - 1) // STAGES) & 1)
-    mixed = warpgroup_mma(weights, v_tiles.index(before), mixed, is_async=True)
+    mixed = warpgroup_mma(_unpacked(weights, queries.dtype, given), v_tiles.index(before), mixed, is_async=True)
     logits = warpgroup_mma_wait(1, deps=(logits,))
     mbarrier.arrive(free.index(slot), count=1)
     following, top, total, fade = _weigh(
@@ -160,7 +181,7 @@ def _advance(
     mixed, total, fade = warpgroup_mma_wait(0, deps=(mixed, total, fade))
     mbarrier.arrive(free.index(STAGES + before), count=1)
     mixed = mixed * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, mixes)), 1)
-    return gl.convert_layout(following, given).to(queries.dtype), mixed, top, total
+    return _packed(following, queries.dtype), mixed, top, total
 
 
 @gluon.jit
