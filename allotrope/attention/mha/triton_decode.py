@@ -51,7 +51,8 @@ def config(arch: str, spec: MhaSpec, dtype: torch.dtype) -> Config:
     if arch.startswith("gfx"):
         return Config(32 if widest <= 256 else 16, chunk, 4, 2 if widest <= 128 else 1, 4096)
     # Pages are looked up one stage ahead, so that of five stages two hold rows.
-    return Config(64 if widest <= 128 else 32 if widest <= 256 else 16, chunk, 4, 5, 4096)
+    few = widest * spec.kv_dtype.itemsize <= 128
+    return Config(64 if widest <= 128 else 32 if widest <= 256 else 16, chunk, 2 if few else 4, 5, 4096)
 
 
 def packed(spec: MhaSpec, dtype: torch.dtype) -> bool:
