@@ -11,7 +11,7 @@ from tiny_checkpoints import TinyCheckpoint, prompts, write_tiny
 
 from allotrope.models.llama import tiny_llama
 
-pytestmark = pytest.mark.usefixtures("in_vllm")
+pytestmark = [pytest.mark.usefixtures("in_vllm"), pytest.mark.timeout(900)]
 
 ASKED = prompts((3, 40))
 ANSWER = """

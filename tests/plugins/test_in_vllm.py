@@ -19,7 +19,7 @@ from allotrope.models.registry import ARCHITECTURES, find_architecture, read_spe
 from allotrope.verify.random_checkpoint import write_random
 from allotrope.verify.transformers_model import TransformersModel, load_transformers
 
-pytestmark = pytest.mark.usefixtures("in_vllm")
+pytestmark = [pytest.mark.usefixtures("in_vllm"), pytest.mark.timeout(900)]
 
 # Alone, within a block, and with answers that reach over the end of one.
 LENGTHS = (1, 5, 13, 29, 45, 61, 64, 150)

@@ -19,7 +19,7 @@ from plugins.hosting import ATOL
 from server.tiny_model import write_tiny_model
 from tiny_checkpoints import TinyCheckpoint, write_tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_vllm")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_vllm"), pytest.mark.timeout(900)]
 
 ASKED = [{"role": "user", "content": "the cat sat on the mat"}]
 COUNT = 12
