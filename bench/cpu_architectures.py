@@ -86,6 +86,8 @@ class Worker:
             "OMP_NUM_THREADS": str(threads),
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # None: an installed Allotrope would put its own models into vLLM's place.
+            "VLLM_PLUGINS": "",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "HF_HUB_OFFLINE": "1",
         }
