@@ -18,12 +18,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 log = logging.getLogger("allotrope.cpu")
 
 HEADERS = Path(__file__).parent
 _FLAGS = (
     "-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", f"-I{HEADERS}",
 )  # fmt: skip
+# What `element.h` knows.
+_ELEMENTS = (torch.float32, torch.bfloat16)
 _X86_FLAGS = ("-march=native", "-mprefer-vector-width=512")
 
 
@@ -31,8 +35,11 @@ class CannotCompile(Exception):
     """There is no library; the text is the reason."""
 
 
-def load(source: Path, **defines: int) -> ctypes.CDLL:
-    """The library made of `source` with these macros defined. Raises CannotCompile."""
+def load(source: Path, element: torch.dtype, **defines: int) -> ctypes.CDLL:
+    """The library made of `source` for this type of `element` with these macros defined. Raises CannotCompile."""
+    if element not in _ELEMENTS:
+        raise CannotCompile(f"dtype={element} (needs {' or '.join(map(str, _ELEMENTS))})")
+    defines["ELEMENT_BFLOAT16"] = int(element == torch.bfloat16)
     found = _load(source, tuple(sorted(defines.items())))
     if isinstance(found, str):
         raise CannotCompile(found)

@@ -30,7 +30,7 @@ class ExpertFunctions:
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Raises CannotCompile."""
-        library = load(Path(__file__).with_name("experts.c"), ELEMENT_BFLOAT16=int(dtype == torch.bfloat16))
+        library = load(Path(__file__).with_name("experts.c"), dtype)
         self._route, self._group, self._mix = library.route, library.group, library.mix_experts
         self._route.argtypes = [_POINTER] * 4 + [_LONG] * 8 + [_FLOAT]
         self._group.argtypes = [_POINTER] * 5 + [_LONG] * 3

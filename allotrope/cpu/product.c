@@ -1,37 +1,8 @@
-// y = x W^T + bias, for weights packed once into panels of PANEL outputs: in a panel the inputs follow one another,
-// PAIR of them for each output. So the weights are read from end to end, at memory speed where tokens are few, and a
-// sum has the same order however many tokens there are.
-#include "element.h"
+// y = x W^T + bias, for weights packed once into panels: at memory speed where tokens are few.
+#include "panel.h"
 
-// Numbers that fit into 32 bits, and outputs of a panel.
-#define PAIR (4 / (long)sizeof(element))
-#define COLUMNS 2
-#define PANEL (COLUMNS * LANES)
-// Tokens whose sums fit into the registers, and tokens whose inputs stay in the cache while a panel meets them.
-#define ROWS 12
+// Tokens whose inputs stay in the cache while a panel meets them.
 #define BLOCK 96
-// How far ahead weights are fetched, in steps of PAIR inputs.
-#define AHEAD 32
-
-// Whether this machine should use it: with the registers and instructions that it is made for, and without the matrix
-// units that oneDNN uses.
-#if defined(__AVX512F__) && !defined(__AMX_TILE__) && (!ELEMENT_BFLOAT16 || defined(__AVX512BF16__))
-int suits(void) { return 1; }
-#else
-int suits(void) { return 0; }
-#endif
-
-static inline lanes multiply_add(lanes total, uint32_t x, bits w) {
-#if !ELEMENT_BFLOAT16
-    float value;
-    memcpy(&value, &x, sizeof value);
-    return total + value * (lanes)w;
-#elif defined(__AVX512BF16__)
-    return (lanes)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(x), (__m512bh)w);
-#else
-    return total + widen(x & 0xffff) * (lanes)(w << 16) + widen(x >> 16) * (lanes)(w & 0xffff0000);
-#endif
-}
 
 // One panel for `rows` tokens, a constant of each caller. Of the panel's outputs the first `kept` are stored.
 static inline __attribute__((always_inline)) void tile(element *y, long y_stride, const element *x, long x_stride,
@@ -43,21 +14,7 @@ static inline __attribute__((always_inline)) void tile(element *y, long y_stride
             total[r][c] = (lanes){};
             if (bias) memcpy(&total[r][c], bias + c * LANES, sizeof(lanes));
         }
-    for (long k = 0; k < inputs; k += PAIR) {
-        bits weights[COLUMNS];
-#pragma GCC unroll 2
-        for (int c = 0; c < COLUMNS; c++) {
-            memcpy(&weights[c], w + k * PANEL + c * LANES * PAIR, sizeof(bits));
-            __builtin_prefetch(w + (k + AHEAD * PAIR) * PANEL + c * LANES * PAIR);
-        }
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            uint32_t value;
-            memcpy(&value, x + r * x_stride + k, sizeof value);
-#pragma GCC unroll 2
-            for (int c = 0; c < COLUMNS; c++) total[r][c] = multiply_add(total[r][c], value, weights[c]);
-        }
-    }
+    multiply(total, x, x_stride, w, inputs, rows);
     for (int r = 0; r < rows; r++) {
         element row[PANEL];
         element *to = kept == PANEL ? y + r * y_stride : row;

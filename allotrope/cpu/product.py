@@ -59,7 +59,7 @@ def packs(weight: torch.Tensor) -> bool:
 def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """The functions for a type, if this machine has what they are made for. (Without a compiler oneDNN multiplies.)"""
     try:
-        library = load(Path(__file__).with_name("product.c"), ELEMENT_BFLOAT16=int(dtype == torch.bfloat16))
+        library = load(Path(__file__).with_name("product.c"), dtype)
     except CannotCompile:
         return None
     library.product.restype = None

@@ -23,7 +23,7 @@ class Rows:
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Raises CannotCompile."""
-        library = load(Path(__file__).with_name("rows.c"), ELEMENT_BFLOAT16=int(dtype == torch.bfloat16))
+        library = load(Path(__file__).with_name("rows.c"), dtype)
         self._normalize, self._gate, self._rotate = library.normalize, library.gate, library.rotate
         self._normalize.argtypes = [_POINTER] * 3 + [_LONG] * 5 + [_FLOAT]
         self._gate.argtypes = [_POINTER] * 2 + [_LONG] * 3

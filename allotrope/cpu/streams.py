@@ -16,7 +16,7 @@ _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 class StreamFunctions:
     def __init__(self) -> None:
         """Raises CannotCompile."""
-        self._mixing = load(Path(__file__).with_name("streams.c")).mixing
+        self._mixing = load(Path(__file__).with_name("streams.c"), torch.float32).mixing
         self._mixing.argtypes = [_POINTER] * 6 + [_LONG] * 3 + [_FLOAT]
         self._mixing.restype = None
 

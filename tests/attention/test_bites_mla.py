@@ -154,7 +154,7 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
 
 
 def play(case: Case, fault: Fault | None = None, steps: list[Step] | None = None) -> torch.Tensor:
-    replay = Replay(case, {"mla": MLA, "dsa": DSA}[case.spec.family].backends[0])
+    replay = Replay(case, {"mla": MLA, "dsa": DSA}[case.spec.family].backends[-1])
     if fault is not None:
         fault(replay)
     return replay.play(steps_of(case) if steps is None else steps)

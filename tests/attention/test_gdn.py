@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from attention.on_cpu import skip_unless_it_runs
 
 from allotrope.attention.backend import Backend
 from allotrope.attention.batch import BatchLayout, SlotIndex
@@ -62,11 +63,6 @@ def oracle(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 ORACLES = {name: oracle(CASES[name]) for name in SMALL}
 
 
-def skip_unless_it_runs(backend: Backend, case: Case) -> None:
-    if reasons := backend.rejects(case.spec, torch.device("cpu")):
-        pytest.skip("; ".join(reasons))
-
-
 @BACKENDS
 @pytest.mark.parametrize("name", SMALL)
 def test_any_schedule_gives_the_equation(name: str, backend: Backend) -> None:
@@ -91,6 +87,7 @@ def test_released_size() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_half_precision(name: str, dtype: torch.dtype, backend: Backend) -> None:
     case = cases("gdn", dtype)[name]
+    skip_unless_it_runs(backend, case)
     skip_unless_it_runs(backend, case)
     want = oracle(case)[0]
     for steps in (at_random(case.lengths, 1), at_random(case.lengths, 3)):

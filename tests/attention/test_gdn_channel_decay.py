@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from attention.on_cpu import skip_unless_it_runs
 
 from allotrope.attention.backend import Backend
 from allotrope.attention.batch import BatchLayout, SlotIndex
@@ -78,6 +79,7 @@ ORACLES = {name: oracle(CASES[name]) for name in SMALL}
 @BACKENDS
 @pytest.mark.parametrize("name", SMALL)
 def test_any_schedule_gives_the_equation(name: str, backend: Backend) -> None:
+    skip_unless_it_runs(backend, CASES[name])
     lengths = CASES[name].lengths
     schedules = [whole(lengths), alone(lengths), *(in_chunks(lengths, size) for size in (1, 3, 64))]
     for steps in [*schedules, at_random(lengths, 1), at_random(lengths, 2)]:
@@ -97,6 +99,7 @@ def test_released_size() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_half_precision(name: str, dtype: torch.dtype, backend: Backend) -> None:
     case = cases("gdn", dtype)[name]
+    skip_unless_it_runs(backend, case)
     want = oracle(case)[0]
     for steps in (at_random(case.lengths, 1), at_random(case.lengths, 3)):
         assert (found := compare(Replay(case, backend).play(steps), want, case.kind)), found
@@ -106,6 +109,7 @@ def test_half_precision(name: str, dtype: torch.dtype, backend: Backend) -> None
 @pytest.mark.parametrize("name", SMALL)
 def test_a_slot_holds_the_state_after_the_last_token(name: str, backend: Backend) -> None:
     case = CASES[name]
+    skip_unless_it_runs(backend, case)
     slots = list(range(1, 1 + len(case.lengths)))
     for steps in (whole(case.lengths), in_chunks(case.lengths, 3), at_random(case.lengths, 6)):
         replay = Replay(case, backend)
@@ -119,6 +123,7 @@ def test_a_slot_holds_the_state_after_the_last_token(name: str, backend: Backend
 def test_a_recycled_slot_says_nothing_of_its_last_owner(name: str, backend: Backend) -> None:
     """All sequences through one slot, one after the other, backwards."""
     case = CASES[name]
+    skip_unless_it_runs(backend, case)
     replay = Replay(case, backend)
     replay.free["state"] = [1]
     order: list[Step] = [[(i, n)] for i, n in reversed(list(enumerate(case.lengths)))]
@@ -130,6 +135,7 @@ def test_a_recycled_slot_says_nothing_of_its_last_owner(name: str, backend: Back
 @pytest.mark.parametrize("name", SMALL)
 def test_strangers_and_their_order_change_at_most_the_last_bits(name: str, backend: Backend) -> None:
     case = CASES[name]
+    skip_unless_it_runs(backend, case)
     chunks = in_chunks(case.lengths, 24)
     together = Replay(case, backend).play(chunks)
     reversed_order = Replay(case, backend).play([in_order(reversed(step)) for step in chunks])
@@ -142,6 +148,7 @@ def test_strangers_and_their_order_change_at_most_the_last_bits(name: str, backe
 def test_prefill_longer_than_a_part(backend: Backend) -> None:
     lengths = (3, PART_TOKENS + 61, 1, 2 * PART_TOKENS)
     case = dataclasses.replace(CASES["by_channel_one_to_two"], lengths=lengths)
+    skip_unless_it_runs(backend, case)
     want = oracle(case)[0]
     for steps in (whole(case.lengths), in_chunks(case.lengths, 300)):
         assert (found := compare(Replay(case, backend).play(steps), want, "fp32")), found
@@ -151,10 +158,11 @@ def test_prefill_longer_than_a_part(backend: Backend) -> None:
 @pytest.mark.parametrize("null", [0, -1])
 def test_padding_requests_give_zeros_and_write_nothing(backend: Backend, null: int) -> None:
     case = CASES["by_channel"]
+    skip_unless_it_runs(backend, case)
     replay = Replay(case, backend)
     before = replay.pools["state"]["ssm"].clone()
     batch = BatchLayout((1, 1, 5, 3), (1, 9, 5, 3), torch.device("cpu"))
-    plan = GDN.backends[-1].plan(case.spec, batch, {"state": SlotIndex(torch.tensor([2, null, 4, null]))})
+    plan = backend.plan(case.spec, batch, {"state": SlotIndex(torch.tensor([2, null, 4, null]))})
     tokens = {name: t[:10] for name, t in replay.inputs.tokens.items()}
     out = backend.run(case.spec, plan, replay.pools, **tokens, **replay.layer)
     assert not out[[1, 7, 8, 9]].any()
@@ -188,6 +196,7 @@ def every_third(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 def test_rates_at_both_ends(value: float, backend: Backend) -> None:
     """Neighbouring channels of one head keep everything, or lose it in a single token: no power is ever too large."""
     case = with_layer(CASES["by_channel"], "dt_bias", every_third(value))
+    skip_unless_it_runs(backend, case)
     case = with_layer(case, "A_log", lambda rate: rate.clamp(max=1.0))
     got = Replay(case, backend).play(at_random(case.lengths, 4))
     assert (found := compare(got, oracle(case)[0], "fp32")), found

@@ -99,7 +99,9 @@ def test_without_a_compiler_everything_runs_and_says_so(
     spec = cases("mha")["grouped_4"].spec
     monkeypatch.setenv("ALLOTROPE_CC", "no-such-compiler")
     monkeypatch.setattr(compiler, "_load", compiler._load.__wrapped__)
-    monkeypatch.setattr("allotrope.attention.mha.compiled._library", lambda spec: compiler.load(Path("none.c")))
+    monkeypatch.setattr(
+        "allotrope.attention.mha.compiled._library", lambda spec: compiler.load(Path("none.c"), torch.float32)
+    )
     assert any("no-such-compiler" in reason for reason in rejects(spec, CPU))
     assert choose("mha", MHA.backends, spec, CPU).name == "cpu"
     with pytest.raises(compiler.CannotCompile, match="ALLOTROPE_CC"):
@@ -117,6 +119,6 @@ def test_what_a_compiler_refuses_is_told(
     if compiler._load.__wrapped__(Path(compiler.__file__).with_name("rows.c"), (("ELEMENT_BFLOAT16", 0),)) is None:
         pytest.skip("there is no C compiler")
     with pytest.raises(compiler.CannotCompile, match=r"could not compile wrong\.c"):
-        compiler.load(source)
+        compiler.load(source, torch.float32)
     assert "error" in caplog.text
     assert not list((tmp_path / "cache").rglob("wrong*"))

@@ -95,9 +95,17 @@ def test_a_scale_must_be_a_number_to_divide_by(tiny: TinyCheckpoint, tmp_path: P
 
 
 def test_rows_with_factors_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Latent rows with a factor for each block lose less than those with one scale for all; index keys have factors."""
+    """Small latent rows keep their digits by a factor for each block, and lose them to one scale for all."""
     config = tiny_deepseek_v32() | {"kv_lora_rank": 128, "num_hidden_layers": 2}
     path = write_tiny(config, tmp_path).directory
+    tensors = load_file(path / "model.safetensors")
+    for name in tensors:
+        # What latents lose, the projection behind them gives back: the model is the same.
+        if "kv_a_layernorm" in name:
+            tensors[name] *= 2e-4
+        if "kv_b_proj" in name:
+            tensors[name] /= 2e-4
+    save_file(tensors, path / "model.safetensors")
     (ids,) = prompts((40,))
     seen = {}
     for kind in ("auto", "fp8", "fp8_scaled"):
@@ -108,7 +116,7 @@ def test_rows_with_factors_of_their_own(tmp_path: Path, caplog: pytest.LogCaptur
         seen[kind] = torch.stack([watch.seen["r"][i] for i in range(len(ids))])
     assert "FP8 rows carry factors of their own" in caplog.text
     errors = [float((seen[kind] - seen["auto"]).abs().median()) for kind in ("fp8", "fp8_scaled")]
-    assert 0 < errors[1] < errors[0] < 1.0, errors
+    assert 0 < errors[1] < 0.4 < errors[0], errors
 
 
 def test_plain_rows_have_no_factors(tiny: TinyCheckpoint) -> None:

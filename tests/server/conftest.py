@@ -7,10 +7,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_process import ServerProcess
+from server_process import API_KEY, ServerProcess
 from tiny_model import write_tiny_model
-
-API_KEY = "open-sesame"
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 MODEL_NAME = "tiny"
+API_KEY = "open-sesame"
 _MAIN = """
 import json, sys
 from allotrope.config import EngineConfig, ServerConfig

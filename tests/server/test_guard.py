@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from conftest import API_KEY
-from server_process import ServerProcess, wait_until_idle
+from server_process import API_KEY, ServerProcess, wait_until_idle
 
 ROUTES = [
     ("POST", "/v1/chat/completions"),

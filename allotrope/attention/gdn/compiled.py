@@ -120,7 +120,7 @@ def run(
 def _library(dtype: torch.dtype) -> ctypes._NamedFuncPointer:
     """The step of a layer with activations of a type. Raises CannotCompile."""
     source = Path(__file__).with_name("decode.c")
-    function = load(source, ELEMENT_BFLOAT16=int(dtype == torch.bfloat16)).decode
+    function = load(source, dtype).decode
     function.restype = None
     function.argtypes = [_POINTER] * 13
     return function

@@ -1,7 +1,8 @@
-"""Decoding by C that is compiled for the layer's own sizes (`decode.c`); prompts as in `cpu`.
+"""Attention by C that is compiled for the layer's own sizes: decoding by `decode.c`, prompts by `prefill.c`.
 
-Keys and values are read where they lie: no rows are gathered, nothing is padded, and one call stores the step's rows
-and attends for all decoding requests.
+Keys and values are read where they lie: no rows are gathered, nothing is padded. One call stores the step's rows and
+attends for all decoding requests, and one attends for all prompts. Where the processor lacks what `prefill.c` is made
+for, prompts go as in `cpu`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ from allotrope.cpu.compiler import CannotCompile, load
 _LANES = 16
 # Keys that one thread scores at a time.
 _PIECE = 64
+# Tokens of a prompt that one thread attends for at a time.
+_BLOCK = 64
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 
 
@@ -51,15 +54,22 @@ def rejects(spec: MhaSpec, device: torch.device) -> list[str]:
 class CompiledPlan:
     """`pieces`: [n, 3] int64 request, first key and end of each run of keys that a thread scores at a time; only of
     requests with one new token, which are the first of the batch. `starts`: [decodes + 1] int64, first piece of each.
-    `prompts`: the other requests.
+    `blocks`: [n, 4] int64 request, first token, number of tokens and first position of each run of tokens of the other
+    requests, those with the most keys first.
     """
 
     batch: BatchLayout
     paged: PageIndex
+    window: int | None
     pieces: torch.Tensor
     starts: torch.Tensor
-    prompts: tuple[Part, ...]
+    blocks: torch.Tensor
     _scratch: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def prompts(self) -> tuple[Part, ...]:
+        """The requests of `blocks` as `cpu` takes them."""
+        return tuple(prefill_parts(self.window, self.batch, self.paged))
 
     def scratch(self, size: int) -> torch.Tensor:
         """[size] bytes, the same ones for every layer."""
@@ -78,8 +88,13 @@ def plan(spec: MhaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> 
         first = 0 if spec.window is None else max(0, seen - spec.window)
         pieces.extend((b, begin, min(begin + _PIECE, seen)) for begin in range(first, seen, _PIECE))
         starts.append(len(pieces))
-    prompts = tuple(prefill_parts(spec.window, batch, paged))
-    return CompiledPlan(batch, paged, torch.tensor(pieces), torch.tensor(starts), prompts)
+    blocks = [
+        (b, batch.query_start[b] + begin, min(_BLOCK, batch.query_lens[b] - begin), batch.context_lens[b] + begin)
+        for b in range(batch.num_decodes, batch.num_requests)
+        for begin in range(0, batch.query_lens[b], _BLOCK)
+    ]
+    blocks.sort(key=lambda block: -block[3])
+    return CompiledPlan(batch, paged, spec.window, torch.tensor(pieces), torch.tensor(starts), torch.tensor(blocks))
 
 
 def run(
@@ -101,24 +116,32 @@ def run(
     if keys.stride(3) != 1 or values.stride(3) != 1:
         raise ValueError(f"strides of keys {keys.stride()} and values {values.stride()}; the last must be 1")
     requests, paged = plan.batch.num_decodes, plan.paged
-    out = q.new_empty(len(q), spec.num_heads, spec.value_dim) if requests else None
+    out = q.new_empty(len(q), spec.num_heads, spec.value_dim)
     q = _side_by_side(q)
     stores = k is not None and v is not None
     k, v = (_side_by_side(k), _side_by_side(v)) if k is not None and v is not None else (q, q)
     exact_sinks = None if sinks is None else sinks.float()
     scratch = plan.scratch(len(plan.pieces) * spec.num_kv_heads * partial_bytes)
     library.store_and_attend(
-        None if out is None else out.data_ptr(), q.data_ptr(), q.stride(0),
+        out.data_ptr(), q.data_ptr(), q.stride(0),
         k.data_ptr() if stores else None, k.stride(0), v.data_ptr(), v.stride(0), paged.slots.data_ptr(), len(q),
         keys.data_ptr(), _Strides(*keys.stride()[:3]), values.data_ptr(), _Strides(*values.stride()[:3]),
         spec.num_kv_heads, paged.page_size,
         plan.pieces.data_ptr(), plan.starts.data_ptr(), requests, paged.table.data_ptr(), paged.table.shape[1],
         spec.scale, None if exact_sinks is None else exact_sinks.data_ptr(), scratch.data_ptr(),
     )  # fmt: skip
-    if not plan.prompts:
-        assert out is not None
+    if not len(plan.blocks):
         return out
-    return reference.attend_parts(spec, plan.prompts, caches, q, sinks, cpu.attend, out)
+    prefill = _prefill_library(spec)
+    if prefill is None:
+        return reference.attend_parts(spec, plan.prompts, caches, q, sinks, cpu.attend, out)
+    prefill.attend_prompts(
+        out.data_ptr(), q.data_ptr(), q.stride(0), keys.data_ptr(), _Strides(*keys.stride()[:3]), values.data_ptr(),
+        _Strides(*values.stride()[:3]), spec.num_kv_heads, paged.page_size, plan.blocks.data_ptr(), len(plan.blocks),
+        paged.table.data_ptr(), paged.table.shape[1], spec.window or 0, spec.scale,
+        None if exact_sinks is None else exact_sinks.data_ptr(),
+    )  # fmt: skip
+    return out
 
 
 def _side_by_side(x: torch.Tensor) -> torch.Tensor:
@@ -129,14 +152,7 @@ def _side_by_side(x: torch.Tensor) -> torch.Tensor:
 @cache
 def _library(spec: MhaSpec) -> tuple[ctypes.CDLL, int]:
     """The layer's functions, and the bytes of one partial result. Raises CannotCompile."""
-    library = load(
-        Path(__file__).with_name("decode.c"),
-        ELEMENT_BFLOAT16=int(spec.kv_dtype == torch.bfloat16),
-        DIM=spec.head_dim,
-        VALUE_DIM=spec.value_dim,
-        REPEAT=spec.num_heads // spec.num_kv_heads,
-        PIECE=_PIECE,
-    )
+    library = load(Path(__file__).with_name("decode.c"), spec.kv_dtype, PIECE=_PIECE, **_sizes(spec))
     library.partial_bytes.restype = _LONG
     library.store_and_attend.restype = None
     library.store_and_attend.argtypes = [
@@ -144,3 +160,27 @@ def _library(spec: MhaSpec) -> tuple[ctypes.CDLL, int]:
         _Strides, _LONG, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _FLOAT, _POINTER, _POINTER,
     ]  # fmt: skip
     return library, library.partial_bytes()
+
+
+@cache
+def _prefill_library(spec: MhaSpec) -> ctypes.CDLL | None:
+    """The layer's function for prompts, if this machine has what it is made for."""
+    try:
+        library = load(Path(__file__).with_name("prefill.c"), spec.kv_dtype, BLOCK=_BLOCK, **_sizes(spec))
+    except CannotCompile:
+        return None
+    library.attend_prompts.restype = None
+    library.attend_prompts.argtypes = [
+        _POINTER, _POINTER, _LONG, _POINTER, _Strides, _POINTER, _Strides, _LONG, _LONG, _POINTER, _LONG, _POINTER,
+        _LONG, _LONG, _FLOAT, _POINTER,
+    ]  # fmt: skip
+    return library if library.suits() else None
+
+
+def _sizes(spec: MhaSpec) -> dict[str, int]:
+    """What the C of a layer is compiled for."""
+    return {
+        "DIM": spec.head_dim,
+        "VALUE_DIM": spec.value_dim,
+        "REPEAT": spec.num_heads // spec.num_kv_heads,
+    }

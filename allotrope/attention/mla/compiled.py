@@ -123,7 +123,7 @@ def run(
 def _library(dtype: torch.dtype) -> ctypes._NamedFuncPointer:
     """The step of a layer with rows of a type. Raises CannotCompile."""
     source = Path(__file__).with_name("decode.c")
-    function = load(source, ELEMENT_BFLOAT16=int(dtype == torch.bfloat16)).store_and_attend
+    function = load(source, dtype).store_and_attend
     function.restype = None
     function.argtypes = [*[_POINTER] * 6, _LONG, _POINTER, _LONG, *[_POINTER] * 11]
     return function
