@@ -76,14 +76,17 @@ def open_config(vllm_config: VllmConfig) -> tuple[Checkpoint, Architecture, Mode
     return checkpoint, *read_spec(checkpoint.config, checkpoint.source)
 
 
-def _refuse(vllm_config: VllmConfig) -> None:
+def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint) -> None:
     """Raise ModelError for everything that vLLM was asked for and that our models do not do."""
     parallel = vllm_config.parallel_config
+    stated = {**(checkpoint.config.get("text_config") or {}), **checkpoint.config}.get("quantization_config")
     asked = {
         "speculative decoding": vllm_config.speculative_config is not None,
         "LoRA": vllm_config.lora_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
+        "expert parallelism": parallel.enable_expert_parallel,
+        "quantizing a plain checkpoint": vllm_config.model_config.quantization is not None and not stated,
         "dual batch overlap": parallel.enable_dbo,
     }
     reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]
@@ -114,8 +117,8 @@ class HostedModel(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        _refuse(vllm_config)
         self.checkpoint, self.architecture, spec = open_config(vllm_config)
+        _refuse(vllm_config, self.checkpoint)
         self.build = _build(vllm_config)
         self.decoder = self.architecture.decoder(spec, self.build)
         self.finished = False
