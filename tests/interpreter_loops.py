@@ -1,4 +1,4 @@
-"""Two faults of Triton's interpreter, mended for as long as tests need it.
+"""Three faults of Triton's interpreter, mended for as long as tests need it.
 
 - A number that a kernel computed is held as an array of one element and becomes a loop's bound by `int(array)`, which
   NumPy refuses from 2.4 on.

@@ -19,6 +19,8 @@ SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
 
 MODULES: tuple[str, ...] = (
     "allotrope.attention.mha.triton",
+    "allotrope.attention.mla.triton",
+    "allotrope.attention.dsa.triton",
     "allotrope.attention.rope_store_triton",
 )
 """Modules of attention with a function `variants(arch) -> list[Variant]`; those of layers are in `layers.ahead`."""
@@ -45,7 +47,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a variant. `shared`: bytes. `spills`: registers (AMD) or bytes of memory (NVIDIA)."""
+    """What the compiler made of a variant. `shared`: bytes. `spills`: to memory; registers (AMD) or bytes (NVIDIA)."""
 
     arch: str
     name: str
@@ -95,8 +97,9 @@ def _nvidia(cubin: bytes) -> tuple[int, int]:
 
 
 def _amd(assembly: str) -> tuple[int, int]:
+    """Vector registers, and how many of them go to memory; scalar ones that are too many stay in vector registers."""
     registers = re.search(r"\.vgpr_count:\s+(\d+)", assembly)
-    spills = [int(found) for found in re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", assembly)]
+    spills = [int(found) for found in re.findall(r"\.vgpr_spill_count:\s+(\d+)", assembly)]
     if registers is None or not spills:
         raise RuntimeError("the assembly says nothing of registers")
     return int(registers[1]), sum(spills)

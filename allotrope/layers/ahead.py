@@ -6,6 +6,7 @@ from allotrope.attention import ahead
 
 MODULES: tuple[str, ...] = (
     *ahead.MODULES,
+    "allotrope.layers.hyper_connection_triton",
     "allotrope.layers.mlp_triton",
     "allotrope.layers.moe_triton",
     "allotrope.layers.norm_triton",

@@ -22,6 +22,7 @@ from torch import nn
 
 from allotrope.cpu.streams import stream_functions
 from allotrope.layers.build import Build
+from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.parallel import Placement, Section, parameter
 
 
@@ -70,6 +71,9 @@ class HyperConnection(nn.Module):
         `streams`: [T, N, hidden]. Returns x [T, hidden], post [T, N] and C [T, N, N], all in the streams' type.
         """
         assert self.scales is not None
+        fused = device_kernels("hyper_connection", streams.device)
+        if fused is not None and fused.takes(self.spec.streams):
+            return fused.collapse(self.spec, streams, self.fn, self.base, self.scale)
         n, kind, spec = self.spec.streams, streams.dtype, self.spec
         mixes = mix(streams, self.fn, spec.norm_eps)
         compiled = stream_functions(streams.device)
@@ -94,6 +98,9 @@ class HyperConnection(nn.Module):
 
 def expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     """X'_j = post_j y + sum_i C_ij X_i. `y`: [T, hidden]. `streams`: [T, N, hidden]. Returns the new streams."""
+    fused = device_kernels("hyper_connection", streams.device)
+    if fused is not None and fused.takes(streams.shape[1]):
+        return fused.expand(y, streams, post, comb)
     return torch.baddbmm(post[:, :, None] * y[:, None], comb.transpose(1, 2), streams)
 
 

@@ -158,18 +158,20 @@ def edges_kernel(
 
 
 @triton.jit
-def _enough(counts, masses, n, segments, k, p, SEGMENTS: tl.constexpr, EDGES: tl.constexpr):
-    """The first edge with enough above it. Returns it, how many tokens it has above, their weight, and all weight."""
+def _table(counts, masses, n, segments, SEGMENTS: tl.constexpr, EDGES: tl.constexpr):
+    """Number and weight of a row's tokens at or above each edge, two vectors."""
     place = (n * segments + tl.arange(0, SEGMENTS)[:, None]) * EDGES + tl.arange(0, EDGES)[None, :]
     there = (tl.arange(0, SEGMENTS) < segments)[:, None]
     count = tl.sum(tl.load(counts + place, mask=there, other=0), axis=0)
-    mass = tl.sum(tl.load(masses + place, mask=there, other=0), axis=0)
-    total = tl.max(mass, axis=0)
-    needed = _needed(total, p)
-    short = tl.where(k > 0, count < k, mass < needed)
+    return count, tl.sum(tl.load(masses + place, mask=there, other=0), axis=0)
+
+
+@triton.jit
+def _enough(count, mass, k, p, EDGES: tl.constexpr):
+    """The first edge with enough above it, and how many tokens those are."""
+    short = tl.where(k > 0, count < k, mass < _needed(tl.max(mass, axis=0), p))
     edge = tl.minimum(tl.sum(short.to(tl.int32), axis=0), EDGES - 1)
-    here = tl.arange(0, EDGES) == edge
-    return edge, tl.sum(tl.where(here, count, 0), axis=0), tl.sum(tl.where(here, mass, 0), axis=0), total
+    return edge, tl.sum(tl.where(tl.arange(0, EDGES) == edge, count, 0), axis=0)
 
 
 @triton.jit
@@ -185,7 +187,8 @@ def candidates_kernel(
 ):  # fmt: skip
     """Write out the tokens at or above the edge that has enough, by id, as `key * 2^32 + id`: `found` [N, ROOM]."""
     n, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    edge, size, _, _ = _enough(counts, masses, n, segments, tl.load(top_k + n), tl.load(top_p + n), SEGMENTS, EDGES)
+    count, mass = _table(counts, masses, n, segments, SEGMENTS, EDGES)
+    edge, size = _enough(count, mass, tl.load(top_k + n), tl.load(top_p + n), EDGES)
     place = tl.arange(0, SEGMENTS)
     each = tl.load(counts + (n * segments + place) * EDGES + edge, mask=place <= segment, other=0)
     start = tl.sum(tl.where(place < segment, each, 0), axis=0)
@@ -229,31 +232,35 @@ def _step(key, weight, middle, low, high):
 
 @triton.jit
 def _cut(
-    start, found, spare, chunks, size, written, vocab, peak, heat, low, high, goal,
-    CHUNK: tl.constexpr, BY_MASS: tl.constexpr,
+    start, found, spare, chunks, size, written, vocab, peak, heat, best, edge, count_of, mass_of, goal,
+    CHUNK: tl.constexpr, EDGES: tl.constexpr, BY_MASS: tl.constexpr,
 ):  # fmt: skip
-    """The largest key that has at least `goal` tokens, or weight, at or above it. `low` has enough, `high` has none.
+    """The largest key that has at least `goal` tokens, or weight, at or above it; the last edge must have enough.
 
-    Halves the range, whose ends then move on to keys that there are: over all tokens until those in the range are
-    few, then over these alone. Returns the key, and number and weight of the tokens above it.
+    Begins between two edges and halves the range, whose ends then move on to keys that there are: over all tokens until
+    those in the range are few, then over these alone. Returns the key, and number and weight of the tokens above it.
     """
-    inside, over, over_mass = tl.full([], 0x7FFFFFFF, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-    middle = low
-    while (inside > CHUNK) & (high - low > 1):
+    each = tl.arange(0, EDGES)
+    short = (mass_of < goal) if BY_MASS else (count_of < goal)
+    first = tl.minimum(tl.sum(short.to(tl.int32), axis=0), EDGES - 1)
+    low = tl.sum(tl.where(each == first, edge, 0), axis=0)
+    high = tl.where(first > 0, tl.sum(tl.where(each == first - 1, edge, 0), axis=0), best + 1)
+    over = tl.sum(tl.where(each == first - 1, count_of, 0), axis=0).to(tl.int64)
+    over_mass = tl.sum(tl.where(each == first - 1, mass_of, 0), axis=0)
+    under = tl.sum(tl.where(each == first, count_of, 0), axis=0).to(tl.int64)
+    while (under - over > CHUNK) & (high - low > 1):
+        middle = low + (high - low) // 2
         count, mass = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-        least, below, total = high, low, tl.full([], 0, tl.int64)
+        least, below = high, low
         for chunk in range(chunks):
             key, _ = _load_chunk(start, found, chunk, size, written, vocab, CHUNK)
             more, heavier, nearest, next_below = _step(key, _key_weight(key, peak, heat), middle, low, high)
             count, mass = count + more, mass + heavier
             least, below = tl.minimum(least, nearest), tl.maximum(below, next_below)
-            total += tl.sum((key >= low).to(tl.int32), axis=0)
         enough = (mass >= goal) if BY_MASS else (count >= goal)
-        total = tl.where(enough, count, total)
         low, high = tl.where(enough, least, low), tl.where(enough, high, below + 1)
+        under = tl.where(enough, count, under)
         over, over_mass = tl.where(enough, over, count), tl.where(enough, over_mass, mass)
-        inside = total - over
-        middle = low + (high - low) // 2
     if high - low > 1:
         filled = tl.full([], 0, tl.int32)
         tl.debug_barrier()
@@ -289,37 +296,40 @@ def draw_truncated_kernel(
     peak, heat = _logit(best.to(tl.int32)), tl.load(temperature + n)
     if tl.abs(peak) < float("inf"):
         k, p = tl.load(top_k + n), tl.load(top_p + n)
-        edge, size, mass, total = _enough(counts, masses, n, segments, k, p, SEGMENTS, EDGES)
+        count_of, mass_of = _table(counts, masses, n, segments, SEGMENTS, EDGES)
+        edge = tl.load(edges + n * EDGES + tl.arange(0, EDGES)).to(tl.int64)
+        size = _enough(count_of, mass_of, k, p, EDGES)[1]
         written = size <= ROOM
         chunks = tl.cdiv(tl.where(written, size, vocab), CHUNK)
         start, found, spare = logits + row * row_stride, found + n * ROOM, spare + n * CHUNK
-        low, high = tl.load(edges + n * EDGES + edge).to(tl.int64), best + 1
-        if k > 0:
-            total = mass
-            if size > k:
-                key, above, mass = _cut(
-                    start, found, spare, chunks, size, written, vocab, peak, heat, low, high, k, CHUNK, False
-                )
-                low, total = key, mass + (k - above) * _key_weight(key, peak, heat)
+        total = tl.max(mass_of, axis=0)
+        if (k > 0) & (tl.max(count_of, axis=0) > k):
+            key, above, mass = _cut(
+                start, found, spare, chunks, size, written, vocab, peak, heat, best, edge, count_of, mass_of, k,
+                CHUNK, EDGES, False,
+            )  # fmt: skip
+            total = mass + (k - above) * _key_weight(key, peak, heat)
         if p < 1.0:
             needed = _needed(total, p)
             key, above, mass = _cut(
-                start, found, spare, chunks, size, written, vocab, peak, heat, low, high, needed, CHUNK, True
-            )
+                start, found, spare, chunks, size, written, vocab, peak, heat, best, edge, count_of, mass_of, needed,
+                CHUNK, EDGES, True,
+            )  # fmt: skip
             # The nucleus ends with the token that brings the weight to `needed`.
             own = _key_weight(key, peak, heat)
-            low, total = key, mass + tl.cdiv(needed - mass, tl.maximum(own, 1)) * own
+            total = mass + tl.cdiv(needed - mass, tl.maximum(own, 1)) * own
         if MIN_P:
             least, kept = tl.load(min_p + n) * _UNIT, tl.full([], 0, tl.int64)
             for chunk in range(chunks):
-                keys, _ = _load_chunk(start, found, chunk, size, written, vocab, CHUNK)
-                weight = tl.where(keys >= low, _key_weight(keys, peak, heat), 0)
+                keys = _load_chunk(start, found, chunk, size, written, vocab, CHUNK)[0]
+                weight = _key_weight(keys, peak, heat)
                 kept += tl.sum(tl.where(weight.to(tl.float64) >= least, weight, 0), axis=0)
             total = tl.minimum(total, kept)
         target = (tl.load(uniform + n) * total.to(tl.float64)).to(tl.int64)
         key, above, mass = _cut(
-            start, found, spare, chunks, size, written, vocab, peak, heat, low, high, target + 1, CHUNK, True
-        )
+            start, found, spare, chunks, size, written, vocab, peak, heat, best, edge, count_of, mass_of, target + 1,
+            CHUNK, EDGES, True,
+        )  # fmt: skip
         # Among tokens of one logit, the one by id at which the weight passes the target.
         wanted = (target - mass) // tl.maximum(_key_weight(key, peak, heat), 1)
         passed, chosen = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)

@@ -152,6 +152,13 @@ def test_views_of_larger_tensors(gather: bool, monkeypatch: pytest.MonkeyPatch) 
     assert (found := compare(Sliced(case, TRITON, DEVICE).play(steps), want, "fp32")), found
 
 
+def test_many_rows_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dataclasses.replace(CASES["grouped_4"], lengths=(33, 70))
+    want = Replay(case, TRITON, DEVICE).play(whole(case.lengths))
+    monkeypatch.setattr(triton_prefill, "_MOST_GATHERED", 0)
+    assert (found := compare(Replay(case, TRITON, DEVICE).play(whole(case.lengths)), want, "fp32")), found
+
+
 def test_a_neighbour_that_is_not_a_number_stays_alone() -> None:
     case = dataclasses.replace(CASES["grouped_4"], lengths=(40, 40, 1))
     sick = Replay(case, TRITON, DEVICE)

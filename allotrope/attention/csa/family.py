@@ -7,7 +7,7 @@ import torch
 from allotrope.attention.backend import Backend, lazily, runs_anywhere, triton_reasons
 from allotrope.attention.csa import reference
 from allotrope.attention.csa.plan import build_plan
-from allotrope.attention.csa.rows import FP8
+from allotrope.attention.csa.rows import BLOCK, FP8
 from allotrope.attention.csa.spec import CsaSpec
 
 
@@ -19,6 +19,8 @@ def _triton_rejects(spec: CsaSpec, device: torch.device) -> list[str]:
     if spec.indexer is not None:
         dims["indexer.head_dim"] = spec.indexer.head_dim
     reasons += [f"{name}={dim} (needs an even number)" for name, dim in dims.items() if dim % 2]
+    if spec.row_format == "scaled" and spec.rope.dim > BLOCK:
+        reasons.append(f"rope.dim={spec.rope.dim} of scaled rows (allowed: at most {BLOCK})")
     kinds = (torch.float32, torch.bfloat16, torch.float16, FP8)
     if spec.kv_dtype not in kinds:
         reasons.append(f"kv_dtype={spec.kv_dtype} (allowed: {', '.join(map(str, kinds))})")

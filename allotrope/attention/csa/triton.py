@@ -130,12 +130,12 @@ def run(
 ) -> torch.Tensor:
     """As the reference's `run`."""
     main = (kv_score, position_bias, entry_norm)
-    _store(spec, plan, caches, kv, main, (index_kv_score, index_position_bias, index_entry_norm), kv_scale)
+    turned = _store(spec, plan, caches, q, kv, main, (index_kv_score, index_position_bias, index_entry_norm), kv_scale)
     entries = plan.entry_list
     if spec.ratio and entries is None:
         assert index_q is not None and index_weights is not None
         entries = _pick(spec, plan, caches["index"]["k"], index_q, index_weights)
-    return _attend(spec, plan, caches, q, sinks, entries, kv_scale)
+    return _attend(spec, plan, caches, turned, sinks, entries, kv_scale)
 
 
 def _format(spec: CsaSpec) -> int:
@@ -153,7 +153,8 @@ def _planes(spec: CsaSpec, pools: Mapping[str, torch.Tensor]) -> list[Any]:
         parts = [pools["kv"]] * 3
     else:
         parts = [pools["row"].view(FP8), pools["row"].view(torch.bfloat16), pools["factors"]]
-    assert all(part.stride(2) == 1 for part in parts)
+    # Kernels that read find a row by its number alone.
+    assert all(part.stride(2) == 1 and part.stride(0) == part.shape[1] * part.stride(1) for part in parts)
     return [*parts, *(stride for part in parts for stride in part.stride()[:2])]
 
 
@@ -161,10 +162,12 @@ Compressor = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None
 
 
 def _store(
-    spec: CsaSpec, plan: CsaTritonPlan, caches: CacheViews, kv: torch.Tensor, main: Compressor, index: Compressor,
-    kv_scale: float,
-) -> None:  # fmt: skip
-    """`main`, `index`: kv and score, position bias and norm of a compressor, if the layer has it."""
+    spec: CsaSpec, plan: CsaTritonPlan, caches: CacheViews, q: torch.Tensor, kv: torch.Tensor, main: Compressor,
+    index: Compressor, kv_scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """`main`, `index`: kv and score, position bias and norm of a compressor, if the layer has it. Returns [T, H, D] the
+    rotated queries."""
+    assert q.stride(2) == 1 and kv.stride(1) == 1
     tensors = plan.tensors
     window, pools = plan.paged["window"], caches["window"]
 
@@ -184,24 +187,28 @@ def _store(
     entries = _planes(spec, caches["compressed"]) if spec.ratio else _planes(spec, pools)
     keys = caches["index"]["k"] if spec.indexer is not None else pools[next(iter(pools))]
     index_dim = spec.indexer.head_dim if spec.indexer is not None else 0
-    kinds = 1 + bool(spec.ratio) + (spec.indexer is not None)
     launch = triton_store.config(plan.arch, spec.head_dim, spec.streams * spec.ratio)
     sizes = {name: plan.paged[name].page_size if name in plan.paged else 1 for name in ("state", "index_state")}
+    turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    kinds = 3 + triton.cdiv(spec.num_heads, launch["HEADS"])
     triton_store.store_kernel[(len(kv), kinds)](
+        q, turned, q.stride(0), q.stride(1),
         tensors.positions, tensors.request_of_token, tensors.query_start, *plan.angles, *plan.first_angles,
         1.0 / kv_scale, spec.norm_eps, kv, kv.stride(0), window.slots, *_planes(spec, pools),
         *first, entry_slots, *entries, *second, key_slots, keys, keys.stride(0), keys.stride(1),
         W_ROWS=window.page_size, STATE_ROWS=sizes["state"], E_ROWS=entries[0].shape[1],
-        I_STATE_ROWS=sizes["index_state"], I_ROWS=keys.shape[1], RATIO=spec.ratio, STREAMS=spec.streams,
-        D=spec.head_dim, R=spec.rope.dim, BLOCK_D=triton.next_power_of_2(spec.head_dim), INDEX_D=index_dim,
-        BLOCK_I=triton.next_power_of_2(max(1, index_dim)), FORMAT=_format(spec), **launch,
+        I_STATE_ROWS=sizes["index_state"], I_ROWS=keys.shape[1], H=spec.num_heads, RATIO=spec.ratio,
+        STREAMS=spec.streams, D=spec.head_dim, R=spec.rope.dim, BLOCK_D=triton.next_power_of_2(spec.head_dim),
+        INDEX_D=index_dim, BLOCK_I=triton.next_power_of_2(max(1, index_dim)), FORMAT=_format(spec), **launch,
     )  # fmt: skip
+    return turned
 
 
 def _pick(
     spec: CsaSpec, plan: CsaTritonPlan, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """[T, topk] int64 numbers of the entries that each query attends to, -1 behind the last one."""
+    """[T, n] int32 rows of the entries that each query attends to, -1 behind the last one; n is topk, filled up to 16
+    bytes."""
     assert spec.indexer is not None and weights.stride(1) == 1 and q.stride(2) == 1
     picks = torch.empty(len(q), spec.indexer.topk, dtype=torch.int64, device=q.device)
     step = max(1, SCRATCH // (4 * plan.bound))
@@ -214,7 +221,8 @@ def _pick(
         )  # fmt: skip
         rows = slice(first, first + tokens)
         top_rows(scores, plan.visible[rows], spec.indexer.topk, plan.arch, picks[rows], None)
-    return picks
+    paged = plan.paged["compressed"]
+    return triton_index.resolve(paged, paged.page_size // spec.ratio, plan.tensors.request_of_token, picks)
 
 
 def _precision(arch: str, dtype: torch.dtype) -> str:
@@ -225,27 +233,25 @@ def _attend(
     spec: CsaSpec, plan: CsaTritonPlan, caches: CacheViews, q: torch.Tensor, sinks: torch.Tensor,
     entries: torch.Tensor | None, kv_scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    """`entries`: the plan's list of rows, or a layer's picks."""
+    """`q`: [T, H, D], rotated, contiguous. `entries`: the plan's list of rows, or a layer's own."""
     tokens, heads, dim = q.shape
-    assert q.stride(2) == 1
     exact, splits = q.dtype == torch.float32, plan.splits
-    out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q)
     partial = stats = out
     if splits > 1:
         kind = torch.float16 if q.dtype == torch.bfloat16 else torch.float32
         partial = torch.empty(tokens, splits, heads, dim, dtype=kind, device=q.device)
         stats = torch.empty(tokens, splits, heads, dtype=torch.float32, device=q.device)
-    compressed = "compressed" if spec.ratio else "window"
+    window = _planes(spec, caches["window"])
+    compressed = _planes(spec, caches["compressed"]) if spec.ratio else window
     listed = entries if entries is not None else plan.window_list
-    planes, table = _planes(spec, caches[compressed]), plan.paged[compressed].table
     launch = triton_attend.config(plan.arch, dim, heads, exact, _format(spec) == triton_store.PLAIN.value)
     sizes = {"H": heads, "D": dim, "R": spec.rope.dim, "BLOCK_D": triton.next_power_of_2(dim), "SPLITS": splits}
     row_scale = kv_scale if _format(spec) == triton_store.PER_TENSOR.value else 1.0
     triton_attend.attend_kernel[(tokens, triton.cdiv(heads, launch["BLOCK_H"]), splits)](
-        q, out, partial, stats, sinks, *plan.angles, plan.tensors.request_of_token, plan.window_list, plan.window_seen,
-        listed, plan.entry_seen, table, *_planes(spec, caches["window"]), *planes,
-        q.stride(0), q.stride(1), plan.window_list.stride(0), listed.stride(0), table.stride(0), spec.scale, row_scale,
-        W_ROWS=plan.paged["window"].page_size, E_ROWS=planes[0].shape[1], LISTED=entries is plan.entry_list,
+        q, out, partial, stats, sinks, *plan.angles, plan.window_list, plan.window_seen, listed, plan.entry_seen,
+        *window[:3], *window[4::2], *compressed[:3], *compressed[4::2],
+        plan.window_list.stride(0), listed.stride(0), spec.scale, row_scale,
         FORMAT=_format(spec), PRECISION=_precision(plan.arch, q.dtype), **sizes, **launch,
     )  # fmt: skip
     if splits > 1:

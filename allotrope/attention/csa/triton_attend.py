@@ -1,8 +1,8 @@
 """Attention of single queries over lists of rows: the window's, then the entries'.
 
 A program owns some heads of one query and every SPLITS-th part of its list: all its heads share the rows, each of which
-is key and value and is read once a program. It rotates the queries as they come in and the sum as it goes out, unless
-the list is split: then `combine_kernel` adds the parts, the sink and the rotation. FP8 rows are read as they lie.
+is key and value and is read once a program. It rotates the sum as it goes out, unless the list is split: then
+`combine_kernel` adds the parts, the sink and the rotation. FP8 rows are read as they lie.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -12,32 +12,45 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.csa.rows import BLOCK
 from allotrope.attention.csa.triton_store import SCALED, pair_angles, turn
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_GROUP = tl.constexpr(BLOCK)
 
 
 @triton.jit
 def _rows(
-    codes, tail, factors, row, valid, code_page, code_row, tail_page, tail_row, factor_page, factor_row, dtype,
-    ROWS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr,
+    codes, tail, factors, row, code_row, tail_row, factor_row, dtype,
+    D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Rows `row` [n] of a pool as [n, BLOCK_D] numbers; 0 where not `valid`. Per-tensor FP8 stays divided."""
-    page, row = (row // ROWS).to(tl.int64), row % ROWS
-    lane = tl.arange(0, BLOCK_D)
-    plain: tl.constexpr = D - R if FORMAT == SCALED else D
-    at = page * code_page + row * code_row
-    x = tl.load(codes + at[:, None] + lane[None, :], mask=valid[:, None] & (lane < plain)[None, :], other=0.0)
+    """Rows `row` [TILE] of a pool as [TILE, BLOCK_D] numbers; 0 where it is negative. Per-tensor FP8 stays divided."""
+    valid = row >= 0
+    row = tl.where(valid, row, 0).to(tl.int64)
     if FORMAT == SCALED:
-        at = page * factor_page + row * factor_row
-        held = valid[:, None] & (lane < plain)[None, :]
-        exponent = tl.load(factors + at[:, None] + (lane // 64)[None, :], mask=held, other=0)
+        plain: tl.constexpr = D - R
+        groups: tl.constexpr = BLOCK_D // _GROUP
+        group, lane = tl.arange(0, groups), tl.arange(0, _GROUP)
+        held = valid[:, None] & (group < plain // _GROUP)[None, :]
+        at = (row * code_row)[:, None, None] + (group * _GROUP)[None, :, None] + lane[None, None, :]
+        x = tl.load(codes + at, mask=held[:, :, None], other=0.0)
+        exponent = tl.load(factors + (row * factor_row)[:, None] + group[None, :], mask=held, other=0)
         factor = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        at = page * tail_page + row * tail_row + plain // 2 - plain
-        held = valid[:, None] & ((lane >= plain) & (lane < D))[None, :]
-        turned = tl.load(tail + at[:, None] + lane[None, :], mask=held, other=0.0)
-        x = tl.where((lane < plain)[None, :], x.to(tl.float32) * factor, turned.to(tl.float32))
-    return x.to(dtype)
+        # Codes times a power of two are exact in every type but fp16, whose range the reference's rows fit as well.
+        x = (x.to(tl.float32) * factor[:, :, None]).to(dtype)
+        at = (row * tail_row)[:, None] + plain // 2 + lane[None, :]
+        turned = tl.load(tail + at, mask=valid[:, None] & (lane < R)[None, :], other=0.0).to(dtype)
+        x = tl.where((group == plain // _GROUP)[None, :, None], turned[:, None, :], x)
+        x = tl.reshape(x, [TILE, BLOCK_D])
+    else:
+        lane = tl.arange(0, BLOCK_D)
+        at = codes + (row * code_row)[:, None] + lane[None, :]
+        if D == BLOCK_D:
+            x = tl.load(at, mask=valid[:, None], other=0.0)
+        else:
+            x = tl.load(at, mask=valid[:, None] & (lane < D)[None, :], other=0.0)
+        x = x.to(dtype)
+    return x
 
 
 @triton.jit
@@ -56,16 +69,14 @@ def _meet(q, k, valid, top, total, summed, scale, PRECISION: tl.constexpr):
 
 @triton.jit
 def attend_kernel(
-    q, out, partial, stats, sinks, cos, sin, requests, window_list, window_seen, entry_list, entry_seen, table,
-    w_codes, w_tail, w_factors, wc_page, wc_row, wt_page, wt_row, wf_page, wf_row,
-    e_codes, e_tail, e_factors, ec_page, ec_row, et_page, et_row, ef_page, ef_row,
-    q_token, q_head, window_row, entry_row, table_row, scale, row_scale,
+    q, out, partial, stats, sinks, cos, sin, window_list, window_seen, entry_list, entry_seen,
+    w_codes, w_tail, w_factors, wc_row, wt_row, wf_row, e_codes, e_tail, e_factors, ec_row, et_row, ef_row,
+    window_row, entry_row, scale, row_scale,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, W_ROWS: tl.constexpr, E_ROWS: tl.constexpr, LISTED: tl.constexpr,
-    FORMAT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, FORMAT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`window_list`: [T, .] int32 rows, of which the first `window_seen` [T] count. `entry_list`, `entry_seen`: LISTED
-    rows as well, else int64 numbers of entries, whose pages are in `table`. `row_scale`: of per-tensor FP8 rows.
+    """`q`: [T, H, D], rotated. `window_list`, `entry_list`: [T, .] int32 rows, of which the first `window_seen`,
+    `entry_seen` [T] count, and -1. `row_scale`: of per-tensor FP8 rows.
     """
     token, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n_window, n_entries = tl.load(window_seen + token), tl.load(entry_seen + token)
@@ -78,11 +89,8 @@ def attend_kernel(
     in_head = head < H
     inside = in_head[:, None] & (lane < D)[None, :]
     dtype = q.dtype.element_ty
-    x = tl.load(
-        q + token.to(tl.int64) * q_token + head[:, None] * q_head + lane[None, :], mask=inside, other=0.0
-    ).to(tl.float32)  # fmt: skip
-    c, s = pair_angles(cos, sin, token, D, R, BLOCK_D)
-    x = turn(x, c, s, BLOCK_H, BLOCK_D).to(dtype)
+    # Loaded and used as it is: then it stays in shared memory, where the products read it.
+    x = tl.load(q + (token.to(tl.int64) * H + head)[:, None] * D + lane[None, :], mask=inside, other=0.0)
     factor = scale * row_scale * _LOG2_E
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
@@ -91,23 +99,13 @@ def attend_kernel(
     for tile in tl.range(begin, min(end, window_tiles), num_stages=STAGES):
         index = tile * TILE + place
         row = tl.load(rows + index, mask=index < n_window, other=-1)
-        k = _rows(
-            w_codes, w_tail, w_factors, row, row >= 0, wc_page, wc_row, wt_page, wt_row, wf_page, wf_row, dtype,
-            W_ROWS, D, R, BLOCK_D, FORMAT,
-        )  # fmt: skip
+        k = _rows(w_codes, w_tail, w_factors, row, wc_row, wt_row, wf_row, dtype, D, R, BLOCK_D, TILE, FORMAT)
         top, total, summed = _meet(x, k, row >= 0, top, total, summed, factor, PRECISION)
     rows = entry_list + token.to(tl.int64) * entry_row
-    pages = table + tl.load(requests + token) * table_row
     for tile in tl.range(max(begin - window_tiles, 0), end - window_tiles, num_stages=STAGES):
         index = tile * TILE + place
         row = tl.load(rows + index, mask=index < n_entries, other=-1)
-        if not LISTED:
-            page = tl.load(pages + row // E_ROWS, mask=row >= 0, other=0)
-            row = tl.where(row >= 0, page * E_ROWS + row % E_ROWS, -1)
-        k = _rows(
-            e_codes, e_tail, e_factors, row, row >= 0, ec_page, ec_row, et_page, et_row, ef_page, ef_row, dtype,
-            E_ROWS, D, R, BLOCK_D, FORMAT,
-        )  # fmt: skip
+        k = _rows(e_codes, e_tail, e_factors, row, ec_row, et_row, ef_row, dtype, D, R, BLOCK_D, TILE, FORMAT)
         top, total, summed = _meet(x, k, row >= 0, top, total, summed, factor, PRECISION)
     if SPLITS > 1:
         # Parts are written as means, which are no larger than the rows; an empty one is not written.
@@ -124,6 +122,7 @@ def attend_kernel(
         fade = tl.exp2(top - safe)
         weight = total * fade + tl.exp2(sink - safe)
         o = summed * (row_scale * fade / tl.where(weight > 0, weight, 1.0))[:, None]
+        c, s = pair_angles(cos, sin, token, D, R, BLOCK_D)
         o = turn(o, c, -s, BLOCK_H, BLOCK_D)
         to = out + (token.to(tl.int64) * H + head)[:, None] * D + lane[None, :]
         tl.store(to, o.to(dtype), mask=inside)
@@ -185,19 +184,19 @@ def variants(arch: str) -> list[Variant]:
     ):
         launch = config(arch, 512, 64, name == "fp32", plain)
         warps = launch.pop("num_warps")
-        signature = dict.fromkeys(("q", "out"), kind) | {"partial": "*fp16:16", "table": "*i64:16"}
-        signature |= dict.fromkeys(("stats", "sinks", "cos", "sin"), "*fp32:16") | {"requests": "*i64:16"}
+        signature = dict.fromkeys(("q", "out"), kind) | {"partial": "*fp16:16"}
+        signature |= dict.fromkeys(("stats", "sinks", "cos", "sin"), "*fp32:16")
         signature |= dict.fromkeys(("window_list", "window_seen", "entry_list", "entry_seen"), "*i32:16")
         for pool in ("w", "e"):
             signature |= dict(zip((f"{pool}_codes", f"{pool}_tail", f"{pool}_factors"), row, strict=True))
-            signature |= dict.fromkeys((f"{pool}{part}_{at}" for part in "ctf" for at in ("page", "row")), "i32:16")
-        signature |= dict.fromkeys(("q_token", "q_head"), "i32:16")
-        signature |= dict.fromkeys(("window_row", "entry_row", "table_row"), "i32")
+            signature |= dict.fromkeys((f"{pool}{part}_row" for part in "ctf"), "i32:16")
+        signature |= dict.fromkeys(("window_row", "entry_row"), "i32:16")
         signature |= dict.fromkeys(("scale", "row_scale"), "fp32")
         precision = "tf32x3" if name == "fp32" and arch == "sm_90" else "ieee"
-        constants = {"H": 64, "D": 512, "R": 64, "BLOCK_D": 512, "SPLITS": 2, "W_ROWS": 64, "E_ROWS": 64}
-        constants |= {"LISTED": False, "FORMAT": {"fp8": 1, "scaled": 2}.get(name, 0), "PRECISION": precision}
-        made.append(Variant(f"csa attend {name}", attend_kernel, signature, constants | launch, warps, 3))
+        constants = {"H": 64, "D": 512, "R": 64, "BLOCK_D": 512, "SPLITS": 2, "PRECISION": precision}
+        constants |= {"FORMAT": {"fp8": 1, "scaled": 2}.get(name, 0)}
+        spills = {"bf16": 256, "fp8": 1200, "scaled": 1200, "fp32": 4000}[name]
+        made.append(Variant(f"csa attend {name}", attend_kernel, signature, constants | launch, warps, 3, spills))
     signature = {"partial": "*fp16:16", "out": "*bf16:16", "row_scale": "fp32"}
     signature |= dict.fromkeys(("stats", "sinks", "cos", "sin"), "*fp32:16")
     constants = {"H": 64, "D": 512, "R": 64, "BLOCK_H": 8, "BLOCK_D": 512, "SPLITS": 2}

@@ -49,6 +49,21 @@ def score_kernel(
     tl.store(scores + tl.program_id(0).to(tl.int64) * scores_token + entry, score, mask=there)
 
 
+@triton.jit
+def resolve_kernel(
+    picks, rows, table, requests, picks_token, rows_token, table_row, columns,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Numbers of entries to rows of their pool, -1 to -1. `picks`: [T, columns] int64. `rows`: [T, .] int32."""
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.load(picks + token * picks_token + column, mask=column < columns, other=-1)
+    there = entry >= 0
+    pages = table + tl.load(requests + token) * table_row
+    page = tl.load(pages + entry // ROWS, mask=there, other=0)
+    row = tl.where(there, page * ROWS + entry % ROWS, -1).to(tl.int32)
+    tl.store(rows + token * rows_token + column, row, mask=column < rows_token)
+
+
 def config(arch: str, exact: bool) -> dict[str, int]:
     """`exact`: products of fp32."""
     if arch == "interpreter":
@@ -78,6 +93,19 @@ def score(
     return scores
 
 
+def resolve(paged: PageIndex, per_page: int, requests: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
+    """[T, n] int32 rows of entries. `paged`: where they lie, `per_page` to a page. `requests`: [T] int64. `picks`:
+    [T, K] int64 numbers of entries, or -1; n is K, filled up to 16 bytes."""
+    tokens, columns = picks.shape
+    rows = torch.empty(tokens, -(-columns // 4) * 4, dtype=torch.int32, device=picks.device)
+    block = min(512, triton.next_power_of_2(rows.shape[1]))
+    resolve_kernel[(tokens, triton.cdiv(rows.shape[1], block))](
+        picks, rows, paged.table, requests, picks.stride(0), rows.stride(0), paged.table.stride(0), columns,
+        ROWS=per_page, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return rows
+
+
 def variants(arch: str) -> list[Variant]:
     """64 heads of 128."""
     launch = config(arch, False)
@@ -88,4 +116,8 @@ def variants(arch: str) -> list[Variant]:
     signature["scores_token"] = "i32"
     constants = {"ROWS": 64, "HEADS": 64, "D": 128, "R": 64, "BLOCK_H": 64, "BLOCK_D": 128, "PRECISION": "ieee"}
     constants["ENTRIES"] = launch["ENTRIES"]
-    return [Variant("csa scores", score_kernel, signature, constants, launch["num_warps"], 1)]
+    made = [Variant("csa scores", score_kernel, signature, constants, launch["num_warps"], 1)]
+    signature = {"picks": "*i64:16", "rows": "*i32:16", "table": "*i64:16", "requests": "*i64:16"}
+    signature |= dict.fromkeys(("picks_token", "rows_token", "columns"), "i32:16") | {"table_row": "i32"}
+    constants = {"ROWS": 64, "BLOCK": 512}
+    return [*made, Variant("csa rows", resolve_kernel, signature, constants, 4, 1)]

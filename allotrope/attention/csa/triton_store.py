@@ -1,10 +1,11 @@
-"""Everything a layer of compressed sparse attention writes, in one launch.
+"""Everything a layer of compressed sparse attention writes, and its rotated queries, in one launch.
 
-For every token: its window row, rotated; its compressor states, with the biased score; and the entry that it closes, if
-it closes one: pooled from the tokens of this step, which come from the step's own tensors, and from the saved states of
-earlier ones, then normed, rotated at the first token it owns, and stored. So no program waits for another's store.
+For every token: its queries and its window row, rotated; its compressor states, with the biased score; and the entry
+that it closes, if it closes one: pooled from the tokens of this step, which come from the step's own tensors, and from
+the saved states of earlier ones, then normed, rotated at the first token it owns, and stored. So no program waits for
+another's store.
 
-A program owns one token and one of window row, entry, index key. Rows are addressed in 64 bits.
+A program owns one token and one of window row, entry, index key, some heads. Rows are addressed in 64 bits.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -166,7 +167,23 @@ def _compress(
 
 
 @triton.jit
+def _queries(
+    q, turned, cos, sin, token, block, q_token, q_head,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Rotate HEADS heads of one query. `turned`: [T, H, D]."""
+    head, lane = block * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK_D)
+    inside = (head < H)[:, None] & (lane < D)[None, :]
+    row = q + token.to(tl.int64) * q_token
+    x = tl.load(row + head[:, None] * q_head + lane[None, :], mask=inside, other=0.0).to(tl.float32)
+    c, s = pair_angles(cos, sin, token, D, R, BLOCK_D)
+    to = turned + (token.to(tl.int64) * H + head)[:, None] * D + lane[None, :]
+    tl.store(to, turn(x, c, s, HEADS, BLOCK_D).to(turned.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def store_kernel(
+    q, turned, q_token, q_head,
     positions, requests, query_start, cos, sin, first_cos, first_sin, inverse, eps,
     kv, kv_row, window_slots, w_codes, w_tail, w_factors, wc_page, wc_row, wt_page, wt_row, wf_page, wf_row,
     kv_score, input_row, bias, norm, states, state_slots, state_table, state_page, state_row, table_row,
@@ -174,17 +191,21 @@ def store_kernel(
     i_kv_score, i_input_row, i_bias, i_norm, i_states, i_state_slots, i_state_table, i_state_page, i_state_row,
     i_table_row, i_slots, i_keys, i_page, i_row,
     W_ROWS: tl.constexpr, STATE_ROWS: tl.constexpr, E_ROWS: tl.constexpr, I_STATE_ROWS: tl.constexpr,
-    I_ROWS: tl.constexpr, RATIO: tl.constexpr, STREAMS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    I_ROWS: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, RATIO: tl.constexpr, STREAMS: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr,
     BLOCK_D: tl.constexpr, INDEX_D: tl.constexpr, BLOCK_I: tl.constexpr, FORMAT: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Of the token `program_id(0)`: 0 the window row, 1 the entry, 2 the index key. `cos`, `sin`: [T, R] at the token,
-    `first_*` at the first token of its entry. `w_`, `e_`: window and entry pools as `_store_row` has them."""
+    """Of the token `program_id(0)`: 0 the window row, 1 the entry, 2 the index key, then its queries by HEADS. `cos`,
+    `sin`: [T, R] at the token, `first_*` at the first token of its entry. `w_`, `e_`: window and entry pools as
+    `_store_row` has them."""
     token, what = tl.program_id(0), tl.program_id(1)
     if what == 0:
         _window_row(
             kv, window_slots, cos, sin, w_codes, w_tail, w_factors, token, kv_row, wc_page, wc_row, wt_page, wt_row,
             wf_page, wf_row, inverse, W_ROWS, D, R, BLOCK_D, FORMAT,
         )  # fmt: skip
+    if what >= 3:
+        _queries(q, turned, cos, sin, token, what - 3, q_token, q_head, H, D, R, BLOCK_D, HEADS)
     if RATIO > 0:  # noqa: SIM102 (not compiled otherwise)
         if what == 1:
             _compress(
@@ -206,7 +227,9 @@ def store_kernel(
 def config(arch: str, dim: int, pooled: int) -> dict[str, int]:
     """`pooled`: tokens of an entry."""
     members = min(max(2, triton.next_power_of_2(pooled)), 8)
-    return {"MEMBERS": members, "num_warps": 4 if dim > 128 else 2, "num_stages": 1}
+    if pooled > 16 and arch == "sm_90":
+        return {"MEMBERS": 16, "HEADS": 8, "num_warps": 8, "num_stages": 1}
+    return {"MEMBERS": members, "HEADS": 4, "num_warps": 4 if dim > 128 else 2, "num_stages": 1}
 
 
 def variants(arch: str) -> list[Variant]:
@@ -231,13 +254,14 @@ def variants(arch: str) -> list[Variant]:
         }
         signature |= dict.fromkeys(("kv_row", "input_row", "state_page", "state_row", "i_input_row"), "i32:16")
         signature |= dict.fromkeys(("i_state_page", "i_state_row", "i_page", "i_row"), "i32:16")
-        signature |= dict.fromkeys(("table_row", "i_table_row"), "i32")
+        signature |= dict.fromkeys(("table_row", "i_table_row"), "i32") | dict.fromkeys(("q", "turned"), "*bf16:16")
+        signature |= dict.fromkeys(("q_token", "q_head"), "i32:16")
         for pool in ("w", "e"):
             signature |= dict(zip((f"{pool}_codes", f"{pool}_tail", f"{pool}_factors"), row, strict=True))
             signature |= dict.fromkeys((f"{pool}{part}_{at}" for part in "ctf" for at in ("page", "row")), "i32:16")
         constants = {"W_ROWS": 64, "STATE_ROWS": 8, "E_ROWS": 256 // ratio, "I_STATE_ROWS": 8, "I_ROWS": 64}
         constants |= {"RATIO": ratio, "STREAMS": streams, "D": 512, "R": 64, "BLOCK_D": 512, "BLOCK_I": 128}
         constants |= {"INDEX_D": 128 if ratio == 4 else 0, "FORMAT": 2 if "scaled" in name else 0}
-        constants["MEMBERS"] = launch["MEMBERS"]
+        constants |= {"MEMBERS": launch["MEMBERS"], "HEADS": launch["HEADS"], "H": 64}
         made.append(Variant(f"csa store {name}", store_kernel, signature, constants, launch["num_warps"], 1))
     return made

@@ -15,7 +15,7 @@ import torch
 
 from allotrope.attention.dsa.plan import Contest, DsaPlan
 from allotrope.attention.dsa.spec import DsaSpec, IndexerSpec
-from allotrope.attention.mla.rows import FP8_MAX, take, to_fp8
+from allotrope.attention.mla.rows import power_of_two, take, to_fp8
 from allotrope.attention.topk import top_indices
 
 # Scores per head that are held at a time.
@@ -35,9 +35,7 @@ def scaled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     `x`: [..., d]. Returns e4m3 [..., d] and fp32 [..., 1].
     """
-    mantissa, exponent = torch.frexp(x.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) / FP8_MAX)
-    # frexp's mantissa is in [1/2, 1), so 2^exponent is the next power of two, unless x is one itself.
-    factor = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).to(exponent.dtype))
+    factor = power_of_two(x)
     return to_fp8(x.float() / factor), factor
 
 

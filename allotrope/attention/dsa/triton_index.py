@@ -24,6 +24,7 @@ from allotrope.attention.batch import PageIndex
 from allotrope.attention.dsa.spec import IndexerSpec
 from allotrope.attention.mla.rows import FP8_MAX
 from allotrope.attention.mla.triton_decode import Queries, arch_of
+from allotrope.attention.mla.triton_store import power_of_two
 
 _LARGEST = tl.constexpr(FP8_MAX)
 
@@ -55,14 +56,6 @@ def config(arch: str, dtype: torch.dtype) -> Config:
 
 
 @triton.jit
-def _factor(largest):
-    """The least power of two f with largest <= 448 f; 448 is 1.75 * 2^8."""
-    bits = tl.maximum(largest, 1.0e-4).to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-    return (exponent << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _codes(x, factor):
     """x / factor on the grid of e4m3, saturated."""
     return tl.minimum(tl.maximum(x / factor, -_LARGEST), _LARGEST).to(tl.float8e4nv)
@@ -84,7 +77,7 @@ def store_kernel(
     to = pool + (page * k_page + offset * k_row)
     if SCALED:
         keys = keys.to(tl.float32)
-        factor = _factor(tl.max(tl.abs(keys), 1))
+        factor = power_of_two(tl.max(tl.abs(keys), 1))
         tl.store(factors + (page * f_page + offset * f_row), factor, mask=kept)
         tl.store(to[:, None] + dim[None, :], _codes(keys, factor[:, None]), mask=there)
     else:
@@ -137,7 +130,7 @@ def decode_kernel(
         share = tl.load(weights + query * w_t + head, mask=head < HEADS, other=0.0).to(tl.float32)
         if SCALED:
             wide = queries.to(tl.float32)
-            factor = _factor(tl.max(tl.abs(wide), 1))
+            factor = power_of_two(tl.max(tl.abs(wide), 1))
             codes = _codes(wide, factor[:, None])
             queries = codes if NATIVE else codes.to(queries.dtype)
             share = share * factor
@@ -191,7 +184,7 @@ def prefill_kernel(
             share = tl.load(weights + token * w_t + head, mask=real, other=0.0).to(tl.float32)
             if SCALED:
                 wide = queries.to(tl.float32)
-                factor = _factor(tl.max(tl.abs(wide), 1))
+                factor = power_of_two(tl.max(tl.abs(wide), 1))
                 queries = _codes(wide, factor[:, None]).to(kind)
                 share = share * factor
             hits = tl.dot(queries, keys, input_precision="ieee")

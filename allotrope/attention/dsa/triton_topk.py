@@ -71,7 +71,8 @@ def config(arch: str, width: int, topk: int) -> tuple[int, int]:
     if arch == "interpreter":
         return max(64, triton.next_power_of_2(2 * topk)), 4
     block = min(8192, max(2048, triton.next_power_of_2(width)))
-    return max(block, triton.next_power_of_2(2 * topk)), 16 if block >= 8192 else 8
+    # On AMD sixteen warps leave each too few registers.
+    return max(block, triton.next_power_of_2(2 * topk)), 16 if block >= 8192 and arch == "sm_90" else 8
 
 
 def top_rows(

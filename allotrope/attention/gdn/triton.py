@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -39,7 +40,8 @@ def build_plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     """Plan one step for all layers with as many key heads. `index` has the entry "state"."""
     where = index["state"]
     assert isinstance(where, SlotIndex)
-    chunks, first = [], []
+    chunks: list[tuple[int, int]] = []
+    first: list[int] = []
     for b, length in enumerate(batch.query_lens):
         first.append(len(chunks))
         if length > 1:
@@ -126,7 +128,7 @@ def _prefill(
     mix, scores = (qkv.new_empty(tokens, heads, CHUNK, dtype=dtype) for _ in range(2))
     launch = triton_pairs.config(arch, spec.k_head_dim, spec.channel_decay)
     strides = (b.stride(0), b.stride(1), a.stride(0), a.stride(1))
-    precision = _precision(arch, exact)
+    precision = _precision(arch, exact, spec.channel_decay)
     unused = plan.query_start
     grown = rest = seen = queries = keys = last = unused
     if spec.channel_decay:
@@ -151,9 +153,58 @@ def _prefill(
     )  # fmt: skip
 
 
-def _precision(arch: str, exact: bool) -> dict[str, str]:
+def _precision(arch: str, exact: bool, channel: bool) -> dict[str, Any]:
     """How products are formed, where a chip has tf32: `exact` ones of fp32 as three of it, and the inverse, which is
-    rounded to fp16 behind, as one."""
+    rounded to fp16 behind, as one, unless the kernel is large already (`channel`)."""
     if arch != "sm_90":
         return {"PRECISION": "ieee", "INVERSE": "ieee"}
-    return {"PRECISION": "tf32x3" if exact else "ieee", "INVERSE": "ieee" if exact else "tf32"}
+    return {"PRECISION": "tf32x3" if exact else "ieee", "INVERSE": "ieee" if exact or channel else "tf32"}
+
+
+def variants(arch: str) -> list[Variant]:
+    """The released size with each kind of decay; values on their way are fp16."""
+    sizes = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "DK": 128, "DV": 128}
+    place = {"chunks": "*i32:16", "query_start": "*i32:16", "seq_lens": "*i32:16", "slots": "*i64:16"}
+    half, exact = "*fp16:16", "*fp32:16"
+    launch = triton_conv.config(arch, 128)
+    signature = place | {"qkv": "*bf16:16", "weight": exact, "bias": exact, "conv": "*bf16:16", "mixed": half}
+    signature |= dict.fromkeys(("scale", "eps", "value_scale"), "fp32") | {"weight_channel": "i32"}
+    signature |= dict.fromkeys(("qkv_row", "weight_tap", "conv_slot", "conv_row", "channels"), "i32:16")
+    constants = sizes | {
+        "CHUNK": CHUNK,
+        "WIDTH": 4,
+        "BIAS": False,
+        "TOKENS": launch["TOKENS"],
+        "BLOCK": launch["BLOCK"],
+    }
+    kept = {"WIDTH": 4, "BLOCK": 1024}
+    made = [
+        *triton_decode.variants(arch),
+        Variant("gdn convolution", triton_conv.conv_kernel, signature, constants, launch["num_warps"], 1),
+        Variant("gdn kept inputs", triton_conv.keep_kernel, signature, kept, 4, 1),
+    ]
+    for channel in (False, True):
+        name = " by channel" if channel else ""
+        launch, precision = triton_pairs.config(arch, 128, channel), _precision(arch, False, channel)
+        signature = place | dict.fromkeys(("mixed", "mix", "scores", "seen_keys", "queries", "keys"), half)
+        signature |= {"b": "*bf16:16", "a": "*bf16:16", "A_log": exact, "dt_bias": exact}
+        signature |= dict.fromkeys(("grown", "rest", "last"), exact)
+        signature |= dict.fromkeys(("b_row", "b_head", "a_row", "a_rate"), "i32")
+        constants = sizes | precision | {"CHUNK": CHUNK, "BLOCK_K": launch["BLOCK_K"]}
+        kernel = triton_pairs.channel_pairs_kernel if channel else triton_pairs.pairs_kernel
+        spills = 2400 if channel else 256
+        made.append(Variant(f"gdn pairs{name}", kernel, signature, constants, launch["num_warps"], 1, spills))
+        launch = triton_scan.config(arch, 128, 128, True)
+        signature |= {
+            "ssm": exact,
+            "out": "*bf16:16",
+            "first_chunk": "*i32:16",
+            "ssm_slot": "i32:16",
+            "value_scale": "fp32",
+        }
+        constants = sizes | {"CHUNK": CHUNK, "CHANNEL": channel, "PRECISION": precision["PRECISION"]}
+        constants |= {key: launch[key] for key in ("BLOCK_K", "BLOCK_V", "STAGES")}
+        made.append(
+            Variant(f"gdn scan{name}", triton_scan.scan_kernel, signature, constants, launch["num_warps"], 3, 256)
+        )
+    return made

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from allotrope.attention.ahead import Variant
 from allotrope.attention.gdn.spec import GdnSpec
 from allotrope.attention.gdn.triton_gates import keep_newest, newest, softplus
 
@@ -117,3 +118,20 @@ def decode(
         KEY_HEADS=spec.num_k_heads, REPEAT=spec.num_v_heads // spec.num_k_heads, DK=spec.k_head_dim,
         DV=spec.v_head_dim, WIDTH=spec.conv_width, CHANNEL=spec.channel_decay, BIAS=bias is not None, **launch,
     )  # fmt: skip
+
+
+def variants(arch: str) -> list[Variant]:
+    """The released size with each kind of decay."""
+    launch = config(arch, 128, 128)
+    made = []
+    for channel in (False, True):
+        signature = dict.fromkeys(("qkv", "b", "a", "conv", "out"), "*bf16:16") | {"ssm": "*fp32:16"}
+        signature |= dict.fromkeys(("weight", "bias", "A_log", "dt_bias"), "*fp32:16")
+        signature |= {"slots": "*i64:16", "seq_lens": "*i32:16", "arrivals": "*i32:16", "scale": "fp32", "eps": "fp32"}
+        signature |= dict.fromkeys(("qkv_row", "weight_tap", "conv_slot", "conv_row", "ssm_slot"), "i32:16")
+        signature |= dict.fromkeys(("b_row", "b_head", "a_row", "a_rate", "weight_channel"), "i32")
+        constants = {"KEY_HEADS": 16, "REPEAT": 2, "DK": 128, "DV": 128, "WIDTH": 4, "CHANNEL": channel, "BIAS": False}
+        constants |= {"BLOCK_K": launch["BLOCK_K"], "BLOCK_V": launch["BLOCK_V"]}
+        name = f"gdn decode{' by channel' if channel else ''}"
+        made.append(Variant(name, decode_kernel, signature, constants, launch["num_warps"], 1))
+    return made

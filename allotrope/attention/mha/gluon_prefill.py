@@ -83,10 +83,10 @@ def _weigh(logits, top, total, at, start, scale, softcap, window, MASK: gl.const
 def _packed(weights, KIND: gl.constexpr):
     """[M, N] fp32 as [M, N / 2] words of two numbers: what a loop carries in 16-bit types, it takes apart."""
     low, high = gl.split(weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
-    if KIND == gl.bfloat16:
+    if gl.bfloat16 == KIND:
         convert: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     else:
-        convert: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+        convert: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"  # type: ignore[no-redef]
     return gl.inline_asm_elementwise(convert, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
 

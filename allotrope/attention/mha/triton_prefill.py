@@ -55,9 +55,12 @@ def config(arch: str, spec: MhaSpec, dtype: torch.dtype) -> Config:
     return Config(128, 64, 8, 2, True) if widest <= 256 else Config(64, 32, 8, 2, True)
 
 
-def paged(how: Config) -> Config:
-    """The same chip's launch parameters without gathering."""
-    return replace(how, block_m=max(64, how.block_m), gather=False) if how.gather else how
+def paged(spec: MhaSpec, how: Config) -> Config:
+    """Launch parameters of the same layer without gathering."""
+    if not how.gather or max(spec.head_dim, spec.value_dim) > 256:
+        return replace(how, gather=False)
+    # Pages are looked up a stage ahead of their rows.
+    return Config(128, 64, 8, 5 if max(spec.head_dim, spec.value_dim) <= 128 else 3, False)
 
 
 @dataclass(frozen=True)

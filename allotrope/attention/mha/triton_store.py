@@ -23,7 +23,7 @@ def _quantized(x, scale, FP8: tl.constexpr):
     """x / scale, saturated, where rows are FP8; else x."""
     if FP8:
         x = tl.div_rn(x.to(tl.float32), tl.full(x.shape, 0.0, tl.float32) + scale)
-        x = tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST)
+        x = tl.clamp(x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
     return x
 
 

@@ -3,9 +3,10 @@
 Owns: the bytes of a row. Must not know: which rows a query reads.
 
     plain     fields c [C] and k_pe [R] of `kv_dtype`; FP8 holds x / kv_scale, saturated
-    scaled    one field of bytes: C codes e4m3 | C / 128 fp32 factors | R bf16; factor = max|block| / 448
+    scaled    one field of bytes: C codes e4m3 | C / 128 fp32 factors | R bf16; factor: least power of two >= max / 448
 
-Scaled rows of the released sizes (512, 64) are the 656 bytes that FlashMLA reads.
+Scaled rows of the released sizes (512, 64) are the 656 bytes that FlashMLA reads. Any factors would do; with powers of
+two, codes times factor are exact in bf16.
 """
 
 from __future__ import annotations
@@ -31,13 +32,20 @@ def to_fp8(x: torch.Tensor) -> torch.Tensor:
     return x.float().clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
+def power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """The least power of two f with |x| <= 448 f for all x of the last dimension. `x`: [..., n]. Returns [..., 1]."""
+    mantissa, exponent = torch.frexp(x.float().abs().amax(-1, keepdim=True).clamp(min=1e-4))
+    # 448 is 7/8 * 2^9, and frexp's mantissa is in [1/2, 1).
+    return torch.ldexp(torch.ones_like(mantissa), exponent - 9 + (mantissa > 0.875).to(exponent.dtype))
+
+
 def encode(
     row_format: str, kv_dtype: torch.dtype, c: torch.Tensor, k_pe: torch.Tensor, kv_scale: float
 ) -> dict[str, torch.Tensor]:
     """New rows as they are stored. `c`: [T, C]. `k_pe`: [T, R]. Returns field name -> [T, n]."""
     if row_format == "scaled":
         blocks = c.float().unflatten(-1, (-1, BLOCK))
-        factor = (blocks.abs().amax(-1, keepdim=True) / FP8_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
+        factor = power_of_two(blocks)
         codes = to_fp8(blocks / factor).flatten(-2).view(torch.uint8)
         tail = k_pe.to(torch.bfloat16).contiguous().view(torch.uint8)
         return {"row": torch.cat((codes, factor.flatten(-2).view(torch.uint8), tail), dim=-1)}

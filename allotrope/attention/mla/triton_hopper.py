@@ -45,7 +45,7 @@ _BLOCK = gl.constexpr(128)
 # Bytes of a scaled row.
 _ROW = gl.constexpr(scaled_bytes(LATENT, ROPE))
 
-_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, KEYS // 2, 16]))
+_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, KEYS, 16]))
 _SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, LATENT // 2, 16]))
 _READ = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _DECODE = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
@@ -67,6 +67,12 @@ def _place(table, picks, start, end, many, layout: gl.constexpr, PAGE: gl.conste
 
 
 @gluon.jit
+def _decoded(codes, factor, kind: gl.constexpr):
+    """Codes times a power of two, which is exact."""
+    return (codes.to(gl.float32) * factor[:, None]).to(kind)
+
+
+@gluon.jit
 def _fill(
     c_pool, pe_pool, factors, table, picks, c_tile, pe_tile, full_0, full_1, empty, phase, start, end, many,
     c_page, c_row, pe_page, pe_row, f_page, f_row,
@@ -84,18 +90,28 @@ def _fill(
         c_at = c_pool + (page * c_page + offset * _ROW)
         f_at = factors + (page * f_page + offset * (_ROW // 4) + _C // 4)
         column = gl.arange(0, _BLOCK, gl.SliceLayout(0, _DECODE))
+        at = c_at[:, None] + column[None, :]
+        kept = there_c[:, None]
+        kind: gl.constexpr = c_tile.dtype
+        # Always two blocks ahead of what is decoded.
+        codes_0 = gl.load(at, mask=kept, other=0.0)
+        codes_1 = gl.load(at + _BLOCK, mask=kept, other=0.0)
+        factor_0 = gl.load(f_at, mask=there_c, other=0.0)
+        factor_1 = gl.load(f_at + 1, mask=there_c, other=0.0)
+        factor_2 = gl.load(f_at + 2, mask=there_c, other=0.0)
+        factor_3 = gl.load(f_at + 3, mask=there_c, other=0.0)
         mbarrier.wait(empty, phase ^ 1)
         async_copy.async_copy_global_to_shared(pe_tile, pe_at[:, None] + rope[None, :], there[:, None])
         async_copy.commit_group()
-        for block in gl.static_range(_C // _BLOCK):
-            factor = gl.load(f_at + block, mask=there_c, other=0.0)
-            codes = gl.load(c_at[:, None] + (column + block * _BLOCK)[None, :], mask=there_c[:, None], other=0.0)
-            numbers = (codes.to(gl.float32) * factor[:, None]).to(c_tile.dtype)
-            c_tile.slice(block * _BLOCK, _BLOCK, dim=1).store(numbers)
-            if block == 1:
-                async_copy.wait_group(0)
-                fence_async_shared()
-                mbarrier.arrive(full_0, count=1)
+        c_tile.slice(0, _BLOCK, dim=1).store(_decoded(codes_0, factor_0, kind))
+        codes_2 = gl.load(at + 2 * _BLOCK, mask=kept, other=0.0)
+        c_tile.slice(_BLOCK, _BLOCK, dim=1).store(_decoded(codes_1, factor_1, kind))
+        codes_3 = gl.load(at + 3 * _BLOCK, mask=kept, other=0.0)
+        async_copy.wait_group(0)
+        fence_async_shared()
+        mbarrier.arrive(full_0, count=1)
+        c_tile.slice(2 * _BLOCK, _BLOCK, dim=1).store(_decoded(codes_2, factor_2, kind))
+        c_tile.slice(3 * _BLOCK, _BLOCK, dim=1).store(_decoded(codes_3, factor_3, kind))
         fence_async_shared()
         mbarrier.arrive(full_1, count=1)
     else:
@@ -116,92 +132,72 @@ def _fill(
 
 @gluon.jit
 def _read(
-    c_pool, pe_pool, factors, table, picks, c_a, c_b, pe_a, pe_b, a_0, a_1, b_0, b_1, empty_a, empty_b,
+    c_pool, pe_pool, factors, table, picks, c_tiles, pe_tiles, full_0, full_1, empty_a, empty_b,
     begin, end, many, c_page, c_row, pe_page, pe_row, f_page, f_row,
     PAGE: gl.constexpr, PICKED: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """Fill the tiles in turn; behind the last pair an empty one, whose scores nobody looks at."""
-    pairs = gl.cdiv(end - begin, 2 * _K)
-    for pair in range(pairs):
+    """Fill both tiles again and again."""
+    for pair in range(gl.cdiv(end - begin, 2 * _K)):
         start = begin + pair * (2 * _K)
         _fill(
-            c_pool, pe_pool, factors, table, picks, c_a, pe_a, a_0, a_1, empty_a, pair & 1, start, end, many,
+            c_pool, pe_pool, factors, table, picks, c_tiles.slice(0, _K, dim=0), pe_tiles.slice(0, _K, dim=0),
+            full_0, full_1, empty_a, pair & 1, start, end, many,
             c_page, c_row, pe_page, pe_row, f_page, f_row, PAGE, PICKED, SCALED,
         )  # fmt: skip
         _fill(
-            c_pool, pe_pool, factors, table, picks, c_b, pe_b, b_0, b_1, empty_b, pair & 1, start + _K, end, many,
+            c_pool, pe_pool, factors, table, picks, c_tiles.slice(_K, _K, dim=0), pe_tiles.slice(_K, _K, dim=0),
+            full_0, full_1, empty_b, pair & 1, start + _K, end, many,
             c_page, c_row, pe_page, pe_row, f_page, f_row, PAGE, PICKED, SCALED,
         )  # fmt: skip
-    _fill(
-        c_pool, pe_pool, factors, table, picks, c_a, pe_a, a_0, a_1, empty_a, pairs & 1, end, end, many,
-        c_page, c_row, pe_page, pe_row, f_page, f_row, PAGE, PICKED, SCALED,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _score(q_c, q_pe, c_tile, pe_tile, full_0, full_1, phase):
-    """Queue the logits of a tile [heads, keys], in three products: as soon as a half of the channels is there."""
-    half: gl.constexpr = _C // 2
-    mbarrier.wait(full_0, phase)
-    fence_async_shared()
-    nothing = gl.zeros([_H, _K], gl.float32, _SCORES)
-    logits = warpgroup_mma(q_pe, pe_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    first, second = c_tile.slice(0, half, dim=1), c_tile.slice(half, half, dim=1)
-    logits = warpgroup_mma(q_c.slice(0, half, dim=1), first.permute((1, 0)), logits, is_async=True)
-    mbarrier.wait(full_1, phase)
-    fence_async_shared()
-    return warpgroup_mma(q_c.slice(half, half, dim=1), second.permute((1, 0)), logits, is_async=True)
-
-
-@gluon.jit
-def _weigh(logits, top, total, factor, start, end, picks, many, PICKED: gl.constexpr):
-    """Weights of a tile, the new largest logit, what older sums fade by, and the sums of weights."""
-    key = start + gl.arange(0, _K, gl.SliceLayout(0, _SCORES))
-    there = key < end
-    if PICKED:
-        picked = gl.load(picks + key, mask=there & many, other=0)
-        there = there & (picked >= 0)
-    logits = gl.where(there[None, :], logits * factor, float("-inf"))
-    higher = gl.maximum(top, gl.max(logits, 1))
-    weights = gl.exp2(logits - higher[:, None])
-    fade = gl.exp2(top - higher)
-    total = total * fade[:, None] + weights
-    return weights, higher, gl.convert_layout(fade, gl.SliceLayout(1, _SUMS)), total
 
 
 @gluon.jit
 def _compute(
-    q_c, q_pe, c_a, c_b, pe_a, pe_b, a_0, a_1, b_0, b_1, empty_a, empty_b, picks, many, begin, end, factor,
+    q_c, q_pe, c_tiles, pe_tiles, full_0, full_1, empty_a, empty_b, picks, many, begin, end, factor,
     out, lse, head, kv_scale, H: gl.constexpr, PICKED: gl.constexpr, DIRECT: gl.constexpr, out_h,
 ):  # fmt: skip
     """All of a split, pair after pair of tiles; then the result of the heads.
 
-    The rotated part of a tile is done with once the tile has scores: its memory takes the weights.
+    The rotated part of the tiles is done with once they have scores: its memory takes the weights.
     """
+    half: gl.constexpr = _C // 2
     mixed = gl.zeros([_H, _C], gl.float32, _SUMS)
     top = gl.full([_H], _LOWEST, gl.float32, gl.SliceLayout(1, _SCORES))
-    total = gl.zeros([_H, _K], gl.float32, _SCORES)
-    scores_a = _score(q_c, q_pe, c_a, pe_a, a_0, a_1, 0)
-    logits = warpgroup_mma_wait(0, deps=[scores_a])
+    total = gl.zeros([_H], gl.float32, gl.SliceLayout(1, _SCORES))
+    weights = pe_tiles._reinterpret(pe_tiles.dtype, [_H, 2 * _K], pe_tiles.layout)
+    in_pair = gl.arange(0, 2 * _K, gl.SliceLayout(0, _SCORES))
     for pair in range(gl.cdiv(end - begin, 2 * _K)):
-        start = begin + pair * (2 * _K)
-        scores_b = _score(q_c, q_pe, c_b, pe_b, b_0, b_1, pair & 1)
-        made, top, fade, total = _weigh(logits, top, total, factor, start, end, picks, many, PICKED)
-        pe_a.store(made.to(pe_a.dtype))
+        key = begin + pair * (2 * _K) + in_pair
+        there = key < end
+        if PICKED:
+            picked = gl.load(picks + key, mask=there & many, other=0)
+            there = there & (picked >= 0)
+        mbarrier.wait(full_0, pair & 1)
         fence_async_shared()
-        sums = warpgroup_mma(pe_a, c_a, mixed * fade[:, None], is_async=True)
-        logits = warpgroup_mma_wait(1, deps=[scores_b])
-        made, top, fade, total = _weigh(logits, top, total, factor, start + _K, end, picks, many, PICKED)
-        pe_b.store(made.to(pe_b.dtype))
+        logits = gl.zeros([_H, 2 * _K], gl.float32, _SCORES)
+        logits = warpgroup_mma(q_pe, pe_tiles.permute((1, 0)), logits, use_acc=False, is_async=True)
+        first, second = c_tiles.slice(0, half, dim=1), c_tiles.slice(half, half, dim=1)
+        logits = warpgroup_mma(q_c.slice(0, half, dim=1), first.permute((1, 0)), logits, is_async=True)
+        mbarrier.wait(full_1, pair & 1)
         fence_async_shared()
-        mixed = warpgroup_mma_wait(0, deps=[sums])
+        logits = warpgroup_mma(q_c.slice(half, half, dim=1), second.permute((1, 0)), logits, is_async=True)
+        logits = warpgroup_mma_wait(0, deps=[logits])
+        logits = gl.where(there[None, :], logits * factor, float("-inf"))
+        higher = gl.maximum(top, gl.max(logits, 1))
+        made = gl.exp2(logits - higher[:, None])
+        fade = gl.exp2(top - higher)
+        top = higher
+        weights.store(made.to(pe_tiles.dtype))
+        fence_async_shared()
+        mixed = mixed * gl.convert_layout(fade, gl.SliceLayout(1, _SUMS))[:, None]
+        sums = warpgroup_mma(weights.slice(0, _K, dim=1), c_tiles.slice(0, _K, dim=0), mixed, is_async=True)
+        sums = warpgroup_mma(weights.slice(_K, _K, dim=1), c_tiles.slice(_K, _K, dim=0), sums, is_async=True)
+        total = total * fade + gl.sum(made, 1)
+        sums = warpgroup_mma_wait(1, deps=[sums])
         mbarrier.arrive(empty_a, count=1)
-        sums = warpgroup_mma(pe_b, c_b, mixed * fade[:, None], is_async=True)
-        scores_a = _score(q_c, q_pe, c_a, pe_a, a_0, a_1, (pair + 1) & 1)
-        mixed = warpgroup_mma_wait(3, deps=[sums])
+        mixed = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(empty_b, count=1)
-        logits = warpgroup_mma_wait(0, deps=[scores_a])
-    sum_of = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, _SUMS))
+    sum_of = gl.convert_layout(total, gl.SliceLayout(1, _SUMS))
     largest = gl.convert_layout(top, gl.SliceLayout(1, _SUMS))
     row = head + gl.arange(0, _H, gl.SliceLayout(1, _SUMS))
     channel = gl.arange(0, _C, gl.SliceLayout(0, _SUMS))
@@ -241,22 +237,16 @@ def attend_kernel(
     queries = gl.allocate_shared_memory(kind, [_H, _C], layout)
     queries_pe = gl.allocate_shared_memory(kind, [_H, _R], layout)
     # Each is memory of its own: what is known to be apart needs no barrier.
-    c_a = gl.allocate_shared_memory(kind, [_K, _C], layout)
-    c_b = gl.allocate_shared_memory(kind, [_K, _C], layout)
-    pe_a = gl.allocate_shared_memory(kind, [_K, _R], layout)
-    pe_b = gl.allocate_shared_memory(kind, [_K, _R], layout)
-    a_0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    a_1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    b_0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    b_1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    c_tiles = gl.allocate_shared_memory(kind, [2 * _K, _C], layout)
+    pe_tiles = gl.allocate_shared_memory(kind, [2 * _K, _R], layout)
+    full_0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full_1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     empty_a = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     empty_b = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    # Threads that copy each say when their copies have come; who decodes says so once.
-    readers: gl.constexpr = 1 if SCALED else 128
-    mbarrier.init(a_0, count=readers)
-    mbarrier.init(a_1, count=readers)
-    mbarrier.init(b_0, count=readers)
-    mbarrier.init(b_1, count=readers)
+    # Of each tile, threads that copy say one by one when their copies have come; who decodes says so once.
+    readers: gl.constexpr = 2 if SCALED else 256
+    mbarrier.init(full_0, count=readers)
+    mbarrier.init(full_1, count=readers)
     mbarrier.init(empty_a, count=1)
     mbarrier.init(empty_b, count=1)
     row = head + gl.arange(0, _H, gl.SliceLayout(1, _QUERY))
@@ -279,7 +269,7 @@ def attend_kernel(
             (
                 _compute,
                 (
-                    queries, queries_pe, c_a, c_b, pe_a, pe_b, a_0, a_1, b_0, b_1, empty_a, empty_b, picks, many,
+                    queries, queries_pe, c_tiles, pe_tiles, full_0, full_1, empty_a, empty_b, picks, many,
                     begin, end, factor,
                     to, lse + place, head, kv_scale, H, PICKED, DIRECT, step,
                 ),
@@ -287,8 +277,8 @@ def attend_kernel(
             (
                 _read,
                 (
-                    c_pool, pe_pool, factors, table, picks, c_a, c_b, pe_a, pe_b, a_0, a_1, b_0, b_1, empty_a,
-                    empty_b, begin, end, many,
+                    c_pool, pe_pool, factors, table, picks, c_tiles, pe_tiles, full_0, full_1, empty_a, empty_b,
+                    begin, end, many,
                     c_page, c_row, pe_page, pe_row, f_page, f_row, PAGE, PICKED, SCALED,
                 ),
             ),

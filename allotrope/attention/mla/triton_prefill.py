@@ -93,7 +93,7 @@ def config(arch: str, spec: MlaSpec, dtype: torch.dtype) -> Config:
         return Config(16, 32, 4, 1)
     wide = max(spec.nope_dim + spec.rope_dim, spec.v_head_dim) > 192
     if arch != "sm_90":
-        return Config(64 if wide else 128, 32 if arch == "gfx942" else 64, 8, 1)
+        return Config(64 if wide else 128, 32, 8, 1)
     return Config(128, 64, 8, 2) if wide else Config(128, 64, 8, 3)
 
 
@@ -368,9 +368,8 @@ def _attend_whole(
     q[:count, :, : spec.nope_dim], q[:count, :, spec.nope_dim :] = q_nope[prompt.tokens], q_pe[prompt.tokens]
     q[count:] = 0
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        found = F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, scale=spec.scale
-        )
+        queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
+        found = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=spec.scale)
     out[prompt.tokens] = found[0].transpose(0, 1)[:count]
 
 

@@ -18,8 +18,14 @@ from allotrope.attention.mla.spec import MlaSpec
 
 _LARGEST = tl.constexpr(FP8_MAX)
 _BLOCK = tl.constexpr(BLOCK)
-# The least positive normal number of fp32.
-_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+
+
+@triton.jit
+def power_of_two(largest):
+    """The least power of two f with largest <= 448 f; 448 is 1.75 * 2^8."""
+    bits = tl.maximum(largest, 1.0e-4).to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -43,7 +49,7 @@ def store_kernel(
     tail = tl.load(k_pe + token[:, None] * pe_t + rope[None, :], mask=in_r, other=0.0)
     if SCALED:
         blocks = tl.reshape(latent.to(tl.float32), (ROWS, BLOCK_C // _BLOCK, _BLOCK))
-        factor = tl.maximum(tl.max(tl.abs(blocks), 2) / _LARGEST, _TINY)
+        factor = power_of_two(tl.max(tl.abs(blocks), 2))
         block = tl.arange(0, BLOCK_C // _BLOCK)
         to = factors + (page * f_page + offset * f_row + C // 4)
         tl.store(to[:, None] + block[None, :], factor, mask=kept[:, None] & (block < C // _BLOCK)[None, :])

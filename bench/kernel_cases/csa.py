@@ -1,0 +1,134 @@
+"""Compressed sparse attention as DeepSeek V4 has it: each kind of layer and of row, decode and prefill.
+
+A case is a whole layer's call: what it stores, chooses and attends to. "attend" cases leave out storing and choosing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from allotrope.attention.backend import Backend
+from allotrope.attention.batch import BatchLayout, CacheIndex
+from allotrope.attention.cache_layout import PagedRows, pool_bytes, views
+from allotrope.attention.check import Comparison, compare
+from allotrope.attention.csa import CSA, CsaSpec, IndexerSpec
+from allotrope.attention.csa.cases import draw
+from allotrope.attention.rope import RopeSpec
+from kernel_cases.case import KernelCase, Timed, prefill_batch
+
+DTYPE = torch.bfloat16
+ROPE = RopeSpec(dim=64, theta=160000.0, interleaved=True)
+KINDS: dict[str, dict[str, Any]] = {
+    "window": {},
+    "chosen": {"ratio": 4, "overlap": True, "indexer": IndexerSpec(num_heads=64, head_dim=128, topk=512)},
+    "all": {"ratio": 128},
+}
+ROWS = {"bf16": (DTYPE, "plain"), "fp8": (torch.float8_e4m3fn, "plain"), "scaled": (torch.float8_e4m3fn, "scaled")}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A step of one layer. `index`, `pools`: of every cache, filled with rows of the right type."""
+
+    spec: CsaSpec
+    batch: BatchLayout
+    index: dict[str, CacheIndex]
+    pools: dict[str, dict[str, torch.Tensor]]
+    given: dict[str, Any]
+
+
+def cases() -> list[KernelCase]:
+    found = []
+    for kind in KINDS:
+        for rows in ROWS if kind == "chosen" else ("bf16",):
+            for requests in (64, 4):
+                found.append(_case(f"decode B{requests} 8192 {kind} {rows}", kind, rows, (1,) * requests, 8192))
+        if kind != "window":
+            found.append(_case(f"prefill 8192 {kind} bf16", kind, "bf16", (8192,), 8192))
+    return [*found, _case("tiny chosen bf16", "chosen", "bf16", (1, 9), 24, tiny=True)]
+
+
+def _spec(kind: str, rows: str, tiny: bool) -> CsaSpec:
+    kv_dtype, row_format = ROWS[rows]
+    if tiny:
+        rope, numbers = RopeSpec(dim=16, theta=1e4, interleaved=True), dict(KINDS[kind])
+        numbers["indexer"] = IndexerSpec(num_heads=8, head_dim=16, topk=64)
+        return CsaSpec(num_heads=4, head_dim=32, scale=32**-0.5, window=8, rope=rope, kv_dtype=kv_dtype, **numbers)
+    return CsaSpec(
+        num_heads=64, head_dim=512, scale=512**-0.5, window=128, rope=ROPE, kv_dtype=kv_dtype, row_format=row_format,
+        **KINDS[kind],
+    )  # fmt: skip
+
+
+def _case(name: str, kind: str, rows: str, query_lens: tuple[int, ...], seen: int, tiny: bool = False) -> KernelCase:
+    spec = _spec(kind, rows, tiny)
+    tokens, heads, dim = sum(query_lens), spec.num_heads, spec.head_dim
+    decode = tokens == len(query_lens)
+    row = sum(field.bytes for field in spec.caches()["window"].fields)
+    moved, flops = 2 * tokens * heads * dim * DTYPE.itemsize, 0
+    for q in query_lens:
+        for position in range(seen - q, seen) if not decode else (seen - 1,):
+            visible = spec.visible_entries(position + 1)
+            read = min(position + 1, spec.window)
+            read += min(visible, spec.indexer.topk) if spec.indexer else visible
+            flops += 4 * heads * dim * read
+            moved += row * read if decode else 0
+            if spec.indexer and visible > spec.indexer.topk:
+                flops += 2 * spec.indexer.num_heads * spec.indexer.head_dim * visible
+                moved += 2 * spec.indexer.head_dim * visible if decode else 0
+    return KernelCase(
+        family="csa",
+        name=name,
+        make=functools.partial(_make, spec, query_lens, (seen,) * len(query_lens)),
+        ours=lambda x: _timed(x, CSA.backends[0], x.pools),
+        check=_check,
+        bytes=moved,
+        flops=flops,
+        tiny=tiny,
+        absent={}
+        if tiny
+        else {"flashmla": "its sparse decode takes 576-dim rows; the one for V4 is not in this release"},
+    )
+
+
+def _make(spec: CsaSpec, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], device: torch.device) -> Inputs:
+    pools, index = {}, {}
+    batch = None
+    for seed, (name, layout) in enumerate(spec.caches().items()):
+        size = 256 if isinstance(layout, PagedRows) else 64
+        batch, index[name], pages = prefill_batch(query_lens, seq_lens, size, device, seed)
+        buffer = torch.randint(0, 96, (pool_bytes(layout, size, pages),), dtype=torch.uint8, device=device)
+        pools[name] = views(layout, size, pages, buffer)
+        for field, view in pools[name].items():
+            if field == "factors":
+                view.random_(120, 126)
+            elif field == "row":
+                plain = spec.head_dim - spec.rope.dim
+                view[..., plain:].view(DTYPE).normal_()
+            elif view.dtype != torch.float8_e4m3fn:
+                view.normal_()
+    assert batch is not None
+    drawn = draw(spec, sum(query_lens), torch.Generator().manual_seed(0), DTYPE)
+    given: dict[str, Any] = {name: t.to(device) for name, t in (drawn.tokens | drawn.layer).items() if t is not None}
+    if spec.kv_dtype != DTYPE and spec.row_format == "plain":
+        # Of the codes above, whose largest is 30.
+        given["kv_scale"] = 0.05
+    return Inputs(spec, batch, dict(index), pools, given)
+
+
+def _timed(x: Inputs, backend: Backend, pools: dict[str, dict[str, torch.Tensor]]) -> Timed:
+    plan = backend.plan(x.spec, x.batch, x.index)
+    return lambda: backend.run(x.spec, plan, pools, **x.given)
+
+
+def _check(x: Inputs, timed: Timed) -> Sequence[Comparison]:
+    """Both work on equal pools, and write the same rows into them. Keys that are equal but for a last bit are chosen by
+    that bit: a choice that differs shows as a difference of the output."""
+    copies = {name: {field: view.clone() for field, view in fields.items()} for name, fields in x.pools.items()}
+    want, got = _timed(x, CSA.backends[-1], copies)(), timed()
+    return [compare(got, want, "bf16")]

@@ -1,0 +1,179 @@
+"""Sparse latent attention: scores of the indexer, exact top-k, and attention over picked rows."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from allotrope.attention.cache_layout import pool_bytes, views
+from allotrope.attention.check import Comparison, compare
+from allotrope.attention.dsa import DsaSpec, IndexerSpec, indexer
+from allotrope.attention.mla import rows
+from allotrope.attention.topk import top_indices
+from kernel_cases import mla
+from kernel_cases.case import KernelCase, Timed
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+TOPK = 2048
+
+
+def cases() -> list[KernelCase]:
+    found = []
+    for heads in (128, 64, 16):
+        for kind, row_format, kv_dtype in (("656-byte rows", "scaled", FP8), ("bf16", "plain", BF16)):
+            layer = mla.spec(heads, row_format, kv_dtype)
+            found += [_sparse(f"picked {TOPK} of 8192 B{b} {heads} heads {kind}", layer, b) for b in (64, 4)]
+    for key_format in ("scaled", "plain"):
+        found += [_scores(f"scores B{b} {n} {key_format} keys", key_format, b, n) for b, n in ((64, 8192), (4, 131072))]
+    found += [_topk(f"top-{TOPK} B{b} of {n}", b, n) for b, n in ((64, 8192), (4, 8192), (64, 131072))]
+    return [*found, _topk("top-8 B3 of 70", 3, 70, 8, tiny=True)]
+
+
+@dataclass(frozen=True)
+class Picked:
+    """A decode and its picks [B, K]."""
+
+    step: mla.Inputs
+    picks: torch.Tensor
+
+
+def _sparse(name: str, layer: mla.MlaSpec, requests: int) -> KernelCase:
+    width = 656 if layer.row_format == "scaled" else 1152
+
+    def make(device: torch.device) -> Picked:
+        step = mla.make(layer, (1,) * requests, (8192,) * requests, mla.PAGE, device)
+        order = torch.rand(requests, 8192, device=device).argsort(-1)[:, :TOPK]
+        return Picked(step, order.sort().values)
+
+    moved = requests * TOPK * (width + 8) + requests * layer.num_heads * 1088 * 2
+    return KernelCase(
+        family="dsa", name=name, make=make, ours=_attend, check=_check_picked, bytes=moved,
+        flops=2 * requests * layer.num_heads * TOPK * 1088,
+        peers={"flashmla": _flashmla} if layer.row_format == "scaled" else {},
+        absent={} if layer.row_format == "scaled" or layer.num_heads < 64 else {"flashmla": "decodes FP8 rows only"},
+    )  # fmt: skip
+
+
+def _attend(x: Picked) -> Timed:
+    from allotrope.attention.mla import triton, triton_decode
+
+    step = x.step
+    (part,) = triton.build_plan(step.spec, step.batch, {"latent": step.paged}).absorbed
+    given = (step.spec, step.caches["latent"], step.paged, part.queries, step.q, step.tokens["q_pe"], 1.0)
+    return lambda: triton_decode.attend(*given, x.picks, TOPK)
+
+
+def _check_picked(x: Picked, timed: Timed) -> list[Comparison]:
+    got, step, found = timed(), x.step, []
+    for b in (0, step.batch.num_requests - 1):
+        size = step.paged.page_size
+        rows_of = step.paged.table[b][x.picks[b] // size] * size + x.picks[b] % size
+        c, k_pe = rows.decode(step.spec.row_format, 512, step.caches["latent"], rows_of[None], 1.0)
+        logits = step.q[:, b].float() @ c[0].T + step.tokens["q_pe"][b].float() @ k_pe[0].T
+        found.append(compare(got[:, b], (logits * step.spec.scale).softmax(-1) @ c[0], "bf16"))
+    return found
+
+
+def _flashmla(x: Picked) -> Timed:
+    from vllm.third_party.flashmla.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
+
+    step = x.step
+    q = torch.cat((step.q.transpose(0, 1), step.tokens["q_pe"]), dim=-1).unsqueeze(1)
+    size = step.paged.page_size
+    rows_of = step.paged.table.gather(1, x.picks // size) * size + x.picks % size
+    cache = step.caches["latent"]["row"].unsqueeze(2).view(FP8)
+    metadata, _ = get_mla_metadata()
+    return lambda: flash_mla_with_kvcache(
+        q, cache, None, None, 512, metadata, softmax_scale=step.spec.scale, is_fp8_kvcache=True,
+        indices=rows_of.int()[:, None],
+    )[0]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Index queries of single tokens, and what they are scored against."""
+
+    spec: IndexerSpec
+    step: mla.Inputs
+    pools: dict[str, torch.Tensor]
+    q: torch.Tensor
+    weights: torch.Tensor
+
+
+def _scores(name: str, key_format: str, requests: int, length: int) -> KernelCase:
+    layer = IndexerSpec(num_heads=64, head_dim=128, key_format=key_format)
+
+    def make(device: torch.device) -> Scored:
+        step = mla.make(mla.spec(16), (1,) * requests, (length,) * requests, mla.PAGE, device)
+        layout = DsaSpec(mla=mla.spec(16), topk=TOPK, indexer=layer).caches()["index"]
+        pages = len(step.caches["latent"]["c"])
+        buffer = torch.zeros(pool_bytes(layout, mla.PAGE, pages), dtype=torch.uint8, device=device)
+        pools = views(layout, mla.PAGE, pages, buffer)
+        keys = torch.randn(pages * mla.PAGE, 128, device=device, dtype=BF16)
+        for field, values in indexer.encode_keys(layer, BF16, keys).items():
+            rows.put(pools[field], torch.arange(len(keys), device=device), values)
+        q = torch.randn(requests, 64, 128, device=device, dtype=BF16)
+        return Scored(layer, step, pools, q, torch.randn(requests, 64, device=device))
+
+    width = 132 if key_format == "scaled" else 256
+    return KernelCase(
+        family="dsa", name=name, make=make, ours=_score, check=_check_scores, bytes=requests * length * (width + 4),
+        flops=2 * requests * length * 64 * 128, rate="fp8" if key_format == "scaled" else "bf16",
+    )  # fmt: skip
+
+
+def _score(x: Scored) -> Timed:
+    from allotrope.attention.dsa import triton_index
+    from allotrope.attention.mla import triton
+
+    (part,) = triton.build_plan(x.step.spec, x.step.batch, {"latent": x.step.paged}).absorbed
+    given = (x.spec, x.pools, x.step.paged, part.queries, TOPK, x.q, x.weights)
+    return lambda: triton_index.score_decodes(*given)
+
+
+def _check_scores(x: Scored, timed: Timed) -> list[Comparison]:
+    """The last request. Scores cancel, and FP8 products are summed with few digits: held to the bf16 row."""
+    got, b = timed(), len(x.q) - 1
+    key = torch.arange(x.step.batch.seq_lens[b], device=got.device)
+    rows_of = x.step.paged.table[b][key // mla.PAGE] * mla.PAGE + key % mla.PAGE
+    k, q = rows.take(x.pools["k"], rows_of[None])[0].float(), x.q[b].float()
+    if "factor" in x.pools:
+        k = k * rows.take(x.pools["factor"], rows_of[None])[0]
+        codes, factor = indexer.scaled(q)
+        q = codes.float() * factor
+    want = ((q @ k.T * 128**-0.5).relu() * x.weights[b][:, None]).sum(0)
+    return [compare(got[b, : len(key)].to(BF16), want, "bf16")]
+
+
+def _topk(name: str, requests: int, length: int, k: int = TOPK, tiny: bool = False) -> KernelCase:
+    return KernelCase(
+        family="dsa", name=name, make=lambda device: torch.randn(requests, length, device=device),
+        ours=functools.partial(_pick, k), check=functools.partial(_check_picks, k),
+        bytes=requests * (4 * length + 8 * k), peers={"torch.topk": functools.partial(_torch_topk, k)}, tiny=tiny,
+        note="torch.topk neither sorts nor settles equal scores",
+    )  # fmt: skip
+
+
+def _pick(k: int, scores: torch.Tensor) -> Timed:
+    from allotrope.attention.dsa import triton_topk
+    from allotrope.attention.mla.triton_decode import arch_of
+
+    seen = torch.full((len(scores),), scores.shape[1], dtype=torch.int32, device=scores.device)
+    picks = torch.empty(len(scores), k, dtype=torch.int64, device=scores.device)
+
+    def timed() -> torch.Tensor:
+        triton_topk.top_rows(scores, seen, k, arch_of(scores.device), picks, None)
+        return picks
+
+    return timed
+
+
+def _check_picks(k: int, scores: torch.Tensor, timed: Timed) -> list[Comparison]:
+    got, want = timed(), top_indices(scores, k)
+    return [compare((got - want).abs().float() + 1.0, torch.ones_like(want, dtype=torch.float32), "fp32")]
+
+
+def _torch_topk(k: int, scores: torch.Tensor) -> Timed:
+    return lambda: scores.topk(k, dim=-1, sorted=False).indices
