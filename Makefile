@@ -10,8 +10,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 FETCH := $(BIN)/python scripts/fetch_smollm2.py
 # One process per core, each with one thread; the tests of a file stay together, for what they share is slow to make.
+# A process that dies ends the run: what it had left to do would be waited for in vain.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
 
 .PHONY: demo test test-all test-vllm lint clean
 
