@@ -53,7 +53,7 @@ def static(running: Engine, size: int) -> Runner:
 
 def test_static_steps_equal_exact_ones(model: Path) -> None:
     """Same logits everywhere, whatever fills up a step; and nothing is ever written for what fills it up."""
-    options = {"max_num_seqs": 7, "max_num_batched_tokens": 64, "page_size": 4, "max_model_len": 96}
+    options = {"device": "cpu", "max_num_seqs": 7, "max_num_batched_tokens": 64, "page_size": 4, "max_model_len": 96}
     requests = [request(f"r{i}", ids) for i, ids in enumerate(prompts((5, 33, 7, 30, 2, 9, 11, 70, 1)))]
     want, got = Watch(), Watch()
     tokens = run(engine(model, want, **options), requests)
@@ -116,7 +116,7 @@ MIXED = [
 @pytest.mark.parametrize("kind", ["exact", "static"])
 def test_overlapping_steps_say_the_same(model: Path, kind: str) -> None:
     """Tokens, reasons and log-probabilities of every kind of request, under memory that sends sequences back."""
-    options = {"max_num_seqs": 5, "max_num_batched_tokens": 48, "page_size": 4, "max_model_len": 96}
+    options = {"device": "cpu", "max_num_seqs": 5, "max_num_batched_tokens": 48, "page_size": 4, "max_model_len": 96}
     asked = [
         request(f"r{i}", ids, MIXED[i % len(MIXED)], eos_ids=tuple(range(20, 40)))
         for i, ids in enumerate(prompts((5, 33, 7, 30, 2, 9, 11, 70, 1, 12, 64, 8, 3)))
