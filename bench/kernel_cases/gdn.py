@@ -86,20 +86,20 @@ def _make(spec: GdnSpec, query_lens: tuple[int, ...], seq_lens: tuple[int, ...],
     return Inputs(spec, BatchLayout(query_lens, seq_lens, device), slots, pools, fed, layer)
 
 
-def _timed(x: Inputs, backend: int, pools: dict[str, torch.Tensor]) -> Timed:
-    chosen = GDN.backends[backend]
-    plan = chosen.plan(x.spec, x.batch, {"state": SlotIndex(x.slots)})
-    return lambda: chosen.run(x.spec, plan, {"state": pools}, **x.tokens, conv_bias=None, **x.layer)
+def _timed(x: Inputs, name: str, pools: dict[str, torch.Tensor]) -> Timed:
+    (backend,) = (one for one in GDN.backends if one.name == name)
+    plan = backend.plan(x.spec, x.batch, {"state": SlotIndex(x.slots)})
+    return lambda: backend.run(x.spec, plan, {"state": pools}, **x.tokens, conv_bias=None, **x.layer)
 
 
 def _ours(x: Inputs) -> Timed:
-    return _timed(x, 0, x.pools)
+    return _timed(x, "triton", x.pools)
 
 
 def _check(x: Inputs, timed: Timed) -> Sequence[Comparison]:
     """Outputs and states, each from copies of the same states; `timed` changes its own."""
     held = [{name: pool.clone() for name, pool in x.pools.items()} for _ in range(2)]
-    want, got = (_timed(x, backend, pools)() for backend, pools in zip((1, 0), held, strict=True))
+    want, got = (_timed(x, name, pools)() for name, pools in zip(("chunked", "triton"), held, strict=True))
     real = x.slots
     return [compare(got, want, "bf16"), compare(held[1]["ssm"][real].to(DTYPE), held[0]["ssm"][real], "bf16")]
 
