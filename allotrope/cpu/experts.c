@@ -2,7 +2,7 @@
 // lie, and the whole of the experts' work where tokens are few. fp32 inside; results are rounded once.
 #include <math.h>
 
-#include "element.h"
+#include "gating.h"
 
 // Multiply-adds below which a second thread costs more than it brings.
 #define WORTH_THREADS 200000
@@ -100,21 +100,6 @@ static inline float dot(const element *a, const float *b, long size) {
     float result = sum(total);
     for (; i < size; i++) result += widen(a[i]) * b[i];
     return result;
-}
-
-// How gate and up become one: act(gate) * (up + offset), gate at most `limit`, up within +-`limit`.
-typedef struct {
-    long gelu;
-    float slope, limit, offset;
-} gating;
-
-static inline lanes gated(lanes gate, lanes up, const gating *how) {
-    const float limit = how->limit;
-    gate = choose((bits)(gate > limit), all(limit), gate);
-    up = choose((bits)(up > limit), all(limit), choose((bits)(up < -limit), all(-limit), up)) + how->offset;
-    // tanh's form of gelu is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
-    const lanes inner = how->gelu ? 1.5957691216f * (gate + 0.044715f * gate * gate * gate) : how->slope * gate;
-    return gate / (1 + exponential(-inner)) * up;
 }
 
 // y_t = sum over the choices i of token t of weights_ti (down_e act(gate_up_e x_t + gate_up_bias_e) + down_bias_e),

@@ -10,19 +10,11 @@ from pathlib import Path
 import torch
 
 from allotrope.cpu.compiler import CannotCompile, load
+from allotrope.cpu.gating import CompiledGating
 
 LANES = 16
 SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-
-
-class _Gating(ctypes.Structure):
-    _fields_ = (("gelu", _LONG), ("slope", _FLOAT), ("limit", _FLOAT), ("offset", _FLOAT))
-
-
-def gating(*, gelu: bool, slope: float, limit: float | None, offset: float) -> ctypes.Structure:
-    """act(gate) * (up + offset), gate at most `limit`, up within +-`limit`; silu is x * sigmoid(slope * x)."""
-    return _Gating(gelu, slope, float("inf") if limit is None else limit, offset)
 
 
 class ExpertFunctions:
@@ -34,7 +26,7 @@ class ExpertFunctions:
         self._route, self._group, self._mix = library.route, library.group, library.mix_experts
         self._route.argtypes = [_POINTER] * 4 + [_LONG] * 8 + [_FLOAT]
         self._group.argtypes = [_POINTER] * 5 + [_LONG] * 3
-        self._mix.argtypes = [_POINTER] * 2 + [_LONG] + [_POINTER] * 7 + [_LONG] * 4 + [_Gating]
+        self._mix.argtypes = [_POINTER] * 2 + [_LONG] + [_POINTER] * 7 + [_LONG] * 4 + [CompiledGating]
         for function in (self._route, self._group, self._mix):
             function.restype = None
 
@@ -83,7 +75,7 @@ class ExpertFunctions:
         chosen: torch.Tensor,
         gate_up: tuple[torch.Tensor, torch.Tensor | None],
         down: tuple[torch.Tensor, torch.Tensor | None],
-        how: ctypes.Structure,
+        how: CompiledGating,
     ) -> torch.Tensor:
         """The sum over each token's experts, for few tokens: every expert's rows are read anew for each.
 

@@ -48,3 +48,19 @@ void product(element *y, const element *x, long x_stride, const element *w, cons
                   bias ? bias + p * PANEL : 0, inputs, kept, tokens - t < BLOCK ? tokens - t : BLOCK);
         }
 }
+
+// The same for rows sorted by their expert, each of which has panels of its own, one after another, and no bias. ends:
+// [experts], where each one's rows end.
+void grouped_product(element *y, const element *x, long x_stride, const element *w, const int32_t *ends, long experts,
+                     long inputs, long outputs) {
+    const long panels = (outputs + PANEL - 1) / PANEL;
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (long e = 0; e < experts; e++)
+        for (long p = 0; p < panels; p++) {
+            const long kept = outputs - p * PANEL < PANEL ? outputs - p * PANEL : PANEL;
+            for (long t = e ? ends[e - 1] : 0; t < ends[e]; t += BLOCK)
+                panel(y + t * outputs + p * PANEL, outputs, x + t * x_stride, x_stride,
+                      w + (e * panels + p) * PANEL * inputs, 0, inputs, kept,
+                      ends[e] - t < BLOCK ? ends[e] - t : BLOCK);
+        }
+}

@@ -21,10 +21,7 @@ class PackedWeight:
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.outputs, self.inputs = weight.shape
-        pair = 4 // weight.element_size()
-        padded = F.pad(weight, (0, 0, 0, -self.outputs % _PANEL))
-        panels = padded.view(-1, _PANEL, self.inputs // pair, pair).transpose(1, 2)
-        self.panels = panels.contiguous()
+        self.panels = _panels(weight)
         self.bias: tuple[torch.Tensor, torch.Tensor] | None = None
         library = _library(weight.dtype)
         assert library is not None
@@ -48,6 +45,35 @@ class PackedWeight:
         return self.bias[1]
 
 
+class PackedStack:
+    """Weights of experts, [E, outputs, inputs], that multiply rows sorted by expert. Only where `packs` says so."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.experts, self.outputs, self.inputs = weights.shape
+        self.panels = _panels(weights)
+        library = _library(weights.dtype)
+        assert library is not None
+        self._product = library.grouped_product
+
+    def __call__(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """`rows`: [n, inputs]. `ends`: [E] int32, where each expert's rows end. Returns [n, outputs]."""
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        y = rows.new_empty(len(rows), self.outputs)
+        self._product(
+            y.data_ptr(), rows.data_ptr(), rows.stride(0), self.panels.data_ptr(), ends.data_ptr(), self.experts,
+            self.inputs, self.outputs,
+        )  # fmt: skip
+        return y
+
+
+def _panels(weight: torch.Tensor) -> torch.Tensor:
+    """[..., outputs, inputs] as [..., panels, inputs / pair, panel, pair]."""
+    pair = 4 // weight.element_size()
+    padded = F.pad(weight, (0, 0, 0, -weight.shape[-2] % _PANEL))
+    return padded.unflatten(-1, (-1, pair)).unflatten(-3, (-1, _PANEL)).transpose(-3, -2).contiguous()
+
+
 def packs(weight: torch.Tensor) -> bool:
     """Whether a weight can be packed here and is multiplied fastest so."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or weight.shape[1] % 2:
@@ -64,4 +90,6 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
         return None
     library.product.restype = None
     library.product.argtypes = [_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG]
+    library.grouped_product.restype = None
+    library.grouped_product.argtypes = [_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG]
     return library if library.suits() else None

@@ -1,7 +1,7 @@
 // What happens between the products of a layer, one pass over memory each. fp32 inside, rounded once.
 #include <math.h>
 
-#include "element.h"
+#include "gating.h"
 
 // Below this many numbers a second thread costs more than it brings.
 #define WORTH_THREADS 32768
@@ -23,16 +23,13 @@ void normalize(element *y, const element *x, const float *weight, long tokens, l
     }
 }
 
-// y = silu(gate) * up, where a row of x is gate and up side by side: x: [tokens, 2 width], y: [tokens, width]. The
-// width is a multiple of LANES.
-void gate(element *y, const element *x, long tokens, long width, long token_stride) {
+// A row of x is gate and up side by side: x: [tokens, 2 width], y: [tokens, width]. The width is a multiple of LANES.
+void gate(element *y, const element *x, long tokens, long width, long token_stride, gating how) {
 #pragma omp parallel for if (tokens * width > WORTH_THREADS) schedule(static)
     for (long token = 0; token < tokens; token++) {
         const element *gates = x + token * token_stride, *ups = gates + width;
-        for (long i = 0; i < width; i += LANES) {
-            const lanes g = load(gates + i);
-            store(y + token * width + i, g / (1 + exponential(-g)) * load(ups + i));
-        }
+        for (long i = 0; i < width; i += LANES)
+            store(y + token * width + i, gated(load(gates + i), load(ups + i), &how));
     }
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from allotrope.cpu.compiler import CannotCompile, load
+from allotrope.cpu.gating import CompiledGating
 
 log = logging.getLogger("allotrope.cpu")
 
@@ -26,7 +27,7 @@ class Rows:
         library = load(Path(__file__).with_name("rows.c"), dtype)
         self._normalize, self._gate, self._rotate = library.normalize, library.gate, library.rotate
         self._normalize.argtypes = [_POINTER] * 3 + [_LONG] * 5 + [_FLOAT]
-        self._gate.argtypes = [_POINTER] * 2 + [_LONG] * 3
+        self._gate.argtypes = [_POINTER] * 2 + [_LONG] * 3 + [CompiledGating]
         self._rotate.argtypes = [_POINTER] * 4 + [_LONG] * 7
         for function in (self._normalize, self._gate, self._rotate):
             function.restype = None
@@ -49,11 +50,11 @@ class Rows:
         """Whether `gate` takes `x`."""
         return x.dim() == 2 and x.stride(1) == 1 and x.shape[1] % (2 * LANES) == 0
 
-    def gate(self, x: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up. `x`: [T, 2 * width], gate first; the width is a multiple of `LANES`. Returns [T, width]."""
+    def gate(self, x: torch.Tensor, how: CompiledGating) -> torch.Tensor:
+        """`x`: [T, 2 * width], gate first, then up; the width is a multiple of `LANES`. Returns [T, width]."""
         tokens, width = x.shape[0], x.shape[1] // 2
         out = x.new_empty(tokens, width)
-        self._gate(out.data_ptr(), x.data_ptr(), tokens, width, x.stride(0))
+        self._gate(out.data_ptr(), x.data_ptr(), tokens, width, x.stride(0), how)
         return out
 
     def rotates(self, x: torch.Tensor, cos: torch.Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from allotrope.cpu.gating import CompiledGating
 from allotrope.cpu.rows import rows
 from allotrope.layers.build import Build
 from allotrope.layers.device_kernels import device_kernels
@@ -42,8 +45,8 @@ class Gating:
         if fused is not None:
             return fused.gated(gate_up, self.activation, self.slope, self.limit, self.offset)
         compiled = rows(gate_up.dtype, gate_up.device)
-        if compiled is not None and self == Gating() and compiled.gates(gate_up):
-            return compiled.gate(gate_up)
+        if compiled is not None and compiled.gates(gate_up):
+            return compiled.gate(gate_up, self.compiled)
         gate, up = gate_up.chunk(2, dim=-1)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
@@ -52,6 +55,12 @@ class Gating:
         if self.slope != 1.0:
             return gate * torch.sigmoid(self.slope * gate) * up
         return activate(gate, self.activation).mul_(up)
+
+    @functools.cached_property
+    def compiled(self) -> CompiledGating:
+        """The same for compiled functions."""
+        gelu = self.activation == "gelu_tanh" and self.slope == 1.0
+        return CompiledGating(gelu, self.slope, math.inf if self.limit is None else self.limit, self.offset)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from allotrope.attention.backend import lazily
-from allotrope.cpu import experts as compiled_experts
+from allotrope.cpu.experts import expert_functions
+from allotrope.cpu.product import PackedStack, packs
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, Product, worth_packing
 from allotrope.layers.mlp import Gating, MlpSpec
@@ -84,7 +85,7 @@ class Router(nn.Module):
         """`x`: [T, hidden]. `ids`: [T] token ids. Returns weights [T, topk] fp32 and experts [T, topk]."""
         spec = self.spec
         logits = self.gate(x.float())
-        compiled = compiled_experts.expert_functions(logits.dtype, logits.device)
+        compiled = expert_functions(logits.dtype, logits.device)
         if compiled is not None and self.table is None:
             groups = (spec.groups, spec.top_groups, spec.group_best)
             return compiled.route(logits, self.correction, spec.topk, groups, spec.score, spec.normalize, spec.scale)
@@ -121,21 +122,26 @@ _TORCH_ROWS = 8192
 class StackedProduct:
     """x W_e^T for rows that are sorted by their expert e.
 
-    On a CPU small experts are multiplied in one call; large ones one by one, each in the form that a `Product` has.
-    On a GPU all go in one call that never asks the device how many rows an expert has, so that it can be captured.
+    On a CPU all are multiplied in one call of our own C, or else small ones in one of PyTorch's and large ones one by
+    one, each in the form that a `Product` has. On a GPU all go in one call that never asks the device how many rows an
+    expert has, so that it can be captured.
     """
 
     def __init__(self, weights: torch.Tensor) -> None:
         """`weights`: [E, outputs, inputs]; kept as `small` where a CPU reads them as they are."""
         self.weights: torch.Tensor | None = weights
         self.small = weights if weights.device.type == "cpu" and not worth_packing(weights[0]) else None
-        self.products = None
+        self.products: list[Product] | None = None
+        self.packed: PackedStack | None = None
         self.outputs, self.least = weights.shape[1], 0
         # Torch's one call wants rows of whole 16-byte words, in and out; on a GPU it knows bf16 only.
         whole_words = all(size * weights.element_size() % 16 == 0 for size in weights.shape[1:])
         if weights.device.type == "cuda":
             self.in_torch = whole_words and weights.dtype == torch.bfloat16 and has_grouped_product(weights.device)
             self.least = _TORCH_ROWS
+        elif packs(weights[0]):
+            # The weights given are let go, but for what `small` keeps.
+            self.packed, self.weights, self.in_torch = PackedStack(weights), None, False
         else:
             self.in_torch = whole_words and self.small is not None
             if not self.in_torch:
@@ -144,6 +150,8 @@ class StackedProduct:
 
     def __call__(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """`rows`: [n, inputs]. `ends`: [E] int32, where each expert's rows end. Returns [n, outputs]."""
+        if self.packed is not None:
+            return self.packed(rows, ends)
         if self.weights is not None and self.in_torch and len(rows) >= self.least:
             return F.grouped_mm(rows, self.weights.transpose(1, 2), offs=ends)
         if self.weights is not None:
@@ -190,12 +198,6 @@ class Experts(nn.Module):
             self.down_bias = parameter((count, hidden), whole, kind, device)
         self.products: tuple[StackedProduct, StackedProduct] | None = None
         self.numbers = torch.arange(count, device=device)
-        self.compiled_gating = compiled_experts.gating(
-            gelu=gating.activation == "gelu_tanh" and gating.slope == 1.0,
-            slope=gating.slope,
-            limit=gating.limit,
-            offset=gating.offset,
-        )
 
     def finish_loading(self) -> None:
         """Reorder each expert's weights for the device."""
@@ -207,13 +209,13 @@ class Experts(nn.Module):
         """`x`: [T, hidden]. `weights` fp32, `experts`: [T, k]. Returns [T, hidden], summed over the ranks."""
         assert self.products is not None
         gate_up, down = self.products
-        compiled = compiled_experts.expert_functions(x.dtype, x.device)
+        compiled = expert_functions(x.dtype, x.device)
         few = compiled is not None and experts.numel() <= FEW_PAIRS
         if compiled is not None and few and gate_up.small is not None and down.small is not None:
             # Once, not on every rank.
             down_bias = self.down_bias if self.parallel.rank == 0 else None
             pairs = ((gate_up.small, self.gate_up_bias), (down.small, down_bias))
-            return self.parallel.all_reduce(compiled.mix(x, weights, experts, *pairs, self.compiled_gating))
+            return self.parallel.all_reduce(compiled.mix(x, weights, experts, *pairs, self.gating.compiled))
         ends, source, owner, place = self._group(experts)
         inner = gate_up(x.index_select(0, source), ends)
         if self.gate_up_bias is not None:
@@ -231,7 +233,7 @@ class Experts(nn.Module):
 
     def _group(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Where each expert's rows end, each row's token and expert, and the row of each pair of token and choice."""
-        compiled = compiled_experts.expert_functions(torch.float32, experts.device)
+        compiled = expert_functions(torch.float32, experts.device)
         if compiled is not None:
             return compiled.group(experts, self.count)
         owner, order = experts.flatten().sort(stable=True)

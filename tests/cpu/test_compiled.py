@@ -13,8 +13,9 @@ from allotrope.attention.mha import MHA
 from allotrope.attention.mha.compiled import rejects
 from allotrope.attention.rope import RopeSpec, RopeTable, rotate
 from allotrope.cpu import compiler
-from allotrope.cpu.product import PackedWeight, packs
+from allotrope.cpu.product import PackedStack, PackedWeight, packs
 from allotrope.cpu.rows import Rows, rows
+from allotrope.layers.mlp import Gating
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -51,18 +52,24 @@ def test_norm(compiled: Rows, dtype: torch.dtype, tokens: int, size: int) -> Non
     assert torch.equal(flat, compiled.normalize(x, weight, 0.25)[:, 0])
 
 
+@pytest.mark.parametrize(
+    "gating",
+    [Gating(), Gating(activation="gelu_tanh"), Gating(limit=3.0), Gating(slope=1.702, limit=7.0, offset=1.0)],
+    ids=["silu", "gelu", "clamped", "gpt-oss"],
+)
 @pytest.mark.parametrize("tokens", [1, 7, 300])
-def test_gate(compiled: Rows, dtype: torch.dtype, tokens: int) -> None:
+def test_gate(compiled: Rows, dtype: torch.dtype, tokens: int, gating: Gating) -> None:
     x = 8 * drawn(tokens, 2 * 112 + 5, dtype=dtype)[:, : 2 * 112]
     assert compiled.gates(x) and not compiled.gates(x[:, :-2])
-    gate, up = x.double().chunk(2, dim=-1)
-    assert (found := compare(compiled.gate(x), torch.nn.functional.silu(gate) * up, KINDS[dtype])), found
+    # Of a type that nothing is compiled for.
+    want = gating(x.double())
+    assert (found := compare(compiled.gate(x, gating.compiled), want, KINDS[dtype])), found
 
 
 def test_gate_of_extremes(compiled: Rows, dtype: torch.dtype) -> None:
     """What is not a number stays one, and nothing else becomes one."""
     gate = torch.tensor([-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, torch.nan] * 2, dtype=dtype)
-    got = compiled.gate(torch.cat((gate, torch.ones_like(gate)))[None])[0].float()
+    got = compiled.gate(torch.cat((gate, torch.ones_like(gate)))[None], Gating().compiled)[0].float()
     assert torch.equal(got.isnan(), gate.isnan())
     assert torch.allclose(got[:7], torch.tensor([0, 0, 0, 0, 88, 200, 1e30]), rtol=5e-3, atol=1e-6)
 
@@ -91,6 +98,19 @@ def test_product(dtype: torch.dtype, outputs: int, inputs: int) -> None:
     for tokens in (1, 5, 12, 13, 96, 97):
         assert torch.equal(packed(x[3 : 3 + tokens], bias), whole[3 : 3 + tokens]), tokens
     assert torch.equal(packed(x), packed(x, torch.zeros_like(bias)))
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (33, 130)])
+def test_grouped_product(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    """Experts without rows, with one and with many: each row gets the bits that its expert's own product gives it."""
+    weights = drawn(5, outputs, inputs, dtype=dtype)
+    if not packs(weights[0]):
+        pytest.skip("this machine multiplies otherwise")
+    x = drawn(140, inputs + 2, dtype=dtype)[:, :inputs]
+    ends = [0, 1, 1, 130, 140]
+    found = PackedStack(weights)(x, torch.tensor(ends, dtype=torch.int32))
+    want = [PackedWeight(w)(x[a:b]) for w, a, b in zip(weights, [0, *ends[:-1]], ends, strict=True)]
+    assert torch.equal(found, torch.cat(want))
 
 
 def test_without_a_compiler_everything_runs_and_says_so(
