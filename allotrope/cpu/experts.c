@@ -143,3 +143,29 @@ void mix_experts(element *y, const element *x, long stride, const element *gate_
             }
     }
 }
+
+// y_t = sum over the choices i of token t of weights_ti (results[place_ti] + bias_e), e = chosen_ti. results: [pairs,
+// hidden]. weights, place, chosen: [tokens, topk]. bias: [experts, hidden] or NULL. y: [tokens, hidden].
+void combine(element *y, const element *results, const float *weights, const long *place, const long *chosen,
+             const element *bias, long tokens, long topk, long hidden) {
+#pragma omp parallel for if (tokens * topk * hidden > WORTH_THREADS) schedule(static)
+    for (long t = 0; t < tokens; t++) {
+        long i = 0;
+        for (; i + LANES <= hidden; i += LANES) {
+            lanes total = {};
+            for (long pair = t * topk; pair < (t + 1) * topk; pair++) {
+                lanes x = load(results + place[pair] * hidden + i);
+                if (bias) x += load(bias + chosen[pair] * hidden + i);
+                total += weights[pair] * x;
+            }
+            store(y + t * hidden + i, total);
+        }
+        for (; i < hidden; i++) {
+            float total = 0;
+            for (long pair = t * topk; pair < (t + 1) * topk; pair++)
+                total += weights[pair] * (widen(results[place[pair] * hidden + i]) +
+                                          (bias ? widen(bias[chosen[pair] * hidden + i]) : 0));
+            y[t * hidden + i] = narrow(total);
+        }
+    }
+}

@@ -23,11 +23,13 @@ class ExpertFunctions:
     def __init__(self, dtype: torch.dtype) -> None:
         """Raises CannotCompile."""
         library = load(Path(__file__).with_name("experts.c"), dtype)
-        self._route, self._group, self._mix = library.route, library.group, library.mix_experts
+        self._route, self._group = library.route, library.group
+        self._mix, self._combine = library.mix_experts, library.combine
         self._route.argtypes = [_POINTER] * 4 + [_LONG] * 8 + [_FLOAT]
         self._group.argtypes = [_POINTER] * 5 + [_LONG] * 3
         self._mix.argtypes = [_POINTER] * 2 + [_LONG] + [_POINTER] * 7 + [_LONG] * 4 + [CompiledGating]
-        for function in (self._route, self._group, self._mix):
+        self._combine.argtypes = [_POINTER] * 6 + [_LONG] * 3
+        for function in (self._route, self._group, self._mix, self._combine):
             function.restype = None
 
     def route(
@@ -91,6 +93,24 @@ class ExpertFunctions:
             out.data_ptr(), x.data_ptr(), x.stride(0), *map(_address, (*gate_up, *down)),
             weights.contiguous().data_ptr(), chosen.contiguous().data_ptr(), scratch.data_ptr(),
             tokens, topk, hidden, width, how,
+        )  # fmt: skip
+        return out
+
+    def combine(
+        self,
+        results: torch.Tensor,
+        weights: torch.Tensor,
+        place: torch.Tensor,
+        chosen: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Each token's weighted sum of results + bias. `results`: [T * k, hidden], of which `place` [T * k] is each
+        pair's row. `weights` fp32, `chosen`: [T, k]. `bias`: [E, hidden]. Returns [T, hidden] in the results' type."""
+        (tokens, topk), hidden = chosen.shape, results.shape[1]
+        out = results.new_empty(tokens, hidden)
+        self._combine(
+            out.data_ptr(), results.contiguous().data_ptr(), weights.contiguous().data_ptr(), place.data_ptr(),
+            chosen.contiguous().data_ptr(), _address(bias), tokens, topk, hidden,
         )  # fmt: skip
         return out
 

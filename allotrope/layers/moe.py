@@ -210,10 +210,10 @@ class Experts(nn.Module):
         assert self.products is not None
         gate_up, down = self.products
         compiled = expert_functions(x.dtype, x.device)
+        # Once, not on every rank.
+        down_bias = self.down_bias if self.parallel.rank == 0 else None
         few = compiled is not None and experts.numel() <= FEW_PAIRS
         if compiled is not None and few and gate_up.small is not None and down.small is not None:
-            # Once, not on every rank.
-            down_bias = self.down_bias if self.parallel.rank == 0 else None
             pairs = ((gate_up.small, self.gate_up_bias), (down.small, down_bias))
             return self.parallel.all_reduce(compiled.mix(x, weights, experts, *pairs, self.gating.compiled))
         ends, source, owner, place = self._group(experts)
@@ -221,15 +221,16 @@ class Experts(nn.Module):
         if self.gate_up_bias is not None:
             inner += self.gate_up_bias.index_select(0, owner)
         results = down(self.gating(inner), ends)
+        if compiled is not None:
+            return self.parallel.all_reduce(compiled.combine(results, weights, place, experts, down_bias))
         # Reading rows in another order is several times faster than writing them so.
         back = results.index_select(0, place)
         summed = torch.bmm(weights[:, None], back.float().unflatten(0, experts.shape)).squeeze(1)
-        summed = self.parallel.all_reduce(summed.to(x.dtype))
-        if self.down_bias is None:
-            return summed
-        # Once, not on every rank: each token's mix of the biases of its experts.
-        shares = weights.new_zeros(len(x), self.count).scatter_add_(1, experts, weights)
-        return summed + (shares @ self.down_bias.float()).to(x.dtype)
+        if down_bias is not None:
+            # Each token's mix of the biases of its experts.
+            shares = weights.new_zeros(len(x), self.count).scatter_add_(1, experts, weights)
+            summed += shares @ down_bias.float()
+        return self.parallel.all_reduce(summed.to(x.dtype))
 
     def _group(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Where each expert's rows end, each row's token and expert, and the row of each pair of token and choice."""
