@@ -38,7 +38,9 @@ def client(in_vllm: None, tiny: TinyCheckpoint, tmp_path_factory: pytest.TempPat
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = Path(tmp_path_factory.mktemp("log")) / "log"
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(tiny.directory), "--port", str(port)]
+    # What `vllm serve` runs; that command itself asks for a package named vllm, which the CPU build does not have.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny.directory)]
+    command += ["--port", str(port)]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--served-model-name", "tiny"]
     env = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=env) as running:
@@ -69,7 +71,8 @@ def wanted(tiny: TinyCheckpoint) -> tuple[str, torch.Tensor]:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     answer = tiny.greedy(ids, COUNT)
     scores = torch.log_softmax(tiny.logits([*ids, *answer[:-1]])[len(ids) - 1 :], -1)
-    return tokenizer.decode(answer), scores.gather(1, torch.tensor(answer)[:, None]).squeeze(1)
+    # vLLM holds back the bytes of a character that is not complete.
+    return tokenizer.decode(answer).rstrip("\ufffd"), scores.gather(1, torch.tensor(answer)[:, None]).squeeze(1)
 
 
 def options() -> dict[str, Any]:
@@ -79,11 +82,11 @@ def options() -> dict[str, Any]:
 
 def test_chat_with_logprobs(client: Any, wanted: tuple[str, torch.Tensor]) -> None:
     choice = client.chat.completions.create(**options(), logprobs=True).choices[0]
-    assert choice.message.content == wanted[0]
+    assert choice.message.content.rstrip("\ufffd") == wanted[0]
     found = torch.tensor([entry.logprob for entry in choice.logprobs.content])
     torch.testing.assert_close(found, wanted[1], atol=ATOL, rtol=0.0)
 
 
 def test_stream(client: Any, wanted: tuple[str, torch.Tensor]) -> None:
     parts = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**options(), stream=True)]
-    assert "".join(parts) == wanted[0] and len(parts) > 2
+    assert "".join(parts).rstrip("\ufffd") == wanted[0] and len(parts) > 2
