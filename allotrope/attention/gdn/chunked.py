@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-CHUNK = 64
+CHUNK = 32
 
 
 def advance(
