@@ -144,7 +144,7 @@ def test_boundaries_come_from_caches_and_specs() -> None:
     assert boundaries(csa) == (4, 8, 16, 32)
     mha = MhaSpec(num_heads=1, num_kv_heads=1, head_dim=16, scale=1.0, kv_dtype=torch.float32, window=24)
     gdn = GdnSpec(num_k_heads=1, num_v_heads=1, k_head_dim=8, v_head_dim=8, conv_width=4, conv_dtype=torch.float32)
-    assert all_boundaries([mha, gdn], page_size=16) == (4, 16, 24, 64)
+    assert all_boundaries([mha, gdn], page_size=16) == (4, 16, 24, 32, 64)
     lengths, missed = prompt_lengths((16, 24, 64, 500), longest=200, new_tokens=8)
     assert set(lengths) >= {1, 2, 3, 15, 16, 17, 23, 24, 25, 63, 64, 65}
     assert max(lengths) <= 200

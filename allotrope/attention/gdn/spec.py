@@ -77,7 +77,8 @@ class GdnSpec:
         return ("gdn", self.state_bytes)
 
     def boundaries(self) -> tuple[int, ...]:
-        return (self.conv_width, CHUNK)
+        # Chunks on a CPU, and those of the kernels.
+        return (self.conv_width, CHUNK, 2 * CHUNK)
 
     def caches(self) -> dict[str, CacheLayout]:
         conv = Field("conv", (self.conv_width - 1, self.conv_dim), self.conv_dtype)
