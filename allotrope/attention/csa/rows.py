@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from allotrope.attention.cache_layout import Field
+from allotrope.attention.mla.rows import power_of_two, to_fp8
 
 if TYPE_CHECKING:
     from allotrope.attention.csa.spec import CsaSpec
 
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
-"""Largest number of e4m3."""
 BLOCK = 64
 """Channels of a scaled row that share a factor."""
 ROW_FORMATS = ("plain", "scaled")
@@ -44,22 +43,16 @@ def encode(spec: CsaSpec, x: torch.Tensor, kv_scale: float) -> dict[str, torch.T
     if spec.row_format == "plain":
         if spec.kv_dtype != FP8:
             return {"kv": x.to(spec.kv_dtype)}
-        return {"kv": (x.float() / kv_scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8)}
+        return {"kv": to_fp8(x.float() / kv_scale)}
     plain = spec.head_dim - spec.rope.dim
     blocks = x[:, :plain].float().unflatten(-1, (-1, BLOCK))
-    factor = power_of_two(blocks.abs().amax(-1))
-    codes = (blocks / factor[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8).flatten(1)
+    factor = power_of_two(blocks)
+    codes = to_fp8(blocks / factor).flatten(1)
     tail = x[:, plain:].to(torch.bfloat16).contiguous()
     (_, field) = row_fields(spec.row_format, spec.head_dim, spec.rope.dim, spec.kv_dtype)
     factors = torch.zeros(len(x), field.shape[0], dtype=torch.uint8, device=x.device)
-    factors[:, : factor.shape[1]] = (factor.view(torch.int32) >> 23).to(torch.uint8)
+    factors[:, : factor.shape[1]] = (factor.squeeze(-1).view(torch.int32) >> 23).to(torch.uint8)
     return {"row": torch.cat((codes.view(torch.uint8), tail.view(torch.uint8)), dim=-1), "factors": factors}
-
-
-def power_of_two(largest: torch.Tensor) -> torch.Tensor:
-    """The least power of two f with max(largest, 1e-4) <= 448 f; 448 is 1.75 * 2^8."""
-    bits = largest.float().clamp(min=1e-4).view(torch.int32)
-    return (((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000)) << 23).view(torch.float32)
 
 
 def decode(spec: CsaSpec, pools: Mapping[str, torch.Tensor], rows: torch.Tensor, kv_scale: float) -> torch.Tensor:

@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
-from allotrope.attention.csa.rows import BLOCK, FP8_MAX
+from allotrope.attention.csa.rows import BLOCK
+from allotrope.attention.mla.rows import FP8_MAX
+from allotrope.attention.mla.triton_store import power_of_two
 
 _LARGEST = tl.constexpr(FP8_MAX)
 _GROUP = tl.constexpr(BLOCK)
@@ -43,13 +45,6 @@ def pair_angles(cos, sin, token, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.c
 
 
 @triton.jit
-def _power_of_two(largest):
-    """The least power of two f with max(largest, 1e-4) <= 448 f; 448 is 1.75 * 2^8. As its exponent's bits."""
-    bits = tl.maximum(largest, 1.0e-4).to(tl.int32, bitcast=True)
-    return (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-
-
-@triton.jit
 def _store_row(
     x, codes, tail, factors, slot, code_page, code_row, tail_page, tail_row, factor_page, factor_row, inverse,
     ROWS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr,
@@ -62,8 +57,8 @@ def _store_row(
         x = tl.where(lane < D, x, 0.0)
         groups = tl.reshape(x, [BLOCK_D // _GROUP, _GROUP])
         group = tl.arange(0, BLOCK_D // _GROUP)
-        exponent = _power_of_two(tl.max(tl.abs(groups), axis=1))
-        factor = (exponent << 23).to(tl.float32, bitcast=True)
+        factor = power_of_two(tl.max(tl.abs(groups), axis=1))
+        exponent = factor.to(tl.int32, bitcast=True) >> 23
         code = tl.reshape(groups / factor[:, None], [BLOCK_D])
         code = tl.minimum(tl.maximum(code, -_LARGEST), _LARGEST)
         tl.store(codes + page * code_page + row * code_row + lane, code.to(tl.float8e4nv), mask=lane < plain)

@@ -10,6 +10,9 @@ import torch
 from allotrope.attention.cache_layout import CacheLayout, Field, StateSlots
 from allotrope.attention.gdn.chunked import CHUNK
 
+KERNEL_CHUNK = 64
+"""Tokens of a chunk in the kernels of a GPU; `CHUNK` is a CPU's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GdnSpec:
@@ -77,8 +80,7 @@ class GdnSpec:
         return ("gdn", self.state_bytes)
 
     def boundaries(self) -> tuple[int, ...]:
-        # Chunks on a CPU, and those of the kernels.
-        return (self.conv_width, CHUNK, 2 * CHUNK)
+        return (self.conv_width, CHUNK, KERNEL_CHUNK)
 
     def caches(self) -> dict[str, CacheLayout]:
         conv = Field("conv", (self.conv_width - 1, self.conv_dim), self.conv_dtype)

@@ -12,9 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from allotrope.attention.gdn.spec import KERNEL_CHUNK
 from allotrope.attention.gdn.triton_gates import silu
 
-CHUNK = 64
+CHUNK = KERNEL_CHUNK
 VALUE_SCALE = 16.0
 
 
