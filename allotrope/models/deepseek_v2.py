@@ -15,7 +15,8 @@ from allotrope.layers.mixers.dsa import DsaMixerSpec
 from allotrope.layers.mixers.mixer import MixerSpec
 from allotrope.layers.mixers.mla import MlaMixerSpec
 from allotrope.layers.mlp import MlpSpec
-from allotrope.layers.moe import MoeSpec, RouterSpec
+from allotrope.layers.moe import MoeSpec
+from allotrope.layers.router import RouterSpec
 from allotrope.models.expert_rules import drafting_rules, expert_rules, mlp_rules
 from allotrope.models.read_config import ConfigReader, read_rope, yarn_scale
 from allotrope.models.registry import Architecture

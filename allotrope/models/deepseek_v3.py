@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from allotrope.layers.moe import RouterSpec
+from allotrope.layers.router import RouterSpec
 from allotrope.models.deepseek_v2 import latent_model, latent_rules, read_latent, tiny_deepseek_v2
 from allotrope.models.read_config import ConfigReader
 from allotrope.models.registry import Architecture

@@ -18,8 +18,9 @@ from allotrope.layers.build import Build
 from allotrope.layers.hyper_connection import HyperConnection, HyperConnectionSpec, HyperHead, expand
 from allotrope.layers.mixers.csa import CsaMixerSpec
 from allotrope.layers.mlp import Gating, MlpSpec
-from allotrope.layers.moe import MoeSpec, RouterSpec, Score
+from allotrope.layers.moe import MoeSpec
 from allotrope.layers.norm import RMSNorm
+from allotrope.layers.router import RouterSpec, Score
 from allotrope.layers.step import LayerStep, Step
 from allotrope.models.decoder import Decoder
 from allotrope.models.expert_rules import expert_rules, mlp_rules

@@ -18,9 +18,10 @@ from allotrope.layers.embedding import Embedding
 from allotrope.layers.linear import Linear
 from allotrope.layers.mixers.mha import MhaMixerSpec
 from allotrope.layers.mlp import Gating, MlpSpec, activate
-from allotrope.layers.moe import Experts, Router, RouterSpec
+from allotrope.layers.moe import Experts
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep, Step
 from allotrope.models.decoder import Decoder
 from allotrope.models.expert_rules import expert_rules

@@ -11,7 +11,8 @@ import torch
 
 from allotrope.layers.mixers.mha import MhaMixerSpec
 from allotrope.layers.mlp import Gating
-from allotrope.layers.moe import MoeSpec, RouterSpec
+from allotrope.layers.moe import MoeSpec
+from allotrope.layers.router import RouterSpec
 from allotrope.models.llama import dense_rules
 from allotrope.models.read_config import ConfigReader, layer_types, read_rope
 from allotrope.models.registry import Architecture

@@ -11,7 +11,8 @@ from typing import Any
 from allotrope.attention.rope import RopeSpec
 from allotrope.layers.mixers.mha import MhaMixerSpec
 from allotrope.layers.mlp import MlpSpec
-from allotrope.layers.moe import MoeSpec, RouterSpec
+from allotrope.layers.moe import MoeSpec
+from allotrope.layers.router import RouterSpec
 from allotrope.models.expert_rules import expert_rules
 from allotrope.models.llama import dense_rules
 from allotrope.models.read_config import ConfigReader, layer_types, read_rope

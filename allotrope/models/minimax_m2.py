@@ -9,7 +9,8 @@ from typing import Any
 
 from allotrope.attention.rope import RopeSpec
 from allotrope.layers.mixers.mha import MhaMixerSpec
-from allotrope.layers.moe import MoeSpec, RouterSpec
+from allotrope.layers.moe import MoeSpec
+from allotrope.layers.router import RouterSpec
 from allotrope.models.deepseek_v2 import Drafting
 from allotrope.models.expert_rules import drafting_rules, expert_rules
 from allotrope.models.qwen3 import qwen3_rules

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from allotrope.layers.moe import MoeSpec, RouterSpec
+from allotrope.layers.moe import MoeSpec
+from allotrope.layers.router import RouterSpec
 from allotrope.models.expert_rules import expert_rules
 from allotrope.models.qwen3 import qwen3_rules, read_qwen3, tiny_qwen3
 from allotrope.models.read_config import ConfigReader

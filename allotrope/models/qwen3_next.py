@@ -12,7 +12,8 @@ from allotrope.layers.mixers.gdn import GdnMixerSpec
 from allotrope.layers.mixers.mha import MhaMixerSpec
 from allotrope.layers.mixers.mixer import MixerSpec
 from allotrope.layers.mlp import MlpSpec
-from allotrope.layers.moe import MoeSpec, RouterSpec
+from allotrope.layers.moe import MoeSpec
+from allotrope.layers.router import RouterSpec
 from allotrope.models.interleaved import Part, parts
 from allotrope.models.read_config import ConfigReader, layer_types, read_rope
 from allotrope.models.registry import Architecture

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from allotrope.layers.moe import Router
+from allotrope.layers.router import Router
 
 # Where a hidden state is taken, in the order of computation: what goes into the two parts of a layer and comes out of
 # them, then what the layer hands on. Before the first layer there is only "embedding".

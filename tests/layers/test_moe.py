@@ -12,8 +12,9 @@ from allotrope.cpu import experts
 from allotrope.layers import linear
 from allotrope.layers.build import Build
 from allotrope.layers.mlp import Gating, MlpSpec
-from allotrope.layers.moe import Moe, MoeSpec, RouterSpec
+from allotrope.layers.moe import Moe, MoeSpec
 from allotrope.layers.parallel import Parallel
+from allotrope.layers.router import RouterSpec
 from allotrope.models.weights import finish
 
 HIDDEN, WIDTH, EXPERTS, VOCABULARY = 16, 8, 12, 50
