@@ -21,6 +21,8 @@ MODULES: tuple[str, ...] = (
     "allotrope.attention.mha.triton",
     "allotrope.attention.mla.triton",
     "allotrope.attention.dsa.triton",
+    "allotrope.attention.gdn.triton",
+    "allotrope.attention.csa.triton",
     "allotrope.attention.rope_store_triton",
 )
 """Modules of attention with a function `variants(arch) -> list[Variant]`; those of layers are in `layers.ahead`."""

@@ -8,8 +8,10 @@ MODULES: tuple[str, ...] = (
     *ahead.MODULES,
     "allotrope.layers.hyper_connection_triton",
     "allotrope.layers.mlp_triton",
-    "allotrope.layers.moe_triton",
     "allotrope.layers.norm_triton",
+    "allotrope.layers.quant.triton_product",
+    "allotrope.layers.quant.triton_quantize",
+    "allotrope.layers.routing_triton",
     "allotrope.layers.sampler_triton",
 )
 """Modules with a function `variants(arch) -> list[Variant]`, for `ahead.variants`."""

@@ -1,19 +1,25 @@
-"""What every layer is built with: the rank's share, the types, the device, the attention backends asked for."""
+"""What every layer is built with: its name, the rank's share, the types, the device, the backends asked for."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from allotrope.layers.parallel import Parallel
+from allotrope.layers.quant.format import Format
+
+Formats = Mapping[tuple[str, str], Format]
+"""Full name of a weight and section of it -> its quantized format."""
 
 
 @dataclass(frozen=True)
 class Build:
     """`dtype`: weights and activations. `kv_dtype`: cached rows. `backends`: family name -> backend asked for.
-    `row_format`: "plain", or "scaled" for FP8 rows with factors of their own.
+    `row_format`: "plain", or "scaled" for FP8 rows with factors of their own. `formats`: of the weights that stay
+    quantized. `name`: of the module that is built, dots between its parts.
     """
 
     dtype: torch.dtype = torch.float32
@@ -22,3 +28,17 @@ class Build:
     parallel: Parallel = Parallel()
     backends: Mapping[str, str] = field(default_factory=dict)
     row_format: str = "plain"
+    formats: Formats = field(default_factory=dict)
+    name: str = ""
+
+    def at(self, part: object) -> Build:
+        """The same for the submodule `part`."""
+        return dataclasses.replace(self, name=f"{self.name}.{part}" if self.name else str(part))
+
+    def format(self, weight: str, section: str) -> Format | None:
+        """Format of a section of the weight `weight` of the module that is built; None for a plain one."""
+        return self.formats.get((f"{self.name}.{weight}", section))
+
+    def exact(self) -> Build:
+        """The same with plain weights in fp32."""
+        return dataclasses.replace(self, dtype=torch.float32, formats={})

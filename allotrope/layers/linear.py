@@ -12,6 +12,8 @@ from torch import nn
 from allotrope.cpu.product import PackedWeight, packs
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.layers.quant.format import Format
+from allotrope.layers.quant.product import QuantizedProduct, declare, divides, taken
 
 
 class Product:
@@ -31,9 +33,12 @@ class Product:
         else:
             self.multiply = partial(_by_onednn, torch.ops.mkldnn._reorder_linear_weight(weight, None))
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`x`: [T, inputs]. Returns [T, outputs]."""
-        return self.multiply(x, bias)
+    def __call__(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`x`: [T, inputs]. Returns [T, outputs], in `out` where it is given."""
+        y = self.multiply(x, bias)
+        return y if out is None else out.copy_(y)
 
 
 def _plain(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -62,28 +67,64 @@ def worth_packing(weight: torch.Tensor) -> bool:
 class Linear(nn.Module):
     """Output-sharded or replicated: each rank computes its share of every section of the output.
 
-    `sections`: the outputs that are computed in one product, such as q, k and v. The weight is given up for its
-    `Product` once loading has finished.
+    `sections`: the outputs that are computed in one product, such as q, k and v. Those that stay quantized have a
+    product of their own. Weights are given up for their products once loading has finished.
     """
 
     def __init__(self, inputs: int, sections: tuple[Section, ...], build: Build, *, bias: bool = False) -> None:
         super().__init__()
-        placement = Placement(sections)
         self.sizes = [section.local(build.parallel) for section in sections]
-        outputs = sum(self.sizes)
-        self.weight: torch.Tensor | None = parameter((outputs, inputs), placement, build.dtype, build.device)
-        self.bias = parameter((outputs,), placement, build.dtype, build.device) if bias else None
-        self.product: Product | None = None
+        formats = [build.format("weight", section.name) for section in sections]
+        kept = {format for format in formats if format is not None}
+        if len(kept) > 1:
+            raise ValueError(f"{build.name} has sections of several formats: {sorted(map(str, kept))}")
+        # Runs of sections that are alike: their format, and outputs.
+        self.runs: list[tuple[Format | None, int]] = []
+        for format, size in zip(formats, self.sizes, strict=True):
+            if self.runs and self.runs[-1][0] == format:
+                size += self.runs.pop()[1]
+            self.runs.append((format, size))
+        self.weight: torch.Tensor | None = None
+        for format in dict.fromkeys(formats):
+            mine = tuple(section for section, own in zip(sections, formats, strict=True) if own == format)
+            shape, placement = (sum(size for own, size in self.runs if own == format), inputs), Placement(mine)
+            if format is None:
+                self.weight = parameter(shape, placement, build.dtype, build.device)
+            else:
+                declare(self, "weight", format, shape, placement, build)
+        whole = Placement(sections)
+        self.bias = parameter((sum(self.sizes),), whole, build.dtype, build.device) if bias else None
+        self.product: Product | QuantizedProduct | None = None
+        self.products: list[Product | QuantizedProduct] = []
 
     def finish_loading(self) -> None:
-        """Reorder the weight for the device."""
-        assert self.weight is not None
-        self.product, self.weight = Product(self.weight.data), None
+        """Reorder the weights for the device."""
+        plain, self.weight = self.weight, None
+        quantized = next((taken(self, "weight", format) for format, _ in self.runs if format is not None), None)
+        places = {True: 0, False: 0}
+        for format, size in self.runs:
+            rows = slice(places[format is None], places[format is None] + size)
+            places[format is None] = rows.stop
+            if format is None:
+                assert plain is not None
+                self.products.append(Product(plain.data[rows]))
+            else:
+                assert quantized is not None
+                self.products.append(QuantizedProduct(quantized[rows]))
+        if len(self.products) == 1:
+            self.product = self.products.pop()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: [T, inputs]. Returns [T, outputs of this rank]."""
-        assert self.product is not None
-        return self.product(x, self.bias)
+        if self.product is not None:
+            return self.product(x, self.bias)
+        y = x.new_empty(len(x), sum(self.sizes))
+        start = 0
+        for product, (_, size) in zip(self.products, self.runs, strict=True):
+            bias = None if self.bias is None else self.bias[start : start + size]
+            product(x, bias, out=y[:, start : start + size])
+            start += size
+        return y
 
 
 class RowLinear(nn.Module):
@@ -93,13 +134,23 @@ class RowLinear(nn.Module):
         super().__init__()
         self.parallel = build.parallel
         inputs, placement = section.local(build.parallel), Placement((section,), dim=1)
-        self.weight: torch.Tensor | None = parameter((outputs, inputs), placement, build.dtype, build.device)
+        self.format = build.format("weight", section.name)
+        if self.format is not None and not divides(self.format, section, build):
+            self.format = None
+        self.weight: torch.Tensor | None = None
+        if self.format is None:
+            self.weight = parameter((outputs, inputs), placement, build.dtype, build.device)
+        else:
+            declare(self, "weight", self.format, (outputs, inputs), placement, build)
         whole = Placement((Section("", outputs),))
         self.bias = parameter((outputs,), whole, build.dtype, build.device) if bias else None
-        self.product: Product | None = None
+        self.product: Product | QuantizedProduct | None = None
 
     def finish_loading(self) -> None:
         """Reorder the weight for the device."""
+        if self.format is not None:
+            self.product = QuantizedProduct(taken(self, "weight", self.format))
+            return
         assert self.weight is not None
         self.product, self.weight = Product(self.weight.data), None
 

@@ -83,8 +83,8 @@ class Mlp(nn.Module):
         self.gating = Gating(activation=spec.activation, limit=spec.limit)
         sections = (Section("gate", spec.width, 1), Section("up", spec.width, 1))
         build.parallel.shard("intermediate_size", spec.width)
-        self.gate_up = Linear(spec.hidden, sections, build, bias=spec.bias)
-        self.down = RowLinear(Section("", spec.width, 1), spec.hidden, build, bias=spec.bias)
+        self.gate_up = Linear(spec.hidden, sections, build.at("gate_up"), bias=spec.bias)
+        self.down = RowLinear(Section("", spec.width, 1), spec.hidden, build.at("down"), bias=spec.bias)
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""

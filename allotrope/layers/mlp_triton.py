@@ -12,12 +12,29 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2}
+
+
+@triton.jit
+def gate(x, y, slope, limit, offset, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
+    """act(x) * (y + offset), all fp32."""
+    if LIMIT:
+        x = tl.minimum(x, limit)
+        y = tl.minimum(tl.maximum(y, -limit), limit)
+    y += offset
+    if ACTIVATION == 0:
+        value = x * tl.sigmoid(slope * x) * y
+    elif ACTIVATION == 1:
+        # x * sigmoid(2 u) is x (1 + tanh u) / 2; u = sqrt(2 / pi) (x + 0.044715 x^3).
+        value = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x)) * y
+    else:
+        value = tl.sigmoid(x) * y
+    return value
 
 
 @triton.jit
 def gating_kernel(
-    gate,
+    gates,
     up,
     out,
     width,
@@ -30,23 +47,13 @@ def gating_kernel(
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """`gate`, `up`: [T, width], any row strides. `out`: [T, width], contiguous. `ACTIVATION`: as in `_ACTIVATIONS`."""
+    """`gates`, `up`: [T, width], any row strides. `out`: [T, width], contiguous. `ACTIVATION`: as in `ACTIVATIONS`."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < width
-    x = tl.load(gate + token * gate_stride + column, mask=there, other=0.0).to(tl.float32)
+    x = tl.load(gates + token * gate_stride + column, mask=there, other=0.0).to(tl.float32)
     y = tl.load(up + token * up_stride + column, mask=there, other=0.0).to(tl.float32)
-    if LIMIT:
-        x = tl.minimum(x, limit)
-        y = tl.minimum(tl.maximum(y, -limit), limit)
-    y += offset
-    if ACTIVATION == 0:
-        value = x * tl.sigmoid(slope * x) * y
-    elif ACTIVATION == 1:
-        # x * sigmoid(2 u) is x (1 + tanh u) / 2; u = sqrt(2 / pi) (x + 0.044715 x^3).
-        value = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x)) * y
-    else:
-        value = tl.sigmoid(x) * y
+    value = gate(x, y, slope, limit, offset, ACTIVATION, LIMIT)
     tl.store(out + token * width + column, value.to(out.dtype.element_ty), mask=there)
 
 
@@ -93,7 +100,7 @@ def _launch(
         slope,
         limit or 0.0,
         offset,
-        ACTIVATION=_ACTIVATIONS[activation],
+        ACTIVATION=ACTIVATIONS[activation],
         LIMIT=limit is not None,
         **launch,
     )
@@ -110,9 +117,9 @@ def variants(arch: str) -> list[Variant]:
         ("gating clamped", "*fp16", "silu", True),
     ):
         launch = config(arch, 14336)
-        signature = dict.fromkeys(("gate", "up", "out"), kind)
+        signature = dict.fromkeys(("gates", "up", "out"), kind)
         signature |= dict.fromkeys(("width", "gate_stride", "up_stride"), "i32")
         signature |= dict.fromkeys(("slope", "limit", "offset"), "fp32")
-        constants = {"BLOCK": launch["BLOCK"], "ACTIVATION": _ACTIVATIONS[activation], "LIMIT": limit}
+        constants = {"BLOCK": launch["BLOCK"], "ACTIVATION": ACTIVATIONS[activation], "LIMIT": limit}
         made.append(Variant(name, gating_kernel, signature, constants, launch["num_warps"], launch["num_stages"]))
     return made

@@ -7,18 +7,21 @@ tokens at once, and a token's sum does not depend on the tokens beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from allotrope.attention.backend import lazily
 from allotrope.cpu.experts import expert_functions
 from allotrope.cpu.product import PackedStack, packs
 from allotrope.layers.build import Build
+from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.linear import Linear, Product, worth_packing
 from allotrope.layers.mlp import Gating, MlpSpec
 from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.layers.quant.prepare import prepare_plain
+from allotrope.layers.quant.product import QuantizedStack, declare, divides, multiply, taken
 from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep
 
@@ -26,48 +29,40 @@ from allotrope.layers.step import LayerStep
 FEW_PAIRS = 32
 
 
-# Rows from which torch's grouped product is faster on a GPU: below, ours reads the weights at copy speed.
+# Rows from which torch's grouped product of plain weights is faster on a GPU than ours.
 _TORCH_ROWS = 8192
 
 
 class StackedProduct:
-    """x W_e^T for rows that are sorted by their expert e.
+    """x W_e^T for rows that are sorted by their expert e, on a CPU.
 
-    On a CPU all are multiplied in one call of our own C, or else small ones in one of PyTorch's and large ones one by
-    one, each in the form that a `Product` has. On a GPU all go in one call that never asks the device how many rows an
-    expert has, so that it can be captured.
+    All are multiplied in one call of our own C, or else small ones in one of PyTorch's and large ones one by one, each
+    in the form that a `Product` has.
     """
 
     def __init__(self, weights: torch.Tensor) -> None:
-        """`weights`: [E, outputs, inputs]; kept as `small` where a CPU reads them as they are."""
-        self.weights: torch.Tensor | None = weights
-        self.small = weights if weights.device.type == "cpu" and not worth_packing(weights[0]) else None
+        """`weights`: [E, outputs, inputs]; kept as `small` where they are read as they are."""
+        self.small = weights if not worth_packing(weights[0]) else None
         self.products: list[Product] | None = None
         self.packed: PackedStack | None = None
-        self.outputs, self.least = weights.shape[1], 0
-        # Torch's one call wants rows of whole 16-byte words, in and out; on a GPU it knows bf16 only.
+        self.weights: torch.Tensor | None = None
+        self.outputs = weights.shape[1]
+        # Torch's one call wants rows of whole 16-byte words, in and out.
         whole_words = all(size * weights.element_size() % 16 == 0 for size in weights.shape[1:])
-        if weights.device.type == "cuda":
-            self.in_torch = whole_words and weights.dtype == torch.bfloat16 and has_grouped_product(weights.device)
-            self.least = _TORCH_ROWS
-        elif packs(weights[0]):
-            # The weights given are let go, but for what `small` keeps.
-            self.packed, self.weights, self.in_torch = PackedStack(weights), None, False
+        # The weights given are let go, but for what `small` keeps.
+        if packs(weights[0]):
+            self.packed = PackedStack(weights)
+        elif whole_words and self.small is not None:
+            self.weights = weights
         else:
-            self.in_torch = whole_words and self.small is not None
-            if not self.in_torch:
-                # These may hold the weights in another order: the ones given are let go.
-                self.products, self.weights = [Product(weight) for weight in weights], None
+            self.products = [Product(weight) for weight in weights]
 
     def __call__(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """`rows`: [n, inputs]. `ends`: [E] int32, where each expert's rows end. Returns [n, outputs]."""
         if self.packed is not None:
             return self.packed(rows, ends)
-        if self.weights is not None and self.in_torch and len(rows) >= self.least:
-            return F.grouped_mm(rows, self.weights.transpose(1, 2), offs=ends)
         if self.weights is not None:
-            found: torch.Tensor = grouped(rows, self.weights, ends)
-            return found
+            return F.grouped_mm(rows, self.weights.transpose(1, 2), offs=ends)
         assert self.products is not None
         results = rows.new_empty(len(rows), self.outputs)
         start = 0
@@ -78,12 +73,39 @@ class StackedProduct:
         return results
 
 
-grouped = lazily("allotrope.layers.moe_triton", "grouped")
+class DeviceStack:
+    """act(x W_e^T + b_e) on a GPU, in one launch or two, which never ask the device how many rows an expert has."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        """`weights`: [E, outputs, inputs]."""
+        self.prepared = prepare_plain(weights)
+        whole_words = all(size * weights.element_size() % 16 == 0 for size in weights.shape[1:])
+        self.in_torch = whole_words and weights.dtype == torch.bfloat16 and has_grouped_product(weights.device)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        ends: torch.Tensor,
+        source: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        gating: Gating | None = None,
+    ) -> torch.Tensor:
+        """As `QuantizedStack`."""
+        rows = len(x) if source is None else len(source)
+        if bias is None and self.in_torch and rows >= _TORCH_ROWS:
+            rows_of = x if source is None else x.index_select(0, source)
+            y = F.grouped_mm(rows_of, self.prepared.codes.transpose(1, 2), offs=ends)
+            return y if gating is None else gating(y)
+        found: torch.Tensor = multiply(x, self.prepared, bias=bias, ends=ends, source=source, gating=gating)
+        return found
 
 
 def has_grouped_product(device: torch.device) -> bool:
     """Whether torch multiplies groups of rows on this GPU without asking it for their sizes."""
     return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+Stack = DeviceStack | QuantizedStack
 
 
 class Experts(nn.Module):
@@ -100,48 +122,111 @@ class Experts(nn.Module):
         inner = Placement((Section("gate", width, 1), Section("up", width, 1)), experts=count)
         outer = Placement((Section("", width, 1),), dim=1, experts=count)
         kind, device = build.dtype, build.device
-        self.gate_up: torch.Tensor | None = parameter((count, 2 * local, hidden), inner, kind, device)
-        self.down: torch.Tensor | None = parameter((count, hidden, local), outer, kind, device)
+        self.gate_up: torch.Tensor | None = None
+        self.down: torch.Tensor | None = None
+        self.formats = build.format("gate_up", "gate"), build.format("down", "")
+        if not all(format is not None and divides(format, outer.sections[0], build) for format in self.formats):
+            self.formats = None, None
+        for name, format, size, placement in (
+            ("gate_up", self.formats[0], (count, 2 * local, hidden), inner),
+            ("down", self.formats[1], (count, hidden, local), outer),
+        ):
+            if format is None:
+                setattr(self, name, parameter(size, placement, kind, device))
+            else:
+                declare(self, name, format, size, placement, build)
         self.gate_up_bias = self.down_bias = None
         if bias:
             whole = Placement((Section("", hidden),), experts=count)
             self.gate_up_bias = parameter((count, 2 * local), inner, kind, device)
             self.down_bias = parameter((count, hidden), whole, kind, device)
+        # On a CPU; and elsewhere, or where weights stay quantized.
         self.products: tuple[StackedProduct, StackedProduct] | None = None
+        self.stacks: tuple[Stack, Stack] | None = None
         self.numbers = torch.arange(count, device=device)
 
     def finish_loading(self) -> None:
-        """Reorder each expert's weights for the device."""
+        """Put each expert's weights into the form that the device multiplies fastest."""
+        first, second = self.formats
+        if first is not None and second is not None:
+            stacks = QuantizedStack(taken(self, "gate_up", first)), QuantizedStack(taken(self, "down", second))
+            self.stacks = stacks
+            return
         assert self.gate_up is not None and self.down is not None
-        self.products = (StackedProduct(self.gate_up.data), StackedProduct(self.down.data))
+        made = DeviceStack if self.gate_up.device.type == "cuda" else StackedProduct
+        pair: Any = made(self.gate_up.data), made(self.down.data)
         self.gate_up = self.down = None
+        self.products, self.stacks = (None, pair) if made is DeviceStack else (pair, None)
 
-    def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """`x`: [T, hidden]. `weights` fp32, `experts`: [T, k]. Returns [T, hidden], summed over the ranks."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        shared: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`x`: [T, hidden]. `weights` fp32, `experts`: [T, k]. `shared`: [T, hidden] to be added, with `gate`: [T, 1]
+        times its sigmoid. Returns [T, hidden], summed over the ranks.
+        """
+        # Once, not on every rank.
+        down_bias = self.down_bias if self.parallel.rank == 0 else None
+        fused = device_kernels("routing", x.device) if self.parallel.size == 1 else None
+        if self.stacks is None:
+            y = self._on_cpu(x, weights, experts, down_bias)
+        else:
+            gate_up, down = self.stacks
+            routing = device_kernels("routing", x.device)
+            ends, source, _, place = self._group(experts) if routing is None else routing.group(experts, self.count)
+            inner = gate_up(x, ends, source, self.gate_up_bias, self.gating)
+            results = down(inner, ends)
+            if fused is not None:
+                # One launch for all that is left to add.
+                summed: torch.Tensor = fused.combine(
+                    results, weights, place, x.dtype, shared=shared, gate=gate, bias=down_bias, experts=experts
+                )
+                return summed
+            y = self._combine(results, weights, experts, place, down_bias).to(x.dtype)
+        y = self.parallel.all_reduce(y)
+        if shared is None:
+            return y
+        return y + (shared if gate is None else shared * torch.sigmoid(gate))
+
+    def _on_cpu(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, down_bias: torch.Tensor | None
+    ) -> torch.Tensor:
         assert self.products is not None
         gate_up, down = self.products
         compiled = expert_functions(x.dtype, x.device)
-        # Once, not on every rank.
-        down_bias = self.down_bias if self.parallel.rank == 0 else None
         few = compiled is not None and experts.numel() <= FEW_PAIRS
         if compiled is not None and few and gate_up.small is not None and down.small is not None:
             pairs = ((gate_up.small, self.gate_up_bias), (down.small, down_bias))
-            return self.parallel.all_reduce(compiled.mix(x, weights, experts, *pairs, self.gating.compiled))
+            return compiled.mix(x, weights, experts, *pairs, self.gating.compiled)
         ends, source, owner, place = self._group(experts)
         inner = gate_up(x.index_select(0, source), ends)
         if self.gate_up_bias is not None:
             inner += self.gate_up_bias.index_select(0, owner)
         results = down(self.gating(inner), ends)
         if compiled is not None:
-            return self.parallel.all_reduce(compiled.combine(results, weights, place, experts, down_bias))
-        # Reading rows in another order is several times faster than writing them so.
+            return compiled.combine(results, weights, place, experts, down_bias)
+        return self._combine(results, weights, experts, place, down_bias).to(x.dtype)
+
+    def _combine(
+        self,
+        results: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        place: torch.Tensor,
+        down_bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T, hidden] fp32. Reading rows in another order is several times faster than writing them so."""
         back = results.index_select(0, place)
         summed = torch.bmm(weights[:, None], back.float().unflatten(0, experts.shape)).squeeze(1)
         if down_bias is not None:
             # Each token's mix of the biases of its experts.
-            shares = weights.new_zeros(len(x), self.count).scatter_add_(1, experts, weights)
+            shares = weights.new_zeros(len(weights), self.count).scatter_add_(1, experts, weights)
             summed += shares @ down_bias.float()
-        return self.parallel.all_reduce(summed.to(x.dtype))
+        return summed
 
     def _group(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Where each expert's rows end, each row's token and expert, and the row of each pair of token and choice."""
@@ -176,16 +261,15 @@ class Moe(nn.Module):
         super().__init__()
         count = spec.router.experts
         self.router = Router(spec.router, spec.hidden, build)
-        self.experts = Experts(count, spec.hidden, spec.width, spec.gating, build, bias=spec.bias)
-        self.shared = spec.shared.build(build) if spec.shared is not None else None
-        self.shared_gate = Linear(spec.hidden, (Section("", 1),), build) if spec.shared_gate else None
+        self.experts = Experts(count, spec.hidden, spec.width, spec.gating, build.at("experts"), bias=spec.bias)
+        self.shared = spec.shared.build(build.at("shared")) if spec.shared is not None else None
+        self.shared_gate = None
+        if spec.shared_gate:
+            self.shared_gate = Linear(spec.hidden, (Section("", 1),), build.at("shared_gate"))
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
-        y = self.experts(x, *self.router(x, here.step.ids))
-        if self.shared is None:
-            return y
-        shared = self.shared(x, here)
-        if self.shared_gate is not None:
-            shared = shared * torch.sigmoid(self.shared_gate(x))
-        return y + shared
+        weights, experts = self.router(x, here.step.ids)
+        shared = self.shared(x, here) if self.shared is not None else None
+        gate = self.shared_gate(x) if self.shared_gate is not None else None
+        return self.experts(x, weights, experts, shared, gate)

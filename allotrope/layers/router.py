@@ -5,7 +5,6 @@ Must not know what experts compute. All of it is fp32, and equal on every rank.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,10 +14,12 @@ from torch import nn
 
 from allotrope.cpu.experts import expert_functions
 from allotrope.layers.build import Build
+from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.linear import Linear
 from allotrope.layers.parallel import Placement, Section, parameter
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSpec:
@@ -62,7 +63,7 @@ class Router(nn.Module):
     def __init__(self, spec: RouterSpec, hidden: int, build: Build) -> None:
         super().__init__()
         self.spec = spec
-        exact = dataclasses.replace(build, dtype=torch.float32)
+        exact = build.exact()
         section = Section("", spec.experts)
         self.gate = Linear(hidden, (section,), exact, bias=spec.bias)
         self.correction = self.table = None
@@ -71,14 +72,35 @@ class Router(nn.Module):
         if spec.table:
             placement = Placement((Section("", spec.table),), below=spec.experts)
             self.table = parameter((spec.table, spec.topk), placement, torch.int64, build.device)
+        self.narrow: torch.Tensor | None = None
+        self.dtype = build.dtype
+
+    def finish_loading(self) -> None:
+        """Let the gate's weight be bf16 where that loses nothing: checkpoints mostly store it so.
+
+        Products of bf16 are exact in fp32, so that logits are as exact, several times as fast for long prompts.
+        """
+        weight = self.gate.weight
+        assert weight is not None
+        if self.dtype != torch.bfloat16 or weight.device.type != "cuda" or torch.version.cuda is None:
+            return
+        rounded = weight.data.to(torch.bfloat16)
+        if torch.equal(rounded.float(), weight.data):
+            # The gate's own hook comes after this one, and keeps what it finds.
+            self.narrow = weight.data = rounded
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`x`: [T, hidden]. `ids`: [T] token ids. Returns weights [T, topk] fp32 and experts [T, topk]."""
         spec = self.spec
-        logits = self.gate(x.float())
+        logits = self._logits(x)
+        groups = (spec.groups, spec.top_groups, spec.group_best)
+        fused = device_kernels("routing", logits.device)
+        if fused is not None and self.table is not None:
+            return fused.looked_up(logits, self.table, ids, spec.score, spec.normalize, spec.scale)
+        if fused is not None:
+            return fused.route(logits, self.correction, spec.topk, groups, spec.score, spec.normalize, spec.scale)
         compiled = expert_functions(logits.dtype, logits.device)
         if compiled is not None and self.table is None:
-            groups = (spec.groups, spec.top_groups, spec.group_best)
             return compiled.route(logits, self.correction, spec.topk, groups, spec.score, spec.normalize, spec.scale)
         scores = _score(logits, spec.score)
         experts = self._choose(scores) if self.table is None else self.table[ids]
@@ -86,6 +108,15 @@ class Router(nn.Module):
         if spec.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights if spec.scale == 1.0 else weights * spec.scale, experts
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, experts] fp32."""
+        if self.narrow is None:
+            return self.gate(x.float())
+        if x.dtype != self.narrow.dtype:
+            return F.linear(x.float(), self.narrow.float(), self.gate.bias)
+        logits = torch.mm(x, self.narrow.t(), out_dtype=torch.float32)
+        return logits if self.gate.bias is None else logits + self.gate.bias
 
     def _choose(self, scores: torch.Tensor) -> torch.Tensor:
         """[T, topk] experts of the highest scores, within the best groups."""

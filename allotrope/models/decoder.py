@@ -21,9 +21,9 @@ class DecoderLayer(nn.Module):
     def __init__(self, spec: LayerSpec, model: ModelSpec, build: Build) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(model.hidden, model.norm_eps, build, offset=model.norm_offset)
-        self.mixer = spec.mixer.build(build)
+        self.mixer = spec.mixer.build(build.at("mixer"))
         self.ffn_norm = RMSNorm(model.hidden, model.norm_eps, build, offset=model.norm_offset)
-        self.ffn = spec.ffn.build(build)
+        self.ffn = spec.ffn.build(build.at("ffn"))
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
@@ -40,7 +40,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.embedding = Embedding(spec.vocab_size, spec.hidden, build, scale=spec.embedding_scale)
-        self.layers = nn.ModuleList(self.layer_class(layer, spec, build) for layer in spec.layers)
+        self.layers = nn.ModuleList(
+            self.layer_class(layer, spec, build.at(f"layers.{i}")) for i, layer in enumerate(spec.layers)
+        )
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, offset=spec.norm_offset)
         tied = self.embedding if spec.tied else None
         self.head = Head(spec.vocab_size, spec.hidden, build, tied=tied, softcap=spec.softcap)

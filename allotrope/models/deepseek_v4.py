@@ -50,10 +50,10 @@ class DeepseekV4Layer(nn.Module):
         assert isinstance(model.extra, Shared)
         self.mixer_streams = HyperConnection(model.extra.hyper, build)
         self.mixer_norm = RMSNorm(model.hidden, model.norm_eps, build)
-        self.mixer = spec.mixer.build(build)
+        self.mixer = spec.mixer.build(build.at("mixer"))
         self.ffn_streams = HyperConnection(model.extra.hyper, build)
         self.ffn_norm = RMSNorm(model.hidden, model.norm_eps, build)
-        self.ffn = spec.ffn.build(build)
+        self.ffn = spec.ffn.build(build.at("ffn"))
 
     def forward(self, streams: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`streams`: [T, N, hidden]. Returns the same shape."""

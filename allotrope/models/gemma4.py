@@ -80,7 +80,7 @@ class Beside(nn.Module):
         self.router = Router(spec.router, hidden, build)
         self.expert_scale = parameter((count,), Placement((Section("", count),)), torch.float32, build.device)
         gating = Gating(activation="gelu_tanh")
-        self.experts = Experts(count, hidden, spec.width, gating, build, bias=False)
+        self.experts = Experts(count, hidden, spec.width, gating, build.at("experts"), bias=False)
 
     def forward(self, x: torch.Tensor, dense: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden], what both blocks read. `dense`: [T, hidden], what the dense one returned."""
@@ -100,10 +100,10 @@ class Gemma4Layer(SandwichLayer):
         assert isinstance(extra, Gemma4Extra)
         self.index, self.per_layer = extra.index, extra.per_layer
         self.scalar = parameter((1,), Placement((Section("", 1),)), build.dtype, build.device)
-        self.beside = Beside(extra.experts, model, build) if extra.experts is not None else None
+        self.beside = Beside(extra.experts, model, build.at("beside")) if extra.experts is not None else None
         if extra.per_layer:
-            self.per_layer_gate = _replicated(model.hidden, extra.per_layer, build)
-            self.per_layer_out = _replicated(extra.per_layer, model.hidden, build)
+            self.per_layer_gate = _replicated(model.hidden, extra.per_layer, build.at("per_layer_gate"))
+            self.per_layer_out = _replicated(extra.per_layer, model.hidden, build.at("per_layer_out"))
             self.per_layer_norm = RMSNorm(model.hidden, model.norm_eps, build)
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
@@ -126,7 +126,7 @@ class PerLayerEmbedding(nn.Module):
         super().__init__()
         self.layers = spec.layers
         self.embedding = Embedding(spec.vocab_size, spec.layers * spec.width, build, scale=spec.width**0.5)
-        self.projection = _replicated(model.hidden, spec.layers * spec.width, build)
+        self.projection = _replicated(model.hidden, spec.layers * spec.width, build.at("projection"))
         self.scale = model.hidden**-0.5
         self.norm = RMSNorm(spec.width, model.norm_eps, build)
 
@@ -142,7 +142,9 @@ class Gemma4Decoder(Decoder):
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__(spec, build)
         extra = spec.extra
-        self.per_layer = PerLayerEmbedding(extra, spec, build) if isinstance(extra, PerLayerInputs) else None
+        self.per_layer = (
+            PerLayerEmbedding(extra, spec, build.at("per_layer")) if isinstance(extra, PerLayerInputs) else None
+        )
 
     def forward(self, step: Step) -> torch.Tensor:
         """Hidden states [T, hidden] of the step's tokens, after the final norm."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -73,8 +72,8 @@ class CsaMixer(nn.Module):
         if indexer is not None:
             inputs.append(Section("index_weights", indexer.num_heads))
             queries.append(Section("index_q", indexer.num_heads * indexer.head_dim))
-        self.inputs = Linear(spec.hidden, tuple(inputs), build)
-        self.queries = Linear(spec.q_rank, tuple(queries), build)
+        self.inputs = Linear(spec.hidden, tuple(inputs), build.at("inputs"))
+        self.queries = Linear(spec.q_rank, tuple(queries), build.at("queries"))
         self.q_a_norm = RMSNorm(spec.q_rank, spec.norm_eps, build)
         self.q_norm = RMSNorm(dim, spec.norm_eps, build, weighted=False)
         self.kv_norm = RMSNorm(dim, spec.norm_eps, build)
@@ -83,7 +82,7 @@ class CsaMixer(nn.Module):
         self.sinks = parameter((self.spec.num_heads,), sinks, torch.float32, build.device)
         self.grouped = GroupedLinear(spec.out_groups, spec.num_heads * dim // spec.out_groups, spec.out_rank, build)
         rank = spec.out_rank
-        self.out = RowLinear(Section("", spec.out_groups * rank, rank), spec.hidden, build)
+        self.out = RowLinear(Section("", spec.out_groups * rank, rank), spec.hidden, build.at("out"))
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
@@ -109,7 +108,7 @@ class Compressor(nn.Module):
 
     def __init__(self, spec: CsaSpec, hidden: int, build: Build) -> None:
         super().__init__()
-        exact = dataclasses.replace(build, dtype=torch.float32)
+        exact = build.exact()
         self.dims = {"": spec.head_dim}
         if spec.indexer is not None:
             self.dims["index_"] = spec.indexer.head_dim

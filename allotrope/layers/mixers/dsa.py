@@ -67,10 +67,10 @@ class DsaMixer(nn.Module):
             heads, dim = spec.indexer.num_heads, spec.indexer.head_dim
             from_x = (Section("index_k", dim), Section("index_weights", heads))
             from_q = (Section("index_q", heads * dim),)
-        self.latent = LatentProjection(spec.mla, build, from_x, from_q)
+        self.latent = LatentProjection(spec.mla, build.at("latent"), from_x, from_q)
         self.indexer = Indexer(spec, spec.indexer, build) if spec.indexer is not None else None
         width = spec.mla.num_heads * spec.mla.v_head_dim
-        self.out = RowLinear(Section("", width, spec.mla.v_head_dim), spec.mla.hidden, build)
+        self.out = RowLinear(Section("", width, spec.mla.v_head_dim), spec.mla.hidden, build.at("out"))
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""

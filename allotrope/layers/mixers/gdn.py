@@ -79,8 +79,9 @@ class GdnMixer(nn.Module):
         self.spec, self.norm_eps = attention_of(spec, build), spec.norm_eps
         family = FAMILIES[self.spec.family]
         self.backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
-        self.inputs = Linear(spec.hidden, spec.sections, build)
-        self.out = RowLinear(Section("", spec.num_v_heads * spec.v_head_dim, spec.v_head_dim), spec.hidden, build)
+        self.inputs = Linear(spec.hidden, spec.sections, build.at("inputs"))
+        out = Section("", spec.num_v_heads * spec.v_head_dim, spec.v_head_dim)
+        self.out = RowLinear(out, spec.hidden, build.at("out"))
         inner, heads = Placement(spec.inner_sections), Placement((Section("", spec.num_v_heads, 1),))
         whole = Placement((Section("", spec.v_head_dim),))
         shape = (self.spec.conv_dim, spec.conv_width)

@@ -44,8 +44,8 @@ class KdaMixer(GdnMixer):
         super().__init__(spec, build)
         self.rank = spec.rank
         values = Section("", spec.num_v_heads * spec.v_head_dim, spec.v_head_dim)
-        self.decay = Linear(spec.rank, (spec.rates,), build)
-        self.gate = Linear(spec.rank, (values,), build)
+        self.decay = Linear(spec.rank, (spec.rates,), build.at("decay"))
+        self.gate = Linear(spec.rank, (values,), build.at("gate"))
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""

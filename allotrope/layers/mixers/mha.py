@@ -83,8 +83,9 @@ class MhaMixer(nn.Module):
         # Of FP8 rows, by the argument's name; none for others.
         self.row_scales: dict[str, float] = {}
         heads, dim, value_dim = spec.num_heads, spec.head_dim, self.spec.value_dim
-        self.qkv = Linear(spec.hidden, _sections(spec, value_dim), build, bias=spec.bias)
-        self.out = RowLinear(Section("", heads * value_dim, value_dim), spec.hidden, build, bias=spec.out_bias)
+        self.qkv = Linear(spec.hidden, _sections(spec, value_dim), build.at("qkv"), bias=spec.bias)
+        out = Section("", heads * value_dim, value_dim)
+        self.out = RowLinear(out, spec.hidden, build.at("out"), bias=spec.out_bias)
         self.owns_rows, self.values_from_keys = spec.shares_cache_of is None, spec.values_from_keys
         self.value_scale = spec.value_scale
         self.gate_size = self.spec.num_heads * value_dim if spec.output_gate else 0

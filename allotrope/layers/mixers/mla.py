@@ -83,11 +83,11 @@ class LatentProjection(nn.Module):
         head_dim = spec.nope_dim + spec.rope_dim
         q, row = Section("q", spec.num_heads * head_dim, head_dim), Section("kv_a", spec.latent_dim + spec.rope_dim)
         first = q if spec.q_rank is None else Section("q_a", spec.q_rank)
-        self.inputs = Linear(spec.hidden, (first, row, *from_x), build)
+        self.inputs = Linear(spec.hidden, (first, row, *from_x), build.at("inputs"))
         self.queries = self.q_a_norm = None
         if spec.q_rank is not None:
             self.q_a_norm = RMSNorm(spec.q_rank, spec.norm_eps, build)
-            self.queries = Linear(spec.q_rank, (q, *from_q), build)
+            self.queries = Linear(spec.q_rank, (q, *from_q), build.at("queries"))
         self.kv_a_norm = RMSNorm(spec.latent_dim, spec.norm_eps, build)
         placement = Placement((Section("", spec.num_heads, 1),))
         heads = placement.local(build.parallel)
@@ -123,8 +123,9 @@ class MlaMixer(nn.Module):
         self.backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
         # Of FP8 rows, by the argument's name; none for others.
         self.row_scales: dict[str, float] = {}
-        self.latent = LatentProjection(spec, build)
-        self.out = RowLinear(Section("", spec.num_heads * spec.v_head_dim, spec.v_head_dim), spec.hidden, build)
+        self.latent = LatentProjection(spec, build.at("latent"))
+        out = Section("", spec.num_heads * spec.v_head_dim, spec.v_head_dim)
+        self.out = RowLinear(out, spec.hidden, build.at("out"))
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""

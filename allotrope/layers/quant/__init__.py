@@ -1,0 +1,1 @@
+"""Products with weights that stay quantized: formats, their reference, and Triton kernels."""

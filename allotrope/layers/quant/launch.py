@@ -1,0 +1,116 @@
+"""How a quantized product is launched: what was measured to be fastest, by chip and shape, else a rule of thumb.
+
+Measured launches lie in `tuned/<chip>.json`; `bench/tune_products.py` writes them. Must not know Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from allotrope.layers.quant.format import ACTIVATION_RUN, Kind
+
+FOLDER = Path(__file__).parent / "tuned"
+# Programs that keep a chip of today busy.
+_PROGRAMS = 264
+INTERPRETER = "interpreter"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A product but for its rows. `experts`: 0 for one weight. `outputs`: of the result; `gated`: of two weights."""
+
+    kind: Kind | Literal["plain"]
+    experts: int
+    outputs: int
+    inputs: int
+    gated: bool
+
+    @property
+    def key(self) -> str:
+        experts = f"{self.experts}x" if self.experts else ""
+        return f"{self.kind} {experts}{self.outputs}x{self.inputs}{' gated' if self.gated else ''}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """`rows`, `columns`: of a program's tile. `splits`: programs that share the inputs. `left`: the weights are the
+    left operand. `quantize`: FP8 activations are rounded in the product, not before it.
+    """
+
+    rows: int
+    columns: int
+    splits: int = 1
+    left: bool = True
+    quantize: bool = True
+    warps: int = 4
+    stages: int = 4
+
+
+def bucket(rows: int) -> int:
+    """The power of two that is measured in place of `rows`."""
+    return 1 << max(rows - 1, 0).bit_length()
+
+
+def launch_for(shape: Shape, rows: int, chip: str) -> Launch:
+    """`rows`: of the product, the pairs of token and expert where there are experts."""
+    found = tuned(chip).get(shape.key, {}).get(str(bucket(rows)))
+    return found if found is not None else rule_of_thumb(shape, rows, chip)
+
+
+@functools.cache
+def tuned(chip: str) -> dict[str, dict[str, Launch]]:
+    """Shape -> bucket of rows -> launch, as measured on a chip; empty where nothing was."""
+    path = FOLDER / f"{chip}.json"
+    if not path.is_file():
+        return {}
+    return {
+        key: {rows: Launch(**launch) for rows, launch in buckets.items()}
+        for key, buckets in json.loads(path.read_text()).items()
+    }
+
+
+def write_tuned(chip: str, found: dict[str, dict[str, Launch]]) -> Path:
+    """Put measured launches beside those that are there."""
+    path = FOLDER / f"{chip}.json"
+    whole = json.loads(path.read_text()) if path.is_file() else {}
+    for key, buckets in found.items():
+        whole.setdefault(key, {}).update({rows: asdict(launch) for rows, launch in buckets.items()})
+    lines = [f"  {json.dumps(key)}: {json.dumps(whole[key])}" for key in sorted(whole)]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    return path
+
+
+def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
+    """Tiles as high as an expert's usual rows; wide ones of many rows; inputs shared where tiles are few."""
+    if chip == INTERPRETER:
+        return Launch(16, 32, 1 if shape.gated else 2, left=rows % 2 == 0, quantize=rows < 8, stages=1)
+    amd = chip.startswith("gfx")
+    stages = 2 if amd else 4
+    usual = max(1, -(-rows // shape.experts)) if shape.experts else rows
+    if usual > 64:
+        narrow = shape.gated or (amd and shape.kind == "plain")
+        return Launch(128, 64 if narrow else 128, left=False, quantize=False, warps=8, stages=2 if amd else 3)
+    height = 16 if usual <= 16 else 32 if usual <= 32 else 64
+    if shape.experts or shape.gated:
+        return Launch(height, 64, left=not amd, stages=stages)
+    columns = 128 if shape.outputs >= 128 * _PROGRAMS else 64
+    tiles = -(-shape.outputs // columns)
+    splits = max(1, min(_PROGRAMS // tiles, -(-shape.inputs // ACTIVATION_RUN) // 4, 8))
+    return Launch(height, columns, splits, left=not amd, stages=stages)
+
+
+@functools.cache
+def chip_of(device: torch.device) -> str:
+    """The name that a chip's file has."""
+    if device.type != "cuda":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(properties.gcnArchName).partition(":")[0]
+    return properties.name.removeprefix("NVIDIA ").lower().replace(" ", "_")

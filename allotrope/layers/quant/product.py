@@ -1,0 +1,116 @@
+"""Products with quantized weights on any device, and the parameters that such weights are loaded into."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from allotrope.attention.backend import lazily, triton_reasons
+from allotrope.layers.build import Build
+from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.layers.quant.format import Format, Quantized, as_multiplied
+from allotrope.layers.quant.prepare import prepare
+
+if TYPE_CHECKING:
+    from allotrope.layers.mlp import Gating
+
+CODES, SCALES = "_codes", "_scales"
+"""What the names of the two parameters of a quantized weight end with."""
+
+multiply = lazily("allotrope.layers.quant.triton_product", "multiply")
+
+
+def declare(
+    module: nn.Module, name: str, format: Format, shape: tuple[int, ...], placement: Placement, build: Build
+) -> None:
+    """Give `module` the parameters of a quantized weight `name`, of `shape` ([E,] outputs, inputs) on this rank."""
+    *outer, inputs = shape
+    codes = scales = placement
+    if placement.dim == 1:
+        codes = replace(placement, sections=_counted(placement.sections, format.packed))
+        scales = replace(placement, sections=_counted(placement.sections, format.run or 1))
+        if not format.run:
+            # A row's scale counts for all of its inputs: every rank has it.
+            scales = replace(placement, sections=(Section(placement.sections[0].name, outer[-1]),), dim=0)
+    for ending, width, place, kind in (
+        (CODES, inputs // format.packed, codes, format.code_dtype),
+        (SCALES, format.runs(inputs), scales, format.scale_dtype),
+    ):
+        module.register_parameter(name + ending, parameter((*outer, width), place, kind, build.device))
+
+
+def _counted(sections: tuple[Section, ...], by: int) -> tuple[Section, ...]:
+    """Sections of inputs in runs of `by`."""
+    return tuple(replace(s, size=-(-s.size // by), unit=1 if s.unit else 0) for s in sections)
+
+
+def divides(format: Format, section: Section, build: Build) -> bool:
+    """Whether a rank's share of the inputs `section` is a whole number of runs, so that it can stay quantized."""
+    whole = format.run or format.packed
+    return build.parallel.size == 1 or section.local(build.parallel) % whole == 0
+
+
+def taken(module: nn.Module, name: str, format: Format) -> Quantized:
+    """The loaded weight `name`; the module gives its parameters up."""
+    codes, scales = (module.get_parameter(name + ending).data for ending in (CODES, SCALES))
+    for ending in (CODES, SCALES):
+        module.register_parameter(name + ending, None)
+    return Quantized(format, codes, scales)
+
+
+class QuantizedProduct:
+    """x W^T of one quantized weight. Where Triton does not run, the weight is unpacked for each product."""
+
+    def __init__(self, weight: Quantized) -> None:
+        self.weight = weight
+        self.prepared = None if triton_reasons(weight.codes.device) else prepare(weight)
+
+    def __call__(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`x`: [T, inputs]. Returns [T, outputs], in `out` where it is given."""
+        if self.prepared is not None:
+            found: torch.Tensor = multiply(x, self.prepared, bias=bias, out=out)
+            return found
+        exact = as_multiplied(x, self.weight.format.kind)
+        y = F.linear(exact, self.weight.dequantized(), None if bias is None else bias.float()).to(x.dtype)
+        return y if out is None else out.copy_(y)
+
+
+class QuantizedStack:
+    """As `QuantizedProduct`, with a weight per expert, a bias and gates."""
+
+    def __init__(self, weight: Quantized) -> None:
+        self.weight = weight
+        self.prepared = None if triton_reasons(weight.codes.device) else prepare(weight)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        ends: torch.Tensor,
+        source: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        gating: Gating | None = None,
+    ) -> torch.Tensor:
+        """`x`: [T, inputs]; `source`: [n] its rows in the order of experts, None if x has that. `ends`: [E] int32,
+        where each expert's rows end. `bias`: [E, outputs]. `gating`: of the first half of the outputs with the second.
+        Returns [n, outputs].
+        """
+        if self.prepared is not None:
+            found: torch.Tensor = multiply(x, self.prepared, bias=bias, ends=ends, source=source, gating=gating)
+            return found
+        rows = x if source is None else x.index_select(0, source)
+        exact = as_multiplied(rows, self.weight.format.kind)
+        results = exact.new_empty(len(rows), self.weight.shape[1])
+        start = 0
+        for expert, end in enumerate(ends.tolist()):
+            if end > start:
+                weight = Quantized(self.weight.format, self.weight.codes[expert], self.weight.scales[expert])
+                offset = None if bias is None else bias[expert].float()
+                results[start:end] = F.linear(exact[start:end], weight.dequantized(), offset)
+                start = end
+        return (results if gating is None else gating(results)).to(x.dtype)

@@ -1,0 +1,464 @@
+"""Products of rows with quantized weights, or plain ones of experts: one weight or one per expert, in one kernel.
+
+    y_i = act(W_e x_i + b_e) for row i of expert e; W = value(code) * scale
+
+A program owns ROWS rows of one expert by COLUMNS outputs and walks along the inputs, 128 at a time. For few rows the
+weights are the left operand of the product, whose rows the tensor cores want in large numbers, and the inputs may be
+shared by several programs; the last to finish adds their parts, in order. Memory traffic: the codes and scales of
+chosen experts once per tile of their rows.
+
+Plain weights are multiplied as they are; so are FP8 ones, by activations that are rounded here or were before. 4-bit
+weights become bf16 in registers, which is exact.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from allotrope.attention.ahead import Variant
+from allotrope.layers.mlp_triton import ACTIVATIONS, gate
+from allotrope.layers.quant.launch import INTERPRETER, Launch, Shape, chip_of, launch_for, rule_of_thumb
+from allotrope.layers.quant.prepare import Prepared
+from allotrope.layers.quant.triton_quantize import quantize_rows, to_codes
+
+if TYPE_CHECKING:
+    from allotrope.layers.mlp import Gating
+
+
+@triton.jit
+def _plain_fp4(code, scale):
+    """bf16 of 4-bit codes (one in each integer) times 2^(scale - 127); any chip."""
+    # Sign and magnitude where bf16 has them: the value, subnormal or not, times 2^-126.
+    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    power = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * power).to(tl.bfloat16)
+
+
+@triton.jit
+def _weights_fp4(packed, low_scale, high_scale, HOPPER: tl.constexpr):
+    """Bytes [n, 64], each with a number of two different runs, and the runs' scales [n, 64]. Returns two bf16 tiles."""
+    if HOPPER:
+        # 4 bytes at a time: halves are spread to 16 bits each, two numbers to a register.
+        low, high = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, b, s, m;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            shl.b32 s, a, 12;
+            shl.b32 m, a, 6;
+            and.b32 s, s, 0x80008000;
+            lop3.b32 $0, m, 0x01C001C0, s, 0xEA;
+            shl.b32 s, b, 12;
+            shl.b32 m, b, 6;
+            and.b32 s, s, 0x80008000;
+            lop3.b32 $1, m, 0x01C001C0, s, 0xEA;
+            shl.b32 s, a, 8;
+            shl.b32 m, a, 2;
+            and.b32 s, s, 0x80008000;
+            lop3.b32 $2, m, 0x01C001C0, s, 0xEA;
+            shl.b32 s, b, 8;
+            shl.b32 m, b, 2;
+            and.b32 s, s, 0x80008000;
+            lop3.b32 $3, m, 0x01C001C0, s, 0xEA;
+            mul.bf16x2 $0, $0, $5;
+            mul.bf16x2 $1, $1, $6;
+            mul.bf16x2 $2, $2, $7;
+            mul.bf16x2 $3, $3, $8;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [packed, low_scale, high_scale],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        code = packed.to(tl.int32)
+        low, high = _plain_fp4(code & 15, low_scale), _plain_fp4(code >> 4, high_scale)
+    return low, high
+
+
+@triton.jit
+def _scales_fp4(pointer, mask, HOPPER: tl.constexpr, COLUMNS: tl.constexpr):
+    """Scales [n, 2] of two runs, repeated for the 32 bytes of each: as bf16 powers on Hopper, else as they are."""
+    scale = tl.load(pointer, mask=mask, other=0)
+    if HOPPER:
+        # 2^126 more, for codes come as 2^-126 of what they are worth; a bf16's exponent begins at bit 7.
+        scale = ((scale.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
+    return tl.broadcast_to(scale[:, :, None], (COLUMNS, 2, 32)).reshape(COLUMNS, 64)
+
+
+@triton.jit
+def _step_fp4(
+    total, x, row_mask, codes, scales, column_mask, k, inputs, padded,
+    HOPPER: tl.constexpr, LEFT: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """128 inputs from `k` on. `x`: pointers [ROWS, 1]; `codes`, `scales`: pointers [COLUMNS, 1] of the row's begin."""
+    byte = tl.arange(0, 64)
+    # A byte holds number j of one run and number j of the next.
+    low = k + byte // 32 * 64 + byte % 32
+    a = tl.load(x + low[None, :], mask=row_mask & (low < inputs)[None, :], other=0.0)
+    b = tl.load(x + (low + 32)[None, :], mask=row_mask & (low + 32 < inputs)[None, :], other=0.0)
+    there = column_mask & (low < padded)[None, :]
+    packed = tl.load(codes + (k // 2 + byte)[None, :], mask=there, other=0)
+    run = k // 32 + tl.arange(0, 2) * 2
+    inside = column_mask & (run < padded // 32)[None, :]
+    low_scale = _scales_fp4(scales + run[None, :], inside, HOPPER, COLUMNS)
+    high_scale = _scales_fp4(scales + (run + 1)[None, :], inside, HOPPER, COLUMNS)
+    v, w = _weights_fp4(packed, low_scale, high_scale, HOPPER)
+    if LEFT:
+        total = tl.dot(v, tl.trans(a.to(tl.bfloat16)), total)
+        total = tl.dot(w, tl.trans(b.to(tl.bfloat16)), total)
+    else:
+        total = tl.dot(a.to(tl.bfloat16), tl.trans(v), total)
+        total = tl.dot(b.to(tl.bfloat16), tl.trans(w), total)
+    return total
+
+
+@triton.jit
+def _step_fp8(
+    total, x, x_scales, row_mask, codes, scales, column_mask, k, inputs,
+    QUANTIZE: tl.constexpr, LEFT: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """As `_step_fp4`. `x_scales`, `scales`: pointers [ROWS], [COLUMNS] to the scales of this run."""
+    depth = tl.arange(0, 128)
+    if QUANTIZE:
+        there = row_mask & (k + depth < inputs)[None, :]
+        a, a_scale = to_codes(tl.load(x + (k + depth)[None, :], mask=there, other=0.0).to(tl.float32))
+    else:
+        a = tl.load(x + (k + depth)[None, :], mask=row_mask, other=0.0)
+        a_scale = tl.load(x_scales, mask=tl.max(row_mask.to(tl.int32), 1) > 0, other=0.0)
+    w = tl.load(codes + (k + depth)[None, :], mask=column_mask, other=0.0)
+    w_scale = tl.load(scales, mask=tl.max(column_mask.to(tl.int32), 1) > 0, other=0.0)
+    if UPCAST:
+        a, w = a.to(tl.bfloat16), w.to(tl.bfloat16)
+    if LEFT:
+        total += tl.dot(w, tl.trans(a)) * (w_scale[:, None] * a_scale[None, :])
+    else:
+        total += tl.dot(a, tl.trans(w)) * (a_scale[:, None] * w_scale[None, :])
+    return total
+
+
+@triton.jit
+def _step_plain(
+    total, x, row_mask, w, column_mask, k, inputs, LEFT: tl.constexpr
+):  # fmt: skip
+    """As `_step_fp4`, with weights that are not quantized."""
+    depth = tl.arange(0, 128)
+    inside = (k + depth < inputs)[None, :]
+    a = tl.load(x + (k + depth)[None, :], mask=row_mask & inside, other=0.0)
+    b = tl.load(w + (k + depth)[None, :], mask=column_mask & inside, other=0.0)
+    if LEFT:
+        total = tl.dot(b, tl.trans(a), total, input_precision="ieee")
+    else:
+        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def product_kernel(
+    x,
+    x_scales,
+    source,
+    codes,
+    scales,
+    bias,
+    ends,
+    out,
+    parts,
+    arrivals,
+    rows,
+    experts,
+    outputs,
+    inputs,
+    padded,
+    x_stride,
+    x_scale_stride,
+    expert_stride,
+    code_stride,
+    scale_expert,
+    scale_row,
+    scale_run,
+    bias_stride,
+    out_stride,
+    slope,
+    limit,
+    offset,
+    KIND: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    GATHER: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    HOPPER: tl.constexpr,
+    UPCAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEFT: tl.constexpr,
+):
+    """`x`: [.., inputs]; row i is row `source[i]` of it with GATHER. `codes`: [experts, outputs (twice that with an
+    ACTIVATION, gates first), padded / packed]. `ends`: [experts] int32, none if EXPERTS is 0. `outputs`: columns of
+    `out`. ACTIVATION -1: none. `parts`, `arrivals`: of the SPLITS programs of each tile; arrivals end as they begin, 0.
+    """
+    tile = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    expert = tl.full((), 0, tl.int32)
+    first = tile * ROWS
+    end = rows
+    if EXPERTS:
+        each = tl.arange(0, EXPERTS)
+        end_of = tl.load(ends + each, mask=each < experts, other=0)
+        start_of = tl.load(ends + each - 1, mask=(each > 0) & (each < experts), other=0)
+        tiles_of = tl.where(each < experts, (end_of - start_of + ROWS - 1) // ROWS, 0)
+        behind = tl.cumsum(tiles_of, 0)
+        expert = tl.sum((behind <= tile).to(tl.int32), 0)
+        mine = each == expert
+        first = tl.sum(tl.where(mine, start_of + (tile - (behind - tiles_of)) * ROWS, 0), 0)
+        end = tl.sum(tl.where(mine, end_of, 0), 0)
+    if first < end:
+        row = first + tl.arange(0, ROWS)
+        token = row
+        if GATHER:
+            token = tl.load(source + row, mask=row < end, other=0)
+        row_mask = (row < end)[:, None]
+        column_mask = (column < outputs)[:, None]
+        a = x + token.to(tl.int64)[:, None] * x_stride
+        w = codes + expert.to(tl.int64) * expert_stride + column.to(tl.int64)[:, None] * code_stride
+        s = scales + expert.to(tl.int64) * scale_expert
+        near = s + (column // SCALE_ROWS).to(tl.int64) * scale_row
+        far = s + ((column + outputs) // SCALE_ROWS).to(tl.int64) * scale_row
+        v = w + tl.cast(outputs, tl.int64) * code_stride
+        total = tl.zeros((COLUMNS, ROWS) if LEFT else (ROWS, COLUMNS), tl.float32)
+        other = total
+        steps = tl.cdiv(tl.cdiv(padded, 128), SPLITS) * 128
+        begin = tl.program_id(2) * steps
+        for k in range(begin, tl.minimum(begin + steps, padded), 128):
+            if KIND == "fp8":
+                run = 0 if ROW_SCALES else k // 128
+                # Not read where activations are rounded here.
+                taken = a if QUANTIZE else x_scales + token + k // 128 * x_scale_stride
+                here = run * scale_run
+                total = _step_fp8(
+                    total, a, taken, row_mask, w, near + here, column_mask, k, inputs, QUANTIZE, LEFT, UPCAST
+                )
+                if ACTIVATION >= 0:
+                    other = _step_fp8(
+                        other, a, taken, row_mask, v, far + here, column_mask, k, inputs, QUANTIZE, LEFT, UPCAST
+                    )
+            elif KIND == "plain":
+                total = _step_plain(total, a, row_mask, w, column_mask, k, inputs, LEFT)
+                if ACTIVATION >= 0:
+                    other = _step_plain(other, a, row_mask, v, column_mask, k, inputs, LEFT)
+            else:
+                total = _step_fp4(
+                    total, a, row_mask, w, near[:, None], column_mask, k, inputs, padded, HOPPER, LEFT, COLUMNS
+                )
+                if ACTIVATION >= 0:
+                    other = _step_fp4(
+                        other, a, row_mask, v, far[:, None], column_mask, k, inputs, padded, HOPPER, LEFT, COLUMNS
+                    )
+        last = True
+        if SPLITS > 1:
+            place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+            inside = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+            if not LEFT:
+                inside = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            part = parts + (place.to(tl.int64) * SPLITS) * (ROWS * COLUMNS) + inside
+            tl.store(part + tl.program_id(2) * (ROWS * COLUMNS), total)
+            # All threads have written before the program says so.
+            tl.debug_barrier()
+            last = tl.atomic_add(arrivals + place, 1, sem="acq_rel") == SPLITS - 1
+            if last:
+                tl.debug_barrier()
+                total = tl.load(part, cache_modifier=".cg")
+                for i in tl.static_range(1, SPLITS):
+                    total += tl.load(part + i * (ROWS * COLUMNS), cache_modifier=".cg")
+                tl.store(arrivals + place, 0)
+        if last:
+            if BIAS:
+                more = tl.load(bias + expert.to(tl.int64) * bias_stride + column, mask=column < outputs, other=0.0)
+                total += more.to(tl.float32)[:, None] if LEFT else more.to(tl.float32)[None, :]
+            if ACTIVATION >= 0:
+                if BIAS:
+                    up = bias + expert.to(tl.int64) * bias_stride + outputs + column
+                    more = tl.load(up, mask=column < outputs, other=0.0)
+                    other += more.to(tl.float32)[:, None] if LEFT else more.to(tl.float32)[None, :]
+                total = gate(total, other, slope, limit, offset, ACTIVATION, LIMIT)
+            if LEFT:
+                place_out = out + row.to(tl.int64)[None, :] * out_stride + column[:, None]
+                tl.store(place_out, total.to(out.dtype.element_ty), mask=(row < end)[None, :] & column_mask)
+            else:
+                place_out = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+                tl.store(place_out, total.to(out.dtype.element_ty), mask=row_mask & (column < outputs)[None, :])
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: Prepared,
+    *,
+    bias: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
+    source: torch.Tensor | None = None,
+    gating: Gating | None = None,
+    out: torch.Tensor | None = None,
+    launch: Launch | None = None,
+) -> torch.Tensor:
+    """y_i = act(W_e x_i + b_e). Asks the device nothing.
+
+    `x`: [n, inputs]. `bias`: [outputs], or [E, outputs]. `ends`: [E] int32, where each expert's rows end; `source`:
+    [n] rows of x in the order of experts, None if x has it. `gating`: of gates, then ups; halves the outputs. `out`:
+    [n, outputs] to write into, of any row stride. `launch`: default: what is known to be fast.
+    """
+    rows = len(x) if source is None else len(source)
+    outputs = weight.outputs // 2 if gating else weight.outputs
+    assert launch is None or launch.splits == 1 or not gating
+    if x.shape[1] != weight.inputs:
+        raise ValueError(f"rows of {x.shape[1]} numbers for a weight of {weight.inputs} inputs")
+    if out is None:
+        out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    chip = chip_of(x.device)
+    shape = Shape(weight.kind, weight.experts, outputs, weight.inputs, gating is not None)
+    launch = launch or launch_for(shape, rows, chip)
+    fp8 = weight.kind == "fp8"
+    x_scales = None
+    if fp8 and not launch.quantize:
+        x, x_scales = quantize_rows(x)
+    tiles = triton.cdiv(rows, launch.rows)
+    if weight.experts:
+        tiles = rows // launch.rows + min(weight.experts, rows)
+    blocks = triton.cdiv(outputs, launch.columns)
+    parts, arrivals = _scratch(tiles * blocks, launch, x.device)
+    product_kernel[(tiles, blocks, launch.splits)](
+        x,
+        x_scales,
+        source,
+        weight.codes,
+        weight.scales,
+        bias,
+        ends,
+        out,
+        parts,
+        arrivals,
+        rows,
+        weight.experts,
+        outputs,
+        weight.inputs,
+        weight.padded,
+        x.stride(0),
+        x_scales.stride(1) if x_scales is not None else 0,
+        weight.codes.stride(0),
+        weight.codes.stride(1),
+        weight.scales.stride(0),
+        weight.scales.stride(1),
+        weight.scales.stride(2),
+        bias.stride(0) if bias is not None and bias.dim() == 2 else 0,
+        out.stride(0),
+        gating.slope if gating else 0.0,
+        (gating.limit if gating else None) or 0.0,
+        gating.offset if gating else 0.0,
+        GATHER=source is not None,
+        BIAS=bias is not None,
+        ACTIVATION=ACTIVATIONS[gating.activation] if gating else -1,
+        LIMIT=gating is not None and gating.limit is not None,
+        **_constants(weight.kind, weight.experts, weight.scale_rows, weight.row_scales, weight.fast, launch, chip),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+    return out
+
+
+def _constants(
+    kind: str, experts: int, scale_rows: int, row_scales: bool, fast: bool, launch: Launch, chip: str
+) -> dict[str, Any]:
+    return {
+        "KIND": kind,
+        "EXPERTS": triton.next_power_of_2(experts) if experts else 0,
+        "QUANTIZE": launch.quantize and kind == "fp8",
+        "SCALE_ROWS": scale_rows,
+        "ROW_SCALES": row_scales,
+        "HOPPER": fast and chip != INTERPRETER and not chip.startswith("gfx"),
+        # This chip's e4m3 has another bias.
+        "UPCAST": chip == "gfx942",
+        "ROWS": launch.rows,
+        "COLUMNS": launch.columns,
+        "SPLITS": launch.splits,
+        "LEFT": launch.left,
+    }
+
+
+# Device -> parts and arrivals, as large as was ever needed; products of a device follow each other.
+_SCRATCH: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def _scratch(tiles: int, launch: Launch, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if launch.splits == 1:
+        return None, None
+    numbers = tiles * launch.splits * launch.rows * launch.columns
+    parts, arrivals = _SCRATCH.get(device, (None, None))
+    if parts is None or arrivals is None or parts.numel() < numbers or arrivals.numel() < tiles:
+        # Graphs that were captured with the smaller ones keep them alive through the pool they came from.
+        parts = torch.empty(max(numbers, 1 << 22), dtype=torch.float32, device=device)
+        arrivals = torch.zeros(max(tiles, 1 << 14), dtype=torch.int32, device=device)
+        _SCRATCH[device] = parts, arrivals
+    return parts, arrivals
+
+
+def variants(arch: str) -> list[Variant]:
+    """Few and many rows of one weight and of experts, in both formats."""
+    made = []
+    chip = "nvidia_h200" if arch == "sm_90" else arch
+    cases: tuple[tuple[str, Any, int, int, bool], ...] = (
+        ("fp8 few rows", "fp8", 0, 16, False),
+        ("fp8 64 rows", "fp8", 0, 64, False),
+        ("fp8 many rows", "fp8", 0, 8192, False),
+        ("fp8 experts few rows gated", "fp8", 256, 128, True),
+        ("fp8 experts many rows gated", "fp8", 256, 65536, True),
+        ("mxfp4 experts few rows gated", "mxfp4", 128, 64, True),
+        ("mxfp4 experts many rows", "mxfp4", 128, 32768, False),
+        ("plain experts few rows gated", "plain", 128, 64, True),
+        ("plain experts many rows", "plain", 128, 32768, False),
+    )
+    for name, kind, experts, rows, gated in cases:
+        launch = rule_of_thumb(Shape(kind, experts, 12288, 2048, gated), rows, chip)
+        rounded = kind == "fp8" and not launch.quantize
+        signature = {"x": "*fp8e4nv:16" if rounded else "*bf16:16", "ends": "*i32:16", "out": "*bf16:16"}
+        signature |= {"codes": {"fp8": "*fp8e4nv:16", "mxfp4": "*u8:16", "plain": "*bf16:16"}[kind]}
+        signature |= {"scales": {"fp8": "*fp32:16", "mxfp4": "*u8:16", "plain": "*bf16:16"}[kind]}
+        signature |= dict.fromkeys(("rows", "experts", "x_scale_stride", "scale_expert", "scale_row"), "i32")
+        signature |= dict.fromkeys(("outputs", "inputs", "padded", "x_stride"), "i32:16")
+        signature |= dict.fromkeys(("expert_stride", "code_stride", "out_stride"), "i32:16")
+        signature |= dict.fromkeys(("slope", "limit", "offset"), "fp32")
+        constants: dict[str, Any] = {"GATHER": experts > 0, "BIAS": kind == "mxfp4", "LIMIT": kind == "mxfp4"}
+        constants |= {"ACTIVATION": ACTIVATIONS["silu"] if gated else -1}
+        constants |= {"scale_run": 1, "bias_stride": 1} | _constants(
+            kind, experts, 128 if kind == "fp8" else 1, False, True, launch, chip if arch != "sm_90" else arch
+        )
+        for present, names, kinds in (
+            (rounded, ("x_scales",), "*fp32:16"),
+            (experts > 0, ("source",), "*i32:16"),
+            (kind == "mxfp4", ("bias",), "*bf16:16"),
+            (launch.splits > 1, ("parts",), "*fp32:16"),
+            (launch.splits > 1, ("arrivals",), "*i32:16"),
+        ):
+            where = signature if present else constants
+            where |= dict.fromkeys(names, kinds if present else None)
+        if not experts:
+            del signature["ends"]
+            constants["ends"] = None
+        if kind == "mxfp4":
+            del constants["bias_stride"]
+            signature["bias_stride"] = "i32"
+        made.append(Variant(name, product_kernel, signature, constants, launch.warps, launch.stages))
+    return made

@@ -1,0 +1,58 @@
+"""Activations as e4m3, each run of 128 numbers of a row with a scale of its own.
+
+    scale = max |x| / 448;  code = x / scale
+
+A program owns a few runs of one row. Bytes moved: x once, codes and scales once.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from allotrope.attention.ahead import Variant
+from allotrope.layers.quant.format import ACTIVATION_RUN
+
+
+@triton.jit
+def to_codes(x):
+    """`x`: [n, 128] fp32. Returns codes and scales [n]. What `format.quantize_rows` does to runs."""
+    scale = tl.maximum(tl.max(tl.abs(x), 1) / 448.0, 1e-12)
+    return (x / scale[:, None]).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def quantize_kernel(x, codes, scales, inputs, runs, x_stride, code_stride, scale_stride, RUNS: tl.constexpr):
+    """`scales`: the runs of a row lie `scale_stride` apart, rows side by side."""
+    row = tl.program_id(0).to(tl.int64)
+    run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
+    column = run[:, None] * 128 + tl.arange(0, 128)[None, :]
+    values = tl.load(x + row * x_stride + column, mask=column < inputs, other=0.0).to(tl.float32)
+    code, scale = to_codes(values)
+    tl.store(codes + row * code_stride + column, code, mask=(run < runs)[:, None])
+    tl.store(scales + run.to(tl.int64) * scale_stride + row, scale, mask=run < runs)
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `format.quantize_rows`. `x`: any row stride. The scales are a view whose rows lie side by side in memory."""
+    tokens, inputs = x.shape
+    runs = triton.cdiv(inputs, ACTIVATION_RUN)
+    codes = torch.empty((tokens, runs * ACTIVATION_RUN), dtype=torch.float8_e4m3fn, device=x.device)
+    # In fours, as the library that takes them over wants its rows.
+    scales = torch.empty((runs, -(-tokens // 4) * 4), dtype=torch.float32, device=x.device)
+    if tokens:
+        each = min(8, triton.next_power_of_2(runs))
+        strides = x.stride(0), codes.stride(0), scales.stride(0)
+        grid = (tokens, triton.cdiv(runs, each))
+        quantize_kernel[grid](x, codes, scales, inputs, runs, *strides, RUNS=each, num_warps=max(1, each // 2))
+    return codes, scales[:, :tokens].t()
+
+
+def variants(arch: str) -> list[Variant]:
+    """Of bf16 activations."""
+    signature = {"x": "*bf16:16", "codes": "*fp8e4nv:16", "scales": "*fp32:16"}
+    signature |= dict.fromkeys(("inputs", "runs"), "i32") | {"x_stride": "i32:16", "code_stride": "i32:16"}
+    signature |= {"scale_stride": "i32"}
+    return [Variant("activations to e4m3", quantize_kernel, signature, {"RUNS": 8}, 4, 1)]

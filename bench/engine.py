@@ -1,0 +1,303 @@
+"""Offline speed of engines side by side on one GPU: the same safetensors, the same prompts, one model after another.
+
+    python bench/random_weights.py bench/configs/gpt_oss_120b /tmp/gpt_oss --layers 12
+    python bench/engine.py /tmp/gpt_oss --peer vllm --peer-python python3 --peer-path SITE
+
+Each engine has a process of its own, ours first; the GPU is free again before the next one. start: seconds from
+starting the process to the first token after a prompt of 8. prefill: seconds until all prompts of a batch have one
+token. TPOT: (seconds for all tokens - prefill) / (tokens - 1). Prompts are random and never come twice.
+
+Greedy tokens are compared first, and only reported: random weights in bf16 or FP8 part at near-ties.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import functools
+import hashlib
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine_report import OURS, Report, merged, write_json, write_report
+
+HERE = Path(__file__).resolve().parent
+PEERS = ("vllm",)
+START_PROMPT = 8
+PARITY_PROMPTS, PARITY_TOKENS = (24, 57), 16
+# Leaves room for ids that tokenizers keep for themselves, on both sides.
+LEAST_ID, MOST_ID = 8, 50000
+TAIL = 12
+
+
+class EngineFailed(Exception):
+    """An engine could not do what it was asked, died, or took too long."""
+
+
+class Worker:
+    """An engine's process, in a process group of its own that is killed after `limit` seconds."""
+
+    def __init__(self, engine: str, python: str, environment: dict[str, str], limit: float, verbose: bool) -> None:
+        self.engine, self.limit, self.late = engine, limit, False
+        self.log = None if verbose else tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.began = time.perf_counter()
+        self.process = subprocess.Popen(
+            [python, str(HERE / "offline_worker.py"), engine],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env=environment,
+            text=True,
+            start_new_session=True,
+        )
+        self.timer = threading.Timer(limit, self._end_late)
+        self.timer.daemon = True
+        self.timer.start()
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        """The answer to a command. Raises EngineFailed."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(command) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        if self.late:
+            raise EngineFailed(f"killed after --limit {self.limit:g} s")
+        if not line:
+            raise EngineFailed(f"ended with code {self.process.wait()}; {self._last_words()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            self._last_words()
+            raise EngineFailed(answer["error"])
+        return answer
+
+    def run(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        return self.ask(run={"prompts": prompts, "tokens": tokens})
+
+    def close(self) -> None:
+        """End the process and all that it started."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=30)
+        self.timer.cancel()
+        self._kill()
+        self.process.wait()
+        if self.log is not None:
+            self.log.close()
+
+    def _end_late(self) -> None:
+        self.late = True
+        self._kill()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _last_words(self) -> str:
+        """The last line that it printed; the lines before it are shown here."""
+        if self.log is None:
+            return "see above"
+        self.log.seek(0)
+        lines = [line for line in self.log.read().splitlines() if line.strip()][-TAIL:]
+        for line in lines:
+            print(f"  {self.engine}: {line}", file=sys.stderr)
+        return f"it said last: {lines[-1].strip()}" if lines else "it said nothing"
+
+
+def random_prompts(seed: str, count: int, length: int, vocabulary: int) -> list[list[int]]:
+    """Token ids, the same for every engine and different for every `seed`."""
+    generator = random.Random(seed)
+    most = min(vocabulary, MOST_ID)
+    return [[generator.randrange(LEAST_ID, most) for _ in range(length)] for _ in range(count)]
+
+
+def measure_case(worker: Worker, case: str, vocabulary: int, options: argparse.Namespace) -> dict[str, list[float]]:
+    """One number a run of each measure. `case`: input / output / requests at once."""
+    length, tokens, count = map(int, case.split("/"))
+
+    def seconds(what: str, made: int) -> float:
+        prompts = random_prompts(f"{options.seed} {case} {what}", count, length, vocabulary)
+        return float(worker.run(prompts, made)["seconds"])
+
+    # As long as what is timed: graphs of every batch size on the way are captured here.
+    seconds("warm-up", tokens)
+    seconds("warm-up of one", 1)
+    prefill, total = [], []
+    for turn in range(options.runs):
+        prefill.append(seconds(f"prefill {turn}", 1))
+        total.append(seconds(f"total {turn}", tokens))
+    return {
+        "prefill_s": prefill,
+        "total_s": total,
+        "tpot_ms": [(t - p) / (tokens - 1) * 1e3 for p, t in zip(prefill, total, strict=True)],
+        "tokens_per_s": [count * (length + tokens) / t for t in total],
+    }
+
+
+def measure_engine(
+    engine: str, directory: Path, options: argparse.Namespace, found: Report, save: Callable[[], object]
+) -> None:
+    """Fill `found`, saving after each step, up to the first failure, which it names."""
+    vocabulary, found["error"] = vocabulary_of(directory), None
+    python = options.peer_python if engine != OURS else sys.executable
+    worker = Worker(engine, python, environment_of(engine, options), options.limit, options.verbose)
+    try:
+        found.update(worker.ask(load={"directory": str(directory), "options": found["options"]}))
+        worker.run(random_prompts(f"{options.seed} start", 1, START_PROMPT, vocabulary), 1)
+        found["start_s"].append(time.perf_counter() - worker.began)
+        print(f"{directory.name}, {engine}: first token after {found['start_s'][-1]:.1f} s", flush=True)
+        for length in PARITY_PROMPTS:
+            prompts = random_prompts(f"{options.seed} parity", 1, length, vocabulary)
+            found["parity_ids"] += worker.run(prompts, PARITY_TOKENS)["ids"]
+        for case in options.cases:
+            found["cases"][case] = numbers = measure_case(worker, case, vocabulary, options)
+            found["memory"] = worker.ask(memory={})
+            save()
+            shown = ", ".join(f"{key} {min(values):.4g}-{max(values):.4g}" for key, values in numbers.items())
+            print(f"{directory.name}, {engine}, {case}: {shown}", flush=True)
+    except EngineFailed as error:
+        found["error"] = str(error)
+        print(f"{directory.name}, {engine}: FAILED: {error}", flush=True)
+    finally:
+        worker.close()
+        save()
+
+
+def environment_of(engine: str, options: argparse.Namespace) -> dict[str, str]:
+    """Environment variables of an engine's process."""
+    paths = [options.peer_path if engine != OURS else str(HERE.parent), os.environ.get("PYTHONPATH")]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        # Its own models, even where our plugin is installed.
+        "ALLOTROPE_VLLM": "0",
+    }
+
+
+def engine_options(engine: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of the engine's LLM class: equal limits on both sides, then what the caller wants."""
+    shared: dict[str, Any] = {
+        "max_model_len": 16384,
+        "max_num_seqs": 128,
+        "enable_prefix_caching": options.prefix_caching,
+    }
+    if engine == OURS:
+        return {**shared, "memory_utilization": 0.85, **options.our_options}
+    return {**shared, "gpu_memory_utilization": 0.85, "skip_tokenizer_init": True, **options.peer_options}
+
+
+def vocabulary_of(directory: Path) -> int:
+    config = json.loads((directory / "config.json").read_text())
+    return int(config.get("text_config", config)["vocab_size"])
+
+
+def describe(directory: Path) -> Report:
+    """What the checkpoint is: a line for people, and a digest of its config and of its files' names and sizes."""
+    text = (directory / "config.json").read_text()
+    files = sorted((file.name, file.stat().st_size) for file in directory.glob("*.safetensors"))
+    config = json.loads(text)
+    inner, size = config.get("text_config", config), sum(size for _, size in files)
+    method = (config.get("quantization_config") or {}).get("quant_method", "not quantized")
+    architecture = (config.get("architectures") or ["?"])[0]
+    return {
+        "digest": hashlib.sha256((text + json.dumps(files)).encode()).hexdigest()[:16],
+        "described": f"{architecture}, {inner.get('num_hidden_layers')} layers, {method}, {size / 1e9:.1f} GB.",
+    }
+
+
+def command_line(arguments: list[str]) -> str:
+    """The command, without where things lie on this machine."""
+    kept = [Path(one).name if one.startswith(("/", "~", "..")) else one for one in arguments]
+    return "python bench/engine.py " + shlex.join(kept)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("models", type=Path, nargs="*", help="directories with safetensors; none: only join --merge")
+    parser.add_argument(
+        "--cases", default="1024/128/4,1024/128/16,1024/128/64,8192/128/16", help="input/output/requests"
+    )
+    parser.add_argument("--runs", type=int, default=3, help="timed runs of each case")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts")
+    parser.add_argument("--peer", choices=PEERS, default="vllm")
+    parser.add_argument("--peer-python", default=sys.executable, help="Python that the peer runs in")
+    parser.add_argument("--peer-path", help="put before the peer's PYTHONPATH: where its packages lie")
+    parser.add_argument("--peer-options", type=json.loads, default={}, help="JSON: more arguments of the peer's LLM")
+    parser.add_argument("--our-options", type=json.loads, default={}, help="JSON: more arguments of our LLM")
+    parser.add_argument("--engines", nargs="+", choices=(OURS, *PEERS), help="which to run; default: ours, then --peer")
+    parser.add_argument("--prefix-caching", action="store_true", help="prefix caches on, in both")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds that an engine's process may take")
+    parser.add_argument("--merge", type=Path, nargs="+", default=[], help="JSON of earlier runs to join")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "engine", help="path without its suffix")
+    parser.add_argument("--verbose", action="store_true", help="show what the engines say")
+    options = parser.parse_args(arguments)
+    options.engines = options.engines or [OURS, options.peer]
+    options.cases = options.cases.split(",")
+    for case in options.cases:
+        numbers = case.split("/")
+        if len(numbers) != 3 or not all(one.isdigit() and int(one) > 0 for one in numbers) or int(numbers[1]) < 2:
+            parser.error(f"--cases {case}: give input/output/requests, all positive, with an output of 2 or more")
+    names = [directory.name for directory in options.models]
+    if len(set(names)) < len(names) or not (names or options.merge):
+        parser.error(f"models {names}: give directories of different names, or files to --merge")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parse(given)
+    report: Report = {
+        "commands": [command_line(given)],
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "settings": {
+            "runs": options.runs,
+            "seed": options.seed,
+            "prefix_caching": options.prefix_caching,
+            "parity_tokens": PARITY_TOKENS,
+        },
+        "models": {directory.name: describe(directory) | {"engines": {}} for directory in options.models},
+    }
+    for directory in options.models:
+        for engine in options.engines:
+            found: Report = {"options": engine_options(engine, options), "environment": {}, "kv_tokens": None}
+            found |= {"start_s": [], "parity_ids": [], "cases": {}, "memory": {}, "error": "not run yet"}
+            report["models"][directory.name]["engines"][engine] = found
+    reports = [json.loads(file.read_text()) for file in options.merge] + [report] * bool(options.models)
+
+    def joined() -> Report:
+        return functools.reduce(merged, reports)
+
+    try:
+        joined()
+    except ValueError as error:
+        sys.exit(f"--merge: {error}")
+    for directory in options.models:
+        for engine, found in report["models"][directory.name]["engines"].items():
+            measure_engine(engine, directory.resolve(), options, found, lambda: write_json(options.out, joined()))
+    for path in write_report(options.out, joined()):
+        print(f"wrote {path}")
+    engines = [found for model in report["models"].values() for found in model["engines"].values()]
+    return int(any(found["error"] for found in engines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

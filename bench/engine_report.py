@@ -1,0 +1,223 @@
+"""What a run of `bench/engine.py` leaves: JSON, a table and a plot; and joining what several runs found."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+OURS = "allotrope"
+# Measure -> how it is called in a table, digits, whether it is worth a ratio. All of these ratios are theirs over ours.
+MEASURES = {
+    "prefill_s": ("prefill s", 3, True),
+    "tpot_ms": ("TPOT ms", 2, True),
+    "tokens_per_s": ("tokens/s in and out", 0, False),
+}
+# What must be equal for two runs to be of one kind.
+SETTINGS = ("seed", "prefix_caching", "parity_tokens")
+
+Report = dict[str, Any]
+
+
+def merged(old: Report, new: Report) -> Report:
+    """Both reports as one; where both have a case of an engine, the newer counts, and all starts are kept.
+
+    Raises ValueError if they are not of the same files, settings and options.
+    """
+    differing = [key for key in SETTINGS if old["settings"][key] != new["settings"][key]]
+    if differing:
+        raise ValueError(f"settings differ: {', '.join(differing)}")
+    models = dict(old["models"])
+    for name, model in new["models"].items():
+        before = models.get(name)
+        if before is None:
+            models[name] = model
+            continue
+        if before["digest"] != model["digest"]:
+            raise ValueError(f"{name} is not the same checkpoint in both (digests differ)")
+        engines = dict(before["engines"])
+        for engine, found in model["engines"].items():
+            engines[engine] = _merged_engine(f"{name}, {engine}", engines.get(engine), found)
+        models[name] = model | {"engines": engines}
+    commands = [*old["commands"], *(one for one in new["commands"] if one not in old["commands"])]
+    return new | {"commands": commands, "models": models}
+
+
+def _merged_engine(what: str, old: Report | None, new: Report) -> Report:
+    if old is None:
+        return new
+    if old["options"] != new["options"]:
+        raise ValueError(f"{what}: options differ: {old['options']} and {new['options']}")
+    cases, starts = {**old["cases"], **new["cases"]}, [*old["start_s"], *new["start_s"]]
+    return (
+        old
+        | {key: value for key, value in new.items() if value}
+        | {
+            "cases": cases,
+            "start_s": starts,
+            "error": new["error"],
+        }
+    )
+
+
+def summarize(report: Report) -> Report:
+    """The report with `parity` and `ratios` of each model: theirs over ours of the medians; above 1 we are faster."""
+    models = {}
+    for name, model in report["models"].items():
+        engines = model["engines"]
+        peers = [engine for engine in engines if engine != OURS and OURS in engines]
+        models[name] = model | {
+            "parity": {peer: parity(engines[OURS]["parity_ids"], engines[peer]["parity_ids"]) for peer in peers},
+            "ratios": {peer: ratios(engines[OURS], engines[peer]) for peer in peers},
+        }
+    return report | {"models": models}
+
+
+def parity(ours: list[list[int]], theirs: list[list[int]]) -> list[int]:
+    """For each prompt, how many leading tokens are equal."""
+    found = []
+    for mine, other in zip(ours, theirs, strict=False):
+        pairs = list(zip(mine, other, strict=False))
+        found.append(next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs)))
+    return found
+
+
+def ratios(ours: Report, theirs: Report) -> Report:
+    """Medians of theirs over those of ours, of the start and of each case that both have."""
+    found: Report = {}
+    if ours["start_s"] and theirs["start_s"]:
+        found["start_s"] = statistics.median(theirs["start_s"]) / statistics.median(ours["start_s"])
+    for case, mine in ours["cases"].items():
+        other = theirs["cases"].get(case)
+        if other is not None:
+            found[case] = {
+                key: statistics.median(other[key]) / statistics.median(mine[key])
+                for key, (_, _, compared) in MEASURES.items()
+                if compared
+            }
+    return found
+
+
+def write_report(out: Path, report: Report) -> list[Path]:
+    """Write `out`.json, `out`.md and, if matplotlib is there and anything was timed, `out`.png. Returns the paths."""
+    paths = [write_json(out, report), out.with_name(out.name + ".md")]
+    report = summarize(report)
+    paths[1].write_text(page(report))
+    timed = any(engine["cases"] for model in report["models"].values() for engine in model["engines"].values())
+    if timed and importlib.util.find_spec("matplotlib"):
+        paths.append(out.with_name(out.name + ".png"))
+        _plot(paths[2], report)
+    return paths
+
+
+def write_json(out: Path, report: Report) -> Path:
+    """Write `out`.json alone: what is found so far, summarized."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    path = out.with_name(out.name + ".json")
+    path.write_text(json.dumps(summarize(report), indent=1) + "\n")
+    return path
+
+
+def page(report: Report) -> str:
+    """The report in Markdown."""
+    settings = report["settings"]
+    caching = "on" if settings["prefix_caching"] else "off"
+    lines = ["# Engines", "", *(f"`{command}`\n" for command in report["commands"])]
+    lines.append(
+        f"Random weights and prompts, greedy, prefix caches {caching}; median of {settings['runs']} runs (least to "
+        f"most). Ratios are theirs over ours: above 1 we are faster. {report['date']}."
+    )
+    for name, model in report["models"].items():
+        lines += ["", f"## {name}", "", f"{model['described']}", "", *_table(model), "", *_remarks(model, settings)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(model: Report) -> list[str]:
+    engines = model["engines"]
+    peers = list(model["ratios"])
+    head = ["case", "", *engines, *(f"{peer} / {OURS}" for peer in peers)]
+    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
+    starts = {engine: found["start_s"] for engine, found in engines.items()}
+    lines.append(_row("", "start s", 1, starts, [model["ratios"][peer].get("start_s") for peer in peers]))
+    cases = dict.fromkeys(case for found in engines.values() for case in found["cases"])
+    for case in cases:
+        for key, (label, digits, compared) in MEASURES.items():
+            numbers = {engine: found["cases"].get(case, {}).get(key, []) for engine, found in engines.items()}
+            ratio = [model["ratios"][peer].get(case, {}).get(key) if compared else None for peer in peers]
+            lines.append(_row(case, label, digits, numbers, ratio))
+    return lines
+
+
+def _row(case: str, label: str, digits: int, numbers: dict[str, list[float]], ratio: list[float | None]) -> str:
+    cells = [case, label, *(_spread(found, digits) for found in numbers.values())]
+    cells += ["" if one is None else f"{one:.2f}×" for one in ratio]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _spread(numbers: list[float], digits: int) -> str:
+    if not numbers:
+        return "–"
+    middle = f"{statistics.median(numbers):.{digits}f}"
+    return middle if len(numbers) == 1 else f"{middle} ({min(numbers):.{digits}f}–{max(numbers):.{digits}f})"
+
+
+def _remarks(model: Report, settings: Report) -> list[str]:
+    lines = []
+    for engine, found in model["engines"].items():
+        where = found["environment"]
+        parts = [f"{where[key]}" if key == "device" else f"{key} {where[key]}" for key in where]
+        if found["kv_tokens"]:
+            parts.append(f"caches of {found['kv_tokens']} tokens")
+        parts += [
+            f"{key.removesuffix('_gb').replace('_', ' ')} {value:.1f} GB" for key, value in found["memory"].items()
+        ]
+        parts.append(f"options {json.dumps(found['options'])}")
+        lines.append(f"- {engine}: {'; '.join(parts)}.")
+        if found["error"]:
+            lines.append(f"- **{engine} did not finish**: {found['error']}")
+    for peer, common in model["parity"].items():
+        shown = ", ".join(map(str, common)) or "not compared"
+        lines.append(f"- {OURS} and {peer}: equal leading tokens of {settings['parity_tokens']}, by prompt: {shown}.")
+    return lines
+
+
+def _plot(path: Path, report: Report) -> None:
+    """Bars by case and engine, with least and most; one line of plots for each model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [key for key, (_, _, compared) in MEASURES.items() if compared]
+    models = report["models"]
+    figure, grid = pyplot.subplots(
+        len(models), len(shown), figsize=(6 * len(shown), 3.4 * len(models) + 1), squeeze=False
+    )
+    for line, (name, model) in zip(grid, models.items(), strict=True):
+        for axes, key in zip(line, shown, strict=True):
+            _bars(axes, model["engines"], key)
+            axes.set_title(f"{name}: {MEASURES[key][0]}")
+    commands = "\n".join(report["commands"])
+    figure.text(0.01, 0.005, f"{report['date']}\n{commands}", fontsize=6, wrap=True, family="monospace")
+    figure.tight_layout(rect=(0, 0.03 + 0.02 * (len(report["commands"]) + 1) / len(models), 1, 1))
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _bars(axes: Any, engines: Report, key: str) -> None:
+    cases = list(dict.fromkeys(case for found in engines.values() for case in found["cases"]))
+    width = 0.8 / len(engines)
+    for number, (engine, found) in enumerate(engines.items()):
+        own = [case for case in cases if case in found["cases"]]
+        places = [cases.index(case) + (number - (len(engines) - 1) / 2) * width for case in own]
+        numbers = [found["cases"][case][key] for case in own]
+        middle = [statistics.median(values) for values in numbers]
+        below = [m - min(values) for m, values in zip(middle, numbers, strict=True)]
+        above = [max(values) - m for m, values in zip(middle, numbers, strict=True)]
+        axes.bar(places, middle, width, yerr=[below, above], capsize=2, label=engine, color=f"C{number}")
+    axes.set_xticks(range(len(cases)), cases)
+    axes.set_xlabel("input / output / requests at once")
+    axes.grid(alpha=0.3, axis="y")
+    axes.legend()

@@ -1,0 +1,141 @@
+"""Products with quantized weights against their plain twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from device_under_test import DEVICE
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from allotrope.attention.check import KINDS, compare
+from allotrope.layers.mlp import Gating
+from allotrope.layers.quant import triton_quantize
+from allotrope.layers.quant.format import ACTIVATION_RUN, Format, Quantized, as_multiplied, quantize, quantize_rows
+from allotrope.layers.quant.launch import Launch
+from allotrope.layers.quant.prepare import prepare, prepare_plain
+from allotrope.layers.quant.triton_product import multiply
+
+BLOCK, CHANNEL, MXFP4 = Format("fp8", 128), Format("fp8", 0), Format("mxfp4", 32)
+
+
+def weight_of(format: Format, *shape: int, rows: int = 1) -> Quantized:
+    made = quantize(torch.randn(shape) / shape[-1] ** 0.5, format, rows)
+    return Quantized(format, made.codes.to(DEVICE), made.scales.to(DEVICE))
+
+
+LAUNCHES = {
+    "weights left": Launch(16, 32),
+    "weights left, rounded before": Launch(16, 32, quantize=False),
+    "rows left": Launch(16, 32, left=False, quantize=False),
+    "rows left, rounded here": Launch(16, 32, left=False),
+    "shared inputs": Launch(16, 32, splits=3),
+    "shared inputs, rows left": Launch(16, 32, splits=2, left=False),
+}
+
+
+@pytest.mark.parametrize("inputs", [128, 300, 1])
+def test_activations_are_rounded_as_the_twin_does(inputs: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, inputs + 3, device=DEVICE).bfloat16()[:, :inputs]
+    x[2] = 0
+    codes, scales = triton_quantize.quantize_rows(x)
+    want, factors = quantize_rows(x)
+    assert torch.equal(scales, factors)
+    # Division rounds in its own way on a chip: a code may be the neighbour of one that is nearly as near.
+    near = (codes.float() * scales.repeat_interleave(ACTIVATION_RUN, 1) - x_padded(x)).abs()
+    assert bool((near <= 32.5 * scales.repeat_interleave(ACTIVATION_RUN, 1)).all())
+    assert float((codes.float() != want.float()).float().mean()) < 0.01
+
+
+def x_padded(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(x.float(), (0, -x.shape[1] % ACTIVATION_RUN))
+
+
+def check(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert (found := compare(got, want, "bf16")), str(found)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
+@pytest.mark.parametrize(
+    ("format", "rows"), [(BLOCK, 128), (BLOCK, 1), (CHANNEL, 1), (MXFP4, 1)], ids=["block", "rows", "channel", "mxfp4"]
+)
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 128, 384), (19, 41, 448)])
+def test_one_weight(format: Format, rows: int, tokens: int, outputs: int, inputs: int, launch: Launch) -> None:
+    """Odd sizes, x and y cut out of wider memory, nothing beyond read or written."""
+    torch.manual_seed(tokens)
+    weight, bias = weight_of(format, outputs, inputs, rows=rows), torch.randn(outputs, device=DEVICE).bfloat16()
+    memory = torch.full((tokens + 2, inputs + 8), torch.nan, device=DEVICE).bfloat16()
+    x = memory[:tokens, :inputs]
+    x.copy_(torch.randn(x.shape))
+    out = torch.full((tokens, outputs + 5), 7.0, device=DEVICE).bfloat16()
+    want = as_multiplied(x, format.kind) @ weight.dequantized().T + bias.float()
+    prepared = prepare(weight)
+    got = multiply(x, prepared, bias=bias, out=out[:, :outputs], launch=launch)
+    check(got, want)
+    assert bool((out[:, outputs:] == 7).all())
+    again = multiply(x, prepared, bias=bias, launch=launch)
+    assert torch.equal(again, got)
+
+
+@pytest.mark.parametrize("launch", [LAUNCHES["weights left"], LAUNCHES["rows left"]], ids=["left", "right"])
+@pytest.mark.parametrize("format", [BLOCK, MXFP4], ids=["block", "mxfp4"])
+@pytest.mark.parametrize(
+    "gating", [None, Gating(), Gating(slope=1.702, limit=1.0, offset=1.0)], ids=["plain", "silu", "clamped"]
+)
+@pytest.mark.parametrize("sizes", [[5, 0, 17, 1], [0, 0, 1, 0], [0, 33, 0, 0]], ids=str)
+def test_experts(sizes: list[int], gating: Gating | None, format: Format, launch: Launch) -> None:
+    """Empty experts and one that has all rows; rows of x taken in any order; biases and gates in the same launch."""
+    torch.manual_seed(0)
+    count, outputs, inputs, tokens = len(sizes), 64, 192, 7
+    weight = weight_of(format, count, outputs, inputs)
+    bias = torch.randn(count, outputs, device=DEVICE).bfloat16()
+    x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
+    source = torch.randint(tokens, (sum(sizes),), device=DEVICE, dtype=torch.int32)
+    ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    plain, seen = weight.dequantized(), as_multiplied(x, format.kind)[source]
+    parts = [seen[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True)]
+    want = torch.cat([part @ plain[e].T + bias[e].float() for e, part in enumerate(parts)])
+    if gating is not None:
+        gate, up = want.chunk(2, dim=1)
+        if gating.limit is not None:
+            gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+        want = gate * torch.sigmoid(gating.slope * gate) * (up + gating.offset)
+    check(multiply(x, prepare(weight), bias=bias, ends=ends, source=source, gating=gating, launch=launch), want)
+
+
+def test_nothing_to_multiply() -> None:
+    weight = prepare(weight_of(BLOCK, 32, 128))
+    assert multiply(torch.empty(0, 128, device=DEVICE).bfloat16(), weight).shape == (0, 32)
+    with pytest.raises(ValueError, match="rows of 64 numbers for a weight of 128 inputs"):
+        multiply(torch.empty(1, 64, device=DEVICE).bfloat16(), weight)
+
+
+def test_scales_too_large_for_the_fast_way_are_right() -> None:
+    torch.manual_seed(0)
+    weight = weight_of(MXFP4, 32, 128)
+    weight = Quantized(MXFP4, weight.codes, weight.scales + 20)
+    x = torch.randn(3, 128, device=DEVICE).bfloat16()
+    want = x.float() @ weight.dequantized().T
+    check(multiply(x, prepare(weight)), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("sizes", [[5, 0, 17, 1, 0, 16], [0, 0, 1], [40], [0, 33, 0, 0, 2]], ids=str)
+def test_plain_experts(sizes: list[int], left: bool, dtype: torch.dtype) -> None:
+    """Odd widths, rows cut out of wider ones; a row's result does not depend on its neighbours."""
+    torch.manual_seed(0)
+    inputs, outputs = 50, 41
+    memory = torch.full((sum(sizes) + 3, inputs + 6), torch.nan, device=DEVICE).to(dtype)
+    rows = memory[: sum(sizes), :inputs]
+    rows.copy_(torch.randn(rows.shape))
+    weights = (torch.randn(len(sizes), outputs, inputs, device=DEVICE) / 7).to(dtype)
+    ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    want = torch.cat([r.float() @ w.float().T for r, w in zip(rows.split(sizes), weights, strict=True)])
+    launch, prepared = Launch(16, 32, left=left), prepare_plain(weights)
+    got = multiply(rows, prepared, ends=ends, launch=launch)
+    assert (found := compare(got, want, KINDS[dtype])), str(found)
+    last = [index for index, size in enumerate(sizes) if size][-1]
+    alone = (torch.arange(len(sizes), device=DEVICE) >= last).int()
+    assert torch.equal(multiply(rows[-1:], prepared, ends=alone, launch=launch)[0], got[-1])

@@ -1,0 +1,175 @@
+"""The engine bench without a GPU: random checkpoints load and generate, and a run leaves its numbers and tables."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allotrope import LLM, SamplingParams
+from allotrope.errors import ConfigError
+from allotrope.models.registry import find_architecture, read_spec
+
+BENCH = Path(__file__).parent.parent / "bench"
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+KEPT = {"modules_to_not_convert": ["lm_head", "model.layers.*.mlp.gate"]}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+CASES = ["16/4/2", "8/3/1"]
+
+
+def tiny(architecture: str, quantization: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    config = find_architecture({"architectures": [architecture]}, "test").tiny() | more
+    return config if quantization is None else config | {"quantization_config": quantization}
+
+
+@pytest.fixture
+def weights(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCH))
+    return __import__("random_weights")
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCH))
+    return __import__("engine")
+
+
+def tokens(directory: Path) -> list[list[int]]:
+    llm = LLM(str(directory), device="cpu", dtype="float32", max_model_len=64, max_num_seqs=2, threads=1)
+    try:
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        return [output.outputs[0].token_ids for output in llm.generate([[5, 6, 7, 8], [9, 10, 11]], params)]
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "stored"),
+    [
+        (tiny("Qwen3MoeForCausalLM", FP8 | KEPT), "model.layers.0.mlp.experts.7.up_proj.weight"),
+        (tiny("Qwen3NextForCausalLM", FP8), "model.layers.0.linear_attn.in_proj_qkvz.weight"),
+        (tiny("DeepseekV32ForCausalLM", FP8 | {"scale_fmt": "ue8m0"}), "model.layers.2.self_attn.kv_b_proj.weight"),
+        (tiny("DeepseekV4ForCausalLM", FP8, expert_dtype="fp4"), "layers.3.ffn.experts.7.w2.weight"),
+        (tiny("DeepseekV4ForCausalLM", FP8, expert_dtype="fp8"), "layers.0.attn.wo_a.weight"),
+        (tiny("GptOssForCausalLM", MXFP4), "model.layers.3.mlp.experts.gate_up_proj_blocks"),
+        (tiny("Gemma4ForCausalLM"), "model.layers.0.self_attn.q_proj.weight"),
+    ],
+    ids=["qwen3 moe fp8", "qwen3-next fp8", "v3.2 fp8", "v4 fp4", "v4 fp8", "gpt-oss mxfp4", "gemma 4"],
+)
+def test_a_random_checkpoint_generates(config: dict[str, Any], stored: str, weights: Any, tmp_path: Path) -> None:
+    from allotrope.models.checkpoint import open_checkpoint
+
+    weights.write_checkpoint(config, tmp_path, seed=3)
+    header = open_checkpoint(str(tmp_path)).headers()[stored]
+    plain = "quantization_config" not in config
+    assert header.dtype in ((torch.bfloat16,) if plain else (torch.float8_e4m3fn, torch.int8, torch.uint8))
+    found = tokens(tmp_path)
+    # Neither stuck nor all alike.
+    assert all(len(set(ids)) > 2 for ids in found) and found[0] != found[1]
+
+
+def test_quantized_values_have_the_size_of_plain_ones(weights: Any) -> None:
+    weight = torch.randn(200, 300, generator=torch.Generator().manual_seed(0)) / 300**0.5
+    for power_of_two in (False, True):
+        rounded, scale = weights.fp8_blocks(weight, (128, 128), power_of_two=power_of_two)
+        assert list(scale.shape) == [2, 3] and rounded.shape == weight.shape
+        whole = scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300] * rounded.float()
+        assert (whole - weight).norm() < 0.05 * weight.norm()
+    spec = read_spec(tiny("GptOssForCausalLM"), "test")[1]
+    maker = weights.Maker(tiny("GptOssForCausalLM", MXFP4), spec, 0, torch.device("cpu"))
+    name = "model.layers.0.mlp.experts.down_proj"
+    stored = dict(maker.make(name, torch.empty(4, 96, 256, device="meta")))
+    assert {key: list(value.shape) for key, value in stored.items()} == {
+        name + "_blocks": [4, 256, 3, 16],
+        name + "_scales": [4, 256, 3],
+    }
+    from allotrope.models.dequantize import unpack_mxfp4
+
+    plain = unpack_mxfp4(stored[name + "_blocks"], stored[name + "_scales"]).float()
+    assert abs(float(plain.square().mean()) * 96 - 1) < 0.05
+
+
+def test_released_configs_shrink_to_whole_patterns(weights: Any) -> None:
+    """Every config under bench/configs is one that we read, and names what its release leaves unquantized."""
+    periods = {"qwen3_next_80b_fp8": 4, "gpt_oss_120b": 2, "gemma4_31b": 6, "deepseek_v4_flash": 2}
+    found = {file.parent.name: json.loads(file.read_text()) for file in BENCH.glob("configs/*/config.json")}
+    assert periods.keys() <= found.keys()
+    for name, config in found.items():
+        weights.read_quantization(config)
+        period = periods.get(name, 1)
+        cut = weights.with_layers(config, 2 * period)
+        assert len(read_spec(cut, name)[1].layers) == 2 * period
+        assert cut.get("first_k_dense_replace", 0) <= 1 and cut.get("num_hash_layers", 0) <= 1
+        if period > 1:
+            with pytest.raises(ConfigError, match=f"multiple of {period}"):
+                weights.with_layers(config, period + 1)
+
+
+def test_shards_are_indexed_and_written_once(weights: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "SHARD_BYTES", 100_000)
+    config = tiny("Qwen3MoeForCausalLM", FP8 | KEPT)
+    count, size = weights.write_checkpoint(config, tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
+    assert len(files) > 1 and sorted(set(index["weight_map"].values())) == files
+    assert len(index["weight_map"]) == count and index["metadata"]["total_size"] == size
+    kept = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert kept == ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(config["num_hidden_layers"]))]
+    with pytest.raises(ConfigError, match="has weights already"):
+        weights.write_checkpoint(config, tmp_path)
+
+
+def test_a_run_leaves_numbers_a_table_and_what_failed(engine: Any, weights: Any, tmp_path: Path) -> None:
+    model, out = tmp_path / "tiny", tmp_path / "found"
+    weights.write_checkpoint(tiny("LlamaForCausalLM"), model)
+    small = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": 128, "max_num_seqs": 4}
+    command = [str(model), "--cases", ",".join(CASES), "--runs", "2", "--our-options", json.dumps(small)]
+    assert engine.main([*command, "--peer-python", "false", "--out", str(out)]) == 1
+    report = json.loads(out.with_suffix(".json").read_text())
+    found = report["models"]["tiny"]["engines"]
+    assert "ended with code 1" in found["vllm"]["error"] and found["allotrope"]["error"] is None
+    ours = found["allotrope"]
+    assert len(ours["start_s"]) == 1 and [len(ids) for ids in ours["parity_ids"]] == [16, 16] and ours["kv_tokens"] > 0
+    assert list(ours["cases"]) == CASES
+    for case in ours["cases"].values():
+        assert {key: len(values) for key, values in case.items()} == dict.fromkeys(
+            ("prefill_s", "total_s", "tpot_ms", "tokens_per_s"), 2
+        )
+    assert report["commands"][0].startswith("python bench/engine.py tiny --cases") and str(tmp_path) not in str(report)
+    page = out.with_suffix(".md").read_text()
+    assert "| 16/4/2 | TPOT ms |" in page and "**vllm did not finish**" in page
+
+    # A later run of the peer, twice as slow and parting after five tokens, is joined.
+    slow = {key: [2 * value for value in values] for key, values in ours["cases"]["16/4/2"].items()}
+    peer = ours | {
+        "options": found["vllm"]["options"],
+        "cases": {"16/4/2": slow},
+        "start_s": [4 * ours["start_s"][0]],
+        "parity_ids": [ours["parity_ids"][0], [*ours["parity_ids"][1][:5], -1, *ours["parity_ids"][1][6:]]],
+    }
+    later = report | {"models": {"tiny": report["models"]["tiny"] | {"engines": {"vllm": peer}}}}
+    (tmp_path / "later.json").write_text(json.dumps(later))
+    merge = ["--merge", str(out.with_suffix(".json")), str(tmp_path / "later.json"), "--out", str(tmp_path / "both")]
+    assert engine.main(merge) == 0
+    whole = json.loads((tmp_path / "both.json").read_text())["models"]["tiny"]
+    assert whole["parity"] == {"vllm": [16, 5]}
+    assert whole["ratios"]["vllm"] == {"start_s": 4.0, "16/4/2": {"prefill_s": 2.0, "tpot_ms": 2.0}}
+    assert "2.00×" in (tmp_path / "both.md").read_text()
+    assert not find_spec("matplotlib") or (tmp_path / "both.png").stat().st_size > 1000
+
+    other = later | {"models": {"tiny": later["models"]["tiny"] | {"digest": "another"}}}
+    (tmp_path / "later.json").write_text(json.dumps(other))
+    with pytest.raises(SystemExit, match="not the same checkpoint"):
+        engine.main(merge)
+
+
+def test_an_engine_that_takes_too_long_is_killed(engine: Any, weights: Any, tmp_path: Path) -> None:
+    weights.write_checkpoint(tiny("LlamaForCausalLM"), tmp_path / "tiny")
+    command = [str(tmp_path / "tiny"), "--engines", "allotrope", "--limit", "0.3", "--out", str(tmp_path / "found")]
+    assert engine.main(command) == 1
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert report["models"]["tiny"]["engines"]["allotrope"]["error"] == "killed after --limit 0.3 s"
