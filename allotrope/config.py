@@ -32,6 +32,11 @@ class EngineConfig:
     hf_overrides: str | None = option("JSON object merged over the checkpoint's config.json.", None)
     load_format: LoadFormat = option("Where weights come from; 'dummy' makes reproducible random ones.", "auto")
     dtype: DType = option("Type of weights and activations; 'auto' is the checkpoint's own.", "auto")
+    quantized_weights: Literal["auto", "keep", "unpack"] = option(
+        "Weights that are stored quantized: 'keep' multiplies them so, 'unpack' makes them plain; 'auto' keeps them on "
+        "a GPU.",
+        "auto",
+    )
     kv_cache_dtype: KVCacheDType = option(
         "Type of the cached rows; 'auto' is that of the model, 'fp8_scaled' FP8 with factors in each row (latent and "
         "compressed rows).",

@@ -29,7 +29,7 @@ import torch
 from safetensors.torch import save_file
 
 from allotrope.errors import AllotropeError, ConfigError, ModelError
-from allotrope.models.dequantize import FP4_BLOCK, FP4_VALUES, SCALE_BIAS
+from allotrope.layers.quant.format import FP4_RUN, FP4_VALUES, SCALE_BIAS
 from allotrope.models.registry import Architecture, read_spec
 from allotrope.models.spec import ModelSpec
 from allotrope.verify.random_checkpoint import _known_name, _released, first_layers
@@ -204,7 +204,7 @@ class Maker:
         elif quantization.method == "mxfp4":
             experts, inputs, outputs = like.shape
             codes, exponents = self._four_bits((experts, outputs), inputs, generator)
-            yield name + "_blocks", codes.unflatten(-1, (-1, FP4_BLOCK // 2)).cpu()
+            yield name + "_blocks", codes.unflatten(-1, (-1, FP4_RUN // 2)).cpu()
             yield name + "_scales", exponents.cpu()
         elif quantization.packed_experts and ".experts." in name:
             codes, exponents = self._four_bits(tuple(like.shape[:-1]), like.shape[-1], generator)
@@ -250,14 +250,14 @@ class Maker:
 
         Of the two nearest powers of two, each as often as makes the mean square 1 / inputs.
         """
-        if inputs % FP4_BLOCK:
-            raise ConfigError(f"{inputs} inputs do not come in blocks of {FP4_BLOCK}, as 4-bit weights do.")
+        if inputs % FP4_RUN:
+            raise ConfigError(f"{inputs} inputs do not come in blocks of {FP4_RUN}, as 4-bit weights do.")
         square = sum(value * value for value in FP4_VALUES) / len(FP4_VALUES)
         exact = -0.5 * math.log2(square * inputs)
         above = (4.0 ** (exact - math.floor(exact)) - 1.0) / 3.0
         options: dict[str, Any] = {"generator": generator, "device": self.device}
         codes = torch.randint(256, (*rows, inputs // 2), dtype=torch.uint8, **options)
-        up = torch.rand((*rows, inputs // FP4_BLOCK), **options) < above
+        up = torch.rand((*rows, inputs // FP4_RUN), **options) < above
         return codes, up.to(torch.uint8) + (SCALE_BIAS + math.floor(exact))
 
 

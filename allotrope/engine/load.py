@@ -20,12 +20,14 @@ from allotrope.cache.memory import Demand, MemoryPlan, plan_memory
 from allotrope.config import EngineConfig
 from allotrope.engine.row_scales import WithoutRowScales, refuse_fp8, set_row_scales
 from allotrope.errors import ConfigError, ModelError
-from allotrope.layers.build import Build
+from allotrope.layers.build import Build, Formats
 from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.parallel import Parallel
+from allotrope.layers.quant.product import lasting_bytes
 from allotrope.models.checkpoint import Checkpoint, open_checkpoint
 from allotrope.models.decoder import Decoder
-from allotrope.models.dequantize import dequantized
+from allotrope.models.dequantize import dequantized, quantization_of
+from allotrope.models.kept_formats import stated_formats, stored_formats
 from allotrope.models.registry import Architecture, read_spec
 from allotrope.models.spec import ModelSpec
 from allotrope.models.weights import Loader, fill_random, finish
@@ -55,10 +57,10 @@ class Blueprint:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the parameters that one rank holds, counted on a model made without memory."""
+        """Bytes of the weights that one rank holds, counted on a model made without memory."""
         build = dataclasses.replace(self.build, device=torch.device("meta"))
         model = self.architecture.decoder(self.spec, build)
-        return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        return sum(lasting_bytes(name, parameter) for name, parameter in model.named_parameters())
 
 
 def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint:
@@ -88,11 +90,24 @@ def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint
     except ValueError as error:
         raise ModelError(checkpoint.source, [str(error)]) from error
     refuse_fp8(specs)
+    if config.quantized_weights == "keep" or (config.quantized_weights == "auto" and build.device.type == "cuda"):
+        build = dataclasses.replace(build, formats=_formats(checkpoint, architecture, spec, build))
     shares = {i: layer.mixer.shares_cache_of for i, layer in enumerate(spec.layers)}
     owners = {i: owner for i, owner in shares.items() if owner is not None}
     caches = [{} if i in owners else one.caches() for i, one in enumerate(specs)]
     groups = group_caches(caches, config.page_size)
     return Blueprint(checkpoint, architecture, spec, build, specs, owners, groups, config.max_model_len or spec.context)
+
+
+def _formats(checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, build: Build) -> Formats:
+    """Weights that stay quantized."""
+    rules = architecture.rules(spec)
+    if checkpoint.has_weights:
+        return stored_formats(dequantized(WithoutRowScales(checkpoint)), rules)
+    if not quantization_of(checkpoint.config):
+        return {}
+    model = architecture.decoder(spec, dataclasses.replace(build, device=torch.device("meta")))
+    return stated_formats(checkpoint.config, rules, [name for name, _ in model.named_parameters()])
 
 
 def plan_caches(blueprint: Blueprint, config: EngineConfig, available: int | None = None) -> MemoryPlan:
@@ -153,6 +168,8 @@ def load_model(blueprint: Blueprint, seed: int) -> Decoder:
             time.monotonic() - started,
             len(report.dropped),
         )
+        if build.formats and report.unpacked:
+            log.info("stored quantized, kept as %s: %s", build.dtype, ", ".join(sorted(report.unpacked)))
     else:
         fill_random(model, seed, build.parallel)
     finish(model)

@@ -18,7 +18,9 @@ from torch import nn
 
 from allotrope.errors import ModelError
 from allotrope.layers.parallel import Parallel, placement_of
+from allotrope.layers.quant.product import CODES, SCALES
 from allotrope.models.checkpoint import Checkpoint
+from allotrope.models.dequantize import QuantizedView
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
@@ -65,13 +67,23 @@ def fuse(source: str, target: str, sections: Iterable[str]) -> list[Rule]:
     return [Rule(source.replace("{}", section), target, section.removesuffix("_proj")) for section in sections]
 
 
+def filled(rule: Rule, match: re.Match[str]) -> str:
+    """The rule's target with the integers of a match of its source."""
+    assert rule.target is not None
+    return _HOLE.sub(lambda hole: match.group(hole.group(1)), rule.target)
+
+
 @dataclass
 class LoadReport:
-    """What loading did: tensors read, bytes, and tensors dropped with their reasons."""
+    """What loading did: tensors read, bytes, and tensors dropped with their reasons.
+
+    `unpacked`: weights that are stored quantized and were not kept so, with `*` for numbers.
+    """
 
     tensors: int = 0
     bytes: int = 0
     dropped: dict[str, str] = field(default_factory=dict)
+    unpacked: set[str] = field(default_factory=set)
 
 
 class Loader:
@@ -97,11 +109,8 @@ class Loader:
             if reason is not None:
                 report.dropped[name] = reason
                 continue
-            tensor = checkpoint.read(name)
             report.tensors += 1
-            report.bytes += tensor.nbytes
-            for match, rule in matches:
-                self._place(name, tensor, match, rule)
+            self._read(checkpoint, name, matches, report)
         for name, pieces in self.missing.items():
             self.reasons.extend(
                 f"parameter {name}{_piece_text(piece)} is in no checkpoint tensor" for piece in sorted(pieces)
@@ -113,9 +122,36 @@ class Loader:
             raise ModelError(f"{checkpoint.source} does not fit its architecture", shown)
         return report
 
-    def _place(self, name: str, tensor: torch.Tensor, match: re.Match[str], rule: Rule) -> None:
-        assert rule.target is not None
-        target = _HOLE.sub(lambda hole: match.group(hole.group(1)), rule.target)
+    def _read(
+        self, checkpoint: Checkpoint, name: str, matches: Sequence[tuple[re.Match[str], Rule]], report: LoadReport
+    ) -> None:
+        """Put a tensor into every place that it fills, quantized where the place keeps it so."""
+        plain: torch.Tensor | None = None
+        packed: tuple[torch.Tensor, torch.Tensor] | None = None
+        view = checkpoint if isinstance(checkpoint, QuantizedView) else None
+        format = view.format(name) if view is not None else None
+        for match, rule in matches:
+            target = filled(rule, match)
+            if view is not None and format is not None and self._keeps(target, rule.section):
+                if packed is None:
+                    packed = view.packed(name)
+                    report.bytes += sum(part.nbytes for part in packed)
+                for ending, part in zip((CODES, SCALES), packed, strict=True):
+                    self._place(name, part, target + ending, match, rule)
+                continue
+            if plain is None:
+                plain = checkpoint.read(name)
+                report.bytes += plain.nbytes
+            if format is not None:
+                report.unpacked.add(re.sub(r"\d+", "*", target))
+            self._place(name, plain, target, match, rule)
+
+    def _keeps(self, target: str, section: str) -> bool:
+        """Whether a section of a weight is kept quantized."""
+        codes = self.parameters.get(target + CODES)
+        return codes is not None and any(one.name == section for one in placement_of(codes).sections)
+
+    def _place(self, name: str, tensor: torch.Tensor, target: str, match: re.Match[str], rule: Rule) -> None:
         parameter = self.parameters.get(target)
         if parameter is None:
             self.reasons.append(f"checkpoint tensor {name} goes to {target}, which this model does not have")
@@ -174,24 +210,37 @@ def finish(module: nn.Module) -> None:
 
 
 def fill_random(module: nn.Module, seed: int, parallel: Parallel) -> None:
-    """Reproducible random weights: of unit gain for matrices, around 1 for vectors; equal at every parallel size."""
+    """Reproducible random weights: of unit gain for matrices, around 1 for vectors; equal at every parallel size.
+
+    They are drawn where they stay, so that a GPU's differ from a CPU's.
+    """
     for name, parameter in module.named_parameters():
         placement = placement_of(parameter)
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+        generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
         shape = list(parameter.shape)
         dim = placement.dim + bool(placement.experts)
         for section in placement.sections:
             shape[dim] = section.size
-            full = _draw(shape, placement.below, generator)
-            if placement.experts:
-                for expert in range(placement.experts):
-                    placement.fill(parameter.data[expert], full[expert], section.name, parallel)
-            else:
-                placement.fill(parameter.data, full, section.name, parallel)
+            if not placement.experts:
+                placement.fill(parameter.data, _draw(name, shape, parameter, generator), section.name, parallel)
+                continue
+            for expert in range(placement.experts):
+                full = _draw(name, shape[1:], parameter, generator)
+                placement.fill(parameter.data[expert], full, section.name, parallel)
 
 
-def _draw(shape: list[int], below: int, generator: torch.Generator) -> torch.Tensor:
+def _draw(name: str, shape: list[int], parameter: nn.Parameter, generator: torch.Generator) -> torch.Tensor:
+    below, device = placement_of(parameter).below, parameter.device
     if below:
-        return torch.randint(below, shape, generator=generator)
-    values = torch.randn(shape, generator=generator)
+        return torch.randint(below, shape, generator=generator, device=device)
+    if parameter.dtype == torch.uint8:
+        # Codes of four bits, or exponents of scales a little below 2^-5.
+        low, high = (118, 121) if name.endswith(SCALES) else (0, 256)
+        return torch.randint(low, high, shape, generator=generator, device=device, dtype=torch.uint8)
+    values = torch.randn(shape, generator=generator, device=device)
+    if name.endswith(CODES):
+        return values
+    if name.endswith(SCALES):
+        # Of 128 inputs each, or nearly.
+        return values.clamp_(-2, 2).mul_(0.2).add_(1.0).div_(math.sqrt(128 * shape[-1]))
     return values / math.sqrt(shape[-1]) if len(shape) > 1 else 1.0 + 0.1 * values

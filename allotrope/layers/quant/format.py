@@ -25,6 +25,8 @@ FP4_RUN = 32
 SCALE_BIAS = 127
 ACTIVATION_RUN = 128
 FP8_LARGEST = 448.0
+# Rows of a block that may share a scale.
+SHARED_ROWS = 128
 # A run of zeros has this scale.
 SMALLEST_SCALE = 1e-12
 
@@ -108,7 +110,7 @@ def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
     return of_byte[packed.int()].flatten(-2)
 
 
-def shared_scales(weight: Quantized, rows: int = 128) -> Quantized:
+def shared_scales(weight: Quantized, rows: int = SHARED_ROWS) -> Quantized:
     """The same weight with one scale for each `rows` rows, if those of every such block are equal; else as it is."""
     scales = weight.scales
     outputs = scales.shape[-2]
@@ -153,7 +155,7 @@ def quantize(weight: torch.Tensor, format: Format, block_rows: int = 1) -> Quant
         exponents = torch.floor(torch.log2(largest.clamp(min=2.0**-100))) - 2
         values = torch.tensor(FP4_VALUES[:8], device=weight.device)
         edges = (values[1:] + values[:-1]) / 2
-        scaled = padded / torch.exp2(exponents)[..., None]
+        scaled = (padded / torch.exp2(exponents)[..., None]).contiguous()
         codes = torch.bucketize(scaled.abs(), edges).to(torch.uint8) | (scaled < 0).to(torch.uint8) << 3
         codes = codes.flatten(-2)[..., :inputs].unflatten(-1, (-1, 2))
         return Quantized(format, codes[..., 0] | codes[..., 1] << 4, (exponents + SCALE_BIAS).to(torch.uint8))

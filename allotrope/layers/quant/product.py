@@ -12,7 +12,7 @@ from torch import nn
 from allotrope.attention.backend import lazily, triton_reasons
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section, parameter
-from allotrope.layers.quant.format import Format, Quantized, as_multiplied
+from allotrope.layers.quant.format import SHARED_ROWS, Format, Quantized, as_multiplied
 from allotrope.layers.quant.prepare import prepare
 
 if TYPE_CHECKING:
@@ -46,6 +46,13 @@ def declare(
 def _counted(sections: tuple[Section, ...], by: int) -> tuple[Section, ...]:
     """Sections of inputs in runs of `by`."""
     return tuple(replace(s, size=-(-s.size // by), unit=1 if s.unit else 0) for s in sections)
+
+
+def lasting_bytes(name: str, parameter: torch.Tensor) -> int:
+    """Bytes of a parameter once it is loaded: whole blocks of rows then share their FP8 scales."""
+    size = parameter.numel() * parameter.element_size()
+    shared = name.endswith(SCALES) and parameter.dtype == torch.float32 and parameter.shape[-2] % SHARED_ROWS == 0
+    return size // SHARED_ROWS if shared else size
 
 
 def divides(format: Format, section: Section, build: Build) -> bool:

@@ -1,0 +1,50 @@
+"""Checkpoints whose matrices are quantized, made of plain ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from allotrope.layers.quant.format import Format, quantize
+
+NOT_QUANTIZED = ("embed", "lm_head", "head.weight", "norm", "conv", "gate.weight", "router", "A_log", "hc_", "ape")
+
+
+def write_twin(plain: Path, twin: Path, *, block: int = 16, mxfp4: bool = False, scheme: str = "block") -> Path:
+    """Write `twin`: `plain` with FP8 matrices, or with the experts of a gpt-oss in MXFP4.
+
+    `scheme`: a scale for each `block` x `block` numbers, or "channel", for each row.
+    """
+    twin.mkdir()
+    config = json.loads((plain / "config.json").read_text())
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(plain.glob("*.safetensors")):
+        for name, tensor in load_file(path).items():
+            if mxfp4 and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                made = quantize(tensor.transpose(1, 2), Format("mxfp4", 32))
+                tensors[name + "_blocks"] = made.codes.unflatten(-1, (-1, 16)).contiguous()
+                tensors[name + "_scales"] = made.scales
+            elif (
+                not mxfp4
+                and tensor.dim() == 2
+                and tensor.is_floating_point()
+                and not any(part in name for part in NOT_QUANTIZED)
+            ):
+                made = quantize(tensor, Format("fp8", block if scheme == "block" else 0), block)
+                tensors[name] = made.codes
+                scales = made.scales[::block] if scheme == "block" else made.scales
+                tensors[name.removesuffix(".weight") + ".weight_scale_inv"] = scales.contiguous()
+            else:
+                tensors[name] = tensor.contiguous()
+    stated = {"quant_method": "mxfp4" if mxfp4 else "fp8"}
+    config["quantization_config"] = stated | ({"weight_block_size": [block, block]} if scheme == "block" else {})
+    (twin / "config.json").write_text(json.dumps(config))
+    save_file(tensors, twin / "model.safetensors")
+    for other in plain.iterdir():
+        if other.suffix != ".safetensors" and not (twin / other.name).exists() and other.is_file():
+            shutil.copy(other, twin / other.name)
+    return twin
