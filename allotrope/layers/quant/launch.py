@@ -59,8 +59,9 @@ def bucket(rows: int) -> int:
 
 def launch_for(shape: Shape, rows: int, chip: str) -> Launch:
     """`rows`: of the product, the pairs of token and expert where there are experts."""
-    found = tuned(chip).get(shape.key, {}).get(str(bucket(rows)))
-    return found if found is not None else rule_of_thumb(shape, rows, chip)
+    found = tuned(chip).get(shape.key, {})
+    above = [measured for measured in map(int, found) if measured >= bucket(rows)]
+    return found[str(min(above))] if above else rule_of_thumb(shape, rows, chip)
 
 
 @functools.cache

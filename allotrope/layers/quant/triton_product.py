@@ -14,6 +14,8 @@ weights become bf16 in registers, which is exact.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -339,7 +341,12 @@ def multiply(
     if weight.experts:
         tiles = rows // launch.rows + min(weight.experts, rows)
     blocks = triton.cdiv(outputs, launch.columns)
-    parts, arrivals = _scratch(tiles * blocks, launch, x.device)
+    parts, arrivals = None, None
+    if launch.splits > 1:
+        if tiles * blocks > _TILES or tiles * blocks * launch.splits * launch.rows * launch.columns > _PARTS:
+            launch = replace(launch, splits=1)
+        else:
+            parts, arrivals = _scratch(x.device)
     product_kernel[(tiles, blocks, launch.splits)](
         x,
         x_scales,
@@ -398,21 +405,14 @@ def _constants(
     }
 
 
-# Device -> parts and arrivals, as large as was ever needed; products of a device follow each other.
-_SCRATCH: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+# Numbers and tiles that programs which share inputs have room for.
+_PARTS, _TILES = 1 << 23, 1 << 13
 
 
-def _scratch(tiles: int, launch: Launch, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if launch.splits == 1:
-        return None, None
-    numbers = tiles * launch.splits * launch.rows * launch.columns
-    parts, arrivals = _SCRATCH.get(device, (None, None))
-    if parts is None or arrivals is None or parts.numel() < numbers or arrivals.numel() < tiles:
-        # Graphs that were captured with the smaller ones keep them alive through the pool they came from.
-        parts = torch.empty(max(numbers, 1 << 22), dtype=torch.float32, device=device)
-        arrivals = torch.zeros(max(tiles, 1 << 14), dtype=torch.int32, device=device)
-        _SCRATCH[device] = parts, arrivals
-    return parts, arrivals
+@functools.cache
+def _scratch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parts and arrivals: products of a device follow each other. Of one size for good, for graphs hold on to them."""
+    return torch.empty(_PARTS, device=device), torch.zeros(_TILES, dtype=torch.int32, device=device)
 
 
 def variants(arch: str) -> list[Variant]:

@@ -1,0 +1,214 @@
+"""Finds the fastest launch of quantized products on this GPU, and writes it where `launch_for` looks.
+
+    python bench/tune_products.py                        the shapes of the released models that benches use
+    python bench/tune_products.py --only "512x" --rows 4,64
+
+Every candidate is held against the reference first. Candidates are compiled by several processes, then timed by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import itertools
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from kernel_cases.products import BLOCK, MXFP4, _codes
+from kernel_timing import Stopwatch
+
+from allotrope.attention.check import compare
+from allotrope.layers.mlp import Gating
+from allotrope.layers.quant.format import Quantized, as_multiplied
+from allotrope.layers.quant.launch import Launch, Shape, bucket, chip_of, write_tuned
+from allotrope.layers.quant.prepare import Prepared, prepare, prepare_plain
+
+GATING = Gating()
+ROWS = (4, 16, 64, 512, 8192)
+
+
+def shapes() -> list[tuple[Shape, int]]:
+    """Products of released models, and how many experts a token takes."""
+    dense = [(12288, 2048), (2048, 4096), (9216, 2048), (1024, 2048), (2048, 512), (7168, 18432), (9216, 4096)]
+    dense += [(4096, 8192), (24576, 1536), (7168, 16384), (2112, 7168), (36864, 7168), (4096, 7168), (7168, 2048)]
+    found = [(Shape("fp8", 0, *size, False), 1) for size in dense]
+    experts = (
+        ("fp8", 512, 512, 2048, 10),
+        ("fp8", 256, 2048, 7168, 8),
+        ("fp8", 128, 1536, 4096, 8),
+        ("mxfp4", 128, 2880, 2880, 4),
+        ("mxfp4", 256, 2048, 4096, 6),
+        ("plain", 128, 768, 2048, 8),
+        ("plain", 128, 704, 2816, 8),
+    )
+    for kind, count, width, hidden, topk in experts:
+        found.append((Shape(kind, count, width, hidden, True), topk))  # type: ignore[arg-type]
+        found.append((Shape(kind, count, hidden, width, False), topk))  # type: ignore[arg-type]
+    return found
+
+
+def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
+    """Launches worth trying for so many rows."""
+    usual = -(-rows // shape.experts) if shape.experts else rows
+    fp8 = shape.kind == "fp8"
+    if usual <= 128:
+        heights = [h for h in (16, 32, 64) if h >= min(usual, 64) / 2 and h <= max(16, 4 * usual)]
+        splits = (1,) if shape.gated or shape.experts else (1, 2, 4, 8)
+        for height, columns, split, stages in itertools.product(heights, (64, 128), splits, (3, 5)):
+            if split > max(1, shape.inputs // 512) or (-(-shape.outputs // columns) * split > 1100 and split > 1):
+                continue
+            yield Launch(height, columns, split, True, True, 4, stages)
+            if fp8 and height > 16:
+                yield Launch(height, columns, split, True, False, 4, stages)
+    if usual > 32:
+        for height, columns, warps, stages in itertools.product((64, 128), (64, 128, 256), (4, 8), (3, 4)):
+            wide = 2 * columns if shape.gated else columns
+            if wide > 256 or (height * wide > 64 * 256 and warps == 4):
+                continue
+            yield Launch(height, columns, 1, False, False, warps, stages)
+
+
+def weight_of(shape: Shape, device: torch.device) -> tuple[Any, Prepared]:
+    """A random weight, plain or quantized, and its prepared form."""
+    outputs = 2 * shape.outputs if shape.gated else shape.outputs
+    size = (max(1, shape.experts), outputs, shape.inputs)
+    if shape.kind == "plain":
+        plain = torch.randn(size, device=device).div_(shape.inputs**0.5).bfloat16()
+        return plain, prepare_plain(plain)
+    weight = _codes(BLOCK if shape.kind == "fp8" else MXFP4, size if shape.experts else size[1:], device)
+    return weight, prepare(Quantized(weight.format, weight.codes.clone(), weight.scales.clone()))
+
+
+def rows_of(shape: Shape, rows: int, topk: int, device: torch.device) -> dict[str, Any]:
+    """Activations and, for experts, whose rows they are."""
+    torch.manual_seed(0)
+    if not shape.experts:
+        return {"x": torch.randn(rows, shape.inputs, device=device).bfloat16()}
+    tokens = max(1, rows // topk)
+    experts = torch.rand(tokens, shape.experts, device=device).topk(topk).indices.flatten().sort().values
+    ends = torch.searchsorted(experts, torch.arange(shape.experts, device=device), right=True).int()
+    # The second product has its rows in order.
+    x = torch.randn(tokens if shape.gated else len(experts), shape.inputs, device=device).bfloat16()
+    source = torch.randint(tokens, (len(experts),), device=device).int() if shape.gated else None
+    return {"x": x, "ends": ends, "source": source}
+
+
+def reference(shape: Shape, weight: Any, given: dict[str, Any]) -> torch.Tensor:
+    x = given["x"] if given.get("source") is None else given["x"][given["source"]]
+    seen = as_multiplied(x, "mxfp4" if shape.kind == "plain" else shape.kind)
+    if not shape.experts:
+        return seen @ weight.dequantized().T
+    parts, start = [], 0
+    for expert, end in enumerate(given["ends"].tolist()):
+        if end > start:
+            plain = weight[expert].float() if shape.kind == "plain" else None
+            if plain is None:
+                plain = Quantized(weight.format, weight.codes[expert], weight.scales[expert]).dequantized()
+            parts.append(seen[start:end] @ plain.T)
+            start = end
+    y = torch.cat(parts)
+    if not shape.gated:
+        return y
+    gate, up = y.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def compile_all(job: tuple[Shape, int, int, list[Launch]]) -> list[str]:
+    """Run candidates once on small memory, for the compiler's cache. Returns what failed."""
+    from allotrope.layers.quant.triton_product import multiply
+
+    shape, rows, topk, launches = job
+    device, failed = torch.device("cuda"), []
+    given = rows_of(shape, rows, topk, device)
+    _, prepared = weight_of(Shape(shape.kind, shape.experts, shape.outputs, shape.inputs, shape.gated), device)
+    for launch in launches:
+        try:
+            multiply(**given, weight=prepared, gating=GATING if shape.gated else None, launch=launch)
+        except Exception as error:  # a launch that the chip has no room for is no candidate
+            failed.append(f"{launch}: {type(error).__name__}")
+    torch.cuda.synchronize()
+    return failed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="shapes whose name has this")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="tokens; experts get topk times as many rows")
+    parser.add_argument("--processes", type=int, default=12, help="that compile")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further shape is begun")
+    options = parser.parse_args(arguments)
+    from allotrope.layers.quant.triton_product import multiply
+
+    device, begun = torch.device("cuda"), time.monotonic()
+    wanted = [(shape, topk) for shape, topk in shapes() if options.only in shape.key]
+    tokens = [int(word) for word in options.rows.split(",")]
+    jobs = [
+        (shape, rows * topk, topk, list(candidates(shape, rows * topk))) for shape, topk in wanted for rows in tokens
+    ]
+    # Kernels differ by what is constant in them, not by shape: compile for one shape of each kind.
+    first: dict[Any, tuple[Shape, int, int, list[Launch]]] = {}
+    for shape, rows, topk, launches in jobs:
+        for launch in launches:
+            first.setdefault((shape.kind, shape.experts, shape.gated, launch), (shape, min(rows, 64), topk, [launch]))
+    groups: dict[Any, list[Launch]] = {}
+    for shape, rows, topk, launches in first.values():
+        groups.setdefault((shape, rows, topk), []).extend(launches)
+    split = [
+        (shape, rows, topk, launches[i :: options.processes])
+        for (shape, rows, topk), launches in groups.items()
+        for i in range(options.processes)
+        if launches[i :: options.processes]
+    ]
+    with concurrent.futures.ProcessPoolExecutor(
+        options.processes, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        failed = [text for texts in pool.map(compile_all, split) for text in texts]
+    print(f"compiled {len(first)} launches in {time.monotonic() - begun:.0f} s, {len(failed)} failed", flush=True)
+    for text in failed[:5]:
+        print("  ", text)
+    watch = Stopwatch(device)
+    best: dict[str, dict[str, Launch]] = {}
+    for shape, topk in wanted:
+        if time.monotonic() - begun > options.limit:
+            print("out of time before", shape.key, flush=True)
+            break
+        weight, prepared = weight_of(shape, device)
+        for rows in tokens:
+            given = rows_of(shape, rows * topk, topk, device)
+            want = reference(shape, weight, given)
+            gating = GATING if shape.gated else None
+            times = []
+            for launch in candidates(shape, rows * topk):
+                try:
+                    got = multiply(**given, weight=prepared, gating=gating, launch=launch)
+                    if not compare(got, want, "bf16"):
+                        print("WRONG", shape.key, rows, launch, compare(got, want, "bf16"), flush=True)
+                        continue
+                    run = functools.partial(multiply, **given, weight=prepared, gating=gating, launch=launch)
+                    times.append((watch.time(run, 10).median, launch))
+                except Exception as error:  # no room on the chip
+                    failed.append(f"{launch}: {error}")
+            if not times:
+                continue
+            times.sort(key=lambda pair: pair[0])
+            key = str(bucket(rows * topk))
+            best.setdefault(shape.key, {})[key] = times[0][1]
+            moved = (
+                prepared.nbytes if not shape.experts else prepared.nbytes * len(given["ends"].unique()) / shape.experts
+            )
+            flops = 2 * rows * topk * prepared.outputs * shape.inputs
+            rate = f"{moved / times[0][0] / 1e6:.2f} TB/s {flops / times[0][0] / 1e6:.0f} TFLOP/s"
+            print(f"{shape.key:28s} rows {rows * topk:6d} {times[0][0]:8.1f} us {rate}  {times[0][1]}", flush=True)
+        torch.cuda.empty_cache()
+    print("wrote", write_tuned(chip_of(device), best), json.dumps({"shapes": len(best)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
