@@ -29,6 +29,7 @@ LAUNCHES = {
     "weights left, rounded before": Launch(16, 32, quantize=False),
     "rows left": Launch(16, 32, left=False, quantize=False),
     "rows left, rounded here": Launch(16, 32, left=False),
+    "long steps": Launch(16, 32, depth=256),
     "shared inputs": Launch(16, 32, splits=3),
     "shared inputs, rows left": Launch(16, 32, splits=2, left=False),
 }

@@ -40,7 +40,8 @@ class Shape:
 @dataclass(frozen=True)
 class Launch:
     """`rows`, `columns`: of a program's tile. `splits`: programs that share the inputs. `left`: the weights are the
-    left operand. `quantize`: FP8 activations are rounded in the product, not before it.
+    left operand. `quantize`: FP8 activations are rounded in the product, not before it. `depth`: inputs of a step, for
+    4-bit weights.
     """
 
     rows: int
@@ -50,6 +51,7 @@ class Launch:
     quantize: bool = True
     warps: int = 4
     stages: int = 4
+    depth: int = 128
 
 
 def bucket(rows: int) -> int:
@@ -83,6 +85,7 @@ def write_tuned(chip: str, found: dict[str, dict[str, Launch]]) -> Path:
     for key, buckets in found.items():
         whole.setdefault(key, {}).update({rows: asdict(launch) for rows, launch in buckets.items()})
     lines = [f"  {json.dumps(key)}: {json.dumps(whole[key])}" for key in sorted(whole)]
+    FOLDER.mkdir(exist_ok=True)
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return path
 

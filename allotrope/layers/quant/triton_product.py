@@ -87,80 +87,151 @@ def _weights_fp4(packed, low_scale, high_scale, HOPPER: tl.constexpr):
 
 
 @triton.jit
-def _scales_fp4(pointer, mask, HOPPER: tl.constexpr, COLUMNS: tl.constexpr):
-    """Scales [n, 2] of two runs, repeated for the 32 bytes of each: as bf16 powers on Hopper, else as they are."""
-    scale = tl.load(pointer, mask=mask, other=0)
+def _repeated(scale, HOPPER: tl.constexpr, COLUMNS: tl.constexpr, RUNS: tl.constexpr):
+    """Scales [n, RUNS] repeated for the 32 bytes of each run: as bf16 powers on Hopper, else as they are."""
     if HOPPER:
         # 2^126 more, for codes come as 2^-126 of what they are worth; a bf16's exponent begins at bit 7.
         scale = ((scale.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
-    return tl.broadcast_to(scale[:, :, None], (COLUMNS, 2, 32)).reshape(COLUMNS, 64)
+    return tl.broadcast_to(scale[:, :, None], (COLUMNS, RUNS, 32)).reshape(COLUMNS, 32 * RUNS)
 
 
 @triton.jit
-def _step_fp4(
-    total, x, row_mask, codes, scales, column_mask, k, inputs, padded,
-    HOPPER: tl.constexpr, LEFT: tl.constexpr, COLUMNS: tl.constexpr,
+def _add_fp4(
+    total, a, b, packed, scale,
+    HOPPER: tl.constexpr, LEFT: tl.constexpr, COLUMNS: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """128 inputs from `k` on. `x`: pointers [ROWS, 1]; `codes`, `scales`: pointers [COLUMNS, 1] of the row's begin."""
-    byte = tl.arange(0, 64)
-    # A byte holds number j of one run and number j of the next.
-    low = k + byte // 32 * 64 + byte % 32
-    a = tl.load(x + low[None, :], mask=row_mask & (low < inputs)[None, :], other=0.0)
-    b = tl.load(x + (low + 32)[None, :], mask=row_mask & (low + 32 < inputs)[None, :], other=0.0)
-    there = column_mask & (low < padded)[None, :]
-    packed = tl.load(codes + (k // 2 + byte)[None, :], mask=there, other=0)
-    run = k // 32 + tl.arange(0, 2) * 2
-    inside = column_mask & (run < padded // 32)[None, :]
-    low_scale = _scales_fp4(scales + run[None, :], inside, HOPPER, COLUMNS)
-    high_scale = _scales_fp4(scales + (run + 1)[None, :], inside, HOPPER, COLUMNS)
+    """`a`, `b`: what the low and the high halves of `packed` are multiplied by. `scale`: [n, 2 * RUNS], run by run."""
+    low_scale, high_scale = tl.split(scale.reshape(COLUMNS, RUNS, 2))
+    low_scale = _repeated(low_scale, HOPPER, COLUMNS, RUNS)
+    high_scale = _repeated(high_scale, HOPPER, COLUMNS, RUNS)
     v, w = _weights_fp4(packed, low_scale, high_scale, HOPPER)
     if LEFT:
-        total = tl.dot(v, tl.trans(a.to(tl.bfloat16)), total)
-        total = tl.dot(w, tl.trans(b.to(tl.bfloat16)), total)
+        total = tl.dot(v, tl.trans(a), total)
+        total = tl.dot(w, tl.trans(b), total)
     else:
-        total = tl.dot(a.to(tl.bfloat16), tl.trans(v), total)
-        total = tl.dot(b.to(tl.bfloat16), tl.trans(w), total)
+        total = tl.dot(a, tl.trans(v), total)
+        total = tl.dot(b, tl.trans(w), total)
     return total
 
 
 @triton.jit
-def _step_fp8(
-    total, x, x_scales, row_mask, codes, scales, column_mask, k, inputs,
-    QUANTIZE: tl.constexpr, LEFT: tl.constexpr, UPCAST: tl.constexpr,
+def _walk_fp4(
+    total, x, row_mask, near, far, near_scales, far_scales, column_mask, begin, stop, inputs, padded,
+    GATED: tl.constexpr, HOPPER: tl.constexpr, LEFT: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """As `_step_fp4`. `x_scales`, `scales`: pointers [ROWS], [COLUMNS] to the scales of this run."""
-    depth = tl.arange(0, 128)
-    if QUANTIZE:
-        there = row_mask & (k + depth < inputs)[None, :]
-        a, a_scale = to_codes(tl.load(x + (k + depth)[None, :], mask=there, other=0.0).to(tl.float32))
-    else:
-        a = tl.load(x + (k + depth)[None, :], mask=row_mask, other=0.0)
-        a_scale = tl.load(x_scales, mask=tl.max(row_mask.to(tl.int32), 1) > 0, other=0.0)
-    w = tl.load(codes + (k + depth)[None, :], mask=column_mask, other=0.0)
-    w_scale = tl.load(scales, mask=tl.max(column_mask.to(tl.int32), 1) > 0, other=0.0)
+    """Inputs from `begin` to `stop`. `x`: pointers [ROWS, 1]; the other four: pointers [COLUMNS, 1]. Returns the sums
+    of the near weights and of the far ones."""
+    RUNS: tl.constexpr = DEPTH // 64
+    other = total
+    byte = tl.arange(0, DEPTH // 2)
+    run = tl.arange(0, 2 * RUNS)[None, :]
+    # Scales of the next step are asked for a step before: nothing else would hide how long they take.
+    there = column_mask & (begin // 32 + run < padded // 32)
+    next_near = tl.load(near_scales + begin // 32 + run, mask=there, other=0)
+    next_far = next_near
+    if GATED:
+        next_far = tl.load(far_scales + begin // 32 + run, mask=there, other=0)
+    for k in range(begin, stop, DEPTH):
+        near_scale, far_scale = next_near, next_far
+        ahead = (k + DEPTH) // 32 + run
+        there = column_mask & (ahead < padded // 32)
+        next_near = tl.load(near_scales + ahead, mask=there, other=0)
+        if GATED:
+            next_far = tl.load(far_scales + ahead, mask=there, other=0)
+        # A byte holds number j of one run and number j of the next.
+        low = k + byte // 32 * 64 + byte % 32
+        a = tl.load(x + low[None, :], mask=row_mask & (low < inputs)[None, :], other=0.0).to(tl.bfloat16)
+        b = tl.load(x + (low + 32)[None, :], mask=row_mask & (low + 32 < inputs)[None, :], other=0.0).to(tl.bfloat16)
+        inside = column_mask & (low < padded)[None, :]
+        packed = tl.load(near + (k // 2 + byte)[None, :], mask=inside, other=0)
+        total = _add_fp4(total, a, b, packed, near_scale, HOPPER, LEFT, COLUMNS, RUNS)
+        if GATED:
+            packed = tl.load(far + (k // 2 + byte)[None, :], mask=inside, other=0)
+            other = _add_fp4(other, a, b, packed, far_scale, HOPPER, LEFT, COLUMNS, RUNS)
+    return total, other
+
+
+@triton.jit
+def _add_fp8(total, a, a_scale, w, w_scale, LEFT: tl.constexpr, UPCAST: tl.constexpr, ONE_SCALE: tl.constexpr):
+    """`w_scale`: [COLUMNS], or with ONE_SCALE one number."""
     if UPCAST:
         a, w = a.to(tl.bfloat16), w.to(tl.bfloat16)
     if LEFT:
-        total += tl.dot(w, tl.trans(a)) * (w_scale[:, None] * a_scale[None, :])
+        if ONE_SCALE:
+            total += tl.dot(w, tl.trans(a)) * (w_scale * a_scale)[None, :]
+        else:
+            total += tl.dot(w, tl.trans(a)) * (w_scale[:, None] * a_scale[None, :])
     else:
-        total += tl.dot(a, tl.trans(w)) * (a_scale[:, None] * w_scale[None, :])
+        if ONE_SCALE:
+            total += tl.dot(a, tl.trans(w)) * (a_scale * w_scale)[:, None]
+        else:
+            total += tl.dot(a, tl.trans(w)) * (a_scale[:, None] * w_scale[None, :])
     return total
 
 
 @triton.jit
-def _step_plain(
-    total, x, row_mask, w, column_mask, k, inputs, LEFT: tl.constexpr
+def _walk_fp8(
+    total, x, x_scales, row_mask, near, far, near_scales, far_scales, column_mask, begin, stop, inputs, x_scale_stride,
+    scale_run, GATED: tl.constexpr, QUANTIZE: tl.constexpr, LEFT: tl.constexpr, UPCAST: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """As `_step_fp4`, with weights that are not quantized."""
+    """As `_walk_fp4`. `x_scales`: pointers [ROWS]; `near_scales`, `far_scales`: [COLUMNS], or with ONE_SCALE one."""
+    other = total
     depth = tl.arange(0, 128)
-    inside = (k + depth < inputs)[None, :]
-    a = tl.load(x + (k + depth)[None, :], mask=row_mask & inside, other=0.0)
-    b = tl.load(w + (k + depth)[None, :], mask=column_mask & inside, other=0.0)
-    if LEFT:
-        total = tl.dot(b, tl.trans(a), total, input_precision="ieee")
-    else:
-        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
-    return total
+    row_there = tl.max(row_mask.to(tl.int32), 1) > 0
+    there = tl.max(column_mask.to(tl.int32), 1) > 0
+    if ONE_SCALE:
+        there = begin < stop
+    next_near = tl.load(near_scales + begin // 128 * scale_run, mask=there, other=0.0)
+    next_far = next_near
+    if GATED:
+        next_far = tl.load(far_scales + begin // 128 * scale_run, mask=there, other=0.0)
+    next_a = tl.zeros(row_there.shape, tl.float32)
+    if not QUANTIZE:
+        next_a = tl.load(x_scales + begin // 128 * x_scale_stride, mask=row_there, other=0.0)
+    for k in range(begin, stop, 128):
+        near_scale, far_scale, a_scale = next_near, next_far, next_a
+        ahead = k // 128 + 1
+        more = there & (k + 128 < stop)
+        next_near = tl.load(near_scales + ahead * scale_run, mask=more, other=0.0)
+        if GATED:
+            next_far = tl.load(far_scales + ahead * scale_run, mask=more, other=0.0)
+        if QUANTIZE:
+            inside = row_mask & (k + depth < inputs)[None, :]
+            a, a_scale = to_codes(tl.load(x + (k + depth)[None, :], mask=inside, other=0.0).to(tl.float32))
+        else:
+            next_a = tl.load(x_scales + ahead * x_scale_stride, mask=row_there & (k + 128 < stop), other=0.0)
+            a = tl.load(x + (k + depth)[None, :], mask=row_mask, other=0.0)
+        w = tl.load(near + (k + depth)[None, :], mask=column_mask, other=0.0)
+        total = _add_fp8(total, a, a_scale, w, near_scale, LEFT, UPCAST, ONE_SCALE)
+        if GATED:
+            w = tl.load(far + (k + depth)[None, :], mask=column_mask, other=0.0)
+            other = _add_fp8(other, a, a_scale, w, far_scale, LEFT, UPCAST, ONE_SCALE)
+    return total, other
+
+
+@triton.jit
+def _walk_plain(
+    total, x, row_mask, near, far, column_mask, begin, stop, inputs, GATED: tl.constexpr, LEFT: tl.constexpr
+):
+    """As `_walk_fp4`, with weights that are not quantized."""
+    other = total
+    depth = tl.arange(0, 128)
+    for k in range(begin, stop, 128):
+        inside = (k + depth < inputs)[None, :]
+        a = tl.load(x + (k + depth)[None, :], mask=row_mask & inside, other=0.0)
+        w = tl.load(near + (k + depth)[None, :], mask=column_mask & inside, other=0.0)
+        if LEFT:
+            total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
+        else:
+            total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
+        if GATED:
+            w = tl.load(far + (k + depth)[None, :], mask=column_mask & inside, other=0.0)
+            if LEFT:
+                other = tl.dot(w, tl.trans(a), other, input_precision="ieee")
+            else:
+                other = tl.dot(a, tl.trans(w), other, input_precision="ieee")
+    return total, other
 
 
 @triton.jit
@@ -197,6 +268,7 @@ def product_kernel(
     GATHER: tl.constexpr,
     QUANTIZE: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
     ROW_SCALES: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -207,6 +279,7 @@ def product_kernel(
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
     LEFT: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
     """`x`: [.., inputs]; row i is row `source[i]` of it with GATHER. `codes`: [experts, outputs (twice that with an
     ACTIVATION, gates first), padded / packed]. `ends`: [experts] int32, none if EXPERTS is 0. `outputs`: columns of
@@ -236,39 +309,30 @@ def product_kernel(
         column_mask = (column < outputs)[:, None]
         a = x + token.to(tl.int64)[:, None] * x_stride
         w = codes + expert.to(tl.int64) * expert_stride + column.to(tl.int64)[:, None] * code_stride
-        s = scales + expert.to(tl.int64) * scale_expert
-        near = s + (column // SCALE_ROWS).to(tl.int64) * scale_row
-        far = s + ((column + outputs) // SCALE_ROWS).to(tl.int64) * scale_row
         v = w + tl.cast(outputs, tl.int64) * code_stride
+        s = scales + expert.to(tl.int64) * scale_expert
+        scaled = tl.program_id(1) * COLUMNS if ONE_SCALE else column
+        near = s + (scaled // SCALE_ROWS).to(tl.int64) * scale_row
+        far = s + ((scaled + outputs) // SCALE_ROWS).to(tl.int64) * scale_row
         total = tl.zeros((COLUMNS, ROWS) if LEFT else (ROWS, COLUMNS), tl.float32)
-        other = total
-        steps = tl.cdiv(tl.cdiv(padded, 128), SPLITS) * 128
+        steps = tl.cdiv(tl.cdiv(padded, DEPTH), SPLITS) * DEPTH
         begin = tl.program_id(2) * steps
-        for k in range(begin, tl.minimum(begin + steps, padded), 128):
-            if KIND == "fp8":
-                run = 0 if ROW_SCALES else k // 128
-                # Not read where activations are rounded here.
-                taken = a if QUANTIZE else x_scales + token + k // 128 * x_scale_stride
-                here = run * scale_run
-                total = _step_fp8(
-                    total, a, taken, row_mask, w, near + here, column_mask, k, inputs, QUANTIZE, LEFT, UPCAST
-                )
-                if ACTIVATION >= 0:
-                    other = _step_fp8(
-                        other, a, taken, row_mask, v, far + here, column_mask, k, inputs, QUANTIZE, LEFT, UPCAST
-                    )
-            elif KIND == "plain":
-                total = _step_plain(total, a, row_mask, w, column_mask, k, inputs, LEFT)
-                if ACTIVATION >= 0:
-                    other = _step_plain(other, a, row_mask, v, column_mask, k, inputs, LEFT)
-            else:
-                total = _step_fp4(
-                    total, a, row_mask, w, near[:, None], column_mask, k, inputs, padded, HOPPER, LEFT, COLUMNS
-                )
-                if ACTIVATION >= 0:
-                    other = _step_fp4(
-                        other, a, row_mask, v, far[:, None], column_mask, k, inputs, padded, HOPPER, LEFT, COLUMNS
-                    )
+        stop = tl.minimum(begin + steps, padded)
+        GATED: tl.constexpr = ACTIVATION >= 0
+        if KIND == "fp8":
+            # Not read where activations are rounded here.
+            taken = a if QUANTIZE else x_scales + token
+            total, other = _walk_fp8(
+                total, a, taken, row_mask, w, v, near, far, column_mask, begin, stop, inputs, x_scale_stride,
+                0 if ROW_SCALES else scale_run, GATED, QUANTIZE, LEFT, UPCAST, ONE_SCALE,
+            )  # fmt: skip
+        elif KIND == "plain":
+            total, other = _walk_plain(total, a, row_mask, w, v, column_mask, begin, stop, inputs, GATED, LEFT)
+        else:
+            total, other = _walk_fp4(
+                total, a, row_mask, w, v, near[:, None], far[:, None], column_mask, begin, stop, inputs, padded,
+                GATED, HOPPER, LEFT, COLUMNS, DEPTH,
+            )  # fmt: skip
         last = True
         if SPLITS > 1:
             place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
@@ -379,29 +443,30 @@ def multiply(
         BIAS=bias is not None,
         ACTIVATION=ACTIVATIONS[gating.activation] if gating else -1,
         LIMIT=gating is not None and gating.limit is not None,
-        **_constants(weight.kind, weight.experts, weight.scale_rows, weight.row_scales, weight.fast, launch, chip),
+        **_constants(weight, outputs, launch, chip),
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
     return out
 
 
-def _constants(
-    kind: str, experts: int, scale_rows: int, row_scales: bool, fast: bool, launch: Launch, chip: str
-) -> dict[str, Any]:
+def _constants(weight: Prepared, outputs: int, launch: Launch, chip: str) -> dict[str, Any]:
+    whole_tiles = weight.scale_rows % launch.columns == 0 and outputs % launch.columns == 0
     return {
-        "KIND": kind,
-        "EXPERTS": triton.next_power_of_2(experts) if experts else 0,
-        "QUANTIZE": launch.quantize and kind == "fp8",
-        "SCALE_ROWS": scale_rows,
-        "ROW_SCALES": row_scales,
-        "HOPPER": fast and chip != INTERPRETER and not chip.startswith("gfx"),
+        "KIND": weight.kind,
+        "EXPERTS": triton.next_power_of_2(weight.experts) if weight.experts else 0,
+        "QUANTIZE": launch.quantize and weight.kind == "fp8",
+        "SCALE_ROWS": weight.scale_rows,
+        "ONE_SCALE": weight.kind == "fp8" and whole_tiles,
+        "ROW_SCALES": weight.row_scales,
+        "HOPPER": weight.fast and chip != INTERPRETER and not chip.startswith("gfx"),
         # This chip's e4m3 has another bias.
         "UPCAST": chip == "gfx942",
         "ROWS": launch.rows,
         "COLUMNS": launch.columns,
         "SPLITS": launch.splits,
         "LEFT": launch.left,
+        "DEPTH": launch.depth if weight.kind == "mxfp4" else 128,
     }
 
 
@@ -433,6 +498,8 @@ def variants(arch: str) -> list[Variant]:
     for name, kind, experts, rows, gated in cases:
         launch = rule_of_thumb(Shape(kind, experts, 12288, 2048, gated), rows, chip)
         rounded = kind == "fp8" and not launch.quantize
+        none = torch.empty(0)
+        weight = Prepared(kind, none, none, 12288, 2048, 2048, 128 if kind == "fp8" else 1, False, experts, True)
         signature = {"x": "*fp8e4nv:16" if rounded else "*bf16:16", "ends": "*i32:16", "out": "*bf16:16"}
         signature |= {"codes": {"fp8": "*fp8e4nv:16", "mxfp4": "*u8:16", "plain": "*bf16:16"}[kind]}
         signature |= {"scales": {"fp8": "*fp32:16", "mxfp4": "*u8:16", "plain": "*bf16:16"}[kind]}
@@ -442,9 +509,7 @@ def variants(arch: str) -> list[Variant]:
         signature |= dict.fromkeys(("slope", "limit", "offset"), "fp32")
         constants: dict[str, Any] = {"GATHER": experts > 0, "BIAS": kind == "mxfp4", "LIMIT": kind == "mxfp4"}
         constants |= {"ACTIVATION": ACTIVATIONS["silu"] if gated else -1}
-        constants |= {"scale_run": 1, "bias_stride": 1} | _constants(
-            kind, experts, 128 if kind == "fp8" else 1, False, True, launch, chip if arch != "sm_90" else arch
-        )
+        constants |= {"scale_run": 1, "bias_stride": 1} | _constants(weight, 12288, launch, chip)
         for present, names, kinds in (
             (rounded, ("x_scales",), "*fp32:16"),
             (experts > 0, ("source",), "*i32:16"),
