@@ -47,7 +47,9 @@ class EngineConfig:
     tensor_parallel_size: int = option("Number of processes that share each layer.", 1, short="-tp")
     max_model_len: int | None = option("Longest prompt plus output in tokens; default: the model's own.", None)
     max_num_seqs: int = option("Most sequences in one step.", 64)
-    max_num_batched_tokens: int = option("Most tokens in one step; longer prompts are cut into chunks.", 2048)
+    max_num_batched_tokens: int | None = option(
+        "Most tokens in one step; longer prompts are cut into chunks; default: 8192 on a GPU, 2048 on a CPU.", None
+    )
     max_num_waiting: int = option("Most requests that may wait; more get HTTP 429.", 1024)
     page_size: int = option("Tokens per page of the paged caches.", 16)
     kv_cache_memory_bytes: int | None = option(
@@ -70,10 +72,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_choices(self)
         reasons = []
-        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "page_size"):
+        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_waiting", "page_size"):
             if getattr(self, name) < 1:
                 reasons.append(f"{name}={getattr(self, name)}; at least 1 is needed")
-        for name in ("max_model_len", "kv_cache_memory_bytes", "threads"):
+        for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 reasons.append(f"{name}={value}; at least 1 is needed")
@@ -81,7 +83,7 @@ class EngineConfig:
             reasons.append(f"page_size={self.page_size}; a power of two is needed")
         if self.memory_utilization is not None and not 0.0 < self.memory_utilization <= 1.0:
             reasons.append(f"memory_utilization={self.memory_utilization}; allowed: above 0, up to 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             reasons.append(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
                 f"each sequence needs one token a step"

@@ -64,12 +64,10 @@ class Engine:
             self._executor = local
         self._pending_copies: list[tuple[int, int, int]] = []
         self._keeper = MemoryKeeper(memory, self._copy_page, reuse=config.enable_prefix_caching)
-        self._scheduler = Scheduler(
-            self._keeper, max_sequences=config.max_num_seqs, max_tokens=config.max_num_batched_tokens
-        )
+        self._scheduler = Scheduler(self._keeper, max_sequences=config.max_num_seqs, max_tokens=blueprint.step_tokens)
         self._requests: dict[str, list[Sequence]] = {}
         self._sampling: SamplingBatch | None = None
-        self._device = blueprint.build.device
+        self._device, self._step_tokens = blueprint.build.device, blueprint.step_tokens
         self._flight: Flight | None = None
         self._overlap = self._may_overlap(config)
         self._accepted = 0
@@ -101,7 +99,7 @@ class Engine:
         if request.request_id in self._requests:
             raise InvalidRequest(f"request_id={request.request_id!r} is already running.", "request_id")
         longest = min(self.limits.max_model_len, len(request.prompt_ids) + (request.params.max_tokens or 2**62))
-        if not self._keeper.fits_alone(longest, min(longest, self._config.max_num_batched_tokens)):
+        if not self._keeper.fits_alone(longest, min(longest, self._step_tokens)):
             raise InvalidRequest(
                 f"prompt and max_tokens reach {longest} tokens, more than the caches hold; ask for fewer.", "max_tokens"
             )

@@ -36,6 +36,8 @@ log = logging.getLogger("allotrope.engine")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KV_DTYPES = {**_DTYPES, "fp8": torch.float8_e4m3fn, "fp8_scaled": torch.float8_e4m3fn}
+# Most tokens in one step: many make the most of a GPU's products, fewer keep a CPU's steps short.
+_STEP_TOKENS = {"cuda": 8192, "cpu": 2048}
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Blueprint:
     """Everything that config.json and the options decide, before a weight is read.
 
     `build`: how layers are made on this rank. `specs`: per layer, its attention on this rank. `shares`: layer ->
-    earlier layer whose cache it reads. `max_model_len`: longest sequence.
+    earlier layer whose cache it reads. `max_model_len`: longest sequence. `step_tokens`: most tokens in one step.
     """
 
     checkpoint: Checkpoint
@@ -54,6 +56,7 @@ class Blueprint:
     shares: dict[int, int]
     groups: tuple[CacheGroup, ...]
     max_model_len: int
+    step_tokens: int
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -96,7 +99,9 @@ def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint
     owners = {i: owner for i, owner in shares.items() if owner is not None}
     caches = [{} if i in owners else one.caches() for i, one in enumerate(specs)]
     groups = group_caches(caches, config.page_size)
-    return Blueprint(checkpoint, architecture, spec, build, specs, owners, groups, config.max_model_len or spec.context)
+    longest = config.max_model_len or spec.context
+    step_tokens = config.max_num_batched_tokens or max(config.max_num_seqs, _STEP_TOKENS[build.device.type])
+    return Blueprint(checkpoint, architecture, spec, build, specs, owners, groups, longest, step_tokens)
 
 
 def _formats(checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, build: Build) -> Formats:
@@ -146,7 +151,7 @@ def _demand(blueprint: Blueprint, config: EngineConfig) -> Demand:
     return Demand(
         context=blueprint.max_model_len,
         sequences=config.max_num_seqs,
-        step_tokens=config.max_num_batched_tokens,
+        step_tokens=blueprint.step_tokens,
         reuse=config.enable_prefix_caching,
     )
 

@@ -22,9 +22,9 @@ log = logging.getLogger("allotrope.engine")
 
 @torch.inference_mode()
 def measure_peak(model: Decoder, blueprint: Blueprint, config: EngineConfig) -> int:
-    """Bytes that a step of `max_num_batched_tokens` tokens takes for a while, and one that samples a full batch."""
+    """Bytes that a step of the most tokens takes for a while, and one that samples a full batch."""
     device = blueprint.build.device
-    lengths = _lengths(config.max_num_batched_tokens, blueprint.max_model_len)
+    lengths = _lengths(blueprint.step_tokens, blueprint.max_model_len)
     rows, memory = _rows(blueprint.groups, lengths)
     arena = Arena(memory, len(blueprint.specs), blueprint.shares, device)
     runner = Runner(model, blueprint.specs, blueprint.groups, arena, blueprint.shares, device)

@@ -253,7 +253,7 @@ def _squeezed(bench: Bench, observer: Observer, windows: int, reuse: bool) -> in
         "enable_prefix_caching": reuse,
     }
     config = dataclasses.replace(bench.config, **{**bench.fitting(), **settings})
-    demand = Demand(context=bench.longest, sequences=windows, step_tokens=config.max_num_batched_tokens, reuse=reuse)
+    demand = Demand(context=bench.longest, sequences=windows, step_tokens=max(64, _TIGHT), reuse=reuse)
     groups = draw_up(config, Parallel(0, config.tensor_parallel_size)).groups
     memory = make_plan(groups, demand, bench.longest).bytes
     with bench.engine(observer, **settings, kv_cache_memory_bytes=max(1, memory)) as engine:
