@@ -61,10 +61,11 @@ def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
     if usual <= 128:
         heights = [h for h in (16, 32, 64) if h >= min(usual, 64) / 2 and h <= max(16, 4 * usual)]
         splits = (1,) if shape.gated or shape.experts else (1, 2, 4, 8)
-        for height, columns, split, stages in itertools.product(heights, (64, 128), splits, (3, 5)):
-            if split > max(1, shape.inputs // 512) or (-(-shape.outputs // columns) * split > 1100 and split > 1):
+        depths = (128, 256) if shape.kind == "mxfp4" else (128,)
+        for height, columns, split, stages, depth in itertools.product(heights, (64, 128), splits, (3, 5), depths):
+            if split > max(1, shape.inputs // 512) or (split > 1 and -(-shape.outputs // columns) * split > 1100):
                 continue
-            yield Launch(height, columns, split, True, True, 4, stages)
+            yield Launch(height, columns, split, True, True, 4, stages, depth)
             if fp8 and height > 16:
                 yield Launch(height, columns, split, True, False, 4, stages)
     if usual > 32:
