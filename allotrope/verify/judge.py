@@ -47,7 +47,7 @@ class Limits:
 # What FP8 rows may cost on top of bf16. Rows alone, with all else in fp32 on a CPU, gave six tiny oracle models 0.8 to
 # 1.1 times the median error that bf16 throughout may have, where every token is a step of its own (half of that where
 # prompts are whole), and up to 0.18 less top-1 agreement than bf16 must have.
-_FP8_MEDIAN = 1.5
+FP8_MEDIAN = 1.5
 _FP8_TOP1 = 0.25
 FP8_ROUNDING = 16.0
 """How much coarser than bf16 rounds an FP8 row is rounded."""
@@ -57,8 +57,8 @@ def with_fp8_rows(limits: Limits) -> Limits:
     """The bound of an engine whose cached rows are FP8, from that of bf16: a larger median, less agreement."""
     if limits.median_abs is None or limits.top1 is None:
         raise ValueError("FP8 rows are judged by medians")
-    origin = f"{limits.origin}, for FP8 rows {_FP8_MEDIAN} times the error and {_FP8_TOP1:.0%} less agreement"
-    median, top1 = _FP8_MEDIAN * limits.median_abs, max(0.0, limits.top1 - _FP8_TOP1)
+    origin = f"{limits.origin}, for FP8 rows {FP8_MEDIAN} times the error and {_FP8_TOP1:.0%} less agreement"
+    median, top1 = FP8_MEDIAN * limits.median_abs, max(0.0, limits.top1 - _FP8_TOP1)
     return dataclasses.replace(limits, median_abs=median, top1=top1, origin=origin)
 
 

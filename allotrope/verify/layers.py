@@ -7,7 +7,7 @@ tokens behind it: such near-ties are told apart from a layer that is wrong.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -35,9 +35,9 @@ _UNUSUAL = 3.0
 class LayerError:
     """One layer against the reference's.
 
-    `kind`: its attention family. `rms`: stage -> largest relative RMS error of any sample; a stage that cannot be
-    compared is missing. `picks`: what became of its top-k selections. `ties`: tokens with a near-tie here.
-    `worst`: sample and position of the largest error, as text.
+    `kind`: its attention family. `rms`: stage -> largest relative RMS error of any sample, or the relative error of the
+    median token; a stage that cannot be compared is missing. `picks`: what became of its top-k selections. `ties`:
+    tokens with a near-tie here. `worst`: sample and position of the largest error, as text.
     """
 
     index: int
@@ -49,7 +49,7 @@ class LayerError:
 
     @property
     def error(self) -> float:
-        """Relative RMS error of what the layer hands on; inf if it has another shape."""
+        """Relative error of what the layer hands on; inf if it has another shape."""
         return self.rms.get("out", float("inf"))
 
 
@@ -79,7 +79,7 @@ class LayerReport:
         if layer is None:
             return None
         limit = self.limits[layer.index]
-        text = f"layer {layer.index} ({layer.kind}) is the first that diverges: relative RMS {layer.error:.1e}"
+        text = f"layer {layer.index} ({layer.kind}) is the first that diverges: relative error {layer.error:.1e}"
         return f"{text} (allowed: {limit:.0e}), {self._part(layer, limit)}; {layer.worst}"
 
     def _part(self, layer: LayerError, limit: float) -> str:
@@ -173,8 +173,13 @@ def _blank(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(length), torch.zeros(length)
 
 
-def read_layers(watch: LayerWatch, kinds: Sequence[str], limits: Sequence[float]) -> LayerReport:
-    """What `watch` saw, layer by layer. `kinds`: the attention family of each. `limits`: largest error of each."""
+def read_layers(
+    watch: LayerWatch, kinds: Sequence[str], limits: Sequence[float], *, medians: bool = False
+) -> LayerReport:
+    """What `watch` saw, layer by layer. `kinds`: the attention family of each. `limits`: largest error of each.
+
+    `medians`: errors are the median token's, of all tokens: where rounding is coarse, picks that differ are the rule.
+    """
     tainted: dict[str, int] = {}
     layers = []
     for index, kind in enumerate(kinds):
@@ -183,14 +188,18 @@ def read_layers(watch: LayerWatch, kinds: Sequence[str], limits: Sequence[float]
         for name, sample in watch.samples.items():
             positions = torch.arange(len(sample.fed))
             clean[name] = (positions < tainted.get(name, len(sample.fed))) & ~flipped[name][0]
+            clean[name] |= torch.tensor(medians)
         rms = {
-            stage: max(_rms(*sums, clean[name]) for name, sums in watch.sums[index, stage].items())
+            stage: _median(watch.sums[index, stage].values())
+            if medians
+            else max(_rms(*sums, clean[name]) for name, sums in watch.sums[index, stage].items())
             for stage in STAGES
             if watch.sums.get((index, stage))
         }
         ties = sum(int(flips.sum()) for flips, _ in flipped.values())
         states = {state for _, state in flipped.values()}
         picks = next((state for state in ("wrong", "unseen", "same, some unseen", "same") if state in states), "")
+        picks = "some differ" if medians and picks == "wrong" else picks
         layers.append(LayerError(index, kind, rms, picks, ties, _worst(watch, index, clean)))
         for name, (flips, _) in flipped.items():
             if bool(flips.any()):
@@ -198,6 +207,12 @@ def read_layers(watch: LayerWatch, kinds: Sequence[str], limits: Sequence[float]
                 tainted[name] = min(first, tainted.get(name, first))
     before = [_rms(*sums, torch.ones_like(sums[0]) > 0) for sums in watch.sums.get((0, EMBEDDING), {}).values()]
     return LayerReport(layers, list(limits), max(before, default=0.0), tainted)
+
+
+def _median(sums: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Relative error of the median token of all samples, of those that were seen."""
+    relative = torch.cat([(off / size)[size > 0] for off, size in sums])
+    return float(relative.median()) ** 0.5 if len(relative) else 0.0
 
 
 def _rms(off: torch.Tensor, size: torch.Tensor, clean: torch.Tensor) -> float:

@@ -178,7 +178,7 @@ def regime_table(report: Report) -> Table:
 
 
 def layer_table(layers: LayerReport) -> Table:
-    """One row a layer: relative RMS error of each stage against the reference's."""
+    """One row a layer: relative error of each stage against the reference's."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
 
@@ -218,7 +218,7 @@ def _finite(value: Any) -> Any:
 
 
 def write_plot(path: Path, report: Report) -> None:
-    """Draw the relative RMS error by layer to the PNG file `path`. Raises ConfigError where matplotlib is missing."""
+    """Draw the relative error by layer to the PNG file `path`. Raises ConfigError where matplotlib is missing."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:
@@ -241,7 +241,7 @@ def write_plot(path: Path, report: Report) -> None:
     panel.set_yscale("log")
     panel.xaxis.get_major_locator().set_params(integer=True)
     panel.set_xlabel("layer")
-    panel.set_ylabel("relative RMS error of hidden states")
+    panel.set_ylabel("relative error of hidden states")
     panel.set_title(f"{report.architecture}: {report.engine}\nagainst {report.origin}", fontsize=10)
     panel.legend(fontsize=9)
     panel.grid(alpha=0.3)

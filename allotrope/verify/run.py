@@ -23,7 +23,8 @@ from allotrope.verify.layers import UNSEEN_TIE, LayerReport, LayerWatch, read_la
 from allotrope.verify.options import VerifyOptions
 from allotrope.verify.regimes import Bench, NotExercised, Regime
 from allotrope.verify.report import RegimeResult, Report, Verdict
-from allotrope.verify.stored import Stored, has_stored, read_stored
+from allotrope.verify.rounded_products import keeps_fp8
+from allotrope.verify.stored import MANIFEST, Stored, has_stored, read_stored
 from allotrope.verify.truth import Truth, ask_transformers
 from allotrope.verify.watch import Watch
 
@@ -49,7 +50,9 @@ def verify(config: EngineConfig, options: VerifyOptions, tell: Tell = lambda tex
             config = dataclasses.replace(config, dtype="float32")
         blueprint = draw_up(config)
         stored = _stored(config, options)
-        if stored is not None:
+        if stored is not None and keeps_fp8(blueprint):
+            remarks.append(_set_aside(stored, options))
+        elif stored is not None:
             return _against_stored(config, options, blueprint, stored, tell)
         run = _against_transformers(config, options, blueprint, tell)
         return dataclasses.replace(run, model=named, remarks=(*remarks, *run.remarks))
@@ -79,9 +82,18 @@ def _stored(config: EngineConfig, options: VerifyOptions) -> Stored | None:
     return None
 
 
+def _set_aside(stored: Stored, options: VerifyOptions) -> str:
+    """Why stored outputs do not judge products that round to FP8. Raises ModelError if nothing else may."""
+    reason = f"{MANIFEST} does not say how far off FP8 products may be"
+    if options.against == "stored":
+        advice = "Try --quantized-weights unpack, or --against transformers"
+        raise ModelError(f"cannot judge by the outputs stored in {stored.directory}", [f"{reason}. {advice}"])
+    return f"the outputs stored in {stored.directory} are not used: {reason}; --quantized-weights unpack uses them"
+
+
 def is_exact(blueprint: Blueprint) -> bool:
-    """Whether the engine computes and stores in fp32."""
-    return {blueprint.build.dtype, blueprint.build.kv_dtype} == {torch.float32}
+    """Whether the engine computes and stores in fp32, and rounds no activations for its products."""
+    return {blueprint.build.dtype, blueprint.build.kv_dtype} == {torch.float32} and not keeps_fp8(blueprint)
 
 
 def _regimes(options: VerifyOptions, blueprint: Blueprint) -> list[str]:
@@ -120,10 +132,12 @@ def _against_transformers(config: EngineConfig, options: VerifyOptions, blueprin
     bench = Bench(config, truth.samples, options.thorough)
     tell("comparing layer by layer")
     layers = _layers(bench, regimes.ALL["whole"], truth, blueprint)
+    # Medians are of all positions, as those that they are held to.
+    tainted = layers.tainted if truth.limits.exact else {}
     results: list[RegimeResult] = []
     for name in _regimes(options, blueprint):
         regime = regimes.ALL[name]
-        result = _run(bench, regime, truth.limits, layers.tainted, tell)
+        result = _run(bench, regime, truth.limits, tainted, tell)
         if result.verdict == "wrong" and truth.limits.exact and result.score is not None and name != "whole":
             result = _explained(bench, regime, truth, blueprint, result)
         results.append(result)
@@ -136,7 +150,8 @@ def _layers(bench: Bench, regime: Regime, truth: Truth, blueprint: Blueprint) ->
     with LayerWatch(bench.samples, truth.traces) as watch:
         traced = dataclasses.replace(bench, samples=list(watch.samples.values()), attach=watch.attach)
         regime.run(traced, watch)
-        return read_layers(watch, [spec.family for spec in blueprint.specs], truth.layer_limits)
+        families = [spec.family for spec in blueprint.specs]
+        return read_layers(watch, families, truth.layer_limits, medians=not truth.limits.exact)
 
 
 def _explained(bench: Bench, regime: Regime, truth: Truth, blueprint: Blueprint, wrong: RegimeResult) -> RegimeResult:
@@ -186,11 +201,12 @@ def _report(
         raise ConfigError("nothing was compared: " + "; ".join(f"{one.name}: {one.remark}" for one in results) + ".")
     ranks = f", {config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else ""
     backends = f", {config.attention_backend}" if config.attention_backend else ""
+    kept = " (FP8 weights kept, activations rounded)" if keeps_fp8(blueprint) else ""
     dtype, kv_dtype = (str(kind).removeprefix("torch.") for kind in (blueprint.build.dtype, blueprint.build.kv_dtype))
     return Report(
         model=config.model,
         architecture=next(iter(blueprint.checkpoint.config.get("architectures") or ["?"])),
-        engine=f"{dtype} with {kv_dtype} caches on {blueprint.build.device}{ranks}{backends}",
+        engine=f"{dtype} with {kv_dtype} caches on {blueprint.build.device}{ranks}{backends}{kept}",
         origin=origin,
         limits=limits,
         lengths=tuple(len(sample.prompt) for sample in bench.samples),

@@ -7,7 +7,7 @@ import io
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from allotrope.errors import ModelError
+from allotrope.verify.plain_files import plain_files
 from allotrope.verify.taps import Picks, Place, tapped
 
 
@@ -28,16 +29,19 @@ class Trace:
 
 
 class TransformersModel:
-    """A checkpoint in Transformers, by its plain implementations and without a cache. `layers`: its decoder layers."""
+    """A checkpoint in Transformers, by its plain implementations and without a cache. `layers`: its decoder layers.
+    `around`: entered around every pass.
+    """
 
     def __init__(self, model: Any, count: int) -> None:
         self.model = model
         self.layers = find_layers(model, count)
+        self.around: AbstractContextManager[Any] = nullcontext()
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """[F, vocabulary] fp32 logits after each token of `ids`."""
-        with quiet():
+        with quiet(), self.around:
             found: torch.Tensor = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
         return found
 
@@ -117,13 +121,15 @@ def quiet() -> Iterator[None]:
 def load_transformers(path: Path, config: Mapping[str, Any], dtype: torch.dtype, layers: int) -> TransformersModel:
     """Load `path`, a directory or a .gguf file, with `config` in place of its config.json.
 
-    Raises ModelError if Transformers refuses it, or would fill in a weight that it did not find.
+    Quantized weights become plain ones in `dtype`. Raises ModelError if Transformers refuses it, or would fill in a weight that it did not find.
     """
     import transformers
 
-    options = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
-    options |= {"local_files_only": True, "output_loading_info": True, **_dequantized(config)}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
+    options |= {"local_files_only": True, "output_loading_info": True}
     with quiet(), contextlib.ExitStack() as stack:
+        path, config = stack.enter_context(plain_files(path, config))
+        options |= _dequantized(config)
         try:
             if path.is_file():
                 cls, options["gguf_file"], path = transformers.AutoModelForCausalLM, path.name, path.parent
@@ -157,16 +163,11 @@ def _with_config(directory: Path, config: Mapping[str, Any]) -> Iterator[Path]:
 
 def _dequantized(config: Mapping[str, Any]) -> dict[str, Any]:
     """Options that make a quantized checkpoint compute in full precision."""
-    stated = config.get("quantization_config") or {}
-    method = stated.get("quant_method")
-    if method not in ("mxfp4", "fp8"):
+    if (config.get("quantization_config") or {}).get("quant_method") != "mxfp4":
         return {}
-    from transformers import FineGrainedFP8Config, Mxfp4Config
+    from transformers import Mxfp4Config
 
-    if method == "mxfp4":
-        return {"quantization_config": Mxfp4Config(dequantize=True)}
-    block = stated.get("weight_block_size")
-    return {"quantization_config": FineGrainedFP8Config(dequantize=True, weight_block_size=block and tuple(block))}
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
 
 
 def _refuse_gaps(found: TransformersModel, info: Mapping[str, Any]) -> None:

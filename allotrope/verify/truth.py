@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,9 +20,11 @@ from allotrope.engine.row_scales import FP8
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.models.checkpoint import locate, open_checkpoint
 from allotrope.verify import prompts
-from allotrope.verify.judge import FP8_ROUNDING, Limits, with_fp8_rows
+from allotrope.verify.judge import FP8_MEDIAN, FP8_ROUNDING, Limits, with_fp8_rows
 from allotrope.verify.options import VerifyOptions
+from allotrope.verify.plain_files import plain_files
 from allotrope.verify.regimes import ALL, Bench
+from allotrope.verify.rounded_products import RoundedProducts, fp8_tensors
 from allotrope.verify.sample import Sample, Wanted, spread, wanted_of
 from allotrope.verify.transformers_model import Trace, TransformersModel, load_transformers
 from allotrope.verify.watch import FreeRun
@@ -31,6 +35,9 @@ PEAK, HIDDEN = (2e-4, 3e-2, 1e-3), (5e-5, 1e-3, 1e-4)
 _NOISE = 40.0
 # In types that round: how much farther off than Transformers in the same type the engine may be.
 _ROUNDING, _TOP1 = 3.0, 0.08
+# The least top-1 agreement that may be asked for, where only types round. Random weights do not agree with themselves
+# in half of all tokens where products round to FP8.
+_LEAST_TOP1 = 0.5
 # Bytes of logits and of hidden states that are kept.
 _KEPT_LOGITS, _KEPT_HIDDEN = 1 << 30, 1 << 30
 
@@ -38,7 +45,7 @@ _KEPT_LOGITS, _KEPT_HIDDEN = 1 << 30, 1 << 30
 @dataclass(frozen=True)
 class Truth:
     """`marks`: context lengths at which a layer or the engine changes how it works. `traces`: of samples whose layers
-    are compared. `layer_limits`: relative RMS error allowed of each layer.
+    are compared. `layer_limits`: relative error allowed of each layer, RMS or the median token's as `limits` judge.
     """
 
     marks: tuple[int, ...]
@@ -50,10 +57,36 @@ class Truth:
     remarks: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Reference:
+    """The checkpoint that Transformers runs: files that it can read, with their config. `layers`: their number.
+    `named`: what is said of it, where it is not the engine's own.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    layers: int
+    named: str | None
+
+    def load(self, dtype: torch.dtype) -> TransformersModel:
+        """Transformers' model of it."""
+        return load_transformers(self.path, self.config, dtype, self.layers)
+
+    def described(self, model: TransformersModel, dtype: torch.dtype) -> str:
+        """In words."""
+        import transformers
+
+        kind = str(dtype).removeprefix("torch.")
+        what = f"Transformers {transformers.__version__} ({model.name}) in {kind} on the CPU"
+        return what if self.named is None else f"{what}, which ran {self.named}"
+
+
 def ask_transformers(
     config: EngineConfig, options: VerifyOptions, blueprint: Blueprint, *, exact: bool, tell: Callable[[str], None]
 ) -> Truth:
-    """Make prompts, let the engine continue them, and let Transformers judge. `exact`: the engine runs in fp32."""
+    """Make prompts, let the engine continue them, and let Transformers judge. `exact`: the engine runs in fp32, with
+    products that round nothing.
+    """
     marks = prompts.all_boundaries(blueprint.specs, config.page_size)
     room = min(options.longest, blueprint.max_model_len - options.new_tokens)
     if room < 1:
@@ -65,8 +98,28 @@ def ask_transformers(
     drawn = prompts.draw_prompts(ids, lengths, config.seed)
     tell("running the engine on its own")
     forced = _continue(config, drawn, options.new_tokens)
+    checkpoint = blueprint.checkpoint if options.reference is None else open_checkpoint(options.reference)
+    path = locate(options.reference or config.model, revision=config.revision if options.reference is None else None)
+    remarks = [f"the boundary at {mark} tokens is not crossed (--longest {options.longest})" for mark in missed]
     tell("running Transformers")
-    model, origin = _load(config, options, blueprint, torch.float32)
+    with plain_files(path, checkpoint.config) as (files, stated):
+        reference = Reference(files, stated, len(blueprint.specs), options.reference)
+        samples, traces, origin, affordable = _answers(reference, blueprint, drawn, forced)
+        tell("measuring how far off rounding alone is")
+        if exact:
+            other = _deviation(reference, torch.float64, samples, traces) if affordable else None
+            limits, layer_limits = _exact_limits(other, spread(samples), len(blueprint.specs))
+        else:
+            limits, layer_limits, found = _measured_limits(reference, blueprint, samples, traces)
+            remarks += found
+    return Truth(marks, samples, traces, limits, layer_limits, origin, tuple(remarks))
+
+
+def _answers(
+    reference: Reference, blueprint: Blueprint, drawn: Sequence[tuple[int, ...]], forced: Sequence[tuple[int, ...]]
+) -> tuple[list[Sample], dict[str, Trace], str, bool]:
+    """What follows each prompt, traces of some, what answered in words, and whether memory allows float64 as well."""
+    model = reference.load(torch.float32)
     fed = [(*prompt, *tokens[:-1]) for prompt, tokens in zip(drawn, forced, strict=True)]
     most = max(64, _KEPT_LOGITS // (4 * blueprint.spec.vocab_size) // len(fed))
     traced = _traced(fed, len(blueprint.specs) * 5 * blueprint.spec.hidden * 4)
@@ -82,20 +135,7 @@ def ask_transformers(
             )
         samples.append(_sample(f"p{i}", prompt, tokens, wanted_of(logits, most)))
     affordable = 8 * model.parameters < available_memory() // 2
-    del model
-    remarks = [f"the boundary at {mark} tokens is not crossed (--longest {options.longest})" for mark in missed]
-    tell("measuring how far off rounding alone is")
-    if exact:
-        other = _deviation(config, options, blueprint, torch.float64, samples, traces) if affordable else None
-        limits, layer_limits = _exact_limits(other, spread(samples), len(blueprint.specs))
-    else:
-        fp8 = blueprint.build.kv_dtype == FP8
-        kind = blueprint.build.kv_dtype if blueprint.build.dtype == torch.float32 else blueprint.build.dtype
-        other = _deviation(config, options, blueprint, torch.bfloat16 if fp8 else kind, samples, traces)
-        limits, layer_limits = _rounded_limits(other, spread(samples))
-        if fp8:
-            limits, layer_limits = with_fp8_rows(limits), [FP8_ROUNDING * limit for limit in layer_limits]
-    return Truth(marks, samples, traces, limits, layer_limits, origin, tuple(remarks))
+    return samples, traces, reference.described(model, torch.float32), affordable
 
 
 def _continue(config: EngineConfig, drawn: Sequence[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
@@ -118,20 +158,6 @@ def _sample(name: str, prompt: tuple[int, ...], forced: tuple[int, ...], wanted:
     return Sample(name, prompt, forced, tuple(wanted.top1[len(prompt) - 1 :].tolist()), wanted)
 
 
-def _load(
-    config: EngineConfig, options: VerifyOptions, blueprint: Blueprint, dtype: torch.dtype
-) -> tuple[TransformersModel, str]:
-    """Transformers' model, and what it is in words."""
-    import transformers
-
-    named = options.reference or config.model
-    checkpoint = blueprint.checkpoint if options.reference is None else open_checkpoint(options.reference)
-    path = locate(named, revision=config.revision if options.reference is None else None)
-    model = load_transformers(path, checkpoint.config, dtype, len(blueprint.specs))
-    what = f"Transformers {transformers.__version__} ({model.name}) in {str(dtype).removeprefix('torch.')} on the CPU"
-    return model, what if options.reference is None else f"{what}, which ran {named}"
-
-
 def _traced(fed: Sequence[Sequence[int]], bytes_per_token: int) -> set[int]:
     """Which samples are looked into: the longest that fit into memory together, the shortest one at least."""
     chosen, left = set(), _KEPT_HIDDEN // bytes_per_token
@@ -144,49 +170,67 @@ def _traced(fed: Sequence[Sequence[int]], bytes_per_token: int) -> set[int]:
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far Transformers in another type is from itself in fp32.
+    """How far Transformers, computing in another way, is from itself in fp32.
 
-    `errors`: largest error of a logit, of every position. `rel_rms`: of all logits. `top1`: share of equal top-1
-    tokens. `layers`: relative RMS error of each layer's output. Positions behind a pick that fell another way are left
-    out in float64, where there are few; in types that round they are the rule.
+    `way`: in words. `errors`: largest error of a logit, of every position. `rel_rms`: of all logits. `top1`: share of
+    equal top-1 tokens. `layers`: relative error of each layer's output: RMS of the worst sample in float64, where the
+    few positions behind a pick that fell another way are left out; where rounding is the rule, that of the median
+    token. `share`: of the weights whose products round, those that were found.
     """
 
-    dtype: str
+    way: str
     errors: torch.Tensor
     rel_rms: float
     top1: float
     layers: list[float]
+    share: float = 1.0
 
 
 def _deviation(
-    config: EngineConfig,
-    options: VerifyOptions,
-    blueprint: Blueprint,
+    reference: Reference,
     dtype: torch.dtype,
     samples: Sequence[Sample],
     traces: Mapping[str, Trace],
+    rounded: Sequence[str] = (),
 ) -> Deviation:
-    model, _ = _load(config, options, blueprint, dtype)
+    """`rounded`: tensors whose products round their activations to FP8."""
+    model = reference.load(dtype)
+    way, share, exact = str(dtype).removeprefix("torch."), 1.0, dtype == torch.float64
+    if rounded:
+        products = RoundedProducts(model.model, open_checkpoint(str(reference.path)), rounded)
+        way, share, model.around = (
+            f"{way} with activations rounded as FP8 products round them",
+            products.share,
+            products,
+        )
     errors, same = [torch.zeros(1)], [torch.zeros(0)]
-    layers = [0.0] * len(blueprint.specs)
+    layers: list[list[torch.Tensor]] = [[] for _ in range(reference.layers)]
     off = size = 0.0
     for sample in samples:
         if sample.name not in traces:
             continue
         logits, trace = model.trace(sample.fed)
-        end = first_difference(traces[sample.name], trace)
+        end = first_difference(traces[sample.name], trace) if exact else len(logits)
         for (layer, stage), want in traces[sample.name].hidden.items():
             if stage == "out" and end:
-                error = (trace.hidden[layer, stage].float() - want)[:end].norm() / want[:end].norm()
-                layers[layer] = max(layers[layer], float(error))
-        judged = sample.wanted.positions < (end if dtype == torch.float64 else len(logits))
+                layers[layer].append(_errors(trace.hidden[layer, stage][:end].float(), want[:end], exact))
+        judged = sample.wanted.positions < end
         rows = sample.wanted.rows[judged]
         error = logits[sample.wanted.positions[judged]] - rows
         off, size = off + float(error.double().square().sum()), size + float(rows.double().square().sum())
         errors.append(error.abs().amax(-1))
         same.append((logits.argmax(-1) == sample.wanted.top1).float())
-    name, rel_rms = str(dtype).removeprefix("torch."), (off / size) ** 0.5 if size else 0.0
-    return Deviation(name, torch.cat(errors), rel_rms, float(torch.cat(same).mean()), layers)
+    rel_rms = (off / size) ** 0.5 if size else 0.0
+    found = [torch.cat(one) if one else torch.zeros(1) for one in layers]
+    middle = [float(one.max() if exact else one.median()) for one in found]
+    return Deviation(way, torch.cat(errors), rel_rms, float(torch.cat(same).mean()), middle, share)
+
+
+def _errors(got: torch.Tensor, want: torch.Tensor, together: bool) -> torch.Tensor:
+    """Relative errors of hidden states: of all tokens together, or of each."""
+    if together:
+        return ((got - want).norm() / want.norm())[None]
+    return (got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-30)
 
 
 def first_difference(one: Trace, other: Trace) -> int:
@@ -214,11 +258,30 @@ def _within(value: float, bounds: tuple[float, ...]) -> float:
     return min(max(value, bounds[0]), bounds[1])
 
 
-def _rounded_limits(other: Deviation, scale: float) -> tuple[Limits, list[float]]:
+def _measured_limits(
+    reference: Reference, blueprint: Blueprint, samples: list[Sample], traces: Mapping[str, Trace]
+) -> tuple[Limits, list[float], list[str]]:
+    """Limits of an engine that rounds: Transformers rounds as it does, and is measured. Also remarks."""
+    build, rounded = blueprint.build, fp8_tensors(blueprint)
+    fp8_rows = build.kv_dtype == FP8
+    kind = build.kv_dtype if build.dtype == torch.float32 else build.dtype
+    other = _deviation(reference, torch.bfloat16 if fp8_rows else kind, samples, traces, rounded)
+    limits, layer_limits = _rounded_limits(other, spread(samples), 0.0 if rounded else _LEAST_TOP1)
+    if fp8_rows:
+        # Where products round to FP8 as well, rows that do so are not that much coarser.
+        coarser = FP8_MEDIAN if rounded else FP8_ROUNDING
+        limits, layer_limits = with_fp8_rows(limits), [coarser * limit for limit in layer_limits]
+    if other.share > 0.99:
+        return limits, layer_limits, []
+    text = f"{1 - other.share:.0%} of the weights that are kept in FP8 were not found in Transformers' model"
+    return limits, layer_limits, [f"{text}: what rounding in their products costs is not allowed for"]
+
+
+def _rounded_limits(other: Deviation, scale: float, least_top1: float) -> tuple[Limits, list[float]]:
     limits = Limits(
         max_abs=math.inf,
-        origin=f"{_ROUNDING:g} times the error of Transformers in {other.dtype}, its top-1 agreement less {_TOP1:.0%}",
+        origin=f"{_ROUNDING:g} times the error of Transformers in {other.way}, its top-1 agreement less {_TOP1:.0%}",
         median_abs=_ROUNDING * float(other.errors[1:].median()) + PEAK[0] * scale,
-        top1=max(0.5, other.top1 - _TOP1),
+        top1=max(least_top1, other.top1 - _TOP1),
     )
     return limits, [HIDDEN[0] + _ROUNDING * error for error in other.layers]

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,24 +22,26 @@ register()
 from vllm.model_executor.models import ModelRegistry
 print(len(ModelRegistry.found))
 models = [name for name in sys.modules if name.startswith("allotrope.models.")]
-files = {"registry", "decoder", "spec", "weights", "read_config", "checkpoint"}
+files = {"registry", "decoder", "spec", "weights", "read_config", "checkpoint", "dequantize"}
 print([name for name in models if name.rpartition(".")[2] not in files], "triton" in sys.modules)
 """
 
 
-def host(folder: Path, version: str = "0.32.0", without: str = "") -> Path:
-    """A package that has what the contract lists, but for one symbol."""
+def host(folder: Path, version: str = "0.32.0", without: str = "", earlier: bool = False) -> Path:
+    """A package that has what the contract lists, but for one symbol. `earlier`: with what an earlier version has."""
     info = folder / f"vllm-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     modules: dict[str, list[str]] = {}
-    for symbol in contract.SYMBOLS:
-        module, _, name = symbol.path.partition(":")
+    symbols = [(symbol.instead if earlier else None) or symbol for symbol in contract.SYMBOLS]
+    for path in dict.fromkeys(symbol.path for symbol in symbols):
+        alike = [symbol for symbol in symbols if symbol.path == path]
+        module, _, name = path.partition(":")
         if name == without:
             modules.setdefault(module, [])
             continue
-        accepts = "".join(f", {one}=None" for one in symbol.accepts)
-        members = "".join(f"    {one} = None\n" for one in symbol.has)
+        accepts = "".join(f", {one}=None" for symbol in alike for one in symbol.accepts)
+        members = "".join(f"    {one} = None\n" for symbol in alike for one in symbol.has)
         code = f"class {name}:\n    def __init__(self{accepts}): pass\n{members}"
         if name == "ModelRegistry":
             code = (
@@ -66,8 +69,9 @@ def lines(ended: subprocess.CompletedProcess[str]) -> list[str]:
     return ended.stderr.strip().splitlines()
 
 
-def test_a_known_host_gets_every_architecture_by_name_only(tmp_path: Path) -> None:
-    ended = run(host(tmp_path))
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_known_host_gets_every_architecture_by_name_only(tmp_path: Path, earlier: bool) -> None:
+    ended = run(host(tmp_path, "0.25.1" if earlier else "0.32.0", earlier=earlier))
     assert ended.stdout.split("\n")[:2] == [str(len(ARCHITECTURES)), "[] False"]
     assert not ended.stderr
 
@@ -80,14 +84,15 @@ def test_switched_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "environment", "text"),
     [
-        ({"version": "99.1.0"}, {}, "vLLM 99.1.0 is not known (known: 0.32.x)"),
+        ({"version": "99.1.0"}, {}, "vLLM 99.1.0 is not known (known: 0.25.x, 0.32.x)"),
         ({"without": "SlidingWindowSpec"}, {}, "has no attribute 'SlidingWindowSpec'"),
+        ({"without": "MLAAttentionSpec", "earlier": True}, {}, "FullAttentionSpec has no parameter tokens_per_state"),
         ({}, {"ALLOTROPE_VLLM": "yes"}, "ALLOTROPE_VLLM='yes' is not understood; allowed: 0, 1"),
     ],
-    ids=["unknown version", "removed symbol", "unknown switch"],
+    ids=["unknown version", "removed symbol", "neither way", "unknown switch"],
 )
 def test_one_line_and_the_host_goes_on(
-    tmp_path: Path, options: dict[str, str], environment: dict[str, str], text: str
+    tmp_path: Path, options: dict[str, Any], environment: dict[str, str], text: str
 ) -> None:
     ended = run(host(tmp_path, **options), CALL.replace("register()\nregister()", "register()"), **environment)
     (line,) = lines(ended)
@@ -127,7 +132,8 @@ def test_the_contract_lists_every_host_symbol() -> None:
             if isinstance(node, ast.Import):
                 assert not any(alias.name.split(".")[0] == "vllm" for alias in node.names), path
     # Read, never named: the object that `get_forward_context` returns, and what builders are given.
-    assert {symbol.path for symbol in contract.SYMBOLS} == used | {"vllm.forward_context:ForwardContext"}
+    listed = {one.path for symbol in contract.SYMBOLS for one in (symbol, symbol.instead or symbol)}
+    assert listed == used | {"vllm.forward_context:ForwardContext"}
 
 
 def test_compat_reports_the_host(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from allotrope.attention.batch import BatchLayout, CacheIndex
 from allotrope.attention.cache_layout import CacheLayout, StateSlots, WindowRows, page_views, row_bytes
@@ -58,9 +57,8 @@ class HostedCache(AttentionLayerBase):
 
     def __init__(self, name: str, layout: CacheLayout, layouts: tuple[CacheLayout, ...], in_graphs: bool) -> None:
         self.name, self.layout, self.layouts, self.in_graphs = name, layout, layouts, in_graphs
-        self.kv_cache: Any = torch.tensor([])
-        self.views: dict[str, torch.Tensor] | None = None
         self.readers: dict[str, Any] = {}
+        self.kv_cache = torch.tensor([])
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return StateBackend if isinstance(self.layout, StateSlots) else RowsBackend
@@ -83,22 +81,40 @@ class HostedCache(AttentionLayerBase):
         rows: dict[str, Any] = {
             "block_size": page_tokens(self.layout, page),
             "num_kv_heads": 1,
-            "head_size": 1,
+            "head_size": size,
+            "head_size_v": 0,
             "dtype": torch.uint8,
-            "num_head_slots": 1,
-            "state_content_bytes": size,
-            "tokens_per_state": stride(self.layout),
         }
         if isinstance(self.layout, WindowRows):
             return SlidingWindowSpec(sliding_window=self.layout.window, **rows)
-        return FullAttentionSpec(**rows)
+        return _kept_rows(stride(self.layout), rows)
 
-    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """`kv_cache`: [P, 1, rows, bytes], or int8 [P, 1, 1, bytes] of states, with pages of any stride."""
-        pages = kv_cache.view(torch.uint8).flatten(1)
-        self.views = page_views(self.layout, pages)
-        # States are copied by vLLM where a prefix is reused: a list of what to copy, here all of it.
-        self.kv_cache = [pages] if isinstance(self.layout, StateSlots) else kv_cache
+    @property
+    def kv_cache(self) -> torch.Tensor | list[torch.Tensor]:
+        """As vLLM reads it: rows as they were bound; of states a list of what to copy, here all of it."""
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, bound: torch.Tensor | list[torch.Tensor]) -> None:
+        """`bound`: [P, 1, rows, bytes], or of states int8 [P, 1, 1, bytes] or a list of one [P, bytes], with pages of
+        any stride; or nothing, where vLLM takes the memory back."""
+        tensor = bound if isinstance(bound, torch.Tensor) else next(iter(bound), torch.tensor([]))
+        self._kv_cache, self.views = bound, None
+        if tensor.numel():
+            pages = tensor.view(torch.uint8).flatten(1)
+            self.views = page_views(self.layout, pages)
+            self._kv_cache = [pages] if isinstance(self.layout, StateSlots) else tensor
+
+
+def _kept_rows(tokens: int, rows: dict[str, Any]) -> KVCacheSpec:
+    """Full attention with `tokens` to a row, which in 0.25 only the spec of latent rows can say."""
+    if tokens == 1:
+        return FullAttentionSpec(**rows)
+    if "tokens_per_state" in FullAttentionSpec.__dataclass_fields__:
+        return FullAttentionSpec(tokens_per_state=tokens, **rows)
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    return MLAAttentionSpec(compress_ratio=tokens, **rows)
 
 
 @dataclass
@@ -164,9 +180,18 @@ class RowsBackend(AttentionBackend):
         return [MultipleOf(1)]
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
         """A layer's pages lie back to back, so that a row has one number in its pool."""
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
         return (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """The same where backends have no layouts to name (0.25)."""
+        return (num_blocks, num_kv_heads, block_size, head_size)
 
 
 class StateBackend(RowsBackend):

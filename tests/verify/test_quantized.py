@@ -1,0 +1,245 @@
+"""FP8 checkpoints: unpacked they are held to exactness, kept to what rounding their activations costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from quantized_twins import write_twin
+from torch import nn
+from verify_fixtures import Tiny
+
+from allotrope.config import EngineConfig
+from allotrope.engine.load import draw_up
+from allotrope.errors import ModelError
+from allotrope.layers.quant.format import Format, Quantized
+from allotrope.layers.quant.product import taken
+from allotrope.models.checkpoint import open_checkpoint
+from allotrope.models.dequantize import dequantized
+from allotrope.models.registry import find_architecture
+from allotrope.verify.options import REGIMES, VerifyOptions
+from allotrope.verify.plain_files import plain_files
+from allotrope.verify.random_checkpoint import write_random
+from allotrope.verify.report import Report
+from allotrope.verify.rounded_products import RoundedProducts, fp8_tensors, keeps_fp8
+from allotrope.verify.run import verify
+from allotrope.verify.transformers_model import TransformersModel, load_transformers
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+Twin = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    """A tiny checkpoint of an architecture with FP8 matrices, beside its plain one; written once."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            write_random(find_architecture({"architectures": [name]}, name).tiny(), folder / "plain", None, 0)
+            made[name] = write_twin(folder / "plain", folder / "twin")
+        return made[name]
+
+    return make
+
+
+def run(directory: Path, mode: str = "keep", engine: dict[str, object] | None = None, **options: object) -> Report:
+    config = EngineConfig(model=str(directory), quantized_weights=mode, device="cpu", **(engine or {}))
+    return verify(config, VerifyOptions(**({"lengths": "5,40,70"} | options)))
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"])
+def test_unpacked_weights_are_exact_in_every_regime(twin: Twin, name: str) -> None:
+    report = run(twin(name), "unpack")
+    assert report.passed, report.verdict()
+    assert report.limits.exact and "float64" in report.limits.origin
+    assert {r.name: r.verdict for r in report.regimes} == {name: "pass" for name in REGIMES if name != "graphs"}
+    assert report.layers is not None and all(layer.error < 5e-6 for layer in report.layers.layers)
+    assert "kept" not in report.engine
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "DeepseekV32ForCausalLM"])
+def test_kept_weights_are_judged_by_what_their_rounding_costs(twin: Twin, name: str, dtype: str) -> None:
+    report = run(twin(name), engine={"dtype": dtype}, regimes="whole,chunked-64,cached,batched")
+    assert report.passed, report.verdict()
+    assert report.engine.endswith("(FP8 weights kept, activations rounded)")
+    assert f"Transformers in {dtype} with activations rounded" in report.limits.origin
+    assert not report.remarks
+    score, limit = report.regimes[0].score, report.limits.median_abs
+    # The engine rounds what Transformers rounded: it is as far off, not just within the limit.
+    assert score is not None and limit is not None and limit / 6 < score.median_abs < limit / 2
+    assert score.router_ties == 0
+    assert report.layers is not None
+    for layer, most in zip(report.layers.layers, report.layers.limits, strict=True):
+        assert most / 6 < layer.error < most / 2
+
+
+def test_rows_that_round_as_well(twin: Twin) -> None:
+    report = run(twin("Qwen3MoeForCausalLM"), engine={"kv_cache_dtype": "fp8"}, regimes="whole")
+    assert report.passed, report.verdict()
+    assert "bfloat16 with activations rounded" in report.limits.origin and "FP8 rows" in report.limits.origin
+
+
+def larger(weight: Quantized) -> Quantized:
+    return dataclasses.replace(weight, scales=weight.scales * 1.5)
+
+
+def swapped(weight: Quantized) -> Quantized:
+    """Neighbouring rows in each other's place."""
+    rows = torch.arange(weight.shape[-2]) ^ 1
+    return Quantized(weight.format, weight.codes[..., rows, :], weight.scales[..., rows, :])
+
+
+class Fault(NamedTuple):
+    """`module`: where `nth` quantized weight that a model takes over is spoiled. `layer`: where that shows."""
+
+    module: str
+    nth: int
+    layer: int
+
+
+@pytest.mark.parametrize("change", [larger, swapped])
+@pytest.mark.parametrize(
+    "fault", [Fault("linear", 0, 0), Fault("linear", 2, 1), Fault("moe", 0, 0), Fault("moe", 2, 2)]
+)
+def test_faults_are_found(
+    twin: Twin, fault: Fault, change: Callable[[Quantized], Quantized], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = twin("Qwen3MoeForCausalLM")
+    taken_over: dict[int, int] = {}
+    models: list[nn.Module] = []
+
+    def spoiled(module: nn.Module, name: str, format: Format) -> Quantized:
+        weight = taken(module, name, format)
+        # Every engine that verify makes has the fault.
+        count = taken_over.setdefault(len(models), 0)
+        taken_over[len(models)] += 1
+        return change(weight) if count == fault.nth else weight
+
+    from allotrope.engine import load
+
+    finish = load.finish
+
+    def counted(model: nn.Module) -> None:
+        models.append(model)
+        finish(model)
+
+    monkeypatch.setattr(load, "finish", counted)
+    monkeypatch.setattr(f"allotrope.layers.{fault.module}.taken", spoiled)
+    report = run(directory, regimes="whole")
+    assert models and not report.passed
+    assert report.layers is not None and report.layers.first is not None, report.verdict()
+    assert report.layers.first.index == fault.layer
+
+
+@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "DeepseekV4ForCausalLM"])
+def test_transformers_rounds_what_the_engine_rounds(twin: Twin, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held to a Transformers that rounds, the engine is off by what any fp32 is: the same products round, no others."""
+    directory = twin(name)
+    blueprint = draw_up(EngineConfig(model=str(directory), quantized_weights="keep", dtype="float32", device="cpu"))
+    names = fp8_tensors(blueprint)
+    assert keeps_fp8(blueprint) and names
+
+    def rounding(path: Path, *args: object) -> TransformersModel:
+        model = load_transformers(path, *args)
+        model.around = products = RoundedProducts(model.model, open_checkpoint(str(path)), names)
+        assert products.share == 1
+        return model
+
+    monkeypatch.setattr("allotrope.verify.truth.load_transformers", rounding)
+    report = run(directory, regimes="whole")
+    score = report.regimes[0].score
+    assert score is not None and score.median_abs < 1e-4
+    assert report.layers is not None and all(layer.error < 5e-6 for layer in report.layers.layers)
+
+
+def test_weights_that_are_not_found_are_said(twin: Twin) -> None:
+    """Held to a reference with other weights, nothing says which of its products would round."""
+    directory = twin("Qwen3MoeForCausalLM")
+    report = run(directory, reference=str(directory.parent / "plain"), regimes="whole")
+    # The names are the same, and so are the products.
+    assert report.passed and not report.remarks, report.verdict()
+    config = EngineConfig(model=str(directory), quantized_weights="keep", dtype="float32", device="cpu")
+    names = fp8_tensors(draw_up(config))
+    plain = open_checkpoint(str(directory.parent / "plain"))
+    model = load_transformers(directory, open_checkpoint(str(directory)).config, torch.float32, 3)
+    assert RoundedProducts(model.model, plain, names).share == 0
+    with plain_files(directory, open_checkpoint(str(directory)).config) as (files, _):
+        unpacked = open_checkpoint(str(files))
+        assert RoundedProducts(model.model, unpacked, names).share == 1
+        assert 0.4 < RoundedProducts(model.model, unpacked, [*names, *(f"no.{name}" for name in names)]).share < 0.6
+
+
+@pytest.mark.parametrize(("block", "scheme"), [(16, "block"), (48, "block"), (0, "channel")])
+def test_transformers_gets_the_weights_as_they_are(twin: Twin, tmp_path: Path, block: int, scheme: str) -> None:
+    """Also where blocks do not divide a weight."""
+    plain = twin("Qwen3MoeForCausalLM").parent / "plain"
+    directory = write_twin(plain, tmp_path / "twin", block=block or 16, scheme=scheme)
+    checkpoint = open_checkpoint(str(directory))
+    for dtype in (torch.float32, torch.float64):
+        model = load_transformers(directory, checkpoint.config, dtype, 3).model
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+        state, view = model.state_dict(), dequantized(checkpoint)
+        compared = [name for name in view.headers() if name in state]
+        assert any(name.endswith("q_proj.weight") for name in compared)
+        for name in compared:
+            assert torch.equal(state[name], view.read(name).to(dtype)), name
+        for expert in range(2):
+            want = view.read(f"model.layers.0.mlp.experts.{expert}.down_proj.weight")
+            assert torch.equal(state["model.layers.0.mlp.experts.down_proj"][expert], want.to(dtype))
+
+
+def test_transformers_unpacks_to_the_same_numbers(twin: Twin) -> None:
+    """What is written out for Transformers is what it would have read itself, where it can."""
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    directory = twin("Qwen3MoeForCausalLM")
+    config = FineGrainedFP8Config(dequantize=True, weight_block_size=(16, 16))
+    theirs = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32, quantization_config=config)
+    ours = load_transformers(directory, open_checkpoint(str(directory)).config, torch.float32, 3).model.state_dict()
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(tensor, ours[name]), name
+
+
+def test_a_copy_needs_room_and_goes_away(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = twin("Qwen3MoeForCausalLM")
+    config = open_checkpoint(str(directory)).config
+    with plain_files(directory, config) as (files, stated):
+        assert files != directory and "quantization_config" not in stated
+    assert not files.exists() and "quantization_config" in config
+    with plain_files(directory.parent / "plain", stated) as (files, _):
+        assert files == directory.parent / "plain"
+    # Many files, of one tensor each.
+    monkeypatch.setattr("allotrope.verify.plain_files._SHARD", 1)
+    with plain_files(directory, config) as (files, _):
+        view = dequantized(open_checkpoint(str(directory)))
+        copy = open_checkpoint(str(files))
+        assert len(list(files.glob("*.safetensors"))) == len(copy.headers()) == len(view.headers())
+        assert all(torch.equal(copy.read(name), view.read(name)) for name in view.headers())
+    full = shutil.disk_usage(directory)._replace(free=1000)
+    monkeypatch.setattr("allotrope.verify.plain_files.shutil.disk_usage", lambda path: full)
+    with pytest.raises(ModelError, match=r"in fp32, and .* has 0\.0 GB free"), plain_files(directory, config):
+        pass
+
+
+def test_stored_outputs_do_not_judge_rounded_products(tiny: Tiny, stored: Path, tmp_path: Path) -> None:
+    directory = write_twin(tiny("mistral").directory, tmp_path / "twin")
+    for name in ("expected.safetensors", "manifest.json"):
+        shutil.copy(stored / name, directory / name)
+    report = run(directory, regimes="whole")
+    assert report.passed, report.verdict()
+    assert "Transformers" in report.origin
+    assert "are not used" in report.remarks[0] and "--quantized-weights unpack" in report.remarks[0]
+    with pytest.raises(ModelError, match=r"manifest\.json does not say how far off FP8 products may be"):
+        run(directory, against="stored", lengths=None)
+    # Unpacked, they do judge; these are of the weights before they were quantized.
+    report = run(directory, "unpack", regimes="whole", lengths=None)
+    assert "outputs stored" in report.origin and not report.passed
