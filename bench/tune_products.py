@@ -68,12 +68,22 @@ def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
             yield Launch(height, columns, split, True, True, 4, stages, depth)
             if fp8 and height > 16:
                 yield Launch(height, columns, split, True, False, 4, stages)
+    if shape.kind == "mxfp4" and usual <= 64:
+        # Products of the tensor cores that take few rows on their left.
+        for columns, stages, depth in itertools.product((64, 128), (3, 4), (128, 256)):
+            yield Launch(16, columns, 1, False, True, 4, stages, depth)
+    if shape.kind == "mxfp4" and usual > 64:
+        for height, columns, stages in itertools.product((64, 128, 256), (64, 128), (3, 4)):
+            if not (shape.gated and height == 256):
+                yield Launch(height, columns, 1, True, False, 8 if columns == 128 else 4, stages)
     if usual > 32:
-        for height, columns, warps, stages in itertools.product((64, 128), (64, 128, 256), (4, 8), (3, 4)):
+        for height, columns, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (3, 4)):
             wide = 2 * columns if shape.gated else columns
             if wide > 256 or (height * wide > 64 * 256 and warps == 4):
                 continue
             yield Launch(height, columns, 1, False, False, warps, stages)
+        if shape.kind == "fp8" and not shape.experts:
+            yield Launch(128, 128, 1, False, False, 8, 3, library=True)
 
 
 def weight_of(shape: Shape, device: torch.device) -> tuple[Any, Prepared]:

@@ -105,6 +105,25 @@ def test_experts(sizes: list[int], gating: Gating | None, format: Format, launch
     check(multiply(x, prepare(weight), bias=bias, ends=ends, source=source, gating=gating, launch=launch), want)
 
 
+def test_a_table_of_tiles_says_what_programs_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weight, sizes = prepare(weight_of(BLOCK, 5, 32, 128)), torch.tensor([0, 33, 1, 0, 20], device=DEVICE)
+    x, ends = torch.randn(54, 128, device=DEVICE).bfloat16(), sizes.cumsum(0).int()
+    want = multiply(x, weight, ends=ends)
+    monkeypatch.setattr("allotrope.layers.quant.triton_product._SEARCHED", 0)
+    assert torch.equal(multiply(x, weight, ends=ends), want)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="PyTorch multiplies blocks on a GPU only")
+@pytest.mark.parametrize("tokens", [1, 130, 256])
+def test_the_library_says_the_same(tokens: int) -> None:
+    torch.manual_seed(0)
+    weight = weight_of(BLOCK, 384, 640, rows=128)
+    x, bias = torch.randn(tokens, 640, device=DEVICE).bfloat16(), torch.randn(384, device=DEVICE).bfloat16()
+    want = as_multiplied(x, "fp8") @ weight.dequantized().T + bias.float()
+    check(multiply(x, prepare(weight), bias=bias, launch=Launch(128, 128, library=True)), want)
+
+
 def test_nothing_to_multiply() -> None:
     weight = prepare(weight_of(BLOCK, 32, 128))
     assert multiply(torch.empty(0, 128, device=DEVICE).bfloat16(), weight).shape == (0, 32)

@@ -41,7 +41,7 @@ class Shape:
 class Launch:
     """`rows`, `columns`: of a program's tile. `splits`: programs that share the inputs. `left`: the weights are the
     left operand. `quantize`: FP8 activations are rounded in the product, not before it. `depth`: inputs of a step, for
-    4-bit weights.
+    4-bit weights. `library`: PyTorch's product does it all.
     """
 
     rows: int
@@ -52,6 +52,7 @@ class Launch:
     warps: int = 4
     stages: int = 4
     depth: int = 128
+    library: bool = False
 
 
 def bucket(rows: int) -> int:

@@ -19,7 +19,9 @@ class Prepared:
     """A weight as the kernel reads it; made by `prepare`. `kind`: or "plain".
 
     `codes`: [E or 1, outputs, padded / packed]. `scales`: [E or 1, outputs / scale_rows, runs]. `outputs`, `inputs`: of
-    the plain weight. `fast`: the scales are small enough for the fast way from 4 bits to bf16.
+    the plain weight. `fast`: the scales are small enough for the fast way from 4 bits to bf16. `library_scales`: runs
+    rounded up to fours, a run's neighbour next to it [runs, outputs / 128], as PyTorch's product wants them; None where
+    rows do not share scales.
     """
 
     kind: Kind | Literal["plain"]
@@ -32,6 +34,7 @@ class Prepared:
     row_scales: bool
     experts: int
     fast: bool
+    library_scales: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -60,6 +63,9 @@ def prepare(weight: Quantized) -> Prepared:
         codes, scales = _padded(codes, padded // 2), _padded(scales, padded // FP4_RUN)
         for expert in codes:
             expert.copy_(_in_pairs_of_runs(expert))
+    blocks = None
+    if weight.rows_per_scale == ACTIVATION_RUN and weight.format.run == ACTIVATION_RUN and not stacked:
+        blocks = F.pad(scales[0], (0, -scales.shape[-1] % 4)).contiguous().t()
     return Prepared(
         weight.format.kind,
         codes.contiguous(),
@@ -71,6 +77,7 @@ def prepare(weight: Quantized) -> Prepared:
         weight.format.run == 0,
         codes.shape[0] if stacked else 0,
         weight.format.kind == "fp8" or int(scales.max()) <= _FAST_SCALES,
+        blocks,
     )
 
 

@@ -25,6 +25,7 @@ import triton.language as tl
 from allotrope.attention.ahead import Variant
 from allotrope.layers.mlp_triton import ACTIVATIONS, gate
 from allotrope.layers.quant.launch import INTERPRETER, Launch, Shape, chip_of, launch_for, rule_of_thumb
+from allotrope.layers.quant.library import in_library, scaled_product
 from allotrope.layers.quant.prepare import Prepared
 from allotrope.layers.quant.triton_quantize import quantize_rows, to_codes
 
@@ -235,6 +236,23 @@ def _walk_plain(
 
 
 @triton.jit
+def tiles_kernel(ends, table, experts, tiles, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Expert and first row of every tile of ROWS rows, for many tiles; `experts` for those that nobody needs."""
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    each = tl.arange(0, EXPERTS)
+    end_of = tl.load(ends + each, mask=each < experts, other=0)
+    start_of = tl.load(ends + each - 1, mask=(each > 0) & (each < experts), other=0)
+    tiles_of = tl.where(each < experts, (end_of - start_of + ROWS - 1) // ROWS, 0)
+    behind = tl.cumsum(tiles_of, 0)
+    expert = tl.sum((behind[None, :] <= tile[:, None]).to(tl.int32), 1)
+    mine = each[None, :] == expert[:, None]
+    # Row of the first tile of the expert, as if tiles before it were its own.
+    first = tl.sum(tl.where(mine, (start_of - (behind - tiles_of) * ROWS)[None, :], 0), 1) + tile * ROWS
+    tl.store(table + 2 * tile, tl.minimum(expert, experts), mask=tile < tiles)
+    tl.store(table + 2 * tile + 1, first, mask=tile < tiles)
+
+
+@triton.jit
 def product_kernel(
     x,
     x_scales,
@@ -243,6 +261,7 @@ def product_kernel(
     scales,
     bias,
     ends,
+    table,
     out,
     parts,
     arrivals,
@@ -265,6 +284,7 @@ def product_kernel(
     offset,
     KIND: tl.constexpr,
     EXPERTS: tl.constexpr,
+    TABLE: tl.constexpr,
     GATHER: tl.constexpr,
     QUANTIZE: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
@@ -282,15 +302,21 @@ def product_kernel(
     DEPTH: tl.constexpr,
 ):
     """`x`: [.., inputs]; row i is row `source[i]` of it with GATHER. `codes`: [experts, outputs (twice that with an
-    ACTIVATION, gates first), padded / packed]. `ends`: [experts] int32, none if EXPERTS is 0. `outputs`: columns of
-    `out`. ACTIVATION -1: none. `parts`, `arrivals`: of the SPLITS programs of each tile; arrivals end as they begin, 0.
+    ACTIVATION, gates first), padded / packed]. `ends`: [experts] int32, none if EXPERTS is 0. `table`: what
+    `tiles_kernel` wrote, with TABLE. `outputs`: columns of `out`. ACTIVATION -1: none. `parts`, `arrivals`: of the
+    SPLITS programs of each tile; arrivals end as they begin, 0.
     """
     tile = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     expert = tl.full((), 0, tl.int32)
     first = tile * ROWS
     end = rows
-    if EXPERTS:
+    if TABLE:
+        expert = tl.load(table + 2 * tile)
+        first = tl.load(table + 2 * tile + 1)
+        end = tl.load(ends + tl.minimum(expert, experts - 1))
+        first = tl.where(expert < experts, first, end)
+    elif EXPERTS:
         each = tl.arange(0, EXPERTS)
         end_of = tl.load(ends + each, mask=each < experts, other=0)
         start_of = tl.load(ends + each - 1, mask=(each > 0) & (each < experts), other=0)
@@ -397,6 +423,8 @@ def multiply(
     chip = chip_of(x.device)
     shape = Shape(weight.kind, weight.experts, outputs, weight.inputs, gating is not None)
     launch = launch or launch_for(shape, rows, chip)
+    if launch.library and in_library(weight):
+        return scaled_product(x, weight, bias, out)
     fp8 = weight.kind == "fp8"
     x_scales = None
     if fp8 and not launch.quantize:
@@ -405,6 +433,12 @@ def multiply(
     if weight.experts:
         tiles = rows // launch.rows + min(weight.experts, rows)
     blocks = triton.cdiv(outputs, launch.columns)
+    table = None
+    if weight.experts and tiles > _SEARCHED:
+        table = torch.empty((tiles, 2), dtype=torch.int32, device=x.device)
+        tiles_kernel[(triton.cdiv(tiles, _TABLE_BLOCK),)](
+            ends, table, weight.experts, tiles, triton.next_power_of_2(weight.experts), launch.rows, _TABLE_BLOCK
+        )
     parts, arrivals = None, None
     if launch.splits > 1:
         if tiles * blocks > _TILES or tiles * blocks * launch.splits * launch.rows * launch.columns > _PARTS:
@@ -419,6 +453,7 @@ def multiply(
         weight.scales,
         bias,
         ends,
+        table,
         out,
         parts,
         arrivals,
@@ -439,6 +474,7 @@ def multiply(
         gating.slope if gating else 0.0,
         (gating.limit if gating else None) or 0.0,
         gating.offset if gating else 0.0,
+        TABLE=table is not None,
         GATHER=source is not None,
         BIAS=bias is not None,
         ACTIVATION=ACTIVATIONS[gating.activation] if gating else -1,
@@ -469,6 +505,9 @@ def _constants(weight: Prepared, outputs: int, launch: Launch, chip: str) -> dic
         "DEPTH": launch.depth if weight.kind == "mxfp4" else 128,
     }
 
+
+# Tiles from which a table of them is made first: below, every program finds its expert by itself.
+_SEARCHED, _TABLE_BLOCK = 1024, 16
 
 # Numbers and tiles that programs which share inputs have room for.
 _PARTS, _TILES = 1 << 23, 1 << 13
@@ -507,12 +546,18 @@ def variants(arch: str) -> list[Variant]:
         signature |= dict.fromkeys(("outputs", "inputs", "padded", "x_stride"), "i32:16")
         signature |= dict.fromkeys(("expert_stride", "code_stride", "out_stride"), "i32:16")
         signature |= dict.fromkeys(("slope", "limit", "offset"), "fp32")
-        constants: dict[str, Any] = {"GATHER": experts > 0, "BIAS": kind == "mxfp4", "LIMIT": kind == "mxfp4"}
+        constants: dict[str, Any] = {
+            "TABLE": rows > 1024 and experts > 0,
+            "GATHER": experts > 0,
+            "BIAS": kind == "mxfp4",
+            "LIMIT": kind == "mxfp4",
+        }
         constants |= {"ACTIVATION": ACTIVATIONS["silu"] if gated else -1}
         constants |= {"scale_run": 1, "bias_stride": 1} | _constants(weight, 12288, launch, chip)
         for present, names, kinds in (
             (rounded, ("x_scales",), "*fp32:16"),
             (experts > 0, ("source",), "*i32:16"),
+            (rows > 1024 and experts > 0, ("table",), "*i32:16"),
             (kind == "mxfp4", ("bias",), "*bf16:16"),
             (launch.splits > 1, ("parts",), "*fp32:16"),
             (launch.splits > 1, ("arrivals",), "*i32:16"),
@@ -526,4 +571,6 @@ def variants(arch: str) -> list[Variant]:
             del constants["bias_stride"]
             signature["bias_stride"] = "i32"
         made.append(Variant(name, product_kernel, signature, constants, launch.warps, launch.stages))
-    return made
+    signature = {"ends": "*i32:16", "table": "*i32:16", "experts": "i32", "tiles": "i32"}
+    sizes = {"EXPERTS": 512, "ROWS": 64, "BLOCK": _TABLE_BLOCK}
+    return [*made, Variant("tiles of experts", tiles_kernel, signature, sizes, 4, 1)]

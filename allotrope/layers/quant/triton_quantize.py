@@ -35,19 +35,23 @@ def quantize_kernel(x, codes, scales, inputs, runs, x_stride, code_stride, scale
     tl.store(scales + run.to(tl.int64) * scale_stride + row, scale, mask=run < runs)
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `format.quantize_rows`. `x`: any row stride. The scales are a view whose rows lie side by side in memory."""
+def quantize_rows(x: torch.Tensor, *, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `format.quantize_rows`. `x`: any row stride. The scales are a view whose rows lie side by side in memory.
+
+    `whole`: rows are rounded up to fours, with anything in those that are not in x.
+    """
     tokens, inputs = x.shape
     runs = triton.cdiv(inputs, ACTIVATION_RUN)
-    codes = torch.empty((tokens, runs * ACTIVATION_RUN), dtype=torch.float8_e4m3fn, device=x.device)
-    # In fours, as the library that takes them over wants its rows.
-    scales = torch.empty((runs, -(-tokens // 4) * 4), dtype=torch.float32, device=x.device)
+    rows = -(-tokens // 4) * 4
+    codes = torch.empty((rows, runs * ACTIVATION_RUN), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((runs, rows), dtype=torch.float32, device=x.device)
     if tokens:
         each = min(8, triton.next_power_of_2(runs))
         strides = x.stride(0), codes.stride(0), scales.stride(0)
         grid = (tokens, triton.cdiv(runs, each))
         quantize_kernel[grid](x, codes, scales, inputs, runs, *strides, RUNS=each, num_warps=max(1, each // 2))
-    return codes, scales[:, :tokens].t()
+    kept = rows if whole else tokens
+    return codes[:kept], scales[:, :kept].t()
 
 
 def variants(arch: str) -> list[Variant]:

@@ -1,0 +1,40 @@
+"""FP8 products by PyTorch's library, which takes scales of blocks of 128 x 128; for many rows, where it is faster."""
+
+from __future__ import annotations
+
+import torch
+
+from allotrope.layers.quant.prepare import Prepared
+from allotrope.layers.quant.triton_quantize import quantize_rows
+
+
+def in_library(weight: Prepared) -> bool:
+    """Whether the library knows products with this weight on its device."""
+    return (
+        weight.library_scales is not None
+        and weight.padded == weight.inputs
+        and weight.outputs % 16 == 0
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(weight.codes.device)[0] == 9
+    )
+
+
+def scaled_product(x: torch.Tensor, weight: Prepared, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """y = W x + b. `x`: [T, inputs]. `out`: [T, outputs], written into. Needs `in_library(weight)`."""
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    # Rows in fours, and runs of a row far apart: the layout of scales that the library wants.
+    codes, scales = quantize_rows(x, whole=True)
+    assert weight.library_scales is not None
+    y = scaled_mm(
+        codes,
+        weight.codes[0].t(),
+        scales,
+        ScalingType.BlockWise1x128,
+        weight.library_scales,
+        ScalingType.BlockWise128x128,
+        output_dtype=x.dtype,
+    )
+    if bias is not None:
+        y += bias
+    return out.copy_(y[: len(x)])
