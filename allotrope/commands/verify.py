@@ -87,7 +87,7 @@ def verify(engine: EngineConfig, options: VerifyOptions) -> None:
     console.print(regime_table(report))
     _say(console, report.legend())
     if report.layers is not None:
-        print(f"\nrelative RMS error of hidden states, layer by layer; allowed: {max(report.layers.limits):.0e}")
+        print(f"\nrelative error of hidden states, layer by layer; allowed: {max(report.layers.limits):.0e}")
         console.print(layer_table(report.layers))
     if options.json is not None:
         write_json(options.json, report)

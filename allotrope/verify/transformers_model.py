@@ -121,7 +121,8 @@ def quiet() -> Iterator[None]:
 def load_transformers(path: Path, config: Mapping[str, Any], dtype: torch.dtype, layers: int) -> TransformersModel:
     """Load `path`, a directory or a .gguf file, with `config` in place of its config.json.
 
-    Quantized weights become plain ones in `dtype`. Raises ModelError if Transformers refuses it, or would fill in a weight that it did not find.
+    Quantized weights become plain ones in `dtype`. Raises ModelError if Transformers refuses the model, or would fill
+    in a weight that it did not find.
     """
     import transformers
 

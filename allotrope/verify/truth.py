@@ -35,9 +35,11 @@ PEAK, HIDDEN = (2e-4, 3e-2, 1e-3), (5e-5, 1e-3, 1e-4)
 _NOISE = 40.0
 # In types that round: how much farther off than Transformers in the same type the engine may be.
 _ROUNDING, _TOP1 = 3.0, 0.08
-# The least top-1 agreement that may be asked for, where only types round. Random weights do not agree with themselves
-# in half of all tokens where products round to FP8.
-_LEAST_TOP1 = 0.5
+# The same where products round to FP8: that is most of the error, and either side rounds the same way.
+_PRODUCTS = 2.0
+# The least top-1 agreement that is asked for where types round. Where products round to FP8, a model of random weights
+# agrees with itself in half of all tokens, and chance alone (as many standard deviations) makes more than 8 % of few.
+_LEAST_TOP1, _CHANCE = 0.5, 3.0
 # Bytes of logits and of hidden states that are kept.
 _KEPT_LOGITS, _KEPT_HIDDEN = 1 << 30, 1 << 30
 
@@ -266,7 +268,7 @@ def _measured_limits(
     fp8_rows = build.kv_dtype == FP8
     kind = build.kv_dtype if build.dtype == torch.float32 else build.dtype
     other = _deviation(reference, torch.bfloat16 if fp8_rows else kind, samples, traces, rounded)
-    limits, layer_limits = _rounded_limits(other, spread(samples), 0.0 if rounded else _LEAST_TOP1)
+    limits, layer_limits = _rounded_limits(other, spread(samples), bool(rounded))
     if fp8_rows:
         # Where products round to FP8 as well, rows that do so are not that much coarser.
         coarser = FP8_MEDIAN if rounded else FP8_ROUNDING
@@ -277,11 +279,15 @@ def _measured_limits(
     return limits, layer_limits, [f"{text}: what rounding in their products costs is not allowed for"]
 
 
-def _rounded_limits(other: Deviation, scale: float, least_top1: float) -> tuple[Limits, list[float]]:
+def _rounded_limits(other: Deviation, scale: float, fp8_products: bool) -> tuple[Limits, list[float]]:
+    count, agree = max(1, len(other.errors) - 1), other.top1
+    chance = _CHANCE * math.sqrt(2 * agree * (1 - agree) / count) if fp8_products else 0.0
+    less, least = max(_TOP1, chance), 0.0 if fp8_products else _LEAST_TOP1
+    times = _PRODUCTS if fp8_products else _ROUNDING
     limits = Limits(
         max_abs=math.inf,
-        origin=f"{_ROUNDING:g} times the error of Transformers in {other.way}, its top-1 agreement less {_TOP1:.0%}",
-        median_abs=_ROUNDING * float(other.errors[1:].median()) + PEAK[0] * scale,
-        top1=max(least_top1, other.top1 - _TOP1),
+        origin=f"{times:g} times the error of Transformers in {other.way}, its top-1 agreement less {less:.0%}",
+        median_abs=times * float(other.errors[1:].median()) + PEAK[0] * scale,
+        top1=max(least, agree - less),
     )
-    return limits, [HIDDEN[0] + _ROUNDING * error for error in other.layers]
+    return limits, [HIDDEN[0] + times * error for error in other.layers]

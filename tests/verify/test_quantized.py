@@ -75,7 +75,7 @@ def test_kept_weights_are_judged_by_what_their_rounding_costs(twin: Twin, name: 
     assert not report.remarks
     score, limit = report.regimes[0].score, report.limits.median_abs
     # The engine rounds what Transformers rounded: it is as far off, not just within the limit.
-    assert score is not None and limit is not None and limit / 6 < score.median_abs < limit / 2
+    assert score is not None and limit is not None and limit / 6 < score.median_abs < 0.75 * limit
     assert score.router_ties == 0
     assert report.layers is not None
     for layer, most in zip(report.layers.layers, report.layers.limits, strict=True):
@@ -99,11 +99,14 @@ def swapped(weight: Quantized) -> Quantized:
 
 
 class Fault(NamedTuple):
-    """`module`: where `nth` quantized weight that a model takes over is spoiled. `layer`: where that shows."""
+    """`module`: whose `nth` quantized weight, as a model is loaded, is spoiled. `layer`: where that shows."""
 
     module: str
     nth: int
     layer: int
+
+
+FAULTS = (Fault("linear", 0, 0), Fault("linear", 2, 1), Fault("moe", 0, 0), Fault("moe", 2, 2))
 
 
 @pytest.mark.parametrize("change", [larger, swapped])
@@ -162,11 +165,9 @@ def test_transformers_rounds_what_the_engine_rounds(twin: Twin, name: str, monke
 
 
 def test_weights_that_are_not_found_are_said(twin: Twin) -> None:
-    """Held to a reference with other weights, nothing says which of its products would round."""
     directory = twin("Qwen3MoeForCausalLM")
-    report = run(directory, reference=str(directory.parent / "plain"), regimes="whole")
-    # The names are the same, and so are the products.
-    assert report.passed and not report.remarks, report.verdict()
+    # Another reference has other values under the same names.
+    assert not run(directory, reference=str(directory.parent / "plain"), regimes="whole").remarks
     config = EngineConfig(model=str(directory), quantized_weights="keep", dtype="float32", device="cpu")
     names = fp8_tensors(draw_up(config))
     plain = open_checkpoint(str(directory.parent / "plain"))
