@@ -29,7 +29,7 @@ def calls() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
             size = 128 if not isinstance(layout, StateSlots) else 1
             cache = HostedCache(f"layers.0.{key}", layout, (layout,), False)
             rows = page_bytes(layout, size)
-            cache.bind_kv_cache(torch.zeros(3, 1, 1, rows, dtype=torch.uint8))
+            cache.kv_cache = torch.zeros(3, 1, 1, rows, dtype=torch.uint8)
             caches[key] = cache
             state = isinstance(layout, StateSlots)
             index[key] = SlotIndex(torch.tensor([1, 2])) if state else index_pages(batch, size, [[1], [2]])

@@ -125,6 +125,29 @@ print("REPLACED", replaced, gone)
     assert "REPLACED [] []" in ended.stdout, ended.stdout[-3000:] + ended.stderr[-3000:]
 
 
+def test_caches_are_bound_and_let_go_in_either_way() -> None:
+    """By a method (0.32) or by setting an attribute (0.25), which gives a state as a list of its parts."""
+    from allotrope.attention.cache_layout import Field, PagedRows, StateSlots
+    from allotrope.plugins.vllm.cache import HostedCache, RowsBackend
+
+    state = StateSlots((Field("ssm", (3,), torch.float32),))
+    cache = HostedCache("layers.0.state", state, (state,), True)
+    memory = torch.arange(32, dtype=torch.int8).view(2, 1, 1, 16)
+    cache.kv_cache = memory
+    (whole,) = cache.kv_cache
+    cache.kv_cache = [memory.view(torch.uint8).flatten(1)[:, :12]]
+    assert cache.views is not None and cache.views["ssm"].data_ptr() == whole.data_ptr()
+    assert cache.views["ssm"].shape == (2, 3) and cache.views["ssm"].stride(0) == 4
+    cache.kv_cache = []
+    assert cache.views is None
+    rows = PagedRows((Field("k", (4,), torch.float16),), stride=4)
+    cache = HostedCache("layers.0.k", rows, (rows,), True)
+    cache.kv_cache = torch.zeros(RowsBackend.get_kv_cache_shape(5, 2, 1, 8), dtype=torch.uint8)
+    assert cache.views is not None and cache.views["k"].shape == (5, 2, 4)
+    cache.kv_cache = torch.tensor([])
+    assert cache.views is None
+
+
 def test_operators_declare_what_they_write() -> None:
     """`opcheck` of every family's operator, on the smallest model that has it, in a step of a prompt and a decode."""
     from plugins.operators import calls

@@ -14,6 +14,7 @@ import torch
 import transformers
 from packaging.version import Version
 from plugins.hosting import Answer, Hosted, assert_matches, hosted
+from quantized_twins import write_twin
 from tiny_checkpoints import prompts
 
 from allotrope import LLM, SamplingParams
@@ -74,6 +75,27 @@ def test_architecture(architecture: str, tmp_path: Path) -> None:
     # Whole runs can always be reused; where sizes of blocks have no small common multiple, vLLM finds shorter ones.
     assert again[-1].cached > 0 or longest_run >= LENGTHS[-1], f"prefixes are shared in runs of {longest_run}"
     _sent_back(tmp_path, one, asked, first)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "GptOssForCausalLM"])
+def test_weights_stay_quantized(architecture: str, tmp_path: Path) -> None:
+    """As in our own engine, from the codes and scales that vLLM hands over one by one."""
+    import json
+
+    Checkpoint(architecture, tmp_path / "plain")
+    path = write_twin(tmp_path / "plain", tmp_path / "twin", mxfp4=architecture == "GptOssForCausalLM")
+    config = json.loads((path / "config.json").read_text())
+    # Of FP8, vLLM wants to know this.
+    config["quantization_config"]["activation_scheme"] = "dynamic"
+    (path / "config.json").write_text(json.dumps(config))
+    asked = prompts((5, 45), vocab_size=300)
+    llm = LLM(str(path), dtype="bfloat16", max_model_len=256, quantized_weights="keep")
+    wanted = llm.generate(asked, SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True))
+    options = {"dtype": "bfloat16", "additional_config": {"allotrope": {"quantized_weights": "keep"}}}
+    with hosted(path, **options) as running:
+        assert running.runner.model.build.formats
+        found = running.answers(asked, COUNT)
+    assert [answer.ids for answer in found] == [list(output.outputs[0].token_ids) for output in wanted]
 
 
 def _shared_run(running: Hosted) -> int:
