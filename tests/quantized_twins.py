@@ -22,7 +22,7 @@ def write_twin(plain: Path, twin: Path, *, block: int = 16, mxfp4: bool = False,
     twin.mkdir()
     config = json.loads((plain / "config.json").read_text())
     tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(plain.glob("*.safetensors")):
+    for path in sorted(plain.glob("model*.safetensors")):
         for name, tensor in load_file(path).items():
             if mxfp4 and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
                 made = quantize(tensor.transpose(1, 2), Format("mxfp4", 32))
@@ -45,6 +45,6 @@ def write_twin(plain: Path, twin: Path, *, block: int = 16, mxfp4: bool = False,
     (twin / "config.json").write_text(json.dumps(config))
     save_file(tensors, twin / "model.safetensors")
     for other in plain.iterdir():
-        if other.suffix != ".safetensors" and not (twin / other.name).exists() and other.is_file():
+        if not other.name.startswith("model") and not (twin / other.name).exists() and other.is_file():
             shutil.copy(other, twin / other.name)
     return twin

@@ -16,6 +16,7 @@ from allotrope.layers.quant.launch import Launch
 from allotrope.layers.quant.prepare import prepare, prepare_plain
 from allotrope.layers.quant.triton_product import multiply
 
+TYPES = {kind: dtype for dtype, kind in KINDS.items()}
 BLOCK, CHANNEL, MXFP4 = Format("fp8", 128), Format("fp8", 0), Format("mxfp4", 32)
 
 
@@ -103,6 +104,20 @@ def test_experts(sizes: list[int], gating: Gating | None, format: Format, launch
             gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
         want = gate * torch.sigmoid(gating.slope * gate) * (up + gating.offset)
     check(multiply(x, prepare(weight), bias=bias, ends=ends, source=source, gating=gating, launch=launch), want)
+
+
+@pytest.mark.parametrize("launch", [LAUNCHES["weights left"], LAUNCHES["rows left"]], ids=["left", "right"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("format", [BLOCK, MXFP4], ids=["block", "mxfp4"])
+def test_other_types_of_activations(format: Format, dtype: torch.dtype, launch: Launch) -> None:
+    """4-bit weights round nothing, whatever the type."""
+    torch.manual_seed(0)
+    weight, x = weight_of(format, 40, 256), torch.randn(5, 256, device=DEVICE).to(dtype)
+    want = as_multiplied(x, format.kind) @ weight.dequantized().T
+    got = multiply(x, prepare(weight), launch=launch)
+    # A code of FP8 activations that falls the other way shows in fp32.
+    kind = "bf16" if format is BLOCK else KINDS[dtype]
+    assert (found := compare(got.to(TYPES[kind]), want, kind)), str(found)
 
 
 def test_a_table_of_tiles_says_what_programs_find(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,12 +106,14 @@ def _add_fp4(
     low_scale = _repeated(low_scale, HOPPER, COLUMNS, RUNS)
     high_scale = _repeated(high_scale, HOPPER, COLUMNS, RUNS)
     v, w = _weights_fp4(packed, low_scale, high_scale, HOPPER)
+    # Activations are not rounded: weights become what they are.
+    v, w = v.to(a.dtype), w.to(a.dtype)
     if LEFT:
-        total = tl.dot(v, tl.trans(a), total)
-        total = tl.dot(w, tl.trans(b), total)
+        total = tl.dot(v, tl.trans(a), total, input_precision="ieee")
+        total = tl.dot(w, tl.trans(b), total, input_precision="ieee")
     else:
-        total = tl.dot(a, tl.trans(v), total)
-        total = tl.dot(b, tl.trans(w), total)
+        total = tl.dot(a, tl.trans(v), total, input_precision="ieee")
+        total = tl.dot(b, tl.trans(w), total, input_precision="ieee")
     return total
 
 
@@ -141,8 +143,8 @@ def _walk_fp4(
             next_far = tl.load(far_scales + ahead, mask=there, other=0)
         # A byte holds number j of one run and number j of the next.
         low = k + byte // 32 * 64 + byte % 32
-        a = tl.load(x + low[None, :], mask=row_mask & (low < inputs)[None, :], other=0.0).to(tl.bfloat16)
-        b = tl.load(x + (low + 32)[None, :], mask=row_mask & (low + 32 < inputs)[None, :], other=0.0).to(tl.bfloat16)
+        a = tl.load(x + low[None, :], mask=row_mask & (low < inputs)[None, :], other=0.0)
+        b = tl.load(x + (low + 32)[None, :], mask=row_mask & (low + 32 < inputs)[None, :], other=0.0)
         inside = column_mask & (low < padded)[None, :]
         packed = tl.load(near + (k // 2 + byte)[None, :], mask=inside, other=0)
         total = _add_fp4(total, a, b, packed, near_scale, HOPPER, LEFT, COLUMNS, RUNS)
