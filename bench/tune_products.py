@@ -70,8 +70,9 @@ def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
                 yield Launch(height, columns, split, True, False, 4, stages)
     if shape.kind == "mxfp4" and usual <= 64:
         # Products of the tensor cores that take few rows on their left.
-        for columns, stages, depth in itertools.product((64, 128), (3, 4), (128, 256)):
-            yield Launch(16, columns, 1, False, True, 4, stages, depth)
+        for columns, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (3, 5)):
+            if 8 * warps <= columns <= 32 * warps:
+                yield Launch(16, columns, 1, False, True, warps, stages)
     if shape.kind == "mxfp4" and usual > 64:
         for height, columns, stages in itertools.product((64, 128, 256), (64, 128), (3, 4)):
             if not (shape.gated and height == 256):

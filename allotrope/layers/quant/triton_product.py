@@ -46,29 +46,26 @@ def _plain_fp4(code, scale):
 def _weights_fp4(packed, low_scale, high_scale, HOPPER: tl.constexpr):
     """Bytes [n, 64], each with a number of two different runs, and the runs' scales [n, 64]. Returns two bf16 tiles."""
     if HOPPER:
-        # 4 bytes at a time: halves are spread to 16 bits each, two numbers to a register.
+        # 4 bytes at a time, spread to 16 bits each. A product puts the four bits of a number into two places at once,
+        # from one of which the sign is kept, from the other the rest.
         low, high = tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 a, b, s, m;
+            .reg .b32 a, b, n;
             prmt.b32 a, $4, 0, 0x4140;
             prmt.b32 b, $4, 0, 0x4342;
-            shl.b32 s, a, 12;
-            shl.b32 m, a, 6;
-            and.b32 s, s, 0x80008000;
-            lop3.b32 $0, m, 0x01C001C0, s, 0xEA;
-            shl.b32 s, b, 12;
-            shl.b32 m, b, 6;
-            and.b32 s, s, 0x80008000;
-            lop3.b32 $1, m, 0x01C001C0, s, 0xEA;
-            shl.b32 s, a, 8;
-            shl.b32 m, a, 2;
-            and.b32 s, s, 0x80008000;
-            lop3.b32 $2, m, 0x01C001C0, s, 0xEA;
-            shl.b32 s, b, 8;
-            shl.b32 m, b, 2;
-            and.b32 s, s, 0x80008000;
-            lop3.b32 $3, m, 0x01C001C0, s, 0xEA;
+            and.b32 n, a, 0x000F000F;
+            mul.lo.u32 n, n, 0x1040;
+            and.b32 $0, n, 0x81C081C0;
+            and.b32 n, b, 0x000F000F;
+            mul.lo.u32 n, n, 0x1040;
+            and.b32 $1, n, 0x81C081C0;
+            and.b32 n, a, 0x00F000F0;
+            mul.lo.u32 n, n, 0x104;
+            and.b32 $2, n, 0x81C081C0;
+            and.b32 n, b, 0x00F000F0;
+            mul.lo.u32 n, n, 0x104;
+            and.b32 $3, n, 0x81C081C0;
             mul.bf16x2 $0, $0, $5;
             mul.bf16x2 $1, $1, $6;
             mul.bf16x2 $2, $2, $7;
