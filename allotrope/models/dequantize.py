@@ -157,10 +157,9 @@ class Fp8Checkpoint(QuantizedView):
             return Format("mxfp4", FP4_RUN) if scale.dtype in POWER_TYPES else None
         if weight.dtype != torch.float8_e4m3fn:
             return None
-        blocks = list(scale.shape[-2:]) if len(scale.shape) > 1 and math.prod(scale.shape) > 1 else []
-        if not self.block or not blocks or blocks == [weight.shape[-2], 1]:
-            return Format("fp8", 0)
-        return Format("fp8", self.block[1])
+        # A scale per row is one per block where blocks are a row high, and one per tensor where it is one block.
+        blocks = [math.ceil(size / step) for size, step in zip(weight.shape[-2:], self.block, strict=False)]
+        return Format("fp8", self.block[1] if blocks and list(scale.shape[-2:]) == blocks else 0)
 
     def packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """As `QuantizedView.packed`."""

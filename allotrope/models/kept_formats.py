@@ -38,7 +38,12 @@ def stored_formats(checkpoint: Checkpoint, rules: Sequence[Rule]) -> Formats:
             if match is not None:
                 found.setdefault((filled(rule, match), rule.section), set()).add(checkpoint.format(name))
     alike = {place: next(iter(formats)) for place, formats in found.items() if len(formats) == 1}
-    return {place: format for place, format in alike.items() if format is not None}
+    kept = {place: format for place, format in alike.items() if format is not None}
+    # Sections of one product are kept in one format, or not at all.
+    of_weight: dict[str, set[Format]] = {}
+    for (weight, _), format in kept.items():
+        of_weight.setdefault(weight, set()).add(format)
+    return {place: format for place, format in kept.items() if len(of_weight[place[0]]) == 1}
 
 
 def stated_formats(config: Mapping[str, Any], rules: Sequence[Rule], parameters: Iterable[str]) -> Formats:

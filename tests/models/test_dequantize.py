@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from allotrope.errors import ModelError
-from allotrope.layers.quant.format import FP4_VALUES
+from allotrope.layers.quant.format import FP4_VALUES, Format, Quantized
 from allotrope.models.checkpoint import Checkpoint, open_checkpoint
-from allotrope.models.dequantize import dequantized, scaled, unpack_mxfp4
+from allotrope.models.dequantize import QuantizedView, dequantized, scaled, unpack_mxfp4
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +74,20 @@ def test_fp8_per_tensor_and_per_row() -> None:
         assert torch.equal(scaled(weight, scale, ()), weight.float() * rows[:, None])
     with pytest.raises(ValueError, match=r"shape \[3, 2\] for a weight of \[6, 4\]"):
         scaled(weight, torch.ones(3, 2), (4, 4))
+
+
+def test_a_weight_of_one_block_is_kept_like_its_neighbours(tmp_path: Path) -> None:
+    """Its one scale is of a block, as are the two of a higher one: both can go into one product."""
+    stated = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    tensors = {}
+    for name, rows in (("a", 128), ("b", 256), ("c", 64)):
+        tensors[f"{name}.weight"] = torch.randn(rows, 128).to(torch.float8_e4m3fn)
+        tensors[f"{name}.weight_scale_inv"] = torch.rand(-(-rows // 128), 1)
+    view = dequantized(checkpoint(tmp_path, stated, tensors))
+    assert isinstance(view, QuantizedView)
+    assert {name: view.format(f"{name}.weight") for name in "abc"} == dict.fromkeys("abc", Format("fp8", 128))
+    codes, scales = view.packed("b.weight")
+    assert torch.equal(Quantized(Format("fp8", 128), codes, scales).dequantized(), view.read("b.weight"))
 
 
 def test_packed_experts_beside_fp8_weights(tmp_path: Path) -> None:
