@@ -20,14 +20,14 @@ from allotrope.cache.memory import Demand, MemoryPlan, plan_memory
 from allotrope.config import EngineConfig
 from allotrope.engine.row_scales import WithoutRowScales, refuse_fp8, set_row_scales
 from allotrope.errors import ConfigError, ModelError
-from allotrope.layers.build import Build, Formats
+from allotrope.layers.build import Build
 from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.quant.product import lasting_bytes
 from allotrope.models.checkpoint import Checkpoint, open_checkpoint
 from allotrope.models.decoder import Decoder
-from allotrope.models.dequantize import dequantized, quantization_of
-from allotrope.models.kept_formats import stated_formats, stored_formats
+from allotrope.models.dequantize import dequantized
+from allotrope.models.kept_formats import kept_formats
 from allotrope.models.registry import Architecture, read_spec
 from allotrope.models.spec import ModelSpec
 from allotrope.models.weights import Loader, fill_random, finish
@@ -94,7 +94,9 @@ def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint
         raise ModelError(checkpoint.source, [str(error)]) from error
     refuse_fp8(specs)
     if config.quantized_weights == "keep" or (config.quantized_weights == "auto" and build.device.type == "cuda"):
-        build = dataclasses.replace(build, formats=_formats(checkpoint, architecture, spec, build))
+        build = dataclasses.replace(
+            build, formats=kept_formats(WithoutRowScales(checkpoint), architecture, spec, build)
+        )
     shares = {i: layer.mixer.shares_cache_of for i, layer in enumerate(spec.layers)}
     owners = {i: owner for i, owner in shares.items() if owner is not None}
     caches = [{} if i in owners else one.caches() for i, one in enumerate(specs)]
@@ -102,17 +104,6 @@ def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint
     longest = config.max_model_len or spec.context
     step_tokens = config.max_num_batched_tokens or max(config.max_num_seqs, _STEP_TOKENS[build.device.type])
     return Blueprint(checkpoint, architecture, spec, build, specs, owners, groups, longest, step_tokens)
-
-
-def _formats(checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, build: Build) -> Formats:
-    """Weights that stay quantized."""
-    rules = architecture.rules(spec)
-    if checkpoint.has_weights:
-        return stored_formats(dequantized(WithoutRowScales(checkpoint)), rules)
-    if not quantization_of(checkpoint.config):
-        return {}
-    model = architecture.decoder(spec, dataclasses.replace(build, device=torch.device("meta")))
-    return stated_formats(checkpoint.config, rules, [name for name, _ in model.named_parameters()])
 
 
 def plan_caches(blueprint: Blueprint, config: EngineConfig, available: int | None = None) -> MemoryPlan:

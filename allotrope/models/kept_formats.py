@@ -5,15 +5,20 @@ Must not know how products are made; layers decide what they can keep.
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from allotrope.layers.build import Formats
+import torch
+
+from allotrope.layers.build import Build, Formats
 from allotrope.layers.quant.format import FP4_RUN, Format
 from allotrope.models.checkpoint import Checkpoint
-from allotrope.models.dequantize import QuantizedView, quantization_of
+from allotrope.models.dequantize import QuantizedView, dequantized, quantization_of
+from allotrope.models.registry import Architecture
+from allotrope.models.spec import ModelSpec
 from allotrope.models.weights import Rule, filled
 
 Places = dict[tuple[str, str], Format]
@@ -22,6 +27,15 @@ Places = dict[tuple[str, str], Format]
 _LATER_EXPERT = re.compile(r"\.experts\.(?!0\.)\d+\.")
 # Where configs list what is not quantized.
 _EXCLUSIONS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude")
+
+
+def kept_formats(checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, build: Build) -> Formats:
+    """Weights that stay quantized where a device keeps them so. `checkpoint`: as it stands, scales included."""
+    rules = architecture.rules(spec)
+    if checkpoint.has_weights or not quantization_of(checkpoint.config):
+        return stored_formats(dequantized(checkpoint), rules)
+    model = architecture.decoder(spec, dataclasses.replace(build, device=torch.device("meta")))
+    return stated_formats(checkpoint.config, rules, [name for name, _ in model.named_parameters()])
 
 
 def stored_formats(checkpoint: Checkpoint, rules: Sequence[Rule]) -> Formats:

@@ -23,12 +23,12 @@ from allotrope.attention.cache_layout import CacheLayout, StateSlots, row_bytes
 from allotrope.attention.registry import FAMILIES
 from allotrope.attention.rope import RopeSpec, RopeTable
 from allotrope.errors import ConfigError, ModelError
-from allotrope.layers.build import Build, Formats
+from allotrope.layers.build import Build
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.step import LayerStep, Step
 from allotrope.models.checkpoint import Checkpoint, TensorHeader, open_checkpoint
-from allotrope.models.dequantize import dequantized, quantization_of
-from allotrope.models.kept_formats import stated_formats, stored_formats
+from allotrope.models.dequantize import dequantized
+from allotrope.models.kept_formats import kept_formats
 from allotrope.models.registry import Architecture, read_spec
 from allotrope.models.spec import ModelSpec
 from allotrope.models.weights import Loader, finish
@@ -127,15 +127,6 @@ def _keeps_quantized(vllm_config: VllmConfig) -> bool:
     return wanted == "keep" or (wanted == "auto" and vllm_config.device_config.device_type == "cuda")
 
 
-def _formats(checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, build: Build) -> Formats:
-    """Weights that stay quantized: by what is stored, or by the config alone where vLLM makes weights up."""
-    rules = architecture.rules(spec)
-    if checkpoint.has_weights or not quantization_of(checkpoint.config):
-        return stored_formats(dequantized(checkpoint), rules)
-    model = architecture.decoder(spec, dataclasses.replace(build, device=torch.device("meta")))
-    return stated_formats(checkpoint.config, rules, [name for name, _ in model.named_parameters()])
-
-
 class HostedModel(nn.Module):
     """Any of our decoders, with its attention in vLLM's cache memory."""
 
@@ -149,7 +140,7 @@ class HostedModel(nn.Module):
         _refuse(vllm_config, self.checkpoint)
         self.build = _build(vllm_config)
         if keeps:
-            formats = _formats(self.checkpoint, self.architecture, spec, self.build)
+            formats = kept_formats(self.checkpoint, self.architecture, spec, self.build)
             self.build = dataclasses.replace(self.build, formats=formats)
         self.decoder = self.architecture.decoder(spec, self.build)
         self.finished = False
