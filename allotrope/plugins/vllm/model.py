@@ -27,7 +27,7 @@ from allotrope.layers.build import Build
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.step import LayerStep, Step
 from allotrope.models.checkpoint import Checkpoint, TensorHeader, open_checkpoint
-from allotrope.models.dequantize import dequantized
+from allotrope.models.dequantize import dequantized, quantization_of
 from allotrope.models.kept_formats import kept_formats
 from allotrope.models.registry import Architecture, read_spec
 from allotrope.models.spec import ModelSpec
