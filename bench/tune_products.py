@@ -18,6 +18,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,45 @@ from allotrope.layers.quant.prepare import Prepared, prepare, prepare_plain
 
 GATING = Gating()
 ROWS = (4, 16, 64, 512, 8192)
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """The fastest launch of a product. `moved`: bytes of the weights that it reads. `micros`: median of its runs."""
+
+    key: str
+    rows: int
+    micros: float
+    moved: float
+    flops: float
+    launch: Launch
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """TB/s of weights, TFLOP/s."""
+        return self.moved / self.micros / 1e6, self.flops / self.micros / 1e6
+
+    def __str__(self) -> str:
+        rate = "{:.2f} TB/s {:.0f} TFLOP/s".format(*self.rates)
+        return f"{self.key:28s} rows {self.rows:6d} {self.micros:8.1f} us {rate}  {self.launch}"
+
+
+def write_table(path: Path, lines: Sequence[Line], device: str) -> None:
+    """A row per product and number of rows."""
+    text = [
+        f"# Quantized products on an {device}",
+        "",
+        "`python bench/tune_products.py`: the fastest launch of each, median of at least 40 runs from a cold L2.",
+        "",
+        "| product (experts x outputs x inputs) | rows | us | TB/s of weights | TFLOP/s | tile | by |",
+        "|---|---:|---:|---:|---:|---|---|",
+    ]
+    for line in sorted(lines, key=lambda line: (line.key, line.rows)):
+        launch, (copied, computed) = line.launch, line.rates
+        by = "PyTorch" if launch.library else "weights on the left" if launch.left else "rows on the left"
+        tile = f"{launch.rows} x {launch.columns}" + (f", {launch.splits} parts" if launch.splits > 1 else "")
+        text.append(f"| {line.key} | {line.rows} | {line.micros:.1f} | {copied:.2f} | {computed:.0f} | {tile} | {by} |")
+    path.write_text("\n".join(text) + "\n")
 
 
 def shapes() -> list[tuple[Shape, int]]:
@@ -155,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="shapes whose name has one of these, with commas between")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="tokens; experts get topk times as many rows")
+    parser.add_argument("--out", type=Path, help="also write a table to this file")
     parser.add_argument("--processes", type=int, default=12, help="that compile")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further shape is begun")
     options = parser.parse_args(arguments)
@@ -189,6 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("  ", text)
     watch = Stopwatch(device)
     best: dict[str, dict[str, Launch]] = {}
+    lines: list[Line] = []
     for shape, topk in wanted:
         if time.monotonic() - begun > options.limit:
             print("out of time before", shape.key, flush=True)
@@ -220,10 +262,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 prepared.nbytes if not shape.experts else prepared.nbytes * len(given["ends"].unique()) / shape.experts
             )
             flops = 2 * rows * topk * prepared.outputs * shape.inputs
-            rate = f"{moved / times[0][0] / 1e6:.2f} TB/s {flops / times[0][0] / 1e6:.0f} TFLOP/s"
-            print(f"{shape.key:28s} rows {rows * topk:6d} {times[0][0]:8.1f} us {rate}  {times[0][1]}", flush=True)
+            found_line = Line(shape.key, rows * topk, times[0][0], moved, flops, times[0][1])
+            lines.append(found_line)
+            print(found_line, flush=True)
         torch.cuda.empty_cache()
     print("wrote", write_tuned(chip_of(device), best), json.dumps({"shapes": len(best)}))
+    if options.out is not None:
+        write_table(options.out, lines, torch.cuda.get_device_name())
     return 0
 
 
