@@ -1,0 +1,43 @@
+"""How quantized products are launched: by what was measured, else by rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from allotrope.layers.quant import launch
+from allotrope.layers.quant.launch import Launch, Shape, bucket, launch_for, rule_of_thumb, tuned, write_tuned
+
+SHAPE = Shape("fp8", 0, 4096, 2048, False)
+
+
+def test_the_next_larger_measured_number_of_rows_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "FOLDER", tmp_path)
+    tuned.cache_clear()
+    small, large = Launch(16, 64, 4), Launch(64, 128, left=False)
+    write_tuned("chip", {SHAPE.key: {"4": small}})
+    write_tuned("chip", {SHAPE.key: {"64": large}})
+    try:
+        assert [launch_for(SHAPE, rows, "chip") for rows in (1, 4, 5, 64)] == [small, small, large, large]
+        assert launch_for(SHAPE, 65, "chip") == rule_of_thumb(SHAPE, 65, "chip")
+        other = Shape("fp8", 0, 64, 64, False)
+        assert launch_for(other, 4, "chip") == rule_of_thumb(other, 4, "chip")
+    finally:
+        tuned.cache_clear()
+
+
+@pytest.mark.parametrize("chip", ["nvidia_h200", "gfx942", "gfx950", "interpreter"])
+@pytest.mark.parametrize("rows", [1, 17, 64, 500, 8192, 1 << 17])
+def test_rules_give_tiles_that_exist(rows: int, chip: str) -> None:
+    for shape in (SHAPE, Shape("mxfp4", 128, 2880, 2880, True), Shape("plain", 8, 64, 64, False)):
+        found = rule_of_thumb(shape, rows, chip)
+        assert found.rows in (16, 32, 64, 128) and found.columns in (32, 64, 128) and found.splits >= 1
+        assert not (shape.gated and found.splits > 1) and not (found.library and (shape.experts or "gfx" in chip))
+
+
+def test_what_was_measured_can_be_read() -> None:
+    for path in launch.FOLDER.glob("*.json"):
+        for key, buckets in tuned(path.stem).items():
+            assert all(bucket(int(rows)) == int(rows) for rows in buckets), key
+            assert not any("gated" in key and found.splits > 1 for found in buckets.values())
