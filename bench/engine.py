@@ -2,12 +2,16 @@
 
     python bench/random_weights.py bench/configs/gpt_oss_120b /tmp/gpt_oss --layers 12
     python bench/engine.py /tmp/gpt_oss --peer vllm --peer-python python3 --peer-path SITE
+    python bench/engine.py /tmp/gpt_oss --roofline
 
 Each engine has a process of its own, ours first; the GPU is free again before the next one. start: seconds from
 starting the process to the first token after a prompt of 8. prefill: seconds until all prompts of a batch have one
 token. TPOT: (seconds for all tokens - prefill) / (tokens - 1). Prompts are random and never come twice.
 
 Greedy tokens are compared first, and only reported: random weights in bf16 or FP8 part at near-ties.
+
+--roofline times nothing side by side: it profiles a decode step and a prefill step of ours, and holds each class of
+kernels against what it must at least move and compute at the chip's ceilings.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine_report import OURS, Report, merged, write_json, write_report
+from engine_report import OURS, Report, merged, roofline_classes, write_json, write_report, write_roofline
 
 HERE = Path(__file__).resolve().parent
 PEERS = ("vllm",)
@@ -40,6 +44,8 @@ PARITY_PROMPTS, PARITY_TOKENS = (24, 57), 16
 # Leaves room for ids that tokenizers keep for themselves, on both sides.
 LEAST_ID, MOST_ID = 8, 50000
 TAIL = 12
+# Of a profiled step, if its prompt is not longer.
+STEP_TOKENS = 8192
 
 
 class EngineFailed(Exception):
@@ -205,6 +211,109 @@ def engine_options(engine: str, options: argparse.Namespace) -> dict[str, Any]:
     return {**shared, "gpu_memory_utilization": 0.85, "skip_tokenizer_init": True, **options.peer_options}
 
 
+def measure_roofline(directory: Path, options: argparse.Namespace) -> Report:
+    """Ceilings, then a decode step and a prefill step of our engine. Needs a GPU. Raises EngineFailed."""
+    import torch
+    from kernel_timing import Stopwatch, measure_ceilings
+    from offline_worker import environment
+
+    import allotrope
+
+    device = torch.device("cuda")
+    ceilings = measure_ceilings(Stopwatch(device), device)
+    # The engine takes what is free.
+    torch.cuda.empty_cache()
+    rates = {kind: None if rate != rate else rate for kind, rate in ceilings.matmul.items()}
+    found: Report = {
+        "environment": environment(getattr(allotrope, "__version__", "checkout")),
+        "ceilings": {"copy": ceilings.copy, "matmul": rates},
+        "steps": {},
+    }
+    for name, (lens, work, micros) in profile_steps(directory, options).items():
+        new, seen = lens
+        shape = {"requests": len(new), "tokens": sum(new), "seen": sum(seen)}
+        found["steps"][name] = shape | {"classes": roofline_classes(work, micros, found["ceilings"])}
+    return found
+
+
+def profile_steps(directory: Path, options: argparse.Namespace) -> Report:
+    """Kind of step -> its (new, visible) tokens by request, its least work and its time by class."""
+    from allotrope import SamplingParams
+    from allotrope.config import EngineConfig
+    from allotrope.engine.load import draw_up
+    from allotrope.engine.work import step_work
+    from allotrope.request import Request
+    from launches import classes_of, decoding, lengths_of, micros_by_class, our_kernels, record
+
+    requests, context, vocabulary = options.requests, options.context, vocabulary_of(directory)
+    at_once = max(STEP_TOKENS, options.prefill, requests)
+    # The first requests decode while the last are read.
+    tokens = 2 * -(-requests * context // at_once) + options.runs + 16
+    given: dict[str, Any] = {
+        "model": str(directory), "device": "cuda", "cuda_graphs": False, "enable_prefix_caching": False,
+        "max_model_len": max(context + tokens, options.prefill + 1), "max_num_seqs": requests,
+        "max_num_batched_tokens": at_once, **options.our_options,
+    }  # fmt: skip
+    config = EngineConfig(**given)
+    prompts = random_prompts(f"{options.seed} context", requests, context, vocabulary)
+    # Drawn, not greedy: random weights would soon repeat one token, and its experts.
+    engine = decoding(config, prompts, SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True))
+    blueprint, ours = draw_up(config), our_kernels()
+
+    def profiled(ids: list[list[int]]) -> Any:
+        """The step of median time, after one that is not counted. `ids`: per step, a prompt that it reads."""
+        steps = []
+        for turn, prompt in enumerate(ids):
+            if prompt:
+                params = SamplingParams(temperature=1.0, max_tokens=1, ignore_eos=True)
+                engine.add(Request(request_id=f"prefill {turn}", prompt_ids=tuple(prompt), params=params))
+            with lengths_of(engine.model) as passes:
+                launches, spans = record(engine, classes_of)
+            while prompt and engine.has_work():
+                engine.step()
+            steps.append((passes[0], micros_by_class(launches, spans, ours)))
+        lens, micros = sorted(steps[1:], key=lambda step: sum(step[1].values()))[(len(steps) - 1) // 2]
+        work = {kind: vars(one) for kind, one in step_work(blueprint, *lens).items()}
+        return lens, work, micros
+
+    found = {"decode": profiled([[]] * (options.runs + 1))}
+    if found["decode"][0][0] != (1,) * requests:
+        raise EngineFailed(f"{len(found['decode'][0][0])} of {requests} requests decode at once: give fewer --requests")
+    engine.abort(engine.requests)
+    engine.step()
+    found["prefill"] = profiled(
+        random_prompts(f"{options.seed} prefill", options.runs + 1, options.prefill, vocabulary)
+    )
+    engine.close()
+    return found
+
+
+def roofline(directory: Path, options: argparse.Namespace, command: str) -> int:
+    """Measure, print and write. Returns the command's exit status."""
+    import torch
+
+    if not torch.cuda.is_available():
+        print("there is no GPU to measure a roofline on", file=sys.stderr)
+        return 2
+    report: Report = {
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "model": directory.name,
+        "described": describe(directory)["described"],
+        "settings": {key: getattr(options, key) for key in ("requests", "context", "prefill", "runs", "seed")},
+    }
+    try:
+        report |= measure_roofline(directory, options)
+    except EngineFailed as error:
+        print(f"{directory.name}: FAILED: {error}", file=sys.stderr)
+        return 1
+    paths = write_roofline(options.out, report)
+    print(paths[-1].read_text())
+    for path in paths:
+        print(f"wrote {path}")
+    return 0
+
+
 def vocabulary_of(directory: Path) -> int:
     config = json.loads((directory / "config.json").read_text())
     return int(config.get("text_config", config)["vocab_size"])
@@ -247,9 +356,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--prefix-caching", action="store_true", help="prefix caches on, in both")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds that an engine's process may take")
     parser.add_argument("--merge", type=Path, nargs="+", default=[], help="JSON of earlier runs to join")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "engine", help="path without its suffix")
+    parser.add_argument("--roofline", action="store_true", help="ours alone, by class of kernel, beside the ceilings")
+    parser.add_argument("--requests", type=int, default=64, help="with --roofline: that decode at once")
+    parser.add_argument("--context", type=int, default=1024, help="with --roofline: tokens of each of their prompts")
+    parser.add_argument("--prefill", type=int, default=8192, help="with --roofline: tokens of the prompt of a step")
+    parser.add_argument("--out", type=Path, help="path without its suffix; default: under bench/results")
     parser.add_argument("--verbose", action="store_true", help="show what the engines say")
     options = parser.parse_args(arguments)
+    options.out = options.out or HERE / "results" / ("roofline" if options.roofline else "engine")
     options.engines = options.engines or [OURS, options.peer]
     options.cases = options.cases.split(",")
     for case in options.cases:
@@ -259,12 +373,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     names = [directory.name for directory in options.models]
     if len(set(names)) < len(names) or not (names or options.merge):
         parser.error(f"models {names}: give directories of different names, or files to --merge")
+    if options.roofline and (len(names) != 1 or min(options.runs, options.requests, options.context) < 1):
+        parser.error("--roofline: give one directory, and at least one run, request and token of context")
+    if options.roofline and options.prefill < 2:
+        parser.error(f"--prefill {options.prefill}: give at least 2")
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     options = parse(given)
+    if options.roofline:
+        return roofline(options.models[0].resolve(), options, command_line(given))
     report: Report = {
         "commands": [command_line(given)],
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),

@@ -12,11 +12,12 @@ import argparse
 import bisect
 import collections
 import contextlib
+import dataclasses
 import importlib
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,8 @@ def our_kernels() -> frozenset[str]:
 
 
 @contextlib.contextmanager
-def spans_of(model: Any) -> Iterator[None]:
-    """Name the parts of every layer in the profiler's records."""
+def spans_around(named: Sequence[tuple[str, Any]]) -> Iterator[None]:
+    """Name modules at work in the profiler's records."""
     handles, open_spans = [], []
 
     def enter(name: str) -> Any:
@@ -93,8 +94,6 @@ def spans_of(model: Any) -> Iterator[None]:
     def leave(*_: Any) -> None:
         open_spans.pop().__exit__(None, None, None)
 
-    named = [(f"layer {i}", layer) for i, layer in enumerate(model.layers)]
-    named += [(f"{name} {part}", child) for name, layer in named for part, child in layer.named_children()]
     for name, module in named:
         handles += [module.register_forward_pre_hook(enter(name)), module.register_forward_hook(leave)]
     try:
@@ -104,12 +103,75 @@ def spans_of(model: Any) -> Iterator[None]:
             handle.remove()
 
 
-def record(engine: Any) -> tuple[list[Launch], list[Span]]:
-    """Profile one step of an engine whose requests all decode."""
+def spans_of(model: Any) -> contextlib.AbstractContextManager[None]:
+    """Name the parts of every layer."""
+    named = [(f"layer {i}", layer) for i, layer in enumerate(model.layers)]
+    named += [(f"{name} {part}", child) for name, layer in named for part, child in layer.named_children()]
+    return spans_around(named)
+
+
+@contextlib.contextmanager
+def classes_of(model: Any) -> Iterator[None]:
+    """Name what runs by its class of work: projections, experts and the head, and what attention's backends run."""
+    from allotrope.engine.work import DENSE, EXPERTS, HEAD, modules_by_class
+
+    def named(kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch.profiler.record_function(f"part:{kind}"):
+                return run(*args, **kwargs)
+
+        return call
+
+    spans = [(kind, module) for module, kind in modules_by_class(model) if kind in (DENSE, EXPERTS, HEAD)]
+    before = [(layer.mixer, layer.mixer.backend) for layer in model.layers]
+    for mixer, backend in before:
+        mixer.backend = dataclasses.replace(backend, run=named(mixer.spec.family, backend.run))
+    try:
+        with spans_around(spans):
+            yield
+    finally:
+        for mixer, backend in before:
+            mixer.backend = backend
+
+
+def micros_by_class(launches: Sequence[Launch], spans: Sequence[Span], ours: frozenset[str]) -> dict[str, float]:
+    """Time on the device by class of work, of what `classes_of` named. A product that stands alone is dense as well."""
+    from allotrope.engine.work import DENSE, REST
+
+    found: dict[str, float] = collections.defaultdict(float)
+    for kind, launch in attribute(launches, spans):
+        alone = DENSE if kind_of(launch.name, ours) == "matrix product" else REST
+        found[kind or alone] += launch.micros
+    return dict(found)
+
+
+@contextlib.contextmanager
+def lengths_of(model: Any) -> Iterator[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """Per pass, as the device had them when it ended: new and visible tokens of each request."""
+    found = []
+
+    def hook(_: Any, given: tuple[Any, ...], __: Any) -> None:
+        tensors = given[0].batch.tensors
+        starts, seen = tensors.query_start.tolist(), tensors.seq_lens.tolist()
+        # Requests that see nothing only fill up a captured size.
+        rows = [(end - start, n) for start, end, n in zip(starts, starts[1:], seen, strict=False) if n]
+        found.append((tuple(new for new, _ in rows), tuple(n for _, n in rows)))
+
+    handle = model.register_forward_hook(hook)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def record(
+    engine: Any, spans: Callable[[Any], contextlib.AbstractContextManager[None]] = spans_of
+) -> tuple[list[Launch], list[Span]]:
+    """Profile one step of an engine. `spans`: names what is at work in its model."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
-    with spans_of(engine.model), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    with spans(engine.model), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         engine.step()
         torch.cuda.synchronize()
     events = profiled.profiler.kineto_results.events()
@@ -121,33 +183,38 @@ def record(engine: Any) -> tuple[list[Launch], list[Span]]:
         for event in on_device
         if event.correlation_id() in launched
     ]
-    spans = [
+    return launches, named_spans(on_host)
+
+
+def named_spans(on_host: Sequence[Any]) -> list[Span]:
+    """Those of the profiler's records that we named."""
+    return [
         Span(event.name().removeprefix("part:"), event.start_ns(), event.start_ns() + event.duration_ns())
         for event in on_host
         if event.name().startswith("part:")
     ]
-    return launches, spans
 
 
-def decoding(options: argparse.Namespace) -> Any:
-    """An engine whose requests have all been read and decode."""
-    from allotrope import SamplingParams
+def config_of(options: argparse.Namespace) -> Any:
+    """The engine that the command line asks for."""
     from allotrope.config import EngineConfig
+
+    return EngineConfig(
+        model=options.model, device="cuda", dtype="bfloat16", load_format=options.load_format, cuda_graphs=False,
+        max_model_len=options.context + 64, max_num_seqs=options.requests, hf_overrides=options.hf_overrides,
+    )  # fmt: skip
+
+
+def decoding(config: Any, prompts: Sequence[Sequence[int]], params: Any) -> Any:
+    """An engine whose requests have all been read and decode."""
     from allotrope.engine.engine import Engine
     from allotrope.request import Request
 
-    engine = Engine(
-        EngineConfig(
-            model=options.model, device="cuda", dtype="bfloat16", load_format=options.load_format, cuda_graphs=False,
-            max_model_len=options.context + 64, max_num_seqs=options.requests, hf_overrides=options.hf_overrides,
-        )
-    )  # fmt: skip
-    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
-    for i in range(options.requests):
-        ids = tuple((7 * i + j) % 1000 for j in range(options.context))
-        engine.add(Request(request_id=str(i), prompt_ids=ids, params=params))
+    engine = Engine(config)
+    for i, ids in enumerate(prompts):
+        engine.add(Request(request_id=str(i), prompt_ids=tuple(ids), params=params))
     received: set[str] = set()
-    while len(received) < options.requests:
+    while len(received) < len(prompts):
         received |= {output.request_id for output in engine.step()}
     for _ in range(4):
         engine.step()
@@ -186,7 +253,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("there is no GPU to count launches on", file=sys.stderr)
         return 2
-    engine = decoding(options)
+    from allotrope import SamplingParams
+
+    prompts = [[(7 * i + j) % 1000 for j in range(options.context)] for i in range(options.requests)]
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    engine = decoding(config_of(options), prompts, params)
     launches, spans = record(engine)
     attributed, ours = attribute(launches, spans), our_kernels()
     mixers = [layer.mixer for layer in engine.model.layers]

@@ -60,10 +60,12 @@ class Blueprint:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that one rank holds, counted on a model made without memory."""
-        build = dataclasses.replace(self.build, device=torch.device("meta"))
-        model = self.architecture.decoder(self.spec, build)
-        return sum(lasting_bytes(name, parameter) for name, parameter in model.named_parameters())
+        """Bytes of the weights that one rank holds."""
+        return sum(lasting_bytes(name, parameter) for name, parameter in self.hollow().named_parameters())
+
+    def hollow(self) -> Decoder:
+        """One rank's model, made without memory."""
+        return self.architecture.decoder(self.spec, dataclasses.replace(self.build, device=torch.device("meta")))
 
 
 def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint:

@@ -1,4 +1,5 @@
-"""What a model will take of a device, from its config alone: weights per rank, each cache group, and whether it fits.
+"""What a model will take of a device, from its config alone: weights per rank, each cache group, and whether it fits;
+and what a decode step must at least move and compute.
 
 Owns the figures that `allotrope plan` shows and the server logs at its start. Sizes come from the cache layouts and
 the model's own parameters (made without memory), never from a formula of its own. It must not read a weight.
@@ -7,12 +8,14 @@ the model's own parameters (made without memory), never from a formula of its ow
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from allotrope.cache.memory import GroupPlan, MemoryPlan
 from allotrope.config import EngineConfig
 from allotrope.engine.load import Blueprint, draw_up, free_memory, plan_caches
+from allotrope.engine.work import Work, step_work
 from allotrope.errors import AllotropeError, ConfigError
 from allotrope.layers.parallel import Parallel
 
@@ -37,6 +40,16 @@ class GroupReport:
     tokens: int | None = None
 
 
+@dataclass(frozen=True)
+class DecodeReport:
+    """What one rank must at least move and compute, by class, to decode a token of each of `requests` requests that see
+    `context` tokens."""
+
+    requests: int
+    context: int
+    classes: dict[str, Work]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelReport:
     """The plan of one rank. `memory_bytes`: what the device has for all of it, None if nobody asked whether it fits.
@@ -57,6 +70,7 @@ class ModelReport:
     sequences: int | None
     density: tuple[tuple[int, float, float], ...]
     groups: tuple[GroupReport, ...]
+    decode: DecodeReport
     refusal: str | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -76,10 +90,7 @@ class ModelReport:
             total = "-" if group.bytes is None else _size(group.bytes)
             sizes = (_size(group.row_bytes), str(group.page_tokens), _size(group.page_bytes))
             rows.append((group.label, str(group.layers), *sizes, pages, total))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        for first, *rest in rows:
-            cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-            text.append("  ".join([first.ljust(widths[0]), *cells]))
+        text += _table(rows)
         if self.tokens is not None and self.cache_bytes is not None:
             text.append(
                 f"caches {_size(self.cache_bytes)}: {self.tokens} tokens of context, that is "
@@ -91,6 +102,12 @@ class ModelReport:
                 f"a sequence of {length} tokens: {own:.0f} tokens per GiB; "
                 f"{padded:.0f} if all caches had one common, padded page size"
             )
+        text.append(
+            f"a decode step of {self.decode.requests} requests that see {self.decode.context} tokens, at least:"
+        )
+        shown = [*self.decode.classes.items(), ("all", sum(self.decode.classes.values(), Work()))]
+        rows = [(kind, _size(work.bytes), f"{work.flops / 1e9:.3f}") for kind, work in shown]
+        text += _table([("work", "bytes", "GFLOP"), *rows])
         if self.memory_bytes is not None:
             text.append("fits" if self.refusal is None else f"does not fit: {self.refusal}")
         return text
@@ -114,7 +131,8 @@ def report_model(config: EngineConfig, memory: int | None = None) -> ModelReport
             # Its heads cannot be shared by so many; there is nothing to advise.
             break
         if more.refusal is None:
-            return dataclasses.replace(found, refusal=f"{found.refusal} Or --tensor-parallel-size {ranks}.")
+            either = "Or" if "Try" in found.refusal else "Try"
+            return dataclasses.replace(found, refusal=f"{found.refusal} {either} --tensor-parallel-size {ranks}.")
         ranks *= 2
     return found
 
@@ -152,7 +170,12 @@ def describe(
             )
             for group, plan in groups
         ),
+        decode=_decode(blueprint, config.max_num_seqs, max(1, blueprint.max_model_len // 2)),
     )
+
+
+def _decode(blueprint: Blueprint, requests: int, context: int) -> DecodeReport:
+    return DecodeReport(requests, context, step_work(blueprint, (1,) * requests, (context,) * requests))
 
 
 def _sizes(plan: GroupPlan | None) -> dict[str, int | None]:
@@ -197,7 +220,19 @@ def _try(config: EngineConfig, ranks: int, memory: int | None) -> ModelReport:
     if plan.bytes <= room:
         return report
     text = f"weights and caches take {_size(blueprint.weight_bytes + plan.bytes)} of {_size(available)}."
-    return dataclasses.replace(report, refusal=f"{text} Try --kv-cache-memory-bytes {room}.")
+    # Weights that do not fit by themselves fit beside no cache.
+    advice = f" Try --kv-cache-memory-bytes {room}." if room > 0 else ""
+    return dataclasses.replace(report, refusal=text + advice)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines with the first column to the left and the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for first, *rest in rows:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return lines
 
 
 def _size(count: int) -> str:

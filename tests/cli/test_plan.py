@@ -79,3 +79,12 @@ def test_plan_for_people_has_each_group_and_the_verdict(run: Run, dummy: list[st
 def test_impossible_options_are_refused(run: Run, dummy: list[str]) -> None:
     with pytest.raises(ConfigError, match="max_model_len=9999"):
         run("plan", *dummy, "--max-model-len", "9999")
+
+
+def test_weights_too_large_for_any_cache_ask_for_ranks_alone(run: Run, dummy: list[str]) -> None:
+    """No size of caches helps where the weights alone do not fit."""
+    status, found = plan(run, *dummy, "--memory", str(WEIGHTS * 3 // 4), "--kv-cache-memory-bytes", str(1 << 20))
+    assert (status, found["fits"]) == (1, False)
+    assert "--kv-cache-memory-bytes" not in found["refusal"]
+    roomy = plan(run, *dummy, "--memory", str(WEIGHTS + (1 << 19)), "--kv-cache-memory-bytes", str(1 << 20))[1]
+    assert f"Try --kv-cache-memory-bytes {1 << 19}." in roomy["refusal"]

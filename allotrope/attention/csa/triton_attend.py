@@ -195,7 +195,8 @@ def variants(arch: str) -> list[Variant]:
         precision = "tf32x3" if name == "fp32" and arch == "sm_90" else "ieee"
         constants = {"H": 64, "D": 512, "R": 64, "BLOCK_D": 512, "SPLITS": 2, "PRECISION": precision}
         constants |= {"FORMAT": {"fp8": 1, "scaled": 2}.get(name, 0)}
-        spills = {"bf16": 256, "fp8": 1200, "scaled": 1200, "fp32": 4000}[name]
+        # In fp32 it only proves itself: how fast it is matters to nobody.
+        spills = {"bf16": 256, "fp8": 1200, "scaled": 1200, "fp32": 6400}[name]
         made.append(Variant(f"csa attend {name}", attend_kernel, signature, constants | launch, warps, 3, spills))
     signature = {"partial": "*fp16:16", "out": "*bf16:16", "row_scale": "fp32"}
     signature |= dict.fromkeys(("stats", "sinks", "cos", "sin"), "*fp32:16")
