@@ -35,7 +35,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine_report import OURS, Report, merged, roofline_classes, write_json, write_report, write_roofline
+from engine_report import OURS, Report, merged, write_json, write_report, write_roofline
 
 HERE = Path(__file__).resolve().parent
 PEERS = ("vllm",)
@@ -44,8 +44,6 @@ PARITY_PROMPTS, PARITY_TOKENS = (24, 57), 16
 # Leaves room for ids that tokenizers keep for themselves, on both sides.
 LEAST_ID, MOST_ID = 8, 50000
 TAIL = 12
-# Of a profiled step, if its prompt is not longer.
-STEP_TOKENS = 8192
 
 
 class EngineFailed(Exception):
@@ -211,83 +209,6 @@ def engine_options(engine: str, options: argparse.Namespace) -> dict[str, Any]:
     return {**shared, "gpu_memory_utilization": 0.85, "skip_tokenizer_init": True, **options.peer_options}
 
 
-def measure_roofline(directory: Path, options: argparse.Namespace) -> Report:
-    """Ceilings, then a decode step and a prefill step of our engine. Needs a GPU. Raises EngineFailed."""
-    import torch
-    from kernel_timing import Stopwatch, measure_ceilings
-    from offline_worker import environment
-
-    import allotrope
-
-    device = torch.device("cuda")
-    ceilings = measure_ceilings(Stopwatch(device), device)
-    # The engine takes what is free.
-    torch.cuda.empty_cache()
-    rates = {kind: None if rate != rate else rate for kind, rate in ceilings.matmul.items()}
-    found: Report = {
-        "environment": environment(getattr(allotrope, "__version__", "checkout")),
-        "ceilings": {"copy": ceilings.copy, "matmul": rates},
-        "steps": {},
-    }
-    for name, (lens, work, micros) in profile_steps(directory, options).items():
-        new, seen = lens
-        shape = {"requests": len(new), "tokens": sum(new), "seen": sum(seen)}
-        found["steps"][name] = shape | {"classes": roofline_classes(work, micros, found["ceilings"])}
-    return found
-
-
-def profile_steps(directory: Path, options: argparse.Namespace) -> Report:
-    """Kind of step -> its (new, visible) tokens by request, its least work and its time by class."""
-    from allotrope import SamplingParams
-    from allotrope.config import EngineConfig
-    from allotrope.engine.load import draw_up
-    from allotrope.engine.work import step_work
-    from allotrope.request import Request
-    from launches import classes_of, decoding, lengths_of, micros_by_class, our_kernels, record
-
-    requests, context, vocabulary = options.requests, options.context, vocabulary_of(directory)
-    at_once = max(STEP_TOKENS, options.prefill, requests)
-    # The first requests decode while the last are read.
-    tokens = 2 * -(-requests * context // at_once) + options.runs + 16
-    given: dict[str, Any] = {
-        "model": str(directory), "device": "cuda", "cuda_graphs": False, "enable_prefix_caching": False,
-        "max_model_len": max(context + tokens, options.prefill + 1), "max_num_seqs": requests,
-        "max_num_batched_tokens": at_once, **options.our_options,
-    }  # fmt: skip
-    config = EngineConfig(**given)
-    prompts = random_prompts(f"{options.seed} context", requests, context, vocabulary)
-    # Drawn, not greedy: random weights would soon repeat one token, and its experts.
-    engine = decoding(config, prompts, SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True))
-    blueprint, ours = draw_up(config), our_kernels()
-
-    def profiled(ids: list[list[int]]) -> Any:
-        """The step of median time, after one that is not counted. `ids`: per step, a prompt that it reads."""
-        steps = []
-        for turn, prompt in enumerate(ids):
-            if prompt:
-                params = SamplingParams(temperature=1.0, max_tokens=1, ignore_eos=True)
-                engine.add(Request(request_id=f"prefill {turn}", prompt_ids=tuple(prompt), params=params))
-            with lengths_of(engine.model) as passes:
-                launches, spans = record(engine, classes_of)
-            while prompt and engine.has_work():
-                engine.step()
-            steps.append((passes[0], micros_by_class(launches, spans, ours)))
-        lens, micros = sorted(steps[1:], key=lambda step: sum(step[1].values()))[(len(steps) - 1) // 2]
-        work = {kind: vars(one) for kind, one in step_work(blueprint, *lens).items()}
-        return lens, work, micros
-
-    found = {"decode": profiled([[]] * (options.runs + 1))}
-    if found["decode"][0][0] != (1,) * requests:
-        raise EngineFailed(f"{len(found['decode'][0][0])} of {requests} requests decode at once: give fewer --requests")
-    engine.abort(engine.requests)
-    engine.step()
-    found["prefill"] = profiled(
-        random_prompts(f"{options.seed} prefill", options.runs + 1, options.prefill, vocabulary)
-    )
-    engine.close()
-    return found
-
-
 def roofline(directory: Path, options: argparse.Namespace, command: str) -> int:
     """Measure, print and write. Returns the command's exit status."""
     import torch
@@ -295,18 +216,20 @@ def roofline(directory: Path, options: argparse.Namespace, command: str) -> int:
     if not torch.cuda.is_available():
         print("there is no GPU to measure a roofline on", file=sys.stderr)
         return 2
+    import roofline
+
+    def prompts(what: str, count: int, length: int) -> list[list[int]]:
+        return random_prompts(f"{options.seed} {what}", count, length, vocabulary_of(directory))
+
+    sizes = {key: getattr(options, key) for key in ("requests", "context", "prefill", "runs")}
     report: Report = {
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "model": directory.name,
         "described": describe(directory)["described"],
-        "settings": {key: getattr(options, key) for key in ("requests", "context", "prefill", "runs", "seed")},
+        "settings": sizes | {"seed": options.seed, "options": options.our_options},
+        **roofline.measure(str(directory), roofline.Sizes(**sizes), prompts, options.our_options),
     }
-    try:
-        report |= measure_roofline(directory, options)
-    except EngineFailed as error:
-        print(f"{directory.name}: FAILED: {error}", file=sys.stderr)
-        return 1
     paths = write_roofline(options.out, report)
     print(paths[-1].read_text())
     for path in paths:

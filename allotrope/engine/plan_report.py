@@ -49,6 +49,13 @@ class DecodeReport:
     context: int
     classes: dict[str, Work]
 
+    def lines(self) -> list[str]:
+        """The same for people, one line each."""
+        shown = [*self.classes.items(), ("all", sum(self.classes.values(), Work()))]
+        rows = [(kind, _size(work.bytes), f"{work.flops / 1e9:.3f}") for kind, work in shown]
+        title = f"a decode step of {self.requests} requests that see {self.context} tokens, at least:"
+        return [title, *_table([("work", "bytes", "GFLOP"), *rows])]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelReport:
@@ -102,12 +109,7 @@ class ModelReport:
                 f"a sequence of {length} tokens: {own:.0f} tokens per GiB; "
                 f"{padded:.0f} if all caches had one common, padded page size"
             )
-        text.append(
-            f"a decode step of {self.decode.requests} requests that see {self.decode.context} tokens, at least:"
-        )
-        shown = [*self.decode.classes.items(), ("all", sum(self.decode.classes.values(), Work()))]
-        rows = [(kind, _size(work.bytes), f"{work.flops / 1e9:.3f}") for kind, work in shown]
-        text += _table([("work", "bytes", "GFLOP"), *rows])
+        text += self.decode.lines()
         if self.memory_bytes is not None:
             text.append("fits" if self.refusal is None else f"does not fit: {self.refusal}")
         return text
