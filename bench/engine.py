@@ -209,7 +209,7 @@ def engine_options(engine: str, options: argparse.Namespace) -> dict[str, Any]:
     return {**shared, "gpu_memory_utilization": 0.85, "skip_tokenizer_init": True, **options.peer_options}
 
 
-def roofline(directory: Path, options: argparse.Namespace, command: str) -> int:
+def run_roofline(directory: Path, options: argparse.Namespace, command: str) -> int:
     """Measure, print and write. Returns the command's exit status."""
     import torch
 
@@ -307,7 +307,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     options = parse(given)
     if options.roofline:
-        return roofline(options.models[0].resolve(), options, command_line(given))
+        return run_roofline(options.models[0].resolve(), options, command_line(given))
     report: Report = {
         "commands": [command_line(given)],
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),

@@ -169,7 +169,7 @@ def looked_up_kernel(
     _weigh(row, weights, experts, token, slot, picks, peak, total, scale, TOPK, SCORE, NORMALIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def group_kernel(
     experts,
     ends,

@@ -234,7 +234,7 @@ def _walk_plain(
     return total, other
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def tiles_kernel(ends, table, experts, tiles, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Expert and first row of every tile of ROWS rows, for many tiles; `experts` for those that nobody needs."""
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -251,7 +251,8 @@ def tiles_kernel(ends, table, experts, tiles, EXPERTS: tl.constexpr, ROWS: tl.co
     tl.store(table + 2 * tile + 1, first, mask=tile < tiles)
 
 
-@triton.jit
+# Numbers of rows change from step to step: none of them is worth a kernel of its own.
+@triton.jit(do_not_specialize=["rows", "x_scale_stride"])
 def product_kernel(
     x,
     x_scales,

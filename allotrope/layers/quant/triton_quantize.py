@@ -23,7 +23,7 @@ def to_codes(x):
     return (x / scale[:, None]).to(tl.float8e4nv), scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def quantize_kernel(x, codes, scales, inputs, runs, x_stride, code_stride, scale_stride, RUNS: tl.constexpr):
     """`scales`: the runs of a row lie `scale_stride` apart, rows side by side."""
     row = tl.program_id(0).to(tl.int64)
