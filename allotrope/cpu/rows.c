@@ -23,6 +23,29 @@ void normalize(element *y, const element *x, const float *weight, long tokens, l
     }
 }
 
+// y = x / sqrt(sum x^2 + floor) * weight * act(gate) over the last dim of x: [tokens, heads, size], contiguous as y;
+// act(g): sigmoid(g), times g where it is silu. gates: [tokens, heads * size]. The size is a multiple of LANES.
+void open_heads(element *y, const element *x, const float *weight, const element *gates, long tokens, long heads,
+                long size, long gate_stride, float floor, long silu) {
+    const long rows = tokens * heads;
+#pragma omp parallel for if (rows * size > WORTH_THREADS) schedule(static)
+    for (long row = 0; row < rows; row++) {
+        const element *from = x + row * size, *gate = gates + row / heads * gate_stride + row % heads * size;
+        lanes squares = {};
+        for (long i = 0; i < size; i += LANES) {
+            const lanes value = load(from + i);
+            squares += value * value;
+        }
+        const float scale = 1 / sqrtf(sum(squares) + floor);
+        for (long i = 0; i < size; i += LANES) {
+            lanes factor, g = load(gate + i);
+            memcpy(&factor, weight + i, sizeof factor);
+            const lanes opened = (silu ? g : all(1)) / (1 + exponential(-g));
+            store(y + row * size + i, load(from + i) * scale * factor * opened);
+        }
+    }
+}
+
 // A row of x is gate and up side by side: x: [tokens, 2 width], y: [tokens, width]. The width is a multiple of LANES.
 void gate(element *y, const element *x, long tokens, long width, long token_stride, gating how) {
 #pragma omp parallel for if (tokens * width > WORTH_THREADS) schedule(static)

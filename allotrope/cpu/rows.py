@@ -27,9 +27,11 @@ class Rows:
         library = load(Path(__file__).with_name("rows.c"), dtype)
         self._normalize, self._gate, self._rotate = library.normalize, library.gate, library.rotate
         self._normalize.argtypes = [_POINTER] * 3 + [_LONG] * 5 + [_FLOAT]
+        self._open = library.open_heads
+        self._open.argtypes = [_POINTER] * 4 + [_LONG] * 4 + [_FLOAT, _LONG]
         self._gate.argtypes = [_POINTER] * 2 + [_LONG] * 3 + [CompiledGating]
         self._rotate.argtypes = [_POINTER] * 4 + [_LONG] * 7
-        for function in (self._normalize, self._gate, self._rotate):
+        for function in (self._normalize, self._gate, self._rotate, self._open):
             function.restype = None
 
     def normalizes(self, x: torch.Tensor) -> bool:
@@ -44,6 +46,22 @@ class Rows:
         self._normalize(
             out.data_ptr(), x.data_ptr(), weight.data_ptr(), tokens, heads, size, x.stride(0), stride, floor
         )
+        return out
+
+    def opens(self, x: torch.Tensor, gate: torch.Tensor) -> bool:
+        """Whether `open` takes `x` and `gate`."""
+        return x.is_contiguous() and x.shape[-1] % LANES == 0 and gate.stride(1) == 1 and gate.dtype == x.dtype
+
+    def open(self, x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, floor: float, silu: bool) -> torch.Tensor:
+        """x / sqrt(sum x^2 + floor) * weight * act(gate), act: silu or sigmoid. `x`: [T, heads, size]. `weight`: [size]
+        fp32. `gate`: [T, heads * size]. Returns [T, heads * size].
+        """
+        tokens, heads, size = x.shape
+        out = x.new_empty(tokens, heads * size)
+        self._open(
+            out.data_ptr(), x.data_ptr(), weight.data_ptr(), gate.data_ptr(),
+            tokens, heads, size, gate.stride(0), floor, silu,
+        )  # fmt: skip
         return out
 
     def gates(self, x: torch.Tensor) -> bool:

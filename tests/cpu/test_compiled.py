@@ -52,6 +52,20 @@ def test_norm(compiled: Rows, dtype: torch.dtype, tokens: int, size: int) -> Non
     assert torch.equal(flat, compiled.normalize(x, weight, 0.25)[:, 0])
 
 
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_opened_heads(compiled: Rows, dtype: torch.dtype, tokens: int, silu: bool) -> None:
+    """With gates that are part of wider rows, and extreme ones."""
+    x, weight = drawn(tokens, 3, 32, dtype=dtype), drawn(32, dtype=torch.float32)
+    gate = (6 * drawn(tokens, 3 * 32 + 5, dtype=dtype))[:, 5:]
+    gate[0, :2] = torch.tensor([-300.0, 300.0])
+    assert compiled.opens(x, gate) and not compiled.opens(x[..., :24], gate)
+    exact, g = x.double(), gate.double()
+    want = (exact / (exact.square().sum(-1, keepdim=True) + 0.25).sqrt() * weight).flatten(1)
+    want = want * g.sigmoid() * (g if silu else 1.0)
+    assert (found := compare(compiled.open(x, weight, gate, 0.25, silu), want, KINDS[dtype])), found
+
+
 @pytest.mark.parametrize(
     "gating",
     [Gating(), Gating(activation="gelu_tanh"), Gating(limit=3.0), Gating(slope=1.702, limit=7.0, offset=1.0)],

@@ -12,6 +12,7 @@ from torch import nn
 from allotrope.attention.backend import choose
 from allotrope.attention.gdn import GdnSpec
 from allotrope.attention.registry import FAMILIES
+from allotrope.cpu.rows import rows
 from allotrope.layers.build import Build
 from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.linear import Linear, RowLinear
@@ -119,6 +120,9 @@ class GdnMixer(nn.Module):
         if fused is not None:
             gate = gate.unflatten(1, (-1, size))
             return fused.rms_norm(mixed, self.norm_factors, size * self.norm_eps, gate=gate, gate_kind=kind).flatten(1)
+        compiled = rows(gate.dtype, gate.device)
+        if compiled is not None and mixed.dtype == gate.dtype and compiled.opens(mixed, gate):
+            return compiled.open(mixed, self.norm_factors, gate, size * self.norm_eps, kind == "silu")
         normed = F.rms_norm(mixed.float(), (size,), self.norm, self.norm_eps).flatten(1)
         factor = F.silu(gate.float()) if kind == "silu" else torch.sigmoid(gate.float())
         return (normed * factor).to(gate.dtype)
