@@ -1,4 +1,4 @@
-"""Decoding by C (`decode.c`), which advances states where they lie; prompts as in `chunked`."""
+"""Decoding by C (`decode.c`), which advances states where they lie; prompts as in `chunked`, fed by C."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def run(
             spec.channel_decay, new.stride(0), b_new.stride(0), a_new.stride(0), pools["conv"].stride(0),
             pools["ssm"].stride(0),
         )  # fmt: skip
-        _library(spec.conv_dtype)(
+        _library(spec.conv_dtype).decode(
             result.data_ptr(), new.data_ptr(), b_new.data_ptr(), a_new.data_ptr(), pools["conv"].data_ptr(),
             pools["ssm"].data_ptr(), plan.slots.data_ptr(), taps.data_ptr(), None if bias is None else bias.data_ptr(),
             rates.data_ptr(), shift.data_ptr(), scratch.data_ptr(), ctypes.byref(sizes),
@@ -112,15 +112,33 @@ def run(
             out[:requests] = result
     if plan.prompts is not None:
         rest = (conv_weight, conv_bias, A_log, dt_bias)
-        reference.run(spec, plan.prompts, caches, qkv, b, a, *rest, core=chunked.advance, out=out)
+        reference.run(spec, plan.prompts, caches, qkv, b, a, *rest, core=chunked.advance, out=out, feed=_feed)
     return out
 
 
+def _feed(
+    spec: GdnSpec, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> reference.Heads | None:
+    if inputs.dtype != spec.conv_dtype or not inputs.is_contiguous():
+        return None
+    width = weight.shape[1]
+    requests, length = inputs.shape[0], inputs.shape[1] - width + 1
+    mixed = torch.empty(requests, length, spec.conv_dim)
+    taps, shift = weight.float().t().contiguous(), None if bias is None else bias.float()
+    _library(spec.conv_dtype).feed(
+        mixed.data_ptr(), inputs.data_ptr(), taps.data_ptr(), None if shift is None else shift.data_ptr(),
+        requests, length, spec.conv_dim, spec.num_k_heads, spec.k_head_dim, width,
+    )  # fmt: skip
+    qk = mixed[..., : 2 * spec.key_dim].unflatten(-1, (2, spec.num_k_heads, spec.k_head_dim))
+    return qk[:, :, 0], qk[:, :, 1], mixed[..., 2 * spec.key_dim :].unflatten(-1, (spec.num_v_heads, -1))
+
+
 @cache
-def _library(dtype: torch.dtype) -> ctypes._NamedFuncPointer:
-    """The step of a layer with activations of a type. Raises CannotCompile."""
-    source = Path(__file__).with_name("decode.c")
-    function = load(source, dtype).decode
-    function.restype = None
-    function.argtypes = [_POINTER] * 13
-    return function
+def _library(dtype: torch.dtype) -> ctypes.CDLL:
+    """The functions for activations of a type. Raises CannotCompile."""
+    library = load(Path(__file__).with_name("decode.c"), dtype)
+    library.decode.argtypes = [_POINTER] * 13
+    library.feed.argtypes = [_POINTER] * 4 + [_LONG] * 6
+    for function in (library.decode, library.feed):
+        function.restype = None
+    return library

@@ -1,5 +1,5 @@
 // The gated delta rule for one new token per request, with the convolution and the gates before it. The state is read
-// and written where it lies, once each. fp32 inside; results are rounded once.
+// and written where it lies, once each. fp32 inside; results are rounded once. For prompts, what comes before the rule.
 #include <math.h>
 
 #include "element.h"
@@ -126,5 +126,25 @@ void decode(element *out, const element *qkv, const element *b, const element *a
                         mixed + keys + h / repeat * n->key_dim, mixed + 2 * keys + h * n->value_dim, decay,
                         sigmoid(widen(b[r * n->b_stride + h])), n->key_dim, n->value_dim);
             }
+    }
+}
+
+// What the rule is fed with for every token of a prompt: mixed = silu(bias + sum_j taps_j * u_(t + j)), [requests,
+// length, channels], then queries and keys of unit length, queries times 1 / sqrt(key_dim). inputs: [requests,
+// width - 1 + length, channels]. Queries come first, then keys; channels: a multiple of LANES.
+void feed(float *mixed, const element *inputs, const float *taps, const float *bias, long requests, long length,
+          long channels, long key_heads, long key_dim, long width) {
+    const long rows = requests * length;
+#pragma omp parallel for if (rows * channels > WORTH_THREADS) schedule(static)
+    for (long row = 0; row < rows; row++) {
+        const element *from = inputs + (row / length * (width - 1 + length) + row % length) * channels;
+        float *to = mixed + row * channels;
+        for (long c = 0; c < channels; c += LANES) {
+            lanes total = bias ? take(bias + c) : all(0);
+            for (long j = 0; j < width; j++) total += load(from + j * channels + c) * take(taps + j * channels + c);
+            put(to + c, total / (1 + exponential(-total)));
+        }
+        for (long head = 0; head < 2 * key_heads; head++)
+            normalize(to + head * key_dim, key_dim, head < key_heads ? 1 / sqrtf((float)key_dim) : 1);
     }
 }

@@ -29,6 +29,9 @@ NORM_EPS = 1e-6
 
 Advance = Callable[..., torch.Tensor]
 """A function with the arguments of `advance`."""
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Feed = Callable[[GdnSpec, torch.Tensor, torch.Tensor, torch.Tensor | None], Heads | None]
+"""Queries, keys and values [b, L, heads, dim] of inputs [b, W - 1 + L, conv_dim], weight, bias; None if it cannot."""
 
 
 def advance(
@@ -63,12 +66,14 @@ def run(
     dt_bias: torch.Tensor,
     core: Advance = advance,
     out: torch.Tensor | None = None,
+    feed: Feed | None = None,
 ) -> torch.Tensor:
     """Advance every request's state over its new tokens.
 
     `qkv`: [T, conv_dim] projections [q | k | v] before the convolution. `b`: [T, nv], `a`: [T, decay_dim], of any
     strides. `conv_weight`: [conv_dim, W]. `conv_bias`: [conv_dim]. `A_log`: [nv]. `dt_bias`: [decay_dim]. `core`: the
     rectangle's computation. `out`: the result, in which tokens outside of the plan stay as they are; None makes one.
+    `feed`: what makes queries, keys and values of inputs; None for the convolution and norms as they are written here.
     Returns [T, nv, dv] in `qkv`'s type, 0 for tokens of requests without a slot. Afterwards
     each slot holds the state after its request's last token.
     """
@@ -88,7 +93,8 @@ def run(
         new = _take(qkv, part.tokens).unflatten(0, (-1, part.length))
         inputs = torch.cat((_take(pools["conv"], part.slots), new), dim=1)
         pools["conv"][part.slots] = inputs[:, part.length :]
-        fed = [*_heads(spec, causal_conv(inputs, weight, conv_bias))]
+        heads = None if feed is None else feed(spec, inputs, weight, conv_bias)
+        fed = [*(heads or _heads(spec, causal_conv(inputs, weight, conv_bias)))]
         fed += [_take(t, part.tokens).unflatten(0, (-1, part.length)) for t in (g, beta)]
         done = [_advance(core, pools["ssm"], slots, [t[rows] for t in fed]) for rows, slots in part.states]
         # Assigning through an index, unlike through a slice, wants the same type on both sides.
