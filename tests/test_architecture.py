@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -170,3 +171,11 @@ def test_cache_bytes_have_one_source() -> None:
         plan = make_plan(groups, Demand(context=256, sequences=2, step_tokens=64, reuse=True), 512)
         arena = Arena(plan, len(specs), owners, torch.device("cpu"))
         assert arena.bytes == plan.bytes, name
+
+
+def test_files_that_are_no_code_are_packaged() -> None:
+    """What an installation would lack is missed by no test of a checkout."""
+    stated = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    others = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix in (".c", ".h", ".json", ".typed")]
+    packaged = {path for pattern in stated["allotrope"] for path in PACKAGE.glob(pattern)}
+    assert others and set(others) <= packaged
