@@ -171,7 +171,6 @@ class Experts(nn.Module):
         """
         # Once, not on every rank.
         down_bias = self.down_bias if self.parallel.rank == 0 else None
-        fused = device_kernels("routing", x.device) if self.parallel.size == 1 else None
         if self.stacks is None:
             y = self._on_cpu(x, weights, experts, down_bias)
         else:
@@ -180,9 +179,9 @@ class Experts(nn.Module):
             ends, source, _, place = self._group(experts) if routing is None else routing.group(experts, self.count)
             inner = gate_up(x, ends, source, self.gate_up_bias, self.gating)
             results = down(inner, ends)
-            if fused is not None:
+            if routing is not None and self.parallel.size == 1:
                 # One launch for all that is left to add.
-                summed: torch.Tensor = fused.combine(
+                summed: torch.Tensor = routing.combine(
                     results, weights, place, x.dtype, shared=shared, gate=gate, bias=down_bias, experts=experts
                 )
                 return summed

@@ -15,6 +15,7 @@ it quantized gets it as `layers.quant` has it, with scales of each row, whatever
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +58,7 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(stated or {})
 
 
-class QuantizedView:
+class QuantizedView(ABC):
     """A checkpoint that hands out some tensors changed: `made` maps their names to their headers."""
 
     def __init__(self, inner: Checkpoint) -> None:
@@ -72,13 +73,13 @@ class QuantizedView:
         """As `Checkpoint.headers`."""
         return self.kept | self.made
 
+    @abstractmethod
     def format(self, name: str) -> Format | None:
         """The format that a tensor can be kept in; None for a plain one, and for what can only be read as one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and scales of a tensor that has a format, their dims in the order of the plain one's."""
-        raise NotImplementedError
 
 
 class Mxfp4Checkpoint(QuantizedView):

@@ -17,6 +17,8 @@ from typing import Literal
 
 import torch
 
+from allotrope.attention.mla.rows import FP8_MAX
+
 Kind = Literal["fp8", "mxfp4"]
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -24,7 +26,6 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 FP4_RUN = 32
 SCALE_BIAS = 127
 ACTIVATION_RUN = 128
-FP8_LARGEST = 448.0
 # Rows of a block that may share a scale.
 SHARED_ROWS = 128
 # A run of zeros has this scale.
@@ -84,10 +85,6 @@ class Quantized:
         """Some outputs of one weight whose rows have scales of their own."""
         return Quantized(self.format, self.codes[rows], self.scales[rows])
 
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
-
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The plain weight, computed in fp32 and rounded to `dtype`."""
         scales = self.scales
@@ -130,7 +127,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, inputs = x.shape
     runs = -(-inputs // ACTIVATION_RUN)
     padded = torch.nn.functional.pad(x.float(), (0, runs * ACTIVATION_RUN - inputs)).unflatten(1, (runs, -1))
-    scales = (padded.abs().amax(-1) / FP8_LARGEST).clamp(min=SMALLEST_SCALE)
+    scales = (padded.abs().amax(-1) / FP8_MAX).clamp(min=SMALLEST_SCALE)
     return (padded / scales[..., None]).to(torch.float8_e4m3fn).view(tokens, -1), scales
 
 
@@ -164,6 +161,6 @@ def quantize(weight: torch.Tensor, format: Format, block_rows: int = 1) -> Quant
         whole = torch.nn.functional.pad(largest, (0, 0, 0, blocks * block_rows - outputs))
         shared = whole.unflatten(-2, (blocks, block_rows)).amax(-2)
         largest = shared.repeat_interleave(block_rows, dim=-2).narrow(-2, 0, outputs)
-    scales = (largest / FP8_LARGEST).clamp(min=SMALLEST_SCALE)
+    scales = (largest / FP8_MAX).clamp(min=SMALLEST_SCALE)
     codes = (padded / scales[..., None]).to(torch.float8_e4m3fn).flatten(-2)[..., :inputs]
     return Quantized(format, codes.contiguous(), scales)

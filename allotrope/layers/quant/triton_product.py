@@ -234,15 +234,22 @@ def _walk_plain(
     return total, other
 
 
+@triton.jit
+def _tiles_of_experts(ends, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """Of each expert [EXPERTS]: its first row, the row behind its last, the tiles behind its last, and its tiles."""
+    each = tl.arange(0, EXPERTS)
+    end = tl.load(ends + each, mask=each < experts, other=0)
+    start = tl.load(ends + each - 1, mask=(each > 0) & (each < experts), other=0)
+    tiles = tl.where(each < experts, (end - start + ROWS - 1) // ROWS, 0)
+    return start, end, tl.cumsum(tiles, 0), tiles
+
+
 @triton.jit(do_not_specialize=["tiles"])
 def tiles_kernel(ends, table, experts, tiles, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Expert and first row of every tile of ROWS rows, for many tiles; `experts` for those that nobody needs."""
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     each = tl.arange(0, EXPERTS)
-    end_of = tl.load(ends + each, mask=each < experts, other=0)
-    start_of = tl.load(ends + each - 1, mask=(each > 0) & (each < experts), other=0)
-    tiles_of = tl.where(each < experts, (end_of - start_of + ROWS - 1) // ROWS, 0)
-    behind = tl.cumsum(tiles_of, 0)
+    start_of, _, behind, tiles_of = _tiles_of_experts(ends, experts, EXPERTS, ROWS)
     expert = tl.sum((behind[None, :] <= tile[:, None]).to(tl.int32), 1)
     mine = each[None, :] == expert[:, None]
     # Row of the first tile of the expert, as if tiles before it were its own.
@@ -317,13 +324,9 @@ def product_kernel(
         end = tl.load(ends + tl.minimum(expert, experts - 1))
         first = tl.where(expert < experts, first, end)
     elif EXPERTS:
-        each = tl.arange(0, EXPERTS)
-        end_of = tl.load(ends + each, mask=each < experts, other=0)
-        start_of = tl.load(ends + each - 1, mask=(each > 0) & (each < experts), other=0)
-        tiles_of = tl.where(each < experts, (end_of - start_of + ROWS - 1) // ROWS, 0)
-        behind = tl.cumsum(tiles_of, 0)
+        start_of, end_of, behind, tiles_of = _tiles_of_experts(ends, experts, EXPERTS, ROWS)
         expert = tl.sum((behind <= tile).to(tl.int32), 0)
-        mine = each == expert
+        mine = tl.arange(0, EXPERTS) == expert
         first = tl.sum(tl.where(mine, start_of + (tile - (behind - tiles_of)) * ROWS, 0), 0)
         end = tl.sum(tl.where(mine, end_of, 0), 0)
     if first < end:

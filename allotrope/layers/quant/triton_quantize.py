@@ -13,13 +13,16 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
-from allotrope.layers.quant.format import ACTIVATION_RUN
+from allotrope.attention.mla.rows import FP8_MAX
+from allotrope.layers.quant.format import ACTIVATION_RUN, SMALLEST_SCALE
+
+_LARGEST, _SMALLEST = tl.constexpr(FP8_MAX), tl.constexpr(SMALLEST_SCALE)
 
 
 @triton.jit
 def to_codes(x):
     """`x`: [n, 128] fp32. Returns codes and scales [n]. What `format.quantize_rows` does to runs."""
-    scale = tl.maximum(tl.max(tl.abs(x), 1) / 448.0, 1e-12)
+    scale = tl.maximum(tl.max(tl.abs(x), 1) / _LARGEST, _SMALLEST)
     return (x / scale[:, None]).to(tl.float8e4nv), scale
 
 
