@@ -1,14 +1,16 @@
 """Offline speed of engines side by side on one GPU: the same safetensors, the same prompts, one model after another.
 
     python bench/random_weights.py bench/configs/gpt_oss_120b /tmp/gpt_oss --layers 12
-    python bench/engine.py /tmp/gpt_oss --peer vllm --peer-python python3 --peer-path SITE
+    python bench/engine.py /tmp/gpt_oss --peers vllm vllm+allotrope --peer-python python3 --peer-path SITE
     python bench/engine.py /tmp/gpt_oss --roofline
 
-Each engine has a process of its own, ours first; the GPU is free again before the next one. start: seconds from
-starting the process to the first token after a prompt of 8. prefill: seconds until all prompts of a batch have one
-token. TPOT: (seconds for all tokens - prefill) / (tokens - 1). Prompts are random and never come twice.
+Each engine has a process of its own, ours first; the GPU is free again before the next one. `vllm+allotrope` is the
+peer's vLLM with our plugin, which has to be installed beside it. start: seconds from starting the process to the first
+token after a prompt of 8. prefill: seconds until all prompts of a batch have one token. TPOT: (seconds for all tokens -
+prefill) / (tokens - 1). Prompts are random and never come twice.
 
-Greedy tokens are compared first, and only reported: random weights in bf16 or FP8 part at near-ties.
+Greedy tokens and logprobs are compared first, and only reported: random weights in bf16 or FP8 part at near-ties.
+Logprobs are those of the best ids at each step of decoding a text that is forced, so that all engines see the same one.
 
 --roofline times nothing side by side: it profiles a decode step and a prefill step of ours, and holds each class of
 kernels against what it must at least move and compute at the chip's ceilings.
@@ -38,7 +40,7 @@ from typing import Any
 from engine_report import OURS, Report, merged, write_json, write_report, write_roofline
 
 HERE = Path(__file__).resolve().parent
-PEERS = ("vllm",)
+PEERS = ("vllm", "vllm+allotrope")
 START_PROMPT = 8
 PARITY_PROMPTS, PARITY_TOKENS = (24, 57), 16
 # Leaves room for ids that tokenizers keep for themselves, on both sides.
@@ -168,6 +170,8 @@ def measure_engine(
         for length in PARITY_PROMPTS:
             prompts = random_prompts(f"{options.seed} parity", 1, length, vocabulary)
             found["parity_ids"] += worker.run(prompts, PARITY_TOKENS)["ids"]
+        prompts = [random_prompts(f"{options.seed} forced", 1, length, vocabulary)[0] for length in options.forced]
+        found["forced"] = worker.ask(forced={"prompts": prompts, "tokens": PARITY_TOKENS})["logprobs"]
         for case in options.cases:
             found["cases"][case] = numbers = measure_case(worker, case, vocabulary, options)
             found["memory"] = worker.ask(memory={})
@@ -192,8 +196,8 @@ def environment_of(engine: str, options: argparse.Namespace) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        # Its own models, even where our plugin is installed.
-        "ALLOTROPE_VLLM": "0",
+        # Its own models, even where our plugin is installed, unless the plugin is what is measured.
+        "ALLOTROPE_VLLM": str(int(engine == "vllm+allotrope")),
     }
 
 
@@ -270,12 +274,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--runs", type=int, default=3, help="timed runs of each case")
     parser.add_argument("--seed", type=int, default=0, help="of prompts")
-    parser.add_argument("--peer", choices=PEERS, default="vllm")
-    parser.add_argument("--peer-python", default=sys.executable, help="Python that the peer runs in")
-    parser.add_argument("--peer-path", help="put before the peer's PYTHONPATH: where its packages lie")
-    parser.add_argument("--peer-options", type=json.loads, default={}, help="JSON: more arguments of the peer's LLM")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=["vllm"])
+    parser.add_argument("--peer-python", default=sys.executable, help="Python that the peers run in")
+    parser.add_argument("--peer-path", help="put before the peers' PYTHONPATH: where their packages lie")
+    parser.add_argument("--peer-options", type=json.loads, default={}, help="JSON: more arguments of the peers' LLM")
     parser.add_argument("--our-options", type=json.loads, default={}, help="JSON: more arguments of our LLM")
-    parser.add_argument("--engines", nargs="+", choices=(OURS, *PEERS), help="which to run; default: ours, then --peer")
+    parser.add_argument("--engines", nargs="+", choices=(OURS, *PEERS), help="default: ours, then --peers")
+    parser.add_argument("--forced", default="17,64,200,333", help="lengths of prompts whose logprobs are compared")
     parser.add_argument("--prefix-caching", action="store_true", help="prefix caches on, in both")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds that an engine's process may take")
     parser.add_argument("--merge", type=Path, nargs="+", default=[], help="JSON of earlier runs to join")
@@ -287,8 +292,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true", help="show what the engines say")
     options = parser.parse_args(arguments)
     options.out = options.out or HERE / "results" / ("roofline" if options.roofline else "engine")
-    options.engines = options.engines or [OURS, options.peer]
+    options.engines = options.engines or [OURS, *options.peers]
     options.cases = options.cases.split(",")
+    options.forced = [int(length) for length in options.forced.split(",")]
     for case in options.cases:
         numbers = case.split("/")
         if len(numbers) != 3 or not all(one.isdigit() and int(one) > 0 for one in numbers) or int(numbers[1]) < 2:
@@ -322,7 +328,7 @@ def main(arguments: list[str] | None = None) -> int:
     for directory in options.models:
         for engine in options.engines:
             found: Report = {"options": engine_options(engine, options), "environment": {}, "kv_tokens": None}
-            found |= {"start_s": [], "parity_ids": [], "cases": {}, "memory": {}, "error": "not run yet"}
+            found |= {"start_s": [], "parity_ids": [], "forced": [], "cases": {}, "memory": {}, "error": "not run yet"}
             report["models"][directory.name]["engines"][engine] = found
     reports = [json.loads(file.read_text()) for file in options.merge] + [report] * bool(options.models)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 OURS = "allotrope"
-# Measure -> how it is called in a table, digits, whether it is worth a ratio. All of these ratios are theirs over ours.
+# Measure -> how it is called in a table, digits, whether it is worth a ratio. All of these are the better the smaller.
 MEASURES = {
     "prefill_s": ("prefill s", 3, True),
     "tpot_ms": ("TPOT ms", 2, True),
@@ -66,16 +66,26 @@ def _merged_engine(what: str, old: Report | None, new: Report) -> Report:
 
 
 def summarize(report: Report) -> Report:
-    """The report with `parity` and `ratios` of each model: theirs over ours of the medians; above 1 we are faster."""
+    """The report with what its engines have in common: equal tokens (`parity`), logprobs (`apart`), `ratios` of medians.
+
+    By the peer, or for ratios by "one / other" as tables name it; above 1 the other is faster.
+    """
     models = {}
     for name, model in report["models"].items():
         engines = model["engines"]
         peers = [engine for engine in engines if engine != OURS and OURS in engines]
         models[name] = model | {
             "parity": {peer: parity(engines[OURS]["parity_ids"], engines[peer]["parity_ids"]) for peer in peers},
-            "ratios": {peer: ratios(engines[OURS], engines[peer]) for peer in peers},
+            "apart": {peer: apart(engines[OURS].get("forced", []), engines[peer].get("forced", [])) for peer in peers},
+            "ratios": {f"{one} / {base}": ratios(engines[base], engines[one]) for base, one in compared(engines)},
         }
     return report | {"models": models}
+
+
+def compared(engines: Report) -> list[tuple[str, str]]:
+    """Which engines are compared: ours with each peer, and a host with our plugin with the host as it is."""
+    found = [(base, one) for base in (OURS, f"vllm+{OURS}") for one in engines if base in engines]
+    return [(base, one) for base, one in found if one not in (OURS, base)]
 
 
 def parity(ours: list[list[int]], theirs: list[list[int]]) -> list[int]:
@@ -85,6 +95,19 @@ def parity(ours: list[list[int]], theirs: list[list[int]]) -> list[int]:
         pairs = list(zip(mine, other, strict=False))
         found.append(next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs)))
     return found
+
+
+def apart(ours: list[list[dict[str, float]]], theirs: list[list[dict[str, float]]]) -> Report:
+    """How far logprobs of the same ids at the same places of the same texts differ. Empty if there are none.
+
+    `median` and `most`: of the places, each counted by the mean over its ids.
+    """
+    places = [pair for one, other in zip(ours, theirs, strict=False) for pair in zip(one, other, strict=False)]
+    common = [[abs(mine[id] - other[id]) for id in mine.keys() & other.keys()] for mine, other in places]
+    found = [statistics.fmean(values) for values in common if values]
+    if not found:
+        return {}
+    return {"places": len(found), "median": statistics.median(found), "most": max(found)}
 
 
 def ratios(ours: Report, theirs: Report) -> Report:
@@ -130,7 +153,7 @@ def page(report: Report) -> str:
     lines = ["# Engines", "", *(f"`{command}`\n" for command in report["commands"])]
     lines.append(
         f"Random weights and prompts, greedy, prefix caches {caching}; median of {settings['runs']} runs (least to "
-        f"most). Ratios are theirs over ours: above 1 we are faster. {report['date']}."
+        f"most). Of a ratio A / B above 1, B is faster. {report['date']}."
     )
     for name, model in report["models"].items():
         lines += ["", f"## {name}", "", f"{model['described']}", "", *_table(model), "", *_remarks(model, settings)]
@@ -139,16 +162,16 @@ def page(report: Report) -> str:
 
 def _table(model: Report) -> list[str]:
     engines = model["engines"]
-    peers = list(model["ratios"])
-    head = ["case", "", *engines, *(f"{peer} / {OURS}" for peer in peers)]
+    shown = list(model["ratios"])
+    head = ["case", "", *engines, *shown]
     lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
     starts = {engine: found["start_s"] for engine, found in engines.items()}
-    lines.append(_row("", "start s", 1, starts, [model["ratios"][peer].get("start_s") for peer in peers]))
+    lines.append(_row("", "start s", 1, starts, [model["ratios"][pair].get("start_s") for pair in shown]))
     cases = dict.fromkeys(case for found in engines.values() for case in found["cases"])
     for case in cases:
         for key, (label, digits, compared) in MEASURES.items():
             numbers = {engine: found["cases"].get(case, {}).get(key, []) for engine, found in engines.items()}
-            ratio = [model["ratios"][peer].get(case, {}).get(key) if compared else None for peer in peers]
+            ratio = [model["ratios"][pair].get(case, {}).get(key) if compared else None for pair in shown]
             lines.append(_row(case, label, digits, numbers, ratio))
     return lines
 
@@ -183,6 +206,12 @@ def _remarks(model: Report, settings: Report) -> list[str]:
     for peer, common in model["parity"].items():
         shown = ", ".join(map(str, common)) or "not compared"
         lines.append(f"- {OURS} and {peer}: equal leading tokens of {settings['parity_tokens']}, by prompt: {shown}.")
+        found = model["apart"][peer]
+        if found:
+            lines.append(
+                f"- {OURS} and {peer}, logprobs of a forced text: the median of {found['places']} places is "
+                f"{found['median']:.3f} apart, the worst {found['most']:.3f}."
+            )
     return lines
 
 

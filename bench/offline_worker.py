@@ -4,6 +4,7 @@ Runs in the Python of the engine that it stands for: at the top it may import no
 
     {"load": {"directory": ..., "options": {...}}}     ->  {"environment": {...}, "kv_tokens": n or null}
     {"run": {"prompts": [[ids], ...], "tokens": n}}    ->  {"seconds": s, "ids": [[...], ...]}
+    {"forced": {"prompts": [[ids], ...], "tokens": n}} ->  {"logprobs": [[{id: logprob}, ...], ...]}
     {"memory": {}}                                     ->  {"device_used_gb": ..., "peak_reserved_gb": ...} or {}
 
 A command that fails is answered by {"error": ...}.
@@ -17,44 +18,96 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 Prompts = list[list[int]]
-Generate = Callable[[Prompts, int], list[list[int]]]
-"""Prompts and a number of tokens to that many greedy tokens of each prompt, past any end token."""
+Logprobs = dict[int, float]
+
+# Ids at each place of a forced text.
+TOP = 8
 
 
-def load_allotrope(directory: str, options: dict[str, Any]) -> tuple[Generate, int | None, str]:
-    import allotrope
-    from allotrope import LLM, SamplingParams
+class Engine(Protocol):
+    """`kv_tokens`: that the caches hold, None if nobody says."""
 
-    llm = LLM(directory, **options)
+    version: str
+    kv_tokens: int | None
 
-    def generate(prompts: Prompts, tokens: int) -> list[list[int]]:
+    def generate(self, prompts: Prompts, tokens: int) -> list[list[int]]:
+        """That many greedy tokens of each prompt, past any end token."""
+        ...
+
+    def forced(self, prompts: Prompts, tokens: int) -> list[list[Logprobs]]:
+        """Logprobs of the best ids, before any were forbidden, at each of `tokens` steps of decoding that may choose
+        nothing but the prompt's last token again."""
+        ...
+
+
+class Allotrope:
+    def __init__(self, directory: str, options: dict[str, Any]) -> None:
+        import allotrope
+
+        self.llm = allotrope.LLM(directory, **options)
+        self.version = getattr(allotrope, "__version__", "checkout")
+        self.kv_tokens: int | None = self.llm.engine.memory.tokens
+
+    def generate(self, prompts: Prompts, tokens: int) -> list[list[int]]:
+        from allotrope import SamplingParams
+
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+        return [output.outputs[0].token_ids for output in self.llm.generate(prompts, params)]
 
-    return generate, llm.engine.memory.tokens, getattr(allotrope, "__version__", "checkout")
+    def forced(self, prompts: Prompts, tokens: int) -> list[list[Logprobs]]:
+        from allotrope import SamplingParams
 
-
-def load_vllm(directory: str, options: dict[str, Any]) -> tuple[Generate, int | None, str]:
-    import vllm
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(directory, **options)
-    cache = llm.llm_engine.vllm_config.cache_config
-    blocks = getattr(cache, "num_gpu_blocks", None)
-
-    def generate(prompts: Prompts, tokens: int) -> list[list[int]]:
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    return generate, blocks * cache.block_size if blocks else None, vllm.__version__
+        plain: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "logprobs": TOP}
+        params = [SamplingParams(allowed_token_ids=(prompt[-1],), **plain) for prompt in prompts]
+        found = [output.outputs[0].logprobs or () for output in self.llm.generate(prompts, params)]
+        return [[{id: round(value, 4) for id, value in step.top} for step in steps] for steps in found]
 
 
-LOADERS = {"allotrope": load_allotrope, "vllm": load_vllm}
+class Vllm:
+    def __init__(self, directory: str, options: dict[str, Any]) -> None:
+        import vllm
+
+        self.llm = vllm.LLM(directory, **options)
+        self.version = vllm.__version__
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        blocks = getattr(cache, "num_gpu_blocks", None)
+        self.kv_tokens: int | None = blocks * cache.block_size if blocks else None
+
+    def generate(self, prompts: Prompts, tokens: int) -> list[list[int]]:
+        return [list(output.token_ids) for output in self._outputs(prompts, [{}] * len(prompts), tokens)]
+
+    def forced(self, prompts: Prompts, tokens: int) -> list[list[Logprobs]]:
+        only = [{"allowed_token_ids": [prompt[-1]], "logprobs": TOP} for prompt in prompts]
+        outputs = self._outputs(prompts, only, tokens)
+        return [
+            [{id: round(one.logprob, 4) for id, one in step.items()} for step in output.logprobs] for output in outputs
+        ]
+
+    def _outputs(self, prompts: Prompts, wanted: list[dict[str, Any]], tokens: int) -> list[Any]:
+        from vllm import SamplingParams
+
+        plain: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+        params = [SamplingParams(**plain, **more) for more in wanted]
+        given = [{"prompt_token_ids": ids} for ids in prompts]
+        return [output.outputs[0] for output in self.llm.generate(given, params, use_tqdm=False)]
+
+
+class Hosted(Vllm):
+    """vLLM with our plugin. Raises RuntimeError if the model that it runs is not ours."""
+
+    def __init__(self, directory: str, options: dict[str, Any]) -> None:
+        super().__init__(directory, options)
+        (model,) = self.llm.apply_model(lambda model: type(model).__module__)
+        if not model.startswith("allotrope."):
+            raise RuntimeError(
+                f"vLLM runs a model of {model}: is allotrope installed where the peer's Python finds it?"
+            )
+
+
+ENGINES: dict[str, type[Engine]] = {"allotrope": Allotrope, "vllm": Vllm, "vllm+allotrope": Hosted}
 
 
 def environment(version: str) -> dict[str, str]:
@@ -75,10 +128,10 @@ def gpu_memory() -> dict[str, float]:
     return {"device_used_gb": (total - free) / 1e9, "peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9}
 
 
-def run(generate: Generate, prompts: Prompts, tokens: int) -> dict[str, Any]:
+def run(engine: Engine, prompts: Prompts, tokens: int) -> dict[str, Any]:
     """Time one batch. Raises RuntimeError if a prompt did not get all of its tokens."""
     begin = time.perf_counter()
-    ids = generate(prompts, tokens)
+    ids = engine.generate(prompts, tokens)
     seconds = time.perf_counter() - begin
     wrong = [len(one) for one in ids if len(one) != tokens]
     if wrong or len(ids) != len(prompts):
@@ -92,18 +145,21 @@ def main() -> None:
     os.dup2(2, 1)
     # Scripts of this folder must not pass for packages that the engines look for by name.
     sys.path.pop(0)
-    generate: Generate | None = None
+    engine: Engine | None = None
     for line in sys.stdin:
         command = json.loads(line)
         try:
             if "load" in command:
-                generate, kv_tokens, version = LOADERS[sys.argv[1]](**command["load"])
-                answer: dict[str, Any] = {"environment": environment(version), "kv_tokens": kv_tokens}
+                engine = ENGINES[sys.argv[1]](**command["load"])  # type: ignore[call-arg]
+                answer: dict[str, Any] = {"environment": environment(engine.version), "kv_tokens": engine.kv_tokens}
             elif "memory" in command:
                 answer = gpu_memory()
             else:
-                assert generate is not None
-                answer = run(generate, **command["run"])
+                assert engine is not None
+                if "run" in command:
+                    answer = run(engine, **command["run"])
+                else:
+                    answer = {"logprobs": engine.forced(**command["forced"])}
         except Exception as error:
             # The border of the process: an engine that cannot run a model is a result.
             traceback.print_exc()

@@ -133,12 +133,14 @@ def test_a_run_leaves_numbers_a_table_and_what_failed(engine: Any, weights: Any,
     weights.write_checkpoint(tiny("LlamaForCausalLM"), model)
     small = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": 128, "max_num_seqs": 4}
     command = [str(model), "--cases", ",".join(CASES), "--runs", "2", "--our-options", json.dumps(small)]
+    command += ["--forced", "9,40"]
     assert engine.main([*command, "--peer-python", "false", "--out", str(out)]) == 1
     report = json.loads(out.with_suffix(".json").read_text())
     found = report["models"]["tiny"]["engines"]
     assert "ended with code 1" in found["vllm"]["error"] and found["allotrope"]["error"] is None
     ours = found["allotrope"]
     assert len(ours["start_s"]) == 1 and [len(ids) for ids in ours["parity_ids"]] == [16, 16] and ours["kv_tokens"] > 0
+    assert [[len(step) >= 8 for step in steps] for steps in ours["forced"]] == [[True] * 16] * 2
     assert list(ours["cases"]) == CASES
     for case in ours["cases"].values():
         assert {key: len(values) for key, values in case.items()} == dict.fromkeys(
@@ -148,12 +150,13 @@ def test_a_run_leaves_numbers_a_table_and_what_failed(engine: Any, weights: Any,
     page = out.with_suffix(".md").read_text()
     assert "| 16/4/2 | TPOT ms |" in page and "**vllm did not finish**" in page
 
-    # A later run of the peer, twice as slow and parting after five tokens, is joined.
+    # A later run of the peer, twice as slow, parting after five tokens and a quarter off everywhere, is joined.
     slow = {key: [2 * value for value in values] for key, values in ours["cases"]["16/4/2"].items()}
     peer = ours | {
         "options": found["vllm"]["options"],
         "cases": {"16/4/2": slow},
         "start_s": [4 * ours["start_s"][0]],
+        "forced": [[{id: value - 0.25 for id, value in step.items()} for step in steps] for steps in ours["forced"]],
         "parity_ids": [ours["parity_ids"][0], [*ours["parity_ids"][1][:5], -1, *ours["parity_ids"][1][6:]]],
     }
     later = report | {"models": {"tiny": report["models"]["tiny"] | {"engines": {"vllm": peer}}}}
@@ -162,7 +165,8 @@ def test_a_run_leaves_numbers_a_table_and_what_failed(engine: Any, weights: Any,
     assert engine.main(merge) == 0
     whole = json.loads((tmp_path / "both.json").read_text())["models"]["tiny"]
     assert whole["parity"] == {"vllm": [16, 5]}
-    assert whole["ratios"]["vllm"] == {"start_s": 4.0, "16/4/2": {"prefill_s": 2.0, "tpot_ms": 2.0}}
+    assert whole["apart"]["vllm"] == pytest.approx({"places": 32, "median": 0.25, "most": 0.25})
+    assert whole["ratios"]["vllm / allotrope"] == {"start_s": 4.0, "16/4/2": {"prefill_s": 2.0, "tpot_ms": 2.0}}
     assert "2.00×" in (tmp_path / "both.md").read_text()
     assert not find_spec("matplotlib") or (tmp_path / "both.png").stat().st_size > 1000
 
