@@ -66,7 +66,7 @@ def _merged_engine(what: str, old: Report | None, new: Report) -> Report:
 
 
 def summarize(report: Report) -> Report:
-    """The report with what its engines have in common: equal tokens (`parity`), logprobs (`apart`), `ratios` of medians.
+    """The report with what its engines have in common: equal tokens (`parity`), logprobs (`apart`), medians (`ratios`).
 
     By the peer, or for ratios by "one / other" as tables name it; above 1 the other is faster.
     """

@@ -193,6 +193,7 @@ def soak(config: EngineConfig, count: int, longest: int, most_output: int, seed:
         context=longest, sequences=config.max_num_seqs, step_tokens=config.max_num_batched_tokens, reuse=True
     )
     tight = make_plan(blueprint.groups, demand, longest + longest // 2).bytes
+    roomy = make_plan(blueprint.groups, dataclasses.replace(demand, sequences=1), 2 * longest).bytes
     engine = Engine(dataclasses.replace(config, kv_cache_memory_bytes=tight))
     started = time.monotonic()
     together, aborted, grown = run_together(engine, requests, seed)
@@ -200,7 +201,7 @@ def soak(config: EngineConfig, count: int, longest: int, most_output: int, seed:
     stats, replays = engine.stats(), engine.graph_replays
     engine.close()
     del engine
-    single = Engine(dataclasses.replace(config, max_num_seqs=1, kv_cache_memory_bytes=None))
+    single = Engine(dataclasses.replace(config, max_num_seqs=1, kv_cache_memory_bytes=roomy))
     started = time.monotonic()
     alone = dict(run_alone(single, [one for one in requests if one.request_id not in aborted]))
     single.close()
