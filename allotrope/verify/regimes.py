@@ -46,7 +46,10 @@ class Bench:
 
     @contextmanager
     def engine(self, observer: Observer, **settings: Any) -> Iterator[Engine]:
-        """An engine for the longest sample, with `settings` in place of its own."""
+        """An engine for the longest sample, with `settings` in place of its own. Looked into, it captures no graphs:
+        their layers cannot be seen."""
+        if self.attach is not None:
+            settings["cuda_graphs"] = False
         config = dataclasses.replace(self.config, **{**self.fitting(), **settings})
         engine = Engine(config, observer=observer)
         try:

@@ -130,6 +130,7 @@ def load_transformers(path: Path, config: Mapping[str, Any], dtype: torch.dtype,
     options |= {"local_files_only": True, "output_loading_info": True}
     with quiet(), contextlib.ExitStack() as stack:
         path, config = stack.enter_context(plain_files(path, config))
+        config = _in_words_of_all_releases(config)
         options |= _dequantized(config)
         try:
             if path.is_file():
@@ -160,6 +161,13 @@ def _with_config(directory: Path, config: Mapping[str, Any]) -> Iterator[Path]:
         (Path(scratch) / "config.json").unlink()
         (Path(scratch) / "config.json").write_text(json.dumps(config))
         yield Path(scratch)
+
+
+def _in_words_of_all_releases(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Until 5.18, MiniMax-M2's `rotary_dim` is overlooked, and all of each head is rotated."""
+    if "rotary_dim" in config and "head_dim" in config:
+        return {"partial_rotary_factor": config["rotary_dim"] / config["head_dim"], **config}
+    return config
 
 
 def _dequantized(config: Mapping[str, Any]) -> dict[str, Any]:

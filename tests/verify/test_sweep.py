@@ -48,6 +48,19 @@ def test_a_length_that_turns_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatc
     assert "WRONG" in sweep_lines(found)[4] and sweep_lines(found)[-1] == "WRONG at 1 lengths"
 
 
+def test_one_prompt_that_is_off_is_not_its_length(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, said = MHA.backends[-1], []
+
+    def moody(spec: Any, plan: Any, caches: Any, q: Any, *rest: Any, **scales: Any) -> torch.Tensor:
+        out = right.run(spec, plan, caches, q, *rest, **scales)
+        return out * 1.2 if not any("again" in text for text in said) and len(q) == 40 else out
+
+    monkeypatch.setattr(MHA, "backends", (dataclasses.replace(right, name="moody", run=moody), right))
+    found = sweep(EngineConfig(model=str(tiny("llama").directory)), 4, said.append)
+    assert "again with other prompts: lengths 40" in said
+    assert len(found) == 5 and not any(one.wrong for one in found)
+
+
 def test_options_that_a_sweep_does_not_read() -> None:
     with pytest.raises(ConfigError, match="leave out lengths, random"):
         VerifyOptions(sweep=True, lengths="16", random=True)

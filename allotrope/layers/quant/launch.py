@@ -25,9 +25,11 @@ INTERPRETER = "interpreter"
 
 @dataclass(frozen=True)
 class Shape:
-    """A product but for its rows. `experts`: 0 for one weight. `outputs`: of the result; `gated`: of two weights."""
+    """A product but for its rows. `kind`: of the weights, "plain" for those of 16 bits. `experts`: 0 for one weight.
+    `outputs`: of the result; `gated`: of two weights.
+    """
 
-    kind: Kind | Literal["plain"]
+    kind: Kind | Literal["plain", "fp32"]
     experts: int
     outputs: int
     inputs: int
@@ -100,6 +102,10 @@ def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
     amd = chip.startswith("gfx")
     stages = 2 if amd else 4
     usual = max(1, -(-rows // shape.experts)) if shape.experts else rows
+    if shape.kind == "fp32":
+        # For checking, not for speed: what fits into the memory of a program.
+        few = usual <= 16
+        return Launch(16 if few else 32, 64, left=False, warps=4 if few or amd else 8, stages=1 if amd else 2)
     if usual > 64:
         if shape.kind == "fp8" and not shape.experts and not amd and rows >= _LIBRARY_ROWS:
             return Launch(128, 128, left=False, quantize=False, warps=8, stages=3, library=True)
@@ -107,7 +113,9 @@ def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
         return Launch(128, 64 if narrow else 128, left=False, quantize=False, warps=8, stages=2 if amd else 3)
     height = 16 if usual <= 16 else 32 if usual <= 32 else 64
     if shape.experts or shape.gated:
-        return Launch(height, 64, left=not amd, stages=stages)
+        # Of 4-bit weights, 128 rows of them: gates and ups of 64 columns, or 128 columns.
+        wide = shape.kind == "mxfp4" and not shape.gated and not amd
+        return Launch(height, 128 if wide else 64, left=not amd, stages=stages)
     columns = 128 if shape.outputs >= 128 * _PROGRAMS else 64
     tiles = -(-shape.outputs // columns)
     splits = max(1, min(_PROGRAMS // tiles, -(-shape.inputs // ACTIVATION_RUN) // 4, 8))
