@@ -18,10 +18,8 @@ from allotrope.attention.registry import FAMILIES
 from allotrope.cache.groups import CacheGroup, group_caches
 from allotrope.cache.memory import Demand, MemoryPlan, plan_memory
 from allotrope.config import EngineConfig
-from allotrope.engine.row_scales import WithoutRowScales, refuse_fp8, set_row_scales
-from allotrope.errors import ConfigError, ModelError
+from allotrope.errors import ConfigError
 from allotrope.layers.build import Build
-from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.quant.product import lasting_bytes
 from allotrope.models.checkpoint import Checkpoint, open_checkpoint
@@ -29,6 +27,7 @@ from allotrope.models.decoder import Decoder
 from allotrope.models.dequantize import dequantized
 from allotrope.models.kept_formats import kept_formats
 from allotrope.models.registry import Architecture, read_spec
+from allotrope.models.row_scales import WithoutRowScales, attention_specs, set_row_scales
 from allotrope.models.spec import ModelSpec
 from allotrope.models.weights import Loader, fill_random, finish
 
@@ -90,11 +89,7 @@ def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint
             f"max_model_len={config.max_model_len} is more than the {spec.context} tokens that {checkpoint.source} "
             f"was made for. Give at most that."
         )
-    try:
-        specs = tuple(attention_of(layer.mixer, build) for layer in spec.layers)
-    except ValueError as error:
-        raise ModelError(checkpoint.source, [str(error)]) from error
-    refuse_fp8(specs)
+    specs = attention_specs(spec, build, checkpoint.source)
     if config.quantized_weights == "keep" or (config.quantized_weights == "auto" and build.device.type == "cuda"):
         build = dataclasses.replace(
             build, formats=kept_formats(WithoutRowScales(checkpoint), architecture, spec, build)
@@ -171,7 +166,9 @@ def load_model(blueprint: Blueprint, seed: int) -> Decoder:
     else:
         fill_random(model, seed, build.parallel)
     finish(model)
-    set_row_scales(model, blueprint.specs, blueprint.shares, checkpoint)
+    line = set_row_scales(model, checkpoint)
+    if line:
+        log.info("%s", line)
     return model.eval()
 
 

@@ -6,17 +6,17 @@ import dataclasses
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
 
 from allotrope.config import EngineConfig
 from allotrope.engine.load import Blueprint, draw_up
-from allotrope.engine.row_scales import FP8
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.models.checkpoint import locate, open_checkpoint
 from allotrope.models.registry import ARCHITECTURES, find_architecture
+from allotrope.models.row_scales import FP8
 from allotrope.verify import regimes
 from allotrope.verify.judge import Limits, judge, with_fp8_rows
 from allotrope.verify.layers import UNSEEN_TIE, LayerReport, LayerWatch, read_layers
@@ -111,7 +111,9 @@ def _against_stored(
     limits = stored.limits(exact=is_exact(blueprint))
     if blueprint.build.kv_dtype == FP8:
         limits = with_fp8_rows(limits)
-    results = [_run(bench, regimes.ALL[name], limits, {}, tell) for name in _regimes(options, blueprint)]
+    results = [
+        _run(bench, regimes.ALL[name], Watch(bench.samples), limits, {}, tell) for name in _regimes(options, blueprint)
+    ]
     remarks = []
     if any(result.verdict == "wrong" for result in results):
         changed = stored.changed_files()
@@ -137,9 +139,10 @@ def _against_transformers(config: EngineConfig, options: VerifyOptions, blueprin
     results: list[RegimeResult] = []
     for name in _regimes(options, blueprint):
         regime = regimes.ALL[name]
-        result = _run(bench, regime, truth.limits, tainted, tell)
+        watch = Watch(bench.samples)
+        result = _run(bench, regime, watch, truth.limits, tainted, tell)
         if result.verdict == "wrong" and truth.limits.exact and result.score is not None and name != "whole":
-            result = _explained(bench, regime, truth, blueprint, result)
+            result = _explained(bench, regime, truth, blueprint, result, watch)
         results.append(result)
     report = _report(config, blueprint, bench, truth.limits, results, truth.origin, truth.remarks, layers)
     return dataclasses.replace(report, boundaries=truth.marks)
@@ -154,23 +157,29 @@ def _layers(bench: Bench, regime: Regime, truth: Truth, blueprint: Blueprint) ->
         return read_layers(watch, families, truth.layer_limits, medians=not truth.limits.exact)
 
 
-def _explained(bench: Bench, regime: Regime, truth: Truth, blueprint: Blueprint, wrong: RegimeResult) -> RegimeResult:
-    """A regime that went wrong, looked into: a near-tie that fell another way in it, or the layer that diverges."""
+def _explained(
+    bench: Bench, regime: Regime, truth: Truth, blueprint: Blueprint, wrong: RegimeResult, seen: Watch
+) -> RegimeResult:
+    """A regime that went wrong, looked into by running it again: a near-tie that fell another way in it, or the layer
+    that diverges. `seen`: what was wrong in the first run; nothing else is judged."""
     with LayerWatch(bench.samples, truth.traces) as watch:
         traced = dataclasses.replace(bench, attach=watch.attach)
-        regime.run(traced, watch)
+        # Nothing is captured while layers are looked into.
+        with suppress(NotExercised):
+            regime.run(traced, watch)
         layers = read_layers(watch, [spec.family for spec in blueprint.specs], truth.layer_limits)
     if len(watch.samples) < len(bench.samples):
         return dataclasses.replace(wrong, layer=layers.finding())
-    score = judge(bench.samples, watch, truth.limits, layers.tainted)
+    score = judge(bench.samples, seen, truth.limits, layers.tainted)
     if not score.faults:
         return dataclasses.replace(wrong, verdict="pass", score=score)
     return dataclasses.replace(wrong, score=score, layer=layers.finding())
 
 
-def _run(bench: Bench, regime: Regime, limits: Limits, tainted: dict[str, int], tell: Tell) -> RegimeResult:
+def _run(
+    bench: Bench, regime: Regime, watch: Watch, limits: Limits, tainted: dict[str, int], tell: Tell
+) -> RegimeResult:
     tell(f"running: {regime.name}")
-    watch = Watch(bench.samples)
     started = time.monotonic()
     try:
         remark = regime.run(bench, watch)

@@ -16,9 +16,9 @@ import torch
 
 from allotrope.config import EngineConfig
 from allotrope.engine.load import Blueprint, available_memory
-from allotrope.engine.row_scales import FP8
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.models.checkpoint import locate, open_checkpoint
+from allotrope.models.row_scales import FP8
 from allotrope.verify import prompts
 from allotrope.verify.judge import FP8_MEDIAN, FP8_ROUNDING, Limits, with_fp8_rows
 from allotrope.verify.options import VerifyOptions

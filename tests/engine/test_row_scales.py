@@ -125,6 +125,6 @@ def test_plain_rows_have_no_factors(tiny: TinyCheckpoint) -> None:
 
 
 def test_families_without_fp8_rows_refuse(monkeypatch: pytest.MonkeyPatch, tiny: TinyCheckpoint) -> None:
-    monkeypatch.setattr("allotrope.engine.row_scales._arguments", lambda family: [])
+    monkeypatch.setattr("allotrope.models.row_scales._arguments", lambda family: [])
     with pytest.raises(ConfigError, match="kv_cache_dtype='fp8': mha stores no FP8 rows"):
         engine(tiny.directory, kv_cache_dtype="fp8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,14 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-NAMES = (
-    "Qwen3NextForCausalLM",
-    "GptOssForCausalLM",
-    "Gemma4ForCausalLM",
-    "DeepseekV32ForCausalLM",
-    "DeepseekV4ForCausalLM",
+CASES = (
+    ("Qwen3NextForCausalLM", "auto"),
+    ("GptOssForCausalLM", "auto"),
+    ("Gemma4ForCausalLM", "auto"),
+    ("DeepseekV32ForCausalLM", "auto"),
+    ("DeepseekV4ForCausalLM", "auto"),
+    ("Qwen3NextForCausalLM", "fp8"),
+    ("GptOssForCausalLM", "fp8"),
 )
 LENGTHS = (1, 5, 45, 150)
 COUNT = 8
@@ -32,17 +35,19 @@ COUNT = 8
 ATOL = 0.1
 
 
-@pytest.mark.parametrize("architecture", NAMES)
-def test_decodes_in_graphs(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("architecture", "kv_cache_dtype"), CASES)
+def test_decodes_in_graphs(architecture: str, kv_cache_dtype: str, tmp_path: Path) -> None:
     config = find_architecture({"architectures": [architecture]}, architecture).tiny()
     write_random(config | {"architectures": [architecture]}, tmp_path, None, 0)
     asked = prompts(LENGTHS, vocab_size=300)
-    ours = LLM(str(tmp_path), dtype="bfloat16", max_model_len=256, kv_cache_memory_bytes=1 << 28)
-    wanted = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True)
-    engine = [list(output.outputs[0].token_ids) for output in ours.generate(asked, wanted)]
+    both: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": kv_cache_dtype}
+    ours = LLM(str(tmp_path), max_model_len=256, kv_cache_memory_bytes=1 << 28, **both)
+    wanted = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True, logprobs=0)
+    engine = [output.outputs[0] for output in ours.generate(asked, wanted)]
     answers = []
     for eager in (True, False):
-        options = {"dtype": "bfloat16", "enforce_eager": eager, "gpu_memory_utilization": 0.3}
+        options = both | {"enforce_eager": eager, "gpu_memory_utilization": 0.1}
+        options |= {"kv_cache_memory_bytes": 1 << 28}
         with hosted(tmp_path, block_size=16, **options) as running:
             backends = {layer.backend.name for layer in running.runner.model.layers}
             mode = running.runner.compilation_config.cudagraph_mode
@@ -51,5 +56,6 @@ def test_decodes_in_graphs(architecture: str, tmp_path: Path) -> None:
     for eager_one, graphed, own in zip(*answers, engine, strict=True):
         # Near ties may fall either way; up to the first of them, all is one.
         same = next((i for i, (a, b) in enumerate(zip(eager_one.ids, graphed.ids, strict=True)) if a != b), COUNT)
-        assert same > 0 and own[0] == graphed.ids[0]
+        assert same > 0 and own.token_ids[0] == graphed.ids[0]
+        assert abs(own.logprobs[0].logprob - graphed.logprobs[0].item()) < ATOL
         torch.testing.assert_close(eager_one.logprobs[:same], graphed.logprobs[:same], atol=ATOL, rtol=0.0)

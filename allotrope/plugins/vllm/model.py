@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -30,13 +31,19 @@ from allotrope.models.checkpoint import Checkpoint, TensorHeader, open_checkpoin
 from allotrope.models.dequantize import dequantized, quantization_of
 from allotrope.models.kept_formats import kept_formats
 from allotrope.models.registry import Architecture, read_spec
+from allotrope.models.row_scales import FP8, WithoutRowScales, attention_specs, set_row_scales
 from allotrope.models.spec import ModelSpec
 from allotrope.models.weights import Loader, finish
 from allotrope.plugins.vllm.cache import HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
 from allotrope.plugins.vllm.translate import Order, arrange
 
-_KV_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_KV_DTYPES = {
+    **{"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32},
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_ds_mla"), FP8),
+}
+# A name under vLLM's own, so that its handlers and levels hold.
+log = logging.getLogger("vllm.allotrope")
 
 
 class GivenWeights:
@@ -82,7 +89,7 @@ def open_config(vllm_config: VllmConfig, weights: bool = False) -> tuple[Checkpo
 
 def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint) -> None:
     """Raise ModelError for everything that vLLM was asked for and that our models do not do."""
-    parallel = vllm_config.parallel_config
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     stated = quantization_of(checkpoint.config)
     asked = {
         "speculative decoding": vllm_config.speculative_config is not None,
@@ -92,6 +99,9 @@ def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint) -> None:
         "expert parallelism": parallel.enable_expert_parallel,
         "quantizing a plain checkpoint": vllm_config.model_config.quantization is not None and not stated,
         "dual batch overlap": parallel.enable_dbo,
+        "another type of cache for some layers": bool(cache.kv_cache_dtype_skip_layers),
+        # Of 0.25 alone.
+        "measuring scales of FP8 rows": getattr(cache, "calculate_kv_scales", False),
     }
     reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]
     if reasons:
@@ -110,6 +120,8 @@ def _build(vllm_config: VllmConfig) -> Build:
         torch.device(vllm_config.device_config.device_type),
         Parallel(group.rank_in_group, group.world_size, group.device_group),
         parse_wanted(_options(vllm_config).get("attention_backend"), list(FAMILIES)),
+        # vLLM's name of rows with factors of their own.
+        "scaled" if cache == "fp8_ds_mla" else "plain",
     )
 
 
@@ -139,8 +151,10 @@ class HostedModel(nn.Module):
         self.checkpoint, self.architecture, spec = open_config(vllm_config, stored)
         _refuse(vllm_config, self.checkpoint)
         self.build = _build(vllm_config)
+        # What the mixers would refuse, in the words of our engine.
+        attention_specs(spec, self.build, self.checkpoint.source)
         if keeps:
-            formats = kept_formats(self.checkpoint, self.architecture, spec, self.build)
+            formats = kept_formats(WithoutRowScales(self.checkpoint), self.architecture, spec, self.build)
             self.build = dataclasses.replace(self.build, formats=formats)
         self.decoder = self.architecture.decoder(spec, self.build)
         self.finished = False
@@ -205,12 +219,16 @@ class HostedModel(nn.Module):
         """Fill every parameter by the architecture's rules; raises ModelError for anything left over on either side."""
         names = {name for name, _ in self.named_parameters()}
         rules = self.architecture.rules(self.decoder.spec)
-        Loader(self.decoder, rules, self.build.parallel).load(dequantized(GivenWeights(self.checkpoint, weights)))
-        self._finish()
+        given = WithoutRowScales(GivenWeights(self.checkpoint, weights))
+        Loader(self.decoder, rules, self.build.parallel).load(dequantized(given))
+        self._finish(given)
         return names
 
-    def _finish(self) -> None:
+    def _finish(self, given: WithoutRowScales | None = None) -> None:
         finish(self.decoder)
+        line = set_row_scales(self.decoder, given)
+        if line:
+            log.info("allotrope: %s", line)
         self.finished = True
 
 

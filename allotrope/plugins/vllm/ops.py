@@ -41,6 +41,7 @@ class HostedLayer:
         self.home.readers[name] = self
         self.op = getattr(torch.ops.allotrope, spec.family)
         self._names: tuple[str | None, ...] = ()
+        self._scales: dict[str, float] = {}
 
     @property
     def pools(self) -> dict[tuple[str, str], torch.Tensor]:
@@ -49,8 +50,13 @@ class HostedLayer:
         return {(name, field): pool for name, fields in views.items() for field, pool in fields.items()}
 
     def run(self, spec: Spec, plan: object, caches: CacheViews, *args: Any, **named: Any) -> Any:
-        """The family's function through its operator, which finds this step's plan by itself."""
-        given = [(None, tensor) for tensor in args] + list(named.items())
+        """The family's function through its operator, which finds this step's plan by itself.
+
+        Scales of FP8 rows are numbers, the same in every step: the layer keeps them, and operators see tensors alone.
+        """
+        self._scales = {name: value for name, value in named.items() if isinstance(value, float)}
+        tensors = [(name, value) for name, value in named.items() if name not in self._scales]
+        given = [(None, tensor) for tensor in args] + tensors
         self._names = tuple(name for name, _ in given)
         inputs = [tensor for _, tensor in given]
         first = next(tensor for tensor in inputs if tensor is not None)
@@ -75,7 +81,7 @@ class HostedLayer:
         pairs = list(zip(self._names, inputs, strict=True))
         args = [tensor for name, tensor in pairs if name is None]
         named = {name: tensor for name, tensor in pairs if name is not None}
-        found = self.backend.run(self.spec, plan, caches, *args, **named)
+        found = self.backend.run(self.spec, plan, caches, *args, **named, **self._scales)
         if len(outputs) == 1:
             outputs[0].copy_(found)
             return

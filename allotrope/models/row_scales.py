@@ -7,7 +7,6 @@ Released checkpoints hold one number per layer for keys and one for values (`k_s
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -19,10 +18,11 @@ from allotrope.attention.cache_layout import CacheLayout
 from allotrope.attention.family import Spec
 from allotrope.attention.registry import FAMILIES
 from allotrope.errors import ConfigError, ModelError
+from allotrope.layers.build import Build
+from allotrope.layers.mixers.mixer import attention_of
 from allotrope.models.checkpoint import Checkpoint, TensorHeader
 from allotrope.models.decoder import Decoder
-
-log = logging.getLogger("allotrope.engine")
+from allotrope.models.spec import ModelSpec
 
 FP8 = torch.float8_e4m3fn
 _NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\..*\.(q|k|v|kv)_scale")
@@ -68,8 +68,21 @@ class WithoutRowScales:
         return float(values[0])
 
 
-def refuse_fp8(specs: Sequence[Spec]) -> None:
-    """Raise ConfigError, naming the families, if rows are to be FP8 where their family stores none."""
+def attention_specs(spec: ModelSpec, build: Build, source: str) -> tuple[Spec, ...]:
+    """Per layer, its attention on this rank. `source`: of the checkpoint, for messages.
+
+    Raises ModelError where it cannot be as `build` wants it, ConfigError where rows are to be FP8 and their family
+    stores none.
+    """
+    try:
+        specs = tuple(attention_of(layer.mixer, build) for layer in spec.layers)
+    except ValueError as error:
+        raise ModelError(source, [str(error)]) from error
+    _refuse_fp8(specs)
+    return specs
+
+
+def _refuse_fp8(specs: Sequence[Spec]) -> None:
     families = {spec.family for spec in specs if _has_fp8(spec.caches()) and not _arguments(spec.family)}
     if families:
         raise ConfigError(
@@ -77,34 +90,37 @@ def refuse_fp8(specs: Sequence[Spec]) -> None:
         )
 
 
-def set_row_scales(
-    model: Decoder, specs: Sequence[Spec], shares: Mapping[int, int], checkpoint: WithoutRowScales | None
-) -> None:
-    """Give each layer with FP8 rows its scales, and say where they come from. `shares`: layer -> owner of its rows."""
+def set_row_scales(model: Decoder, checkpoint: WithoutRowScales | None) -> str:
+    """Give each layer with FP8 rows its scales. `checkpoint`: None if there is none to ask.
+
+    Returns one line on where they come from, for the host's log; empty where there is nothing to say.
+    """
+    mixers: list[Any] = [layer.mixer for layer in model.layers]
+    shares = [layer.mixer.shares_cache_of for layer in model.spec.layers]
     stated, fp8 = 0, 0
     values: list[float] = []
-    for number, (layer, spec) in enumerate(zip(model.layers, specs, strict=True)):
-        owner = shares.get(number, number)
-        if _is_scaled(spec) or not _has_fp8(specs[owner].caches()):
+    for number, (mixer, shared) in enumerate(zip(mixers, shares, strict=True)):
+        owner = number if shared is None else shared
+        if _is_scaled(mixer.spec) or not _has_fp8(mixers[owner].spec.caches()):
             continue
         fp8 += 1
         scales = {}
-        for name in _arguments(spec.family):
+        for name in _arguments(mixer.spec.family):
             kind = name.removesuffix("_scale")
             found = None if checkpoint is None else checkpoint.scale(owner, kind, "kv")
             stated += found is not None
             scales[name] = 1.0 if found is None else found
         values += scales.values()
-        mixer: Any = layer.mixer
         mixer.row_scales = scales
     if fp8 and stated:
-        log.info("FP8 rows of %d layers: scales %.3g to %.3g, from the checkpoint", fp8, min(values), max(values))
-    elif any(map(_is_scaled, specs)):
-        log.info("FP8 rows carry factors of their own")
-    elif fp8:
-        log.info("FP8 rows of %d layers: scale 1, as the checkpoint brings none", fp8)
-    elif checkpoint is not None and checkpoint.scales:
-        log.info("the checkpoint's scales of FP8 rows are not used: rows are not FP8 (--kv-cache-dtype fp8)")
+        return f"FP8 rows of {fp8} layers: scales {min(values):.3g} to {max(values):.3g}, from the checkpoint"
+    if any(_is_scaled(mixer.spec) for mixer in mixers):
+        return "FP8 rows carry factors of their own"
+    if fp8:
+        return f"FP8 rows of {fp8} layers: scale 1, as the checkpoint brings none"
+    if checkpoint is not None and checkpoint.scales:
+        return "the checkpoint's scales of FP8 rows are not used: rows are not FP8 (--kv-cache-dtype fp8)"
+    return ""
 
 
 def _is_scaled(spec: Any) -> bool:
