@@ -97,26 +97,19 @@ def shapes() -> list[tuple[Shape, int]]:
 def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
     """Launches worth trying for so many rows."""
     usual = -(-rows // shape.experts) if shape.experts else rows
+    if shape.kind == "mxfp4":
+        yield from _of_four_bits(shape, usual)
+        return
     fp8 = shape.kind == "fp8"
     if usual <= 128:
         heights = [h for h in (16, 32, 64) if h >= min(usual, 64) / 2 and h <= max(16, 4 * usual)]
         splits = (1,) if shape.gated or shape.experts else (1, 2, 4, 8)
-        depths = (128, 256) if shape.kind == "mxfp4" else (128,)
-        for height, columns, split, stages, depth in itertools.product(heights, (64, 128), splits, (3, 5), depths):
+        for height, columns, split, stages in itertools.product(heights, (64, 128), splits, (3, 5)):
             if split > max(1, shape.inputs // 512) or (split > 1 and -(-shape.outputs // columns) * split > 1100):
                 continue
-            yield Launch(height, columns, split, True, True, 4, stages, depth)
+            yield Launch(height, columns, split, True, True, 4, stages)
             if fp8 and height > 16:
                 yield Launch(height, columns, split, True, False, 4, stages)
-    if shape.kind == "mxfp4" and usual <= 64:
-        # Products of the tensor cores that take few rows on their left.
-        for columns, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (3, 5)):
-            if 8 * warps <= columns <= 32 * warps:
-                yield Launch(16, columns, 1, False, True, warps, stages)
-    if shape.kind == "mxfp4" and usual > 64:
-        for height, columns, stages in itertools.product((64, 128, 256), (64, 128), (3, 4)):
-            if not (shape.gated and height == 256):
-                yield Launch(height, columns, 1, True, False, 8 if columns == 128 else 4, stages)
     if usual > 32:
         for height, columns, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (3, 4)):
             wide = 2 * columns if shape.gated else columns
@@ -125,6 +118,27 @@ def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
             yield Launch(height, columns, 1, False, False, warps, stages)
         if shape.kind == "fp8" and not shape.experts:
             yield Launch(128, 128, 1, False, False, 8, 3, library=True)
+
+
+def _of_four_bits(shape: Shape, usual: int) -> Iterator[Launch]:
+    """As `candidates`. A tile has `wide` rows of weights: gates and ups are one tile."""
+    heights, widths = (16, 32, 64, 128, 256), (32, 64, 128, 256)
+    for height, columns, warps, stages in itertools.product(heights, widths, (4, 8), (2, 3, 4)):
+        wide = 2 * columns if shape.gated else columns
+        # A group of 4 warps multiplies 64 rows of weights at a time; sums take half of its registers at most.
+        fits = 16 * warps <= wide <= 32 * warps and height * wide <= 128 * 32 * warps
+        if not fits or not min(usual, 128) / 2 <= height <= max(16, 4 * usual):
+            continue
+        for split in (1,) if shape.gated or shape.experts else (1, 2, 4, 8):
+            yield Launch(height, columns, split, True, True, warps, stages)
+            if height <= 32:
+                yield Launch(height, columns, split, True, True, warps, stages, 256)
+        if height >= 64 and wide >= 128:
+            yield Launch(height, columns, 1, False, True, warps, stages)
+    if usual <= 64:
+        # Products of the tensor cores that take few rows on their left.
+        for columns, warps in ((32, 2), (32, 4), (64, 2), (64, 4)):
+            yield Launch(16, columns, 1, False, True, warps, 3)
 
 
 def weight_of(shape: Shape, device: torch.device) -> tuple[Any, Prepared]:

@@ -153,7 +153,8 @@ def test_quantized_weights_count_as_stored(tmp_path: Path) -> None:
         assert kept[kind].flops == plain[kind].flops and plain[kind].fp8 == 0
     assert kept["experts"].fp8 == kept["experts"].flops and 0 < kept["dense"].fp8 < kept["dense"].flops
     kept, plain = (found("GptOssForCausalLM", {"quant_method": "mxfp4"}, keep) for keep in ("keep", "unpack"))
-    assert plain["experts"].bytes / 4 < kept["experts"].bytes < plain["experts"].bytes / 3
+    # 4-bit rows of 64 inputs are padded to 128.
+    assert plain["experts"].bytes / 4 < kept["experts"].bytes < plain["experts"].bytes / 1.8
     assert kept["experts"].flops == plain["experts"].flops and kept["experts"].fp8 == 0
 
 

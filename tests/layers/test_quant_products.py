@@ -106,6 +106,35 @@ def test_experts(sizes: list[int], gating: Gating | None, format: Format, launch
     check(multiply(x, prepare(weight), bias=bias, ends=ends, source=source, gating=gating, launch=launch), want)
 
 
+@pytest.mark.parametrize(
+    "launch",
+    [Launch(16, 64), Launch(16, 64, depth=256, stages=3), Launch(64, 32), Launch(32, 32, left=False)],
+    ids=["16 rows", "long steps", "64 rows", "rows left"],
+)
+@pytest.mark.parametrize("gating", [None, Gating()], ids=["plain", "silu"])
+@pytest.mark.parametrize("sizes", [[1, 0, 2], [0, 64, 0, 7], [0, 0, 33]], ids=str)
+def test_four_bits_for_few_rows(sizes: list[int], gating: Gating | None, launch: Launch) -> None:
+    """Odd sizes and numbers of steps, rows of all magnitudes. A row that is not finite spoils itself and no other."""
+    torch.manual_seed(0)
+    rows, outputs, inputs = sum(sizes), 90, 32 * 13
+    weight, bias = weight_of(MXFP4, len(sizes), outputs, inputs), torch.randn(len(sizes), outputs, device=DEVICE)
+    x, ends = torch.randn(rows, inputs, device=DEVICE).bfloat16(), torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    x *= torch.exp2(torch.randint(-30, 5, (rows, 1), device=DEVICE))
+    given = {"weight": prepare(Quantized(MXFP4, weight.codes.clone(), weight.scales)), "bias": bias.bfloat16()}
+    got = multiply(x, ends=ends, gating=gating, launch=launch, **given)
+    parts = zip(x.float().split(sizes), weight.dequantized(), bias.bfloat16().float(), strict=True)
+    want = torch.cat([part @ plain.T + more for part, plain, more in parts])
+    if gating is not None:
+        gate, up = want.chunk(2, dim=1)
+        want = gate * torch.sigmoid(gate) * up
+    for row in range(rows):
+        check(got[row], want[row])
+    x[rows // 2, 17] = torch.nan
+    spoiled = multiply(x, ends=ends, gating=gating, launch=launch, **given)
+    others = torch.arange(rows, device=DEVICE) != rows // 2
+    assert bool(spoiled[rows // 2].isnan().all()) and torch.equal(spoiled[others], got[others])
+
+
 @pytest.mark.parametrize("launch", [LAUNCHES["weights left"], LAUNCHES["rows left"]], ids=["left", "right"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("format", [BLOCK, MXFP4], ids=["block", "mxfp4"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,18 +11,21 @@ import torch.nn.functional as F
 
 from allotrope.layers.quant.format import ACTIVATION_RUN, FP4_RUN, Kind, Quantized, shared_scales
 
-# Of 4-bit codes; the largest that leaves room for the 2^126 that come on top.
-_FAST_SCALES = 128
+# Of 4-bit codes; the largest that leaves room for the 2^126 that come on top, for codes come as 2^-126 of their worth.
+_FAST_SCALES, _ON_TOP = 128, 126
+# Inputs whose 4-bit codes lie in the same words: four runs.
+WORDS_RUN = 4 * FP4_RUN
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A weight as the kernel reads it; made by `prepare`. `kind`: or "plain".
 
-    `codes`: [E or 1, outputs, padded / packed]. `scales`: [E or 1, outputs / scale_rows, runs]. `outputs`, `inputs`: of
-    the plain weight. `fast`: the scales are small enough for the fast way from 4 bits to bf16. `library_scales`: runs
-    rounded up to fours, a run's neighbour next to it [runs, outputs / 128], as PyTorch's product wants them; None where
-    rows do not share scales.
+    `codes`: [E or 1, outputs, padded]; four 4-bit ones in an int16 [.., padded / 4]. `scales`: [E or 1, outputs /
+    scale_rows, runs]; those of 4-bit codes plus 126, modulo 256, four in an int32 [.., padded / 128]. `outputs`,
+    `inputs`: of the plain weight. `fast`: the scales are small enough for the fast way from 4 bits to bf16.
+    `library_scales`: runs rounded up to fours, a run's neighbour next to it [runs, outputs / 128], as PyTorch's product
+    wants them; None where rows do not share scales.
     """
 
     kind: Kind | Literal["plain"]
@@ -52,17 +56,21 @@ def prepare(weight: Quantized) -> Prepared:
         raise ValueError(f"fp8 has run={weight.format.run} (needs {ACTIVATION_RUN} or the whole row)")
     weight = shared_scales(weight)
     outputs, inputs = weight.shape[-2:]
-    codes, scales = weight.codes, weight.scales
+    codes, scales, fast = weight.codes, weight.scales, True
     if not stacked:
         codes, scales = codes[None], scales[None]
     if weight.format.kind == "fp8":
         padded = -(-inputs // ACTIVATION_RUN) * ACTIVATION_RUN
         codes = _padded(codes.view(torch.uint8), padded).view(torch.float8_e4m3fn)
     else:
-        padded = -(-inputs // (2 * FP4_RUN)) * 2 * FP4_RUN
+        padded = -(-inputs // WORDS_RUN) * WORDS_RUN
         codes, scales = _padded(codes, padded // 2), _padded(scales, padded // FP4_RUN)
+        fast = int(scales.max()) <= _FAST_SCALES
+        # In place, an expert at a time: weights fill most of the memory.
+        order = _words().to(codes.device)
         for expert in codes:
-            expert.copy_(_in_pairs_of_runs(expert))
+            expert.view(torch.int16).copy_(order[_runs_side_by_side(expert)])
+        codes, scales = codes.view(torch.int16), (scales + _ON_TOP).view(torch.int32)
     blocks = None
     if weight.rows_per_scale == ACTIVATION_RUN and weight.format.run == ACTIVATION_RUN and not stacked:
         blocks = F.pad(scales[0], (0, -scales.shape[-1] % 4)).contiguous().t()
@@ -76,7 +84,7 @@ def prepare(weight: Quantized) -> Prepared:
         weight.rows_per_scale,
         weight.format.run == 0,
         codes.shape[0] if stacked else 0,
-        weight.format.kind == "fp8" or int(scales.max()) <= _FAST_SCALES,
+        fast,
         blocks,
     )
 
@@ -85,11 +93,30 @@ def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
-def _in_pairs_of_runs(codes: torch.Tensor) -> torch.Tensor:
-    """Byte j of each 32: number j of one run in its low half, number j of the next in its high half."""
-    low, high = codes & 15, codes >> 4
-    plain = torch.stack((low, high), dim=-1).flatten(-2).unflatten(-1, (-1, 2, FP4_RUN))
-    return (plain[..., 0, :] | plain[..., 1, :] << 4).flatten(-2)
+def _runs_side_by_side(codes: torch.Tensor) -> torch.Tensor:
+    """`codes`: [.., n] bytes. Number j of each four runs, the first in the lowest bits of an int32 [.., n / 2]."""
+    plain = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).unflatten(-1, (-1, 4, FP4_RUN)).int()
+    four = plain[..., 0, :] | plain[..., 1, :] << 4 | plain[..., 2, :] << 8 | plain[..., 3, :] << 12
+    return four.flatten(-2)
+
+
+def fields(words: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What each number of a word is taken from: its sign in bit 15, its exponent in 8 and 7, its mantissa in 6.
+
+    `words`: int32 of 16 bits. No bit of a word is lost: together, the four numbers are the word in another form.
+    """
+    swapped = (words & 255) << 8 | words >> 8
+    return words, swapped << 4, words << 2 ^ words << 6, words << 2 ^ swapped
+
+
+@functools.cache
+def _words() -> torch.Tensor:
+    """The word of each four codes, the first code in the lowest bits of its index: [65536] int16."""
+    words = torch.arange(1 << 16, dtype=torch.int32)
+    codes = torch.zeros_like(words)
+    for place, field in enumerate(fields(words)):
+        codes |= (field >> 12 & 8 | field >> 6 & 7) << 4 * place
+    return codes.argsort().to(torch.int16)
 
 
 def prepare_plain(weights: torch.Tensor) -> Prepared:

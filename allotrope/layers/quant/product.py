@@ -12,8 +12,8 @@ from torch import nn
 from allotrope.attention.backend import lazily, triton_reasons
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section, parameter
-from allotrope.layers.quant.format import SHARED_ROWS, Format, Quantized, as_multiplied
-from allotrope.layers.quant.prepare import prepare
+from allotrope.layers.quant.format import FP4_RUN, SHARED_ROWS, Format, Quantized, as_multiplied
+from allotrope.layers.quant.prepare import WORDS_RUN, prepare
 
 if TYPE_CHECKING:
     from allotrope.layers.mlp import Gating
@@ -49,8 +49,13 @@ def _counted(sections: tuple[Section, ...], by: int) -> tuple[Section, ...]:
 
 
 def lasting_bytes(name: str, parameter: torch.Tensor) -> int:
-    """Bytes of a parameter once it is loaded: whole blocks of rows then share their FP8 scales."""
+    """Bytes of a parameter once it is loaded: whole blocks of rows then share their FP8 scales, and rows of 4-bit codes
+    are as long as whole words of four runs.
+    """
     size = parameter.numel() * parameter.element_size()
+    if name.endswith((CODES, SCALES)) and parameter.dtype == torch.uint8:
+        width, whole = parameter.shape[-1], WORDS_RUN // (2 if name.endswith(CODES) else FP4_RUN)
+        return size // width * (-(-width // whole) * whole)
     shared = name.endswith(SCALES) and parameter.dtype == torch.float32 and parameter.shape[-2] % SHARED_ROWS == 0
     return size // SHARED_ROWS if shared else size
 
@@ -73,8 +78,9 @@ class QuantizedProduct:
     """x W^T of one quantized weight. Where Triton does not run, the weight is unpacked for each product."""
 
     def __init__(self, weight: Quantized) -> None:
-        self.weight = weight
         self.prepared = None if triton_reasons(weight.codes.device) else prepare(weight)
+        # What is prepared may be a padded copy: one of the two is enough.
+        self.weight = weight if self.prepared is None else None
 
     def __call__(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
@@ -83,6 +89,7 @@ class QuantizedProduct:
         if self.prepared is not None:
             found: torch.Tensor = multiply(x, self.prepared, bias=bias, out=out)
             return found
+        assert self.weight is not None
         exact = as_multiplied(x, self.weight.format.kind)
         y = F.linear(exact, self.weight.dequantized(), None if bias is None else bias.float()).to(x.dtype)
         return y if out is None else out.copy_(y)
@@ -92,8 +99,9 @@ class QuantizedStack:
     """As `QuantizedProduct`, with a weight per expert, a bias and gates."""
 
     def __init__(self, weight: Quantized) -> None:
-        self.weight = weight
         self.prepared = None if triton_reasons(weight.codes.device) else prepare(weight)
+        # What is prepared may be a padded copy: one of the two is enough.
+        self.weight = weight if self.prepared is None else None
 
     def __call__(
         self,
@@ -110,6 +118,7 @@ class QuantizedStack:
         if self.prepared is not None:
             found: torch.Tensor = multiply(x, self.prepared, bias=bias, ends=ends, source=source, gating=gating)
             return found
+        assert self.weight is not None
         rows = x if source is None else x.index_select(0, source)
         exact = as_multiplied(rows, self.weight.format.kind)
         results = exact.new_empty(len(rows), self.weight.shape[1])

@@ -8,7 +8,7 @@ shared by several programs; the last to finish adds their parts, in order. Memor
 chosen experts once per tile of their rows.
 
 Plain weights are multiplied as they are; so are FP8 ones, by activations that are rounded here or were before. 4-bit
-weights become bf16 in registers, which is exact.
+weights become bf16 in registers, which is exact (`triton_fp4`).
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -27,128 +27,11 @@ from allotrope.layers.mlp_triton import ACTIVATIONS, gate
 from allotrope.layers.quant.launch import INTERPRETER, Launch, Shape, chip_of, launch_for, rule_of_thumb
 from allotrope.layers.quant.library import in_library, scaled_product
 from allotrope.layers.quant.prepare import Prepared
+from allotrope.layers.quant.triton_fp4 import walk_fp4
 from allotrope.layers.quant.triton_quantize import quantize_rows, to_codes
 
 if TYPE_CHECKING:
     from allotrope.layers.mlp import Gating
-
-
-@triton.jit
-def _plain_fp4(code, scale):
-    """bf16 of 4-bit codes (one in each integer) times 2^(scale - 127); any chip."""
-    # Sign and magnitude where bf16 has them: the value, subnormal or not, times 2^-126.
-    bits = ((code & 8) << 28) | ((code & 7) << 22)
-    power = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * power).to(tl.bfloat16)
-
-
-@triton.jit
-def _weights_fp4(packed, low_scale, high_scale, HOPPER: tl.constexpr):
-    """Bytes [n, 64], each with a number of two different runs, and the runs' scales [n, 64]. Returns two bf16 tiles."""
-    if HOPPER:
-        # 4 bytes at a time, spread to 16 bits each. A product puts the four bits of a number into two places at once,
-        # from one of which the sign is kept, from the other the rest.
-        low, high = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, b, n;
-            prmt.b32 a, $4, 0, 0x4140;
-            prmt.b32 b, $4, 0, 0x4342;
-            and.b32 n, a, 0x000F000F;
-            mul.lo.u32 n, n, 0x1040;
-            and.b32 $0, n, 0x81C081C0;
-            and.b32 n, b, 0x000F000F;
-            mul.lo.u32 n, n, 0x1040;
-            and.b32 $1, n, 0x81C081C0;
-            and.b32 n, a, 0x00F000F0;
-            mul.lo.u32 n, n, 0x104;
-            and.b32 $2, n, 0x81C081C0;
-            and.b32 n, b, 0x00F000F0;
-            mul.lo.u32 n, n, 0x104;
-            and.b32 $3, n, 0x81C081C0;
-            mul.bf16x2 $0, $0, $5;
-            mul.bf16x2 $1, $1, $6;
-            mul.bf16x2 $2, $2, $7;
-            mul.bf16x2 $3, $3, $8;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r,r,r,r,r",
-            [packed, low_scale, high_scale],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        code = packed.to(tl.int32)
-        low, high = _plain_fp4(code & 15, low_scale), _plain_fp4(code >> 4, high_scale)
-    return low, high
-
-
-@triton.jit
-def _repeated(scale, HOPPER: tl.constexpr, COLUMNS: tl.constexpr, RUNS: tl.constexpr):
-    """Scales [n, RUNS] repeated for the 32 bytes of each run: as bf16 powers on Hopper, else as they are."""
-    if HOPPER:
-        # 2^126 more, for codes come as 2^-126 of what they are worth; a bf16's exponent begins at bit 7.
-        scale = ((scale.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
-    return tl.broadcast_to(scale[:, :, None], (COLUMNS, RUNS, 32)).reshape(COLUMNS, 32 * RUNS)
-
-
-@triton.jit
-def _add_fp4(
-    total, a, b, packed, scale,
-    HOPPER: tl.constexpr, LEFT: tl.constexpr, COLUMNS: tl.constexpr, RUNS: tl.constexpr,
-):  # fmt: skip
-    """`a`, `b`: what the low and the high halves of `packed` are multiplied by. `scale`: [n, 2 * RUNS], run by run."""
-    low_scale, high_scale = tl.split(scale.reshape(COLUMNS, RUNS, 2))
-    low_scale = _repeated(low_scale, HOPPER, COLUMNS, RUNS)
-    high_scale = _repeated(high_scale, HOPPER, COLUMNS, RUNS)
-    v, w = _weights_fp4(packed, low_scale, high_scale, HOPPER)
-    # Activations are not rounded: weights become what they are.
-    v, w = v.to(a.dtype), w.to(a.dtype)
-    if LEFT:
-        total = tl.dot(v, tl.trans(a), total, input_precision="ieee")
-        total = tl.dot(w, tl.trans(b), total, input_precision="ieee")
-    else:
-        total = tl.dot(a, tl.trans(v), total, input_precision="ieee")
-        total = tl.dot(b, tl.trans(w), total, input_precision="ieee")
-    return total
-
-
-@triton.jit
-def _walk_fp4(
-    total, x, row_mask, near, far, near_scales, far_scales, column_mask, begin, stop, inputs, padded,
-    GATED: tl.constexpr, HOPPER: tl.constexpr, LEFT: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """Inputs from `begin` to `stop`. `x`: pointers [ROWS, 1]; the other four: pointers [COLUMNS, 1]. Returns the sums
-    of the near weights and of the far ones."""
-    RUNS: tl.constexpr = DEPTH // 64
-    other = total
-    byte = tl.arange(0, DEPTH // 2)
-    run = tl.arange(0, 2 * RUNS)[None, :]
-    # Scales of the next step are asked for a step before: nothing else would hide how long they take.
-    there = column_mask & (begin // 32 + run < padded // 32)
-    next_near = tl.load(near_scales + begin // 32 + run, mask=there, other=0)
-    next_far = next_near
-    if GATED:
-        next_far = tl.load(far_scales + begin // 32 + run, mask=there, other=0)
-    for k in range(begin, stop, DEPTH):
-        near_scale, far_scale = next_near, next_far
-        ahead = (k + DEPTH) // 32 + run
-        there = column_mask & (ahead < padded // 32)
-        next_near = tl.load(near_scales + ahead, mask=there, other=0)
-        if GATED:
-            next_far = tl.load(far_scales + ahead, mask=there, other=0)
-        # A byte holds number j of one run and number j of the next.
-        low = k + byte // 32 * 64 + byte % 32
-        a = tl.load(x + low[None, :], mask=row_mask & (low < inputs)[None, :], other=0.0)
-        b = tl.load(x + (low + 32)[None, :], mask=row_mask & (low + 32 < inputs)[None, :], other=0.0)
-        inside = column_mask & (low < padded)[None, :]
-        packed = tl.load(near + (k // 2 + byte)[None, :], mask=inside, other=0)
-        total = _add_fp4(total, a, b, packed, near_scale, HOPPER, LEFT, COLUMNS, RUNS)
-        if GATED:
-            packed = tl.load(far + (k // 2 + byte)[None, :], mask=inside, other=0)
-            other = _add_fp4(other, a, b, packed, far_scale, HOPPER, LEFT, COLUMNS, RUNS)
-    return total, other
 
 
 @triton.jit
@@ -175,7 +58,9 @@ def _walk_fp8(
     scale_run, GATED: tl.constexpr, QUANTIZE: tl.constexpr, LEFT: tl.constexpr, UPCAST: tl.constexpr,
     ONE_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """As `_walk_fp4`. `x_scales`: pointers [ROWS]; `near_scales`, `far_scales`: [COLUMNS], or with ONE_SCALE one."""
+    """Inputs from `begin` to `stop`. `x`: pointers [ROWS, 1]; `x_scales`: [ROWS]; `near`, `far`: [COLUMNS, 1];
+    `near_scales`, `far_scales`: [COLUMNS], or with ONE_SCALE one. Returns the sums of the near weights and of the far.
+    """
     other = total
     depth = tl.arange(0, 128)
     row_there = tl.max(row_mask.to(tl.int32), 1) > 0
@@ -214,7 +99,7 @@ def _walk_fp8(
 def _walk_plain(
     total, x, row_mask, near, far, column_mask, begin, stop, inputs, GATED: tl.constexpr, LEFT: tl.constexpr
 ):
-    """As `_walk_fp4`, with weights that are not quantized."""
+    """As `_walk_fp8`, with weights that are not quantized."""
     other = total
     depth = tl.arange(0, 128)
     for k in range(begin, stop, 128):
@@ -331,9 +216,10 @@ def product_kernel(
         end = tl.sum(tl.where(mine, end_of, 0), 0)
     if first < end:
         row = first + tl.arange(0, ROWS)
-        token = row
+        # Rows behind the last are read as the last, and not written.
+        token = tl.minimum(row, end - 1)
         if GATHER:
-            token = tl.load(source + row, mask=row < end, other=0)
+            token = tl.load(source + token)
         row_mask = (row < end)[:, None]
         column_mask = (column < outputs)[:, None]
         a = x + token.to(tl.int64)[:, None] * x_stride
@@ -344,7 +230,7 @@ def product_kernel(
         near = s + (scaled // SCALE_ROWS).to(tl.int64) * scale_row
         far = s + ((scaled + outputs) // SCALE_ROWS).to(tl.int64) * scale_row
         total = tl.zeros((COLUMNS, ROWS) if LEFT else (ROWS, COLUMNS), tl.float32)
-        steps = tl.cdiv(tl.cdiv(padded, DEPTH), SPLITS) * DEPTH
+        steps = tl.cdiv(tl.cdiv(padded, 128), SPLITS) * 128
         begin = tl.program_id(2) * steps
         stop = tl.minimum(begin + steps, padded)
         GATED: tl.constexpr = ACTIVATION >= 0
@@ -358,9 +244,10 @@ def product_kernel(
         elif KIND == "plain":
             total, other = _walk_plain(total, a, row_mask, w, v, column_mask, begin, stop, inputs, GATED, LEFT)
         else:
-            total, other = _walk_fp4(
-                total, a, row_mask, w, v, near[:, None], far[:, None], column_mask, begin, stop, inputs, padded,
-                GATED, HOPPER, LEFT, COLUMNS, DEPTH,
+            e = expert.to(tl.int64)
+            total, other = walk_fp4(
+                a, codes + e * expert_stride, s, tl.program_id(1) * COLUMNS, outputs, inputs, begin, stop, code_stride,
+                scale_row, GATED, HOPPER, LEFT, ROWS, COLUMNS, DEPTH,
             )  # fmt: skip
         last = True
         if SPLITS > 1:
@@ -424,7 +311,8 @@ def multiply(
     if not rows:
         return out
     chip = chip_of(x.device)
-    shape = Shape(weight.kind, weight.experts, outputs, weight.inputs, gating is not None)
+    kind = "fp32" if x.dtype == torch.float32 and weight.kind != "fp8" else weight.kind
+    shape = Shape(kind, weight.experts, outputs, weight.inputs, gating is not None)
     launch = launch or launch_for(shape, rows, chip)
     if launch.library and in_library(weight):
         return scaled_product(x, weight, bias, out)
@@ -532,19 +420,24 @@ def variants(arch: str) -> list[Variant]:
         ("fp8 many rows", "fp8", 0, 8192, False),
         ("fp8 experts few rows gated", "fp8", 256, 128, True),
         ("fp8 experts many rows gated", "fp8", 256, 65536, True),
+        ("mxfp4 experts few rows", "mxfp4", 128, 64, False),
         ("mxfp4 experts few rows gated", "mxfp4", 128, 64, True),
         ("mxfp4 experts many rows", "mxfp4", 128, 32768, False),
         ("plain experts few rows gated", "plain", 128, 64, True),
         ("plain experts many rows", "plain", 128, 32768, False),
+        ("fp32 experts few rows gated", "fp32", 128, 64, True),
+        ("fp32 experts many rows gated", "fp32", 128, 32768, True),
     )
     for name, kind, experts, rows, gated in cases:
         launch = rule_of_thumb(Shape(kind, experts, 12288, 2048, gated), rows, chip)
         rounded = kind == "fp8" and not launch.quantize
         none = torch.empty(0)
-        weight = Prepared(kind, none, none, 12288, 2048, 2048, 128 if kind == "fp8" else 1, False, experts, True)
-        signature = {"x": "*fp8e4nv:16" if rounded else "*bf16:16", "ends": "*i32:16", "out": "*bf16:16"}
-        signature |= {"codes": {"fp8": "*fp8e4nv:16", "mxfp4": "*u8:16", "plain": "*bf16:16"}[kind]}
-        signature |= {"scales": {"fp8": "*fp32:16", "mxfp4": "*u8:16", "plain": "*bf16:16"}[kind]}
+        stored: Any = "plain" if kind == "fp32" else kind
+        weight = Prepared(stored, none, none, 12288, 2048, 2048, 128 if kind == "fp8" else 1, False, experts, True)
+        numbers = "*fp32:16" if kind == "fp32" else "*bf16:16"
+        signature = {"x": "*fp8e4nv:16" if rounded else numbers, "ends": "*i32:16", "out": numbers}
+        signature |= {"codes": {"fp8": "*fp8e4nv:16", "mxfp4": "*i16:16"}.get(kind, numbers)}
+        signature |= {"scales": {"fp8": "*fp32:16", "mxfp4": "*i32:16"}.get(kind, numbers)}
         signature |= dict.fromkeys(("rows", "experts", "x_scale_stride", "scale_expert", "scale_row"), "i32")
         signature |= dict.fromkeys(("outputs", "inputs", "padded", "x_stride"), "i32:16")
         signature |= dict.fromkeys(("expert_stride", "code_stride", "out_stride"), "i32:16")
