@@ -172,6 +172,10 @@ def measure_engine(
             found["parity_ids"] += worker.run(prompts, PARITY_TOKENS)["ids"]
         prompts = [random_prompts(f"{options.seed} forced", 1, length, vocabulary)[0] for length in options.forced]
         found["forced"] = worker.ask(forced={"prompts": prompts, "tokens": PARITY_TOKENS})["logprobs"]
+        if engine == OURS:
+            # How far the company of others changes them says what a difference between engines means.
+            alone = [worker.ask(forced={"prompts": [one], "tokens": PARITY_TOKENS}) for one in prompts]
+            found["forced_alone"] = [logprobs for answer in alone for logprobs in answer["logprobs"]]
         for case in options.cases:
             found["cases"][case] = numbers = measure_case(worker, case, vocabulary, options)
             found["memory"] = worker.ask(memory={})

@@ -76,10 +76,17 @@ def summarize(report: Report) -> Report:
         peers = [engine for engine in engines if engine != OURS and OURS in engines]
         models[name] = model | {
             "parity": {peer: parity(engines[OURS]["parity_ids"], engines[peer]["parity_ids"]) for peer in peers},
-            "apart": {peer: apart(engines[OURS].get("forced", []), engines[peer].get("forced", [])) for peer in peers},
+            "apart": {who: apart(engines[OURS].get("forced", []), other) for who, other in forced(engines).items()},
             "ratios": {f"{one} / {base}": ratios(engines[base], engines[one]) for base, one in compared(engines)},
         }
     return report | {"models": models}
+
+
+def forced(engines: Report) -> Report:
+    """What is held against our logprobs of the forced texts: the peers' ones, and ours of each text alone."""
+    found = {engine: one.get("forced", []) for engine, one in engines.items() if engine != OURS and OURS in engines}
+    alone = engines.get(OURS, {}).get("forced_alone")
+    return found | ({f"{OURS} with each text alone": alone} if alone else {})
 
 
 def compared(engines: Report) -> list[tuple[str, str]]:
@@ -206,10 +213,10 @@ def _remarks(model: Report, settings: Report) -> list[str]:
     for peer, common in model["parity"].items():
         shown = ", ".join(map(str, common)) or "not compared"
         lines.append(f"- {OURS} and {peer}: equal leading tokens of {settings['parity_tokens']}, by prompt: {shown}.")
-        found = model["apart"][peer]
+    for who, found in model["apart"].items():
         if found:
             lines.append(
-                f"- {OURS} and {peer}, logprobs of a forced text: the median of {found['places']} places is "
+                f"- {OURS} and {who}, logprobs of forced texts: the median of {found['places']} places is "
                 f"{found['median']:.3f} apart, the worst {found['most']:.3f}."
             )
     return lines

@@ -165,6 +165,7 @@ def test_a_run_leaves_numbers_a_table_and_what_failed(engine: Any, weights: Any,
     assert engine.main(merge) == 0
     whole = json.loads((tmp_path / "both.json").read_text())["models"]["tiny"]
     assert whole["parity"] == {"vllm": [16, 5]}
+    assert whole["apart"]["allotrope with each text alone"]["most"] < 1e-3
     assert whole["apart"]["vllm"] == pytest.approx({"places": 32, "median": 0.25, "most": 0.25})
     assert whole["ratios"]["vllm / allotrope"] == {"start_s": 4.0, "16/4/2": {"prefill_s": 2.0, "tpot_ms": 2.0}}
     assert "2.00×" in (tmp_path / "both.md").read_text()

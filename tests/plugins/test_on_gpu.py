@@ -47,7 +47,9 @@ def test_decodes_in_graphs(architecture: str, kv_cache_dtype: str, tmp_path: Pat
     answers = []
     for eager in (True, False):
         options = both | {"enforce_eager": eager, "gpu_memory_utilization": 0.1}
-        options |= {"kv_cache_memory_bytes": 1 << 28}
+        # The largest is for the prompts together, where vLLM captures mixed steps of an architecture.
+        sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 256]}
+        options |= {"kv_cache_memory_bytes": 1 << 28, "compilation_config": sizes}
         with hosted(tmp_path, block_size=16, **options) as running:
             backends = {layer.backend.name for layer in running.runner.model.layers}
             mode = running.runner.compilation_config.cudagraph_mode

@@ -34,6 +34,8 @@ _BUILDER = ("kv_cache_spec", "layer_names", "vllm_config", "device")
 
 SYMBOLS = (
     Symbol("vllm.model_executor.models:ModelRegistry", has=("register_model",)),
+    Symbol("vllm.compilation.breakable_cudagraph:BreakableCUDAGraphCapture", has=("is_active",)),
+    Symbol("vllm.compilation.breakable_cudagraph:eager_break_during_capture"),
     Symbol("vllm.config:VllmConfig"),
     Symbol("vllm.distributed.parallel_state:get_tp_group"),
     Symbol("vllm.forward_context:get_forward_context"),

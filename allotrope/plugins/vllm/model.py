@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture, eager_break_during_capture
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context
@@ -185,6 +186,17 @@ class HostedModel(nn.Module):
         if not self.finished:
             # Weights that vLLM made up never came through `load_weights`.
             self._finish()
+        if not BreakableCUDAGraphCapture.is_active():
+            return self._compute(input_ids)
+        out = torch.empty(len(input_ids), self.decoder.spec.hidden, dtype=self.build.dtype, device=self.build.device)
+        # Which step it is shall be asked at every replay. Where vLLM captures whole steps, this is captured as well.
+        eager_break_during_capture(self._write)(out, input_ids)
+        return out
+
+    def _write(self, out: torch.Tensor, input_ids: torch.Tensor) -> None:
+        out.copy_(self._compute(input_ids))
+
+    def _compute(self, input_ids: torch.Tensor) -> torch.Tensor:
         batch, order = self._plan(len(input_ids))
         here = [LayerStep(None, {}) for _ in self.layers]
         hidden = self.decoder(Step(input_ids[order.tokens], batch, here, self._tables))
