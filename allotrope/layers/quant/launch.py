@@ -106,6 +106,9 @@ def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
         # For checking, not for speed: what fits into the memory of a program.
         few = usual <= 16
         return Launch(16 if few else 32, 64, left=False, warps=4 if few or amd else 8, stages=1 if amd else 2)
+    four_bits = shape.kind == "mxfp4" and not amd
+    if usual > 64 and four_bits:
+        return Launch(128, 64, warps=4, stages=2) if shape.gated else Launch(128, 256, warps=8, stages=3)
     if usual > 64:
         if shape.kind == "fp8" and not shape.experts and not amd and rows >= _LIBRARY_ROWS:
             return Launch(128, 128, left=False, quantize=False, warps=8, stages=3, library=True)
@@ -113,9 +116,12 @@ def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
         return Launch(128, 64 if narrow else 128, left=False, quantize=False, warps=8, stages=2 if amd else 3)
     height = 16 if usual <= 16 else 32 if usual <= 32 else 64
     if shape.experts or shape.gated:
-        # Of 4-bit weights, 128 rows of them: gates and ups of 64 columns, or 128 columns.
-        wide = shape.kind == "mxfp4" and not shape.gated and not amd
-        return Launch(height, 128 if wide else 64, left=not amd, stages=stages)
+        if four_bits:
+            # Steps of 256 inputs for few rows, for more of them there are not enough registers.
+            return Launch(
+                height, 32 if shape.gated and height == 16 else 64, stages=3, depth=256 if height < 64 else 128
+            )
+        return Launch(height, 64, left=not amd, stages=stages)
     columns = 128 if shape.outputs >= 128 * _PROGRAMS else 64
     tiles = -(-shape.outputs // columns)
     splits = max(1, min(_PROGRAMS // tiles, -(-shape.inputs // ACTIVATION_RUN) // 4, 8))
