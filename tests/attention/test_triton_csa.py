@@ -15,6 +15,7 @@ from device_under_test import DEVICE
 from allotrope.attention.batch import BatchLayout, BatchTensors, PageIndex
 from allotrope.attention.check import Case, cases, compare
 from allotrope.attention.csa import CSA, CsaSpec
+from allotrope.attention.csa.triton import split_count
 from allotrope.attention.replay import Replay, Step, at_random, in_order, whole
 
 TRITON, REFERENCE = CSA.backends[0], CSA.backends[-1]
@@ -53,6 +54,23 @@ def test_equals_the_reference(name: str, dtype: torch.dtype, lengths: tuple[int,
     want = Replay(case, REFERENCE).play(steps)
     got = Replay(case, TRITON, device=DEVICE).play(steps).cpu()
     assert (found := compare(got, want, case.kind)), found
+
+
+@pytest.mark.parametrize("parts", [2, 7])
+@pytest.mark.parametrize(("name", "lengths"), [("window_only", (3, 18)), ("chosen", (5, 39)), ("all_of_128", (2, 130))])
+def test_lists_in_parts(name: str, lengths: tuple[int, ...], parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are tiles, or more, so that some are empty."""
+    monkeypatch.setattr("allotrope.attention.csa.triton.split_count", lambda *sizes: parts)
+    case = case_of(name, torch.float32, lengths)
+    want = Replay(case, REFERENCE).play(whole(lengths))
+    got = Replay(case, TRITON, device=DEVICE).play(prefill_then_decode(lengths)).cpu()
+    assert (found := compare(got, want, case.kind)), found
+
+
+def test_few_programs_share_lists() -> None:
+    assert split_count(64, 10, 132) == 2
+    assert split_count(4, 10, 132) == 10
+    assert split_count(8192, 10, 132) == split_count(64, 1, 132) == 1
 
 
 def test_any_schedule() -> None:
