@@ -23,6 +23,9 @@ from allotrope.attention.registry import FAMILIES
 # A row's error is measured against the row's own RMS, but never against less than this part of the whole tensor's:
 # a row that cancels to almost nothing has no digits left to compare.
 ROW_FLOOR = 5e-2
+# Of tens of millions of values a few lie far out by rounding alone: the gated delta rule over 8192 tokens and 32 heads,
+# computed exactly but for bf16 operands, has two in a million beyond the peak of bf16, and none beyond twice that.
+SPARE = 200_000
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Tolerance:
     """How far an output of one format may lie from an exact one.
 
     `dtype`: type that the output must have. `rms`: RMS of the error over RMS of the wanted tensor. `peak`: largest
-    error of any value over the RMS of its row (the last dimension).
+    error of any value over the RMS of its row (the last dimension); one value in `SPARE` may have twice as much.
     """
 
     dtype: torch.dtype
@@ -53,7 +56,7 @@ KINDS = {tolerance.dtype: kind for kind, tolerance in TOLERANCES.items()}
 class Comparison:
     """What `compare` found; true if nothing is wrong.
 
-    `rms`, `peak`: the two errors, as in `Tolerance`. `worst`: index of the peak. `wrong`: every reason to refuse.
+    `rms`, `peak`: the largest errors of both kinds. `worst`: index of the peak. `wrong`: every reason to refuse.
     """
 
     kind: str
@@ -100,7 +103,8 @@ def compare(got: torch.Tensor, want: torch.Tensor, kind: str) -> Comparison:
     relative = error.view_as(torch.atleast_1d(exact)) / row
     worst = tuple(int(i) for i in torch.unravel_index(relative.argmax(), relative.shape))
     rms, peak = float(error.square().mean().sqrt() / scale), float(relative[worst])
-    for name, found, allowed in (("rms", rms, limit.rms), ("peak", peak, limit.peak)):
+    spared = int((relative > limit.peak).sum()) <= relative.numel() // SPARE
+    for name, found, allowed in (("rms", rms, limit.rms), ("peak", peak, limit.peak * (2 if spared else 1))):
         if not found <= allowed:
             wrong.append(f"{name}={found:.2e}; allowed: {allowed:.0e}")
     return Comparison(kind, rms, peak, worst, tuple(wrong))
