@@ -117,7 +117,7 @@ class RopeTable:
         self.spec = spec
         freq = inverse_frequencies(spec).to(device)
         self._freq = freq.repeat_interleave(2) if spec.interleaved else torch.cat((freq, freq))
-        sign = torch.ones(spec.dim, device=device)
+        sign = torch.ones(spec.dim, dtype=torch.float32, device=device)
         sign[slice(0, None, 2) if spec.interleaved else slice(0, spec.dim // 2)] = -1.0
         self._sign = sign
 

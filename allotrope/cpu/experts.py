@@ -88,7 +88,7 @@ class ExpertFunctions:
         (tokens, hidden), (topk, width) = x.shape, (chosen.shape[1], down[0].shape[2])
         padded = -(-width // LANES) * LANES
         out = x.new_empty(tokens, hidden)
-        scratch = torch.empty(2 * tokens * topk * padded + tokens * hidden)
+        scratch = torch.empty(2 * tokens * topk * padded + tokens * hidden, dtype=torch.float32)
         self._mix(
             out.data_ptr(), x.data_ptr(), x.stride(0), *map(_address, (*gate_up, *down)),
             weights.contiguous().data_ptr(), chosen.contiguous().data_ptr(), scratch.data_ptr(),

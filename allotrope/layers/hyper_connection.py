@@ -15,6 +15,7 @@ Source: Xie et al. 2026 (manifold-constrained hyper-connections); DeepSeek-AI 20
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,10 +55,10 @@ class HyperConnection(nn.Module):
         self.scale = _whole((3,), build)
         self.scales: torch.Tensor | None = None
         # Products with these give each element of C its row's or its column's sum.
-        eye, ones = torch.eye(spec.streams, device=build.device), torch.ones(spec.streams, spec.streams)
-        ones = ones.to(build.device)
+        exact: dict[str, Any] = {"dtype": torch.float32, "device": build.device}
+        eye, ones = torch.eye(spec.streams, **exact), torch.ones(spec.streams, spec.streams, **exact)
         self.row_sums, self.column_sums = torch.kron(eye, ones), torch.kron(ones, eye)
-        self.floor = torch.full((1,), spec.eps, device=build.device)
+        self.floor = torch.full((1,), spec.eps, **exact)
 
     def finish_loading(self) -> None:
         """One factor per mix, so that they are applied at once."""

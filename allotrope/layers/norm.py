@@ -23,8 +23,8 @@ class RMSNorm(nn.Module):
         if weighted:
             self.weight = parameter((size,), Placement((Section("", size),)), build.dtype, build.device)
         # Of the sum of squares, where eps is of their mean.
-        self.floor = torch.tensor(math.sqrt(size * eps), device=build.device)
-        self.factors = torch.full((size,), math.sqrt(size), device=build.device)
+        self.floor = torch.tensor(math.sqrt(size * eps), dtype=torch.float32, device=build.device)
+        self.factors = torch.full((size,), math.sqrt(size), dtype=torch.float32, device=build.device)
 
     def finish_loading(self) -> None:
         """Fold the offset and the mean's root into the weight, and keep it in fp32, once all weights are in."""

@@ -237,7 +237,7 @@ def _draw(name: str, shape: list[int], parameter: nn.Parameter, generator: torch
         # Codes of four bits, or exponents of scales a little below 2^-5.
         low, high = (118, 121) if name.endswith(SCALES) else (0, 256)
         return torch.randint(low, high, shape, generator=generator, device=device, dtype=torch.uint8)
-    values = torch.randn(shape, generator=generator, device=device)
+    values = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
     if name.endswith(CODES):
         return values
     if name.endswith(SCALES):

@@ -29,6 +29,8 @@ LENGTHS = (1, 5, 13, 29, 45, 61, 64, 150)
 GROWING = slice(2, 7)
 COUNT = 8
 BLOCK = 16
+# With norms without weights, mixed streams, states: what is kept in fp32 beside bf16.
+BFLOAT16 = ("DeepseekV4", "Gemma4", "GptOss", "KimiLinear", "Qwen3Next")
 # Transformers from which an architecture is its own measure; before, our engine alone is. (5.19 gives MiMo's windows
 # other logits than 5.23.)
 RIGHT_SINCE = {"MiMoV2FlashForCausalLM": "5.23"}
@@ -50,9 +52,9 @@ class Checkpoint:
         _, spec = read_spec(config, str(self.directory))
         return load_transformers(self.directory, config, torch.float32, len(spec.layers))
 
-    def ours(self, asked: list[list[int]]) -> list[list[int]]:
+    def ours(self, asked: list[list[int]], dtype: str = "float32") -> list[list[int]]:
         """What our own engine answers."""
-        llm = LLM(str(self.directory), dtype="float32", max_model_len=256)
+        llm = LLM(str(self.directory), dtype=dtype, max_model_len=256)
         found = llm.generate(asked, SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True))
         return [list(output.outputs[0].token_ids) for output in found]
 
@@ -75,6 +77,16 @@ def test_architecture(architecture: str, tmp_path: Path) -> None:
     # Whole runs can always be reused; where sizes of blocks have no small common multiple, vLLM finds shorter ones.
     assert again[-1].cached > 0 or longest_run >= LENGTHS[-1], f"prefixes are shared in runs of {longest_run}"
     _sent_back(tmp_path, one, asked, first)
+
+
+@pytest.mark.parametrize("architecture", [f"{name}ForCausalLM" for name in BFLOAT16])
+def test_bfloat16(architecture: str, tmp_path: Path) -> None:
+    """What our own engine keeps in fp32 stays so where all of vLLM is in bf16."""
+    checkpoint = Checkpoint(architecture, tmp_path)
+    asked = prompts((5, 45), vocab_size=300)
+    with hosted(tmp_path, block_size=BLOCK, dtype="bfloat16") as running:
+        found = running.answers(asked, COUNT)
+    assert [answer.ids for answer in found] == checkpoint.ours(asked, "bfloat16")
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "GptOssForCausalLM"])

@@ -161,7 +161,7 @@ def _pooling(spec: CsaSpec, batch: BatchLayout, state: PageIndex, entries: PageI
     member = torch.arange(size, device=batch.device)
     pooled = position[closers, None] - (size - 1) + member
     rows = _rows(state, state.table[batch.request_of_token[closers]], pooled, pooled >= 0, 1)
-    bias = torch.zeros(pooled.shape, device=batch.device).masked_fill_(pooled < 0, -torch.inf)
+    bias = torch.zeros(pooled.shape, dtype=torch.float32, device=batch.device).masked_fill_(pooled < 0, -torch.inf)
     first = position[closers] // spec.ratio * spec.ratio
     # A state row is [kv streams | score streams].
     kvs = rows * (2 * spec.streams) + member // spec.ratio
@@ -270,7 +270,7 @@ def _entries(spec: CsaSpec, paged: PageIndex, queries: _Queries, count: int) -> 
 
 
 def _bias(hidden: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
+    return torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
 def _decode_contests(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[Contest]:

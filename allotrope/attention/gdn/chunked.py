@@ -69,7 +69,7 @@ def _chunks(
     pairs = _pairs_by_channel(kq, g) if by_channel else _pairs_by_head(kq, total)
     # The solver reads only what lies below the diagonal.
     mixed = pairs[..., 0, :, :] * beta[..., None]
-    identity = torch.eye(size, device=v.device).expand_as(mixed)
+    identity = torch.eye(size, dtype=torch.float32, device=v.device).expand_as(mixed)
     mix = torch.linalg.solve_triangular(mixed, identity, upper=False, unitriangular=True) * beta[..., None, :]
     keys = (kq[:, :, :, None, 0] * rest).flatten(1, 3).transpose(-1, -2)
     readers = (kq[:, :, :, None] * grown[..., None, :, :]).flatten(4, 5).flatten(1, 3)

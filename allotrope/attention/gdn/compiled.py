@@ -97,7 +97,7 @@ def run(
         result = out if out.dtype == spec.conv_dtype else out.new_empty(out[:requests].shape, dtype=spec.conv_dtype)
         taps, bias = conv_weight.float().t().contiguous(), None if conv_bias is None else conv_bias.float()
         rates, shift = A_log.float(), dt_bias.float()
-        scratch = torch.empty(requests * (spec.conv_dim + spec.num_v_heads * spec.k_head_dim))
+        scratch = torch.empty(requests * (spec.conv_dim + spec.num_v_heads * spec.k_head_dim), dtype=torch.float32)
         sizes = _Sizes(
             requests, spec.num_k_heads, spec.num_v_heads, spec.k_head_dim, spec.v_head_dim, spec.conv_width,
             spec.channel_decay, new.stride(0), b_new.stride(0), a_new.stride(0), pools["conv"].stride(0),
@@ -123,7 +123,7 @@ def _feed(
         return None
     width = weight.shape[1]
     requests, length = inputs.shape[0], inputs.shape[1] - width + 1
-    mixed = torch.empty(requests, length, spec.conv_dim)
+    mixed = torch.empty(requests, length, spec.conv_dim, dtype=torch.float32)
     taps, shift = weight.float().t().contiguous(), None if bias is None else bias.float()
     _library(spec.conv_dtype).feed(
         mixed.data_ptr(), inputs.data_ptr(), taps.data_ptr(), None if shift is None else shift.data_ptr(),

@@ -104,7 +104,9 @@ def run(
         spec.scale,
     )  # fmt: skip
     query = spec.latent_dim - (-spec.rope_dim // _LANES) * _LANES
-    scratch = torch.empty(spec.num_heads * (requests * query + len(plan.pieces) * (2 + spec.latent_dim)))
+    scratch = torch.empty(
+        spec.num_heads * (requests * query + len(plan.pieces) * (2 + spec.latent_dim)), dtype=torch.float32
+    )
     out = q_nope.new_empty(tokens, spec.num_heads, spec.v_head_dim)
     q_nope, q_pe, c, k_pe = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_nope, q_pe, c, k_pe))
     _library(spec.kv_dtype)(

@@ -220,7 +220,7 @@ def _tile(span: Span, queries: slice, first: int, last: int, device: torch.devic
 
 def _bias(visible: torch.Tensor) -> torch.Tensor:
     """What to add to logits: 0 where `visible`, else -inf."""
-    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, -torch.inf)
+    return torch.zeros(visible.shape, dtype=torch.float32, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
 def page_rows(paged: PageIndex, table: torch.Tensor, key: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:

@@ -150,7 +150,7 @@ def quantize(weight: torch.Tensor, format: Format, block_rows: int = 1) -> Quant
     if format.kind == "mxfp4":
         # The largest value of the format is 6 = 1.5 * 2^2.
         exponents = torch.floor(torch.log2(largest.clamp(min=2.0**-100))) - 2
-        values = torch.tensor(FP4_VALUES[:8], device=weight.device)
+        values = torch.tensor(FP4_VALUES[:8], dtype=torch.float32, device=weight.device)
         edges = (values[1:] + values[:-1]) / 2
         scaled = (padded / torch.exp2(exponents)[..., None]).contiguous()
         codes = torch.bucketize(scaled.abs(), edges).to(torch.uint8) | (scaled < 0).to(torch.uint8) << 3
