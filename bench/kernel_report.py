@@ -21,7 +21,8 @@ from kernel_timing import Ceilings, Timing
 class Row:
     """What was found of one case. `right`: every comparison held. `ours`, `peers`: only if so, and only on a GPU.
 
-    `floor_us`: time at the binding ceiling. `absent`: peer -> why it has no time. `error`, `trace`: what was raised.
+    `floor_us`: time at the binding ceiling. `kernels`: name -> us of those that ours launches. `absent`: peer -> why it
+    has no time. `error`, `trace`: what was raised.
     """
 
     case: KernelCase
@@ -29,6 +30,7 @@ class Row:
     parity: list[str] = field(default_factory=list)
     ours: Timing | None = None
     floor_us: float = math.nan
+    kernels: dict[str, float] = field(default_factory=dict)
     peers: dict[str, Timing] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     error: str = ""
@@ -112,6 +114,16 @@ def table(rows: Sequence[Row], ceilings: Ceilings) -> str:
     return "\n".join(lines) + "\n"
 
 
+def parts(rows: Sequence[Row]) -> str:
+    """What the cases of several kernels spend their time in, in Markdown."""
+    several = [row for row in rows if len(row.kernels) > 1]
+    lines = ["", "## Kernels of each case", "", "µs of each, by PyTorch's profiler, from a cold L2.", ""]
+    for row in several:
+        spent = ", ".join(f"{name.partition('<')[0][:60]} {us:.1f}" for name, us in row.kernels.items())
+        lines.append(f"- {row.case.family} {row.case.name}: {spent}")
+    return "\n".join(lines) + "\n" if several else ""
+
+
 def write_report(
     out: Path, rows: Sequence[Row], ceilings: Ceilings | None, env: dict[str, str], command: str
 ) -> list[Path]:
@@ -129,7 +141,7 @@ def write_report(
         return made
     made.append(out.with_name(out.name + ".md"))
     head = f"`{command}`\n\n{env['device']}, torch {env['torch']}, triton {env.get('triton')}, {env['date']}; "
-    made[1].write_text(f"# Kernels\n\n{head}{line(None, ceilings)}.\n\n{table(rows, ceilings)}")
+    made[1].write_text(f"# Kernels\n\n{head}{line(None, ceilings)}.\n\n{table(rows, ceilings)}{parts(rows)}")
     if importlib.util.find_spec("matplotlib"):
         made.append(out.with_name(out.name + ".png"))
         _roofline(made[2], rows, ceilings, env)
@@ -143,7 +155,7 @@ def _as_json(row: Row, ceilings: Ceilings | None) -> dict[str, Any]:
     if row.ours is not None and ceilings is not None:
         data |= {"us": dataclasses.asdict(row.ours), "floor_us": row.floor_us, **row.figures(ceilings)}
         data["peers"] = {name: dataclasses.asdict(timing) for name, timing in row.peers.items()}
-        data["absent"] = row.absent
+        data |= {"absent": row.absent, "kernels": row.kernels}
     return data
 
 

@@ -72,6 +72,21 @@ class Stopwatch:
         graph.reset()
         return _timing(samples, True, "")
 
+    def kernels(self, run: Callable[[], Any], runs: int = 5) -> dict[str, float]:
+        """Microseconds of one run by name of kernel, from a cold L2, as PyTorch's profiler sees them; longest first."""
+        flushes, both = self._profiled(self.flush, runs), self._profiled(lambda: (self.flush(), run()), runs)
+        own = {name: (both[name] - flushes.get(name, 0.0)) / runs for name in both}
+        return {name: us for name, us in sorted(own.items(), key=lambda pair: -pair[1]) if us > 0.1}
+
+    def _profiled(self, work: Callable[[], Any], runs: int) -> dict[str, float]:
+        work()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            for _ in range(runs):
+                work()
+            torch.cuda.synchronize()
+        return {event.key: event.self_device_time_total for event in found.key_averages()}
+
     def empty(self) -> float:
         """Microseconds between two events with nothing between them: part of every time that is reported."""
         if not self.inside:
