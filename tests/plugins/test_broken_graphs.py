@@ -57,7 +57,7 @@ class Captured:
         return out
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV4ForCausalLM"])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3NextForCausalLM"])
 def test_a_replay_is_another_step(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     monkeypatch.setattr("vllm.compilation.breakable_cudagraph.weak_ref_tensor", lambda tensor: tensor)

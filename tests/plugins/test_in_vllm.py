@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,11 +53,20 @@ class Checkpoint:
         _, spec = read_spec(config, str(self.directory))
         return load_transformers(self.directory, config, torch.float32, len(spec.layers))
 
-    def ours(self, asked: list[list[int]], dtype: str = "float32") -> list[list[int]]:
+    def ours(self, asked: list[list[int]]) -> list[list[int]]:
         """What our own engine answers."""
-        llm = LLM(str(self.directory), dtype=dtype, max_model_len=256)
+        llm = LLM(str(self.directory), dtype="float32", max_model_len=256)
         found = llm.generate(asked, SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True))
         return [list(output.outputs[0].token_ids) for output in found]
+
+    def bf16(self, asked: list[list[int]]) -> list[Answer]:
+        """What our own engine answers in bf16."""
+        llm = LLM(str(self.directory), dtype="bfloat16", max_model_len=256)
+        wanted = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True, logprobs=0)
+        found = [output.outputs[0] for output in llm.generate(asked, wanted)]
+        return [
+            Answer(list(one.token_ids), torch.tensor([step.logprob for step in one.logprobs or ()]), 0) for one in found
+        ]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -77,16 +87,15 @@ def test_architecture(architecture: str, tmp_path: Path) -> None:
     # Whole runs can always be reused; where sizes of blocks have no small common multiple, vLLM finds shorter ones.
     assert again[-1].cached > 0 or longest_run >= LENGTHS[-1], f"prefixes are shared in runs of {longest_run}"
     _sent_back(tmp_path, one, asked, first)
-
-
-@pytest.mark.parametrize("architecture", [f"{name}ForCausalLM" for name in BFLOAT16])
-def test_bfloat16(architecture: str, tmp_path: Path) -> None:
-    """What our own engine keeps in fp32 stays so where all of vLLM is in bf16."""
-    checkpoint = Checkpoint(architecture, tmp_path)
-    asked = prompts((5, 45), vocab_size=300)
-    with hosted(tmp_path, block_size=BLOCK, dtype="bfloat16") as running:
-        found = running.answers(asked, COUNT)
-    assert [answer.ids for answer in found] == checkpoint.ours(asked, "bfloat16")
+    if architecture.removesuffix("ForCausalLM") in BFLOAT16:
+        # What our own engine keeps in fp32 stays so where all of vLLM is in bf16.
+        with hosted(tmp_path, block_size=BLOCK, dtype="bfloat16") as running:
+            found = running.answers(asked, COUNT)
+        # The median: where an expert is chosen by a hair, rounding chooses another one, in our own engine as well.
+        far, usual = (
+            apart(one, asked, checkpoint.transformers.logits).median() for one in (found, checkpoint.bf16(asked))
+        )
+        assert far < 2 * usual + 0.01, f"{far:.3f} from fp32; our own engine {usual:.3f}"
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "GptOssForCausalLM"])
@@ -108,6 +117,15 @@ def test_weights_stay_quantized(architecture: str, tmp_path: Path) -> None:
         assert running.runner.model.build.formats
         found = running.answers(asked, COUNT)
     assert [answer.ids for answer in found] == [list(output.outputs[0].token_ids) for output in wanted]
+
+
+def apart(answers: list[Answer], asked: list[list[int]], logits: Any) -> torch.Tensor:
+    """How far the log-probability of each answered token is from that of `logits`."""
+    found = []
+    for prompt, answer in zip(asked, answers, strict=True):
+        want = torch.log_softmax(logits([*prompt, *answer.ids[:-1]])[len(prompt) - 1 :].float(), -1)
+        found.append(answer.logprobs - want.gather(1, torch.tensor(answer.ids)[:, None]).squeeze(1))
+    return torch.cat(found).abs()
 
 
 def _shared_run(running: Hosted) -> int:
