@@ -40,6 +40,7 @@ class Rows:
 
     def normalize(self, x: torch.Tensor, weight: torch.Tensor, floor: float) -> torch.Tensor:
         """x / sqrt(sum x^2 + floor) * weight. `x`: [T, size] or [T, heads, size]. `weight`: [size] fp32."""
+        assert weight.dtype == torch.float32, weight.dtype
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         tokens, size = x.shape[0], x.shape[-1]
         heads, stride = (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1))
@@ -56,6 +57,7 @@ class Rows:
         """x / sqrt(sum x^2 + floor) * weight * act(gate), act: silu or sigmoid. `x`: [T, heads, size]. `weight`: [size]
         fp32. `gate`: [T, heads * size]. Returns [T, heads * size].
         """
+        assert weight.dtype == torch.float32, weight.dtype
         tokens, heads, size = x.shape
         out = x.new_empty(tokens, heads * size)
         self._open(

@@ -27,6 +27,7 @@ class StreamFunctions:
 
         The equations are those of `layers.hyper_connection`.
         """
+        assert mixes.dtype == base.dtype == scales.dtype == torch.float32
         mixes, tokens = mixes.contiguous(), len(mixes)
         pre, post = mixes.new_empty(2, tokens, streams).unbind()
         comb = mixes.new_empty(tokens, streams, streams)
