@@ -31,55 +31,92 @@ def _stored(x, scale, pool, FP8: tl.constexpr):
 @triton.jit
 def _turn(
     source, place, inside, cos, sin, factors, floor, scale,
-    DIM: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, WHOLE: tl.constexpr, HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate and write heads. `source`, `place`: [HEADS, 1] pointers to their starts; `inside`: to be written.
 
-    The pairs are held as two halves a and b, what does not turn as c.
+    The table's sine carries the sign of its place.
     """
+    if ROTATED < DIM:
+        _turn_partly(
+            source, place, inside, cos, sin, factors, floor, scale,
+            DIM, ROTATED, WHOLE, HEADS, INTERLEAVED, NORM, FP8,
+        )  # fmt: skip
+    else:
+        _turn_whole(
+            source, place, inside, cos, sin, factors, floor, scale, DIM, HALF, HEADS, INTERLEAVED, NORM, FP8
+        )  # fmt: skip
+
+
+@triton.jit
+def _turn_whole(
+    source, place, inside, cos, sin, factors, floor, scale,
+    DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """As `_turn`; the pairs are held as two halves a and b."""
     dtype = source.dtype.element_ty
     pair = tl.arange(0, HALF)[None, :]
     both = tl.arange(0, 2 * HALF)[None, :]
-    paired = pair < ROTATED // 2
-    rest = ROTATED + tl.arange(0, REST)[None, :]
-    length = tl.zeros([HEADS], tl.float32) + floor
-    if ROTATED > 0:
-        if INTERLEAVED:
-            whole = tl.load(source + both, mask=inside & (both < ROTATED), other=0.0).to(tl.float32)
-            a, b = tl.split(tl.reshape(whole, [HEADS, HALF, 2]))
-        else:
-            a = tl.load(source + pair, mask=inside & paired, other=0.0).to(tl.float32)
-            b = tl.load(source + ROTATED // 2 + pair, mask=inside & paired, other=0.0).to(tl.float32)
-        if NORM:
-            length += tl.sum(a * a + b * b, axis=1)
-    if ROTATED < DIM:
-        c = tl.load(source + rest, mask=inside & (rest < DIM), other=0.0).to(tl.float32)
-        if NORM:
-            length += tl.sum(c * c, axis=1)
-    root = tl.rsqrt(length)[:, None]
+    paired = pair < DIM // 2
+    if INTERLEAVED:
+        whole = tl.load(source + both, mask=inside & (both < DIM), other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(whole, [HEADS, HALF, 2]))
+    else:
+        a = tl.load(source + pair, mask=inside & paired, other=0.0).to(tl.float32)
+        b = tl.load(source + DIM // 2 + pair, mask=inside & paired, other=0.0).to(tl.float32)
     # Which of a head's numbers are first and second of a pair.
     first = 2 * pair if INTERLEAVED else pair
-    second = first + 1 if INTERLEAVED else first + ROTATED // 2
+    second = first + 1 if INTERLEAVED else first + DIM // 2
+    if NORM:
+        root = tl.rsqrt(floor + tl.sum(a * a + b * b, axis=1))[:, None]
+        a *= root * tl.load(factors + first, mask=paired, other=0.0)
+        b *= root * tl.load(factors + second, mask=paired, other=0.0)
+    cosine = tl.load(cos + first, mask=paired, other=0.0).to(tl.float32)
+    sine = tl.load(sin + first, mask=paired, other=0.0).to(tl.float32)
+    turned_a = _stored((a * cosine + b * sine).to(dtype).to(tl.float32), scale, place, FP8)
+    turned_b = _stored((b * cosine - a * sine).to(dtype).to(tl.float32), scale, place, FP8)
+    if INTERLEAVED:
+        joined = tl.reshape(tl.join(turned_a, turned_b), [HEADS, 2 * HALF])
+        tl.store(place + both, joined, mask=inside & (both < DIM))
+    else:
+        tl.store(place + pair, turned_a, mask=inside & paired)
+        tl.store(place + DIM // 2 + pair, turned_b, mask=inside & paired)
+
+
+@triton.jit
+def _turn_partly(
+    source, place, inside, cos, sin, factors, floor, scale,
+    DIM: tl.constexpr, ROTATED: tl.constexpr, WHOLE: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """As `_turn`; all of a head is one tile, and the other numbers of its pairs are read again: tiles of other widths
+    would meet in shared memory."""
+    dtype = source.dtype.element_ty
+    column = tl.arange(0, WHOLE)[None, :]
+    there = column < DIM
+    x = tl.load(source + column, mask=inside & there, other=0.0).to(tl.float32)
+    if NORM:
+        root = tl.rsqrt(floor + tl.sum(x * x, axis=1))[:, None]
+        x *= root * tl.load(factors + column, mask=there, other=0.0)
     if ROTATED > 0:
-        if NORM:
-            a *= root * tl.load(factors + first, mask=paired, other=0.0)
-            b *= root * tl.load(factors + second, mask=paired, other=0.0)
-        # The table's sine carries the sign of the first of a pair.
-        cosine = tl.load(cos + first, mask=paired, other=0.0).to(tl.float32)
-        sine = tl.load(sin + first, mask=paired, other=0.0).to(tl.float32)
-        turned_a = _stored((a * cosine + b * sine).to(dtype).to(tl.float32), scale, place, FP8)
-        turned_b = _stored((b * cosine - a * sine).to(dtype).to(tl.float32), scale, place, FP8)
+        turning = column < ROTATED
         if INTERLEAVED:
-            joined = tl.reshape(tl.join(turned_a, turned_b), [HEADS, 2 * HALF])
-            tl.store(place + both, joined, mask=inside & (both < ROTATED))
+            a, b = tl.split(tl.reshape(x, [HEADS, WHOLE // 2, 2]))
+            other = tl.reshape(tl.join(b, a), [HEADS, WHOLE])
         else:
-            tl.store(place + pair, turned_a, mask=inside & paired)
-            tl.store(place + ROTATED // 2 + pair, turned_b, mask=inside & paired)
-    if ROTATED < DIM:
-        if NORM:
-            c *= root * tl.load(factors + rest, mask=rest < DIM, other=0.0)
-        tl.store(place + rest, _stored(c.to(dtype).to(tl.float32), scale, place, FP8), mask=inside & (rest < DIM))
+            partner = tl.where(column < ROTATED // 2, column + ROTATED // 2, column - ROTATED // 2)
+            if ROTATED % 16 == 0:
+                # Runs of 8 stay runs.
+                partner = tl.max_contiguous(tl.multiple_of(partner, [1, 8]), [1, 8])
+            other = tl.load(source + partner, mask=inside & turning, other=0.0).to(tl.float32)
+            if NORM:
+                other *= root * tl.load(factors + partner, mask=turning, other=0.0)
+        cosine = tl.load(cos + column, mask=turning, other=1.0).to(tl.float32)
+        sine = tl.load(sin + column, mask=turning, other=0.0).to(tl.float32)
+        x = x * cosine + other * sine
+    tl.store(place + column, _stored(x.to(dtype).to(tl.float32), scale, place, FP8), mask=inside & there)
 
 
 @triton.jit
@@ -88,7 +125,7 @@ def rope_store_kernel(
     heads, kv_heads, q_blocks, kv_blocks, blocks, parts, v_start,
     row_stride, cos_stride, q_row, k_row, k_head, v_row, v_head,
     k_scale, v_scale, floor, v_floor, v_unit,
-    DIM: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    DIM: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, WHOLE: tl.constexpr,
     V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, V_NORM: tl.constexpr, FP8: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -110,12 +147,12 @@ def rope_store_kernel(
         if block < q_blocks:
             head = block * HEADS + lane
             _turn(source + head * DIM, q + token * q_row + head * DIM, head < heads, cos, sin, q_factors, floor, 1.0,
-                  DIM, ROTATED, HALF, REST, HEADS, INTERLEAVED, NORM, False)  # fmt: skip
+                  DIM, ROTATED, HALF, WHOLE, HEADS, INTERLEAVED, NORM, False)  # fmt: skip
         elif block < q_blocks + kv_blocks:
             head = (block - q_blocks) * HEADS + lane
             _turn(source + (heads + head) * DIM, k_pool + row * k_row + head * k_head, (head < kv_heads) & written,
                   cos, sin, k_factors, floor, k_scale,
-                  DIM, ROTATED, HALF, REST, HEADS, INTERLEAVED, NORM, FP8)  # fmt: skip
+                  DIM, ROTATED, HALF, WHOLE, HEADS, INTERLEAVED, NORM, FP8)  # fmt: skip
         else:
             head = (block - q_blocks - kv_blocks) * HEADS + lane
             column = tl.arange(0, V_BLOCK)[None, :]
@@ -127,10 +164,14 @@ def rope_store_kernel(
             tl.store(v_pool + row * v_row + head * v_head + column, _stored(v, v_scale, v_pool, FP8), mask=there)
 
 
-def config(arch: str, spec: HeadSpec) -> dict[str, int]:
-    """About a thousand numbers at a time, a head within a wave where it fits."""
+def config(arch: str, spec: HeadSpec, rotated: int) -> dict[str, int]:
+    """About a thousand numbers at a time, a head within a wave where it fits. Of heads that turn partly, half of that
+    in one wave: tiles that meet in more waves would be exchanged through shared memory."""
     dim = triton.next_power_of_2(max(spec.dim, spec.v_dim))
-    heads = max(1, min(1024 // dim, triton.next_power_of_2(spec.heads)))
+    most = triton.next_power_of_2(spec.heads)
+    if rotated < spec.dim:
+        return {"HEADS": max(1, min(512 // dim, most)), "num_warps": 1, "num_stages": 1}
+    heads = max(1, min(1024 // dim, most))
     wave = 64 if arch.startswith("gfx") else 32
     return {"HEADS": heads, "num_warps": max(1, heads * dim // ((8 if dim <= 256 else 16) * wave)), "num_stages": 1}
 
@@ -164,7 +205,8 @@ def rope_store(
     if rows is not None:
         for pool in (k_pool, k_pool if v_pool is None else v_pool):
             assert pool.stride(3) == 1 and pool.stride(0) == pool.shape[1] * pool.stride(1)
-    launch = config("gfx942" if torch.version.hip else "sm_90", spec)
+    constants = _constants(spec, rotation)
+    launch = config("gfx942" if torch.version.hip else "sm_90", spec, constants["ROTATED"])
     q_blocks, kv_blocks = triton.cdiv(heads, launch["HEADS"]), triton.cdiv(groups, launch["HEADS"])
     v_blocks = 0 if v_pool is None else kv_blocks
     v_pool = k_pool if v_pool is None else v_pool
@@ -183,7 +225,7 @@ def rope_store(
         1.0 if rows is None else rows.k_scale, 1.0 if rows is None else rows.v_scale,
         spec.dim * spec.eps, spec.v_dim * spec.eps, v_unit,
         FP8=k_pool.dtype == torch.float8_e4m3fn, SLOTS=rows is not None,
-        **_constants(spec, rotation), **launch,
+        **constants, **launch,
     )  # fmt: skip
     return q, k, v
 
@@ -194,7 +236,7 @@ def _constants(spec: HeadSpec, rotation: Rotation | None) -> dict[str, Any]:
         "DIM": spec.dim,
         "ROTATED": rotated,
         "HALF": triton.next_power_of_2(max(1, rotated // 2)),
-        "REST": triton.next_power_of_2(max(1, spec.dim - rotated)),
+        "WHOLE": triton.next_power_of_2(spec.dim),
         "V_DIM": spec.v_dim,
         "V_BLOCK": triton.next_power_of_2(spec.v_dim),
         "INTERLEAVED": rotation is not None and rotation.interleaved,
@@ -217,7 +259,7 @@ def variants(arch: str) -> list[Variant]:
         if pool == "*fp8e4nv" and arch == "gfx942":
             continue
         table = torch.empty(1, 1, rotated)
-        launch = config(arch, spec)
+        launch = config(arch, spec, rotated)
         signature = dict.fromkeys(("projected", "cos", "sin", "q"), kind) | dict.fromkeys(("k_pool", "v_pool"), pool)
         signature |= dict.fromkeys(("q_factors", "k_factors"), "*fp32") | {"slots": "*i64"}
         counts = "heads kv_heads q_blocks kv_blocks blocks parts v_start"
