@@ -271,9 +271,10 @@ class HostedHybridModel(HostedModel):
 
 def _states(vllm_config: VllmConfig) -> list[CacheLayout]:
     """Layouts of the states of a model that is not yet built."""
-    _, _, spec = open_config(vllm_config)
+    checkpoint, _, spec = open_config(vllm_config)
     dtype, size = vllm_config.model_config.dtype, vllm_config.parallel_config.tensor_parallel_size
-    specs = [layer.mixer.attention(Parallel(0, size), dtype, dtype) for layer in spec.layers]
+    build = Build(dtype, dtype, torch.device("meta"), Parallel(0, size))
+    specs = attention_specs(spec, build, checkpoint.source)
     return [layout for one in specs for layout in one.caches().values() if isinstance(layout, StateSlots)]
 
 
