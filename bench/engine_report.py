@@ -77,7 +77,7 @@ def summarize(report: Report) -> Report:
         models[name] = model | {
             "parity": {peer: parity(engines[OURS]["parity_ids"], engines[peer]["parity_ids"]) for peer in peers},
             "apart": {who: apart(engines[OURS].get("forced", []), other) for who, other in forced(engines).items()},
-            "ratios": {f"{one} / {base}": ratios(engines[base], engines[one]) for base, one in compared(engines)},
+            "ratios": {f"{one} / {base}": ratios(engines[base], engines[one]) for base, one in compared_pairs(engines)},
         }
     return report | {"models": models}
 
@@ -89,7 +89,7 @@ def forced(engines: Report) -> Report:
     return found | ({f"{OURS} with each text alone": alone} if alone else {})
 
 
-def compared(engines: Report) -> list[tuple[str, str]]:
+def compared_pairs(engines: Report) -> list[tuple[str, str]]:
     """Which engines are compared: ours with each peer, and a host with our plugin with the host as it is."""
     found = [(base, one) for base in (OURS, f"vllm+{OURS}") for one in engines if base in engines]
     return [(base, one) for base, one in found if one not in (OURS, base)]

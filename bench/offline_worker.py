@@ -33,6 +33,8 @@ class Engine(Protocol):
     version: str
     kv_tokens: int | None
 
+    def __init__(self, directory: str, options: dict[str, Any]) -> None: ...
+
     def generate(self, prompts: Prompts, tokens: int) -> list[list[int]]:
         """That many greedy tokens of each prompt, past any end token."""
         ...
@@ -150,7 +152,7 @@ def main() -> None:
         command = json.loads(line)
         try:
             if "load" in command:
-                engine = ENGINES[sys.argv[1]](**command["load"])  # type: ignore[call-arg]
+                engine = ENGINES[sys.argv[1]](**command["load"])
                 answer: dict[str, Any] = {"environment": environment(engine.version), "kv_tokens": engine.kv_tokens}
             elif "memory" in command:
                 answer = gpu_memory()

@@ -91,8 +91,8 @@ def _turn_partly(
     DIM: tl.constexpr, ROTATED: tl.constexpr, WHOLE: tl.constexpr, HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """As `_turn`; all of a head is one tile, and the other numbers of its pairs are read again: tiles of other widths
-    would meet in shared memory."""
+    """As `_turn`; a head is one tile, and so are the other numbers of its pairs, read again where they lie apart:
+    tiles of other widths would meet in shared memory."""
     dtype = source.dtype.element_ty
     column = tl.arange(0, WHOLE)[None, :]
     there = column < DIM

@@ -23,6 +23,7 @@ from allotrope.attention.csa.spec import CsaSpec
 from allotrope.attention.dsa.triton_topk import top_rows
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mla.triton_decode import arch_of, slots_of
+from allotrope.attention.splits import cheapest_splits
 
 # Bytes of scores that are held at once in a prefill.
 SCRATCH = 1 << 28
@@ -98,12 +99,7 @@ def split_count(programs: int, tiles: int, slots: int) -> int:
     """Parts of each list: the number under which `programs` lists of `tiles` tiles are done first by `slots` programs
     at a time. Beginning and ending a program takes as long as 2.4 tiles on an H200, joining parts as long as 1.3.
     """
-
-    def cost(splits: int) -> float:
-        waves = -(-programs * splits // slots)
-        return waves * (2.4 + -(-tiles // splits)) + (1.3 if splits > 1 else 0.0)
-
-    return min(range(1, min(MOST_SPLITS, max(1, tiles)) + 1), key=cost)
+    return cheapest_splits(programs, tiles, slots, min(MOST_SPLITS, max(1, tiles)), begin=2.4, join=1.3)
 
 
 def _angles(spec: CsaSpec, positions: torch.Tensor) -> Angles:

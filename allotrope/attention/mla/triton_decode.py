@@ -23,6 +23,7 @@ from allotrope.attention.batch import PageIndex
 from allotrope.attention.mla.rows import BLOCK
 from allotrope.attention.mla.spec import MlaSpec
 from allotrope.attention.mla.triton_store import planes
+from allotrope.attention.splits import cheapest_splits
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _BLOCK = tl.constexpr(BLOCK)
@@ -251,16 +252,10 @@ def join_kernel(
 def split_count(queries: int, groups: int, steps: int, slots: int) -> int:
     """Splits of each query: the fewest that keep the chip's `slots` programs about as busy as any number would.
 
-    `groups`: programs of one split of a query. `steps`: of the longest query. The cost of a number is its waves of
-    programs, each as long as a split, and what one more split costs to write and join.
+    `groups`: programs of one split of a query. `steps`: of the longest query.
     """
     most = min(64, max(1, steps // 4), max(1, 2 * slots // max(1, queries * groups)))
-
-    def cost(splits: int) -> float:
-        waves = -(-queries * groups * splits // slots)
-        return waves * (-(-steps // splits) + 2.0) + (0.0 if splits == 1 else 4.0 + 0.25 * splits)
-
-    return min(range(1, most + 1), key=cost)
+    return cheapest_splits(queries * groups, steps, slots, most, begin=2.0, join=4.0, each=0.25)
 
 
 def arch_of(device: torch.device) -> str:

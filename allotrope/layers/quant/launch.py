@@ -25,8 +25,8 @@ INTERPRETER = "interpreter"
 
 @dataclass(frozen=True)
 class Shape:
-    """A product but for its rows. `kind`: of the weights, "plain" for those of 16 bits. `experts`: 0 for one weight.
-    `outputs`: of the result; `gated`: of two weights.
+    """A product but for its rows. `kind`: of the weights, "plain" for those of 16 bits, "fp32" where any but FP8 ones
+    meet fp32 rows. `experts`: 0 for one weight. `outputs`: of the result; `gated`: of two weights.
     """
 
     kind: Kind | Literal["plain", "fp32"]

@@ -223,7 +223,8 @@ def product_kernel(
         row_mask = (row < end)[:, None]
         column_mask = (column < outputs)[:, None]
         a = x + token.to(tl.int64)[:, None] * x_stride
-        w = codes + expert.to(tl.int64) * expert_stride + column.to(tl.int64)[:, None] * code_stride
+        own = codes + expert.to(tl.int64) * expert_stride
+        w = own + column.to(tl.int64)[:, None] * code_stride
         v = w + tl.cast(outputs, tl.int64) * code_stride
         s = scales + expert.to(tl.int64) * scale_expert
         scaled = tl.program_id(1) * COLUMNS if ONE_SCALE else column
@@ -244,10 +245,9 @@ def product_kernel(
         elif KIND == "plain":
             total, other = _walk_plain(total, a, row_mask, w, v, column_mask, begin, stop, inputs, GATED, LEFT)
         else:
-            e = expert.to(tl.int64)
             total, other = walk_fp4(
-                a, codes + e * expert_stride, s, tl.program_id(1) * COLUMNS, outputs, inputs, begin, stop, code_stride,
-                scale_row, GATED, HOPPER, LEFT, ROWS, COLUMNS, DEPTH,
+                a, own, s, tl.program_id(1) * COLUMNS, outputs, inputs, begin, stop, code_stride, scale_row,
+                GATED, HOPPER, LEFT, ROWS, COLUMNS, DEPTH,
             )  # fmt: skip
         last = True
         if SPLITS > 1:
