@@ -6,6 +6,8 @@ tokens at once, and a token's sum does not depend on the tokens beside it.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 
 from allotrope.cpu.experts import expert_functions
 from allotrope.cpu.product import PackedStack, packs
+from allotrope.layers.beside import beside
 from allotrope.layers.build import Build
 from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.linear import Linear, Product, worth_packing
@@ -106,6 +109,8 @@ def has_grouped_product(device: torch.device) -> bool:
 
 
 Stack = DeviceStack | QuantizedStack
+Added = tuple[torch.Tensor | None, torch.Tensor | None]
+"""What every token gets beside its experts', [T, hidden], and a gate [T, 1] whose sigmoid that is multiplied by."""
 
 
 class Experts(nn.Module):
@@ -163,11 +168,10 @@ class Experts(nn.Module):
         x: torch.Tensor,
         weights: torch.Tensor,
         experts: torch.Tensor,
-        shared: torch.Tensor | None = None,
-        gate: torch.Tensor | None = None,
+        added: Callable[[], Added] = lambda: (None, None),
     ) -> torch.Tensor:
-        """`x`: [T, hidden]. `weights` fp32, `experts`: [T, k]. `shared`: [T, hidden] to be added, with `gate`: [T, 1]
-        times its sigmoid. Returns [T, hidden], summed over the ranks.
+        """`x`: [T, hidden]. `weights` fp32, `experts`: [T, k]. `added` is asked for last. Returns [T, hidden], summed
+        over the ranks.
         """
         # Once, not on every rank.
         down_bias = self.down_bias if self.parallel.rank == 0 else None
@@ -180,6 +184,7 @@ class Experts(nn.Module):
             inner = gate_up(x, ends, source, self.gate_up_bias, self.gating)
             results = down(inner, ends)
             if routing is not None and self.parallel.size == 1:
+                shared, gate = added()
                 # One launch for all that is left to add.
                 summed: torch.Tensor = routing.combine(
                     results, weights, place, x.dtype, shared=shared, gate=gate, bias=down_bias, experts=experts
@@ -187,6 +192,7 @@ class Experts(nn.Module):
                 return summed
             y = self._combine(results, weights, experts, place, down_bias).to(x.dtype)
         y = self.parallel.all_reduce(y)
+        shared, gate = added()
         if shared is None:
             return y
         return y + (shared if gate is None else shared * torch.sigmoid(gate))
@@ -268,7 +274,13 @@ class Moe(nn.Module):
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
+        added: Callable[[], Added] = functools.partial(self._added, x, here)
+        if self.shared is not None and self.experts.parallel.size == 1:
+            # Ranks that talk to each other need one order for all they say.
+            added = beside(added, x)
         weights, experts = self.router(x, here.step.ids)
+        return self.experts(x, weights, experts, added)
+
+    def _added(self, x: torch.Tensor, here: LayerStep) -> Added:
         shared = self.shared(x, here) if self.shared is not None else None
-        gate = self.shared_gate(x) if self.shared_gate is not None else None
-        return self.experts(x, weights, experts, shared, gate)
+        return shared, self.shared_gate(x) if self.shared_gate is not None else None

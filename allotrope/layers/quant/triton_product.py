@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
+from allotrope.layers.beside import is_beside
 from allotrope.layers.mlp_triton import ACTIVATIONS, gate
 from allotrope.layers.quant.launch import INTERPRETER, Launch, Shape, chip_of, launch_for, rule_of_thumb
 from allotrope.layers.quant.library import in_library, scaled_product
@@ -335,7 +336,7 @@ def multiply(
         if tiles * blocks > _TILES or tiles * blocks * launch.splits * launch.rows * launch.columns > _PARTS:
             launch = replace(launch, splits=1)
         else:
-            parts, arrivals = _scratch(x.device)
+            parts, arrivals = _scratch(x.device, is_beside(x.device))
     product_kernel[(tiles, blocks, launch.splits)](
         x,
         x_scales,
@@ -405,8 +406,10 @@ _PARTS, _TILES = 1 << 23, 1 << 13
 
 
 @functools.cache
-def _scratch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Parts and arrivals: products of a device follow each other. Of one size for good, for graphs hold on to them."""
+def _scratch(device: torch.device, beside: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parts and arrivals: products follow each other, but for those that run beside others. Of one size for good, for
+    graphs hold on to them.
+    """
     return torch.empty(_PARTS, device=device), torch.zeros(_TILES, dtype=torch.int32, device=device)
 
 
