@@ -48,7 +48,9 @@ class Engine(Protocol):
 class Allotrope:
     def __init__(self, directory: str, options: dict[str, Any]) -> None:
         import allotrope
+        from allotrope.logs import configure_logging
 
+        configure_logging()
         self.llm = allotrope.LLM(directory, **options)
         self.version = getattr(allotrope, "__version__", "checkout")
         self.kv_tokens: int | None = self.llm.engine.memory.tokens
