@@ -104,12 +104,14 @@ def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
     if usual <= 128:
         heights = [h for h in (16, 32, 64) if h >= min(usual, 64) / 2 and h <= max(16, 4 * usual)]
         splits = (1,) if shape.gated or shape.experts else (1, 2, 4, 8)
-        for height, columns, split, stages in itertools.product(heights, (64, 128), splits, (3, 5)):
+        for height, columns, split, stages in itertools.product(heights, (64, 128), splits, (2, 3, 5)):
             if split > max(1, shape.inputs // 512) or (split > 1 and -(-shape.outputs // columns) * split > 1100):
                 continue
             yield Launch(height, columns, split, True, True, 4, stages)
             if fp8 and height > 16:
                 yield Launch(height, columns, split, True, False, 4, stages)
+        if shape.experts and not shape.gated:
+            yield from (Launch(height, 256, 1, True, True, 8, 3) for height in heights)
     if usual > 32:
         for height, columns, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (3, 4)):
             wide = 2 * columns if shape.gated else columns

@@ -326,7 +326,7 @@ def multiply(
         tiles = rows // launch.rows + min(weight.experts, rows)
     blocks = triton.cdiv(outputs, launch.columns)
     table = None
-    if weight.experts and tiles > _SEARCHED:
+    if weight.experts and tiles * blocks > _SEARCHED:
         table = torch.empty((tiles, 2), dtype=torch.int32, device=x.device)
         tiles_kernel[(triton.cdiv(tiles, _TABLE_BLOCK),)](
             ends, table, weight.experts, tiles, triton.next_power_of_2(weight.experts), launch.rows, _TABLE_BLOCK
@@ -398,8 +398,8 @@ def _constants(weight: Prepared, outputs: int, launch: Launch, chip: str) -> dic
     }
 
 
-# Tiles from which a table of them is made first: below, every program finds its expert by itself.
-_SEARCHED, _TABLE_BLOCK = 1024, 16
+# Programs up to which each finds its expert by itself; for more, a table that is made first was faster.
+_SEARCHED, _TABLE_BLOCK = 4096, 16
 
 # Numbers and tiles that programs which share inputs have room for.
 _PARTS, _TILES = 1 << 23, 1 << 13
