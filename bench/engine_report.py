@@ -157,14 +157,33 @@ def page(report: Report) -> str:
     """The report in Markdown."""
     settings = report["settings"]
     caching = "on" if settings["prefix_caching"] else "off"
-    lines = ["# Engines", "", *(f"`{command}`\n" for command in report["commands"])]
-    lines.append(
+    lines = [
+        "# Engines",
+        "",
         f"Random weights and prompts, greedy, prefix caches {caching}; median of {settings['runs']} runs (least to "
-        f"most). Of a ratio A / B above 1, B is faster. {report['date']}."
-    )
+        f"most). Of a ratio A / B above 1, B is faster. {report['date']}.",
+        *_overview(report["models"]),
+    ]
     for name, model in report["models"].items():
         lines += ["", f"## {name}", "", f"{model['described']}", "", *_table(model), "", *_remarks(model, settings)]
+    lines += ["", "## Commands", "", "\n\n".join(f"`{command}`" for command in report["commands"])]
     return "\n".join(lines) + "\n"
+
+
+def _overview(models: Report) -> list[str]:
+    """A row of ratios for each model and pair of engines, where there are several."""
+    pairs = [(name, pair, found) for name, model in models.items() for pair, found in model["ratios"].items() if found]
+    if len(pairs) < 2:
+        return []
+    cases = list(dict.fromkeys(case for _, _, found in pairs for case in found if case != "start_s"))
+    shown = [(case, key, label) for key, (label, _, compared) in MEASURES.items() if compared for case in cases]
+    head = ["", "", "start", *(f"{label.partition(' ')[0]} {case}" for case, _, label in shown)]
+    lines = ["", "| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
+    for name, pair, found in pairs:
+        ratio = [found.get("start_s"), *(found.get(case, {}).get(key) for case, key, _ in shown)]
+        cells = ["" if one is None else f"{one:.2f}×" for one in ratio]
+        lines.append("| " + " | ".join([name, pair, *cells]) + " |")
+    return lines
 
 
 def _table(model: Report) -> list[str]:
@@ -301,10 +320,9 @@ def _plot(path: Path, report: Report) -> None:
         for axes, key in zip(line, shown, strict=True):
             _bars(axes, model["engines"], key)
             axes.set_title(f"{name}: {MEASURES[key][0]}")
-    commands = "\n".join(report["commands"])
-    figure.text(0.01, 0.005, f"{report['date']}\n{commands}", fontsize=6, wrap=True, family="monospace")
-    figure.tight_layout(rect=(0, 0.03 + 0.02 * (len(report["commands"]) + 1) / len(models), 1, 1))
-    figure.savefig(path, dpi=130)
+    figure.text(0.01, 0.005, f"{report['date']}; commands: {path.with_suffix('.md').name}", fontsize=8)
+    figure.tight_layout(rect=(0, 0.1 / (len(models) + 1), 1, 1))
+    figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
 
@@ -313,6 +331,8 @@ def _bars(axes: Any, engines: Report, key: str) -> None:
     width = 0.8 / len(engines)
     for number, (engine, found) in enumerate(engines.items()):
         own = [case for case in cases if case in found["cases"]]
+        if not own:
+            continue
         places = [cases.index(case) + (number - (len(engines) - 1) / 2) * width for case in own]
         numbers = [found["cases"][case][key] for case in own]
         middle = [statistics.median(values) for values in numbers]

@@ -168,8 +168,16 @@ def test_a_run_leaves_numbers_a_table_and_what_failed(engine: Any, weights: Any,
     assert whole["apart"]["allotrope with each text alone"]["most"] < 1e-3
     assert whole["apart"]["vllm"] == pytest.approx({"places": 32, "median": 0.25, "most": 0.25})
     assert whole["ratios"]["vllm / allotrope"] == {"start_s": 4.0, "16/4/2": {"prefill_s": 2.0, "tpot_ms": 2.0}}
-    assert "2.00×" in (tmp_path / "both.md").read_text()
+    page = (tmp_path / "both.md").read_text()
+    assert "2.00×" in page and page.rstrip().endswith("`") and "| tiny | vllm / allotrope |" not in page
     assert not find_spec("matplotlib") or (tmp_path / "both.png").stat().st_size > 1000
+
+    # With the plugin's host as well there is a row for each pair.
+    hosted = later | {"models": {"tiny": later["models"]["tiny"] | {"engines": {"vllm+allotrope": peer}}}}
+    (tmp_path / "hosted.json").write_text(json.dumps(hosted))
+    assert engine.main([*merge[:3], str(tmp_path / "hosted.json"), "--out", str(tmp_path / "all")]) == 0
+    page = (tmp_path / "all.md").read_text()
+    assert page.count("| tiny | ") == 3 and "| tiny | vllm / vllm+allotrope | 1.00× |" in page
 
     other = later | {"models": {"tiny": later["models"]["tiny"] | {"digest": "another"}}}
     (tmp_path / "later.json").write_text(json.dumps(other))
