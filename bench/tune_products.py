@@ -28,7 +28,7 @@ from kernel_timing import Stopwatch
 from allotrope.attention.check import TOLERANCES, compare
 from allotrope.layers.mlp import Gating
 from allotrope.layers.quant.format import Quantized, as_multiplied
-from allotrope.layers.quant.launch import Launch, Shape, bucket, chip_of, write_tuned
+from allotrope.layers.quant.launch import GROUPS, Launch, Shape, bucket, chip_of, write_tuned
 from allotrope.layers.quant.prepare import Prepared, prepare, prepare_plain
 
 GATING = Gating()
@@ -118,8 +118,10 @@ def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
             if wide > 256 or (height * wide > 64 * 256 and warps == 4):
                 continue
             yield Launch(height, columns, 1, False, False, warps, stages)
-        if shape.kind == "fp8" and not shape.experts:
+        if fp8 and not shape.experts:
             yield Launch(128, 128, 1, False, False, 8, 3, library=True)
+        if fp8 and shape.experts:
+            yield GROUPS
 
 
 def _of_four_bits(shape: Shape, usual: int) -> Iterator[Launch]:

@@ -9,6 +9,7 @@ MODULES: tuple[str, ...] = (
     "allotrope.layers.hyper_connection_triton",
     "allotrope.layers.mlp_triton",
     "allotrope.layers.norm_triton",
+    "allotrope.layers.quant.gluon_experts",
     "allotrope.layers.quant.triton_product",
     "allotrope.layers.quant.triton_quantize",
     "allotrope.layers.routing_triton",

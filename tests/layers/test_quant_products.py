@@ -12,7 +12,7 @@ from allotrope.attention.check import KINDS, compare
 from allotrope.layers.mlp import Gating
 from allotrope.layers.quant import triton_quantize
 from allotrope.layers.quant.format import ACTIVATION_RUN, Format, Quantized, as_multiplied, quantize, quantize_rows
-from allotrope.layers.quant.launch import Launch
+from allotrope.layers.quant.launch import GROUPS, Launch
 from allotrope.layers.quant.prepare import prepare, prepare_plain
 from allotrope.layers.quant.triton_product import multiply
 
@@ -45,6 +45,9 @@ def test_activations_are_rounded_as_the_twin_does(inputs: int) -> None:
     want, factors = quantize_rows(x)
     assert torch.equal(scales, factors)
     # Division rounds in its own way on a chip: a code may be the neighbour of one that is nearly as near.
+    order = torch.tensor([4, 0, 0], device=DEVICE)
+    taken, its_scales = triton_quantize.quantize_rows(x, source=order)
+    assert torch.equal(taken.float(), codes.float()[order]) and torch.equal(its_scales, scales[order])
     near = (codes.float() * scales.repeat_interleave(ACTIVATION_RUN, 1) - x_padded(x)).abs()
     assert bool((near <= 32.5 * scales.repeat_interleave(ACTIVATION_RUN, 1)).all())
     assert float((codes.float() != want.float()).float().mean()) < 0.01
@@ -156,6 +159,30 @@ def test_a_table_of_tiles_says_what_programs_find(monkeypatch: pytest.MonkeyPatc
     want = multiply(x, weight, ends=ends)
     monkeypatch.setattr("allotrope.layers.quant.triton_product._SEARCHED", 0)
     assert torch.equal(multiply(x, weight, ends=ends), want)
+
+
+@pytest.mark.parametrize("gating", [None, Gating()], ids=["plain", "silu"])
+@pytest.mark.parametrize("sizes", [[5, 0, 300, 1], [0, 128, 0, 65], [129, 64]], ids=str)
+def test_groups_of_warps_say_the_same(sizes: list[int], gating: Gating | None) -> None:
+    """On Hopper; elsewhere the same launch is one of `product_kernel`. Blocks of outputs and steps of odd numbers."""
+    torch.manual_seed(0)
+    count, outputs, inputs, tokens = len(sizes), 384 * (2 if gating else 1), 5 * 128, 40
+    weight = weight_of(BLOCK, count, outputs, inputs, rows=128)
+    x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
+    source = torch.randint(tokens, (sum(sizes),), device=DEVICE, dtype=torch.int32)
+    ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    rows = as_multiplied(x, "fp8")[source].split(sizes)
+    want = torch.cat([part @ plain.T for part, plain in zip(rows, weight.dequantized(), strict=True)])
+    if gating is not None:
+        gate, up = want.chunk(2, dim=1)
+        want = gate * torch.sigmoid(gate) * up
+    memory = torch.full((len(want), want.shape[1] + 8), 7.0, device=DEVICE).bfloat16()
+    out = memory[:, : want.shape[1]]
+    given = {"weight": prepare(weight), "ends": ends, "gating": gating, "launch": GROUPS}
+    check(multiply(x, source=source, out=out, **given), want)
+    assert bool((memory[:, want.shape[1] :] == 7).all())
+    # The same rows, in order already.
+    assert torch.equal(multiply(x[source], **given), out)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="PyTorch multiplies blocks on a GPU only")

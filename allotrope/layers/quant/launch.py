@@ -45,7 +45,8 @@ class Shape:
 class Launch:
     """`rows`, `columns`: of a program's tile. `splits`: programs that share the inputs. `left`: the weights are the
     left operand. `quantize`: FP8 activations are rounded in the product, not before it. `depth`: inputs of a step, for
-    4-bit weights. `library`: PyTorch's product does it all.
+    4-bit weights. `library`: PyTorch's product does it all. `groups`: FP8 experts where groups of warps take turns, on
+    chips that know how; its tiles have sizes of their own.
     """
 
     rows: int
@@ -57,6 +58,11 @@ class Launch:
     stages: int = 4
     depth: int = 128
     library: bool = False
+    groups: bool = False
+
+
+GROUPS = Launch(128, 128, left=False, quantize=False, warps=8, stages=3, groups=True)
+"""What `groups` goes with: the same tiles where the chip does not know how."""
 
 
 def bucket(rows: int) -> int:

@@ -25,6 +25,7 @@ import triton.language as tl
 from allotrope.attention.ahead import Variant
 from allotrope.layers.beside import is_beside
 from allotrope.layers.mlp_triton import ACTIVATIONS, gate
+from allotrope.layers.quant.gluon_experts import in_groups, multiply_in_groups
 from allotrope.layers.quant.launch import INTERPRETER, Launch, Shape, chip_of, launch_for, rule_of_thumb
 from allotrope.layers.quant.library import in_library, scaled_product
 from allotrope.layers.quant.prepare import Prepared
@@ -319,18 +320,23 @@ def multiply(
         return scaled_product(x, weight, bias, out)
     fp8 = weight.kind == "fp8"
     x_scales = None
+    groups = launch.groups and ends is not None and in_groups(weight, gating, bias)
     if fp8 and not launch.quantize:
-        x, x_scales = quantize_rows(x)
+        x, x_scales = quantize_rows(x, source=source if groups else None)
     tiles = triton.cdiv(rows, launch.rows)
     if weight.experts:
         tiles = rows // launch.rows + min(weight.experts, rows)
     blocks = triton.cdiv(outputs, launch.columns)
     table = None
-    if weight.experts and tiles * blocks > _SEARCHED:
+    if weight.experts and (groups or tiles * blocks > _SEARCHED):
         table = torch.empty((tiles, 2), dtype=torch.int32, device=x.device)
         tiles_kernel[(triton.cdiv(tiles, _TABLE_BLOCK),)](
             ends, table, weight.experts, tiles, triton.next_power_of_2(weight.experts), launch.rows, _TABLE_BLOCK
         )
+    if groups:
+        assert ends is not None and x_scales is not None and table is not None
+        multiply_in_groups(x, x_scales, weight, ends, table, gating is not None, out)
+        return out
     parts, arrivals = None, None
     if launch.splits > 1:
         if tiles * blocks > _TILES or tiles * blocks * launch.splits * launch.rows * launch.columns > _PARTS:

@@ -27,23 +27,33 @@ def to_codes(x):
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
-def quantize_kernel(x, codes, scales, inputs, runs, x_stride, code_stride, scale_stride, RUNS: tl.constexpr):
-    """`scales`: the runs of a row lie `scale_stride` apart, rows side by side."""
+def quantize_kernel(
+    x, source, codes, scales, inputs, runs, x_stride, code_stride, scale_stride, RUNS: tl.constexpr,
+    GATHER: tl.constexpr,
+):  # fmt: skip
+    """Row i is row `source[i]` of `x` with GATHER. `scales`: the runs of a row lie `scale_stride` apart, rows side by
+    side."""
     row = tl.program_id(0).to(tl.int64)
+    token = row
+    if GATHER:
+        token = tl.load(source + row).to(tl.int64)
     run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
     column = run[:, None] * 128 + tl.arange(0, 128)[None, :]
-    values = tl.load(x + row * x_stride + column, mask=column < inputs, other=0.0).to(tl.float32)
+    values = tl.load(x + token * x_stride + column, mask=column < inputs, other=0.0).to(tl.float32)
     code, scale = to_codes(values)
     tl.store(codes + row * code_stride + column, code, mask=(run < runs)[:, None])
     tl.store(scales + run.to(tl.int64) * scale_stride + row, scale, mask=run < runs)
 
 
-def quantize_rows(x: torch.Tensor, *, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(
+    x: torch.Tensor, *, source: torch.Tensor | None = None, whole: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As `format.quantize_rows`. `x`: any row stride. The scales are a view whose rows lie side by side in memory.
 
-    `whole`: rows are rounded up to fours, with anything in those that are not in x.
+    `source`: which rows of x, all in their order if None. `whole`: rows are rounded up to fours, with anything in those
+    that are not in x.
     """
-    tokens, inputs = x.shape
+    tokens, inputs = len(x) if source is None else len(source), x.shape[1]
     runs = triton.cdiv(inputs, ACTIVATION_RUN)
     rows = -(-tokens // 4) * 4
     codes = torch.empty((rows, runs * ACTIVATION_RUN), dtype=torch.float8_e4m3fn, device=x.device)
@@ -52,7 +62,10 @@ def quantize_rows(x: torch.Tensor, *, whole: bool = False) -> tuple[torch.Tensor
         each = min(8, triton.next_power_of_2(runs))
         strides = x.stride(0), codes.stride(0), scales.stride(0)
         grid = (tokens, triton.cdiv(runs, each))
-        quantize_kernel[grid](x, codes, scales, inputs, runs, *strides, RUNS=each, num_warps=max(1, each // 2))
+        quantize_kernel[grid](
+            x, source, codes, scales, inputs, runs, *strides, RUNS=each, GATHER=source is not None,
+            num_warps=max(1, each // 2),
+        )  # fmt: skip
     kept = rows if whole else tokens
     return codes[:kept], scales[:, :kept].t()
 
@@ -62,4 +75,5 @@ def variants(arch: str) -> list[Variant]:
     signature = {"x": "*bf16:16", "codes": "*fp8e4nv:16", "scales": "*fp32:16"}
     signature |= dict.fromkeys(("inputs", "runs"), "i32") | {"x_stride": "i32:16", "code_stride": "i32:16"}
     signature |= {"scale_stride": "i32"}
-    return [Variant("activations to e4m3", quantize_kernel, signature, {"RUNS": 8}, 4, 1)]
+    constants = {"RUNS": 8, "GATHER": False, "source": None}
+    return [Variant("activations to e4m3", quantize_kernel, signature, constants, 4, 1)]
