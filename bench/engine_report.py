@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -149,8 +150,13 @@ def write_json(out: Path, report: Report) -> Path:
     """Write `out`.json alone: what is found so far, summarized."""
     out.parent.mkdir(parents=True, exist_ok=True)
     path = out.with_name(out.name + ".json")
-    path.write_text(json.dumps(summarize(report), indent=1) + "\n")
+    # Numbers side by side: a line for each of them would be thousands.
+    text = _NUMBERS.sub(lambda found: " ".join(found[0].split()), json.dumps(summarize(report), indent=1))
+    path.write_text(text + "\n")
     return path
+
+
+_NUMBERS = re.compile(r'\[\s+(?:[-\d.e]+,?\s+)+\]|\{\s+(?:"\d+": [-\d.e]+,?\s+)+\}')
 
 
 def page(report: Report) -> str:
