@@ -12,6 +12,7 @@ MODULES: tuple[str, ...] = (
     "allotrope.layers.quant.gluon_experts",
     "allotrope.layers.quant.triton_product",
     "allotrope.layers.quant.triton_quantize",
+    "allotrope.layers.ranking_triton",
     "allotrope.layers.routing_triton",
     "allotrope.layers.sampler_triton",
 )

@@ -152,7 +152,8 @@ def sample(logits: torch.Tensor, step: SamplingStep) -> Sampled:
         good = peaks.isfinite() if finite is None else peaks.isfinite() & finite
     scores = None
     if step.scored is not None:
-        score = score_tokens if fused is None else fused.score_tokens
+        ranking = device_kernels("ranking", logits.device)
+        score = score_tokens if ranking is None else ranking.score_tokens
         scores = score(raw, token_ids.index_select(0, step.scored), step.top_count)
     return Sampled(token_ids if good is None else token_ids.where(good, -1), scores)
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
-from allotrope.layers.ranking import TokenScores
+from allotrope.layers.ranking_triton import NOTHING, key_of, logit_of
 from allotrope.layers.sampler import RandomRows, SamplingStep
 
 SEGMENT = 4096
@@ -29,23 +29,7 @@ _UNIT = tl.constexpr(2.0**40)
 _LEAST_TEMPERATURE = tl.constexpr(1e-30)
 # Below the best by this many temperatures a token weighs nothing: exp(-28) < 2^-40.
 _REACH = tl.constexpr(28.0)
-_NO_NUMBER = tl.constexpr(0x7FFFFFFF)
 _ABSENT = tl.constexpr(-0x80000000)
-_NOTHING = tl.constexpr(-0x8000000000000000)
-
-
-@triton.jit
-def _key(z):
-    """int32 that sorts as the float does; equal floats have equal keys, and NaN is above all."""
-    bits = tl.where(z == 0, 0.0, z).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return tl.where(z == z, ordered, _NO_NUMBER)
-
-
-@triton.jit
-def _logit(key):
-    """The float of a key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -59,7 +43,7 @@ def _weight(z, peak, temperature):
 def _peak(peaks, row, segments, SEGMENTS: tl.constexpr):
     """A row's best token as `key * 2^32 + (vocab - 1 - id)`, from what `peaks_kernel` left of each segment."""
     segment = tl.arange(0, SEGMENTS)
-    found = tl.load(peaks + row * segments + segment, mask=segment < segments, other=_NOTHING)
+    found = tl.load(peaks + row * segments + segment, mask=segment < segments, other=NOTHING)
     return tl.max(found, axis=0)
 
 
@@ -70,7 +54,7 @@ def peaks_kernel(logits, peaks, vocab, row_stride, segments, SEGMENT: tl.constex
     column = segment * SEGMENT + tl.arange(0, SEGMENT)
     there = column < vocab
     z = tl.load(logits + row * row_stride + column, mask=there, other=-float("inf"))
-    packed = tl.where(there, _key(z).to(tl.int64) * 4294967296 + (vocab - 1 - column), _NOTHING)
+    packed = tl.where(there, key_of(z).to(tl.int64) * 4294967296 + (vocab - 1 - column), NOTHING)
     tl.store(peaks + row * segments + segment, tl.max(packed, axis=0))
 
 
@@ -79,7 +63,7 @@ def greedy_kernel(peaks, out, vocab, segments, SEGMENTS: tl.constexpr):
     """The best token of every row; -1 where its logit is not finite."""
     row = tl.program_id(0).to(tl.int64)
     packed = _peak(peaks, row, segments, SEGMENTS)
-    best = _logit((packed >> 32).to(tl.int32))
+    best = logit_of((packed >> 32).to(tl.int32))
     good = tl.abs(best) < float("inf")
     tl.store(out + row, tl.where(good, vocab - 1 - (packed & 0xFFFFFFFF), -1))
 
@@ -92,7 +76,7 @@ def whole_masses_kernel(
     """Weight of each segment after min-p, [N, segments]."""
     n, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + n)
-    peak = _logit((_peak(peaks, row, segments, SEGMENTS) >> 32).to(tl.int32))
+    peak = logit_of((_peak(peaks, row, segments, SEGMENTS) >> 32).to(tl.int32))
     column = segment * SEGMENT + tl.arange(0, SEGMENT)
     z = tl.load(logits + row * row_stride + column, mask=column < vocab, other=-float("inf"))
     weight = _weight(z, peak, tl.load(temperature + n))
@@ -109,7 +93,7 @@ def draw_whole_kernel(
     """The first token, by id, at which the sum of weights passes `uniform` of the whole."""
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + n)
-    peak = _logit((_peak(peaks, row, segments, SEGMENTS) >> 32).to(tl.int32))
+    peak = logit_of((_peak(peaks, row, segments, SEGMENTS) >> 32).to(tl.int32))
     if tl.abs(peak) < float("inf"):
         place = tl.arange(0, SEGMENTS)
         mass = tl.load(masses + n * segments + place, mask=place < segments, other=0)
@@ -131,7 +115,7 @@ def draw_whole_kernel(
 def _edge(peak, temperature, j, EDGES: tl.constexpr):
     """Key of the j-th logit that candidates may begin at: near the best closer together, the last at `_REACH`."""
     part = (tl.full([], 1, tl.float32) + j) / EDGES
-    return _key(peak - _REACH * part * tl.sqrt(part) * tl.maximum(temperature, _LEAST_TEMPERATURE))
+    return key_of(peak - _REACH * part * tl.sqrt(part) * tl.maximum(temperature, _LEAST_TEMPERATURE))
 
 
 @triton.jit
@@ -142,12 +126,12 @@ def edges_kernel(
     """Keys of the edges, [N, EDGES]; number and weight of each segment's tokens at or above, [N, segments, EDGES]."""
     n, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + n)
-    peak = _logit((_peak(peaks, row, segments, SEGMENTS) >> 32).to(tl.int32))
+    peak = logit_of((_peak(peaks, row, segments, SEGMENTS) >> 32).to(tl.int32))
     heat = tl.load(temperature + n)
     column = segment * SEGMENT + tl.arange(0, SEGMENT)
     there = column < vocab
     z = tl.load(logits + row * row_stride + column, mask=there, other=-float("inf"))
-    key, weight = tl.where(there, _key(z), _ABSENT), _weight(z, peak, heat)
+    key, weight = tl.where(there, key_of(z), _ABSENT), _weight(z, peak, heat)
     place = (n * segments + segment) * EDGES
     for j in range(EDGES):
         edge = _edge(peak, heat, j, EDGES)
@@ -196,7 +180,7 @@ def candidates_kernel(
         column = segment * SEGMENT + tl.arange(0, SEGMENT)
         there = column < vocab
         z = tl.load(logits + tl.load(rows + n) * row_stride + column, mask=there, other=-float("inf"))
-        key = tl.where(there, _key(z), _ABSENT)
+        key = tl.where(there, key_of(z), _ABSENT)
         above = key >= tl.load(edges + n * EDGES + edge)
         to = start + tl.cumsum(above.to(tl.int32), axis=0) - 1
         tl.store(found + n * ROOM + to, key.to(tl.int64) * 4294967296 + column, mask=above)
@@ -207,17 +191,17 @@ def _load_chunk(start, found, chunk, size, written, vocab, CHUNK: tl.constexpr):
     """Keys and ids of some tokens, by id: of the candidates, or of the row where they are not written out."""
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     if written:
-        packed = tl.load(found + place, mask=place < size, other=_NOTHING)
+        packed = tl.load(found + place, mask=place < size, other=NOTHING)
         key, ids = packed >> 32, (packed & 0xFFFFFFFF).to(tl.int32)
     else:
         z = tl.load(start + place, mask=place < vocab, other=-float("inf"))
-        key, ids = tl.where(place < vocab, _key(z), _ABSENT).to(tl.int64), place
+        key, ids = tl.where(place < vocab, key_of(z), _ABSENT).to(tl.int64), place
     return key, ids
 
 
 @triton.jit
 def _key_weight(key, peak, heat):
-    return _weight(_logit(tl.maximum(key, _ABSENT + 0x7FFFFF).to(tl.int32)), peak, heat)
+    return _weight(logit_of(tl.maximum(key, _ABSENT + 0x7FFFFF).to(tl.int32)), peak, heat)
 
 
 @triton.jit
@@ -293,7 +277,7 @@ def draw_truncated_kernel(
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + n)
     best = _peak(peaks, row, segments, SEGMENTS) >> 32
-    peak, heat = _logit(best.to(tl.int32)), tl.load(temperature + n)
+    peak, heat = logit_of(best.to(tl.int32)), tl.load(temperature + n)
     if tl.abs(peak) < float("inf"):
         k, p = tl.load(top_k + n), tl.load(top_p + n)
         count_of, mass_of = _table(counts, masses, n, segments, SEGMENTS, EDGES)
@@ -340,55 +324,6 @@ def draw_truncated_kernel(
             chosen += tl.sum(tl.where(equal & (order == wanted), ids, 0), axis=0)
             passed += tl.sum(equal.to(tl.int32), axis=0)
         tl.store(out + row, chosen)
-
-
-@triton.jit
-def segment_scores_kernel(
-    logits, token_ids, peaks, sums, ranks, tops, count, vocab, row_stride, segments, SEGMENT: tl.constexpr
-):  # fmt: skip
-    """Of each segment: largest logit, sum of exponentials below it, tokens above the scored one, the best `count`."""
-    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = segment * SEGMENT + tl.arange(0, SEGMENT)
-    there = column < vocab
-    z = tl.load(logits + row * row_stride + column, mask=there, other=-float("inf")).to(tl.float32)
-    scored = tl.load(logits + row * row_stride + tl.maximum(tl.load(token_ids + row), 0)).to(tl.float32)
-    peak = tl.max(z, axis=0)
-    base = tl.where(peak == -float("inf"), 0.0, peak)
-    place = row * segments + segment
-    tl.store(peaks + place, peak)
-    tl.store(sums + place, tl.sum(tl.exp(z - base), axis=0))
-    tl.store(ranks + place, tl.sum((z > scored).to(tl.int32), axis=0))
-    packed = tl.where(there, _key(z).to(tl.int64) * 4294967296 + (vocab - 1 - column), _NOTHING)
-    for i in range(count):
-        best = tl.max(packed, axis=0)
-        tl.store(tops + place * count + i, best)
-        packed = tl.where(packed == best, _NOTHING, packed)
-
-
-@triton.jit
-def scores_kernel(
-    logits, token_ids, peaks, sums, ranks, tops, logprobs, rank, top_ids, top_logprobs,
-    count, vocab, row_stride, segments, SEGMENTS: tl.constexpr, TOPS: tl.constexpr,
-):  # fmt: skip
-    """Put the segments of a row together."""
-    row = tl.program_id(0).to(tl.int64)
-    segment = tl.arange(0, SEGMENTS)
-    there, place = segment < segments, row * segments + segment
-    part = tl.load(peaks + place, mask=there, other=-float("inf"))
-    peak = tl.max(part, axis=0)
-    total = tl.sum(tl.load(sums + place, mask=there, other=0.0) * tl.exp(part - peak), axis=0)
-    norm = tl.log(total)
-    scored = tl.load(logits + row * row_stride + tl.maximum(tl.load(token_ids + row), 0)).to(tl.float32)
-    tl.store(logprobs + row, scored - peak - norm)
-    tl.store(rank + row, (tl.sum(tl.load(ranks + place, mask=there, other=0), axis=0) + 1).to(tl.int64))
-    if TOPS > 0:
-        each = tl.arange(0, TOPS)
-        packed = tl.load(tops + row * segments * count + each, mask=each < segments * count, other=_NOTHING)
-        for i in range(count):
-            best = tl.max(packed, axis=0)
-            tl.store(top_ids + row * count + i, vocab - 1 - (best & 0xFFFFFFFF))
-            tl.store(top_logprobs + row * count + i, _logit((best >> 32).to(tl.int32)) - peak - norm)
-            packed = tl.where(packed == best, _NOTHING, packed)
 
 
 def choose(logits: torch.Tensor, step: SamplingStep) -> torch.Tensor:
@@ -463,40 +398,12 @@ def _draw_truncated(
     )  # fmt: skip
 
 
-def score_tokens(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> TokenScores:
-    """As `ranking.score_tokens`; a `token_ids` below 0 is scored as 0."""
-    size, vocab = logits.shape
-    count = min(count, vocab)
-    segments = triton.cdiv(vocab, SEGMENT)
-    peaks, sums = (logits.new_empty((size, segments), dtype=torch.float32) for _ in range(2))
-    ranks = logits.new_empty((size, segments), dtype=torch.int32)
-    tops = logits.new_empty((size, segments, count), dtype=torch.int64)
-    out = TokenScores(
-        token_ids,
-        logits.new_empty(size, dtype=torch.float32),
-        logits.new_empty(size, dtype=torch.int64),
-        logits.new_empty((size, count), dtype=torch.int64),
-        logits.new_empty((size, count), dtype=torch.float32),
-    )
-    row = (count, vocab, logits.stride(0), segments)
-    if size:
-        segment_scores_kernel[(size, segments)](
-            logits, token_ids, peaks, sums, ranks, tops, *row, SEGMENT=SEGMENT, num_warps=8
-        )
-        scores_kernel[(size,)](
-            logits, token_ids, peaks, sums, ranks, tops, out.logprobs, out.ranks, out.top_ids, out.top_logprobs, *row,
-            SEGMENTS=triton.next_power_of_2(segments),
-            TOPS=triton.next_power_of_2(segments * count) if count else 0, num_warps=4,
-        )  # fmt: skip
-    return out
-
-
 def variants(arch: str) -> list[Variant]:
-    """The choice and the scores of a vocabulary of 128k."""
-    kinds = dict.fromkeys(("logits", "temperature", "sums", "logprobs", "top_logprobs"), "*fp32")
+    """The choice from a vocabulary of 128k."""
+    kinds = dict.fromkeys(("logits", "temperature", "sums"), "*fp32")
     kinds |= dict.fromkeys(("top_p", "min_p", "uniform"), "*fp64")
     kinds |= dict.fromkeys(("edges", "counts", "spare"), "*i32")
-    kinds |= dict.fromkeys(("vocab", "row_stride", "segments", "count"), "i32")
+    kinds |= dict.fromkeys(("vocab", "row_stride", "segments"), "i32")
     sizes = {
         "SEGMENT": SEGMENT,
         "SEGMENTS": 32,
@@ -504,7 +411,6 @@ def variants(arch: str) -> list[Variant]:
         "ROOM": ROOM,
         "CHUNK": CHUNK,
         "MIN_P": True,
-        "TOPS": 256,
     }
     made = []
     for kernel, warps in (
@@ -515,13 +421,9 @@ def variants(arch: str) -> list[Variant]:
         (edges_kernel, 8),
         (candidates_kernel, 8),
         (draw_truncated_kernel, 16),
-        (segment_scores_kernel, 8),
-        (scores_kernel, 4),
     ):
         constants = {name: sizes[name] for name in kernel.arg_names if name in sizes}
         signature = {name: kinds.get(name, "*i64") for name in kernel.arg_names if name not in sizes}
-        if kernel in (segment_scores_kernel, scores_kernel):
-            signature |= {"peaks": "*fp32", "ranks": "*i32"}
         # Triton 3.7 puts some of the longest kernel's numbers on the stack.
         stack = 32 if kernel is draw_truncated_kernel else 0
         made.append(Variant(kernel.__name__.removesuffix("_kernel"), kernel, signature, constants, warps, 1, stack))

@@ -10,7 +10,7 @@ from device_under_test import DEVICE
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from allotrope.layers import sampler, sampler_triton
+from allotrope.layers import ranking_triton, sampler, sampler_triton
 from allotrope.layers.ranking import score_tokens
 
 VOCAB = 777
@@ -20,6 +20,7 @@ VOCAB = 777
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several segments and chunks of a small vocabulary, and little room for candidates."""
     monkeypatch.setattr(sampler_triton, "SEGMENT", 256)
+    monkeypatch.setattr(ranking_triton, "SEGMENT", 256)
     monkeypatch.setattr(sampler_triton, "ROOM", 128)
     monkeypatch.setattr(sampler_triton, "CHUNK", 64)
 
@@ -149,7 +150,7 @@ def test_scores(count: int) -> None:
     logits[3, 3], logits[4, 3] = torch.nan, torch.inf
     ids = torch.tensor([5, 130, 399, 7, 8])
     want = score_tokens(logits, ids, count)
-    got = sampler_triton.score_tokens(logits.to(DEVICE), ids.to(DEVICE), count)
+    got = ranking_triton.score_tokens(logits.to(DEVICE), ids.to(DEVICE), count)
     assert torch.allclose(got.logprobs.cpu(), want.logprobs, rtol=0, atol=1e-5, equal_nan=True)
     assert got.ranks.tolist()[:3] == want.ranks.tolist()[:3]
     assert got.top_ids.tolist()[:3] == want.top_ids.tolist()[:3]
