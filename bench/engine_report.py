@@ -184,11 +184,10 @@ def _overview(models: Report) -> list[str]:
     cases = list(dict.fromkeys(case for _, _, found in pairs for case in found if case != "start_s"))
     shown = [(case, key, label) for key, (label, _, compared) in MEASURES.items() if compared for case in cases]
     head = ["", "", "start", *(f"{label.partition(' ')[0]} {case}" for case, _, label in shown)]
-    lines = ["", "| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
+    lines = ["", *_head(head)]
     for name, pair, found in pairs:
         ratio = [found.get("start_s"), *(found.get(case, {}).get(key) for case, key, _ in shown)]
-        cells = ["" if one is None else f"{one:.2f}×" for one in ratio]
-        lines.append("| " + " | ".join([name, pair, *cells]) + " |")
+        lines.append(_line([name, pair, *_times(ratio)]))
     return lines
 
 
@@ -196,7 +195,7 @@ def _table(model: Report) -> list[str]:
     engines = model["engines"]
     shown = list(model["ratios"])
     head = ["case", "", *engines, *shown]
-    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
+    lines = _head(head)
     starts = {engine: found["start_s"] for engine, found in engines.items()}
     lines.append(_row("", "start s", 1, starts, [model["ratios"][pair].get("start_s") for pair in shown]))
     cases = dict.fromkeys(case for found in engines.values() for case in found["cases"])
@@ -210,8 +209,20 @@ def _table(model: Report) -> list[str]:
 
 def _row(case: str, label: str, digits: int, numbers: dict[str, list[float]], ratio: list[float | None]) -> str:
     cells = [case, label, *(_spread(found, digits) for found in numbers.values())]
-    cells += ["" if one is None else f"{one:.2f}×" for one in ratio]
+    return _line([*cells, *_times(ratio)])
+
+
+def _head(names: list[str]) -> list[str]:
+    """Of a table whose first two columns are words."""
+    return [_line(names), "|---|---|" + "---:|" * (len(names) - 2)]
+
+
+def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+def _times(ratios: list[float | None]) -> list[str]:
+    return ["" if one is None else f"{one:.2f}×" for one in ratios]
 
 
 def _spread(numbers: list[float], digits: int) -> str:

@@ -29,6 +29,18 @@ class TokenScores:
     top_ids: torch.Tensor
     top_logprobs: torch.Tensor
 
+    @classmethod
+    def unfilled(cls, logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> TokenScores:
+        """Memory for the scores of `token_ids` in the rows of `logits`, beside those of the `count` best."""
+        size = len(logits)
+        return cls(
+            token_ids,
+            logits.new_empty(size, dtype=torch.float32),
+            logits.new_empty(size, dtype=torch.int64),
+            logits.new_empty((size, count), dtype=torch.int64),
+            logits.new_empty((size, count), dtype=torch.float32),
+        )
+
 
 def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
     """Consecutive slices of `rows` rows of `width` numbers. On a CPU a block's intermediates stay in the cache, and
@@ -57,13 +69,7 @@ def score_tokens(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> T
     """
     size, vocab = logits.shape
     count = min(count, vocab)
-    out = TokenScores(
-        token_ids,
-        logits.new_empty(size, dtype=torch.float32),
-        logits.new_empty(size, dtype=torch.int64),
-        logits.new_empty((size, count), dtype=torch.int64),
-        logits.new_empty((size, count), dtype=torch.float32),
-    )
+    out = TokenScores.unfilled(logits, token_ids, count)
     for block in row_blocks(size, vocab, logits.device):
         raw = logits[block].float()
         logprobs = raw.log_softmax(-1)

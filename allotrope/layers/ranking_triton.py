@@ -91,13 +91,7 @@ def score_tokens(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> T
     peaks, sums = (logits.new_empty((size, segments), dtype=torch.float32) for _ in range(2))
     ranks = logits.new_empty((size, segments), dtype=torch.int32)
     tops = logits.new_empty((size, segments, count), dtype=torch.int64)
-    out = TokenScores(
-        token_ids,
-        logits.new_empty(size, dtype=torch.float32),
-        logits.new_empty(size, dtype=torch.int64),
-        logits.new_empty((size, count), dtype=torch.int64),
-        logits.new_empty((size, count), dtype=torch.float32),
-    )
+    out = TokenScores.unfilled(logits, token_ids, count)
     row = (count, vocab, logits.stride(0), segments)
     if size:
         segment_scores_kernel[(size, segments)](

@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
-from allotrope.layers.ranking_triton import NOTHING, key_of, logit_of
+from allotrope.layers.ranking_triton import NOTHING, SEGMENT, key_of, logit_of
 from allotrope.layers.sampler import RandomRows, SamplingStep
 
-SEGMENT = 4096
 # Candidates of a row that are written out.
 ROOM = 32768
 # Tokens that one program holds.

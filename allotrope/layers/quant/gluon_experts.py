@@ -10,7 +10,7 @@ traffic: a step fetches 48 KiB for 8.4 million operations. Must not know: where 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -21,10 +21,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.gluon_versions import barrier
+from allotrope.layers.mlp import Gating
 from allotrope.layers.quant.prepare import Prepared
-
-if TYPE_CHECKING:
-    from allotrope.layers.mlp import Gating
 
 ROWS, COLUMNS = 128, 128
 _STAGES, _REGISTERS = 4, 240
@@ -136,14 +134,13 @@ def experts_kernel(
 
 def in_groups(weight: Prepared, gating: Gating | None, bias: torch.Tensor | None) -> bool:
     """Whether this kernel knows the product on the weight's device."""
-    plain = gating is None or (gating.activation == "silu" and gating == type(gating)())
     return (
         weight.kind == "fp8"
         and weight.experts > 0
         and weight.scale_rows == 128
         and not weight.row_scales
         and weight.outputs % (256 if gating else 128) == 0
-        and plain
+        and gating in (None, Gating())
         and bias is None
         and weight.codes.is_cuda
         and torch.version.cuda is not None
@@ -157,13 +154,13 @@ def multiply_in_groups(
     weight: Prepared,
     ends: torch.Tensor,
     table: torch.Tensor,
-    gated: bool,
     out: torch.Tensor,
 ) -> None:
     """`codes`, `x_scales`: rows in the order of experts, as `quantize_rows` gives them. `table`: [tiles, 2], as
     `tiles_kernel` writes it for tiles of `ROWS`. `out`: [n, outputs], written into. Needs `in_groups`.
     """
     outputs = out.shape[1]
+    gated = outputs < weight.outputs
     grid = (len(table), triton.cdiv(outputs, COLUMNS if gated else 2 * COLUMNS))
     experts_kernel[grid](
         _descriptor(codes, 64), x_scales, _descriptor(weight.codes.flatten(0, 1), 128), weight.scales, ends, table, out,
@@ -173,8 +170,11 @@ def multiply_in_groups(
 
 
 def _descriptor(codes: torch.Tensor, rows: int) -> Any:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, 128], gl.float8e4nv)
-    return TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [rows, 128], layout)
+    return TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [rows, 128], _layout(rows))
+
+
+def _layout(rows: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, 128], gl.float8e4nv)
 
 
 def variants(arch: str) -> list[Variant]:
@@ -183,7 +183,8 @@ def variants(arch: str) -> list[Variant]:
         return []
     made = []
     for gated in (True, False):
-        signature = {"x": _described(64), "codes": _described(128), "x_scales": "*fp32:16", "scales": "*fp32:16"}
+        signature = {name: f"tensordesc<fp8e4nv[{n},128],{_layout(n)!r}>" for name, n in (("x", 64), ("codes", 128))}
+        signature |= {"x_scales": "*fp32:16", "scales": "*fp32:16"}
         signature |= {"ends": "*i32:16", "table": "*i32:16", "out": "*bf16:16"}
         signature |= dict.fromkeys(("experts", "steps", "x_scale_stride", "scale_expert", "scale_row"), "i32")
         signature |= {"outputs": "i32:16", "out_stride": "i32:16"}
@@ -191,8 +192,3 @@ def variants(arch: str) -> list[Variant]:
         name = f"fp8 experts, warps apart{' gated' * gated}"
         made.append(Variant(name, experts_kernel, signature, constants, 4, 1))
     return made
-
-
-def _described(rows: int) -> str:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, 128], gl.float8e4nv)
-    return f"tensordesc<fp8e4nv[{rows},128],{layout!r}>"

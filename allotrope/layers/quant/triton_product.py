@@ -25,7 +25,7 @@ import triton.language as tl
 from allotrope.attention.ahead import Variant
 from allotrope.layers.beside import is_beside
 from allotrope.layers.mlp_triton import ACTIVATIONS, gate
-from allotrope.layers.quant.gluon_experts import in_groups, multiply_in_groups
+from allotrope.layers.quant.gluon_experts import ROWS, in_groups, multiply_in_groups
 from allotrope.layers.quant.launch import INTERPRETER, Launch, Shape, chip_of, launch_for, rule_of_thumb
 from allotrope.layers.quant.library import in_library, scaled_product
 from allotrope.layers.quant.prepare import Prepared
@@ -318,25 +318,16 @@ def multiply(
     launch = launch or launch_for(shape, rows, chip)
     if launch.library and in_library(weight):
         return scaled_product(x, weight, bias, out)
+    if launch.groups and ends is not None and in_groups(weight, gating, bias):
+        multiply_in_groups(*quantize_rows(x, source=source), weight, ends, _table_of_tiles(rows, ends, ROWS), out)
+        return out
     fp8 = weight.kind == "fp8"
     x_scales = None
-    groups = launch.groups and ends is not None and in_groups(weight, gating, bias)
     if fp8 and not launch.quantize:
-        x, x_scales = quantize_rows(x, source=source if groups else None)
-    tiles = triton.cdiv(rows, launch.rows)
-    if weight.experts:
-        tiles = rows // launch.rows + min(weight.experts, rows)
+        x, x_scales = quantize_rows(x)
+    tiles = triton.cdiv(rows, launch.rows) if ends is None else _most_tiles(rows, ends, launch.rows)
     blocks = triton.cdiv(outputs, launch.columns)
-    table = None
-    if weight.experts and (groups or tiles * blocks > _SEARCHED):
-        table = torch.empty((tiles, 2), dtype=torch.int32, device=x.device)
-        tiles_kernel[(triton.cdiv(tiles, _TABLE_BLOCK),)](
-            ends, table, weight.experts, tiles, triton.next_power_of_2(weight.experts), launch.rows, _TABLE_BLOCK
-        )
-    if groups:
-        assert ends is not None and x_scales is not None and table is not None
-        multiply_in_groups(x, x_scales, weight, ends, table, gating is not None, out)
-        return out
+    table = _table_of_tiles(rows, ends, launch.rows) if ends is not None and tiles * blocks > _SEARCHED else None
     parts, arrivals = None, None
     if launch.splits > 1:
         if tiles * blocks > _TILES or tiles * blocks * launch.splits * launch.rows * launch.columns > _PARTS:
@@ -382,6 +373,21 @@ def multiply(
         num_stages=launch.stages,
     )
     return out
+
+
+def _most_tiles(rows: int, ends: torch.Tensor, height: int) -> int:
+    """Tiles of `height` rows that `rows` of the experts may take, however they are spread."""
+    return rows // height + min(len(ends), rows)
+
+
+def _table_of_tiles(rows: int, ends: torch.Tensor, height: int) -> torch.Tensor:
+    """What `tiles_kernel` writes."""
+    experts, tiles = len(ends), _most_tiles(rows, ends, height)
+    table = torch.empty((tiles, 2), dtype=torch.int32, device=ends.device)
+    tiles_kernel[(triton.cdiv(tiles, _TABLE_BLOCK),)](
+        ends, table, experts, tiles, triton.next_power_of_2(experts), height, _TABLE_BLOCK
+    )
+    return table
 
 
 def _constants(weight: Prepared, outputs: int, launch: Launch, chip: str) -> dict[str, Any]:
