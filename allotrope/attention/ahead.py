@@ -24,6 +24,7 @@ MODULES: tuple[str, ...] = (
     "allotrope.attention.gdn.triton",
     "allotrope.attention.csa.triton",
     "allotrope.attention.rope_store_triton",
+    "allotrope.attention.rope_triton",
 )
 """Modules of attention with a function `variants(arch) -> list[Variant]`; those of layers are in `layers.ahead`."""
 

@@ -16,7 +16,10 @@ from typing import Literal
 
 import torch
 
+from allotrope.attention.backend import lazily, triton_reasons
 from allotrope.cpu.rows import rows
+
+_angles = lazily("allotrope.attention.rope_triton", "angles")
 
 ScalingKind = Literal["none", "linear", "llama3", "yarn", "proportional"]
 
@@ -111,21 +114,28 @@ class Rotation:
 
 
 class RopeTable:
-    """cos and sin of one `RopeSpec`, made per step from the positions: no table of the whole context is held."""
+    """cos and sin of one `RopeSpec`, made per step from the positions: no table of the whole context is held.
+
+    `freq`: [R] fp32 radians per position of each dim. `sign`: [R] fp32, of the sine, times `factor`, the cosine's.
+    """
 
     def __init__(self, spec: RopeSpec, device: torch.device) -> None:
         self.spec = spec
         freq = inverse_frequencies(spec).to(device)
-        self._freq = freq.repeat_interleave(2) if spec.interleaved else torch.cat((freq, freq))
+        self.freq = freq.repeat_interleave(2) if spec.interleaved else torch.cat((freq, freq))
         sign = torch.ones(spec.dim, dtype=torch.float32, device=device)
         sign[slice(0, None, 2) if spec.interleaved else slice(0, spec.dim // 2)] = -1.0
-        self._sign = sign
+        self.factor = spec.scaling.attention_factor
+        self.sign = self.factor * sign
+        self._fused = not triton_reasons(device)
 
     def at(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
         """`positions`: [T]. Angles are fp32; cos and sin are rounded to `dtype` once."""
-        angle = positions.float()[:, None, None] * self._freq
-        factor = self.spec.scaling.attention_factor
-        cos, sin = angle.cos() * factor, angle.sin() * (factor * self._sign)
+        if self._fused:
+            cos, sin = _angles(positions, self.freq, self.sign, self.factor, dtype)
+            return Rotation(cos, sin, self.spec.interleaved)
+        angle = positions.float()[:, None, None] * self.freq
+        cos, sin = angle.cos() * self.factor, angle.sin() * self.sign
         return Rotation(cos.to(dtype), sin.to(dtype), self.spec.interleaved)
 
 

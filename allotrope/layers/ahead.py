@@ -15,5 +15,6 @@ MODULES: tuple[str, ...] = (
     "allotrope.layers.ranking_triton",
     "allotrope.layers.routing_triton",
     "allotrope.layers.sampler_triton",
+    "allotrope.layers.turn_triton",
 )
 """Modules with a function `variants(arch) -> list[Variant]`, for `ahead.variants`."""

@@ -1,6 +1,6 @@
 """Hyper-connections in three launches a sublayer: `hyper_connection` has the equations, and about a hundred launches.
 
-`mixes_kernel`: a program multiplies 64 tokens' streams, over a run of their numbers, with the mixing weights.
+`mixes_kernel`: a program multiplies some tokens' streams, over a run of their numbers, with the mixing weights.
 `collapse_kernel`: a program adds up a token's runs, makes gates and the doubly stochastic matrix in registers, and
 weighs the streams over a block of columns. `expand_kernel`: a program writes a block of columns of all of a token's
 streams. Bytes moved: the streams twice to collapse them (the second time perhaps from the L2), and read and written
@@ -10,6 +10,7 @@ once to expand them.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,10 +22,22 @@ from allotrope.attention.ahead import Variant
 if TYPE_CHECKING:
     from allotrope.layers.hyper_connection import HyperConnectionSpec
 
-TOKENS = 64
-RUN = 1024
-STEP = 32
 COLUMNS = 1024
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program of `mixes_kernel` takes: `tokens`, and of each a `run` of numbers, `step` at a time."""
+
+    tokens: int
+    run: int
+    step: int
+
+
+# Of few tokens, short runs: as many programs as a chip has room for, and none waits long for memory.
+FEW, MANY = Tile(16, 128, 128), Tile(64, 1024, 32)
+# From so many tokens on, what programs write for each other, and weights that each reads again, take longer.
+MANY_TOKENS = 1024
 
 
 @triton.jit
@@ -126,7 +139,8 @@ def collapse(
     tokens, n, hidden = streams.shape
     assert streams.stride(2) == 1 and streams.stride(1) == hidden
     width, mixes = n * hidden, (2 + n) * n
-    block, runs = max(16, triton.next_power_of_2(mixes)), triton.cdiv(width, RUN)
+    tile = MANY if tokens >= MANY_TOKENS else FEW
+    block, runs = max(16, triton.next_power_of_2(mixes)), triton.cdiv(width, tile.run)
     x, post, comb = streams.new_empty(tokens, hidden), streams.new_empty(tokens, n), streams.new_empty(tokens, n, n)
     if not tokens:
         return x, post, comb
@@ -134,9 +148,10 @@ def collapse(
     squares = torch.empty((tokens, runs), dtype=torch.float32, device=streams.device)
     # Half-precision streams fit the tensor cores' inputs exactly; the mixing weights are split in parts that do.
     precision = "ieee" if streams.dtype == torch.float32 else "tf32x3"
-    mixes_kernel[(triton.cdiv(tokens, TOKENS), runs)](
+    mixes_kernel[(triton.cdiv(tokens, tile.tokens), runs)](
         streams, fn, sums, squares, tokens, width, streams.stride(0), runs,
-        MIXES=mixes, BLOCK=block, TOKENS=TOKENS, RUN=RUN, STEP=STEP, PRECISION=precision, num_warps=4, num_stages=2,
+        MIXES=mixes, BLOCK=block, TOKENS=tile.tokens, RUN=tile.run, STEP=tile.step, PRECISION=precision, num_warps=4,
+        num_stages=2,
     )  # fmt: skip
     collapse_kernel[(tokens, triton.cdiv(hidden, COLUMNS))](
         streams, sums, squares, base, scale, x, post, comb, hidden, streams.stride(0), runs,
@@ -163,12 +178,16 @@ def variants(arch: str) -> list[Variant]:
     kinds = dict.fromkeys(("streams", "x", "post", "comb", "y", "out"), "*bf16")
     kinds |= dict.fromkeys(("fn", "sums", "squares", "base", "scale"), "*fp32")
     kinds |= dict.fromkeys(("eps", "norm_eps"), "fp32")
-    sizes: dict[str, int | str] = {"MIXES": 24, "BLOCK": 32, "TOKENS": TOKENS, "RUN": RUN, "STEP": STEP}
+    sizes: dict[str, int | str] = {"MIXES": 24, "BLOCK": 32, "N": 4, "COLUMNS": COLUMNS}
     # AMD's compiler has no split of fp32 for its tensor cores.
-    sizes |= {"N": 4, "RUNS": 32, "COLUMNS": COLUMNS, "PRECISION": "tf32x3" if arch.startswith("sm_") else "ieee"}
+    sizes["PRECISION"] = "tf32x3" if arch.startswith("sm_") else "ieee"
     made = []
-    for kernel in (mixes_kernel, collapse_kernel, expand_kernel):
-        constants = {name: sizes[name] for name in kernel.arg_names if name in sizes}
-        signature = {name: kinds.get(name, "i32") for name in kernel.arg_names if name not in sizes}
-        made.append(Variant(f"streams {kernel.__name__.removesuffix('_kernel')}", kernel, signature, constants, 4, 2))
+    for name, tile in (("few", FEW), ("many", MANY)):
+        sizes |= {"TOKENS": tile.tokens, "RUN": tile.run, "STEP": tile.step}
+        sizes["RUNS"] = triton.next_power_of_2(triton.cdiv(4 * 7168, tile.run))
+        for kernel in (mixes_kernel, collapse_kernel, *((expand_kernel,) if tile == MANY else ())):
+            constants = {name: sizes[name] for name in kernel.arg_names if name in sizes}
+            signature = {name: kinds.get(name, "i32") for name in kernel.arg_names if name not in sizes}
+            title = f"streams {kernel.__name__.removesuffix('_kernel')} {name}"
+            made.append(Variant(title, kernel, signature, constants, 4, 2))
     return made

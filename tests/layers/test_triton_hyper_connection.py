@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from device_under_test import DEVICE
@@ -17,10 +19,11 @@ SPEC = HyperConnectionSpec(streams=4, hidden=344, iterations=3, eps=1e-6, norm_e
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("streams", [2, 4])
-def test_collapse_and_expand(streams: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More tokens than one program takes, a width that fills neither a run nor a block."""
-    monkeypatch.setattr(fused, "TOKENS", 16)
+@pytest.mark.parametrize(("streams", "many"), [(2, 1024), (4, 1024), (4, 18)])
+def test_collapse_and_expand(streams: int, many: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokens than one program takes, a width that fills neither a run nor a block; tiles of few and of many."""
+    monkeypatch.setattr(fused, "MANY_TOKENS", many)
+    monkeypatch.setattr(fused, "MANY", dataclasses.replace(fused.MANY, tokens=16))
     torch.manual_seed(0)
     spec = HyperConnectionSpec(**vars(SPEC) | {"streams": streams})
     layer = HyperConnection(spec, Build())

@@ -10,13 +10,14 @@ from allotrope.attention.rope import RopeSpec, RopeTable, Rotation, rotate
 
 
 @functools.lru_cache(maxsize=16)
-def _table(spec: RopeSpec, device: torch.device) -> RopeTable:
+def table(spec: RopeSpec, device: torch.device) -> RopeTable:
+    """One for all layers."""
     return RopeTable(spec, device)
 
 
 def rotation_at(spec: RopeSpec, positions: torch.Tensor) -> Rotation:
     """cos and sin in fp32. `positions`: [n] int64."""
-    return _table(spec, positions.device).at(positions, torch.float32)
+    return table(spec, positions.device).at(positions, torch.float32)
 
 
 def rotate_tail(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:

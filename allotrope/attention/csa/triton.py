@@ -16,10 +16,10 @@ import triton
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex
-from allotrope.attention.csa import triton_attend, triton_index, triton_store
-from allotrope.attention.csa.rotary import rotation_at
+from allotrope.attention.csa import triton_attend, triton_index, triton_plan, triton_store
 from allotrope.attention.csa.rows import FP8
 from allotrope.attention.csa.spec import CsaSpec
+from allotrope.attention.csa.triton_plan import Lists, make_lists
 from allotrope.attention.dsa.triton_topk import top_rows
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mla.triton_decode import arch_of, slots_of
@@ -30,28 +30,16 @@ SCRATCH = 1 << 28
 # Parts that a list is cut into at most.
 MOST_SPLITS = 16
 
-Angles = tuple[torch.Tensor, torch.Tensor]
-
 
 @dataclass(frozen=True)
 class CsaTritonPlan:
-    """`paged`: cache name -> where its rows lie. `angles`, `first_angles`: cos and sin [T, R] fp32 at each token and at
-    the first token of its entry.
-
-    `window_list`: [T, n] int32 rows of the window that each query sees, `window_seen`: [T] int32 how many; `entry_list`
-    and `entry_seen` likewise of the entries, -1 behind them. `entry_list` is None where each layer picks its own, from
-    `visible` [T] int32 of them, `bound` at most. `splits`: parts of a list.
+    """`paged`: cache name -> where its rows lie. `lists`: what each query reads, in `splits` parts. `bound`: entries
+    that any query sees at most.
     """
 
     tensors: BatchTensors
     paged: Mapping[str, PageIndex]
-    angles: Angles
-    first_angles: Angles
-    window_list: torch.Tensor
-    window_seen: torch.Tensor
-    entry_list: torch.Tensor | None
-    entry_seen: torch.Tensor
-    visible: torch.Tensor
+    lists: Lists
     bound: int
     splits: int
     arch: str
@@ -60,39 +48,17 @@ class CsaTritonPlan:
 def build_plan(spec: CsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> CsaTritonPlan:
     """Plan one step for every layer that has `spec`. `index` has an entry for each of the spec's caches."""
     paged = {name: entry for name, entry in index.items() if isinstance(entry, PageIndex)}
-    tensors, ratio = batch.tensors, max(1, spec.ratio)
-    arch, position = arch_of(batch.device), tensors.positions
-    real = tensors.seq_lens[tensors.request_of_token] > 0
-    seen = (position + 1) * real
-    window_seen = seen.clamp(max=spec.window)
-    first = (position + 1 - spec.window).clamp(min=0)
-    longest = max(batch.seq_lens)
-    window_list = _listed(tensors, paged["window"], first, window_seen, min(longest, spec.window), 1)
-    visible = (seen // ratio if spec.ratio else torch.zeros_like(seen)).to(torch.int32)
+    arch, longest = arch_of(batch.device), max(batch.seq_lens)
     bound = spec.visible_entries(longest)
-    picks = spec.indexer is not None and bound > spec.indexer.topk
-    entry_list = None
-    if spec.ratio and not picks:
-        entry_list = _listed(tensors, paged["compressed"], torch.zeros_like(position), visible, bound, ratio)
-    entry_seen = visible.clamp(max=spec.indexer.topk) if spec.indexer is not None else visible
     listed = min(bound, spec.indexer.topk) if spec.indexer is not None else bound
     tile = triton_attend.config(arch, spec.head_dim, spec.num_heads, False, True)["TILE"]
     tiles = sum(triton.cdiv(n, tile) for n in (min(longest, spec.window), listed))
     splits = split_count(batch.num_tokens * triton.cdiv(spec.num_heads, 64), tiles, slots_of(batch.device))
-    return CsaTritonPlan(
-        tensors,
-        paged,
-        _angles(spec, position),
-        _angles(spec, position // ratio * ratio),
-        window_list,
-        window_seen.to(torch.int32),
-        entry_list,
-        entry_seen,
-        visible,
-        bound,
-        splits,
-        arch,
+    entries = paged.get("compressed")
+    lists = make_lists(
+        spec, batch.tensors, paged["window"], entries, longest, listed=entries is not None and bound == listed
     )
+    return CsaTritonPlan(batch.tensors, paged, lists, bound, splits, arch)
 
 
 def split_count(programs: int, tiles: int, slots: int) -> int:
@@ -100,25 +66,6 @@ def split_count(programs: int, tiles: int, slots: int) -> int:
     at a time. Beginning and ending a program takes as long as 2.4 tiles on an H200, joining parts as long as 1.3.
     """
     return cheapest_splits(programs, tiles, slots, min(MOST_SPLITS, max(1, tiles)), begin=2.4, join=1.3)
-
-
-def _angles(spec: CsaSpec, positions: torch.Tensor) -> Angles:
-    rotation = rotation_at(spec.rope, positions)
-    return rotation.cos.flatten(1).contiguous(), rotation.sin.flatten(1).contiguous()
-
-
-def _listed(
-    tensors: BatchTensors, paged: PageIndex, first: torch.Tensor, count: torch.Tensor, bound: int, stride: int
-) -> torch.Tensor:
-    """[T, n] int32 rows of `count` [T] items from `first` [T] on, each of `stride` tokens; n is `bound`, filled up to
-    16 bytes; -1 behind the last one."""
-    per_page = paged.page_size // stride
-    place = torch.arange(-(-max(bound, 1) // 4) * 4, device=first.device)
-    item = first[:, None] + place
-    run = (item // per_page).clamp(max=paged.table.shape[1] - 1)
-    page = paged.table[tensors.request_of_token[:, None], run]
-    there = (place < count[:, None]) & (page >= 0)
-    return torch.where(there, page * per_page + item % per_page, -1).to(torch.int32)
 
 
 def run(
@@ -141,7 +88,7 @@ def run(
     """As the reference's `run`."""
     main = (kv_score, position_bias, entry_norm)
     turned = _store(spec, plan, caches, q, kv, main, (index_kv_score, index_position_bias, index_entry_norm), kv_scale)
-    entries = plan.entry_list
+    entries = plan.lists.entry_list
     if spec.ratio and entries is None:
         assert index_q is not None and index_weights is not None
         entries = _pick(spec, plan, caches["index"]["k"], index_q, index_weights)
@@ -203,7 +150,7 @@ def _store(
     kinds = 3 + triton.cdiv(spec.num_heads, launch["HEADS"])
     triton_store.store_kernel[(len(kv), kinds)](
         q, turned, q.stride(0), q.stride(1),
-        tensors.positions, tensors.request_of_token, tensors.query_start, *plan.angles, *plan.first_angles,
+        tensors.positions, tensors.request_of_token, tensors.query_start, *plan.lists.angles, *plan.lists.first_angles,
         1.0 / kv_scale, spec.norm_eps, kv, kv.stride(0), window.slots, *_planes(spec, pools),
         *first, entry_slots, *entries, *second, key_slots, keys, keys.stride(0), keys.stride(1),
         W_ROWS=window.page_size, STATE_ROWS=sizes["state"], E_ROWS=entries[0].shape[1],
@@ -226,11 +173,11 @@ def _pick(
         tokens = min(step, len(q) - first)
         scores = triton_index.score(
             spec.indexer, spec.rope.dim, plan.arch, plan.paged["index"], keys, q, weights,
-            plan.tensors.request_of_token, plan.visible, plan.angles, first, tokens, plan.bound,
+            plan.tensors.request_of_token, plan.lists.visible, plan.lists.angles, first, tokens, plan.bound,
             _precision(plan.arch, q.dtype),
         )  # fmt: skip
         rows = slice(first, first + tokens)
-        top_rows(scores, plan.visible[rows], spec.indexer.topk, plan.arch, picks[rows], None)
+        top_rows(scores, plan.lists.visible[rows], spec.indexer.topk, plan.arch, picks[rows], None)
     paged = plan.paged["compressed"]
     return triton_index.resolve(paged, paged.page_size // spec.ratio, plan.tensors.request_of_token, picks)
 
@@ -254,24 +201,26 @@ def _attend(
         stats = torch.empty(tokens, splits, heads, dtype=torch.float32, device=q.device)
     window = _planes(spec, caches["window"])
     compressed = _planes(spec, caches["compressed"]) if spec.ratio else window
-    listed = entries if entries is not None else plan.window_list
+    lists = plan.lists
+    listed = entries if entries is not None else lists.window_list
     launch = triton_attend.config(plan.arch, dim, heads, exact, _format(spec) == triton_store.PLAIN.value)
     sizes = {"H": heads, "D": dim, "R": spec.rope.dim, "BLOCK_D": triton.next_power_of_2(dim), "SPLITS": splits}
     row_scale = kv_scale if _format(spec) == triton_store.PER_TENSOR.value else 1.0
     triton_attend.attend_kernel[(tokens, triton.cdiv(heads, launch["BLOCK_H"]), splits)](
-        q, out, partial, stats, sinks, *plan.angles, plan.window_list, plan.window_seen, listed, plan.entry_seen,
+        q, out, partial, stats, sinks, *lists.angles, lists.window_list, lists.window_seen, listed, lists.entry_seen,
         *window[:3], *window[4::2], *compressed[:3], *compressed[4::2],
-        plan.window_list.stride(0), listed.stride(0), spec.scale, row_scale,
+        lists.window_list.stride(0), listed.stride(0), spec.scale, row_scale,
         FORMAT=_format(spec), PRECISION=_precision(plan.arch, q.dtype), **sizes, **launch,
     )  # fmt: skip
     if splits > 1:
         block = min(8, triton.next_power_of_2(heads))
         triton_attend.combine_kernel[(tokens, triton.cdiv(heads, block))](
-            partial, stats, sinks, *plan.angles, out, row_scale, BLOCK_H=block, num_warps=4, **sizes
+            partial, stats, sinks, *lists.angles, out, row_scale, BLOCK_H=block, num_warps=4, **sizes
         )
     return out
 
 
 def variants(arch: str) -> list[Variant]:
     """Of all kernels."""
-    return [found for module in (triton_store, triton_index, triton_attend) for found in module.variants(arch)]
+    modules = (triton_plan, triton_store, triton_index, triton_attend)
+    return [found for module in modules for found in module.variants(arch)]

@@ -96,8 +96,10 @@ def absorb(q_nope: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
 
 
 def project_up(z: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
-    """W_UV z. `z`: [H, t, C]. `w_uv`: [H, V, C]. Returns [t, H, V]."""
-    return torch.bmm(z, w_uv.transpose(1, 2)).transpose(0, 1)
+    """W_UV z. `z`: [H, t, C]. `w_uv`: [H, V, C]. Returns [t, H, V], contiguous."""
+    out = z.new_empty(z.shape[1], *w_uv.shape[:2])
+    torch.bmm(z, w_uv.transpose(1, 2), out=out.transpose(0, 1))
+    return out
 
 
 def run(

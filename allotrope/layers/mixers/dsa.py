@@ -6,19 +6,19 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from allotrope.attention.backend import choose
 from allotrope.attention.dsa import DsaSpec, IndexerSpec
 from allotrope.attention.registry import FAMILIES
-from allotrope.attention.rope import RopeSpec, rotate
+from allotrope.attention.rope import RopeSpec
 from allotrope.layers.build import Build
 from allotrope.layers.linear import RowLinear
 from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.mixers.mla import LatentProjection, MlaMixerSpec, Projected
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
+from allotrope.layers.turn import LayerNorm, turn
 
 PICKS = "picks"
 """The note under which a layer with an indexer leaves its picks to those behind it that have none."""
@@ -97,10 +97,8 @@ class Indexer(nn.Module):
     def forward(self, projected: Projected, here: LayerStep) -> dict[str, torch.Tensor]:
         """Returns the family's arguments by name."""
         k, weights = projected.from_x
-        kind = k.dtype
-        k = F.layer_norm(k.float(), (self.dim,), self.k_norm_weight, self.k_norm_bias, self.eps).to(kind)
-        rows = torch.cat((projected.from_q[0].unflatten(-1, (self.heads, self.dim)), k[:, None]), dim=1)
-        if self.rope is not None:
-            rows = rotate(rows, here.step.rotation(self.rope, kind))
+        q = projected.from_q[0].unflatten(-1, (self.heads, self.dim))
+        rotation = None if self.rope is None else here.step.rotation(self.rope, k.dtype)
+        rows = turn(q, k, rotation, LayerNorm(self.k_norm_weight, self.k_norm_bias, self.eps))
         # In fp32: weights of both signs are summed up, and small differences decide.
         return {"index_q": rows[:, :-1], "index_k": rows[:, -1], "index_weights": weights.float() * self.heads**-0.5}

@@ -12,13 +12,14 @@ from torch import nn
 from allotrope.attention.backend import choose
 from allotrope.attention.mla import MlaSpec
 from allotrope.attention.registry import FAMILIES
-from allotrope.attention.rope import RopeSpec, rotate
+from allotrope.attention.rope import RopeSpec
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
+from allotrope.layers.turn import turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +104,8 @@ class LatentProjection(nn.Module):
             first, *from_q = self.queries(self.q_a_norm(first)).split(self.queries.sizes, dim=-1)
         q = first.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
         c = self.kv_a_norm(row[:, : self.latent_dim])
-        rotated = torch.cat((q[..., self.nope_dim :], row[:, None, self.latent_dim :]), dim=1)
-        if self.rope is not None:
-            rotated = rotate(rotated, here.step.rotation(self.rope, x.dtype))
+        rotation = None if self.rope is None else here.step.rotation(self.rope, x.dtype)
+        rotated = turn(q[..., self.nope_dim :], row[:, self.latent_dim :], rotation)
         tokens = {"q_nope": q[..., : self.nope_dim], "q_pe": rotated[:, :-1], "c": c, "k_pe": rotated[:, -1]}
         return Projected(tokens, from_x, from_q)
 
