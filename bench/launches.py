@@ -34,6 +34,9 @@ KINDS = (
     ("elementwise", r"elementwise|vectorized"),
 )
 
+# Before the name of a part of the model, in the profiler's records.
+PART = "part:"
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -87,7 +90,7 @@ def spans_around(named: Sequence[tuple[str, Any]]) -> Iterator[None]:
 
     def enter(name: str) -> Any:
         def hook(*_: Any) -> None:
-            open_spans.append(torch.profiler.record_function(f"part:{name}").__enter__())
+            open_spans.append(torch.profiler.record_function(f"{PART}{name}").__enter__())
 
         return hook
 
@@ -117,7 +120,7 @@ def classes_of(model: Any) -> Iterator[None]:
 
     def named(kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with torch.profiler.record_function(f"part:{kind}"):
+            with torch.profiler.record_function(f"{PART}{kind}"):
                 return run(*args, **kwargs)
 
         return call
@@ -181,7 +184,8 @@ def record(
     launches = [
         Launch(event.name(), launched[event.correlation_id()], event.duration_ns() / 1e3)
         for event in on_device
-        if event.correlation_id() in launched
+        # Names of parts are put on the device's time line as well.
+        if event.correlation_id() in launched and not event.name().startswith(PART)
     ]
     return launches, named_spans(on_host)
 
@@ -189,9 +193,9 @@ def record(
 def named_spans(on_host: Sequence[Any]) -> list[Span]:
     """Those of the profiler's records that we named."""
     return [
-        Span(event.name().removeprefix("part:"), event.start_ns(), event.start_ns() + event.duration_ns())
+        Span(event.name().removeprefix(PART), event.start_ns(), event.start_ns() + event.duration_ns())
         for event in on_host
-        if event.name().startswith("part:")
+        if event.name().startswith(PART)
     ]
 
 

@@ -32,7 +32,7 @@ from allotrope.layers.quant.launch import GROUPS, Launch, Shape, bucket, chip_of
 from allotrope.layers.quant.prepare import Prepared, prepare, prepare_plain
 
 GATING = Gating()
-ROWS = (4, 16, 64, 512, 8192)
+ROWS = (4, 16, 64, 512, 2048, 8192)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,24 @@ def test_the_next_larger_measured_number_of_rows_counts(tmp_path: Path, monkeypa
         tuned.cache_clear()
 
 
-@pytest.mark.parametrize("chip", ["nvidia_h200", "gfx942", "gfx950", "interpreter"])
+def test_a_chip_of_the_same_architecture_starts_from_what_the_h200_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "FOLDER", tmp_path)
+    tuned.cache_clear()
+    first, own, other = Launch(32, 128), Launch(32, 64, 2), Shape("fp8", 0, 64, 64, False)
+    write_tuned("h200", {SHAPE.key: {"4": first}, other.key: {"4": first}})
+    try:
+        assert launch_for(SHAPE, 4, "h100_80gb_hbm3") == first != launch_for(SHAPE, 4, "b200")
+        tuned.cache_clear()
+        write_tuned("h100_80gb_hbm3", {SHAPE.key: {"4": own}})
+        assert [launch_for(shape, 4, "h100_80gb_hbm3") for shape in (SHAPE, other)] == [own, first]
+        assert launch_for(SHAPE, 4, "h200") == first
+    finally:
+        tuned.cache_clear()
+
+
+@pytest.mark.parametrize("chip", ["h200", "gfx942", "gfx950", "interpreter"])
 @pytest.mark.parametrize("rows", [1, 17, 64, 500, 8192, 1 << 17])
 def test_rules_give_tiles_that_exist(rows: int, chip: str) -> None:
     for shape in (SHAPE, Shape("mxfp4", 128, 2880, 2880, True), Shape("plain", 8, 64, 64, False)):

@@ -9,7 +9,7 @@ import functools
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -21,6 +21,8 @@ _LIBRARY_ROWS = 1024
 # Programs that keep a chip of today busy.
 _PROGRAMS = 264
 INTERPRETER = "interpreter"
+# Chips of one architecture: where one has not been measured, what the H200 does is far better than a rule of thumb.
+_HOPPER = ("h100", "h200", "h800", "h20", "gh200")
 
 
 @dataclass(frozen=True)
@@ -79,20 +81,21 @@ def launch_for(shape: Shape, rows: int, chip: str) -> Launch:
 
 @functools.cache
 def tuned(chip: str) -> dict[str, dict[str, Launch]]:
-    """Shape -> bucket of rows -> launch, as measured on a chip; empty where nothing was."""
-    path = FOLDER / f"{chip}.json"
-    if not path.is_file():
-        return {}
+    """Shape -> bucket of rows -> launch, as measured on a chip or one like it; empty where nothing was."""
     return {
-        key: {rows: Launch(**launch) for rows, launch in buckets.items()}
-        for key, buckets in json.loads(path.read_text()).items()
+        key: {rows: Launch(**launch) for rows, launch in buckets.items()} for key, buckets in _measured(chip).items()
     }
 
 
+def _measured(chip: str) -> dict[str, dict[str, dict[str, Any]]]:
+    paths = [FOLDER / f"{chip}.json", *([FOLDER / "h200.json"] if chip.startswith(_HOPPER) else [])]
+    found = next((path for path in paths if path.is_file()), None)
+    return {} if found is None else json.loads(found.read_text())
+
+
 def write_tuned(chip: str, found: dict[str, dict[str, Launch]]) -> Path:
-    """Put measured launches beside those that are there."""
-    path = FOLDER / f"{chip}.json"
-    whole = json.loads(path.read_text()) if path.is_file() else {}
+    """Put measured launches beside those that the chip has used so far."""
+    path, whole = FOLDER / f"{chip}.json", _measured(chip)
     for key, buckets in found.items():
         whole.setdefault(key, {}).update({rows: asdict(launch) for rows, launch in buckets.items()})
     lines = [f"  {json.dumps(key)}: {json.dumps(whole[key])}" for key in sorted(whole)]
