@@ -9,6 +9,9 @@ peer's vLLM with our plugin, which has to be installed beside it. start: seconds
 token after a prompt of 8. prefill: seconds until all prompts of a batch have one token. TPOT: (seconds for all tokens -
 prefill) / (tokens - 1). Prompts are random and never come twice.
 
+How many of the requests' tokens differ in a step is told beside TPOT: equal tokens choose the same experts, and then
+fewer weights are read.
+
 Greedy tokens and logprobs are compared first, and only reported: random weights in bf16 or FP8 part at near-ties.
 Logprobs are those of the best ids at each step of decoding a text that is forced, so that all engines see the same one.
 
@@ -28,6 +31,7 @@ import os
 import random
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -136,23 +140,30 @@ def measure_case(worker: Worker, case: str, vocabulary: int, options: argparse.N
     """One number a run of each measure. `case`: input / output / requests at once."""
     length, tokens, count = map(int, case.split("/"))
 
-    def seconds(what: str, made: int) -> float:
-        prompts = random_prompts(f"{options.seed} {case} {what}", count, length, vocabulary)
-        return float(worker.run(prompts, made)["seconds"])
+    def run(what: str, made: int) -> dict[str, Any]:
+        return worker.run(random_prompts(f"{options.seed} {case} {what}", count, length, vocabulary), made)
 
     # As long as what is timed: graphs of every batch size on the way are captured here.
-    seconds("warm-up", tokens)
-    seconds("warm-up of one", 1)
-    prefill, total = [], []
+    run("warm-up", tokens)
+    run("warm-up of one", 1)
+    prefill, total, distinct = [], [], []
     for turn in range(options.runs):
-        prefill.append(seconds(f"prefill {turn}", 1))
-        total.append(seconds(f"total {turn}", tokens))
+        prefill.append(float(run(f"prefill {turn}", 1)["seconds"]))
+        whole = run(f"total {turn}", tokens)
+        total.append(float(whole["seconds"]))
+        distinct.append(distinct_share(whole["ids"]))
     return {
         "prefill_s": prefill,
         "total_s": total,
         "tpot_ms": [(t - p) / (tokens - 1) * 1e3 for p, t in zip(prefill, total, strict=True)],
         "tokens_per_s": [count * (length + tokens) / t for t in total],
+        "distinct": distinct,
     }
+
+
+def distinct_share(ids: list[list[int]]) -> float:
+    """Of the requests' tokens in a step, how many differ: 1 where all do, in the mean of all steps."""
+    return statistics.fmean(len(set(step)) / len(step) for step in zip(*ids, strict=True))
 
 
 def measure_engine(

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 OURS = "allotrope"
-# Measure -> how it is called in a table, digits, whether it is worth a ratio. All of these are the better the smaller.
+# Measure -> how it is called in a table, digits, whether it is worth a ratio: those are the better the smaller.
 MEASURES = {
     "prefill_s": ("prefill s", 3, True),
     "tpot_ms": ("TPOT ms", 2, True),
     "tokens_per_s": ("tokens/s in and out", 0, False),
+    "distinct": ("distinct tokens in a step", 2, False),
 }
 # What must be equal for two runs to be of one kind.
 SETTINGS = ("seed", "prefix_caching", "parity_tokens")
@@ -203,7 +204,8 @@ def _table(model: Report) -> list[str]:
         for key, (label, digits, compared) in MEASURES.items():
             numbers = {engine: found["cases"].get(case, {}).get(key, []) for engine, found in engines.items()}
             ratio = [model["ratios"][pair].get(case, {}).get(key) if compared else None for pair in shown]
-            lines.append(_row(case, label, digits, numbers, ratio))
+            if any(numbers.values()):
+                lines.append(_row(case, label, digits, numbers, ratio))
     return lines
 
 

@@ -128,6 +128,11 @@ def test_shards_are_indexed_and_written_once(weights: Any, tmp_path: Path, monke
         weights.write_checkpoint(config, tmp_path)
 
 
+def test_share_of_tokens_that_differ(engine: Any) -> None:
+    assert engine.distinct_share([[1, 2, 3, 4]]) == 1
+    assert engine.distinct_share([[1, 2], [1, 3], [1, 3], [1, 4]]) == (1 / 4 + 3 / 4) / 2
+
+
 def test_a_run_leaves_numbers_a_table_and_what_failed(engine: Any, weights: Any, tmp_path: Path) -> None:
     model, out = tmp_path / "tiny", tmp_path / "found"
     weights.write_checkpoint(tiny("LlamaForCausalLM"), model)
@@ -144,8 +149,9 @@ def test_a_run_leaves_numbers_a_table_and_what_failed(engine: Any, weights: Any,
     assert list(ours["cases"]) == CASES
     for case in ours["cases"].values():
         assert {key: len(values) for key, values in case.items()} == dict.fromkeys(
-            ("prefill_s", "total_s", "tpot_ms", "tokens_per_s"), 2
+            ("prefill_s", "total_s", "tpot_ms", "tokens_per_s", "distinct"), 2
         )
+        assert all(0 < share <= 1 for share in case["distinct"])
     assert report["commands"][0].startswith("python bench/engine.py tiny --cases") and str(tmp_path) not in str(report)
     page = out.with_suffix(".md").read_text()
     assert "| 16/4/2 | TPOT ms |" in page and "**vllm did not finish**" in page
