@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,7 @@ class Step:
 
     def __post_init__(self) -> None:
         for layer in self.layers:
-            layer.step = self
+            layer.belongs_to(self)
 
     def rotation(self, spec: RopeSpec, dtype: torch.dtype) -> Rotation:
         """cos and sin of the step's positions; made once per step and kind. `tables` outlives the step."""
@@ -41,10 +42,22 @@ class Step:
         return self._rotations[key]
 
 
-@dataclass
 class LayerStep:
-    """`plan`: the family's plan for this layer. `caches`: its views (or those of the layer whose rows it reads)."""
+    """`plan`: the family's plan for this layer. `caches`: its views (or those of the layer whose rows it reads).
 
-    plan: Any
-    caches: CacheViews
-    step: Step = field(init=False, repr=False)
+    `step` lives as long as its forward pass and not longer: were each to hold the other, a step's tensors would stay on
+    the device until Python looks for such circles.
+    """
+
+    def __init__(self, plan: Any, caches: CacheViews) -> None:
+        self.plan, self.caches = plan, caches
+        self._step: weakref.ref[Step] | None = None
+
+    def belongs_to(self, step: Step) -> None:
+        self._step = weakref.ref(step)
+
+    @property
+    def step(self) -> Step:
+        found = None if self._step is None else self._step()
+        assert found is not None, "a layer's step is over, or has not begun"
+        return found

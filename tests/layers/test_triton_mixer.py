@@ -53,7 +53,8 @@ def _run(spec: MhaMixerSpec, device: str, name: str) -> tuple[torch.Tensor, torc
     index = {"kv": index_pages(batch, 4, [[3], [1, 4]], write=spec.shares_cache_of is None)}
     x = torch.randn(6, spec.hidden).to(device)
     here = LayerStep(backend.plan(mixer.spec, batch, index), {"kv": pools})
-    Step(torch.zeros(6, dtype=torch.int64, device=device), batch, [here])
+    step = Step(torch.zeros(6, dtype=torch.int64, device=device), batch, [here])
+    assert here.step is step
     return mixer(x, here).cpu(), torch.cat([pool.flatten().cpu() for pool in pools.values()])
 
 
