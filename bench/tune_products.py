@@ -68,7 +68,8 @@ def write_table(path: Path, lines: Sequence[Line], device: str) -> None:
     ]
     for line in sorted(lines, key=lambda line: (line.key, line.rows)):
         launch, (copied, computed) = line.launch, line.rates
-        by = "PyTorch" if launch.library else "weights on the left" if launch.left else "rows on the left"
+        ours = "groups of warps" if launch.groups else "weights on the left" if launch.left else "rows on the left"
+        by = "PyTorch" if launch.library else ours
         tile = f"{launch.rows} x {launch.columns}" + (f", {launch.splits} parts" if launch.splits > 1 else "")
         text.append(f"| {line.key} | {line.rows} | {line.micros:.1f} | {copied:.2f} | {computed:.0f} | {tile} | {by} |")
     path.write_text("\n".join(text) + "\n")
