@@ -117,6 +117,12 @@ def assert_matches(answers: Sequence[Answer], prompts: Sequence[Sequence[int]], 
         torch.testing.assert_close(answer.logprobs, chosen, atol=ATOL, rtol=0.0)
 
 
+def model_of(worker: Any) -> tuple[str, int, int]:
+    """Of a rank's worker: where its model's class is from, which rank it is and of how many."""
+    parallel = worker.model_runner.model.build.parallel
+    return type(worker.model_runner.model).__module__, parallel.rank, parallel.size
+
+
 def run_apart(code: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run Python code in a process of its own, with vLLM's test environment."""
     paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
