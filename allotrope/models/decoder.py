@@ -25,10 +25,13 @@ class DecoderLayer(nn.Module):
         self.ffn_norm = RMSNorm(model.hidden, model.norm_eps, build, offset=model.norm_offset)
         self.ffn = spec.ffn.build(build.at("ffn"))
 
-    def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
-        """`x`: [T, hidden]. Returns the same shape."""
-        x, normed = self.ffn_norm.add(self.mixer(self.mixer_norm(x), here), x)
-        return x + self.ffn(normed, here)
+    def forward(
+        self, x: torch.Tensor, normed: torch.Tensor, here: LayerStep, following: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x`: [T, hidden]. `normed`: `mixer_norm` of it. Returns the new x, and `following` of it: a norm is made
+        where a sum is, in one launch."""
+        x, normed = self.ffn_norm.add(self.mixer(normed, here), x)
+        return following.add(self.ffn(normed, here), x)
 
 
 class Decoder(nn.Module):
@@ -55,10 +58,15 @@ class Decoder(nn.Module):
 
     def forward(self, step: Step) -> torch.Tensor:
         """Hidden states [T, hidden] of the step's tokens, after the final norm."""
-        x = self.embedding(step.ids)
-        for layer, here in zip(self.layers, step.layers, strict=True):
-            x = layer(x, here)
-        return self.norm(x)
+        return self.through_layers(self.embedding(step.ids), step)
+
+    def through_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """From the embeddings [T, hidden] to after the final norm."""
+        norms: list[Any] = [*(layer.mixer_norm for layer in self.layers), self.norm]
+        normed = norms[0](x)
+        for layer, here, following in zip(self.layers, step.layers, norms[1:], strict=True):
+            x, normed = layer(x, normed, here, following)
+        return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden`: [n, hidden]. Returns [n, vocabulary] fp32."""

@@ -32,10 +32,11 @@ class SandwichLayer(DecoderLayer):
         self.mixer_out_norm = RMSNorm(model.hidden, model.norm_eps, build, offset=model.norm_offset)
         self.ffn_out_norm = RMSNorm(model.hidden, model.norm_eps, build, offset=model.norm_offset)
 
-    def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
-        """`x`: [T, hidden]. Returns the same shape."""
-        x, normed = self.ffn_norm.add(self.mixer(self.mixer_norm(x), here), x, self.mixer_out_norm)
-        return x + self.ffn_out_norm(self.ffn(normed, here))
+    def forward(
+        self, x: torch.Tensor, normed: torch.Tensor, here: LayerStep, following: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, normed = self.ffn_norm.add(self.mixer(normed, here), x, self.mixer_out_norm)
+        return following.add(self.ffn(normed, here), x, self.ffn_out_norm)
 
 
 class Gemma3Decoder(Decoder):

@@ -106,9 +106,10 @@ class Gemma4Layer(SandwichLayer):
             self.per_layer_out = _replicated(extra.per_layer, model.hidden, build.at("per_layer_out"))
             self.per_layer_norm = RMSNorm(model.hidden, model.norm_eps, build)
 
-    def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
-        """`x`: [T, hidden]. Returns the same shape."""
-        x, normed = self.ffn_norm.add(self.mixer(self.mixer_norm(x), here), x, self.mixer_out_norm)
+    def forward(
+        self, x: torch.Tensor, normed: torch.Tensor, here: LayerStep, following: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, normed = self.ffn_norm.add(self.mixer(normed, here), x, self.mixer_out_norm)
         y = self.ffn(normed, here)
         if self.beside is not None:
             y = self.beside(x, y, here)
@@ -116,7 +117,8 @@ class Gemma4Layer(SandwichLayer):
         if self.per_layer:
             own = here.step.notes[PER_LAYER][:, self.index]
             x = x + self.per_layer_norm(self.per_layer_out(activate(self.per_layer_gate(x), "gelu_tanh") * own))
-        return x * self.scalar
+        x = x * self.scalar
+        return x, following(x)
 
 
 class PerLayerEmbedding(nn.Module):
@@ -151,9 +153,7 @@ class Gemma4Decoder(Decoder):
         x = self.embedding(step.ids)
         if self.per_layer is not None:
             step.notes[PER_LAYER] = self.per_layer(step.ids, x)
-        for layer, here in zip(self.layers, step.layers, strict=True):
-            x = layer(x, here)
-        return self.norm(x)
+        return self.through_layers(x, step)
 
 
 def read_gemma4(config: ConfigReader) -> ModelSpec:
