@@ -11,8 +11,6 @@ from plugins.hosting import ATOL, run_apart
 from tiny_checkpoints import prompts
 
 from allotrope import LLM, SamplingParams
-from allotrope.models.registry import find_architecture
-from allotrope.verify.random_checkpoint import write_random
 
 pytestmark = [pytest.mark.usefixtures("in_vllm"), pytest.mark.timeout(600)]
 
@@ -25,12 +23,18 @@ ARCHITECTURES = (
     "DeepseekV4ForCausalLM",
 )
 COUNT = 6
+# The checkpoint is written before vLLM is imported, which teaches Transformers other classes of configs.
 CODE = """
-import json, sys
-from vllm import LLM, SamplingParams
+import json
+from pathlib import Path
 if __name__ == "__main__":
-    from plugins.hosting import model_of
+    from allotrope.models.registry import find_architecture
+    from allotrope.verify.random_checkpoint import write_random
     given = json.loads({given!r})
+    names = dict(architectures=[given["architecture"]])
+    write_random(find_architecture(names, "").tiny() | names, Path(given["path"]), None, 0)
+    from vllm import LLM, SamplingParams
+    from plugins.hosting import model_of
     llm = LLM(
         given["path"], tensor_parallel_size=2, distributed_executor_backend="mp", skip_tokenizer_init=True,
         enforce_eager=True, dtype="float32", max_model_len=256, max_num_seqs=8,
@@ -51,10 +55,9 @@ ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ALLOW_INSECURE_SERIA
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_two_ranks_answer_as_one(architecture: str, tmp_path: Path) -> None:
-    config = find_architecture({"architectures": [architecture]}, architecture).tiny()
-    write_random(config | {"architectures": [architecture]}, tmp_path, None, 0)
     asked = prompts((1, 45, 90), vocab_size=300)
-    given = json.dumps({"path": str(tmp_path), "prompts": [list(prompt) for prompt in asked], "count": COUNT})
+    named = {"architecture": architecture, "path": str(tmp_path)}
+    given = json.dumps(named | {"prompts": [list(prompt) for prompt in asked], "count": COUNT})
     done = run_apart(CODE.format(given=given), ENVIRONMENT)
     line = next((line for line in done.stdout.splitlines() if line.startswith("FOUND")), None)
     assert line is not None, done.stderr[-3000:]
