@@ -27,7 +27,7 @@ def _held() -> tuple[int, int, int]:
     """Tensors that the collector knows, their bytes, and steps."""
     objects = gc.get_objects()
     tensors = [one for one in objects if type(one) is torch.Tensor]
-    return len(tensors), sum(one.nbytes for one in tensors), sum(isinstance(one, Step | LayerStep) for one in objects)
+    return len(tensors), sum(one.nbytes for one in tensors), sum(type(one) in (Step, LayerStep) for one in objects)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
