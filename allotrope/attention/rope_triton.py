@@ -36,19 +36,24 @@ def cos_sin(angle):
 
 
 @triton.jit
+def rotation(position, freq, sign, factor, dim, R: tl.constexpr):
+    """What a table holds of dims `dim` at a position, in fp32: `freq`, `sign`, `factor` as in `RopeTable`."""
+    c, s = cos_sin(position.to(tl.float32) * tl.load(freq + dim, mask=dim < R, other=0.0))
+    return c * factor, s * tl.load(sign + dim, mask=dim < R, other=0.0)
+
+
+@triton.jit
 def angles_kernel(
     positions, freq, sign, cos, sin, tokens, factor, R: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """`freq`, `sign`: [R] fp32, the sign with the factor. `cos`, `sin`: [T, R]."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK_R)
-    position = tl.load(positions + token, mask=token < tokens, other=0).to(tl.float32)
-    angle = position[:, None] * tl.load(freq + dim, mask=dim < R, other=0.0)[None, :]
-    c, s = cos_sin(angle)
-    s *= tl.load(sign + dim, mask=dim < R, other=0.0)[None, :]
+    position = tl.load(positions + token, mask=token < tokens, other=0)
+    c, s = rotation(position[:, None], freq, sign, factor, dim[None, :], R)
     place = token.to(tl.int64)[:, None] * R + dim[None, :]
     inside = (token < tokens)[:, None] & (dim < R)[None, :]
-    tl.store(cos + place, (c * factor).to(cos.dtype.element_ty), mask=inside)
+    tl.store(cos + place, c.to(cos.dtype.element_ty), mask=inside)
     tl.store(sin + place, s.to(sin.dtype.element_ty), mask=inside)
 
 

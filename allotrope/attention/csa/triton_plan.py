@@ -17,7 +17,7 @@ from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import BatchTensors, PageIndex
 from allotrope.attention.csa.rotary import table
 from allotrope.attention.csa.spec import CsaSpec
-from allotrope.attention.rope_triton import cos_sin
+from allotrope.attention.rope_triton import rotation
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -56,9 +56,9 @@ def _rows(pages, place, first, count, columns, listed, length, PER_PAGE: tl.cons
 def _turned(position, freq, sign, factor, cos, sin, R: tl.constexpr, BLOCK_R: tl.constexpr):
     """cos and sin of one position, to their places."""
     dim = tl.arange(0, BLOCK_R)
-    c, s = cos_sin(position.to(tl.float32) * tl.load(freq + dim, mask=dim < R, other=0.0))
-    tl.store(cos + dim, c * factor, mask=dim < R)
-    tl.store(sin + dim, s * tl.load(sign + dim, mask=dim < R, other=0.0), mask=dim < R)
+    c, s = rotation(position, freq, sign, factor, dim, R)
+    tl.store(cos + dim, c, mask=dim < R)
+    tl.store(sin + dim, s, mask=dim < R)
 
 
 @triton.jit
