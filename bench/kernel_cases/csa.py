@@ -133,15 +133,14 @@ def _timed(x: Inputs, backend: Backend, pools: dict[str, dict[str, torch.Tensor]
 
 def _check(x: Inputs, timed: Timed) -> Sequence[Comparison]:
     """Both work on equal pools, and write the same rows into them. Tokens that could as well have chosen another entry
-    are left out: of 2048 random scores the 512th and 513th are so near in one row of sixteen. At least three quarters
-    have to be compared."""
+    are left out, and may be a tenth of all."""
     copies = {name: {field: view.clone() for field, view in fields.items()} for name, fields in x.pools.items()}
     reference = CSA.backends[-1]
     plan = reference.plan(x.spec, x.batch, x.index)
     want, got = reference.run(x.spec, plan, copies, **x.given), timed()
     kept = ~_near_ties(x, plan, copies) if x.spec.indexer is not None else slice(None)
     found = compare(got[kept], want[kept], "bf16")
-    if 4 * len(want[kept]) < 3 * len(want):
+    if 10 * len(want[kept]) < 9 * len(want):
         found = replace(found, wrong=(*found.wrong, f"only {len(want[kept])} of {len(want)} tokens are compared"))
     return [found]
 

@@ -37,7 +37,7 @@ def cases() -> list[KernelCase]:
     found.append(_case("decode B64 by channel 32x128", equal | {"channel_decay": True}, (1,) * 64, 8))
     for name, heads in (("32/32x128", equal), ("16/32x128", released)):
         found.append(_case(f"prefill 8192 {name}", heads, (8192,), 8192))
-    found.append(_case("prefill 4x2048 16/32x128", released, (2048,) * 4, 2048))
+    found.append(_case("prefill 16x2048 16/32x128", released, (2048,) * 16, 2048))
     found.append(_case("prefill 8192 by channel 32x128", equal | {"channel_decay": True}, (8192,), 8192))
     small = {"num_k_heads": 1, "num_v_heads": 2, "k_head_dim": 16, "v_head_dim": 16}
     return [*found, _case("mixed tiny", small, (1, 1, 70), 70, tiny=True)]
