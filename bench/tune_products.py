@@ -103,7 +103,8 @@ def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
         return
     fp8 = shape.kind == "fp8"
     if usual <= 128:
-        heights = [h for h in (16, 32, 64) if h >= min(usual, 64) / 2 and h <= max(16, 4 * usual)]
+        lowest = 8 if shape.experts else 16
+        heights = [h for h in (8, 16, 32, 64) if max(lowest, min(usual, 64) / 2) <= h <= max(16, 4 * usual)]
         splits = (1,) if shape.gated or shape.experts else (1, 2, 4, 8)
         for height, columns, split, stages in itertools.product(heights, (64, 128), splits, (2, 3, 5)):
             if split > max(1, shape.inputs // 512) or (split > 1 and -(-shape.outputs // columns) * split > 1100):
@@ -127,7 +128,7 @@ def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
 
 def _of_four_bits(shape: Shape, usual: int) -> Iterator[Launch]:
     """As `candidates`. A tile has `wide` rows of weights: gates and ups are one tile."""
-    heights, widths = (16, 32, 64, 128, 256), (32, 64, 128, 256)
+    heights, widths = (8, 16, 32, 64, 128, 256), (32, 64, 128, 256)
     for height, columns, warps, stages in itertools.product(heights, widths, (4, 8), (2, 3, 4)):
         wide = 2 * columns if shape.gated else columns
         # A group of 4 warps multiplies 64 rows of weights at a time; sums take half of its registers at most.

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allotrope.attention.early import launched_early
+
 SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
 """Shared memory that one program may take, by chip; its keys are the chips that every kernel is compiled for."""
 
@@ -50,13 +52,16 @@ class Variant:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a variant. `shared`: bytes. `spills`: to memory; registers (AMD) or bytes (NVIDIA)."""
+    """What the compiler made of a variant. `shared`: bytes. `spills`: to memory; registers (AMD) or bytes (NVIDIA).
+    `early`: it is launched early, and waits for its turn before it touches memory; None where chips do not know it.
+    """
 
     arch: str
     name: str
     shared: int
     registers: int
     spills: int
+    early: bool | None
 
 
 def variants(arch: str, modules: Sequence[str] = MODULES) -> list[Variant]:
@@ -80,8 +85,16 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
     )
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
     made = triton.compile(source, target=target, options=options)
-    registers, spills = _nvidia(made.asm["cubin"]) if target.backend == "cuda" else _amd(made.asm["amdgcn"])
-    return Compiled(arch, variant.name, made.metadata.shared, registers, spills)
+    nvidia = target.backend == "cuda"
+    registers, spills = _nvidia(made.asm["cubin"]) if nvidia else _amd(made.asm["amdgcn"])
+    early = launched_early(variant.kernel) and _waits_first(made.asm["ptx"]) if nvidia else None
+    return Compiled(arch, variant.name, made.metadata.shared, registers, spills, early)
+
+
+def _waits_first(ptx: str) -> bool:
+    """Whether the kernel waits for its turn, once, and no access to the device's memory stands above that."""
+    above, *below = ptx.split("griddepcontrol.wait;")
+    return len(below) == 1 and re.search(r"\b(ld|st|atom|red)\.\S*global|cp\.async", above) is None
 
 
 def _nvidia(cubin: bytes) -> tuple[int, int]:

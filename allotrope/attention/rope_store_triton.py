@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.rope import Rotation
 from allotrope.attention.rope_store import HeadSpec, Rows
 
@@ -119,7 +120,7 @@ def _turn_partly(
     tl.store(place + column, _stored(x.to(dtype).to(tl.float32), scale, place, FP8), mask=inside & there)
 
 
-@triton.jit
+@early_jit
 def rope_store_kernel(
     projected, cos, sin, q_factors, k_factors, slots, q, k_pool, v_pool,
     heads, kv_heads, q_blocks, kv_blocks, blocks, parts, v_start,
@@ -134,6 +135,7 @@ def rope_store_kernel(
     Without `SLOTS`, row t of the pools is token t's. `floor`, `v_floor`: size * eps; `v_unit`: factor of the values,
     with sqrt(size) where they are normed.
     """
+    await_turn()
     program = tl.program_id(0)
     token, part = (program // parts).to(tl.int64), program % parts
     source = projected + token * row_stride

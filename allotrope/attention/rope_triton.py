@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.early import await_turn, early_jit
 
 _QUARTER = tl.constexpr(1.5707963267948966)
 _QUARTERS = tl.constexpr(0.6366197723675814)
@@ -42,11 +43,12 @@ def rotation(position, freq, sign, factor, dim, R: tl.constexpr):
     return c * factor, s * tl.load(sign + dim, mask=dim < R, other=0.0)
 
 
-@triton.jit
+@early_jit
 def angles_kernel(
     positions, freq, sign, cos, sin, tokens, factor, R: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """`freq`, `sign`: [R] fp32, the sign with the factor. `cos`, `sin`: [T, R]."""
+    await_turn()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK_R)
     position = tl.load(positions + token, mask=token < tokens, other=0)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.early import await_turn, early_jit
 
 if TYPE_CHECKING:
     from allotrope.layers.hyper_connection import HyperConnectionSpec
@@ -40,13 +41,14 @@ FEW, MANY = Tile(16, 128, 128), Tile(64, 1024, 32)
 MANY_TOKENS = 1024
 
 
-@triton.jit
+@early_jit
 def mixes_kernel(
     streams, fn, sums, squares, tokens, width, row_stride, runs,
     MIXES: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, RUN: tl.constexpr, STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`sums` [T, runs, BLOCK]: streams fn^T over each run; `squares` [T, runs]: the streams' squares."""
+    await_turn()
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     run = tl.program_id(1)
     mix = tl.arange(0, BLOCK)
@@ -76,12 +78,13 @@ def _mixed(sums, token, first, each, runs, root, base, scale, BLOCK: tl.constexp
     return tl.load(base + first + each) + m * scale
 
 
-@triton.jit
+@early_jit
 def collapse_kernel(
     streams, sums, squares, base, scale, x, post, comb, hidden, row_stride, runs, eps, norm_eps, iterations,
     N: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`x` [T, hidden]: the streams weighed; `post` [T, N] and `comb` [T, N, N]: how they are put together again."""
+    await_turn()
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     run, each = tl.arange(0, RUNS), tl.arange(0, N)
     square = tl.sum(tl.load(squares + token * runs + run, mask=run < runs, other=0.0), axis=0)
@@ -109,11 +112,12 @@ def collapse_kernel(
         tl.store(comb + place, c.to(comb.dtype.element_ty))
 
 
-@triton.jit
+@early_jit
 def expand_kernel(
     y, streams, post, comb, out, hidden, y_stride, row_stride, N: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """X'_j = post_j y + sum_i C_ij X_i, [T, N, hidden]."""
+    await_turn()
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     each = tl.arange(0, N)
     column = block * COLUMNS + tl.arange(0, COLUMNS)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.early import await_turn, early_jit
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2}
 
@@ -32,7 +33,7 @@ def gate(x, y, slope, limit, offset, ACTIVATION: tl.constexpr, LIMIT: tl.constex
     return value
 
 
-@triton.jit
+@early_jit
 def gating_kernel(
     gates,
     up,
@@ -48,6 +49,7 @@ def gating_kernel(
     LIMIT: tl.constexpr,
 ):
     """`gates`, `up`: [T, width], any row strides. `out`: [T, width], contiguous. `ACTIVATION`: as in `ACTIVATIONS`."""
+    await_turn()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < width

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.early import await_turn, early_jit
 
 GateKind = Literal["silu", "sigmoid"]
 _GATES = {"": 0, "silu": 1, "sigmoid": 2}
@@ -24,7 +25,7 @@ _PROGRAM = 1024
 _THREAD = 8
 
 
-@triton.jit
+@early_jit
 def norm_kernel(
     x,
     residual,
@@ -49,6 +50,7 @@ def norm_kernel(
     GATE: tl.constexpr,
 ):
     """Rows are heads of tokens: row r is head r % heads of token r // heads. `total` and `out` are contiguous."""
+    await_turn()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     there = (row < rows) & (column < SIZE)

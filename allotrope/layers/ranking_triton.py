@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.layers.ranking import TokenScores
 
 SEGMENT = 4096
@@ -34,11 +35,12 @@ def logit_of(key):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@early_jit
 def segment_scores_kernel(
     logits, token_ids, peaks, sums, ranks, tops, count, vocab, row_stride, segments, SEGMENT: tl.constexpr
 ):  # fmt: skip
     """Of each segment: largest logit, sum of exponentials below it, tokens above the scored one, the best `count`."""
+    await_turn()
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = segment * SEGMENT + tl.arange(0, SEGMENT)
     there = column < vocab
@@ -57,12 +59,13 @@ def segment_scores_kernel(
         packed = tl.where(packed == best, NOTHING, packed)
 
 
-@triton.jit
+@early_jit
 def scores_kernel(
     logits, token_ids, peaks, sums, ranks, tops, logprobs, rank, top_ids, top_logprobs,
     count, vocab, row_stride, segments, SEGMENTS: tl.constexpr, TOPS: tl.constexpr,
 ):  # fmt: skip
     """Put the segments of a row together."""
+    await_turn()
     row = tl.program_id(0).to(tl.int64)
     segment = tl.arange(0, SEGMENTS)
     there, place = segment < segments, row * segments + segment

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.layers.router import Score
 
 _SCORES: dict[Score, int] = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
@@ -81,7 +82,7 @@ def _weigh(
     tl.store(experts + token * TOPK + slot, picks.to(tl.int64), mask=there)
 
 
-@triton.jit
+@early_jit
 def route_kernel(
     logits,
     correction,
@@ -105,6 +106,7 @@ def route_kernel(
 
     `logits`: [T, COUNT * size], any row stride. `weights`, `experts`: [T, TOPK], contiguous.
     """
+    await_turn()
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * row_stride
     group, member = tl.arange(0, GROUPS), tl.arange(0, MEMBERS)[None, :]
@@ -139,7 +141,7 @@ def route_kernel(
     _weigh(row, weights, experts, token, slot, picks, peak, total, scale, TOPK, SCORE, NORMALIZE)
 
 
-@triton.jit
+@early_jit
 def looked_up_kernel(
     logits,
     table,
@@ -156,6 +158,7 @@ def looked_up_kernel(
     NORMALIZE: tl.constexpr,
 ):
     """As `route_kernel`, with the experts of each token in `table`: [V, TOPK], contiguous."""
+    await_turn()
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * row_stride
     slot = tl.arange(0, SLOTS)
@@ -169,7 +172,7 @@ def looked_up_kernel(
     _weigh(row, weights, experts, token, slot, picks, peak, total, scale, TOPK, SCORE, NORMALIZE)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@early_jit(do_not_specialize=["pairs"])
 def group_kernel(
     experts,
     ends,
@@ -183,6 +186,7 @@ def group_kernel(
     CHUNK: tl.constexpr,
 ):
     """`experts`: [pairs], at most MOST_PAIRS. `ends`: [count]. An item is a pair, or behind all an expert's end."""
+    await_turn()
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     pair, end = item < pairs, (item >= pairs) & (item < pairs + count)
     expert = tl.load(experts + item, mask=pair, other=0).to(tl.int32)
@@ -201,7 +205,7 @@ def group_kernel(
     tl.store(owner + row, expert, mask=pair)
 
 
-@triton.jit
+@early_jit
 def combine_kernel(
     results,
     weights,
@@ -226,6 +230,7 @@ def combine_kernel(
     """`weights`, `place`, `experts`: [T, TOPK], contiguous. `out`: [T, hidden], contiguous. ABREAST rows are read at
     once.
     """
+    await_turn()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < hidden

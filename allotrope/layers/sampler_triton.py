@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.layers.ranking_triton import NOTHING, SEGMENT, key_of, logit_of
 from allotrope.layers.sampler import RandomRows, SamplingStep
 
@@ -46,9 +47,10 @@ def _peak(peaks, row, segments, SEGMENTS: tl.constexpr):
     return tl.max(found, axis=0)
 
 
-@triton.jit
+@early_jit
 def peaks_kernel(logits, peaks, vocab, row_stride, segments, SEGMENT: tl.constexpr):
     """Best token of each segment of each row: the larger key, then the lower id."""
+    await_turn()
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = segment * SEGMENT + tl.arange(0, SEGMENT)
     there = column < vocab
@@ -57,9 +59,10 @@ def peaks_kernel(logits, peaks, vocab, row_stride, segments, SEGMENT: tl.constex
     tl.store(peaks + row * segments + segment, tl.max(packed, axis=0))
 
 
-@triton.jit
+@early_jit
 def greedy_kernel(peaks, out, vocab, segments, SEGMENTS: tl.constexpr):
     """The best token of every row; -1 where its logit is not finite."""
+    await_turn()
     row = tl.program_id(0).to(tl.int64)
     packed = _peak(peaks, row, segments, SEGMENTS)
     best = logit_of((packed >> 32).to(tl.int32))
@@ -67,12 +70,13 @@ def greedy_kernel(peaks, out, vocab, segments, SEGMENTS: tl.constexpr):
     tl.store(out + row, tl.where(good, vocab - 1 - (packed & 0xFFFFFFFF), -1))
 
 
-@triton.jit
+@early_jit
 def whole_masses_kernel(
     logits, peaks, rows, temperature, min_p, masses, vocab, row_stride, segments,
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, MIN_P: tl.constexpr,
 ):  # fmt: skip
     """Weight of each segment after min-p, [N, segments]."""
+    await_turn()
     n, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + n)
     peak = logit_of((_peak(peaks, row, segments, SEGMENTS) >> 32).to(tl.int32))
@@ -84,12 +88,13 @@ def whole_masses_kernel(
     tl.store(masses + n * segments + segment, tl.sum(weight, axis=0))
 
 
-@triton.jit
+@early_jit
 def draw_whole_kernel(
     logits, peaks, rows, temperature, min_p, uniform, masses, out, vocab, row_stride, segments,
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, MIN_P: tl.constexpr,
 ):  # fmt: skip
     """The first token, by id, at which the sum of weights passes `uniform` of the whole."""
+    await_turn()
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + n)
     peak = logit_of((_peak(peaks, row, segments, SEGMENTS) >> 32).to(tl.int32))
@@ -117,12 +122,13 @@ def _edge(peak, temperature, j, EDGES: tl.constexpr):
     return key_of(peak - _REACH * part * tl.sqrt(part) * tl.maximum(temperature, _LEAST_TEMPERATURE))
 
 
-@triton.jit
+@early_jit
 def edges_kernel(
     logits, peaks, rows, temperature, edges, counts, masses, vocab, row_stride, segments,
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """Keys of the edges, [N, EDGES]; number and weight of each segment's tokens at or above, [N, segments, EDGES]."""
+    await_turn()
     n, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + n)
     peak = logit_of((_peak(peaks, row, segments, SEGMENTS) >> 32).to(tl.int32))
@@ -163,12 +169,13 @@ def _needed(total, p):
     return tl.minimum(tl.ceil(total.to(tl.float64) * p).to(tl.int64), total)
 
 
-@triton.jit
+@early_jit
 def candidates_kernel(
     logits, top_k, top_p, rows, edges, counts, masses, found, vocab, row_stride, segments,
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, EDGES: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Write out the tokens at or above the edge that has enough, by id, as `key * 2^32 + id`: `found` [N, ROOM]."""
+    await_turn()
     n, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     count, mass = _table(counts, masses, n, segments, SEGMENTS, EDGES)
     edge, size = _enough(count, mass, tl.load(top_k + n), tl.load(top_p + n), EDGES)
@@ -266,13 +273,14 @@ def _cut(
     return low, over, over_mass
 
 
-@triton.jit
+@early_jit
 def draw_truncated_kernel(
     logits, peaks, rows, temperature, top_k, top_p, min_p, uniform, edges, counts, masses, found, spare, out,
     vocab, row_stride, segments,
     SEGMENTS: tl.constexpr, EDGES: tl.constexpr, ROOM: tl.constexpr, CHUNK: tl.constexpr, MIN_P: tl.constexpr,
 ):  # fmt: skip
     """Draw among the tokens that top-k, top-p and min-p leave, laid out by falling logit and then by id."""
+    await_turn()
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + n)
     best = _peak(peaks, row, segments, SEGMENTS) >> 32

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.rope import Rotation
 from allotrope.layers.turn import LayerNorm
 
@@ -53,7 +54,7 @@ def _last(
     tl.store(place + column, (x * cosine + pair * sine).to(dtype), mask=inside)
 
 
-@triton.jit
+@early_jit
 def turn_kernel(
     heads, last, out, cos, sin, weight, bias, eps,
     count, blocks, head_token, head_row, last_token, cos_token,
@@ -65,6 +66,7 @@ def turn_kernel(
 
     A number's pair is read again from where it lies. The table's sine carries the sign of its place.
     """
+    await_turn()
     token, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     column = tl.arange(0, WHOLE)[None, :]
     cosine = tl.load(cos + token * cos_token + column, mask=column < ROTATED, other=1.0).to(tl.float32)

@@ -14,6 +14,7 @@ import triton.language as tl
 from allotrope.attention.ahead import Variant
 from allotrope.attention.csa.rows import BLOCK
 from allotrope.attention.csa.triton_store import SCALED, pair_angles, turn
+from allotrope.attention.early import await_turn, early_jit
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _GROUP = tl.constexpr(BLOCK)
@@ -67,7 +68,7 @@ def _meet(q, k, valid, top, total, summed, scale, PRECISION: tl.constexpr):
     return best, total, summed
 
 
-@triton.jit
+@early_jit
 def attend_kernel(
     q, out, partial, stats, sinks, cos, sin, window_list, window_seen, entry_list, entry_seen,
     w_codes, w_tail, w_factors, wc_row, wt_row, wf_row, e_codes, e_tail, e_factors, ec_row, et_row, ef_row,
@@ -78,6 +79,7 @@ def attend_kernel(
     """`q`: [T, H, D], rotated. `window_list`, `entry_list`: [T, .] int32 rows, of which the first `window_seen`,
     `entry_seen` [T] count, and -1. `row_scale`: of per-tensor FP8 rows.
     """
+    await_turn()
     token, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n_window, n_entries = tl.load(window_seen + token), tl.load(entry_seen + token)
     window_tiles = tl.cdiv(n_window, TILE)
@@ -128,13 +130,14 @@ def attend_kernel(
         tl.store(to, o.to(dtype), mask=inside)
 
 
-@triton.jit
+@early_jit
 def combine_kernel(
     partial, stats, sinks, cos, sin, out, row_scale,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of BLOCK_H heads of one query."""
+    await_turn()
     token = tl.program_id(0)
     head, lane = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     in_head = head < H

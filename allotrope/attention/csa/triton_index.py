@@ -17,9 +17,10 @@ from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import PageIndex
 from allotrope.attention.csa.spec import IndexerSpec
 from allotrope.attention.csa.triton_store import pair_angles, turn
+from allotrope.attention.early import await_turn, early_jit
 
 
-@triton.jit
+@early_jit
 def score_kernel(
     q, weights, keys, table, requests, seen, cos, sin, scores, first,
     q_token, q_head, weights_token, table_row, key_page, key_row, scores_token, topk, factor,
@@ -27,6 +28,7 @@ def score_kernel(
     BLOCK_D: tl.constexpr, ENTRIES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of the tokens from `first` on, whose scores begin at row 0. `seen`: [T] int32 entries that a query sees."""
+    await_turn()
     token = first + tl.program_id(0)
     n, begin = tl.load(seen + token), tl.program_id(1) * ENTRIES
     if (n <= topk) | (begin >= n):
@@ -49,12 +51,13 @@ def score_kernel(
     tl.store(scores + tl.program_id(0).to(tl.int64) * scores_token + entry, score, mask=there)
 
 
-@triton.jit
+@early_jit
 def resolve_kernel(
     picks, rows, table, requests, picks_token, rows_token, table_row, columns,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Numbers of entries to rows of their pool, -1 to -1. `picks`: [T, columns] int64. `rows`: [T, .] int32."""
+    await_turn()
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(picks + token * picks_token + column, mask=column < columns, other=-1)
     there = entry >= 0

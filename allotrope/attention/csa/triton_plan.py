@@ -17,6 +17,7 @@ from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import BatchTensors, PageIndex
 from allotrope.attention.csa.rotary import table
 from allotrope.attention.csa.spec import CsaSpec
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.rope_triton import rotation
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -61,7 +62,7 @@ def _turned(position, freq, sign, factor, cos, sin, R: tl.constexpr, BLOCK_R: tl
     tl.store(sin + dim, s, mask=dim < R)
 
 
-@triton.jit
+@early_jit
 def plan_kernel(
     positions, requests, seq_lens, freq, sign, factor, window_table, entry_table,
     cos, sin, first_cos, first_sin, window_list, window_seen, entry_list, entry_seen, visible,
@@ -72,6 +73,7 @@ def plan_kernel(
     """As `Lists`. `most`: entries that a query reads. `W_PAGE`, `E_PAGE`: rows of a page. RATIO 0 has no entries.
     `window_row`, `entry_row`: strides of the tables. `w_length`, `e_length`: of the lists.
     """
+    await_turn()
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position, request = tl.load(positions + token), tl.load(requests + token)
     seen = tl.where(tl.load(seq_lens + request) > 0, position + 1, 0)

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.csa.rows import BLOCK
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mla.rows import FP8_MAX
 from allotrope.attention.mla.triton_store import power_of_two
 
@@ -176,7 +177,7 @@ def _queries(
     tl.store(to, turn(x, c, s, HEADS, BLOCK_D).to(turned.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@early_jit
 def store_kernel(
     q, turned, q_token, q_head,
     positions, requests, query_start, cos, sin, first_cos, first_sin, inverse, eps,
@@ -193,6 +194,7 @@ def store_kernel(
     """Of the token `program_id(0)`: 0 the window row, 1 the entry, 2 the index key, then its queries by HEADS. `cos`,
     `sin`: [T, R] at the token, `first_*` at the first token of its entry. `w_`, `e_`: window and entry pools as
     `_store_row` has them."""
+    await_turn()
     token, what = tl.program_id(0), tl.program_id(1)
     if what == 0:
         _window_row(

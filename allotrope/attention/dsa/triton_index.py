@@ -22,6 +22,7 @@ import triton.language as tl
 from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import PageIndex
 from allotrope.attention.dsa.spec import IndexerSpec
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mla.rows import FP8_MAX
 from allotrope.attention.mla.triton_decode import Queries, arch_of
 from allotrope.attention.mla.triton_store import power_of_two
@@ -61,12 +62,13 @@ def _codes(x, factor):
     return tl.minimum(tl.maximum(x / factor, -_LARGEST), _LARGEST).to(tl.float8e4nv)
 
 
-@triton.jit
+@early_jit
 def store_kernel(
     k, pool, factors, slots, tokens, k_t, k_page, k_row, f_page, f_row,
     D: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """ROWS new keys to their slots."""
+    await_turn()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
     kept = slot >= 0
@@ -111,7 +113,7 @@ def _keys(
     return found, factor
 
 
-@triton.jit
+@early_jit
 def decode_kernel(
     q, weights, pool, factors, table, request, seen, scores,
     root, topk, q_t, q_h, w_t, k_page, k_row, f_page, f_row, table_b, scores_t,
@@ -119,6 +121,7 @@ def decode_kernel(
     KEYS: tl.constexpr, SPAN: tl.constexpr, SCALED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """SPAN keys of one query. Queries that see at most `topk` rows are not scored. NATIVE: FP8 codes are multiplied."""
+    await_turn()
     query = tl.program_id(1).to(tl.int64)
     n = tl.load(seen + query)
     begin = tl.program_id(0) * SPAN
@@ -148,7 +151,7 @@ def decode_kernel(
             tl.store(scores + query * scores_t + key, found, mask=key < end)
 
 
-@triton.jit
+@early_jit
 def prefill_kernel(
     q, weights, pool, factors, table, tiles, scores,
     root, q_t, q_h, w_t, k_page, k_row, f_page, f_row, table_b, scores_t,
@@ -159,6 +162,7 @@ def prefill_kernel(
 
     `tiles`: [m, 5] int32: first row of `scores`, queries, first token, its position, request.
     """
+    await_turn()
     tile = tiles + tl.program_id(1) // PARTS * 5
     part = tl.program_id(1) % PARTS * QUERIES
     begin = tl.program_id(0) * KEYS

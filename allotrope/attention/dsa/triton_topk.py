@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.early import await_turn, early_jit
 
 
-@triton.jit
+@early_jit
 def topk_kernel(
     scores, named, seen, tokens, picks, topk, width, scores_t, named_t, picks_t, picks_b,
     GIVEN: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -29,6 +30,7 @@ def topk_kernel(
     With GIVEN, candidates are `named` [t, width], -1 for none; else the first `seen[i]` positions. LISTED: row i is
     written to row `tokens[i]` of `picks`.
     """
+    await_turn()
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     index = block * BLOCK + tl.arange(0, BLOCK)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.gdn.spec import KERNEL_CHUNK
 from allotrope.attention.gdn.triton_gates import silu
 
@@ -19,7 +20,7 @@ CHUNK = KERNEL_CHUNK
 VALUE_SCALE = 16.0
 
 
-@triton.jit
+@early_jit
 def conv_kernel(
     qkv, weight, bias, conv, mixed, chunks, query_start, seq_lens, slots,
     qkv_row, weight_channel, weight_tap, conv_slot, conv_row, scale, eps, value_scale,
@@ -31,6 +32,7 @@ def conv_kernel(
     `mixed`: [T, conv_dim] output. `chunks`: [N, 2] int32, request and place of the chunk's first token in its step.
     """
     # Heads of the same tokens run side by side: their rows are one run of memory.
+    await_turn()
     head, part = tl.program_id(0), tl.program_id(1)
     chunk = part // (CHUNK // TOKENS)
     request, place = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
@@ -73,7 +75,7 @@ def conv_kernel(
     tl.store(to, y.to(mixed.dtype.element_ty), mask=(line < length - place)[:, None] & inside[None, :])
 
 
-@triton.jit
+@early_jit
 def keep_kernel(
     qkv, conv, query_start, seq_lens, slots, qkv_row, conv_slot, conv_row, channels,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -82,6 +84,7 @@ def keep_kernel(
 
     Kept row j comes from row j + length of what was kept, if that exists: never from one already overwritten.
     """
+    await_turn()
     request = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels

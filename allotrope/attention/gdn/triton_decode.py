@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.gdn.spec import GdnSpec
 from allotrope.attention.gdn.triton_gates import keep_newest, newest, softplus
 
 
-@triton.jit
+@early_jit
 def decode_kernel(
     qkv, b, a, weight, bias, A_log, dt_bias, conv, ssm, out, slots, seq_lens, arrivals,
     qkv_row, b_row, b_head, a_row, a_rate, weight_channel, weight_tap, conv_slot, conv_row, ssm_slot, scale, eps,
@@ -29,6 +30,7 @@ def decode_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr, CHANNEL: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """`arrivals`: [B, KEY_HEADS] int32, zeros before and after. The rest as `reference.run`."""
+    await_turn()
     part, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key_head = head // REPEAT
     key, value = tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.gdn.triton_gates import softplus
 
 
@@ -55,7 +56,7 @@ def invert_unit_lower(A, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     return tl.reshape(tl.permute(tl.join(upper, lower), [3, 0, 2, 1]), [64, 64])
 
 
-@triton.jit
+@early_jit
 def pairs_kernel(
     mixed, b, a, A_log, dt_bias, mix, scores, grown, rest, chunks, query_start, slots,
     b_row, b_head, a_row, a_rate,
@@ -66,6 +67,7 @@ def pairs_kernel(
 
     `PRECISION`: of products of `mixed`; `INVERSE`: of those in the inverse.
     """
+    await_turn()
     head, chunk = tl.program_id(0), tl.program_id(1)
     request, place = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     if tl.load(slots + request) <= 0:
@@ -114,7 +116,7 @@ def _partners(x, HALF: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr)
     return tl.reshape(spread, [CHUNK, BLOCK_K])
 
 
-@triton.jit
+@early_jit
 def channel_pairs_kernel(
     mixed, b, a, A_log, dt_bias, mix, scores, seen_keys, queries, keys, last, chunks, query_start, slots,
     b_row, b_head, a_row, a_rate,
@@ -126,6 +128,7 @@ def channel_pairs_kernel(
     `seen_keys`: [T, nv, dk] k e^G. `queries`: q e^G. `keys`: k e^(G_last - G). `last`: [N, nv, dk] fp32, e^(G_last).
     Sums of g are only ever added to, never subtracted: they keep their digits.
     """
+    await_turn()
     head, chunk = tl.program_id(0), tl.program_id(1)
     request, place = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     if tl.load(slots + request) <= 0:

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.early import await_turn, early
 from allotrope.attention.gluon_versions import barrier
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.attention.mha.triton_decode import EVERYTHING
@@ -185,6 +186,7 @@ def _advance(
     return _packed(following, queries.dtype), mixed, top, total
 
 
+@early
 @gluon.jit
 def prefill_kernel(
     q, k, v, records, sinks, out, scale, softcap, v_scale, window, rows, q_t, q_h, out_t, out_h,
@@ -193,6 +195,7 @@ def prefill_kernel(
     WORKERS: gl.constexpr, REGISTERS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """As `triton_prefill.prefill_kernel` with GATHERED; two groups of BLOCK_M // 2 rows and one warp that fetches."""
+    await_turn()
     part = gl.program_id(0) % (GROUPS * (R // HEADS))
     record = records + gl.program_id(0) // (GROUPS * (R // HEADS)) * 5
     group = part // (R // HEADS)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mha.spec import MhaSpec
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -84,7 +85,7 @@ def _capped(logits, scale, softcap, SOFTCAP: tl.constexpr):
     return logits * (scale * _LOG2E)
 
 
-@triton.jit(do_not_specialize=["window", "splits", "capacity"])
+@early_jit(do_not_specialize=["window", "splits", "capacity"])
 def decode_kernel(
     q, k_pool, v_pool, table, seq_lens, sinks, partial, lse, out,
     scale, softcap, v_scale, window, splits, capacity,
@@ -98,6 +99,7 @@ def decode_kernel(
 
     Writes each chunk's normalised result and base-2 log-sum-exp; with DIRECT (one chunk at most) the output.
     """
+    await_turn()
     split = tl.program_id(0)
     group = tl.program_id(1) // tl.cdiv(R, BLOCK_H)
     request = tl.program_id(2).to(tl.int64)
@@ -175,13 +177,14 @@ def decode_kernel(
             tl.store(to, mixed, mask=real[:, None] & in_value[None, :])
 
 
-@triton.jit(do_not_specialize=["window", "capacity"])
+@early_jit(do_not_specialize=["window", "capacity"])
 def merge_kernel(
     partial, lse, seq_lens, sinks, out, window, capacity, out_t, out_h,
     H: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     MOST: tl.constexpr, STEP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """out = sum_c 2^lse_c o_c / (sum_c 2^lse_c + e^sink) of one request and head, chunk after chunk; 0 without keys."""
+    await_turn()
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, chunks = _chunks(tl.load(seq_lens + request), window, BLOCK_N, CHUNK, MOST)
     dim = tl.arange(0, BLOCK_DV)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mha.triton_decode import _LOG2E, _LOWEST, _capped, _chunks
 
 
@@ -46,7 +47,7 @@ def _unpacked(pairs, NVIDIA: tl.constexpr):
     return even.to(tl.int16).to(tl.float16, bitcast=True), odd.to(tl.int16).to(tl.float16, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["window", "splits", "capacity"])
+@early_jit(do_not_specialize=["window", "splits", "capacity"])
 def decode_kernel(
     q, k_pool, v_pool, table, seq_lens, sinks, partial, lse, out,
     scale, softcap, v_scale, window, splits, capacity,
@@ -57,6 +58,7 @@ def decode_kernel(
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr, DIRECT: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """As `triton_decode.decode_kernel`. `k_pool`, `v_pool`: int16 views, and their strides."""
+    await_turn()
     split = tl.program_id(0)
     group = tl.program_id(1) // tl.cdiv(R, BLOCK_H)
     request = tl.program_id(2).to(tl.int64)

@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import BatchLayout
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.attention.mha.triton_decode import _LOG2E, _LOWEST, EVERYTHING, _capped
 
@@ -111,13 +112,14 @@ def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-@triton.jit
+@early_jit
 def gather_kernel(
     k_pool, v_pool, table, blocks, k_rows, v_rows, rows, kp_p, kp_s, kp_g, vp_p, vp_s, vp_g, table_b,
     PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PITCH: tl.constexpr, PITCH_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, REGION: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Rows of one request and head into the scratch [G, rows, pitch]; zeros where the request has none."""
+    await_turn()
     part, head = tl.program_id(0), tl.program_id(1)
     block = blocks + part // (REGION // BLOCK_T) * 4
     shift = part % (REGION // BLOCK_T) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -171,7 +173,7 @@ def _softmax(logits, top, total, scale, softcap, SOFTCAP: tl.constexpr):
     return weights, higher, total * fade + tl.sum(weights, 1), fade
 
 
-@triton.jit
+@early_jit
 def prefill_kernel(
     q, k, v, table, records, sinks, out,
     scale, softcap, v_scale, window, rows,
@@ -185,6 +187,7 @@ def prefill_kernel(
     `k`, `v`: pools, or with GATHERED descriptors of the scratch [G * rows, D]. Key blocks that every row sees wholly
     need no mask; the others, at the window's edge and at the diagonal, come first.
     """
+    await_turn()
     part = tl.program_id(0) % (GROUPS * (R // HEADS))
     record = records + tl.program_id(0) // (GROUPS * (R // HEADS)) * 5
     group = part // (R // HEADS)

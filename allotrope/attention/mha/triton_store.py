@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mha.spec import MhaSpec
 
 # Largest number of float8_e4m3fn.
@@ -27,7 +28,7 @@ def _quantized(x, scale, FP8: tl.constexpr):
     return x
 
 
-@triton.jit
+@early_jit
 def store_kernel(
     k, v, slots, k_pool, v_pool, k_scale, v_scale, tokens,
     k_t, k_h, v_t, v_h, kp_p, kp_s, kp_g, vp_p, vp_s, vp_g,
@@ -35,6 +36,7 @@ def store_kernel(
     BLOCK_T: tl.constexpr, FP8: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_T tokens of one key/value head: k and v to row `slots`; a token without a slot is not written."""
+    await_turn()
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1)
     slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)

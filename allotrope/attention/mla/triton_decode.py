@@ -20,6 +20,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import PageIndex
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mla.rows import BLOCK
 from allotrope.attention.mla.spec import MlaSpec
 from allotrope.attention.mla.triton_store import planes
@@ -117,7 +118,7 @@ def _place(table, picks, start, end, many, KEYS: tl.constexpr, PAGE: tl.constexp
     return key, page
 
 
-@triton.jit
+@early_jit
 def attend_kernel(
     q, q_pe, c_pool, pe_pool, factors, table, request, seen, picks, partial, lse, out,
     scale, kv_scale, topk, splits,
@@ -134,6 +135,7 @@ def attend_kernel(
     With PICKED the keys of a query that sees more than `topk` are `picks` [t, topk], -1 for none. With DIRECT (one
     split) the output is written, else the split's normalised result and base-2 log-sum-exp.
     """
+    await_turn()
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     split = tl.program_id(1)
     query = tl.program_id(2).to(tl.int64)
@@ -213,13 +215,14 @@ def attend_kernel(
             tl.store(lse + place, found, mask=real)
 
 
-@triton.jit
+@early_jit
 def join_kernel(
     partial, lse, seen, out, topk, splits, out_t, out_h,
     H: tl.constexpr, C: tl.constexpr, KEYS: tl.constexpr, BLOCK_C: tl.constexpr, STEP: tl.constexpr,
     PICKED: tl.constexpr,
 ):  # fmt: skip
     """One head of one query: the splits that have keys, weighed by their log-sum-exp; zero where none has."""
+    await_turn()
     head = tl.program_id(0)
     query = tl.program_id(1).to(tl.int64)
     n = tl.load(seen + query)

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from allotrope.attention.early import await_turn, early
 from allotrope.attention.mla.rows import scaled_bytes
 
 HEADS = 64
@@ -212,6 +213,7 @@ def _compute(
         gl.store(lse + row, found, mask=kept)
 
 
+@early
 @gluon.jit
 def attend_kernel(
     q, q_pe, c_pool, pe_pool, factors, table, request, seen, picks, partial, lse, out,
@@ -220,6 +222,7 @@ def attend_kernel(
     H: gl.constexpr, PAGE: gl.constexpr, PICKED: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr,
 ):  # fmt: skip
     """64 heads of one query over one split of its keys, as in `triton_decode`."""
+    await_turn()
     head = gl.program_id(0) * _H
     split = gl.program_id(1)
     query = gl.program_id(2).to(gl.int64)

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import PageIndex
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mla.plan import Span
 from allotrope.attention.mla.spec import MlaSpec
 from allotrope.attention.mla.triton_decode import _LOG2E, _LOWEST, _rows, arch_of
@@ -160,7 +161,7 @@ def _cudnn_can(spec: MlaSpec, device: torch.device) -> bool:
     return fits and torch.cuda.get_device_capability(device)[0] == 9 and spec.kv_dtype != torch.float32
 
 
-@triton.jit
+@early_jit
 def gather_kernel(
     c_pool, pe_pool, factors, table, blocks, latent, rope, kv_scale,
     c_page, c_row, pe_page, pe_row, f_page, f_row, table_b,
@@ -168,6 +169,7 @@ def gather_kernel(
     STEP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """STEP of a block's rows as numbers, side by side: `latent` [rows, C] and `rope` [rows, R]."""
+    await_turn()
     block = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * STEP + tl.arange(0, STEP)
     request = tl.load(blocks + block * 4).to(tl.int64)
@@ -234,7 +236,7 @@ def _over_keys(
     return mixed, top, total
 
 
-@triton.jit
+@early_jit
 def prefill_kernel(
     q, q_pe, k, rope, v, tiles, held, lse, out, scale, q_t, q_h, pe_t, pe_h, out_t, out_h,
     H: tl.constexpr, A: tl.constexpr, B: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
@@ -246,6 +248,7 @@ def prefill_kernel(
     `k`: [rows, H, A + B]. `rope`: [rows, R]. `v`: [rows, H, V]. With JOINED, `held` [T, H, V] fp32 and `lse` [T, H]
     (base 2) have what a tile found in the slices so far.
     """
+    await_turn()
     tile = tiles + tl.program_id(0) // PARTS * 8
     part = tl.program_id(0) % PARTS * QUERIES
     head = tl.program_id(1)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mla.rows import BLOCK, FP8_MAX
 from allotrope.attention.mla.spec import MlaSpec
 
@@ -28,7 +29,7 @@ def power_of_two(largest):
     return (exponent << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@early_jit
 def store_kernel(
     c, k_pe, c_pool, pe_pool, factors, slots, tokens, inverse,
     c_t, pe_t, c_page, c_row, pe_page, pe_row, f_page, f_row, PAGE: tl.constexpr,
@@ -36,6 +37,7 @@ def store_kernel(
     SCALED: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Strides of pages and rows are in elements of each pool's own type; `inverse`: 1 / kv_scale."""
+    await_turn()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = token < tokens
     slot = tl.load(slots + token, mask=real, other=-1).to(tl.int64)

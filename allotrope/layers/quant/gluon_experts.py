@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.early import await_turn, early
 from allotrope.attention.gluon_versions import barrier
 from allotrope.layers.mlp import Gating
 from allotrope.layers.quant.prepare import Prepared
@@ -87,6 +88,7 @@ def _multiply(
                 gl.store(to + 128, second.to(out.dtype.element_ty), mask=written)
 
 
+@early
 @gluon.jit(do_not_specialize=["x_scale_stride"])
 def experts_kernel(
     x, x_scales, codes, scales, ends, table, out, experts, outputs, steps, x_scale_stride, scale_expert, scale_row,
@@ -95,6 +97,7 @@ def experts_kernel(
     """`x`: [n, padded] codes, by [64, 128]. `codes`: [experts * outputs (twice that if GATED), padded], by [128, 128].
     `ends`, `table`: as in `product_kernel`, for tiles of 128 rows. `outputs`: columns of `out`, whole blocks of 128.
     """
+    await_turn()
     expert = gl.load(table + 2 * gl.program_id(0))
     if expert < experts:
         row = gl.load(table + 2 * gl.program_id(0) + 1)

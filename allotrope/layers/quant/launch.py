@@ -125,6 +125,8 @@ def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
         return Launch(128, 64 if narrow else 128, left=False, quantize=False, warps=8, stages=2 if amd else 3)
     height = 16 if usual <= 16 else 32 if usual <= 32 else 64
     if shape.experts or shape.gated:
+        if four_bits and usual <= 4:
+            return Launch(8, 32 if shape.gated else 64, stages=3, depth=256)
         if four_bits:
             # Steps of 256 inputs for few rows, for more of them there are not enough registers.
             return Launch(

@@ -77,13 +77,14 @@ def _numbers(words, exponents, HOPPER: tl.constexpr):
 
 @triton.jit
 def walk_fp4(
-    x, codes, scales, column, outputs, inputs, begin, stop, code_stride, scale_stride,
+    x, row_mask, codes, scales, column, outputs, inputs, begin, stop, code_stride, scale_stride,
     GATED: tl.constexpr, HOPPER: tl.constexpr, LEFT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Inputs from `begin` to `stop`, 128 at a time; a step of the compiled loop is DEPTH of them. `x`: pointers
-    [ROWS, 1], all to be read. `codes`, `scales`: of the expert; its rows from `column` on are the near ones, with GATED
-    those `outputs` behind them the far ones. Returns the sums of the near weights and of the far ones.
+    [ROWS, 1], all readable; `row_mask` [ROWS, 1]: those that count. `codes`, `scales`: of the expert; its rows from
+    `column` on are the near ones, with GATED those `outputs` behind them the far ones. Returns the sums of the near
+    weights and of the far ones.
     """
     WIDE: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     each = tl.arange(0, WIDE)
@@ -95,7 +96,11 @@ def walk_fp4(
     depth = tl.arange(0, 128)
     total = tl.zeros((WIDE, ROWS) if LEFT else (ROWS, WIDE), tl.float32)
     for k in tl.range(begin, stop, 128, loop_unroll_factor=DEPTH // 128):
-        a = tl.load(x + (k + depth)[None, :], mask=(k + depth < inputs)[None, :], other=0.0)
+        inside = (k + depth < inputs)[None, :]
+        if ROWS <= 64:
+            # Experts of few rows fill little of a tile: the rest of it would come as often as the weights do.
+            inside = inside & row_mask
+        a = tl.load(x + (k + depth)[None, :], mask=inside, other=0.0)
         p, q, r, s = _numbers(tl.load(codes + k // 4 + word), tl.load(scales + k // 128), HOPPER)
         # [WIDE, 32, 2, 2] -> run by run. Activations are not rounded: weights become what they are.
         w = tl.join(tl.join(p, r), tl.join(q, s)).permute(0, 2, 3, 1).reshape(WIDE, 128).to(a.dtype)

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.layers.beside import is_beside
 from allotrope.layers.mlp_triton import ACTIVATIONS, gate
 from allotrope.layers.quant.gluon_experts import ROWS, in_groups, multiply_in_groups
@@ -131,9 +132,10 @@ def _tiles_of_experts(ends, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     return start, end, tl.cumsum(tiles, 0), tiles
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@early_jit(do_not_specialize=["tiles"])
 def tiles_kernel(ends, table, experts, tiles, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Expert and first row of every tile of ROWS rows, for many tiles; `experts` for those that nobody needs."""
+    await_turn()
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     each = tl.arange(0, EXPERTS)
     start_of, _, behind, tiles_of = _tiles_of_experts(ends, experts, EXPERTS, ROWS)
@@ -146,7 +148,7 @@ def tiles_kernel(ends, table, experts, tiles, EXPERTS: tl.constexpr, ROWS: tl.co
 
 
 # Numbers of rows change from step to step: none of them is worth a kernel of its own.
-@triton.jit(do_not_specialize=["rows", "x_scale_stride"])
+@early_jit(do_not_specialize=["rows", "x_scale_stride"])
 def product_kernel(
     x,
     x_scales,
@@ -200,6 +202,7 @@ def product_kernel(
     `tiles_kernel` wrote, with TABLE. `outputs`: columns of `out`. ACTIVATION -1: none. `parts`, `arrivals`: of the
     SPLITS programs of each tile; arrivals end as they begin, 0.
     """
+    await_turn()
     tile = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     expert = tl.full((), 0, tl.int32)
@@ -248,7 +251,7 @@ def product_kernel(
             total, other = _walk_plain(total, a, row_mask, w, v, column_mask, begin, stop, inputs, GATED, LEFT)
         else:
             total, other = walk_fp4(
-                a, own, s, tl.program_id(1) * COLUMNS, outputs, inputs, begin, stop, code_stride, scale_row,
+                a, row_mask, own, s, tl.program_id(1) * COLUMNS, outputs, inputs, begin, stop, code_stride, scale_row,
                 GATED, HOPPER, LEFT, ROWS, COLUMNS, DEPTH,
             )  # fmt: skip
         last = True

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
+from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mla.rows import FP8_MAX
 from allotrope.layers.quant.format import ACTIVATION_RUN, SMALLEST_SCALE
 
@@ -26,13 +27,14 @@ def to_codes(x):
     return (x / scale[:, None]).to(tl.float8e4nv), scale
 
 
-@triton.jit(do_not_specialize=["scale_stride"])
+@early_jit(do_not_specialize=["scale_stride"])
 def quantize_kernel(
     x, source, codes, scales, inputs, runs, x_stride, code_stride, scale_stride, RUNS: tl.constexpr,
     GATHER: tl.constexpr,
 ):  # fmt: skip
     """Row i is row `source[i]` of `x` with GATHER. `scales`: the runs of a row lie `scale_stride` apart, rows side by
     side."""
+    await_turn()
     row = tl.program_id(0).to(tl.int64)
     token = row
     if GATHER:
