@@ -48,7 +48,7 @@ class EngineConfig:
     max_model_len: int | None = option("Longest prompt plus output in tokens; default: the model's own.", None)
     max_num_seqs: int = option("Most sequences in one step.", 64)
     max_num_batched_tokens: int | None = option(
-        "Most tokens in one step; longer prompts are cut into chunks; default: 8192 on a GPU, 2048 on a CPU.", None
+        "Most tokens in one step; longer prompts are cut; default: 8192 on a GPU (16384 offline), 2048 on a CPU.", None
     )
     max_num_waiting: int = option("Most requests that may wait; more get HTTP 429.", 1024)
     page_size: int = option("Tokens per page of the paged caches.", 16)

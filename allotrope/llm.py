@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
+from allotrope.engine.load import device_named
 from allotrope.errors import AllotropeError, InvalidRequest
 from allotrope.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from allotrope.text.stream import TextStream
 from allotrope.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int]
+
+# Most tokens in one step on a GPU: twice as many as where somebody waits for the next token.
+_STEP_TOKENS = 16384
 
 
 @dataclass
@@ -43,7 +47,10 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         """Load `model`. Raises ConfigError or ModelError with every reason why it cannot be."""
-        self.config = EngineConfig(model=model, **options)
+        config = EngineConfig(model=model, **options)
+        if config.max_num_batched_tokens is None and device_named(config.device).type == "cuda":
+            config = replace(config, max_num_batched_tokens=max(_STEP_TOKENS, config.max_num_seqs))
+        self.config = config
         self.engine = Engine(self.config)
         self._tokenizer: Tokenizer | None = None
         self._count = 0

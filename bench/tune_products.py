@@ -141,6 +141,8 @@ def _of_four_bits(shape: Shape, usual: int) -> Iterator[Launch]:
                 yield Launch(height, columns, split, True, True, warps, stages, 256)
         if height >= 64 and wide >= 128:
             yield Launch(height, columns, 1, False, True, warps, stages)
+    if usual > 32 and shape.experts:
+        yield GROUPS
     if usual <= 64:
         # Products of the tensor cores that take few rows on their left.
         for columns, warps in ((32, 2), (32, 4), (64, 2), (64, 4)):

@@ -79,7 +79,7 @@ def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint
     build = Build(
         dtype,
         kv_dtype,
-        _device(config.device, parallel.rank),
+        device_named(config.device, parallel.rank),
         parallel,
         parse_wanted(config.attention_backend, list(FAMILIES)),
         "scaled" if config.kv_cache_dtype == "fp8_scaled" else "plain",
@@ -180,7 +180,8 @@ def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
     return next((_DTYPES[str(value)] for value in stated if str(value) in _DTYPES), torch.bfloat16)
 
 
-def _device(name: str, rank: int) -> torch.device:
+def device_named(name: str, rank: int = 0) -> torch.device:
+    """The device that an option names for a rank. Raises ConfigError if there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":

@@ -186,6 +186,37 @@ def test_groups_of_warps_say_the_same(sizes: list[int], gating: Gating | None) -
     assert torch.equal(multiply(x[source], **given), out)
 
 
+@pytest.mark.parametrize(
+    "gating", [None, Gating(), Gating(slope=1.702, limit=1.0, offset=1.0)], ids=["plain", "silu", "clamped"]
+)
+@pytest.mark.parametrize("sizes", [[5, 0, 300, 1], [0, 128, 0, 65], [129, 64]], ids=str)
+def test_groups_of_warps_take_four_bits_apart(sizes: list[int], gating: Gating | None) -> None:
+    """As above. Outputs and inputs that end within a block and a step, with a bias and without."""
+    torch.manual_seed(0)
+    count, outputs, inputs, tokens = len(sizes), 208 * (2 if gating else 1), 5 * 128 + 32, 40
+    weight = weight_of(MXFP4, count, outputs, inputs)
+    x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
+    source = torch.randint(tokens, (sum(sizes),), device=DEVICE, dtype=torch.int32)
+    ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    bias = torch.randn(count, outputs, device=DEVICE).bfloat16() if gating != Gating() else None
+    parts = zip(x.float()[source].split(sizes), weight.dequantized(), strict=True)
+    want = torch.cat(
+        [part @ plain.T + (0 if bias is None else bias[i].float()) for i, (part, plain) in enumerate(parts)]
+    )
+    if gating is not None:
+        gate, up = want.chunk(2, dim=1)
+        if gating.limit is not None:
+            gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+        want = gate * torch.sigmoid(gating.slope * gate) * (up + gating.offset)
+    memory = torch.full((len(want), want.shape[1] + 16), 7.0, device=DEVICE).bfloat16()
+    out = memory[:, : want.shape[1]]
+    given = {"weight": prepare(weight), "ends": ends, "bias": bias, "gating": gating, "launch": GROUPS}
+    check(multiply(x, source=source, out=out, **given), want)
+    assert bool((memory[:, want.shape[1] :] == 7).all())
+    # The same rows, in order already.
+    assert torch.equal(multiply(x[source], **given), out)
+
+
 @pytest.mark.skipif(DEVICE != "cuda", reason="PyTorch multiplies blocks on a GPU only")
 @pytest.mark.parametrize("tokens", [1, 130, 256])
 def test_the_library_says_the_same(tokens: int) -> None:

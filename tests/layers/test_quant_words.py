@@ -73,6 +73,20 @@ def test_scales_keep_their_order_and_sizes_are_foretold() -> None:
     sizes = lasting_bytes("w" + CODES, weight.codes), lasting_bytes("w" + SCALES, weight.scales)
     prepared = prepare(weight)
     assert sizes == (prepared.codes.nbytes, prepared.scales.nbytes)
-    assert prepared.padded == 256 and prepared.codes.shape == (1, 3, 64) and prepared.scales.shape == (1, 3, 2)
-    stored = prepared.scales.view(torch.uint8)[0, :, : scales.shape[1]]
+    assert (
+        prepared.padded == 256 and prepared.codes.shape == (1, 1, 2, 64, 32) and prepared.scales.shape == (1, 1, 2, 64)
+    )
+    stored = prepared.scales[0, 0].T.contiguous().view(torch.uint8)[:3, : scales.shape[1]]
     assert torch.equal(stored - 126, scales)
+
+
+def test_tiles_lie_in_one_piece_and_in_the_memory_that_was_given() -> None:
+    """Of 64 rows and 128 inputs: inputs first, then rows."""
+    weight = quantize(torch.randn(2, 128, 256), MXFP4)
+    plain, memory = weight.codes.clone(), weight.codes.data_ptr()
+    prepared = prepare(weight)
+    assert prepared.codes.shape == (2, 2, 2, 64, 32) and prepared.codes.data_ptr() == memory
+    for expert, block, step in ((0, 0, 0), (0, 1, 0), (1, 0, 1), (1, 1, 1)):
+        rows, inputs = slice(64 * block, 64 * block + 64), slice(64 * step, 64 * step + 64)
+        alone = prepare(Quantized(MXFP4, plain[expert, rows, inputs].contiguous(), weight.scales[expert, rows, :4]))
+        assert torch.equal(alone.codes.flatten(), prepared.codes[expert, block, step].flatten())

@@ -98,14 +98,14 @@ def experts_kernel(
     `ends`, `table`: as in `product_kernel`, for tiles of 128 rows. `outputs`: columns of `out`, whole blocks of 128.
     """
     await_turn()
-    expert = gl.load(table + 2 * gl.program_id(0))
+    expert = gl.load(table + 2 * gl.program_id(1))
     if expert < experts:
-        row = gl.load(table + 2 * gl.program_id(0) + 1)
+        row = gl.load(table + 2 * gl.program_id(1) + 1)
         end = gl.load(ends + expert)
         if row < end:
             WIDE: gl.constexpr = 128 if GATED else 256
             BLOCKS: gl.constexpr = 2 if GATED else 1
-            column = gl.program_id(1) * WIDE
+            column = gl.program_id(0) * WIDE
             apart = outputs if GATED else 128
             near = expert * outputs * BLOCKS + column
             own = scales + expert.to(gl.int64) * scale_expert
@@ -135,7 +135,7 @@ def experts_kernel(
             )  # fmt: skip
 
 
-def in_groups(weight: Prepared, gating: Gating | None, bias: torch.Tensor | None) -> bool:
+def knows(weight: Prepared, gating: Gating | None, bias: torch.Tensor | None) -> bool:
     """Whether this kernel knows the product on the weight's device."""
     return (
         weight.kind == "fp8"
@@ -151,7 +151,7 @@ def in_groups(weight: Prepared, gating: Gating | None, bias: torch.Tensor | None
     )
 
 
-def multiply_in_groups(
+def multiply(
     codes: torch.Tensor,
     x_scales: torch.Tensor,
     weight: Prepared,
@@ -160,11 +160,11 @@ def multiply_in_groups(
     out: torch.Tensor,
 ) -> None:
     """`codes`, `x_scales`: rows in the order of experts, as `quantize_rows` gives them. `table`: [tiles, 2], as
-    `tiles_kernel` writes it for tiles of `ROWS`. `out`: [n, outputs], written into. Needs `in_groups`.
+    `tiles_kernel` writes it for tiles of `ROWS`. `out`: [n, outputs], written into. Needs `knows`.
     """
     outputs = out.shape[1]
     gated = outputs < weight.outputs
-    grid = (len(table), triton.cdiv(outputs, COLUMNS if gated else 2 * COLUMNS))
+    grid = (triton.cdiv(outputs, COLUMNS if gated else 2 * COLUMNS), len(table))
     experts_kernel[grid](
         _descriptor(codes, 64), x_scales, _descriptor(weight.codes.flatten(0, 1), 128), weight.scales, ends, table, out,
         weight.experts, outputs, weight.padded // 128, x_scales.stride(1), *weight.scales.stride()[:2], out.stride(0),

@@ -13,17 +13,18 @@ from allotrope.layers.quant.format import ACTIVATION_RUN, FP4_RUN, Kind, Quantiz
 
 # Of 4-bit codes; the largest that leaves room for the 2^126 that come on top, for codes come as 2^-126 of their worth.
 _FAST_SCALES, _ON_TOP = 128, 126
-# Inputs whose 4-bit codes lie in the same words: four runs.
-WORDS_RUN = 4 * FP4_RUN
+# Inputs whose 4-bit codes lie in the same words: four runs; and rows that lie together, step by step of as many inputs.
+WORDS_RUN, TILE_ROWS = 4 * FP4_RUN, 64
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A weight as the kernel reads it; made by `prepare`. `kind`: or "plain".
 
-    `codes`: [E or 1, outputs, padded]; four 4-bit ones in an int16 [.., padded / 4]. `scales`: [E or 1, outputs /
-    scale_rows, runs]; those of 4-bit codes plus 126, modulo 256, four in an int32 [.., padded / 128]. `outputs`,
-    `inputs`: of the plain weight. `fast`: the scales are small enough for the fast way from 4 bits to bf16.
+    `codes`: [E or 1, outputs, padded]. `scales`: [E or 1, outputs / scale_rows, runs]. 4-bit codes lie in tiles, each
+    in one piece of memory: four in an int16 [E or 1, outputs / 64, padded / 128, 64, 32], and their scales plus 126,
+    modulo 256, four in an int32 [E or 1, outputs / 64, padded / 128, 64]. `outputs`, `inputs`: of the plain weight.
+    `fast`: the scales are small enough for the fast way from 4 bits to bf16.
     `library_scales`: runs rounded up to fours, a run's neighbour next to it [runs, outputs / 128], as PyTorch's product
     wants them; None where rows do not share scales.
     """
@@ -64,13 +65,8 @@ def prepare(weight: Quantized) -> Prepared:
         codes = _padded(codes.view(torch.uint8), padded).view(torch.float8_e4m3fn)
     else:
         padded = -(-inputs // WORDS_RUN) * WORDS_RUN
-        codes, scales = _padded(codes, padded // 2), _padded(scales, padded // FP4_RUN)
         fast = int(scales.max()) <= _FAST_SCALES
-        # In place, an expert at a time: weights fill most of the memory.
-        order = _words().to(codes.device)
-        for expert in codes:
-            expert.view(torch.int16).copy_(order[_runs_side_by_side(expert)])
-        codes, scales = codes.view(torch.int16), (scales + _ON_TOP).view(torch.int32)
+        codes, scales = _tiles_of_words(codes, padded), _tiles_of_scales(scales, padded)
     blocks = None
     if weight.rows_per_scale == ACTIVATION_RUN and weight.format.run == ACTIVATION_RUN and not stacked:
         blocks = F.pad(scales[0], (0, -scales.shape[-1] % 4)).contiguous().t()
@@ -91,6 +87,29 @@ def prepare(weight: Quantized) -> Prepared:
 
 def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def _tiles_of_words(codes: torch.Tensor, padded: int) -> torch.Tensor:
+    """`codes`: [E, outputs, bytes], whose memory is taken where tiles divide it: weights fill most of the memory."""
+    count, outputs, width = codes.shape
+    blocks, steps = -(-outputs // TILE_ROWS), padded // WORDS_RUN
+    whole = (outputs, 2 * width) == (blocks * TILE_ROWS, padded) and codes.is_contiguous()
+    shape = (count, blocks, steps, TILE_ROWS, WORDS_RUN // 4)
+    tiles = codes.view(torch.int16).view(shape) if whole else codes.new_empty(shape, dtype=torch.int16)
+    order = _words().to(codes.device)
+    for given, tile in zip(codes, tiles, strict=True):
+        rows = F.pad(given, (0, padded // 2 - width, 0, blocks * TILE_ROWS - outputs))
+        words = order[_runs_side_by_side(rows)]
+        tile.copy_(words.view(blocks, TILE_ROWS, steps, -1).transpose(1, 2))
+    return tiles
+
+
+def _tiles_of_scales(scales: torch.Tensor, padded: int) -> torch.Tensor:
+    """`scales`: [E, outputs, runs]."""
+    count, outputs, runs = scales.shape
+    blocks = -(-outputs // TILE_ROWS)
+    rows = F.pad(scales, (0, padded // FP4_RUN - runs, 0, blocks * TILE_ROWS - outputs))
+    return (rows + _ON_TOP).view(torch.int32).view(count, blocks, TILE_ROWS, -1).transpose(2, 3).contiguous()
 
 
 def _runs_side_by_side(codes: torch.Tensor) -> torch.Tensor:

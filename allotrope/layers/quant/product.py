@@ -13,7 +13,7 @@ from allotrope.attention.backend import lazily, triton_reasons
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.layers.quant.format import FP4_RUN, SHARED_ROWS, Format, Quantized, as_multiplied
-from allotrope.layers.quant.prepare import WORDS_RUN, prepare
+from allotrope.layers.quant.prepare import TILE_ROWS, WORDS_RUN, prepare
 
 if TYPE_CHECKING:
     from allotrope.layers.mlp import Gating
@@ -49,13 +49,13 @@ def _counted(sections: tuple[Section, ...], by: int) -> tuple[Section, ...]:
 
 
 def lasting_bytes(name: str, parameter: torch.Tensor) -> int:
-    """Bytes of a parameter once it is loaded: whole blocks of rows then share their FP8 scales, and rows of 4-bit codes
-    are as long as whole words of four runs.
+    """Bytes of a parameter once it is loaded: whole blocks of rows then share their FP8 scales, and 4-bit codes fill
+    whole tiles.
     """
     size = parameter.numel() * parameter.element_size()
     if name.endswith((CODES, SCALES)) and parameter.dtype == torch.uint8:
-        width, whole = parameter.shape[-1], WORDS_RUN // (2 if name.endswith(CODES) else FP4_RUN)
-        return size // width * (-(-width // whole) * whole)
+        (rows, width), whole = parameter.shape[-2:], WORDS_RUN // (2 if name.endswith(CODES) else FP4_RUN)
+        return size // (rows * width) * (-(-rows // TILE_ROWS) * TILE_ROWS) * (-(-width // whole) * whole)
     shared = name.endswith(SCALES) and parameter.dtype == torch.float32 and parameter.shape[-2] % SHARED_ROWS == 0
     return size // SHARED_ROWS if shared else size
 

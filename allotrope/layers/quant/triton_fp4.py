@@ -25,7 +25,7 @@ def _plain_fp4(field, exponent):
 
 
 @triton.jit
-def _numbers(words, exponents, HOPPER: tl.constexpr):
+def numbers(words, exponents, HOPPER: tl.constexpr):
     """Words [n, 32] of int16 with four runs' exponents [n, 1] in an int32. Returns the four runs [n, 32] in bf16."""
     if HOPPER:
         # Powers of two in bf16, of runs 0 and 2, of runs 1 and 3: a bf16's exponent begins at bit 7.
@@ -77,21 +77,23 @@ def _numbers(words, exponents, HOPPER: tl.constexpr):
 
 @triton.jit
 def walk_fp4(
-    x, row_mask, codes, scales, column, outputs, inputs, begin, stop, code_stride, scale_stride,
+    x, row_mask, codes, scales, column, outputs, inputs, padded, begin, stop,
     GATED: tl.constexpr, HOPPER: tl.constexpr, LEFT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Inputs from `begin` to `stop`, 128 at a time; a step of the compiled loop is DEPTH of them. `x`: pointers
-    [ROWS, 1], all readable; `row_mask` [ROWS, 1]: those that count. `codes`, `scales`: of the expert; its rows from
-    `column` on are the near ones, with GATED those `outputs` behind them the far ones. Returns the sums of the near
-    weights and of the far ones.
+    [ROWS, 1], all readable; `row_mask` [ROWS, 1]: those that count. `codes`, `scales`: tiles of the expert; its rows
+    from `column` on are the near ones, with GATED those `outputs` behind them the far ones. Returns the sums of the
+    near weights and of the far ones.
     """
     WIDE: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     each = tl.arange(0, WIDE)
     # Columns behind the last are read as the last: masks would cost more, and nobody keeps what comes of them.
-    row = (tl.minimum(column + each % COLUMNS, outputs - 1) + each // COLUMNS * outputs).to(tl.int64)[:, None]
-    codes += row * code_stride
-    scales += row * scale_stride
+    row = tl.minimum(column + each % COLUMNS, outputs - 1) + each // COLUMNS * outputs
+    # A tile of 64 rows and 128 inputs has 2048 words and 64 scales, and the next inputs' tile lies behind it.
+    first = row // 64 * (padded // 2) + row % 64
+    codes += first[:, None] * 32
+    scales += first[:, None]
     word = tl.arange(0, 32)[None, :]
     depth = tl.arange(0, 128)
     total = tl.zeros((WIDE, ROWS) if LEFT else (ROWS, WIDE), tl.float32)
@@ -101,7 +103,7 @@ def walk_fp4(
             # Experts of few rows fill little of a tile: the rest of it would come as often as the weights do.
             inside = inside & row_mask
         a = tl.load(x + (k + depth)[None, :], mask=inside, other=0.0)
-        p, q, r, s = _numbers(tl.load(codes + k // 4 + word), tl.load(scales + k // 128), HOPPER)
+        p, q, r, s = numbers(tl.load(codes + k * 16 + word), tl.load(scales + k // 2), HOPPER)
         # [WIDE, 32, 2, 2] -> run by run. Activations are not rounded: weights become what they are.
         w = tl.join(tl.join(p, r), tl.join(q, s)).permute(0, 2, 3, 1).reshape(WIDE, 128).to(a.dtype)
         if LEFT:
