@@ -2,6 +2,7 @@
 
     python bench/tune_products.py                        the shapes of the released models that benches use
     python bench/tune_products.py --only "512x" --rows 4,64
+    python bench/tune_products.py --chosen               only times what is chosen already
 
 Every candidate is held against the reference first. Candidates are compiled by several processes, then timed by one.
 """
@@ -28,7 +29,7 @@ from kernel_timing import Stopwatch
 from allotrope.attention.check import TOLERANCES, compare
 from allotrope.layers.mlp import Gating
 from allotrope.layers.quant.format import Quantized, as_multiplied
-from allotrope.layers.quant.launch import GROUPS, Launch, Shape, bucket, chip_of, write_tuned
+from allotrope.layers.quant.launch import GROUPS, Launch, Shape, bucket, chip_of, launch_for, write_tuned
 from allotrope.layers.quant.prepare import Prepared, prepare, prepare_plain
 
 GATING = Gating()
@@ -61,7 +62,8 @@ def write_table(path: Path, lines: Sequence[Line], device: str) -> None:
     text = [
         f"# Quantized products on an {device}",
         "",
-        "`python bench/tune_products.py`: the fastest launch of each, median of at least 40 runs from a cold L2.",
+        "`python bench/tune_products.py`: the fastest launch of each, with `--chosen` the one in use; median of at least 40",
+        "runs from a cold L2.",
         "",
         "| product (experts x outputs x inputs) | rows | us | TB/s of weights | TFLOP/s | tile | by |",
         "|---|---:|---:|---:|---:|---|---|",
@@ -218,6 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="shapes whose name has one of these, with commas between")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="tokens; experts get topk times as many rows")
     parser.add_argument("--out", type=Path, help="also write a table to this file")
+    parser.add_argument("--chosen", action="store_true", help="time what is chosen already, and choose nothing")
     parser.add_argument("--processes", type=int, default=12, help="that compile")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further shape is begun")
     options = parser.parse_args(arguments)
@@ -226,9 +229,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device, begun = torch.device("cuda"), time.monotonic()
     wanted = [(shape, topk) for shape, topk in shapes() if any(w in shape.key for w in options.only.split(","))]
     tokens = [int(word) for word in options.rows.split(",")]
-    jobs = [
-        (shape, rows * topk, topk, list(candidates(shape, rows * topk))) for shape, topk in wanted for rows in tokens
-    ]
+
+    def tried(shape: Shape, rows: int) -> list[Launch]:
+        return [launch_for(shape, rows, chip_of(device))] if options.chosen else list(candidates(shape, rows))
+
+    jobs = [(shape, rows * topk, topk, tried(shape, rows * topk)) for shape, topk in wanted for rows in tokens]
     # Kernels differ by what is constant in them, not by shape: compile for one shape of each kind.
     first: dict[Any, tuple[Shape, int, int, list[Launch]]] = {}
     for shape, rows, topk, launches in jobs:
@@ -263,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             want = reference(shape, weight, given)
             gating = GATING if shape.gated else None
             times = []
-            for launch in candidates(shape, rows * topk):
+            for launch in tried(shape, rows * topk):
                 try:
                     got = multiply(**given, weight=prepared, gating=gating, launch=launch)
                     # Gates have long tails: of so many numbers, the largest are far above their row's RMS.
@@ -288,7 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lines.append(found_line)
             print(found_line, flush=True)
         torch.cuda.empty_cache()
-    print("wrote", write_tuned(chip_of(device), best), json.dumps({"shapes": len(best)}))
+    if not options.chosen:
+        print("wrote", write_tuned(chip_of(device), best), json.dumps({"shapes": len(best)}))
     if options.out is not None:
         write_table(options.out, lines, torch.cuda.get_device_name())
     return 0
