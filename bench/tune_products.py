@@ -62,8 +62,8 @@ def write_table(path: Path, lines: Sequence[Line], device: str) -> None:
     text = [
         f"# Quantized products on an {device}",
         "",
-        "`python bench/tune_products.py`: the fastest launch of each, with `--chosen` the one in use; median of at least 40",
-        "runs from a cold L2.",
+        "`python bench/tune_products.py`: the fastest launch of each, with `--chosen` the one in use; median of at",
+        "least 40 runs from a cold L2.",
         "",
         "| product (experts x outputs x inputs) | rows | us | TB/s of weights | TFLOP/s | tile | by |",
         "|---|---:|---:|---:|---:|---|---|",
