@@ -23,6 +23,10 @@ def test_the_next_larger_measured_number_of_rows_counts(tmp_path: Path, monkeypa
         assert launch_for(SHAPE, 65, "chip") == rule_of_thumb(SHAPE, 65, "chip")
         other = Shape("fp8", 0, 64, 64, False)
         assert launch_for(other, 4, "chip") == rule_of_thumb(other, 4, "chip")
+        # More rows than many go as many do.
+        write_tuned("chip", {SHAPE.key: {"8192": large}})
+        tuned.cache_clear()
+        assert launch_for(SHAPE, 8193, "chip") == launch_for(SHAPE, 1 << 20, "chip") == large
     finally:
         tuned.cache_clear()
 

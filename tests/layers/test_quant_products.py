@@ -193,7 +193,7 @@ def test_groups_of_warps_say_the_same(sizes: list[int], gating: Gating | None) -
 def test_groups_of_warps_take_four_bits_apart(sizes: list[int], gating: Gating | None) -> None:
     """As above. Outputs and inputs that end within a block and a step, with a bias and without."""
     torch.manual_seed(0)
-    count, outputs, inputs, tokens = len(sizes), 208 * (2 if gating else 1), 5 * 128 + 32, 40
+    count, outputs, inputs, tokens = len(sizes), 192 * 2 if gating else 208, 5 * 128 + 32, 40
     weight = weight_of(MXFP4, count, outputs, inputs)
     x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
     source = torch.randint(tokens, (sum(sizes),), device=DEVICE, dtype=torch.int32)

@@ -18,6 +18,8 @@ from allotrope.layers.quant.format import ACTIVATION_RUN, Kind
 FOLDER = Path(__file__).parent / "tuned"
 # Rows of FP8 weights in blocks from which PyTorch's product was the fastest of every shape tried.
 _LIBRARY_ROWS = 1024
+# Rows of which more would be launched alike.
+_MANY = 8192
 # Programs that keep a chip of today busy.
 _PROGRAMS = 264
 INTERPRETER = "interpreter"
@@ -73,10 +75,15 @@ def bucket(rows: int) -> int:
 
 
 def launch_for(shape: Shape, rows: int, chip: str) -> Launch:
-    """`rows`: of the product, the pairs of token and expert where there are experts."""
+    """`rows`: of the product, the pairs of token and expert where there are experts. More rows than were measured go as
+    the most that were, where that were many: their tiles are full.
+    """
     found = tuned(chip).get(shape.key, {})
     above = [measured for measured in map(int, found) if measured >= bucket(rows)]
-    return found[str(min(above))] if above else rule_of_thumb(shape, rows, chip)
+    many = [measured for measured in map(int, found) if measured >= _MANY]
+    if not above and not many:
+        return rule_of_thumb(shape, rows, chip)
+    return found[str(min(above) if above else max(many))]
 
 
 @functools.cache
