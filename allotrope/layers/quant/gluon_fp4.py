@@ -150,9 +150,8 @@ def experts_kernel(
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`x`: [n, inputs], by [128, 64]. `codes`: [experts * tiles * steps * 64, 32], by [64, 32]; `tiles`: of an expert's
-    outputs (twice `outputs` with an ACTIVATION).
-    `ends`, `table`: as in `product_kernel`, for tiles of 128 rows. `bias`: not read without BIAS. `outputs`: columns of
-    `out`.
+    outputs, which with an ACTIVATION are twice `outputs`, the columns of `out`. `ends`, `table`: as in
+    `product_kernel`, for tiles of 128 rows. `bias`: not read without BIAS.
     """
     await_turn()
     expert = gl.load(table + 2 * gl.program_id(1))
