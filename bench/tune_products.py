@@ -14,7 +14,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import json
 import multiprocessing
 import sys
 import time
@@ -256,13 +255,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for text in failed[:5]:
         print("  ", text)
     watch = Stopwatch(device)
-    best: dict[str, dict[str, Launch]] = {}
     lines: list[Line] = []
     for shape, topk in wanted:
         if time.monotonic() - begun > options.limit:
             print("out of time before", shape.key, flush=True)
             break
         weight, prepared = weight_of(shape, device)
+        best: dict[str, Launch] = {}
         for rows in tokens:
             given = rows_of(shape, rows * topk, topk, device)
             want = reference(shape, weight, given)
@@ -283,8 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not times:
                 continue
             times.sort(key=lambda pair: pair[0])
-            key = str(bucket(rows * topk))
-            best.setdefault(shape.key, {})[key] = times[0][1]
+            best[str(bucket(rows * topk))] = times[0][1]
             moved = (
                 prepared.nbytes if not shape.experts else prepared.nbytes * len(given["ends"].unique()) / shape.experts
             )
@@ -293,8 +291,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lines.append(found_line)
             print(found_line, flush=True)
         torch.cuda.empty_cache()
-    if not options.chosen:
-        print("wrote", write_tuned(chip_of(device), best), json.dumps({"shapes": len(best)}))
+        # Shape by shape: whoever ends this early keeps what was found.
+        if best and not options.chosen:
+            print("wrote", write_tuned(chip_of(device), {shape.key: best}), flush=True)
     if options.out is not None:
         write_table(options.out, lines, torch.cuda.get_device_name())
     return 0
