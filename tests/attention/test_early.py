@@ -14,7 +14,7 @@ import triton
 from allotrope.attention import early
 
 
-def kernel(x):  # type: ignore[no-untyped-def]
+def kernel(x: Any) -> None:
     pass
 
 

@@ -58,6 +58,16 @@ def x_padded(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(x.float(), (0, -x.shape[1] % ACTIVATION_RUN))
 
 
+def gated(y: torch.Tensor, gating: Gating | None) -> torch.Tensor:
+    """What is wanted of products `y`, gates before ups."""
+    if gating is None:
+        return y
+    gate, up = y.chunk(2, dim=1)
+    if gating.limit is not None:
+        gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+    return gate * torch.sigmoid(gating.slope * gate) * (up + gating.offset)
+
+
 def check(got: torch.Tensor, want: torch.Tensor) -> None:
     assert (found := compare(got, want, "bf16")), str(found)
 
@@ -102,11 +112,7 @@ def test_experts(sizes: list[int], gating: Gating | None, format: Format, launch
     plain, seen = weight.dequantized(), as_multiplied(x, format.kind)[source]
     parts = [seen[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True)]
     want = torch.cat([part @ plain[e].T + bias[e].float() for e, part in enumerate(parts)])
-    if gating is not None:
-        gate, up = want.chunk(2, dim=1)
-        if gating.limit is not None:
-            gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
-        want = gate * torch.sigmoid(gating.slope * gate) * (up + gating.offset)
+    want = gated(want, gating)
     check(multiply(x, prepare(weight), bias=bias, ends=ends, source=source, gating=gating, launch=launch), want)
 
 
@@ -128,9 +134,7 @@ def test_four_bits_for_few_rows(sizes: list[int], gating: Gating | None, launch:
     got = multiply(x, ends=ends, gating=gating, launch=launch, **given)
     parts = zip(x.float().split(sizes), weight.dequantized(), bias.bfloat16().float(), strict=True)
     want = torch.cat([part @ plain.T + more for part, plain, more in parts])
-    if gating is not None:
-        gate, up = want.chunk(2, dim=1)
-        want = gate * torch.sigmoid(gate) * up
+    want = gated(want, gating)
     for row in range(rows):
         check(got[row], want[row])
     x[rows // 2, 17] = torch.nan
@@ -174,9 +178,7 @@ def test_groups_of_warps_say_the_same(sizes: list[int], gating: Gating | None) -
     ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
     rows = as_multiplied(x, "fp8")[source].split(sizes)
     want = torch.cat([part @ plain.T for part, plain in zip(rows, weight.dequantized(), strict=True)])
-    if gating is not None:
-        gate, up = want.chunk(2, dim=1)
-        want = gate * torch.sigmoid(gate) * up
+    want = gated(want, gating)
     memory = torch.full((len(want), want.shape[1] + 8), 7.0, device=DEVICE).bfloat16()
     out = memory[:, : want.shape[1]]
     given = {"weight": prepare(weight), "ends": ends, "gating": gating, "launch": GROUPS}
@@ -203,11 +205,7 @@ def test_groups_of_warps_take_four_bits_apart(sizes: list[int], gating: Gating |
     want = torch.cat(
         [part @ plain.T + (0 if bias is None else bias[i].float()) for i, (part, plain) in enumerate(parts)]
     )
-    if gating is not None:
-        gate, up = want.chunk(2, dim=1)
-        if gating.limit is not None:
-            gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
-        want = gate * torch.sigmoid(gating.slope * gate) * (up + gating.offset)
+    want = gated(want, gating)
     memory = torch.full((len(want), want.shape[1] + 16), 7.0, device=DEVICE).bfloat16()
     out = memory[:, : want.shape[1]]
     given = {"weight": prepare(weight), "ends": ends, "bias": bias, "gating": gating, "launch": GROUPS}

@@ -73,9 +73,8 @@ def test_scales_keep_their_order_and_sizes_are_foretold() -> None:
     sizes = lasting_bytes("w" + CODES, weight.codes), lasting_bytes("w" + SCALES, weight.scales)
     prepared = prepare(weight)
     assert sizes == (prepared.codes.nbytes, prepared.scales.nbytes)
-    assert (
-        prepared.padded == 256 and prepared.codes.shape == (1, 1, 2, 64, 32) and prepared.scales.shape == (1, 1, 2, 64)
-    )
+    assert prepared.padded == 256
+    assert prepared.codes.shape == (1, 1, 2, 64, 32) and prepared.scales.shape == (1, 1, 2, 64)
     stored = prepared.scales[0, 0].T.contiguous().view(torch.uint8)[:3, : scales.shape[1]]
     assert torch.equal(stored - 126, scales)
 

@@ -27,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early
+from allotrope.attention.gluon_ring import ring
 from allotrope.attention.gluon_versions import barrier
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.attention.mha.triton_decode import EVERYTHING
@@ -215,11 +216,7 @@ def prefill_kernel(
     q_tiles = gl.allocate_shared_memory(kind, [WORKERS, ROWS, BLOCK_D], q_layout)
     k_tiles = gl.allocate_shared_memory(kind, [STAGES, BLOCK_N, BLOCK_D], k.layout)
     v_tiles = gl.allocate_shared_memory(kind, [STAGES, BLOCK_N, BLOCK_DV], v.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2 * STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=WORKERS)
+    ready, free = ring(2 * STAGES, WORKERS)
 
     ACROSS: gl.constexpr = min(BLOCK_D // 8, 32)
     loads: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])

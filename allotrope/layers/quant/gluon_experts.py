@@ -21,8 +21,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early
+from allotrope.attention.gluon_ring import ring
 from allotrope.attention.gluon_versions import barrier
 from allotrope.layers.mlp import Gating
+from allotrope.layers.quant.launch import on_hopper
 from allotrope.layers.quant.prepare import Prepared
 
 ROWS, COLUMNS = 128, 128
@@ -115,11 +117,7 @@ def experts_kernel(
             far_scales = own + far_block * scale_row
             x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 64, 128], x.layout)
             w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 128, 128], codes.layout)
-            ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-            free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-            for i in gl.static_range(STAGES):
-                mbarrier.init(ready.index(i), count=1)
-                mbarrier.init(free.index(i), count=2)
+            ready, free = ring(STAGES, 2)
             fence_async_shared()
             barrier()
             gl.warp_specialize(
@@ -145,9 +143,7 @@ def knows(weight: Prepared, gating: Gating | None, bias: torch.Tensor | None) ->
         and weight.outputs % (256 if gating else 128) == 0
         and gating in (None, Gating())
         and bias is None
-        and weight.codes.is_cuda
-        and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(weight.codes.device)[0] == 9
+        and on_hopper(weight.codes.device)
     )
 
 

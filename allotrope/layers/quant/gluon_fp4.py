@@ -28,9 +28,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early
+from allotrope.attention.gluon_ring import ring
 from allotrope.attention.gluon_versions import barrier
 from allotrope.layers.mlp import Gating
 from allotrope.layers.mlp_triton import ACTIVATIONS, gate
+from allotrope.layers.quant.launch import on_hopper
 from allotrope.layers.quant.prepare import TILE_ROWS, Prepared
 from allotrope.layers.quant.triton_fp4 import numbers
 
@@ -71,30 +73,24 @@ def _add(total, words, exponents, first_half, second_half, operand: gl.constexpr
 
 @gluon.jit
 def _multiply(
-    x_tiles, w_tiles, ready, free, scales, bias, out, row, end, column, apart, outputs, steps, out_stride,
-    slope, limit, offset, WHICH: gl.constexpr, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, BIAS: gl.constexpr,
+    work, row, end, WHICH: gl.constexpr, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, BIAS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """One multiplying group: 64 outputs of both blocks over all inputs, of half a tile of rows where that holds all."""
     if end - row > 64:
-        _multiply_rows(
-            x_tiles, w_tiles, ready, free, scales, bias, out, row, end, column, apart, outputs, steps,
-            out_stride, slope, limit, offset, 128, WHICH, ACTIVATION, LIMIT, BIAS, STAGES,
-        )  # fmt: skip
+        _multiply_rows(work, row, end, 128, WHICH, ACTIVATION, LIMIT, BIAS, STAGES)
     else:
-        _multiply_rows(
-            x_tiles, w_tiles, ready, free, scales, bias, out, row, end, column, apart, outputs, steps,
-            out_stride, slope, limit, offset, 64, WHICH, ACTIVATION, LIMIT, BIAS, STAGES,
-        )  # fmt: skip
+        _multiply_rows(work, row, end, 64, WHICH, ACTIVATION, LIMIT, BIAS, STAGES)
 
 
 @gluon.jit
 def _multiply_rows(
-    x_tiles, w_tiles, ready, free, scales, bias, out, row, end, column, apart, outputs, steps, out_stride,
-    slope, limit, offset, N: gl.constexpr, WHICH: gl.constexpr, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr,
+    work, row, end, N: gl.constexpr, WHICH: gl.constexpr, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr,
     BIAS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As `_multiply`, of the first N rows of the tile. `apart`: from the outputs of one block to those of the other."""
+    (x_tiles, w_tiles, ready, free, scales, bias, out, column, apart, outputs, steps, out_stride, slope, limit,
+     offset) = work  # fmt: skip
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     # What `operand` has of each run: words side by side are pairs of inputs.
@@ -167,21 +163,15 @@ def experts_kernel(
             own_bias = bias + expert.to(gl.int64) * bias_stride
             x_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 128, 64], x.layout)
             w_tiles = gl.allocate_shared_memory(gl.int16, [4 * STAGES, 64, 32], codes.layout)
-            ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-            free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-            for i in gl.static_range(STAGES):
-                mbarrier.init(ready.index(i), count=1)
-                mbarrier.init(free.index(i), count=2)
+            ready, free = ring(STAGES, 2)
             fence_async_shared()
             barrier()
+            work = (x_tiles, w_tiles, ready, free, own, own_bias, out, column, apart, outputs, steps, out_stride, slope,
+                    limit, offset)  # fmt: skip
             gl.warp_specialize(
                 [
-                    (_multiply, (x_tiles, w_tiles, ready, free, own, own_bias, out, row, end, column, apart, outputs,
-                                 steps, out_stride, slope, limit, offset, 0, ACTIVATION, LIMIT, BIAS,
-                                 STAGES)),
-                    (_multiply, (x_tiles, w_tiles, ready, free, own, own_bias, out, row, end, column, apart, outputs,
-                                 steps, out_stride, slope, limit, offset, 1, ACTIVATION, LIMIT, BIAS,
-                                 STAGES)),
+                    (_multiply, (work, row, end, 0, ACTIVATION, LIMIT, BIAS, STAGES)),
+                    (_multiply, (work, row, end, 1, ACTIVATION, LIMIT, BIAS, STAGES)),
                     (_fetch, (x, codes, x_tiles, w_tiles, ready, free, row, near, near + apart // 64, steps, STAGES)),
                 ],
                 [4, 4],
@@ -199,8 +189,7 @@ def knows(x: torch.Tensor, weight: Prepared, gating: Gating | None) -> bool:
         and x.stride(0) % 8 == 0
         and weight.outputs % (2 * TILE_ROWS if gating else 16) == 0
         and weight.inputs % 8 == 0
-        and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and on_hopper(x.device)
     )
 
 

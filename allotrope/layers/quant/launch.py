@@ -147,6 +147,12 @@ def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
 
 
 @functools.cache
+def on_hopper(device: torch.device) -> bool:
+    """Whether kernels that only these chips know can run there."""
+    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.cache
 def chip_of(device: torch.device) -> str:
     """The name that a chip's file has."""
     if device.type != "cuda":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from allotrope.layers.quant.launch import on_hopper
 from allotrope.layers.quant.prepare import Prepared
 from allotrope.layers.quant.triton_quantize import quantize_rows
 
@@ -14,8 +15,7 @@ def in_library(weight: Prepared) -> bool:
         weight.library_scales is not None
         and weight.padded == weight.inputs
         and weight.outputs % 16 == 0
-        and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(weight.codes.device)[0] == 9
+        and on_hopper(weight.codes.device)
     )
 
 
