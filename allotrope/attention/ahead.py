@@ -53,7 +53,8 @@ class Variant:
 @dataclass(frozen=True)
 class Compiled:
     """What the compiler made of a variant. `shared`: bytes. `spills`: to memory; registers (AMD) or bytes (NVIDIA).
-    `early`: it is launched early, and waits for its turn before it touches memory; None where chips do not know it.
+    `early`: it is launched early, where chips know it. `orderly`: if so, it waits for its turn before it touches memory,
+    else it does not wait.
     """
 
     arch: str
@@ -61,7 +62,8 @@ class Compiled:
     shared: int
     registers: int
     spills: int
-    early: bool | None
+    early: bool
+    orderly: bool
 
 
 def variants(arch: str, modules: Sequence[str] = MODULES) -> list[Variant]:
@@ -87,14 +89,19 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
     made = triton.compile(source, target=target, options=options)
     nvidia = target.backend == "cuda"
     registers, spills = _nvidia(made.asm["cubin"]) if nvidia else _amd(made.asm["amdgcn"])
-    early = launched_early(variant.kernel) and _waits_first(made.asm["ptx"]) if nvidia else None
-    return Compiled(arch, variant.name, made.metadata.shared, registers, spills, early)
+    early = launched_early(variant.kernel)
+    orderly = not nvidia or (_waits_first if early else _never_waits)(made.asm["ptx"])
+    return Compiled(arch, variant.name, made.metadata.shared, registers, spills, early, orderly)
 
 
 def _waits_first(ptx: str) -> bool:
     """Whether the kernel waits for its turn, once, and no access to the device's memory stands above that."""
     above, *below = ptx.split("griddepcontrol.wait;")
     return len(below) == 1 and re.search(r"\b(ld|st|atom|red)\.\S*global|cp\.async", above) is None
+
+
+def _never_waits(ptx: str) -> bool:
+    return "griddepcontrol" not in ptx
 
 
 def _nvidia(cubin: bytes) -> tuple[int, int]:

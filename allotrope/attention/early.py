@@ -2,8 +2,8 @@
 
 A kernel is made by `early_jit` in place of `triton.jit` (or goes through `early`), and its first line is
 `await_turn()`: it waits there until the kernel before it has written everything, and lets the next one come as far as
-that. So every kernel has to call it, even one that needs nothing of the kernel before: what follows relies on all that
-came before.
+that. So every one of them has to call it, even one that needs nothing of the kernel before: what follows relies on all
+that came before. A kernel of plain `triton.jit` begins when the one before it has ended, and does not call it.
 """
 
 from __future__ import annotations

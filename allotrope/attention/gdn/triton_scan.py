@@ -15,10 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from allotrope.attention.early import await_turn, early_jit
 
-
-@early_jit
+# Not launched early: its few long programs would begin beside the last of the kernel before, several of them on one
+# multiprocessor, and stay there.
+@triton.jit
 def scan_kernel(
     mixed, mix, scores, grown, rest, seen_keys, queries, keys, last, ssm, out, query_start, seq_lens, slots,
     first_chunk, ssm_slot, value_scale,
@@ -29,7 +29,6 @@ def scan_kernel(
     """`first_chunk`: [B] int32, with CHANNEL the first row of each request in `last`. `grown`, `rest` are read without
     CHANNEL, `seen_keys`, `queries`, `keys` and `last` with it. `value_scale`: values and state are held divided by it.
     """
-    await_turn()
     part, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin = tl.load(query_start + request)
     length = tl.load(query_start + request + 1) - begin

@@ -70,7 +70,7 @@ def config(arch: str, spec: MlaSpec, dtype: torch.dtype, picked: bool) -> Config
         return Config(16, 32 if arch == "gfx950" else 16, 4, 1, 2)
     fits = (spec.latent_dim, spec.rope_dim) == (512, 64) and (spec.kv_dtype == dtype or spec.row_format == "scaled")
     if heads == 64 and fits:
-        return Config(64, 128, 8, 1, 1, hopper=True)
+        return Config(64, 128, 4, 1, 1, hopper=True)
     if heads == 64:
         return Config(64, 64, 8, 2, 1)
     return Config(heads, 64, 4 if heads == 16 else 8, 2, 2 if heads == 16 else 1)
@@ -373,8 +373,8 @@ def _variant(arch: str, name: str, heads: int, kinds: str, picked: bool, spills:
     if chosen.hopper:
         from allotrope.attention.mla import triton_hopper
 
-        # Sums of 64 heads leave no register free: what is loaded once in a while waits in memory.
-        kernel, spills = triton_hopper.attend_kernel, 320
+        # Sums of 64 heads leave no register free: what is needed once in a while waits in memory.
+        kernel, spills = triton_hopper.attend_kernel, 208
     else:
         constants |= {"C": 512, "R": 64, "HEADS": chosen.heads, "KEYS": chosen.keys, "BLOCK_C": 512, "BLOCK_R": 64}
         constants |= {"TURNED": chosen.turned}
