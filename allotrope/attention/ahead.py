@@ -53,8 +53,8 @@ class Variant:
 @dataclass(frozen=True)
 class Compiled:
     """What the compiler made of a variant. `shared`: bytes. `spills`: to memory; registers (AMD) or bytes (NVIDIA).
-    `early`: it is launched early, where chips know it. `orderly`: if so, it waits for its turn before it touches memory,
-    else it does not wait.
+    `early`: it is launched early, where chips know it. `orderly`: if so, it waits for its turn before it touches
+    memory, else it does not wait.
     """
 
     arch: str

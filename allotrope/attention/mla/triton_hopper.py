@@ -53,27 +53,34 @@ _SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LATENT // 2,
 _GIVEN = gl.constexpr(gl.DotOperandLayout(0, _SUMS.value, 2))
 _READ = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _DECODE = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
+_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def _place(table, picks, start, end, many, layout: gl.constexpr, PAGE: gl.constexpr, PICKED: gl.constexpr):
-    """Page and offset of the keys of a tile, and which there are."""
-    key = start + gl.arange(0, _K, gl.SliceLayout(1, layout))
-    there = key < end
+def _keys(picks, start, end, many, PICKED: gl.constexpr):
+    """The keys of a pair of tiles, one a thread; -1 for none."""
+    at = start + gl.arange(0, 2 * _K, _EACH)
+    key = at
     if PICKED:
-        picked = gl.load(picks + key, mask=there & many, other=-1).to(gl.int32)
-        key = gl.where(many, picked, key)
-        there = there & (key >= 0)
-        key = gl.maximum(key, 0)
-    page = gl.load(table + key // PAGE, mask=there, other=-1).to(gl.int64)
-    return page, key % PAGE, there & (page >= 0)
+        key = gl.where(many, gl.load(picks + at, mask=(at < end) & many, other=-1).to(gl.int32), at)
+    return gl.where(at < end, key, -1)
 
 
 @gluon.jit
-def _decoded(codes, factor, kind: gl.constexpr):
-    """Codes times a power of two, which is exact."""
-    return (codes.to(gl.float32) * factor[:, None]).to(kind)
+def _rows(table, keys, PAGE: gl.constexpr):
+    """The numbers of their rows, counted through all pages; -1 for none."""
+    page = gl.load(table + gl.maximum(keys, 0) // PAGE, mask=keys >= 0, other=-1).to(gl.int32)
+    return gl.where(page >= 0, page * PAGE + keys % PAGE, -1)
+
+
+@gluon.jit
+def _places(rows, layout: gl.constexpr, PAGE: gl.constexpr):
+    """Page and offset of the rows of a tile, and which there are."""
+    row = rows.load(gl.SliceLayout(1, layout))
+    there = row >= 0
+    row = gl.maximum(row, 0)
+    return (row // PAGE).to(gl.int64), row % PAGE, there
 
 
 @gluon.jit
@@ -89,21 +96,29 @@ def _copy(at, rope_at, there, tile, rope_tile, full, WITH_ROPE: gl.constexpr):
 
 @gluon.jit
 def _read(
-    c_pool, pe_pool, table, picks, a_left, a_right, a_rope, b_left, b_right, b_rope, full, empty,
+    c_pool, pe_pool, table, picks, rows, a_left, a_right, a_rope, b_left, b_right, b_rope, full, empty,
     begin, end, many, c_page, c_row, pe_page, pe_row, PAGE: gl.constexpr, PICKED: gl.constexpr,
 ):  # fmt: skip
-    """Fill both tiles again and again: halves in the order in which they are done with."""
+    """Fill both tiles again and again: halves in the order in which they are done with.
+
+    `rows`: the numbers of a pair's rows. Those of the next pair, and the keys of the one after it, are on their way.
+    """
+    rows.index(0).store(_rows(table, _keys(picks, begin, end, many, PICKED), PAGE))
+    keys = _keys(picks, begin + 2 * _K, end, many, PICKED)
     for pair in range(gl.cdiv(end - begin, 2 * _K)):
         before = (pair & 1) ^ 1
-        start = begin + pair * (2 * _K)
-        page, offset, there_a = _place(table, picks, start, end, many, _READ, PAGE, PICKED)
+        following = _rows(table, keys, PAGE)
+        keys = _keys(picks, begin + (pair + 2) * (2 * _K), end, many, PICKED)
+        here = rows.index(pair & 1)
+        page, offset, there_a = _places(here.slice(0, _K), _READ, PAGE)
         a, a_tail = c_pool + (page * c_page + offset * c_row), pe_pool + (page * pe_page + offset * pe_row)
-        page, offset, there_b = _place(table, picks, start + _K, end, many, _READ, PAGE, PICKED)
+        page, offset, there_b = _places(here.slice(_K, _K), _READ, PAGE)
         b, b_tail = c_pool + (page * c_page + offset * c_row), pe_pool + (page * pe_page + offset * pe_row)
         mbarrier.wait(empty.index(0), before)
         _copy(a, a_tail, there_a, a_left, a_rope, full.index(0), False)
         mbarrier.wait(empty.index(3), before)
         _copy(b + _HALF, b_tail, there_b, b_right, b_rope, full.index(3), False)
+        rows.index((pair + 1) & 1).store(following)
         mbarrier.wait(empty.index(1), before)
         _copy(a + _HALF, a_tail, there_a, a_right, a_rope, full.index(1), True)
         mbarrier.wait(empty.index(2), before)
@@ -124,9 +139,9 @@ def _decode(codes, factor, tile):
 
 
 @gluon.jit
-def _copy_rope(pool, table, picks, start, end, many, tile, pe_page, PAGE: gl.constexpr, PICKED: gl.constexpr):
+def _copy_rope(pool, rows, tile, pe_page, PAGE: gl.constexpr):
     """Begin to copy the rotated part of a tile's scaled rows."""
-    page, offset, there = _place(table, picks, start, end, many, _READ, PAGE, PICKED)
+    page, offset, there = _places(rows, _READ, PAGE)
     at = pool + (page * pe_page + offset * (_ROW // 2) + _BEFORE // 2)
     rope = gl.arange(0, _R, gl.SliceLayout(0, _READ))
     async_copy.async_copy_global_to_shared(tile, at[:, None] + rope[None, :], there[:, None])
@@ -135,19 +150,23 @@ def _copy_rope(pool, table, picks, start, end, many, tile, pe_page, PAGE: gl.con
 
 @gluon.jit
 def _read_scaled(
-    c_pool, pe_pool, factors, table, picks, a_left, a_right, a_rope, b_left, b_right, b_rope, full, empty,
+    c_pool, pe_pool, factors, table, picks, rows, a_left, a_right, a_rope, b_left, b_right, b_rope, full, empty,
     begin, end, many, c_page, pe_page, f_page, PAGE: gl.constexpr, PICKED: gl.constexpr,
 ):  # fmt: skip
     """As `_read`, of codes. They are loaded two blocks ahead of where they are decoded."""
     column = gl.arange(0, _BLOCK, gl.SliceLayout(0, _DECODE))
+    rows.index(0).store(_rows(table, _keys(picks, begin, end, many, PICKED), PAGE))
+    keys = _keys(picks, begin + 2 * _K, end, many, PICKED)
     for pair in range(gl.cdiv(end - begin, 2 * _K)):
         before = (pair & 1) ^ 1
-        start = begin + pair * (2 * _K)
+        following = _rows(table, keys, PAGE)
+        keys = _keys(picks, begin + (pair + 2) * (2 * _K), end, many, PICKED)
+        rows_a, rows_b = rows.index(pair & 1).slice(0, _K), rows.index(pair & 1).slice(_K, _K)
         # Rows of a known length in each of the types that they are read in: loads are as wide as can be.
-        page, offset, there_a = _place(table, picks, start, end, many, _DECODE, PAGE, PICKED)
+        page, offset, there_a = _places(rows_a, _DECODE, PAGE)
         a = (c_pool + (page * c_page + offset * _ROW))[:, None] + column[None, :]
         a_factors = factors + (page * f_page + offset * (_ROW // 4) + _CODES // 4)
-        page, offset, there_b = _place(table, picks, start + _K, end, many, _DECODE, PAGE, PICKED)
+        page, offset, there_b = _places(rows_b, _DECODE, PAGE)
         b = (c_pool + (page * c_page + offset * _ROW))[:, None] + column[None, :]
         b_factors = factors + (page * f_page + offset * (_ROW // 4) + _CODES // 4)
         codes_0, factor_0 = _codes(a, a_factors, there_a, 0)
@@ -166,8 +185,9 @@ def _read_scaled(
         codes_1, factor_1 = _codes(a, a_factors, there_a, 3)
         fence_async_shared()
         mbarrier.arrive(full.index(3), count=1)
+        rows.index((pair + 1) & 1).store(following)
         mbarrier.wait(empty.index(1), before)
-        _copy_rope(pe_pool, table, picks, start, end, many, a_rope, pe_page, PAGE, PICKED)
+        _copy_rope(pe_pool, rows_a, a_rope, pe_page, PAGE)
         _decode(codes_0, factor_0, a_right.slice(0, _BLOCK, dim=1))
         codes_0, factor_0 = _codes(b, b_factors, there_b, 0)
         _decode(codes_1, factor_1, a_right.slice(_BLOCK, _BLOCK, dim=1))
@@ -176,7 +196,7 @@ def _read_scaled(
         fence_async_shared()
         mbarrier.arrive(full.index(1), count=1)
         mbarrier.wait(empty.index(2), before)
-        _copy_rope(pe_pool, table, picks, start + _K, end, many, b_rope, pe_page, PAGE, PICKED)
+        _copy_rope(pe_pool, rows_b, b_rope, pe_page, PAGE)
         _decode(codes_0, factor_0, b_left.slice(0, _BLOCK, dim=1))
         _decode(codes_1, factor_1, b_left.slice(_BLOCK, _BLOCK, dim=1))
         async_copy.wait_group(0)
@@ -392,6 +412,7 @@ def attend_kernel(
     b_right = gl.allocate_shared_memory(kind, [_K, _HALF], layout)
     b_rope = gl.allocate_shared_memory(kind, [_K, _R], layout)
     numbers = gl.allocate_shared_memory(gl.float32, [2, _H], _NUMBERS)
+    rows = gl.allocate_shared_memory(gl.int32, [2, 2 * _K], _NUMBERS)
     # Halves of tiles: left of a, right of a, left of b, right of b; the later half of each brings the rotated part.
     full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
@@ -417,7 +438,7 @@ def attend_kernel(
     if SCALED:
         gl.warp_specialize(
             [
-                (_read_scaled, (c_pool, pe_pool, factors, table, picks, a_left, a_right, a_rope, b_left, b_right,
+                (_read_scaled, (c_pool, pe_pool, factors, table, picks, rows, a_left, a_right, a_rope, b_left, b_right,
                                 b_rope, full, empty, begin, end, many, c_page, pe_page, f_page, PAGE, PICKED)),
                 (_first, (q, q_pe, q_left, q_right, q_rope, a_left, a_right, a_rope, b_left, b_rope, full, empty, said,
                           numbers, picks, many, begin, end, factor, to, lse + place, head, kv_scale, q_h, pe_h, step,
@@ -432,8 +453,8 @@ def attend_kernel(
     else:
         gl.warp_specialize(
             [
-                (_read, (c_pool, pe_pool, table, picks, a_left, a_right, a_rope, b_left, b_right, b_rope, full, empty,
-                         begin, end, many, c_page, c_row, pe_page, pe_row, PAGE, PICKED)),
+                (_read, (c_pool, pe_pool, table, picks, rows, a_left, a_right, a_rope, b_left, b_right, b_rope, full,
+                         empty, begin, end, many, c_page, c_row, pe_page, pe_row, PAGE, PICKED)),
                 (_first, (q, q_pe, q_left, q_right, q_rope, a_left, a_right, a_rope, b_left, b_rope, full, empty, said,
                           numbers, picks, many, begin, end, factor, to, lse + place, head, kv_scale, q_h, pe_h, step,
                           H, PICKED, DIRECT)),
