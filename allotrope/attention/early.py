@@ -3,19 +3,23 @@
 A kernel is made by `early_jit` in place of `triton.jit` (or goes through `early`), and its first line is
 `await_turn()`: it waits there until the kernel before it has written everything, and lets the next one come as far as
 that. So every one of them has to call it, even one that needs nothing of the kernel before: what follows relies on all
-that came before. A kernel of plain `triton.jit` begins when the one before it has ended, and does not call it.
+that came before. A kernel of `in_turn_jit` begins when the one before it has ended, and does not call it.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from triton.language import core
 from triton.language.extra import cuda
+
+from allotrope.attention.rehearsal import compile_for, rehearsing
 
 SWITCH = "ALLOTROPE_EARLY_LAUNCH"
 """Variable of the environment; 0: kernels begin when the one before them has ended."""
@@ -44,20 +48,35 @@ def early_jit(function: Any = None, **options: Any) -> Any:
 
 
 def early(made: Any) -> Any:
-    """A compiled function that is launched early where the chip knows how."""
-    if isinstance(made, triton.runtime.JITFunction):
-        plain = made.run
+    """A compiled function that is launched early where the chip knows how, and not at all in a rehearsal."""
+    made.run = _Launcher(made.run, True)
+    return made
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return plain(*args, **kwargs, **({"launch_pdl": True} if _knows_how() else {}))
 
-        made.run = run
+def in_turn_jit(function: Any) -> Any:
+    """As `triton.jit`: launched when the kernel before has ended, and not at all in a rehearsal."""
+    made = triton.jit(function)
+    made.run = _Launcher(made.run, False)
     return made
 
 
 def launched_early(kernel: Any) -> bool:
     """Whether a compiled function has been through `early`."""
-    return "run" in vars(kernel)
+    return isinstance(kernel.run, _Launcher) and kernel.run.early
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """Triton's `run` of a kernel, and what it is told beside the kernel's arguments."""
+
+    plain: Callable[..., Any]
+    early: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        options = {"launch_pdl": True} if self.early and _knows_how() else {}
+        if rehearsing():
+            return compile_for(self.plain, *args, **kwargs, **options)
+        return self.plain(*args, **kwargs, **options)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine.inputs import StepPlan
 from allotrope.engine.load import Blueprint, load_model, plan_caches
 from allotrope.engine.profile import measure_peak, plan_device
+from allotrope.engine.rehearse import rehearse
 from allotrope.engine.step import Runner, decode_shape
 from allotrope.models.decoder import Decoder
 
@@ -61,6 +62,9 @@ class InProcess:
         self._device = blueprint.build.device
         self._free = _free(self._device)
         self._model = load_model(blueprint, config.seed)
+        self._decode = decode_shape(
+            self._model, config.max_num_seqs, blueprint.max_model_len, self._device, capture=config.cuda_graphs
+        )
         self._runner: Runner | None = None
 
     @property
@@ -78,8 +82,12 @@ class InProcess:
         return self._runner
 
     def plan(self) -> MemoryPlan:
-        """The memory plan on a GPU, by what is left beside the weights and the largest step, which is run to see."""
+        """The memory plan on a GPU, by what is left beside the weights and the largest step, which is run to see.
+
+        Steps are rehearsed before, so that their kernels are there.
+        """
         config, blueprint = self._config, self._blueprint
+        rehearse(self._model, blueprint, config, self._decode)
         if config.kv_cache_memory_bytes is not None:
             return plan_caches(blueprint, config)
         started = time.monotonic()
@@ -89,14 +97,11 @@ class InProcess:
 
     def allocate(self, memory: MemoryPlan) -> None:
         """Make the caches."""
-        blueprint, config, device = self._blueprint, self._config, self._device
+        blueprint, device = self._blueprint, self._device
         started = time.monotonic()
         arena = Arena(memory, len(blueprint.specs), blueprint.shares, device)
         groups = [entry.group for entry in memory.groups]
-        decode = decode_shape(
-            self._model, config.max_num_seqs, blueprint.max_model_len, device, capture=config.cuda_graphs
-        )
-        self._runner = Runner(self._model, blueprint.specs, groups, arena, blueprint.shares, device, decode)
+        self._runner = Runner(self._model, blueprint.specs, groups, arena, blueprint.shares, device, self._decode)
         static = 0 if self._runner.buffers is None else self._runner.buffers.bytes
         seconds = time.monotonic() - started
         log.info(

@@ -24,7 +24,7 @@ log = logging.getLogger("allotrope.engine")
 def measure_peak(model: Decoder, blueprint: Blueprint, config: EngineConfig) -> int:
     """Bytes that a step of the most tokens takes for a while, and one that samples a full batch."""
     device = blueprint.build.device
-    lengths = _lengths(blueprint.step_tokens, blueprint.max_model_len)
+    lengths = largest_lengths(blueprint.step_tokens, blueprint.max_model_len)
     rows, memory = _rows(blueprint.groups, lengths)
     arena = Arena(memory, len(blueprint.specs), blueprint.shares, device)
     runner = Runner(model, blueprint.specs, blueprint.groups, arena, blueprint.shares, device)
@@ -33,7 +33,7 @@ def measure_peak(model: Decoder, blueprint: Blueprint, config: EngineConfig) -> 
     before = torch.cuda.memory_allocated(device)
     runner.run(StepPlan(rows))
     hidden = torch.zeros(config.max_num_seqs, model.spec.hidden, dtype=model.embedding.weight.dtype, device=device)
-    sample(model.logits(hidden), _widest(config.max_num_seqs, device))
+    sample(model.logits(hidden), widest(config.max_num_seqs, device))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del runner, arena, hidden
@@ -60,7 +60,7 @@ def plan_device(blueprint: Blueprint, config: EngineConfig, free: int, peak: int
     return plan_within(blueprint, config, room, free)
 
 
-def _lengths(tokens: int, longest: int) -> list[int]:
+def largest_lengths(tokens: int, longest: int) -> list[int]:
     """Prompts of `tokens` tokens together, none longer than a sequence may be; the short rest is last."""
     whole, rest = divmod(tokens, longest)
     return [longest] * whole + [rest] * bool(rest)
@@ -90,7 +90,7 @@ def _rows(groups: tuple[CacheGroup, ...], lengths: list[int]) -> tuple[tuple[Ste
     return tuple(ordered), MemoryPlan(tuple(plans), sum(lengths), len(lengths))
 
 
-def _widest(rows: int, device: torch.device) -> SamplingStep:
+def widest(rows: int, device: torch.device) -> SamplingStep:
     """Sampling that looks at the whole vocabulary, in its order, for every row."""
 
     def column(value: float, dtype: torch.dtype) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """One rank's share of a tensor-parallel model: which part of each weight it holds, and how partial results join.
 
-Owns: cutting full tensors and the two collectives. Must not know: which model or layer a tensor belongs to.
+Owns: cutting full tensors and the two collectives, which a rehearsal leaves out: each rank rehearses for itself. Must
+not know: which model or layer a tensor belongs to.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from allotrope.attention.rehearsal import rehearsing
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Parallel:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of `x` over the ranks (in place)."""
-        if self.size > 1:
+        if self.size > 1 and not rehearsing():
             dist.all_reduce(x, group=self.group)
         return x
 
@@ -31,7 +34,8 @@ class Parallel:
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
+        if not rehearsing():
+            dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)
 
     def split(self, what: str, units: int) -> int:

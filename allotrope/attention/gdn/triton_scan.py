@@ -15,10 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from allotrope.attention.early import in_turn_jit
+
 
 # Not launched early: its few long programs would begin beside the last of the kernel before, several of them on one
 # multiprocessor, and stay there.
-@triton.jit
+@in_turn_jit
 def scan_kernel(
     mixed, mix, scores, grown, rest, seen_keys, queries, keys, last, ssm, out, query_start, seq_lens, slots,
     first_chunk, ssm_slot, value_scale,

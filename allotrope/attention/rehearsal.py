@@ -1,0 +1,75 @@
+"""Rehearsals of steps to come: their kernels are compiled, several at once, and none of them is launched.
+
+A rehearsed step runs as it is, with the shapes, types and strides of a true one: a kernel that has been through `early`
+is compiled in the background for exactly what it is given. Owns: who rehearses, the threads that compile, and what is
+found where kernels would have written. Must not know: which steps there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
+
+_aten = torch.ops.aten
+_UNWRITTEN = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+
+
+@dataclass
+class Compiled:
+    """What became of a rehearsal, once it is over. `failed`: kernels that were not compiled; a launch will say why."""
+
+    kernels: int = 0
+    failed: int = 0
+
+
+def rehearsing() -> bool:
+    """Whether the steps of this thread are rehearsed: then nothing is to be launched, or agreed on with other ranks."""
+    return _rehearsing.get()
+
+
+@contextlib.contextmanager
+def rehearsal(threads: int) -> Iterator[Compiled]:
+    """Rehearse the steps inside; at the end every kernel that they would launch has been compiled, `threads` at once.
+
+    Operations of torch do run. Memory that they find where a kernel was to write holds zeros, which are good places to
+    read from: page, slot and row 0 always exist. What comes out of a rehearsed step means nothing. A kernel that cannot
+    be compiled is passed over: it will fail where it is launched.
+    """
+    from triton import AsyncCompileMode
+
+    compiled = Compiled()
+    with ThreadPoolExecutor(threads, "compile") as pool, AsyncCompileMode(pool, ignore_errors=True) as mode:
+        token = _rehearsing.set(True)
+        try:
+            with _Zeroed():  # type: ignore[no-untyped-call]
+                yield compiled
+        finally:
+            _rehearsing.reset(token)
+    compiled.failed = sum(future.exception() is not None for future in mode.raw_futures)
+    compiled.kernels = len(mode.raw_futures) - compiled.failed
+
+
+def compile_for(launch: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """What a rehearsal does in place of `launch(*args, **options)`, which is Triton's `run` of a kernel."""
+    kernel = launch(*args, **{**options, "warmup": True})
+    # One that is ready by now goes where launches look first: layers that follow ask for it again and again.
+    future = getattr(kernel, "future", None)
+    if future is not None and future.done():
+        kernel.result(ignore_errors=True)
+
+
+class _Zeroed(TorchDispatchMode):
+    """Memory that is handed out uninitialised elsewhere holds zeros."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.zero_() if func.overloadpacket in _UNWRITTEN else made

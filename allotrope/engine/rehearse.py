@@ -1,0 +1,100 @@
+"""Which steps are rehearsed before the first one is run, so that their kernels are compiled several at once."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from allotrope.attention.backend import triton_reasons
+from allotrope.attention.rehearsal import rehearsal
+from allotrope.cache.arena import Arena
+from allotrope.cache.groups import CacheGroup
+from allotrope.cache.memory import GroupPlan, MemoryPlan, group_bytes
+from allotrope.config import EngineConfig
+from allotrope.engine.graphs import decode_sizes
+from allotrope.engine.inputs import StepPlan, StepRow
+from allotrope.engine.load import Blueprint
+from allotrope.engine.profile import largest_lengths, widest
+from allotrope.engine.step import DecodeShape, Runner
+from allotrope.layers.sampler import sample
+from allotrope.logs import one_line
+from allotrope.models.decoder import Decoder
+
+log = logging.getLogger("allotrope.engine")
+
+# Tokens of prompts: few are launched in other ways than many.
+_PROMPTS = (1000, 100, 10)
+# Tokens before the one of a decoding sequence: few are attended to at once, many in parts.
+_CONTEXTS = (1000, 100)
+# Of more threads that compile, each would wait for Python most of the time.
+_MOST_THREADS = 16
+
+
+def rehearse(model: Decoder, blueprint: Blueprint, config: EngineConfig, decode: DecodeShape | None) -> None:
+    """Compile the kernels of prompts, decode steps and sampling; nothing but these is left behind.
+
+    `decode`: how decode steps will run. Where this fails the log says so, and kernels are compiled as they are first
+    launched.
+    """
+    device = blueprint.build.device
+    if triton_reasons(device):
+        return
+    threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // blueprint.build.parallel.size))
+    started = time.monotonic()
+    try:
+        with rehearsal(threads) as compiled:
+            _rehearse(model, blueprint, config, decode)
+        log.info("compiled %d kernels in %.1f s, %d at once", compiled.kernels, time.monotonic() - started, threads)
+    except Exception as error:
+        # Whatever it was, the start does not depend on it.
+        reason = one_line(f"{type(error).__name__}: {error}")
+        log.warning("steps cannot be rehearsed, kernels are compiled as they are first launched: %s", reason)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def _rehearse(model: Decoder, blueprint: Blueprint, config: EngineConfig, decode: DecodeShape | None) -> None:
+    device, groups = blueprint.build.device, blueprint.groups
+    # Beside the page that is nobody's, one that is everybody's.
+    memory = MemoryPlan(tuple(GroupPlan(group, 2, group_bytes(group, 2)) for group in groups), 0, 0)
+    arena = Arena(memory, len(blueprint.specs), blueprint.shares, device)
+    runner = Runner(model, blueprint.specs, groups, arena, blueprint.shares, device, decode)
+    for step in _prompts(blueprint):
+        runner.run(StepPlan(tuple(_row(groups, *lengths) for lengths in step)))
+    token = _row(groups, 1, min(_CONTEXTS[0], blueprint.max_model_len - 1))
+    for size in _unlike(decode_sizes(config.max_num_seqs)):
+        logits = runner.run(StepPlan((token,) * size))
+    truncated = widest(config.max_num_seqs, device)
+    sample(logits, replace(truncated, whole=truncated.truncated))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _prompts(blueprint: Blueprint) -> Iterator[list[tuple[int, int]]]:
+    """The largest step, shorter prompts, and one beside decoding sequences: tokens and context of each row."""
+    largest = largest_lengths(blueprint.step_tokens, blueprint.max_model_len)
+    yield [(tokens, 0) for tokens in sorted(largest, key=lambda tokens: tokens > 1)]
+    most = largest[0]
+    yield from ([(tokens, 0)] for tokens in _PROMPTS if tokens < most)
+    contexts = [context for context in _CONTEXTS if context < blueprint.max_model_len and most > 1]
+    for first in range(len(contexts)):
+        yield [*((1, context) for context in contexts[first:]), (min(_PROMPTS[0], most), 0)]
+
+
+def _row(groups: Sequence[CacheGroup], tokens: int, context: int) -> StepRow:
+    """`tokens` tokens after `context` others, all in page 1."""
+    pages = [(1,) * group.pages_for(context + tokens) for group in groups]
+    return StepRow((0,) * tokens, context, pages, [1] * len(groups), scored=1)
+
+
+def _unlike(sizes: Sequence[int]) -> list[int]:
+    """The largest of those sizes whose kernels are launched alike: of one power of two, multiples of 16 or not."""
+    return list({((size - 1).bit_length(), size % 16 == 0): size for size in sizes}.values())
