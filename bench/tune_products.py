@@ -28,7 +28,7 @@ from kernel_timing import Stopwatch
 from allotrope.attention.check import TOLERANCES, compare
 from allotrope.layers.mlp import Gating
 from allotrope.layers.quant.format import Quantized, as_multiplied
-from allotrope.layers.quant.launch import GROUPS, Launch, Shape, bucket, chip_of, few_by_groups, launch_for, write_tuned
+from allotrope.layers.quant.launch import GROUPS, Launch, Shape, bucket, chip_of, launch_for, write_tuned
 from allotrope.layers.quant.prepare import Prepared, prepare, prepare_plain
 
 GATING = Gating()
@@ -113,10 +113,6 @@ def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
             yield Launch(height, columns, split, True, True, 4, stages)
             if fp8 and height > 16:
                 yield Launch(height, columns, split, True, False, 4, stages)
-        if fp8 and not shape.experts and usual <= 64:
-            for columns, split in itertools.product((128, 256), (1, 2, 3, 4, 5, 6, 8, 12, 16)):
-                if split <= max(1, shape.inputs // 256) and -(-shape.outputs // columns) * split <= 400:
-                    yield few_by_groups(columns, split)
         if shape.experts and not shape.gated:
             yield from (Launch(height, 256, 1, True, True, 8, 3) for height in heights)
     if usual > 32:

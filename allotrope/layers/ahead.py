@@ -10,7 +10,6 @@ MODULES: tuple[str, ...] = (
     "allotrope.layers.mlp_triton",
     "allotrope.layers.norm_triton",
     "allotrope.layers.quant.gluon_experts",
-    "allotrope.layers.quant.gluon_few",
     "allotrope.layers.quant.gluon_fp4",
     "allotrope.layers.quant.triton_product",
     "allotrope.layers.quant.triton_quantize",

@@ -12,7 +12,7 @@ from allotrope.attention.check import KINDS, compare
 from allotrope.layers.mlp import Gating
 from allotrope.layers.quant import triton_quantize
 from allotrope.layers.quant.format import ACTIVATION_RUN, Format, Quantized, as_multiplied, quantize, quantize_rows
-from allotrope.layers.quant.launch import GROUPS, Launch, few_by_groups
+from allotrope.layers.quant.launch import GROUPS, Launch
 from allotrope.layers.quant.prepare import prepare, prepare_plain
 from allotrope.layers.quant.triton_product import multiply
 
@@ -213,21 +213,6 @@ def test_groups_of_warps_take_four_bits_apart(sizes: list[int], gating: Gating |
     assert bool((memory[:, want.shape[1] :] == 7).all())
     # The same rows, in order already.
     assert torch.equal(multiply(x[source], **given), out)
-
-
-@pytest.mark.parametrize("splits", [1, 3, 6])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 128), (17, 256), (64, 128), (64, 256)])
-def test_groups_of_warps_take_few_rows(rows: int, columns: int, splits: int) -> None:
-    """As above, of one weight: blocks of odd numbers, and a program that is left without inputs."""
-    torch.manual_seed(0)
-    weight = weight_of(BLOCK, 384, 4 * 128, rows=128)
-    x = torch.randn(rows, 4 * 128, device=DEVICE).bfloat16()
-    want = as_multiplied(x, "fp8") @ weight.dequantized().T
-    memory = torch.full((rows, 384 + 8), 7.0, device=DEVICE).bfloat16()
-    given = {"weight": prepare(weight), "out": memory[:, :384], "launch": few_by_groups(columns, splits)}
-    for _ in range(2):
-        check(multiply(x, **given), want)
-    assert bool((memory[:, 384:] == 7).all())
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="PyTorch multiplies blocks on a GPU only")

@@ -49,9 +49,8 @@ class Shape:
 class Launch:
     """`rows`, `columns`: of a program's tile. `splits`: programs that share the inputs. `left`: the weights are the
     left operand. `quantize`: FP8 activations are rounded in the product, not before it. `depth`: inputs of a step, for
-    4-bit weights. `library`: PyTorch's product does it all. `groups`: experts of many rows, or one FP8 weight by few,
-    where groups of warps have work of their own, on chips that know how; its tiles have sizes of their own, but for the
-    columns of one weight.
+    4-bit weights. `library`: PyTorch's product does it all. `groups`: FP8 experts where groups of warps take turns, on
+    chips that know how; its tiles have sizes of their own.
     """
 
     rows: int
@@ -67,12 +66,7 @@ class Launch:
 
 
 GROUPS = Launch(128, 128, left=False, quantize=False, warps=8, stages=3, groups=True)
-"""What `groups` goes with for experts: the same tiles where the chip does not know how."""
-
-
-def few_by_groups(columns: int, splits: int) -> Launch:
-    """What `groups` goes with for one weight by few rows; where the chip does not know how, about the same tiles."""
-    return Launch(64, columns, splits, quantize=False, warps=8, stages=3, groups=True)
+"""What `groups` goes with: the same tiles where the chip does not know how."""
 
 
 def bucket(rows: int) -> int:

@@ -26,7 +26,7 @@ from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
 from allotrope.layers.beside import is_beside
 from allotrope.layers.mlp_triton import ACTIVATIONS, gate
-from allotrope.layers.quant import gluon_experts, gluon_few, gluon_fp4
+from allotrope.layers.quant import gluon_experts, gluon_fp4
 from allotrope.layers.quant.launch import INTERPRETER, Launch, Shape, chip_of, launch_for, rule_of_thumb
 from allotrope.layers.quant.library import in_library, scaled_product
 from allotrope.layers.quant.prepare import Prepared
@@ -331,21 +331,19 @@ def multiply(
         inner = x if source is None else x.index_select(0, source)
         gluon_fp4.multiply(inner, weight, ends, tiles_of, out, bias, gating)
         return out
-    blocks = triton.cdiv(outputs, launch.columns)
-    if launch.groups and ends is None and gluon_few.knows(weight, rows, bias):
-        launch = _with_room(launch, blocks, gluon_few.MOST_ROWS)
-        gluon_few.multiply(*quantize_rows(x), weight, out, launch, *_scratch(x.device, is_beside(x.device)))
-        return out
     fp8 = weight.kind == "fp8"
     x_scales = None
     if fp8 and not launch.quantize:
         x, x_scales = quantize_rows(x)
     tiles = triton.cdiv(rows, launch.rows) if ends is None else _most_tiles(rows, ends, launch.rows)
+    blocks = triton.cdiv(outputs, launch.columns)
     table = _table_of_tiles(rows, ends, launch.rows) if ends is not None and tiles * blocks > _SEARCHED else None
     parts, arrivals = None, None
-    launch = _with_room(launch, tiles * blocks, launch.rows)
     if launch.splits > 1:
-        parts, arrivals = _scratch(x.device, is_beside(x.device))
+        if tiles * blocks > _TILES or tiles * blocks * launch.splits * launch.rows * launch.columns > _PARTS:
+            launch = replace(launch, splits=1)
+        else:
+            parts, arrivals = _scratch(x.device, is_beside(x.device))
     grid = (tiles, blocks) if ends is None else (blocks, tiles)
     product_kernel[*grid, launch.splits](
         x,
@@ -386,12 +384,6 @@ def multiply(
         num_stages=launch.stages,
     )
     return out
-
-
-def _with_room(launch: Launch, tiles: int, height: int) -> Launch:
-    """Inputs are shared only where there is room for the parts of all tiles, `height` rows by the launch's columns."""
-    fits = 2 * tiles <= _TILES and tiles * launch.splits * height * launch.columns <= _PARTS
-    return launch if fits else replace(launch, splits=1)
 
 
 def _most_tiles(rows: int, ends: torch.Tensor, height: int) -> int:
