@@ -23,6 +23,10 @@ class PageIndex:
     none (not yet written, or fallen out of a window). `slots`: [T] int64, `page * page_size + offset` of each new
     token, -1 where nothing may be written. Page 0 is no request's: it is never written and holds zeros, so that row 0
     can stand for "no row" without reading another request's bytes.
+
+    In steps that can be captured (`BatchLayout.given`) a host may hand over its own `table`: int32, with rows as far
+    apart as it has them, and some page of the pool where there is none. What is read are the pages of rows that lie
+    before a request's length and in its window.
     """
 
     page_size: int
@@ -32,7 +36,7 @@ class PageIndex:
 
 @dataclass(frozen=True)
 class SlotIndex:
-    """`slots`: [B] int64, the state slot of each request."""
+    """`slots`: [B] int64, the state slot of each request; in steps that can be captured a host may have int32."""
 
     slots: torch.Tensor
 
@@ -101,6 +105,16 @@ class BatchLayout:
         for q in self.query_lens:
             starts.append(starts[-1] + q)
         return tuple(starts)
+
+    @cached_property
+    def _cleared(self) -> dict[tuple[int, ...], torch.Tensor]:
+        return {}
+
+    def cleared(self, *shape: int) -> torch.Tensor:
+        """int32 zeros, one tensor for all plans of the step: kernels that count in it leave zeros behind."""
+        if shape not in self._cleared:
+            self._cleared[shape] = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        return self._cleared[shape]
 
     @cached_property
     def tensors(self) -> BatchTensors:

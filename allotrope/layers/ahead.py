@@ -7,6 +7,7 @@ from allotrope.attention import ahead
 MODULES: tuple[str, ...] = (
     *ahead.MODULES,
     "allotrope.layers.hyper_connection_triton",
+    "allotrope.layers.head_triton",
     "allotrope.layers.mlp_triton",
     "allotrope.layers.norm_triton",
     "allotrope.layers.quant.gluon_experts",

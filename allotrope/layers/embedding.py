@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from allotrope.layers.build import Build
+from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.linear import Product
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 
@@ -69,5 +70,9 @@ class Head(nn.Module):
         logits = self.product(x)
         if not self.whole:
             logits = self.parallel.all_gather(logits)
-        logits = logits.float()
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if self.softcap is None:
+            return logits.float()
+        fused = device_kernels("head", logits.device)
+        if fused is not None:
+            return fused.capped(logits, self.softcap)
+        return self.softcap * torch.tanh(logits.float() / self.softcap)

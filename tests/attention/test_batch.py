@@ -75,3 +75,11 @@ def test_wrong_batches_are_refused() -> None:
 def test_a_page_number_beyond_32_bits_is_kept() -> None:
     index = index_pages(BatchLayout((1,), (1,), CPU), 256, [[2**30]])
     assert index.slots.tolist() == [2**38]
+
+
+def test_plans_of_a_step_share_zeros() -> None:
+    batch = BatchLayout((1, 1), (4, 9), torch.device("cpu"))
+    found = batch.cleared(2, 3)
+    assert found is batch.cleared(2, 3) and found is not batch.cleared(3, 2)
+    assert found.dtype == torch.int32 and found.shape == (2, 3) and not found.any()
+    assert found is not BatchLayout((1, 1), (4, 9), torch.device("cpu")).cleared(2, 3)

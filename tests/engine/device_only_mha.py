@@ -11,6 +11,8 @@ from allotrope.attention.backend import Backend, runs_anywhere
 from allotrope.attention.batch import BatchLayout, PageIndex
 from allotrope.attention.mha import MhaSpec, reference
 from allotrope.attention.mha.plan import build_plan
+from allotrope.engine.engine import Engine
+from allotrope.engine.step import DecodeShape, Runner
 
 
 @dataclass(frozen=True)
@@ -52,3 +54,16 @@ def run(spec: MhaSpec, plan: Any, caches: Any, q: Any, k: Any, v: Any, sinks: An
 
 
 BACKEND = Backend("device-only", runs_anywhere, plan, run, in_graphs=True)
+
+
+def static(running: Engine, size: int) -> Runner:
+    """Make an engine's decode steps run on static buffers, as on a GPU."""
+    executor: Any = running._executor
+    for layer in executor.model.layers:
+        layer.mixer.backend = BACKEND
+    old, blueprint = executor.runner, executor._blueprint
+    shape = DecodeShape(size, blueprint.max_model_len, capture=False)
+    executor._runner = Runner(
+        executor.model, blueprint.specs, old.groups, old.arena, blueprint.shares, torch.device("cpu"), shape
+    )
+    return executor._runner

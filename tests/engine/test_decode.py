@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine.device_only_mha import BACKEND
+from engine.device_only_mha import static
 from engine.watching import GREEDY, Watch, assert_idle, assert_same, drain, engine, outputs, request, run
 from tiny_checkpoints import prompts, write_tiny
 
 from allotrope.cache.groups import CacheGroup
 from allotrope.engine.decode import DecodeBuffers
-from allotrope.engine.engine import Engine
 from allotrope.engine.graphs import decode_sizes
 from allotrope.engine.inputs import StepRow, pack
-from allotrope.engine.step import DecodeShape, Runner
 from allotrope.models.llama import tiny_llama, tiny_mistral
 from allotrope.models.qwen3_next import tiny_qwen3_next
 from allotrope.request import SamplingParams
@@ -36,19 +34,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     return write_tiny(tiny_qwen3_next(), tmp_path_factory.mktemp("hybrid")).directory
-
-
-def static(running: Engine, size: int) -> Runner:
-    """Make an engine's decode steps run on static buffers, as on a GPU."""
-    executor: Any = running._executor
-    for layer in executor.model.layers:
-        layer.mixer.backend = BACKEND
-    old, blueprint = executor.runner, executor._blueprint
-    shape = DecodeShape(size, blueprint.max_model_len, capture=False)
-    executor._runner = Runner(
-        executor.model, blueprint.specs, old.groups, old.arena, blueprint.shares, torch.device("cpu"), shape
-    )
-    return executor._runner
 
 
 def test_static_steps_equal_exact_ones(model: Path) -> None:

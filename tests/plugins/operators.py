@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -17,8 +18,31 @@ from allotrope.plugins.vllm.cache import HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
 
 
-def calls() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """(family, operator, arguments), within a forward context that knows the layer and has a plan for it."""
+@dataclass(frozen=True)
+class Call:
+    """A step of a prompt and a decode. `named`: the family's arguments."""
+
+    layer: HostedLayer
+    plan: Any
+    named: dict[str, Any]
+
+    def run(self, plan: Any) -> tuple[torch.Tensor, ...]:
+        """What the layer answers on empty memory, with the plan at hand or without."""
+        for pool in self.layer.pools.values():
+            pool.zero_()
+        found = self.layer.run(self.layer.spec, plan, self.layer.views, **self.named)
+        return found if isinstance(found, tuple) else (found,)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What the operator is called with."""
+        made: list[tuple[Any, ...]] = []
+        with mock.patch.object(self.layer, "op", lambda *arguments: made.append(arguments)):
+            self.run(None)
+        return made[0]
+
+
+def calls() -> Iterator[Call]:
+    """One of each family, within a forward context that knows the layer and has a plan for it."""
     device = torch.device("cpu")
     for name, family in FAMILIES.items():
         case = next(iter(cases(name).values()))
@@ -34,14 +58,10 @@ def calls() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
             state = isinstance(layout, StateSlots)
             index[key] = SlotIndex(torch.tensor([1, 2])) if state else index_pages(batch, size, [[1], [2]])
         layer = HostedLayer("layers.0", case.spec, backend, caches)
-        step = HostedStep(None, None, {layer.name: backend.plan(case.spec, batch, index)})
+        plan = backend.plan(case.spec, batch, index)
+        step = HostedStep(None, None, {layer.name: plan})
         context = ForwardContext({cache.name: cache for cache in caches.values()}, {layer.home.name: step}, {})
         inputs = case.inputs(0)
         named = {key: value[:8] for key, value in inputs.tokens.items()} | inputs.layer
-        made: list[tuple[Any, ...]] = []
-        keep = made.append
         with override_forward_context(context):
-            operator = layer.op.default
-            with mock.patch.object(layer, "op", lambda *arguments, keep=keep: keep(arguments)):
-                layer.run(case.spec, None, {}, **named)
-            yield name, operator, made[0]
+            yield Call(layer, plan, named)

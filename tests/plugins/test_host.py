@@ -148,6 +148,22 @@ def test_caches_are_bound_and_let_go_in_either_way() -> None:
     assert cache.views is None
 
 
+def test_long_pages_are_asked_for_where_none_becomes_too_long() -> None:
+    """Where a row is several tokens', a page of one cache would be of thousands of tokens in another."""
+    from allotrope.attention.cache_layout import Field, PagedRows, StateSlots
+    from allotrope.plugins.vllm.cache import HostedCache
+
+    state, fields = StateSlots((Field("ssm", (3,), torch.float32),)), (Field("k", (4,), torch.float16),)
+    rows, sparse = PagedRows(fields), PagedRows(fields, stride=4)
+
+    def preferred(*layouts: object) -> set[int]:
+        kinds = {HostedCache("layers.0.k", one, layouts, True).get_attn_backend() for one in layouts}
+        return {kind.get_preferred_block_size(16) for kind in kinds if not kind.is_ssm()}
+
+    assert preferred(rows) == preferred(rows, state) == {64}
+    assert preferred(rows, sparse) == {16}
+
+
 def test_operators_declare_what_they_write() -> None:
     """`opcheck` of every family's operator, on the smallest model that has it, in a step of a prompt and a decode."""
     from plugins.operators import calls
@@ -156,10 +172,21 @@ def test_operators_declare_what_they_write() -> None:
     from allotrope.attention.registry import FAMILIES
 
     seen = set()
-    for family, operator, arguments in calls():
-        opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
-        seen.add(family)
+    for call in calls():
+        opcheck(call.layer.op.default, call.arguments(), test_utils=("test_schema", "test_faketensor"))
+        seen.add(call.layer.spec.family)
     assert seen == set(FAMILIES)
+
+
+def test_operators_answer_as_their_families() -> None:
+    """With the plan found by the operator, and with the plan at hand."""
+    from plugins.operators import calls
+
+    for call in calls():
+        found, want = call.run(None), call.run(call.plan)
+        assert want[0].any() and torch.equal(found[0], want[0]), call.layer.spec.family
+        for picks, own in zip(found[1:], want[1:], strict=True):
+            assert torch.equal(picks[:, : own.shape[1]], own) and (picks[:, own.shape[1] :] == -1).all()
 
 
 def test_operators_are_split_points() -> None:

@@ -77,6 +77,7 @@ def test_architecture(architecture: str, tmp_path: Path) -> None:
         first = running.answers(asked, COUNT)
         again = running.answers(list(reversed(asked)), COUNT)[::-1]
         running.assert_ours()
+        _assert_one_table(running)
         longest_run = _shared_run(running)
         one = running.blocks_for_one()
     if Version(transformers.__version__) >= Version(RIGHT_SINCE.get(architecture, "5")):
@@ -126,6 +127,15 @@ def apart(answers: list[Answer], asked: list[list[int]], logits: Any) -> torch.T
         want = torch.log_softmax(logits([*prompt, *answer.ids[:-1]])[len(prompt) - 1 :].float(), -1)
         found.append(answer.logprobs - want.gather(1, torch.tensor(answer.ids)[:, None]).squeeze(1))
     return torch.cat(found).abs()
+
+
+def _assert_one_table(running: Hosted) -> None:
+    """One group of caches where one block table does, of equally many tokens a page."""
+    from allotrope.plugins.vllm.translate import one_table
+
+    layers = running.runner.compilation_config.static_forward_context
+    if one_table([cache.layout for cache in layers.values()]):
+        assert [spec.block_size for spec in running.groups] == [BLOCK]
 
 
 def _shared_run(running: Hosted) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from launches import Launches
 
 from allotrope.attention.batch import BatchLayout, index_pages
 from allotrope.attention.cache_layout import (
@@ -21,7 +22,16 @@ from allotrope.attention.cache_layout import (
 from allotrope.layers.parallel import Parallel
 from allotrope.models.registry import ARCHITECTURES, find_architecture, read_spec
 from allotrope.plugins.vllm import STATEFUL
-from allotrope.plugins.vllm.translate import arrange, common_page, describe, page_tokens, rows_index, states_index
+from allotrope.plugins.vllm.translate import (
+    arrange,
+    common_page,
+    describe,
+    one_table,
+    page_of,
+    page_tokens,
+    rows_index,
+    states_index,
+)
 
 CPU = torch.device("cpu")
 
@@ -59,19 +69,30 @@ def caches(architecture: str) -> tuple[CacheLayout, ...]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("block_size", [16, 128])
-def test_one_page_size_holds_whole_rows_of_every_cache(architecture: str, block_size: int) -> None:
+def test_pages_hold_whole_rows_of_every_cache(architecture: str, block_size: int) -> None:
     layouts = caches(architecture)
-    page = common_page(layouts, block_size)
-    rows = [layout for layout in layouts if not isinstance(layout, StateSlots)]
-    for layout in rows:
+    pages = {layout: page_of(layout, layouts, block_size) for layout in layouts}
+    for layout, page in pages.items():
+        if isinstance(layout, StateSlots):
+            assert row_bytes(layout) <= page
+            continue
         assert page_bytes(layout, page_tokens(layout, page)) == page
         if isinstance(layout, PagedRows):
             assert page_tokens(layout, page) >= block_size
-    assert all(row_bytes(layout) <= page for layout in layouts)
-    if len(set(rows)) == 1 and len(rows) == len(layouts):
-        # vLLM's scheduler goes by its own block size where there is one group.
-        assert page_tokens(rows[0], page) == block_size
-    assert f"pages of {page} bytes" in describe(layouts, block_size)
+        if one_table(layouts) or (len(set(layouts)) == 1):
+            # vLLM's scheduler goes by its own block size where there is one group.
+            assert page_tokens(layout, page) == block_size
+    if not one_table(layouts):
+        assert set(pages.values()) == {common_page(layouts, block_size)}
+    sizes = " and ".join(map(str, dict.fromkeys(pages.values())))
+    assert f"pages of {sizes} bytes" in describe(layouts, block_size)
+
+
+def test_rows_that_are_kept_share_one_table() -> None:
+    """Latent rows and index keys of a sparse model; not with windows, states, or several tokens to a row."""
+    assert len(set(caches("DeepseekV32ForCausalLM"))) == 2 and one_table(caches("DeepseekV32ForCausalLM"))
+    for architecture in ("GptOssForCausalLM", "Qwen3NextForCausalLM", "DeepseekV4ForCausalLM"):
+        assert not one_table(caches(architecture))
 
 
 def test_stateful_architectures_are_those_with_states() -> None:
@@ -162,13 +183,45 @@ def test_the_state_is_that_of_the_block_of_the_last_token() -> None:
     assert states_index(batch, order, table, 4).slots.tolist() == [1, 5, 9]
 
 
+NUMBERS = torch.arange(8)
+
+
 def test_decodes_from_static_tensors() -> None:
     """The same facts as from the host's integers, which are bounds then; padding sees nothing."""
     step = told([1, 1, 1], [4, 9, 0])
-    batch, order = arrange(step, CPU, static=True)
+    batch, order = arrange(step, CPU, NUMBERS)
     assert batch.seq_lens == (64, 64, 64)
     assert batch.tensors.seq_lens is step.seq_lens and batch.tensors.query_start is step.query_start_loc
-    assert batch.positions.tolist() == [3, 8, 0] and batch.request_of_token.tolist() == [0, 1, 2]
-    table = torch.arange(1, 49).view(3, 16)
-    assert rows_index(batch, order, table, torch.tensor([7, 8, -1]), 4).table.shape == (3, 16)
-    assert arrange(told([1, 2], [4, 9]), CPU, static=True)[0].given is None
+    assert batch.positions.tolist() == [3, 8, 0] and batch.positions.dtype == torch.int64
+    assert batch.request_of_token.tolist() == [0, 1, 2]
+    assert arrange(step, CPU, NUMBERS[:2])[0].request_of_token.tolist() == [0, 1, 2]
+    assert arrange(told([1, 2], [4, 9]), CPU, NUMBERS)[0].given is None
+    table, slots = torch.arange(60, dtype=torch.int32).view(3, 20), torch.tensor([7, 8, -1])
+    rows = rows_index(batch, order, table, slots, 4)
+    # vLLM's own memory, as wide as the longest request needs.
+    assert rows.table.shape == (3, 16) and rows.table.data_ptr() == table.data_ptr()
+    assert rows.slots.data_ptr() == slots.data_ptr()
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_states_of_decodes_from_static_tensors(width: int) -> None:
+    batch, order = arrange(told([1, 1, 1], [4, 9, 0]), CPU, NUMBERS)
+    table = (10 * torch.arange(3)[:, None] + torch.arange(width)).int()
+    only = states_index(batch, order, table, None).slots
+    # Kernels read slots one behind the other.
+    assert only.tolist() == [0, 10, 20] and only.is_contiguous()
+    if width == 3:
+        current = states_index(batch, order, table, 4).slots
+        assert current.tolist() == [0, 12, 20] and current.is_contiguous()
+
+
+def test_a_decode_step_is_taken_in_by_two_launches() -> None:
+    """However many block tables there are: each more is time at every step of every model."""
+    step = told([1] * 4, [4, 9, 5, 0])
+    table, only, slots = torch.ones(4, 16).int(), torch.ones(4, 1).int(), torch.arange(4)
+    with Launches() as found:
+        batch, order = arrange(step, CPU, NUMBERS)
+        for _ in range(3):
+            rows_index(batch, order, table, slots, 4)
+            states_index(batch, order, only, None)
+    assert len(found.names) == 2, found.names

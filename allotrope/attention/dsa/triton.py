@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -41,14 +42,21 @@ class TritonPlan:
     """`dense`: the queries that see everything, and where latent rows go. `keys`: where index keys are and go.
 
     `decodes`: single queries some of which may see more than `topk` rows; None if none does. `contests`: the queries of
-    prompts that see more. `picks`: [T, K] what queries that see everything pick.
+    prompts that see more. `seen`: [T] int32 rows that each query sees. `columns`: K of picks.
     """
 
     dense: mla.TritonPlan
     keys: PageIndex | None
     decodes: Absorbed | None
     contests: tuple[Contest, ...]
-    picks: torch.Tensor
+    seen: torch.Tensor
+    columns: int
+
+    @cached_property
+    def everything(self) -> torch.Tensor:
+        """[T, K] what queries that see everything pick. Made for the first layer that asks."""
+        column = torch.arange(self.columns, device=self.seen.device)
+        return torch.where(column < self.seen[:, None], column, -1)
 
 
 def build_plan(spec: DsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> TritonPlan:
@@ -68,13 +76,13 @@ def build_plan(spec: DsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
             many.append(Span(span.request, span.token + count, span.position + count, span.queries - count))
     dense = [] if picking or not batch.num_decodes else [(single, bound)]
     seen = mla.visible(batch)
-    column = torch.arange(min(spec.topk, max(batch.seq_lens)), device=batch.device)
     return TritonPlan(
         mla.plan_spans(spec.mla, batch, latent, dense, few),
         keys if spec.indexer is not None else None,
         mla.group(batch, seen, single, bound) if picking else None,
         tuple(_contests(spec, batch, seen, many)),
-        torch.where(column < seen[:, None], column, -1),
+        seen,
+        min(spec.topk, max(batch.seq_lens)),
     )
 
 
@@ -155,10 +163,13 @@ def pick(
     """Picks [T, K] int64 of every query of the step. `q`: [T, heads, d]. `weights`: [T, heads]."""
     assert spec.indexer is not None and plan.keys is not None
     if plan.decodes is None and not plan.contests:
-        return plan.picks
+        return plan.everything
     arch = triton_decode.arch_of(q.device)
     alone = plan.decodes is not None and plan.decodes.queries.seen.shape[0] == len(q)
-    picks = torch.empty_like(plan.picks) if alone else plan.picks.clone()
+    if alone:
+        picks = torch.empty(len(q), plan.columns, dtype=torch.int64, device=q.device)
+    else:
+        picks = plan.everything.clone()
     if plan.decodes is not None:
         own = plan.decodes.tokens
         scores = triton_index.score_decodes(

@@ -46,7 +46,7 @@ def build_plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
         first.append(len(chunks))
         if length > 1:
             chunks += [(b, place) for place in range(0, length, CHUNK)]
-    arrivals = torch.zeros(batch.num_decodes, spec.num_k_heads, dtype=torch.int32, device=batch.device)
+    arrivals = batch.cleared(batch.num_decodes, spec.num_k_heads)
     listed = (
         [torch.tensor(found, dtype=torch.int32, device=batch.device) for found in (chunks, first)] if chunks else []
     )

@@ -75,6 +75,8 @@ def plan_spans(
 def visible(batch: BatchLayout) -> torch.Tensor:
     """[T] int32 rows that each query sees; 0 in a request that only fills up a captured size."""
     tensors = batch.tensors
+    if batch.num_decodes == batch.num_requests:
+        return tensors.seq_lens
     there = tensors.seq_lens[tensors.request_of_token] > 0
     return ((tensors.positions + 1) * there).to(torch.int32)
 

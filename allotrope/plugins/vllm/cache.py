@@ -29,8 +29,8 @@ from allotrope.attention.batch import BatchLayout, CacheIndex
 from allotrope.attention.cache_layout import CacheLayout, StateSlots, WindowRows, page_views, row_bytes
 from allotrope.plugins.vllm.translate import (
     Order,
-    common_page,
     describe,
+    page_of,
     page_tokens,
     rows_index,
     states_index,
@@ -51,8 +51,9 @@ class HostedCache(AttentionLayerBase):
     """One cache of one layer.
 
     `name`: in the static forward context, with exactly one integer. `layouts`: of all caches of the model, which share
-    one page size. `in_graphs`: whether all layers of the model can be captured. `views`: as the family reads the cache,
-    None until vLLM has allocated it. `readers`: by name, the layers that find each other's step here.
+    one page size or one block table. `in_graphs`: whether all layers of the model can be captured. `views`: as the
+    family reads the cache, None until vLLM has allocated it. `readers`: by name, the layers that find each other's step
+    here.
     """
 
     def __init__(self, name: str, layout: CacheLayout, layouts: tuple[CacheLayout, ...], in_graphs: bool) -> None:
@@ -61,13 +62,16 @@ class HostedCache(AttentionLayerBase):
         self.kv_cache = torch.tensor([])
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        return StateBackend if isinstance(self.layout, StateSlots) else RowsBackend
+        if isinstance(self.layout, StateSlots):
+            return StateBackend
+        # With several tokens to a row somewhere, a page that is long for one cache is far too long for another.
+        return RowsBackend if any(stride(layout) > 1 for layout in self.layouts) else LongPagesBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         """Full attention for rows that are kept, a sliding window only for rows that have one, else a state."""
         config = vllm_config.cache_config
         _announce(self.layouts, config.block_size)
-        page = common_page(self.layouts, config.block_size)
+        page = page_of(self.layout, self.layouts, config.block_size)
         size = row_bytes(self.layout)
         if isinstance(self.layout, StateSlots):
             return MambaSpec(
@@ -192,6 +196,19 @@ class RowsBackend(AttentionBackend):
     ) -> tuple[int, ...]:
         """The same where backends have no layouts to name (0.25)."""
         return (num_blocks, num_kv_heads, block_size, head_size)
+
+
+class LongPagesBackend(RowsBackend):
+    """Rows of models whose pages may be long: kernels find the page of all keys that they read together at once."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "ALLOTROPE_LONG_PAGES"
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Where the user asks for no other (of vLLM's platforms with a GPU)."""
+        return max(default_block_size, 64)
 
 
 class StateBackend(RowsBackend):

@@ -47,7 +47,10 @@ SYMBOLS = (
     Symbol("vllm.model_executor.layers.mamba.mamba_utils:get_temporal_copy_spec", accepts=("state", "block_ids")),
     Symbol(
         "vllm.v1.attention.backend:AttentionBackend",
-        has=("get_name", "get_impl_cls", "get_builder_cls", "get_supported_kernel_block_sizes", "is_ssm"),
+        has=(
+            *("get_name", "get_impl_cls", "get_builder_cls", "is_ssm"),
+            *("get_supported_kernel_block_sizes", "get_preferred_block_size"),
+        ),
     ),
     Symbol("vllm.v1.attention.backend:AttentionImplBase"),
     Symbol("vllm.v1.attention.backend:MultipleOf"),

@@ -161,7 +161,10 @@ class HostedModel(nn.Module):
         self.finished = False
         self._tables: dict[RopeSpec, RopeTable] = {}
         self.layers = _host(self.decoder, prefix or "model", vllm_config)
-        self.in_graphs = all(layer.backend.in_graphs for layer in self.layers)
+        # Of steps that can be captured; none otherwise.
+        self._numbers: torch.Tensor | None = None
+        if all(layer.backend.in_graphs for layer in self.layers):
+            self._numbers = torch.arange(vllm_config.scheduler_config.max_num_seqs, device=self.build.device)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """`input_ids`: [T]. Returns [T, hidden]."""
@@ -197,8 +200,7 @@ class HostedModel(nn.Module):
         out.copy_(self._compute(input_ids))
 
     def _compute(self, input_ids: torch.Tensor) -> torch.Tensor:
-        batch, order = self._plan(len(input_ids))
-        here = [LayerStep(None, {}) for _ in self.layers]
+        batch, order, here = self._plan(len(input_ids))
         hidden = self.decoder(Step(input_ids[order.tokens], batch, here, self._tables))
         if isinstance(order.tokens, slice) and len(hidden) == len(input_ids):
             return hidden
@@ -206,12 +208,13 @@ class HostedModel(nn.Module):
         out[order.tokens] = hidden
         return out
 
-    def _plan(self, tokens: int) -> tuple[BatchLayout, Order]:
+    def _plan(self, tokens: int) -> tuple[BatchLayout, Order, list[LayerStep]]:
         """The batch, and in vLLM's step one plan for all layers of a kind that read the same groups of caches."""
         steps: dict[str, HostedStep] | None = get_forward_context().attn_metadata
         if not steps:
-            return BatchLayout((tokens,), (tokens,), self.build.device), Order(slice(0, 1), slice(0, tokens))
-        batch, order = arrange(steps[self.layers[0].home.name].common, self.build.device, self.in_graphs)
+            batch, order = BatchLayout((tokens,), (tokens,), self.build.device), Order(slice(0, 1), slice(0, tokens))
+            return batch, order, [LayerStep(None, {}) for _ in self.layers]
+        batch, order = arrange(steps[self.layers[0].home.name].common, self.build.device, self._numbers)
         indices = {id(step): step.index(batch, order) for step in {id(step): step for step in steps.values()}.values()}
         made: dict[object, object] = {}
         for layer in self.layers:
@@ -221,7 +224,7 @@ class HostedModel(nn.Module):
                 index = {name: indices[home] for name, home in homes.items()}
                 made[key] = layer.backend.plan(layer.spec, batch, index)
             steps[layer.home.name].plans[layer.name] = made[key]
-        return batch, order
+        return batch, order, [LayerStep(steps[one.home.name].plans[one.name], one.views) for one in self.layers]
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`hidden_states`: [n, hidden]. Returns [n, vocabulary] fp32."""

@@ -4,7 +4,8 @@
 
 `inputs`: the family's tensors in the order of its function. `outputs`: written whole. `pools`: the cache memory of the
 layer, which is read and written; empty until there is any. `cache`, `layer`: names by which the step's plan is found.
-An operator is opaque, so it can be a split point of piecewise compilation under its name.
+An operator is opaque, so it can be a split point of piecewise compilation under its name. Where the step's plan is at
+hand nothing is being compiled, and the layer calls its family as our engine does.
 """
 
 from __future__ import annotations
@@ -44,16 +45,22 @@ class HostedLayer:
         self._scales: dict[str, float] = {}
 
     @property
+    def views(self) -> CacheViews:
+        """As the family reads its caches; empty until vLLM has allocated them."""
+        return {name: cache.views or {} for name, cache in self.caches.items()}
+
+    @property
     def pools(self) -> dict[tuple[str, str], torch.Tensor]:
         """(cache, field) -> memory; empty until vLLM has allocated it."""
-        views = {name: cache.views or {} for name, cache in self.caches.items()}
-        return {(name, field): pool for name, fields in views.items() for field, pool in fields.items()}
+        return {(name, field): pool for name, fields in self.views.items() for field, pool in fields.items()}
 
     def run(self, spec: Spec, plan: object, caches: CacheViews, *args: Any, **named: Any) -> Any:
-        """The family's function through its operator, which finds this step's plan by itself.
+        """The family's function; without a `plan` through its operator, which finds this step's by itself.
 
         Scales of FP8 rows are numbers, the same in every step: the layer keeps them, and operators see tensors alone.
         """
+        if plan is not None:
+            return self.backend.run(spec, plan, caches, *args, **named)
         self._scales = {name: value for name, value in named.items() if isinstance(value, float)}
         tensors = [(name, value) for name, value in named.items() if name not in self._scales]
         given = [(None, tensor) for tensor in args] + tensors

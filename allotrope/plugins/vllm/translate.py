@@ -15,7 +15,7 @@ from allotrope.attention.cache_layout import CacheLayout, PagedRows, StateSlots,
 
 
 def common_page(layouts: Sequence[CacheLayout], block_size: int) -> int:
-    """Bytes of the one page size that vLLM gives to all caches of a model.
+    """Bytes of the one page size that vLLM gives to all caches of a model with several block tables.
 
     Whole rows of every cache fit without a rest, and every state fits. Rows that are kept get at least `block_size`
     tokens a page, rows of a window no more than the window needs: the fewest tokens decide what a request costs.
@@ -32,11 +32,24 @@ def common_page(layouts: Sequence[CacheLayout], block_size: int) -> int:
     return -(-least // unit) * unit
 
 
+def one_table(layouts: Sequence[CacheLayout]) -> bool:
+    """Whether vLLM can keep one block table for all caches of a model: where every row is kept, and is one token's."""
+    return all(isinstance(layout, PagedRows) and layout.stride == 1 for layout in layouts)
+
+
+def page_of(layout: CacheLayout, layouts: Sequence[CacheLayout], block_size: int) -> int:
+    """Bytes of the pages of one of a model's caches, `layouts`.
+
+    With one table, pages of equally many tokens: each further table costs vLLM time at every step.
+    """
+    return block_size * row_bytes(layout) if one_table(layouts) else common_page(layouts, block_size)
+
+
 def describe(layouts: Sequence[CacheLayout], block_size: int) -> str:
-    """One line about the page size: what it holds of each kind of cache, what it wastes, where prefixes can be cut."""
-    page = common_page(layouts, block_size)
+    """One line about pages: what they hold of each kind of cache, what they waste, where prefixes can be cut."""
     kinds, cuts = [], []
-    for layout in dict.fromkeys(layouts):
+    pages = {layout: page_of(layout, layouts, block_size) for layout in layouts}
+    for layout, page in pages.items():
         fields = "+".join(field.name for field in layout.fields)
         if isinstance(layout, StateSlots):
             waste = 100 * (page - row_bytes(layout)) // page
@@ -44,7 +57,8 @@ def describe(layouts: Sequence[CacheLayout], block_size: int) -> str:
         else:
             cuts.append(page_tokens(layout, page))
             kinds.append(f"{fields} {cuts[-1]} tokens")
-    return f"pages of {page} bytes: {'; '.join(kinds)}; prefixes are shared in runs of {math.lcm(*cuts)} tokens"
+    sizes = " and ".join(map(str, dict.fromkeys(pages.values())))
+    return f"pages of {sizes} bytes: {'; '.join(kinds)}; prefixes are shared in runs of {math.lcm(*cuts)} tokens"
 
 
 def page_tokens(layout: CacheLayout, page: int) -> int:
@@ -81,11 +95,11 @@ class Order:
     tokens: slice | torch.Tensor
 
 
-def arrange(common: HostBatch, device: torch.device, static: bool = False) -> tuple[BatchLayout, Order]:
-    """The step's batch. `static`: take decodes from vLLM's tensors, so that the step can be captured, where it has no
-    other requests; the host's integers are then bounds."""
-    if static and common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs:
-        return _static(common, device)
+def arrange(common: HostBatch, device: torch.device, numbers: torch.Tensor | None = None) -> tuple[BatchLayout, Order]:
+    """The step's batch. `numbers`: 0, 1, 2 and so on, which outlive the step; with them decodes are taken from vLLM's
+    tensors, so that the step can be captured, where it has no other requests; the host's integers are then bounds."""
+    if numbers is not None and common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs:
+        return _static(common, device, numbers)
     starts = common.query_start_loc_cpu.tolist()
     known = common.seq_lens_cpu_upper_bound
     seen = (common.seq_lens if known is None else known).tolist()
@@ -99,10 +113,12 @@ def arrange(common: HostBatch, device: torch.device, static: bool = False) -> tu
     return batch, Order(torch.tensor(order, device=device), torch.tensor(tokens, device=device))
 
 
-def _static(common: HostBatch, device: torch.device) -> tuple[BatchLayout, Order]:
+def _static(common: HostBatch, device: torch.device, numbers: torch.Tensor) -> tuple[BatchLayout, Order]:
     count = common.num_reqs
-    positions = (common.seq_lens.long() - 1).clamp(min=0)
-    given = BatchTensors(common.seq_lens, common.query_start_loc, positions, torch.arange(count, device=device))
+    positions = torch.empty(count, dtype=torch.int64, device=device)
+    torch.sub(common.seq_lens, 1, out=positions).clamp_(min=0)
+    requests = numbers[:count] if count <= len(numbers) else torch.arange(count, device=device)
+    given = BatchTensors(common.seq_lens, common.query_start_loc, positions, requests)
     batch = BatchLayout((1,) * count, (common.max_seq_len,) * count, device, given)
     return batch, Order(slice(0, count), slice(0, count))
 
@@ -110,10 +126,14 @@ def _static(common: HostBatch, device: torch.device) -> tuple[BatchLayout, Order
 def rows_index(batch: BatchLayout, order: Order, table: torch.Tensor, slots: torch.Tensor, page_size: int) -> PageIndex:
     """vLLM's block table and slot mapping as a page index.
 
-    Block 0 belongs to nobody and is never written, in vLLM as in our pools; here it stands for "none".
+    Block 0 belongs to nobody and is never written, in vLLM as in our pools; here it stands for "none". A step that can
+    be captured gets vLLM's tensors themselves: backends for such steps read them, and no operation is spent.
     """
     width = -(-max(batch.seq_lens) // page_size)
-    pages, rows = table[order.requests, :width].long(), slots[order.tokens].long()
+    pages, rows = table[order.requests, :width], slots[order.tokens].long()
+    if batch.given is not None:
+        return PageIndex(page_size, pages, rows)
+    pages = pages.long()
     return PageIndex(page_size, torch.where(pages > 0, pages, -1), torch.where(rows >= page_size, rows, -1))
 
 
@@ -122,8 +142,10 @@ def states_index(batch: BatchLayout, order: Order, table: torch.Tensor, each: in
 
     The current state is that of the block which the step's last token falls into.
     """
-    blocks = table[order.requests].long()
+    blocks = table[order.requests]
+    if batch.given is None:
+        blocks = blocks.long()
     if each is None:
-        return SlotIndex(blocks[:, 0])
-    last = (batch.tensors.seq_lens.long() - 1).clamp(min=0) // each
-    return SlotIndex(blocks.gather(1, last[:, None]).squeeze(1))
+        return SlotIndex(blocks[:, 0].contiguous())
+    last = (batch.tensors.seq_lens.long() - 1).clamp(min=0) if batch.given is None else batch.positions
+    return SlotIndex(blocks.gather(1, (last // each)[:, None]).squeeze(1))
