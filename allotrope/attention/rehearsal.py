@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -37,17 +37,16 @@ def rehearsing() -> bool:
 
 
 @contextlib.contextmanager
-def rehearsal(threads: int) -> Iterator[Compiled]:
-    """Rehearse the steps inside; at the end every kernel that they would launch has been compiled, `threads` at once.
+def rehearsal(threads: int, device: torch.device) -> Iterator[Compiled]:
+    """Rehearse the steps inside; at the end every kernel that they would launch has been compiled, `threads` at once,
+    and on a GPU is loaded, with the host's code that launches it, which is compiled as well.
 
     Operations of torch do run. Memory that they find where a kernel was to write holds zeros, which are good places to
     read from: page, slot and row 0 always exist. What comes out of a rehearsed step means nothing. A kernel that cannot
     be compiled is passed over: it will fail where it is launched.
     """
-    from triton import AsyncCompileMode
-
     compiled = Compiled()
-    with ThreadPoolExecutor(threads, "compile") as pool, AsyncCompileMode(pool, ignore_errors=True) as mode:
+    with _pool(threads, device) as pool, _mode(pool, device) as mode:
         token = _rehearsing.set(True)
         try:
             with _Zeroed():  # type: ignore[no-untyped-call]
@@ -56,6 +55,31 @@ def rehearsal(threads: int) -> Iterator[Compiled]:
             _rehearsing.reset(token)
     compiled.failed = sum(future.exception() is not None for future in mode.raw_futures)
     compiled.kernels = len(mode.raw_futures) - compiled.failed
+
+
+def _pool(threads: int, device: torch.device) -> ThreadPoolExecutor:
+    if device.type == "cpu":
+        return ThreadPoolExecutor(threads, "compile")
+    # Which GPU is meant is known thread by thread.
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return ThreadPoolExecutor(threads, "compile", torch.cuda.set_device, (number,))
+
+
+def _mode(pool: Executor, device: torch.device) -> Any:
+    from triton import AsyncCompileMode
+
+    class Loading(AsyncCompileMode):
+        """Kernels are loaded where they were compiled, not one by one as they are launched."""
+
+        def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+            def loaded() -> Any:
+                kernel = compile_fn()
+                _ = kernel.run
+                return kernel
+
+            return super().submit(key, loaded, finalize_fn)
+
+    return (AsyncCompileMode if device.type == "cpu" else Loading)(pool, ignore_errors=True)
 
 
 def compile_for(launch: Callable[..., Any], *args: Any, **options: Any) -> None:

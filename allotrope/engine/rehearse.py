@@ -48,9 +48,12 @@ def rehearse(model: Decoder, blueprint: Blueprint, config: EngineConfig, decode:
     threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // blueprint.build.parallel.size))
     started = time.monotonic()
     try:
-        with rehearsal(threads) as compiled:
+        with rehearsal(threads, device) as compiled:
             _rehearse(model, blueprint, config, decode)
-        log.info("compiled %d kernels in %.1f s, %d at once", compiled.kernels, time.monotonic() - started, threads)
+        seconds = time.monotonic() - started
+        log.info("compiled %d kernels in %.1f s, %d at once", compiled.kernels, seconds, threads)
+        if compiled.failed:
+            log.warning("%d kernels cannot be compiled: they fail if they are launched", compiled.failed)
     except Exception as error:
         # Whatever it was, the start does not depend on it.
         reason = one_line(f"{type(error).__name__}: {error}")

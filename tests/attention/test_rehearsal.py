@@ -18,6 +18,7 @@ from allotrope.attention.rehearsal import rehearsal, rehearsing
 from allotrope.layers.norm_triton import rms_norm
 from allotrope.layers.parallel import Parallel
 
+CPU = torch.device("cpu")
 # In a process of its own: Triton decides once, at import, whether kernels are compiled or interpreted. The chip is none
 # that is here: a launch gets as far as loading what was compiled.
 PROGRAM = """
@@ -38,13 +39,14 @@ class Loaded(Exception):
 def load(*_):
     raise Loaded
 
+launches = []
 properties = {"max_shared_mem": 1 << 20, "max_num_regs": 1 << 16, "multiprocessor_count": 132, "warpSize": 32}
 utils = SimpleNamespace(load_binary=load, get_device_properties=lambda _: properties)
 driver.set_active(SimpleNamespace(
     get_current_target=lambda: GPUTarget("cuda", 90, 32),
     get_current_device=lambda: 0,
     get_current_stream=lambda _: 0,
-    launcher_cls=lambda *_: None,
+    launcher_cls=lambda *_: lambda *given: launches.append(given),
     utils=utils,
 ))
 early._knows_how = lambda: True
@@ -61,18 +63,27 @@ def launched(size):
     except Exception as error:
         return type(error)
 
-with rehearsal(2) as found:
+with rehearsal(2, torch.device("cpu")) as found:
     norm(32), norm(64), norm(32)
 assert (found.kernels, found.failed) == (2, 0), found
 before = len(compiled)
 assert launched(32) is launched(64) is Loaded
 assert len(compiled) == before, "what was rehearsed was compiled again"
 
+loads, chosen = [], []
+torch.cuda.set_device = chosen.append
+utils.load_binary = lambda name, *_: loads.append(name) or (1, 1, 32, 0, 1024)
+with rehearsal(2, torch.device("cuda", 1)) as found:
+    norm(256), norm(512)
+assert (found.kernels, found.failed, len(loads), set(chosen)) == (2, 0, 2, {1}), (found, loads, chosen)
+norm(256), norm(512)
+assert len(launches) == len(loads) == 2, "what was rehearsed was loaded again"
+
 def broken(*_, **__):
     raise ZeroDivisionError
 
 norm_triton.norm_kernel.compile = broken
-with rehearsal(2) as found:
+with rehearsal(2, torch.device("cpu")) as found:
     norm(32), norm(128)
 assert (found.kernels, found.failed) == (0, 1), found
 assert launched(128) is ZeroDivisionError
@@ -90,7 +101,7 @@ def test_what_was_rehearsed_is_not_compiled_again(tmp_path: object) -> None:
 
 def test_nothing_is_launched() -> None:
     x, factors = torch.ones(3, 16, device=DEVICE), torch.full((16,), 8.0, device=DEVICE)
-    with rehearsal(1):
+    with rehearsal(1, CPU):
         rehearsed = rms_norm(x, factors, 0.0)
     assert rehearsed.shape == x.shape and not rehearsed.any()
     assert torch.equal(rms_norm(x, factors, 0.0), 2 * x)
@@ -120,7 +131,7 @@ def test_unwritten_memory_is_zeros(name: str, dtype: torch.dtype, inference: boo
     x = torch.ones(4, 3, device=DEVICE).to(dtype)
     with torch.inference_mode(inference):
         assert dtype == torch.float8_e4m3fn or UNWRITTEN[name](x).any(), "the poison does nothing"
-        with rehearsal(1):
+        with rehearsal(1, CPU):
             made = UNWRITTEN[name](x)
             assert made.dtype == dtype and not made.float().any()
             assert x.float().all()
@@ -128,7 +139,7 @@ def test_unwritten_memory_is_zeros(name: str, dtype: torch.dtype, inference: boo
 
 def test_only_the_thread_that_rehearses_does() -> None:
     seen: list[bool] = []
-    with rehearsal(1):
+    with rehearsal(1, CPU):
         assert rehearsing()
         other = threading.Thread(target=lambda: seen.append(rehearsing()))
         other.start()
@@ -138,7 +149,7 @@ def test_only_the_thread_that_rehearses_does() -> None:
 
 def test_what_goes_wrong_inside_ends_the_rehearsal() -> None:
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError), rehearsal(1):
+        with pytest.raises(ZeroDivisionError), rehearsal(1, CPU):
             raise ZeroDivisionError
         assert not rehearsing()
 
@@ -146,7 +157,7 @@ def test_what_goes_wrong_inside_ends_the_rehearsal() -> None:
 def test_ranks_do_not_wait_for_each_other() -> None:
     """There is no process group here: asking one would fail."""
     x, two = torch.ones(3, 4), Parallel(0, 2)
-    with rehearsal(1):
+    with rehearsal(1, CPU):
         assert torch.equal(two.all_reduce(x), torch.ones(3, 4))
         assert two.all_gather(x).shape == (3, 8)
     with pytest.raises((ValueError, RuntimeError)):

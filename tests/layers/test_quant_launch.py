@@ -63,3 +63,9 @@ def test_what_was_measured_can_be_read() -> None:
         for key, buckets in tuned(path.stem).items():
             assert all(bucket(int(rows)) == int(rows) for rows in buckets), key
             assert not any("gated" in key and found.splits > 1 for found in buckets.values())
+
+
+def test_rules_take_groups_of_warps_for_four_bits_where_chips_know_how() -> None:
+    shape = Shape("mxfp4", 64, 2880, 2880, True)
+    assert rule_of_thumb(shape, 64 * 33, "h200").groups and rule_of_thumb(shape, 64 * 33, "h100_80gb_hbm3").groups
+    assert not rule_of_thumb(shape, 64 * 32, "h200").groups and not rule_of_thumb(shape, 64 * 33, "b200").groups

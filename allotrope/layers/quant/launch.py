@@ -123,6 +123,8 @@ def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
         few = usual <= 16
         return Launch(16 if few else 32, 64, left=False, warps=4 if few or amd else 8, stages=1 if amd else 2)
     four_bits = shape.kind == "mxfp4" and not amd
+    if four_bits and shape.experts and usual > 32 and chip.startswith(_HOPPER):
+        return GROUPS
     if usual > 64 and four_bits:
         return Launch(128, 64, warps=4, stages=2) if shape.gated else Launch(128, 256, warps=8, stages=3)
     if usual > 64:
