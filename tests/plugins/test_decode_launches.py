@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from counted_launches import Launches
 from engine.device_only_mha import BACKEND, static
 from engine.watching import engine
-from launches import Launches
 from plugins.hosting import hosted
 from tiny_checkpoints import prompts
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from launches import Launches
+from counted_launches import Launches
 
 from allotrope.attention.batch import BatchLayout, index_pages
 from allotrope.attention.cache_layout import (
