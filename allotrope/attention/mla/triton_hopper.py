@@ -94,13 +94,11 @@ def _scores(q_near, q_far, q_rope, near, far, rope, full_near, full_far, phase, 
 
 
 @gluon.jit
-def _first(
-    q, q_pe, q_left, q_right, q_rope, a_left, a_right, a_rope, b_left, b_rope, full, empty, said, numbers, picks, many,
-    begin, end, factor, out, lse, head, kv_scale, q_h, pe_h, out_h,
-    H: gl.constexpr, PICKED: gl.constexpr, DIRECT: gl.constexpr,
-):  # fmt: skip
+def _first(work, H: gl.constexpr, PICKED: gl.constexpr, DIRECT: gl.constexpr):
     """The first computing group: scores of tile a, left half of the sums. Weights lie in the rotated part of a tile,
     which is done with once it has scores. `said`: top a, top b, weights a, weights b, queries."""
+    (q, q_pe, q_left, q_right, q_rope, a_left, a_right, a_rope, b_left, _b_right, b_rope, full, empty, said, numbers,
+     picks, many, begin, end, factor, out, lse, head, kv_scale, q_h, pe_h, out_h) = work  # fmt: skip
     _load_queries(q, q_pe, q_left, q_right, q_rope, said.index(4), head, q_h, pe_h, H, 0)
     mixed = gl.zeros([_H, HALF], gl.float32, _SUMS)
     top = gl.full([_H], _LOWEST, gl.float32, gl.SliceLayout(1, _SCORES))
@@ -144,12 +142,10 @@ def _first(
 
 
 @gluon.jit
-def _second(
-    q, q_pe, q_left, q_right, q_rope, a_right, a_rope, b_left, b_right, b_rope, full, empty, said, numbers, picks, many,
-    begin, end, factor, out, lse, head, kv_scale, q_h, pe_h, out_h,
-    H: gl.constexpr, PICKED: gl.constexpr, DIRECT: gl.constexpr,
-):  # fmt: skip
+def _second(work, H: gl.constexpr, PICKED: gl.constexpr, DIRECT: gl.constexpr):
     """The second computing group: scores of tile b, right half of the sums."""
+    (q, q_pe, q_left, q_right, q_rope, _a_left, a_right, a_rope, b_left, b_right, b_rope, full, empty, said, numbers,
+     picks, many, begin, end, factor, out, lse, head, kv_scale, q_h, pe_h, out_h) = work  # fmt: skip
     _load_queries(q, q_pe, q_left, q_right, q_rope, said.index(4), head, q_h, pe_h, H, 1)
     mixed = gl.zeros([_H, HALF], gl.float32, _SUMS)
     top = gl.full([_H], _LOWEST, gl.float32, gl.SliceLayout(1, _SCORES))
@@ -273,17 +269,15 @@ def attend_kernel(
     factor = scale * kv_scale * _LOG2E
     q += query * q_t
     q_pe += query * pe_t
+    work = (q, q_pe, q_left, q_right, q_rope, a_left, a_right, a_rope, b_left, b_right, b_rope, full, empty, said,
+            numbers, picks, many, begin, end, factor, to, lse + place, head, kv_scale, q_h, pe_h, step)  # fmt: skip
     if SCALED:
         gl.warp_specialize(
             [
                 (read_scaled, (c_pool, pe_pool, factors, table, picks, rows, a_left, a_right, a_rope, b_left, b_right,
-                                b_rope, full, empty, begin, end, many, c_page, pe_page, f_page, PAGE, PICKED)),
-                (_first, (q, q_pe, q_left, q_right, q_rope, a_left, a_right, a_rope, b_left, b_rope, full, empty, said,
-                          numbers, picks, many, begin, end, factor, to, lse + place, head, kv_scale, q_h, pe_h, step,
-                          H, PICKED, DIRECT)),
-                (_second, (q, q_pe, q_left, q_right, q_rope, a_right, a_rope, b_left, b_right, b_rope, full, empty,
-                           said, numbers, picks, many, begin, end, factor, to, lse + place, head, kv_scale, q_h, pe_h,
-                           step, H, PICKED, DIRECT)),
+                               b_rope, full, empty, begin, end, many, c_page, pe_page, f_page, PAGE, PICKED)),
+                (_first, (work, H, PICKED, DIRECT)),
+                (_second, (work, H, PICKED, DIRECT)),
             ],
             [4, 4],
             [200, 200],
@@ -292,13 +286,9 @@ def attend_kernel(
         gl.warp_specialize(
             [
                 (read, (c_pool, pe_pool, table, picks, rows, a_left, a_right, a_rope, b_left, b_right, b_rope, full,
-                         empty, begin, end, many, c_page, c_row, pe_page, pe_row, PAGE, PICKED)),
-                (_first, (q, q_pe, q_left, q_right, q_rope, a_left, a_right, a_rope, b_left, b_rope, full, empty, said,
-                          numbers, picks, many, begin, end, factor, to, lse + place, head, kv_scale, q_h, pe_h, step,
-                          H, PICKED, DIRECT)),
-                (_second, (q, q_pe, q_left, q_right, q_rope, a_right, a_rope, b_left, b_right, b_rope, full, empty,
-                           said, numbers, picks, many, begin, end, factor, to, lse + place, head, kv_scale, q_h, pe_h,
-                           step, H, PICKED, DIRECT)),
+                        empty, begin, end, many, c_page, c_row, pe_page, pe_row, PAGE, PICKED)),
+                (_first, (work, H, PICKED, DIRECT)),
+                (_second, (work, H, PICKED, DIRECT)),
             ],
             [4, 4],
             [216, 216],

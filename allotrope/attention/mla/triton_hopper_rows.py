@@ -99,6 +99,16 @@ def read(
 
 
 @gluon.jit
+def _scaled(pool, factors, rows, column, c_page, f_page, PAGE: gl.constexpr):
+    """Where the first block of codes and the factors of a tile's rows are, and which rows there are. Rows are of a
+    known length in each of the types that they are read in: loads are as wide as can be.
+    """
+    page, offset, there = _places(rows, _DECODE, PAGE)
+    at = (pool + (page * c_page + offset * _ROW))[:, None] + column[None, :]
+    return at, factors + (page * f_page + offset * (_ROW // 4) + _CODES // 4), there
+
+
+@gluon.jit
 def _codes(at, factors, there, block):
     """A block's codes and factors."""
     codes = gl.load(at + block * _BLOCK, mask=there[:, None], other=0.0)
@@ -135,13 +145,8 @@ def read_scaled(
         following = _rows(table, keys, PAGE)
         keys = _keys(picks, begin + (pair + 2) * (2 * KEYS), end, many, PICKED)
         rows_a, rows_b = rows.index(pair & 1).slice(0, KEYS), rows.index(pair & 1).slice(KEYS, KEYS)
-        # Rows of a known length in each of the types that they are read in: loads are as wide as can be.
-        page, offset, there_a = _places(rows_a, _DECODE, PAGE)
-        a = (c_pool + (page * c_page + offset * _ROW))[:, None] + column[None, :]
-        a_factors = factors + (page * f_page + offset * (_ROW // 4) + _CODES // 4)
-        page, offset, there_b = _places(rows_b, _DECODE, PAGE)
-        b = (c_pool + (page * c_page + offset * _ROW))[:, None] + column[None, :]
-        b_factors = factors + (page * f_page + offset * (_ROW // 4) + _CODES // 4)
+        a, a_factors, there_a = _scaled(c_pool, factors, rows_a, column, c_page, f_page, PAGE)
+        b, b_factors, there_b = _scaled(c_pool, factors, rows_b, column, c_page, f_page, PAGE)
         codes_0, factor_0 = _codes(a, a_factors, there_a, 0)
         codes_1, factor_1 = _codes(a, a_factors, there_a, 1)
         mbarrier.wait(empty.index(0), before)
