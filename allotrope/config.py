@@ -15,6 +15,7 @@ from allotrope.errors import ConfigError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_scaled"]
+StateDType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def option(help: str, default: Any = dataclasses.MISSING, *, short: str | None = None) -> Any:
@@ -40,6 +41,11 @@ class EngineConfig:
     kv_cache_dtype: KVCacheDType = option(
         "Type of the cached rows; 'auto' is that of the model, 'fp8_scaled' FP8 with factors in each row (latent and "
         "compressed rows).",
+        "auto",
+    )
+    state_dtype: StateDType = option(
+        "Type of recurrent states (gated delta rule); 'auto' is float32, as Transformers keeps them, the others take "
+        "half the memory.",
         "auto",
     )
     device: str = option("Device to run on: 'auto', 'cpu', 'cuda' or 'cuda:N'.", "auto")

@@ -33,7 +33,7 @@ from allotrope.layers.quant.format import FP4_RUN, FP4_VALUES, SCALE_BIAS
 from allotrope.models.registry import Architecture, read_spec
 from allotrope.models.spec import ModelSpec
 from allotrope.verify.random_checkpoint import _known_name, _released, first_layers
-from allotrope.verify.transformers_model import class_of, quiet
+from allotrope.verify.transformers_model import class_and_config, quiet
 
 SHARD_BYTES = 4 << 30
 # What no release of these models has in FP8, named in its config or not.
@@ -108,15 +108,14 @@ def released_tensors(config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], M
 
 
 def _transformers_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    from transformers import AutoConfig
     from transformers.core_model_loading import revert_weight_conversion
 
     with quiet(), tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps(config))
         try:
-            described = AutoConfig.from_pretrained(scratch, local_files_only=True)
+            cls, described = class_and_config(config, Path(scratch))
             with torch.device("meta"):
-                model = class_of(config, described)(described)
+                model = cls(described)
             found: dict[str, torch.Tensor] = revert_weight_conversion(model, model.state_dict())
         except ModelError:
             raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 ALIASES: dict[str, tuple[str, ...]] = {
     "memory_utilization": ("--gpu-memory-utilization", "--device-memory-utilization"),
     "page_size": ("--block-size",),
+    "state_dtype": ("--mamba-ssm-cache-dtype",),
     "max_num_waiting": ("--max-num-queued-reqs",),
     "drain_timeout": ("--shutdown-timeout",),
     "url": ("--base-url",),
@@ -117,7 +118,6 @@ UNSUPPORTED: dict[str, str] = {
     "--disable-sliding-window": "a model's window is part of its result and is never turned off",
     "--mamba-cache-mode": _MAMBA,
     "--mamba-cache-dtype": _MAMBA,
-    "--mamba-ssm-cache-dtype": _MAMBA,
     "--mamba-block-size": _MAMBA,
     "--enable-sleep-mode": "the engine does not sleep; stop the server instead",
     "--otlp-traces-endpoint": "tracing is not supported; see /metrics",

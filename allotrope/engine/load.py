@@ -83,6 +83,7 @@ def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint
         parallel,
         parse_wanted(config.attention_backend, list(FAMILIES)),
         "scaled" if config.kv_cache_dtype == "fp8_scaled" else "plain",
+        _DTYPES.get(config.state_dtype, torch.float32),
     )
     if config.max_model_len is not None and config.max_model_len > spec.context:
         raise ConfigError(

@@ -18,7 +18,7 @@ Formats = Mapping[tuple[str, str], Format]
 @dataclass(frozen=True)
 class Build:
     """`dtype`: weights and activations. `kv_dtype`: cached rows. `backends`: family name -> backend asked for.
-    `row_format`: "plain", or "scaled" for FP8 rows with factors of their own. `formats`: of the weights that stay
+    `row_format`: "plain", or "scaled" for FP8 rows with factors of their own. `state_dtype`: recurrent states. `formats`: of the weights that stay
     quantized. `name`: of the module that is built, dots between its parts.
     """
 
@@ -28,6 +28,7 @@ class Build:
     parallel: Parallel = Parallel()
     backends: Mapping[str, str] = field(default_factory=dict)
     row_format: str = "plain"
+    state_dtype: torch.dtype = torch.float32
     formats: Formats = field(default_factory=dict)
     name: str = ""
 

@@ -178,11 +178,9 @@ class Experts(nn.Module):
         if self.stacks is None:
             y = self._on_cpu(x, weights, experts, down_bias)
         else:
-            gate_up, down = self.stacks
             routing = device_kernels("routing", x.device)
-            ends, source, _, place = self._group(experts) if routing is None else routing.group(experts, self.count)
-            inner = gate_up(x, ends, source, self.gate_up_bias, self.gating)
-            results = down(inner, ends)
+            ends, source, place = self.grouped(experts)
+            results = self.stacks[1](self.first(x, ends, source), ends)
             if routing is not None and self.parallel.size == 1:
                 shared, gate = added()
                 # One launch for all that is left to add.
@@ -196,6 +194,17 @@ class Experts(nn.Module):
         if shared is None:
             return y
         return y + (shared if gate is None else shared * torch.sigmoid(gate))
+
+    def grouped(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`experts`: [T, k]. Where each expert's rows end [E], each row's token, and the row of each pair."""
+        routing = device_kernels("routing", experts.device)
+        ends, source, _, place = self._group(experts) if routing is None else routing.group(experts, self.count)
+        return ends, source, place
+
+    def first(self, x: torch.Tensor, ends: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """What the chosen experts hold between their two products: rows in the order of experts."""
+        assert self.stacks is not None
+        return self.stacks[0](x, ends, source, self.gate_up_bias, self.gating)
 
     def _on_cpu(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, down_bias: torch.Tensor | None

@@ -16,6 +16,7 @@ import torch
 
 from allotrope.attention.cache_layout import CacheLayout
 from allotrope.attention.family import Spec
+from allotrope.attention.gdn import GdnSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.errors import ConfigError, ModelError
 from allotrope.layers.build import Build
@@ -72,13 +73,16 @@ def attention_specs(spec: ModelSpec, build: Build, source: str) -> tuple[Spec, .
     """Per layer, its attention on this rank. `source`: of the checkpoint, for messages.
 
     Raises ModelError where it cannot be as `build` wants it, ConfigError where rows are to be FP8 and their family
-    stores none.
+    stores none, or states are to have a type and there are none.
     """
     try:
         specs = tuple(attention_of(layer.mixer, build) for layer in spec.layers)
     except ValueError as error:
         raise ModelError(source, [str(error)]) from error
     _refuse_fp8(specs)
+    if build.state_dtype != torch.float32 and not any(isinstance(one, GdnSpec) for one in specs):
+        families = ", ".join(sorted({one.family for one in specs}))
+        raise ConfigError(f"state_dtype: {families} keeps no recurrent state. Leave it out.")
     return specs
 
 

@@ -25,7 +25,7 @@ from allotrope.models.checkpoint import open_checkpoint
 from allotrope.models.registry import Architecture, read_spec
 from allotrope.models.spec import ModelSpec
 from allotrope.models.weights import Rule
-from allotrope.verify.transformers_model import class_of, quiet
+from allotrope.verify.transformers_model import class_and_config, quiet
 
 # Sub-models that a text does not run through are made with one layer each, under whatever name their depth has.
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers", "vt_num_hidden_layers")
@@ -81,11 +81,8 @@ def first_layers(config: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 def _make(config: dict[str, Any], directory: Path, seed: int) -> dict[str, Any]:
     """Write weights by way of Transformers. Returns `config` with towers of one layer."""
-    from transformers import AutoConfig
-
     try:
-        described = AutoConfig.from_pretrained(str(directory), local_files_only=True)
-        cls = class_of(config, described)
+        cls, described = class_and_config(config, directory)
         config = _low_towers(config, described)
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in cls(described).parameters())

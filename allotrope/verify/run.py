@@ -93,7 +93,8 @@ def _set_aside(stored: Stored, options: VerifyOptions) -> str:
 
 def is_exact(blueprint: Blueprint) -> bool:
     """Whether the engine computes and stores in fp32, and rounds no activations for its products."""
-    return {blueprint.build.dtype, blueprint.build.kv_dtype} == {torch.float32} and not keeps_fp8(blueprint)
+    build = blueprint.build
+    return {build.dtype, build.kv_dtype, build.state_dtype} == {torch.float32} and not keeps_fp8(blueprint)
 
 
 def _regimes(options: VerifyOptions, blueprint: Blueprint) -> list[str]:
@@ -211,11 +212,15 @@ def _report(
     ranks = f", {config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else ""
     backends = f", {config.attention_backend}" if config.attention_backend else ""
     kept = " (FP8 weights kept, activations rounded)" if keeps_fp8(blueprint) else ""
-    dtype, kv_dtype = (str(kind).removeprefix("torch.") for kind in (blueprint.build.dtype, blueprint.build.kv_dtype))
+    build = blueprint.build
+    dtype, kv_dtype, state_dtype = (
+        str(kind).removeprefix("torch.") for kind in (build.dtype, build.kv_dtype, build.state_dtype)
+    )
+    states = f" and {state_dtype} states" if build.state_dtype != torch.float32 else ""
     return Report(
         model=config.model,
         architecture=next(iter(blueprint.checkpoint.config.get("architectures") or ["?"])),
-        engine=f"{dtype} with {kv_dtype} caches on {blueprint.build.device}{ranks}{backends}{kept}",
+        engine=f"{dtype} with {kv_dtype} caches{states} on {build.device}{ranks}{backends}{kept}",
         origin=origin,
         limits=limits,
         lengths=tuple(len(sample.prompt) for sample in bench.samples),

@@ -83,11 +83,23 @@ def find_layers(model: nn.Module, count: int) -> nn.ModuleList:
     return used[0][1]
 
 
-def class_of(config: Mapping[str, Any], described: Any) -> Any:
-    """The class of Transformers that a config.json names, or that belongs to `described`, Transformers' view of it.
+def class_and_config(config: Mapping[str, Any], directory: Path) -> tuple[Any, Any]:
+    """The class of Transformers that a config.json names, or that belongs to its type; and `directory`'s config.json
+    as that class reads it.
 
     Raises ModelError if this version has none.
     """
+    import transformers
+
+    described = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
+    cls = _class_of(config, described)
+    if type(described).__module__.partition(".")[0] != "transformers":
+        # Another library in this process has put a class of its own in the place of Transformers'.
+        described = cls.config_class.from_pretrained(str(directory), local_files_only=True)
+    return cls, described
+
+
+def _class_of(config: Mapping[str, Any], described: Any) -> Any:
     import transformers
 
     for name in config.get("architectures") or []:
@@ -137,7 +149,7 @@ def load_transformers(path: Path, config: Mapping[str, Any], dtype: torch.dtype,
                 cls, options["gguf_file"], path = transformers.AutoModelForCausalLM, path.name, path.parent
             else:
                 path = stack.enter_context(_with_config(path, config))
-                cls = class_of(config, transformers.AutoConfig.from_pretrained(str(path), local_files_only=True))
+                cls, _ = class_and_config(config, path)
             model, info = cls.from_pretrained(str(path), **options)
             found = TransformersModel(model.eval(), layers)
         except ModelError:

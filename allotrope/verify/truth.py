@@ -266,7 +266,9 @@ def _measured_limits(
     """Limits of an engine that rounds: Transformers rounds as it does, and is measured. Also remarks."""
     build, rounded = blueprint.build, fp8_tensors(blueprint)
     fp8_rows = build.kv_dtype == FP8
-    kind = build.kv_dtype if build.dtype == torch.float32 else build.dtype
+    # The first that rounds: of activations, of rows, of states.
+    kinds = (build.dtype, torch.float32 if fp8_rows else build.kv_dtype, build.state_dtype)
+    kind = next((kind for kind in kinds if kind != torch.float32), torch.float32)
     other = _deviation(reference, torch.bfloat16 if fp8_rows else kind, samples, traces, rounded)
     limits, layer_limits = _rounded_limits(other, spread(samples), bool(rounded))
     if fp8_rows:

@@ -48,6 +48,20 @@ def test_equals_the_reference(name: str, dtype: torch.dtype, lengths: tuple[int,
         assert (found := compare(got, want, case.kind)), f"{found}, steps {steps}"
 
 
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16])
+def test_states_of_other_types(state_dtype: torch.dtype) -> None:
+    """Rounded when a step ends, not in between; a state one step off the other's rounding is a rounding apart."""
+    case = case_of("one_to_two", torch.bfloat16, (2, 5, 66))
+    case = dataclasses.replace(case, spec=dataclasses.replace(case.spec, state_dtype=state_dtype))
+    for steps in schedules(case.lengths):
+        played = []
+        for backend, device in ((REFERENCE, "cpu"), (TRITON, DEVICE)):
+            replay = Replay(case, backend, device=device)
+            played.append(replay.play(steps).cpu())
+            assert replay.pools["state"]["ssm"].dtype == state_dtype
+        assert (found := compare(played[1], played[0], "bf16")), f"{found}, steps {steps}"
+
+
 @pytest.mark.parametrize("channel", [False, True])
 def test_slots_hold_the_state_after_the_last_token(channel: bool) -> None:
     case = case_of("by_channel" if channel else "one_to_two", torch.float32, (1, 2, 3, 5, 70))

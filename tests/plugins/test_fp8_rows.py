@@ -161,16 +161,16 @@ def test_scales_beside_quantized_weights(tmp_path: Path) -> None:
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
 def test_refusals(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    _assert_refused(write("LlamaForCausalLM", tmp_path), options, reason)
+    assert_refused(write("LlamaForCausalLM", tmp_path), options, reason)
 
 
 def test_families_without_fp8_rows_refuse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("allotrope.models.row_scales._arguments", lambda family: [])
     path = write("LlamaForCausalLM", tmp_path)
-    _assert_refused(path, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8': mha stores no FP8 rows")
+    assert_refused(path, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8': mha stores no FP8 rows")
 
 
-def _assert_refused(path: Path, options: dict[str, Any], reason: str) -> None:
+def assert_refused(path: Path, options: dict[str, Any], reason: str) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     from allotrope.errors import AllotropeError

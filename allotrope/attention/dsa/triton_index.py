@@ -29,14 +29,17 @@ from allotrope.attention.mla.triton_store import power_of_two
 
 _LARGEST = tl.constexpr(FP8_MAX)
 
+# Programs of a decode: a chip of today has room for about as many.
+_PROGRAMS = 528
+
 # Queries of a tile of a prefill; a kernel may share it out among several programs.
 TILE = 64
 
 
 @dataclass(frozen=True)
 class Config:
-    """`keys`: of one product. `span`: of one program. `queries`: of one program of a prefill; divides `TILE`.
-    `native`: whether FP8 codes are multiplied as they are.
+    """`keys`: of one product. `span`: of one program of a decode at most, a multiple of `keys`. `queries`: of one
+    program of a prefill; divides `TILE`. `native`: whether FP8 codes are multiplied as they are.
     """
 
     keys: int
@@ -116,16 +119,16 @@ def _keys(
 @early_jit
 def decode_kernel(
     q, weights, pool, factors, table, request, seen, scores,
-    root, topk, q_t, q_h, w_t, k_page, k_row, f_page, f_row, table_b, scores_t,
+    root, topk, span, q_t, q_h, w_t, k_page, k_row, f_page, f_row, table_b, scores_t,
     HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-    KEYS: tl.constexpr, SPAN: tl.constexpr, SCALED: tl.constexpr, NATIVE: tl.constexpr,
+    KEYS: tl.constexpr, SCALED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """SPAN keys of one query. Queries that see at most `topk` rows are not scored. NATIVE: FP8 codes are multiplied."""
+    """`span` keys of one query. Queries that see at most `topk` rows are not scored. NATIVE: FP8 codes are multiplied."""
     await_turn()
     query = tl.program_id(1).to(tl.int64)
     n = tl.load(seen + query)
-    begin = tl.program_id(0) * SPAN
-    end = tl.minimum(begin + SPAN, n)
+    begin = tl.program_id(0) * span
+    end = tl.minimum(begin + span, n)
     if (begin < end) & (n > topk):
         head, dim = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
         there = (head < HEADS)[:, None] & (dim < D)[None, :]
@@ -227,12 +230,13 @@ def score_decodes(
     chosen = config(arch_of(q.device), q.dtype)
     scores = torch.empty(len(q), _width(queries.bound), dtype=torch.float32, device=q.device)
     pool, factors = pools["k"], pools.get("factor", pools["k"])
-    decode_kernel[(triton.cdiv(queries.bound, chosen.span), len(q))](
+    span = _span(chosen, len(q), queries.bound)
+    decode_kernel[(triton.cdiv(queries.bound, span), len(q))](
         q, weights, pool, factors, paged.table, queries.request, queries.seen, scores,
-        spec.head_dim**-0.5, topk, q.stride(0), q.stride(1), weights.stride(0), *pool.stride()[:2],
+        spec.head_dim**-0.5, topk, span, q.stride(0), q.stride(1), weights.stride(0), *pool.stride()[:2],
         *factors.stride()[:2], paged.table.stride(0), scores.stride(0),
         HEADS=spec.num_heads, D=spec.head_dim, PAGE=paged.page_size, BLOCK_H=_padded(spec.num_heads),
-        BLOCK_D=_padded(spec.head_dim), KEYS=chosen.keys, SPAN=chosen.span, SCALED=spec.key_format == "scaled",
+        BLOCK_D=_padded(spec.head_dim), KEYS=chosen.keys, SCALED=spec.key_format == "scaled",
         NATIVE=chosen.native, num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
     return scores
@@ -264,6 +268,14 @@ def score_tiles(
     return scores
 
 
+def _span(chosen: Config, queries: int, bound: int) -> int:
+    """Keys of a program: fewer where programs would be too few to keep a chip busy."""
+    span = chosen.span
+    while span >= 8 * chosen.keys and queries * triton.cdiv(bound, span) < _PROGRAMS:
+        span //= 2
+    return span
+
+
 def _padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
@@ -281,10 +293,10 @@ def variants(arch: str) -> list[Variant]:
     for name, pool, factors in (("bf16", "*bf16:16", "*bf16:16"), ("scaled", "*fp8e4nv:16", "*fp32:16")):
         signature = {"q": "*bf16:16", "weights": "*fp32:16", "pool": pool, "factors": factors, "table": "*i64:16"}
         signature |= {"request": "*i64:16", "seen": "*i32:16", "tiles": "*i32:16", "scores": "*fp32:16"}
-        signature |= {"root": "fp32", "topk": "i32", **dict.fromkeys(numbers, "i32:16"), "f_row": "i32"}
+        signature |= {"root": "fp32", "topk": "i32", "span": "i32:16", **dict.fromkeys(numbers, "i32:16"), "f_row": "i32"}
         constants = {"HEADS": 64, "D": 128, "PAGE": 16, "BLOCK_D": 128, "KEYS": chosen.keys}
         constants |= {"SCALED": name == "scaled"}
-        decode = {**constants, "BLOCK_H": 64, "SPAN": chosen.span, "NATIVE": chosen.native}
+        decode = {**constants, "BLOCK_H": 64, "NATIVE": chosen.native}
         made.append(Variant(f"dsa scores decode {name}", decode_kernel, signature, decode, chosen.warps, chosen.stages))
         prefill = {**constants, "PARTS": TILE // chosen.queries, "QUERIES": chosen.queries}
         made.append(

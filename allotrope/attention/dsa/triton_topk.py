@@ -1,8 +1,8 @@
 """Exact top-k of score rows by the bits of the k-th largest: the same picks as `attention/topk.py` on any machine.
 
 A score becomes an unsigned number of the same order. The k-th largest is found bit by bit: a bit is set if k numbers or
-more are at least so large. What is larger is taken, and of what is equal the first. Counts are integers, so no result
-depends on the order of anything.
+more are at least so large, until k are. What is larger is taken, and of what is equal the first. Counts are integers,
+so no result depends on the order of anything.
 
 A program holds a block of a row in registers. Of a longer row every block names its own k best, which are the only ones
 that can be among the row's; they are picked from in the same way, until one block is left. Bytes moved: the row once,
@@ -53,14 +53,20 @@ def topk_kernel(
         key = tl.where(bits >> 31 != 0, 0xFFFFFFFF - bits, bits | 0x80000000)
         key = tl.where(there, key, 0)
         least = tl.zeros([], tl.uint32)
-        for bit in range(32):
-            tried = least | (tl.full([], 0x80000000, tl.uint32) >> bit)
-            reached = tl.sum((key >= tried).to(tl.int32), 0)
-            least = tl.where(reached >= topk, tried, least)
-        above = key > least
-        rest = topk - tl.sum(above.to(tl.int32), 0)
-        equal = (there & (key == least)).to(tl.int32)
-        taken = above | ((equal != 0) & (tl.cumsum(equal, 0) <= rest))
+        bit = tl.full([], 0x80000000, tl.uint32)
+        reached = candidates
+        while (bit != 0) & (reached != topk):
+            tried = least | bit
+            count = tl.sum((key >= tried).to(tl.int32), 0)
+            least = tl.where(count >= topk, tried, least)
+            reached = tl.where(count >= topk, count, reached)
+            bit = bit >> 1
+        taken = there & (key >= least)
+        if reached != topk:
+            above = key > least
+            rest = topk - tl.sum(above.to(tl.int32), 0)
+            equal = (there & (key == least)).to(tl.int32)
+            taken = above | ((equal != 0) & (tl.cumsum(equal, 0) <= rest))
     place = tl.cumsum(taken.to(tl.int32), 0) - 1
     tl.store(picks + place, position.to(picks.dtype.element_ty), mask=taken)
     column = tl.arange(0, BLOCK_K)
@@ -72,9 +78,12 @@ def config(arch: str, width: int, topk: int) -> tuple[int, int]:
     """Scores of a block, at least twice `topk` so that blocks grow fewer; and warps."""
     if arch == "interpreter":
         return max(64, triton.next_power_of_2(2 * topk)), 4
-    block = min(8192, max(2048, triton.next_power_of_2(width)))
+    whole = max(2048, triton.next_power_of_2(width))
+    # One block of twice the usual size is faster than two, and another to pick from both.
+    block = whole if whole <= 16384 and arch == "sm_90" else min(8192, whole)
     # On AMD sixteen warps leave each too few registers.
-    return max(block, triton.next_power_of_2(2 * topk)), 16 if block >= 8192 and arch == "sm_90" else 8
+    warps = block // 512 if block >= 8192 and arch == "sm_90" else 8
+    return max(block, triton.next_power_of_2(2 * topk)), warps
 
 
 def top_rows(

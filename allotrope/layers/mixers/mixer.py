@@ -11,6 +11,7 @@ from torch import nn
 from allotrope.attention.cache_layout import StateSlots
 from allotrope.attention.dsa import DsaSpec
 from allotrope.attention.family import Spec
+from allotrope.attention.gdn import GdnSpec
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Parallel
 
@@ -33,8 +34,9 @@ class MixerSpec(Protocol):
 
 
 def attention_of(spec: MixerSpec, build: Build) -> Any:
-    """The family's spec of a layer as `build` wants its rows. Raises ValueError where it cannot be."""
-    return with_row_format(spec.attention(build.parallel, build.dtype, build.kv_dtype), build.row_format)
+    """The family's spec of a layer as `build` wants its rows or states. Raises ValueError where it cannot be."""
+    found = with_row_format(spec.attention(build.parallel, build.dtype, build.kv_dtype), build.row_format)
+    return dataclasses.replace(found, state_dtype=build.state_dtype) if isinstance(found, GdnSpec) else found
 
 
 def with_row_format(spec: Any, row_format: str) -> Any:

@@ -19,8 +19,10 @@ def in_library(weight: Prepared) -> bool:
     )
 
 
-def scaled_product(x: torch.Tensor, weight: Prepared, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """y = W x + b. `x`: [T, inputs]. `out`: [T, outputs], written into. Needs `in_library(weight)`."""
+def scaled_product(
+    x: torch.Tensor, weight: Prepared, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """y = W x + b, [T, outputs]. `x`: [T, inputs]. `out`: copied into, where it is given. Needs `in_library(weight)`."""
     from torch.nn.functional import ScalingType, scaled_mm
 
     # Rows in fours, and runs of a row far apart: the layout of scales that the library wants.
@@ -37,4 +39,4 @@ def scaled_product(x: torch.Tensor, weight: Prepared, bias: torch.Tensor | None,
     )
     if bias is not None:
         y += bias
-    return out.copy_(y[: len(x)])
+    return y[: len(x)] if out is None else out.copy_(y[: len(x)])

@@ -312,16 +312,16 @@ def multiply(
     assert launch is None or launch.splits == 1 or not gating
     if x.shape[1] != weight.inputs:
         raise ValueError(f"rows of {x.shape[1]} numbers for a weight of {weight.inputs} inputs")
-    if out is None:
-        out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     if not rows:
-        return out
+        return x.new_empty((0, outputs)) if out is None else out
     chip = chip_of(x.device)
     kind = "fp32" if x.dtype == torch.float32 and weight.kind != "fp8" else weight.kind
     shape = Shape(kind, weight.experts, outputs, weight.inputs, gating is not None)
     launch = launch or launch_for(shape, rows, chip)
     if launch.library and in_library(weight):
         return scaled_product(x, weight, bias, out)
+    if out is None:
+        out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     if launch.groups and ends is not None and gluon_experts.knows(weight, gating, bias):
         tiles_of = _table_of_tiles(rows, ends, gluon_experts.ROWS)
         gluon_experts.multiply(*quantize_rows(x, source=source), weight, ends, tiles_of, out)

@@ -17,6 +17,7 @@ from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mla.rows import FP8_MAX
 from allotrope.layers.quant.format import ACTIVATION_RUN, SMALLEST_SCALE
 
+_MANY_RUNS = 1 << 15
 _LARGEST, _SMALLEST = tl.constexpr(FP8_MAX), tl.constexpr(SMALLEST_SCALE)
 
 
@@ -61,12 +62,14 @@ def quantize_rows(
     codes = torch.empty((rows, runs * ACTIVATION_RUN), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((runs, rows), dtype=torch.float32, device=x.device)
     if tokens:
-        each = min(8, triton.next_power_of_2(runs))
+        # Of many rows a thread asks for 64 bytes at once; of few, as many programs as there are to share them.
+        many = tokens * runs >= _MANY_RUNS
+        each = min(16 if many else 8, triton.next_power_of_2(runs))
         strides = x.stride(0), codes.stride(0), scales.stride(0)
         grid = (tokens, triton.cdiv(runs, each))
         quantize_kernel[grid](
             x, source, codes, scales, inputs, runs, *strides, RUNS=each, GATHER=source is not None,
-            num_warps=max(1, each // 2),
+            num_warps=max(1, each // (8 if many else 2)),
         )  # fmt: skip
     kept = rows if whole else tokens
     return codes[:kept], scales[:, :kept].t()
@@ -77,5 +80,8 @@ def variants(arch: str) -> list[Variant]:
     signature = {"x": "*bf16:16", "codes": "*fp8e4nv:16", "scales": "*fp32:16"}
     signature |= dict.fromkeys(("inputs", "runs"), "i32") | {"x_stride": "i32:16", "code_stride": "i32:16"}
     signature |= {"scale_stride": "i32"}
-    constants = {"RUNS": 8, "GATHER": False, "source": None}
-    return [Variant("activations to e4m3", quantize_kernel, signature, constants, 4, 1)]
+    constants = {"GATHER": False, "source": None}
+    return [
+        Variant(f"activations to e4m3, {name} rows", quantize_kernel, signature, constants | {"RUNS": runs}, warps, 1)
+        for name, runs, warps in (("few", 8, 4), ("many", 16, 2))
+    ]

@@ -39,8 +39,9 @@ from allotrope.plugins.vllm.cache import HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
 from allotrope.plugins.vllm.translate import Order, arrange
 
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _KV_DTYPES = {
-    **{"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32},
+    **_DTYPES,
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_ds_mla"), FP8),
 }
 # A name under vLLM's own, so that its handlers and levels hold.
@@ -101,6 +102,7 @@ def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint) -> None:
         "quantizing a plain checkpoint": vllm_config.model_config.quantization is not None and not stated,
         "dual batch overlap": parallel.enable_dbo,
         "another type of cache for some layers": bool(cache.kv_cache_dtype_skip_layers),
+        "a type for a convolution's cached inputs (mamba_cache_dtype)": cache.mamba_cache_dtype != "auto",
         # Of 0.25 alone.
         "measuring scales of FP8 rows": getattr(cache, "calculate_kv_scales", False),
     }
@@ -123,7 +125,13 @@ def _build(vllm_config: VllmConfig) -> Build:
         parse_wanted(_options(vllm_config).get("attention_backend"), list(FAMILIES)),
         # vLLM's name of rows with factors of their own.
         "scaled" if cache == "fp8_ds_mla" else "plain",
+        _state_dtype(vllm_config),
     )
+
+
+def _state_dtype(vllm_config: VllmConfig) -> torch.dtype:
+    """Of recurrent states: fp32, where vLLM's own models have that of the activations, unless it is named."""
+    return _DTYPES.get(vllm_config.cache_config.mamba_ssm_cache_dtype, torch.float32)
 
 
 def _options(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -276,7 +284,7 @@ def _states(vllm_config: VllmConfig) -> list[CacheLayout]:
     """Layouts of the states of a model that is not yet built."""
     checkpoint, _, spec = open_config(vllm_config)
     dtype, size = vllm_config.model_config.dtype, vllm_config.parallel_config.tensor_parallel_size
-    build = Build(dtype, dtype, torch.device("meta"), Parallel(0, size))
+    build = Build(dtype, dtype, torch.device("meta"), Parallel(0, size), state_dtype=_state_dtype(vllm_config))
     specs = attention_specs(spec, build, checkpoint.source)
     return [layout for one in specs for layout in one.caches().values() if isinstance(layout, StateSlots)]
 
