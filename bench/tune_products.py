@@ -28,7 +28,17 @@ from kernel_timing import Stopwatch
 from allotrope.attention.check import TOLERANCES, compare
 from allotrope.layers.mlp import Gating
 from allotrope.layers.quant.format import Quantized, as_multiplied
-from allotrope.layers.quant.launch import GROUPS, Launch, Shape, bucket, chip_of, launch_for, write_tuned
+from allotrope.layers.quant.launch import (
+    FEW_PLAIN_ROWS,
+    GROUPS,
+    PYTORCH,
+    Launch,
+    Shape,
+    bucket,
+    chip_of,
+    launch_for,
+    write_tuned,
+)
 from allotrope.layers.quant.prepare import Prepared, prepare, prepare_plain
 
 GATING = Gating()
@@ -81,6 +91,11 @@ def shapes() -> list[tuple[Shape, int]]:
     dense = [(12288, 2048), (2048, 4096), (9216, 2048), (1024, 2048), (2048, 512), (7168, 18432), (9216, 4096)]
     dense += [(4096, 8192), (24576, 1536), (7168, 16384), (2112, 7168), (36864, 7168), (4096, 7168), (7168, 2048)]
     found = [(Shape("fp8", 0, *size, False), 1) for size in dense]
+    # Heads, and the layers of Gemma 4 31B and Llama 3 8B.
+    plain = [(151936, 2048), (151936, 4096), (201088, 2880), (129280, 7168), (129280, 4096), (262144, 5376)]
+    plain += [(43008, 5376), (5376, 21504), (16384, 5376), (5376, 8192), (18432, 5376), (5376, 16384)]
+    plain += [(128256, 4096), (28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)]
+    found += [(Shape("plain", 0, *size, False), 1) for size in plain]
     experts = (
         ("fp8", 512, 512, 2048, 10),
         ("fp8", 256, 2048, 7168, 8),
@@ -103,6 +118,9 @@ def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
         yield from _of_four_bits(shape, usual)
         return
     fp8 = shape.kind == "fp8"
+    if not shape.experts and not fp8:
+        yield from _of_plain(shape, rows)
+        return
     if usual <= 128:
         lowest = 8 if shape.experts else 16
         heights = [h for h in (8, 16, 32, 64) if max(lowest, min(usual, 64) / 2) <= h <= max(16, 4 * usual)]
@@ -113,6 +131,10 @@ def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
             yield Launch(height, columns, split, True, True, 4, stages)
             if fp8 and height > 16:
                 yield Launch(height, columns, split, True, False, 4, stages)
+        if fp8 and not shape.experts and usual > 16:
+            # Wide tiles read the rows less often.
+            for columns, split, stages in itertools.product((128, 256), splits, (3, 4)):
+                yield Launch(64 if usual > 32 else 32, columns, split, True, False, 8, stages)
         if shape.experts and not shape.gated:
             yield from (Launch(height, 256, 1, True, True, 8, 3) for height in heights)
     if usual > 32:
@@ -122,9 +144,26 @@ def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
                 continue
             yield Launch(height, columns, 1, False, False, warps, stages)
         if fp8 and not shape.experts:
-            yield Launch(128, 128, 1, False, False, 8, 3, library=True)
+            yield PYTORCH
         if fp8 and shape.experts:
             yield GROUPS
+
+
+def _of_plain(shape: Shape, rows: int) -> Iterator[Launch]:
+    """As `candidates`, of one plain weight."""
+    yield PYTORCH
+    if rows > FEW_PLAIN_ROWS:
+        return
+    height = max(16, bucket(rows))
+    # Programs that share inputs, where there are few; and not so many that their parts are what is read.
+    splits = [split for split in (1, 2, 4, 8) if -(-shape.outputs // 128) * split <= 1200 or split == 1]
+    for columns, split, depth in itertools.product((64, 128, 256), splits, (64, 128)):
+        for warps in (4, 8) if columns > 64 else (4,):
+            # As many steps ahead as there is room for, and fewer.
+            most = 220_000 // (2 * depth * (columns + height))
+            for stages in sorted({min(most, count) for count in (3, 4, 6)}):
+                if stages > 1 and columns * height <= 128 * 32 * warps:
+                    yield Launch(height, columns, split, True, True, warps, stages, depth)
 
 
 def _of_four_bits(shape: Shape, usual: int) -> Iterator[Launch]:
@@ -155,8 +194,8 @@ def weight_of(shape: Shape, device: torch.device) -> tuple[Any, Prepared]:
     outputs = 2 * shape.outputs if shape.gated else shape.outputs
     size = (max(1, shape.experts), outputs, shape.inputs)
     if shape.kind == "plain":
-        plain = torch.randn(size, device=device).div_(shape.inputs**0.5).bfloat16()
-        return plain, prepare_plain(plain)
+        plain = torch.randn(size, device=device, dtype=torch.bfloat16).div_(shape.inputs**0.5)
+        return plain, prepare_plain(plain if shape.experts else plain[0])
     weight = _codes(BLOCK if shape.kind == "fp8" else MXFP4, size if shape.experts else size[1:], device)
     return weight, prepare(Quantized(weight.format, weight.codes.clone(), weight.scales.clone()))
 
@@ -179,7 +218,7 @@ def reference(shape: Shape, weight: Any, given: dict[str, Any]) -> torch.Tensor:
     x = given["x"] if given.get("source") is None else given["x"][given["source"]]
     seen = as_multiplied(x, "mxfp4" if shape.kind == "plain" else shape.kind)
     if not shape.experts:
-        return seen @ weight.dequantized().T
+        return seen @ (weight[0].float() if shape.kind == "plain" else weight.dequantized()).T
     parts, start = [], 0
     for expert, end in enumerate(given["ends"].tolist()):
         if end > start:

@@ -18,8 +18,8 @@ Formats = Mapping[tuple[str, str], Format]
 @dataclass(frozen=True)
 class Build:
     """`dtype`: weights and activations. `kv_dtype`: cached rows. `backends`: family name -> backend asked for.
-    `row_format`: "plain", or "scaled" for FP8 rows with factors of their own. `state_dtype`: recurrent states. `formats`: of the weights that stay
-    quantized. `name`: of the module that is built, dots between its parts.
+    `row_format`: "plain", or "scaled" for FP8 rows with factors of their own. `state_dtype`: recurrent states.
+    `formats`: of the weights that stay quantized. `name`: of the module that is built, dots between its parts.
     """
 
     dtype: torch.dtype = torch.float32

@@ -9,11 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from allotrope.attention.backend import triton_reasons
 from allotrope.cpu.product import PackedWeight, packs
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.layers.quant.format import Format
-from allotrope.layers.quant.product import QuantizedProduct, declare, divides, taken
+from allotrope.layers.quant.launch import FEW_PLAIN_ROWS
+from allotrope.layers.quant.prepare import Prepared, prepare_plain
+from allotrope.layers.quant.product import QuantizedProduct, declare, divides, multiply, taken
 
 
 class Product:
@@ -21,12 +24,14 @@ class Product:
 
     On a CPU a large weight is reordered once, for our own C or else for oneDNN, and then read at memory speed whatever
     the number of rows; the plain product is several times slower there for a few rows. A small weight is not worth
-    their start.
+    their start. On a GPU a few rows are multiplied as was measured to be fastest, by PyTorch or by a kernel of ours.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.multiply: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-        if not worth_packing(weight):
+        if on_device(weight):
+            self.multiply = partial(_by_triton, prepare_plain(weight))
+        elif not worth_packing(weight):
             self.multiply = partial(_plain, weight)
         elif packs(weight):
             self.multiply = PackedWeight(weight)
@@ -45,6 +50,13 @@ def _plain(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> 
     return F.linear(x, weight, bias)
 
 
+def _by_triton(weight: Prepared, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if len(x) > FEW_PLAIN_ROWS:
+        return F.linear(x, weight.codes[0], bias)
+    found: torch.Tensor = multiply(x, weight, bias=bias)
+    return found
+
+
 def _by_onednn(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return _packed_product(x, weight, bias, "none", [], "")
 
@@ -61,6 +73,16 @@ def worth_packing(weight: torch.Tensor) -> bool:
         and weight.dtype in _PACKABLE
         and weight.numel() >= _SMALLEST_PACKED
         and torch.backends.mkldnn.is_available()
+    )
+
+
+def on_device(weight: torch.Tensor) -> bool:
+    """Whether a few rows may be multiplied by a kernel of ours, where that is faster than PyTorch's."""
+    return (
+        weight.device.type == "cuda"
+        and weight.dtype in (torch.bfloat16, torch.float16)
+        and weight.is_contiguous()
+        and not triton_reasons(weight.device)
     )
 
 

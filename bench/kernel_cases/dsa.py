@@ -25,9 +25,10 @@ def cases() -> list[KernelCase]:
         for kind, row_format, kv_dtype in (("656-byte rows", "scaled", FP8), ("bf16", "plain", BF16)):
             layer = mla.spec(heads, row_format, kv_dtype)
             found += [_sparse(f"picked {TOPK} of 8192 B{b} {heads} heads {kind}", layer, b) for b in (64, 4)]
+    sizes = ((64, 8192), (16, 8192), (4, 131072))
     for key_format in ("scaled", "plain"):
-        found += [_scores(f"scores B{b} {n} {key_format} keys", key_format, b, n) for b, n in ((64, 8192), (4, 131072))]
-    found += [_topk(f"top-{TOPK} B{b} of {n}", b, n) for b, n in ((64, 8192), (4, 8192), (64, 131072))]
+        found += [_scores(f"scores B{b} {n} {key_format} keys", key_format, b, n) for b, n in sizes]
+    found += [_topk(f"top-{TOPK} B{b} of {n}", b, n) for b, n in ((64, 8192), (4, 8192), (16, 16384), (64, 131072))]
     return [*found, _topk("top-8 B3 of 70", 3, 70, 8, tiny=True)]
 
 

@@ -34,6 +34,7 @@ def cases() -> list[KernelCase]:
     released = {"num_k_heads": 16, "num_v_heads": 32, "k_head_dim": 128, "v_head_dim": 128}
     equal = released | {"num_k_heads": 32}
     found = [_case(f"decode B{b} 16/32x128", released, (1,) * b, 8) for b in (64, 4)]
+    found.append(_case("decode B64 16/32x128 bf16 states", released | {"state_dtype": DTYPE}, (1,) * 64, 8))
     found.append(_case("decode B64 by channel 32x128", equal | {"channel_decay": True}, (1,) * 64, 8))
     for name, heads in (("32/32x128", equal), ("16/32x128", released)):
         found.append(_case(f"prefill 8192 {name}", heads, (8192,), 8192))
@@ -50,6 +51,7 @@ def _case(name: str, numbers: dict[str, Any], query_lens: tuple[int, ...], seen:
     state, kept = spec.state_bytes, 3 * spec.conv_dim * DTYPE.itemsize
     rows = tokens * (spec.conv_dim + spec.num_v_heads + spec.decay_dim + spec.value_dim) * DTYPE.itemsize
     dk, dv = spec.k_head_dim, spec.v_head_dim
+    plain_states = spec.state_dtype == torch.float32 and not spec.channel_decay
     flops = 7 * dk * dv if decode else 6 * dk * dv + 2 * CHUNK * (3 * dk + 2 * dv) + CHUNK**2
     return KernelCase(
         family="gdn",
@@ -59,7 +61,7 @@ def _case(name: str, numbers: dict[str, Any], query_lens: tuple[int, ...], seen:
         check=_check,
         bytes=len(query_lens) * 2 * (state + kept) + rows,
         flops=tokens * spec.num_v_heads * flops,
-        peers={} if tiny or spec.channel_decay else {"fla": _fla_decode if decode else _fla_prefill},
+        peers={"fla": _fla_decode if decode else _fla_prefill} if plain_states and not tiny else {},
         tiny=tiny,
         note="ours includes convolution, norms and gates; FLA's is the rule alone",
     )
@@ -79,7 +81,7 @@ def _make(spec: GdnSpec, query_lens: tuple[int, ...], seq_lens: tuple[int, ...],
     }
     pools = {
         "conv": normal(requests + 1, 3, spec.conv_dim),
-        "ssm": normal(requests + 1, spec.num_v_heads, spec.k_head_dim, spec.v_head_dim, dtype=torch.float32) * 0.1,
+        "ssm": normal(requests + 1, spec.num_v_heads, spec.k_head_dim, spec.v_head_dim, dtype=spec.state_dtype) * 0.1,
     }
     slots = torch.randperm(requests, device=device) + 1
     fed = {"qkv": normal(tokens, spec.conv_dim), "b": b, "a": a}
@@ -101,7 +103,7 @@ def _check(x: Inputs, timed: Timed) -> Sequence[Comparison]:
     in rows that nearly cancel, a rounding of its own would count as ours.
     """
     exact = replace(x, tokens={name: given.float() for name, given in x.tokens.items()})
-    wanted = {name: pool.float() if name == "conv" else pool.clone() for name, pool in x.pools.items()}
+    wanted = {name: pool.to(torch.float32, copy=True) for name, pool in x.pools.items()}
     found = {name: pool.clone() for name, pool in x.pools.items()}
     want, got = _timed(exact, "chunked", wanted)(), _timed(x, "triton", found)()
     real = x.slots

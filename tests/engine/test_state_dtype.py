@@ -1,4 +1,4 @@
-"""Recurrent states in another type than fp32: half the memory, nearly the same logits, and refused where there are none."""
+"""Recurrent states in another type than fp32: half the memory, nearly the same logits; refused where there are none."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from allotrope.attention.check import KINDS, compare
 from allotrope.layers.mlp import Gating
 from allotrope.layers.quant import triton_quantize
 from allotrope.layers.quant.format import ACTIVATION_RUN, Format, Quantized, as_multiplied, quantize, quantize_rows
-from allotrope.layers.quant.launch import GROUPS, Launch
+from allotrope.layers.quant.launch import GROUPS, PYTORCH, Launch
 from allotrope.layers.quant.prepare import prepare, prepare_plain
 from allotrope.layers.quant.triton_product import multiply
 
@@ -239,6 +239,28 @@ def test_scales_too_large_for_the_fast_way_are_right() -> None:
     x = torch.randn(3, 128, device=DEVICE).bfloat16()
     want = x.float() @ weight.dequantized().T
     check(multiply(x, prepare(weight)), want)
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [Launch(16, 64, depth=64), Launch(32, 64, 4, depth=128), Launch(16, 128, 2, left=False, depth=64), PYTORCH],
+    ids=["weights left", "parts", "rows left", "PyTorch"],
+)
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 128, 512), (35, 41, 456)])
+def test_one_plain_weight(tokens: int, outputs: int, inputs: int, launch: Launch) -> None:
+    """Odd sizes, x and y cut out of wider memory, nothing beyond read or written."""
+    torch.manual_seed(tokens)
+    weight = torch.randn(outputs, inputs, device=DEVICE).div_(inputs**0.5).bfloat16()
+    bias, memory = torch.randn(outputs, device=DEVICE).bfloat16(), torch.full((tokens, inputs + 8), torch.nan)
+    memory = memory.bfloat16().to(DEVICE)
+    x = memory[:, :inputs]
+    x.copy_(torch.randn(x.shape))
+    out = torch.full((tokens, outputs + 5), 7.0, device=DEVICE).bfloat16()
+    got = multiply(x, prepare_plain(weight), bias=bias, out=out[:, :outputs], launch=launch)
+    check(got, x.float() @ weight.float().T + bias.float())
+    assert bool((out[:, outputs:] == 7).all())
+    assert torch.equal(multiply(x, prepare_plain(weight), bias=bias, launch=launch), got)
+    assert multiply(x[:0], prepare_plain(weight), bias=bias, launch=launch).shape == (0, outputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

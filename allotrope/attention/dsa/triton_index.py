@@ -123,7 +123,7 @@ def decode_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     KEYS: tl.constexpr, SCALED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """`span` keys of one query. Queries that see at most `topk` rows are not scored. NATIVE: FP8 codes are multiplied."""
+    """`span` keys of one query. Queries that see at most `topk` rows are not scored. NATIVE: codes are multiplied."""
     await_turn()
     query = tl.program_id(1).to(tl.int64)
     n = tl.load(seen + query)
@@ -293,7 +293,8 @@ def variants(arch: str) -> list[Variant]:
     for name, pool, factors in (("bf16", "*bf16:16", "*bf16:16"), ("scaled", "*fp8e4nv:16", "*fp32:16")):
         signature = {"q": "*bf16:16", "weights": "*fp32:16", "pool": pool, "factors": factors, "table": "*i64:16"}
         signature |= {"request": "*i64:16", "seen": "*i32:16", "tiles": "*i32:16", "scores": "*fp32:16"}
-        signature |= {"root": "fp32", "topk": "i32", "span": "i32:16", **dict.fromkeys(numbers, "i32:16"), "f_row": "i32"}
+        signature |= {"root": "fp32", "topk": "i32", "span": "i32:16"}
+        signature |= {**dict.fromkeys(numbers, "i32:16"), "f_row": "i32"}
         constants = {"HEADS": 64, "D": 128, "PAGE": 16, "BLOCK_D": 128, "KEYS": chosen.keys}
         constants |= {"SCALED": name == "scaled"}
         decode = {**constants, "BLOCK_H": 64, "NATIVE": chosen.native}

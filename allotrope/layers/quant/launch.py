@@ -20,6 +20,8 @@ FOLDER = Path(__file__).parent / "tuned"
 _LIBRARY_ROWS = 1024
 # Rows of which more would be launched alike.
 _MANY = 8192
+# Rows up to which one plain weight may not be left to PyTorch, and numbers from which an unmeasured one is not.
+FEW_PLAIN_ROWS, _LARGE_PLAIN = 64, 1 << 24
 # Programs that keep a chip of today busy.
 _PROGRAMS = 264
 INTERPRETER = "interpreter"
@@ -48,8 +50,8 @@ class Shape:
 @dataclass(frozen=True)
 class Launch:
     """`rows`, `columns`: of a program's tile. `splits`: programs that share the inputs. `left`: the weights are the
-    left operand. `quantize`: FP8 activations are rounded in the product, not before it. `depth`: inputs of a step, for
-    4-bit weights. `library`: PyTorch's product does it all. `groups`: FP8 experts where groups of warps take turns, on
+    left operand. `quantize`: FP8 activations are rounded in the product, not before it. `depth`: inputs of a step, but
+    for FP8 weights. `library`: PyTorch's product does it all. `groups`: experts where groups of warps take turns, on
     chips that know how; its tiles have sizes of their own.
     """
 
@@ -65,6 +67,8 @@ class Launch:
     groups: bool = False
 
 
+PYTORCH = Launch(128, 128, left=False, quantize=False, warps=8, stages=3, library=True)
+"""What `library` goes with: the same tiles where PyTorch does not know how."""
 GROUPS = Launch(128, 128, left=False, quantize=False, warps=8, stages=3, groups=True)
 """What `groups` goes with: the same tiles where the chip does not know how."""
 
@@ -122,6 +126,10 @@ def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
         # For checking, not for speed: what fits into the memory of a program.
         few = usual <= 16
         return Launch(16 if few else 32, 64, left=False, warps=4 if few or amd else 8, stages=1 if amd else 2)
+    if shape.kind == "plain" and not shape.experts:
+        # How PyTorch multiplies small weights is hard to beat; large ones are a matter of reading.
+        large = shape.outputs * shape.inputs >= _LARGE_PLAIN and rows <= FEW_PLAIN_ROWS and not amd
+        return Launch(16 if rows <= 16 else 32 if rows <= 32 else 64, 128, stages=4, depth=64) if large else PYTORCH
     four_bits = shape.kind == "mxfp4" and not amd
     if four_bits and shape.experts and usual > 32 and chip.startswith(_HOPPER):
         return GROUPS
@@ -129,7 +137,7 @@ def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
         return Launch(128, 64, warps=4, stages=2) if shape.gated else Launch(128, 256, warps=8, stages=3)
     if usual > 64:
         if shape.kind == "fp8" and not shape.experts and not amd and rows >= _LIBRARY_ROWS:
-            return Launch(128, 128, left=False, quantize=False, warps=8, stages=3, library=True)
+            return PYTORCH
         narrow = shape.gated or (amd and shape.kind == "plain")
         return Launch(128, 64 if narrow else 128, left=False, quantize=False, warps=8, stages=2 if amd else 3)
     height = 16 if usual <= 16 else 32 if usual <= 32 else 64

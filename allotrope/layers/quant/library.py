@@ -22,7 +22,7 @@ def in_library(weight: Prepared) -> bool:
 def scaled_product(
     x: torch.Tensor, weight: Prepared, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """y = W x + b, [T, outputs]. `x`: [T, inputs]. `out`: copied into, where it is given. Needs `in_library(weight)`."""
+    """y = W x + b [T, outputs]. `x`: [T, inputs]. `out`: copied into, where it is given. Needs `in_library(weight)`."""
     from torch.nn.functional import ScalingType, scaled_mm
 
     # Rows in fours, and runs of a row far apart: the layout of scales that the library wants.

@@ -139,7 +139,8 @@ def _words() -> torch.Tensor:
 
 
 def prepare_plain(weights: torch.Tensor) -> Prepared:
-    """Weights that are not quantized, in the same form. `weights`: [E, outputs, inputs]."""
-    experts, outputs, inputs = weights.shape
+    """Weights that are not quantized, in the same form. `weights`: [outputs, inputs], or [E, outputs, inputs]."""
+    outputs, inputs = weights.shape[-2:]
+    experts = len(weights) if weights.dim() == 3 else 0
     none = weights.new_empty(1, 1, 1)
-    return Prepared("plain", weights, none, outputs, inputs, inputs, 1, False, experts, False)
+    return Prepared("plain", weights.view(-1, outputs, inputs), none, outputs, inputs, inputs, 1, False, experts, False)

@@ -1,4 +1,4 @@
-"""Products of rows with quantized weights, or plain ones of experts: one weight or one per expert, in one kernel.
+"""Products of rows with quantized weights, or plain ones: one weight or one per expert, in one kernel.
 
     y_i = act(W_e x_i + b_e) for row i of expert e; W = value(code) * scale
 
@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -100,12 +101,13 @@ def _walk_fp8(
 
 @triton.jit
 def _walk_plain(
-    total, x, row_mask, near, far, column_mask, begin, stop, inputs, GATED: tl.constexpr, LEFT: tl.constexpr
-):
-    """As `_walk_fp8`, with weights that are not quantized."""
+    total, x, row_mask, near, far, column_mask, begin, stop, inputs, GATED: tl.constexpr, LEFT: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """As `_walk_fp8`, with weights that are not quantized, DEPTH inputs at a time."""
     other = total
-    depth = tl.arange(0, 128)
-    for k in range(begin, stop, 128):
+    depth = tl.arange(0, DEPTH)
+    for k in range(begin, stop, DEPTH):
         inside = (k + depth < inputs)[None, :]
         a = tl.load(x + (k + depth)[None, :], mask=row_mask & inside, other=0.0)
         w = tl.load(near + (k + depth)[None, :], mask=column_mask & inside, other=0.0)
@@ -249,7 +251,9 @@ def product_kernel(
                 0 if ROW_SCALES else scale_run, GATED, QUANTIZE, LEFT, UPCAST, ONE_SCALE,
             )  # fmt: skip
         elif KIND == "plain":
-            total, other = _walk_plain(total, a, row_mask, w, v, column_mask, begin, stop, inputs, GATED, LEFT)
+            total, other = _walk_plain(
+                total, a, row_mask, w, v, column_mask, begin, stop, inputs, GATED, LEFT, DEPTH
+            )  # fmt: skip
         else:
             total, other = walk_fp4(
                 a, row_mask, own, s, block * COLUMNS, outputs, inputs, padded, begin, stop,
@@ -320,6 +324,9 @@ def multiply(
     launch = launch or launch_for(shape, rows, chip)
     if launch.library and in_library(weight):
         return scaled_product(x, weight, bias, out)
+    if launch.library and weight.kind == "plain" and ends is None:
+        y = F.linear(x, weight.codes[0], bias)
+        return y if out is None else out.copy_(y)
     if out is None:
         out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     if launch.groups and ends is not None and gluon_experts.knows(weight, gating, bias):
@@ -417,7 +424,7 @@ def _constants(weight: Prepared, outputs: int, launch: Launch, chip: str) -> dic
         "COLUMNS": launch.columns,
         "SPLITS": launch.splits,
         "LEFT": launch.left,
-        "DEPTH": launch.depth if weight.kind == "mxfp4" else 128,
+        "DEPTH": launch.depth if weight.kind != "fp8" else 128,
     }
 
 
@@ -449,6 +456,8 @@ def variants(arch: str) -> list[Variant]:
         ("mxfp4 experts few rows", "mxfp4", 128, 64, False),
         ("mxfp4 experts few rows gated", "mxfp4", 128, 64, True),
         ("mxfp4 experts many rows", "mxfp4", 128, 32768, False),
+        ("plain few rows", "plain", 0, 16, False),
+        ("plain 64 rows", "plain", 0, 64, False),
         ("plain experts few rows gated", "plain", 128, 64, True),
         ("plain experts many rows", "plain", 128, 32768, False),
         ("fp32 experts few rows gated", "fp32", 128, 64, True),
