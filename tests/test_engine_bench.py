@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,6 +199,20 @@ def test_an_engine_that_takes_too_long_is_killed(engine: Any, weights: Any, tmp_
     assert engine.main(command) == 1
     report = json.loads((tmp_path / "found.json").read_text())
     assert report["models"]["tiny"]["engines"]["allotrope"]["error"] == "killed after --limit 0.3 s"
+
+
+def test_engines_wait_for_the_signal_to_be_measured(engine: Any, tmp_path: Path) -> None:
+    signal = tmp_path / "go"
+    waiting = threading.Thread(target=engine.await_signal, args=(signal, "model.vllm", SimpleNamespace(late=False)))
+    waiting.start()
+    while not (tmp_path / "go.model.vllm").exists():
+        assert waiting.is_alive()
+    signal.touch()
+    waiting.join(timeout=10)
+    assert not waiting.is_alive()
+    signal.unlink()
+    with pytest.raises(engine.EngineFailed, match="killed after --limit 7 s, waiting for go"):
+        engine.await_signal(signal, "model.vllm", SimpleNamespace(late=True, limit=7.0))
 
 
 def test_a_roofline_needs_a_gpu_and_one_model(

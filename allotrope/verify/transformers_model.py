@@ -151,7 +151,8 @@ def load_transformers(path: Path, config: Mapping[str, Any], dtype: torch.dtype,
                 path = stack.enter_context(_with_config(path, config))
                 cls, _ = class_and_config(config, path)
             model, info = cls.from_pretrained(str(path), **options)
-            found = TransformersModel(model.eval(), layers)
+            # Some releases leave experts that were in 4 bits in bf16, whatever type is asked for.
+            found = TransformersModel(model.eval().to(dtype), layers)
         except ModelError:
             raise
         except Exception as error:

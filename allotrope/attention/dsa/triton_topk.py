@@ -78,12 +78,9 @@ def config(arch: str, width: int, topk: int) -> tuple[int, int]:
     """Scores of a block, at least twice `topk` so that blocks grow fewer; and warps."""
     if arch == "interpreter":
         return max(64, triton.next_power_of_2(2 * topk)), 4
-    whole = max(2048, triton.next_power_of_2(width))
-    # One block of twice the usual size is faster than two, and another to pick from both.
-    block = whole if whole <= 16384 and arch == "sm_90" else min(8192, whole)
+    block = min(8192, max(2048, triton.next_power_of_2(width)))
     # On AMD sixteen warps leave each too few registers.
-    warps = block // 512 if block >= 8192 and arch == "sm_90" else 8
-    return max(block, triton.next_power_of_2(2 * topk)), warps
+    return max(block, triton.next_power_of_2(2 * topk)), 16 if block >= 8192 and arch == "sm_90" else 8
 
 
 def top_rows(
