@@ -94,7 +94,8 @@ def _make(config: dict[str, Any], directory: Path, seed: int) -> dict[str, Any]:
             )
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
-            model = cls(described).float()
+            # Layers of other libraries, where they are installed, are made on a GPU.
+            model = cls(described).float().cpu()
     except (ConfigError, ModelError):
         raise
     except Exception as error:

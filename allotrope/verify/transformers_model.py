@@ -93,9 +93,10 @@ def class_and_config(config: Mapping[str, Any], directory: Path) -> tuple[Any, A
 
     described = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
     cls = _class_of(config, described)
-    if type(described).__module__.partition(".")[0] != "transformers":
-        # Another library in this process has put a class of its own in the place of Transformers'.
-        described = cls.config_class.from_pretrained(str(directory), local_files_only=True)
+    own = cls.config_class
+    if own.model_type == config.get("model_type") and not isinstance(described, own):
+        # Another library in this process has put a class of its choice in the place of Transformers'.
+        described = own.from_pretrained(str(directory), local_files_only=True)
     return cls, described
 
 

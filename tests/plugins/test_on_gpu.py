@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plugins.hosting import hosted
+from plugins.hosting import hosted, run_apart
 from tiny_checkpoints import prompts
 
 from allotrope import LLM, SamplingParams
@@ -37,6 +37,14 @@ ATOL = 0.1
 
 @pytest.mark.parametrize(("architecture", "kv_cache_dtype"), CASES)
 def test_decodes_in_graphs(architecture: str, kv_cache_dtype: str, tmp_path: Path) -> None:
+    """Each in a process of its own: vLLM's graphs of one model share memory with those of the model before."""
+    given = f"{architecture!r}, {kv_cache_dtype!r}, Path({str(tmp_path)!r})"
+    code = f"from pathlib import Path; from plugins.test_on_gpu import decode_in_graphs; decode_in_graphs({given})"
+    done = run_apart(code, {"OMP_NUM_THREADS": "2"})
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def decode_in_graphs(architecture: str, kv_cache_dtype: str, tmp_path: Path) -> None:
     config = find_architecture({"architectures": [architecture]}, architecture).tiny()
     write_random(config | {"architectures": [architecture]}, tmp_path, None, 0)
     asked = prompts(LENGTHS, vocab_size=300)

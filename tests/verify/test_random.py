@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from allotrope.config import EngineConfig
 from allotrope.errors import ConfigError, ModelError
 from allotrope.models.deepseek_v4 import tiny_deepseek_v4
+from allotrope.models.deepseek_v32 import tiny_deepseek_v32
 from allotrope.models.llama import tiny_llama
 from allotrope.models.registry import ARCHITECTURES
 from allotrope.verify.options import VerifyOptions
@@ -33,6 +34,18 @@ def test_weights_are_reproducible_and_never_neutral(tmp_path: Path) -> None:
         assert not torch.equal(tensor, c[name])
         assert len(tensor.unique()) > tensor.numel() // 2, name
     assert json.loads((tmp_path / "a" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_another_library_may_have_changed_what_a_type_means(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM registers configs of its own, or those of other types, for types that Transformers knows."""
+    from transformers import AutoConfig
+    from transformers.models.deepseek_v3 import DeepseekV3Config
+
+    write_random(tiny_deepseek_v32(), tmp_path / "a", None, 0)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda path, **_: DeepseekV3Config.from_pretrained(path))
+    write_random(tiny_deepseek_v32(), tmp_path / "b", None, 0)
+    a, b = (weights(tmp_path / name) for name in "ab")
+    assert {name: tensor.shape for name, tensor in a.items()} == {name: tensor.shape for name, tensor in b.items()}
 
 
 def test_names_that_transformers_does_not_write_come_from_the_rules(tmp_path: Path) -> None:
