@@ -8,6 +8,9 @@ found where kernels would have written. Must not know: which steps there are.
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import ContextVar
@@ -17,9 +20,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from allotrope.attention.backend import triton_reasons
+from allotrope.logs import one_line
+
 _rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
 
 _aten = torch.ops.aten
+# Of more threads that compile, each would wait for Python most of the time.
+_MOST_THREADS = 16
 _UNWRITTEN = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 
 
@@ -34,6 +42,29 @@ class Compiled:
 def rehearsing() -> bool:
     """Whether the steps of this thread are rehearsed: then nothing is to be launched, or agreed on with other ranks."""
     return _rehearsing.get()
+
+
+def rehearse_steps(steps: Callable[[], object], device: torch.device, ranks: int, log: logging.Logger) -> None:
+    """Rehearse what `steps` runs on `device`, which each of `ranks` does at once, and say in `log` what came of it.
+
+    Does nothing where Triton does not run. Where it fails kernels are compiled as they are first launched.
+    """
+    if triton_reasons(device):
+        return
+    threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // ranks))
+    started = time.monotonic()
+    try:
+        with rehearsal(threads, device) as compiled:
+            steps()
+    except Exception as error:
+        # Whatever it was, the start does not depend on it.
+        reason = one_line(f"{type(error).__name__}: {error}")
+        log.warning("steps cannot be rehearsed, kernels are compiled as they are first launched: %s", reason)
+        return
+    level, seconds = logging.INFO if compiled.kernels else logging.DEBUG, time.monotonic() - started
+    log.log(level, "compiled %d kernels in %.1f s, %d at once", compiled.kernels, seconds, threads)
+    if compiled.failed:
+        log.warning("%d kernels cannot be compiled: they fail if they are launched", compiled.failed)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.rope import Rotation
 from allotrope.attention.rope_store import HeadSpec, Rows
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
 _FP8_MAX = tl.constexpr(448.0)
 
@@ -169,8 +170,8 @@ def rope_store_kernel(
 def config(arch: str, spec: HeadSpec, rotated: int) -> dict[str, int]:
     """About a thousand numbers at a time, a head within a wave where it fits. Of heads that turn partly, half of that
     in one wave: tiles that meet in more waves would be exchanged through shared memory."""
-    dim = triton.next_power_of_2(max(spec.dim, spec.v_dim))
-    most = triton.next_power_of_2(spec.heads)
+    dim = next_power_of_2(max(spec.dim, spec.v_dim))
+    most = next_power_of_2(spec.heads)
     if rotated < spec.dim:
         return {"HEADS": max(1, min(512 // dim, most)), "num_warps": 1, "num_stages": 1}
     heads = max(1, min(1024 // dim, most))
@@ -209,14 +210,14 @@ def rope_store(
             assert pool.stride(3) == 1 and pool.stride(0) == pool.shape[1] * pool.stride(1)
     constants = _constants(spec, rotation)
     launch = config("gfx942" if torch.version.hip else "sm_90", spec, constants["ROTATED"])
-    q_blocks, kv_blocks = triton.cdiv(heads, launch["HEADS"]), triton.cdiv(groups, launch["HEADS"])
+    q_blocks, kv_blocks = cdiv(heads, launch["HEADS"]), cdiv(groups, launch["HEADS"])
     v_blocks = 0 if v_pool is None else kv_blocks
     v_pool = k_pool if v_pool is None else v_pool
     v_unit = spec.value_scale * (math.sqrt(spec.v_dim) if spec.v_norm else 1.0)
     v_start = (heads if spec.values_from_keys else heads + groups) * spec.dim
     cos, sin = (projected, projected) if rotation is None else (rotation.cos, rotation.sin)
     blocks = q_blocks + kv_blocks + v_blocks
-    parts = min(blocks, triton.cdiv(_PROGRAMS, tokens))
+    parts = min(blocks, cdiv(_PROGRAMS, tokens))
     rope_store_kernel[(tokens * parts,)](
         projected, cos, sin,
         projected if q_factors is None else q_factors, projected if k_factors is None else k_factors,
@@ -237,10 +238,10 @@ def _constants(spec: HeadSpec, rotation: Rotation | None) -> dict[str, Any]:
     return {
         "DIM": spec.dim,
         "ROTATED": rotated,
-        "HALF": triton.next_power_of_2(max(1, rotated // 2)),
-        "WHOLE": triton.next_power_of_2(spec.dim),
+        "HALF": next_power_of_2(max(1, rotated // 2)),
+        "WHOLE": next_power_of_2(spec.dim),
         "V_DIM": spec.v_dim,
-        "V_BLOCK": triton.next_power_of_2(spec.v_dim),
+        "V_BLOCK": next_power_of_2(spec.v_dim),
         "INTERLEAVED": rotation is not None and rotation.interleaved,
         "NORM": spec.qk_norm,
         "V_NORM": spec.v_norm,

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
 _QUARTER = tl.constexpr(1.5707963267948966)
 _QUARTERS = tl.constexpr(0.6366197723675814)
@@ -66,9 +67,9 @@ def angles(
     cos = torch.empty(len(positions), 1, len(freq), dtype=dtype, device=positions.device)
     sin = torch.empty_like(cos)
     if len(positions):
-        block = triton.next_power_of_2(len(freq))
+        block = next_power_of_2(len(freq))
         rows = max(1, _PROGRAM // block)
-        angles_kernel[(triton.cdiv(len(positions), rows),)](
+        angles_kernel[(cdiv(len(positions), rows),)](
             positions, freq, sign, cos, sin, len(positions), factor,
             R=len(freq), BLOCK_R=block, ROWS=rows, num_warps=4,
         )  # fmt: skip

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
-import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
-from allotrope.attention.backend import triton_reasons
-from allotrope.attention.rehearsal import rehearsal
+from allotrope.attention.rehearsal import rehearse_steps
 from allotrope.cache.arena import Arena
 from allotrope.cache.groups import CacheGroup
 from allotrope.cache.memory import GroupPlan, MemoryPlan, group_bytes
@@ -23,7 +21,6 @@ from allotrope.engine.load import Blueprint
 from allotrope.engine.profile import largest_lengths, widest
 from allotrope.engine.step import DecodeShape, Runner
 from allotrope.layers.sampler import sample
-from allotrope.logs import one_line
 from allotrope.models.decoder import Decoder
 
 log = logging.getLogger("allotrope.engine")
@@ -32,34 +29,17 @@ log = logging.getLogger("allotrope.engine")
 _PROMPTS = (1000, 100, 10)
 # Tokens before the one of a decoding sequence: few are attended to at once, many in parts.
 _CONTEXTS = (1000, 100)
-# Of more threads that compile, each would wait for Python most of the time.
-_MOST_THREADS = 16
 
 
 def rehearse(model: Decoder, blueprint: Blueprint, config: EngineConfig, decode: DecodeShape | None) -> None:
     """Compile the kernels of prompts, decode steps and sampling; nothing but these is left behind.
 
-    `decode`: how decode steps will run. Where this fails the log says so, and kernels are compiled as they are first
-    launched.
+    `decode`: how decode steps will run.
     """
-    device = blueprint.build.device
-    if triton_reasons(device):
-        return
-    threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // blueprint.build.parallel.size))
-    started = time.monotonic()
-    try:
-        with rehearsal(threads, device) as compiled:
-            _rehearse(model, blueprint, config, decode)
-        seconds = time.monotonic() - started
-        log.info("compiled %d kernels in %.1f s, %d at once", compiled.kernels, seconds, threads)
-        if compiled.failed:
-            log.warning("%d kernels cannot be compiled: they fail if they are launched", compiled.failed)
-    except Exception as error:
-        # Whatever it was, the start does not depend on it.
-        reason = one_line(f"{type(error).__name__}: {error}")
-        log.warning("steps cannot be rehearsed, kernels are compiled as they are first launched: %s", reason)
-    gc.collect()
+    device, ranks = blueprint.build.device, blueprint.build.parallel.size
+    rehearse_steps(functools.partial(_rehearse, model, blueprint, config, decode), device, ranks, log)
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 

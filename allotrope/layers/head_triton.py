@@ -7,11 +7,11 @@ A program owns a run of numbers. Bytes moved: x and y.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.tile_sizes import cdiv
 
 
 @early_jit
@@ -39,7 +39,7 @@ def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if out.numel():
         launch = config("gfx942" if torch.version.hip else "sm_90")
-        cap_kernel[(triton.cdiv(out.numel(), launch["BLOCK"]),)](logits, out, out.numel(), cap, **launch)
+        cap_kernel[(cdiv(out.numel(), launch["BLOCK"]),)](logits, out, out.numel(), cap, **launch)
     return out
 
 

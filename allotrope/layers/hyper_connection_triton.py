@@ -19,6 +19,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
 if TYPE_CHECKING:
     from allotrope.layers.hyper_connection import HyperConnectionSpec
@@ -144,7 +145,7 @@ def collapse(
     assert streams.stride(2) == 1 and streams.stride(1) == hidden
     width, mixes = n * hidden, (2 + n) * n
     tile = MANY if tokens >= MANY_TOKENS else FEW
-    block, runs = max(16, triton.next_power_of_2(mixes)), triton.cdiv(width, tile.run)
+    block, runs = max(16, next_power_of_2(mixes)), cdiv(width, tile.run)
     x, post, comb = streams.new_empty(tokens, hidden), streams.new_empty(tokens, n), streams.new_empty(tokens, n, n)
     if not tokens:
         return x, post, comb
@@ -152,15 +153,15 @@ def collapse(
     squares = torch.empty((tokens, runs), dtype=torch.float32, device=streams.device)
     # Half-precision streams fit the tensor cores' inputs exactly; the mixing weights are split in parts that do.
     precision = "ieee" if streams.dtype == torch.float32 else "tf32x3"
-    mixes_kernel[(triton.cdiv(tokens, tile.tokens), runs)](
+    mixes_kernel[(cdiv(tokens, tile.tokens), runs)](
         streams, fn, sums, squares, tokens, width, streams.stride(0), runs,
         MIXES=mixes, BLOCK=block, TOKENS=tile.tokens, RUN=tile.run, STEP=tile.step, PRECISION=precision, num_warps=4,
         num_stages=2,
     )  # fmt: skip
-    collapse_kernel[(tokens, triton.cdiv(hidden, COLUMNS))](
+    collapse_kernel[(tokens, cdiv(hidden, COLUMNS))](
         streams, sums, squares, base, scale, x, post, comb, hidden, streams.stride(0), runs,
         spec.eps, spec.norm_eps, spec.iterations,
-        N=n, BLOCK=block, RUNS=triton.next_power_of_2(runs), COLUMNS=COLUMNS, num_warps=4,
+        N=n, BLOCK=block, RUNS=next_power_of_2(runs), COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     return x, post, comb
 
@@ -171,7 +172,7 @@ def expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: tor
     assert streams.stride(2) == 1 and streams.stride(1) == hidden and y.stride(1) == 1
     out = streams.new_empty(tokens, n, hidden)
     if tokens:
-        expand_kernel[(tokens, triton.cdiv(hidden, COLUMNS))](
+        expand_kernel[(tokens, cdiv(hidden, COLUMNS))](
             y, streams, post, comb, out, hidden, y.stride(0), streams.stride(0), N=n, COLUMNS=COLUMNS, num_warps=4
         )
     return out
@@ -188,7 +189,7 @@ def variants(arch: str) -> list[Variant]:
     made = []
     for name, tile in (("few", FEW), ("many", MANY)):
         sizes |= {"TOKENS": tile.tokens, "RUN": tile.run, "STEP": tile.step}
-        sizes["RUNS"] = triton.next_power_of_2(triton.cdiv(4 * 7168, tile.run))
+        sizes["RUNS"] = next_power_of_2(cdiv(4 * 7168, tile.run))
         for kernel in (mixes_kernel, collapse_kernel, *((expand_kernel,) if tile == MANY else ())):
             constants = {name: sizes[name] for name in kernel.arg_names if name in sizes}
             signature = {name: kinds.get(name, "i32") for name in kernel.arg_names if name not in sizes}

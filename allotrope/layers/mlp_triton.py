@@ -12,6 +12,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2}
 
@@ -61,7 +62,7 @@ def gating_kernel(
 
 def config(arch: str, width: int) -> dict[str, int]:
     """Two 16-byte loads a thread."""
-    block = min(1024, max(128, triton.next_power_of_2(width)))
+    block = min(1024, max(128, next_power_of_2(width)))
     wave = 64 if arch.startswith("gfx") else 32
     return {"BLOCK": block, "num_warps": max(1, block // (8 * wave)), "num_stages": 1}
 
@@ -92,7 +93,7 @@ def _launch(
     if not out.numel():
         return out
     launch = config("gfx942" if torch.version.hip else "sm_90", width)
-    gating_kernel[(tokens, triton.cdiv(width, launch["BLOCK"]))](
+    gating_kernel[(tokens, cdiv(width, launch["BLOCK"]))](
         gate,
         up,
         out,

@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
 GateKind = Literal["silu", "sigmoid"]
 _GATES = {"": 0, "silu": 1, "sigmoid": 2}
@@ -79,11 +79,11 @@ def norm_kernel(
 
 def config(arch: str, size: int) -> dict[str, int]:
     """Launch parameters by row size alone, so that a row's sum does not depend on how many rows there are."""
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     rows = max(1, _PROGRAM // block)
     wave = 64 if arch.startswith("gfx") else 32
     warps = max(1, min(16 * 32 // wave, block * rows // (_THREAD * wave)))
-    return {"BLOCK": block, "ROWS": rows, "num_warps": triton.next_power_of_2(warps), "num_stages": 1}
+    return {"BLOCK": block, "ROWS": rows, "num_warps": next_power_of_2(warps), "num_stages": 1}
 
 
 def rms_norm(
@@ -140,7 +140,7 @@ def _launch(
     assert x.stride(-1) == 1 and (gate is None or gate.stride(-1) == 1)
     launch = config(_arch(x), size)
     rows = tokens * heads
-    norm_kernel[(triton.cdiv(rows, launch["ROWS"]),)](
+    norm_kernel[(cdiv(rows, launch["ROWS"]),)](
         x,
         x if residual is None else residual,
         x if inner is None else inner,

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 from allotrope.layers.ranking import TokenScores
 
 SEGMENT = 4096
@@ -90,7 +91,7 @@ def score_tokens(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> T
     """As `ranking.score_tokens`; a `token_ids` below 0 is scored as 0."""
     size, vocab = logits.shape
     count = min(count, vocab)
-    segments = triton.cdiv(vocab, SEGMENT)
+    segments = cdiv(vocab, SEGMENT)
     peaks, sums = (logits.new_empty((size, segments), dtype=torch.float32) for _ in range(2))
     ranks = logits.new_empty((size, segments), dtype=torch.int32)
     tops = logits.new_empty((size, segments, count), dtype=torch.int64)
@@ -102,8 +103,8 @@ def score_tokens(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> T
         )
         scores_kernel[(size,)](
             logits, token_ids, peaks, sums, ranks, tops, out.logprobs, out.ranks, out.top_ids, out.top_logprobs, *row,
-            SEGMENTS=triton.next_power_of_2(segments),
-            TOPS=triton.next_power_of_2(segments * count) if count else 0, num_warps=4,
+            SEGMENTS=next_power_of_2(segments),
+            TOPS=next_power_of_2(segments * count) if count else 0, num_warps=4,
         )  # fmt: skip
     return out
 

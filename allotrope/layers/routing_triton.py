@@ -24,6 +24,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 from allotrope.layers.router import Score
 
 _SCORES: dict[Score, int] = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
@@ -267,7 +268,7 @@ def group_config(arch: str, pairs: int) -> dict[str, int]:
 def combine_config(arch: str, tokens: int, topk: int, hidden: int, element_size: int) -> dict[str, int]:
     """One 16-byte load a thread; where tokens are few, columns are shared out to as many programs as can be."""
     run = _wave(arch) * 16 // element_size
-    block = min(run if tokens <= 64 else 4 * run, max(128, triton.next_power_of_2(hidden)))
+    block = min(run if tokens <= 64 else 4 * run, max(128, next_power_of_2(hidden)))
     abreast = topk if topk <= 12 else 8
     return {"ABREAST": abreast, "BLOCK": block, "num_warps": max(1, block // run), "num_stages": 1}
 
@@ -300,8 +301,8 @@ def route(
     parts = groups[0] if groups[1] < groups[0] else 1
     size = count // parts
     constants: dict[str, Any] = {"COUNT": parts, "TOP_COUNT": min(groups[1], parts), "BEST": min(groups[2], size)}
-    constants |= {"GROUPS": triton.next_power_of_2(parts), "MEMBERS": triton.next_power_of_2(size)}
-    constants |= {"TOPK": topk, "SLOTS": triton.next_power_of_2(topk), "SCORE": _SCORES[score]}
+    constants |= {"GROUPS": next_power_of_2(parts), "MEMBERS": next_power_of_2(size)}
+    constants |= {"TOPK": topk, "SLOTS": next_power_of_2(topk), "SCORE": _SCORES[score]}
     route_kernel[(tokens,)](
         logits,
         logits if correction is None else correction,
@@ -327,7 +328,7 @@ def looked_up(
     weights, experts = _chosen(logits, topk)
     if not tokens:
         return weights, experts
-    cells = triton.next_power_of_2(count)
+    cells = next_power_of_2(count)
     looked_up_kernel[(tokens,)](
         logits,
         table,
@@ -339,7 +340,7 @@ def looked_up(
         scale,
         EXPERTS=cells,
         TOPK=topk,
-        SLOTS=triton.next_power_of_2(topk),
+        SLOTS=next_power_of_2(topk),
         SCORE=_SCORES[score],
         NORMALIZE=normalize,
         **config(_arch(), cells),
@@ -364,10 +365,10 @@ def group(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor
         return _sorted(experts, count)
     ends = torch.empty(count, dtype=torch.int32, device=experts.device)
     # Every list starts at a multiple of 16 bytes, whatever their length: kernels are compiled for either.
-    lists = torch.empty((3, triton.cdiv(pairs, 4) * 4), dtype=torch.int32, device=experts.device)
+    lists = torch.empty((3, cdiv(pairs, 4) * 4), dtype=torch.int32, device=experts.device)
     source, owner, place = lists[:, :pairs].unbind()
     launch = group_config(_arch(), pairs)
-    group_kernel[(triton.cdiv(pairs + count, launch["ITEMS"]),)](
+    group_kernel[(cdiv(pairs + count, launch["ITEMS"]),)](
         experts.contiguous(), ends, source, owner, place, pairs, count, experts.shape[1], **launch
     )
     return ends, source, owner, place
@@ -410,7 +411,7 @@ def combine(
         return out
     launch = combine_config(_arch(), tokens, topk, hidden, results.element_size())
     # Absent tensors are passed as another, and never read.
-    combine_kernel[(tokens, triton.cdiv(hidden, launch["BLOCK"]))](
+    combine_kernel[(tokens, cdiv(hidden, launch["BLOCK"]))](
         results,
         weights.contiguous(),
         place,
@@ -455,8 +456,8 @@ def _route_variants(arch: str) -> list[Variant]:
     ):
         count, top_count, best, size = shape
         constants: dict[str, Any] = {"COUNT": count, "TOP_COUNT": top_count, "BEST": best}
-        constants |= {"GROUPS": count, "MEMBERS": triton.next_power_of_2(size), "CORRECTED": corrected}
-        constants |= {"TOPK": topk, "SLOTS": triton.next_power_of_2(topk), "SCORE": _SCORES[score], "NORMALIZE": True}
+        constants |= {"GROUPS": count, "MEMBERS": next_power_of_2(size), "CORRECTED": corrected}
+        constants |= {"TOPK": topk, "SLOTS": next_power_of_2(topk), "SCORE": _SCORES[score], "NORMALIZE": True}
         signature = dict.fromkeys(("logits", "correction", "weights"), "*fp32:16") | {"experts": "*i64:16"}
         signature |= {"row_stride": "i32:16", "size": "i32", "scale": "fp32"}
         launch = config(arch, count * constants["MEMBERS"])

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 from allotrope.layers.ranking_triton import NOTHING, SEGMENT, key_of, logit_of
 from allotrope.layers.sampler import RandomRows, SamplingStep
 
@@ -340,8 +341,8 @@ def choose(logits: torch.Tensor, step: SamplingStep) -> torch.Tensor:
     """
     size, vocab = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
-    segments = triton.cdiv(vocab, SEGMENT)
-    shape = {"SEGMENTS": triton.next_power_of_2(segments)}
+    segments = cdiv(vocab, SEGMENT)
+    shape = {"SEGMENTS": next_power_of_2(segments)}
     peaks = logits.new_empty((size, segments), dtype=torch.int64)
     out = logits.new_empty(size, dtype=torch.int64)
     row = (vocab, logits.stride(0), segments)

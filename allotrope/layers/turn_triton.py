@@ -13,6 +13,7 @@ import triton.language as tl
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.rope import Rotation
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 from allotrope.layers.turn import LayerNorm
 
 # Numbers that a program has.
@@ -89,7 +90,7 @@ def turn(heads: torch.Tensor, last: torch.Tensor, rotation: Rotation, norm: Laye
     out = heads.new_empty(tokens, count + 1, dim)
     if tokens:
         launch = _launch(count, dim)
-        blocks = triton.cdiv(count, launch["HEADS"]) + 1
+        blocks = cdiv(count, launch["HEADS"]) + 1
         weight, bias, eps = (rotation.cos, rotation.cos, 0.0) if norm is None else norm
         turn_kernel[(tokens * blocks,)](
             heads, last, out, rotation.cos, rotation.sin, weight, bias, eps,
@@ -101,8 +102,8 @@ def turn(heads: torch.Tensor, last: torch.Tensor, rotation: Rotation, norm: Laye
 
 
 def _launch(count: int, dim: int) -> dict[str, int]:
-    whole = triton.next_power_of_2(dim)
-    return {"WHOLE": whole, "HEADS": max(1, min(_PROGRAM // whole, triton.next_power_of_2(count)))}
+    whole = next_power_of_2(dim)
+    return {"WHOLE": whole, "HEADS": max(1, min(_PROGRAM // whole, next_power_of_2(count)))}
 
 
 def variants(arch: str) -> list[Variant]:

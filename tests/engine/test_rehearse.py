@@ -50,7 +50,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are rehearsed on this CPU."""
-    monkeypatch.setattr(rehearse_module, "triton_reasons", lambda device: [])
+    monkeypatch.setattr("allotrope.attention.rehearsal.triton_reasons", lambda device: [])
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_rehearsal_leaves_nothing(model: Path, here: None, caplog: pytest.LogC
     running = engine(model, got, **OPTIONS)
     state = torch.get_rng_state()
     held = {name: tensor.clone() for name, tensor in running.model.state_dict().items()}
-    with caplog.at_level(logging.INFO, "allotrope"):
+    with caplog.at_level(logging.DEBUG, "allotrope"):
         rehearsed(running)
     assert "compiled 0 kernels in" in caplog.text and "cannot be rehearsed" not in caplog.text
     assert torch.equal(torch.get_rng_state(), state)
@@ -177,7 +177,7 @@ def test_steps_of_every_length_are_rehearsed(
 ) -> None:
     options = OPTIONS | option
     config = EngineConfig(model=str(model), dtype="float32", kv_cache_memory_bytes=1 << 22, **options)
-    with caplog.at_level(logging.INFO, "allotrope"):
+    with caplog.at_level(logging.DEBUG, "allotrope"):
         memory = InProcess(draw_up(config), config).plan()
     assert memory.tokens and "compiled 0 kernels in" in caplog.text
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex
@@ -24,6 +23,7 @@ from allotrope.attention.dsa.triton_topk import top_rows
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mla.triton_decode import arch_of, slots_of
 from allotrope.attention.splits import cheapest_splits
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
 # Bytes of scores that are held at once in a prefill.
 SCRATCH = 1 << 28
@@ -52,8 +52,8 @@ def build_plan(spec: CsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     bound = spec.visible_entries(longest)
     listed = min(bound, spec.indexer.topk) if spec.indexer is not None else bound
     tile = triton_attend.config(arch, spec.head_dim, spec.num_heads, False, True)["TILE"]
-    tiles = sum(triton.cdiv(n, tile) for n in (min(longest, spec.window), listed))
-    splits = split_count(batch.num_tokens * triton.cdiv(spec.num_heads, 64), tiles, slots_of(batch.device))
+    tiles = sum(cdiv(n, tile) for n in (min(longest, spec.window), listed))
+    splits = split_count(batch.num_tokens * cdiv(spec.num_heads, 64), tiles, slots_of(batch.device))
     entries = paged.get("compressed")
     lists = make_lists(
         spec, batch.tensors, paged["window"], entries, longest, listed=entries is not None and bound == listed
@@ -147,7 +147,7 @@ def _store(
     launch = triton_store.config(plan.arch, spec.head_dim, spec.streams * spec.ratio)
     sizes = {name: plan.paged[name].page_size if name in plan.paged else 1 for name in ("state", "index_state")}
     turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    kinds = 3 + triton.cdiv(spec.num_heads, launch["HEADS"])
+    kinds = 3 + cdiv(spec.num_heads, launch["HEADS"])
     triton_store.store_kernel[(len(kv), kinds)](
         q, turned, q.stride(0), q.stride(1),
         tensors.positions, tensors.request_of_token, tensors.query_start, *plan.lists.angles, *plan.lists.first_angles,
@@ -155,8 +155,8 @@ def _store(
         *first, entry_slots, *entries, *second, key_slots, keys, keys.stride(0), keys.stride(1),
         W_ROWS=window.page_size, STATE_ROWS=sizes["state"], E_ROWS=entries[0].shape[1],
         I_STATE_ROWS=sizes["index_state"], I_ROWS=keys.shape[1], H=spec.num_heads, RATIO=spec.ratio,
-        STREAMS=spec.streams, D=spec.head_dim, R=spec.rope.dim, BLOCK_D=triton.next_power_of_2(spec.head_dim),
-        INDEX_D=index_dim, BLOCK_I=triton.next_power_of_2(max(1, index_dim)), FORMAT=_format(spec), **launch,
+        STREAMS=spec.streams, D=spec.head_dim, R=spec.rope.dim, BLOCK_D=next_power_of_2(spec.head_dim),
+        INDEX_D=index_dim, BLOCK_I=next_power_of_2(max(1, index_dim)), FORMAT=_format(spec), **launch,
     )  # fmt: skip
     return turned
 
@@ -204,17 +204,17 @@ def _attend(
     lists = plan.lists
     listed = entries if entries is not None else lists.window_list
     launch = triton_attend.config(plan.arch, dim, heads, exact, _format(spec) == triton_store.PLAIN.value)
-    sizes = {"H": heads, "D": dim, "R": spec.rope.dim, "BLOCK_D": triton.next_power_of_2(dim), "SPLITS": splits}
+    sizes = {"H": heads, "D": dim, "R": spec.rope.dim, "BLOCK_D": next_power_of_2(dim), "SPLITS": splits}
     row_scale = kv_scale if _format(spec) == triton_store.PER_TENSOR.value else 1.0
-    triton_attend.attend_kernel[(tokens, triton.cdiv(heads, launch["BLOCK_H"]), splits)](
+    triton_attend.attend_kernel[(tokens, cdiv(heads, launch["BLOCK_H"]), splits)](
         q, out, partial, stats, sinks, *lists.angles, lists.window_list, lists.window_seen, listed, lists.entry_seen,
         *window[:3], *window[4::2], *compressed[:3], *compressed[4::2],
         lists.window_list.stride(0), listed.stride(0), spec.scale, row_scale,
         FORMAT=_format(spec), PRECISION=_precision(plan.arch, q.dtype), **sizes, **launch,
     )  # fmt: skip
     if splits > 1:
-        block = min(8, triton.next_power_of_2(heads))
-        triton_attend.combine_kernel[(tokens, triton.cdiv(heads, block))](
+        block = min(8, next_power_of_2(heads))
+        triton_attend.combine_kernel[(tokens, cdiv(heads, block))](
             partial, stats, sinks, *lists.angles, out, row_scale, BLOCK_H=block, num_warps=4, **sizes
         )
     return out

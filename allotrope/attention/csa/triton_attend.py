@@ -15,6 +15,7 @@ from allotrope.attention.ahead import Variant
 from allotrope.attention.csa.rows import BLOCK
 from allotrope.attention.csa.triton_store import SCALED, pair_angles, turn
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.tile_sizes import next_power_of_2
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _GROUP = tl.constexpr(BLOCK)
@@ -165,7 +166,7 @@ def combine_kernel(
 
 def config(arch: str, dim: int, heads: int, exact: bool, plain: bool) -> dict[str, int]:
     """`exact`: rows and queries of fp32. `plain`: rows are copied as they are, the next tile on its way meanwhile."""
-    block_h = max(16, triton.next_power_of_2(heads))
+    block_h = max(16, next_power_of_2(heads))
     if arch == "interpreter":
         return {"BLOCK_H": min(block_h, 16), "TILE": 16, "STAGES": 1, "num_warps": 4}
     if arch != "sm_90":

@@ -10,7 +10,6 @@ all they see are not scored. Scores are written once, 4 bytes an entry.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
@@ -18,6 +17,7 @@ from allotrope.attention.batch import PageIndex
 from allotrope.attention.csa.spec import IndexerSpec
 from allotrope.attention.csa.triton_store import pair_angles, turn
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
 
 @early_jit
@@ -86,12 +86,12 @@ def score(
     """
     launch = config(arch, q.dtype == torch.float32)
     scores = torch.empty(tokens, bound, dtype=torch.float32, device=q.device)
-    score_kernel[(tokens, triton.cdiv(bound, launch["ENTRIES"]))](
+    score_kernel[(tokens, cdiv(bound, launch["ENTRIES"]))](
         q, weights, keys, paged.table, requests, seen, *angles, scores, first,
         q.stride(0), q.stride(1), weights.stride(0), paged.table.stride(0), keys.stride(0), keys.stride(1), bound,
         spec.topk, (spec.num_heads * spec.head_dim) ** -0.5, ROWS=keys.shape[1], HEADS=spec.num_heads, D=spec.head_dim,
-        R=rope_dim, BLOCK_H=max(16, triton.next_power_of_2(spec.num_heads)),
-        BLOCK_D=max(16, triton.next_power_of_2(spec.head_dim)), PRECISION=precision, **launch,
+        R=rope_dim, BLOCK_H=max(16, next_power_of_2(spec.num_heads)),
+        BLOCK_D=max(16, next_power_of_2(spec.head_dim)), PRECISION=precision, **launch,
     )  # fmt: skip
     return scores
 
@@ -101,8 +101,8 @@ def resolve(paged: PageIndex, per_page: int, requests: torch.Tensor, picks: torc
     [T, K] int64 numbers of entries, or -1; n is K, filled up to 16 bytes."""
     tokens, columns = picks.shape
     rows = torch.empty(tokens, -(-columns // 4) * 4, dtype=torch.int32, device=picks.device)
-    block = min(512, triton.next_power_of_2(rows.shape[1]))
-    resolve_kernel[(tokens, triton.cdiv(rows.shape[1], block))](
+    block = min(512, next_power_of_2(rows.shape[1]))
+    resolve_kernel[(tokens, cdiv(rows.shape[1], block))](
         picks, rows, paged.table, requests, picks.stride(0), rows.stride(0), paged.table.stride(0), columns,
         ROWS=per_page, BLOCK=block, num_warps=4,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from allotrope.attention.csa.rotary import table
 from allotrope.attention.csa.spec import CsaSpec
 from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.rope_triton import rotation
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -114,15 +115,15 @@ def make_lists(
     entry_list = torch.empty(tokens, e_length, dtype=torch.int32, device=device) if listed else None
     window_seen, entry_seen, visible = torch.empty(3, tokens, dtype=torch.int32, device=device)
     paged = window if entries is None else entries
-    block = min(_RUN, triton.next_power_of_2(max(w_length, e_length)))
-    plan_kernel[(tokens, triton.cdiv(max(w_length, e_length), block))](
+    block = min(_RUN, next_power_of_2(max(w_length, e_length)))
+    plan_kernel[(tokens, cdiv(max(w_length, e_length), block))](
         tensors.positions, tensors.request_of_token, tensors.seq_lens, rope.freq, rope.sign, rope.factor,
         window.table, paged.table, *at, *first, window_list, window_seen,
         window_list if entry_list is None else entry_list, entry_seen, visible,
         spec.window, most if spec.indexer is None else spec.indexer.topk, window.table.shape[1], paged.table.shape[1],
         window.table.stride(0), paged.table.stride(0), w_length, e_length,
         W_PAGE=window.page_size, E_PAGE=paged.page_size // max(1, spec.ratio), RATIO=spec.ratio,
-        LISTED=listed, R=dim, BLOCK_R=triton.next_power_of_2(dim), BLOCK=block, num_warps=4,
+        LISTED=listed, R=dim, BLOCK_R=next_power_of_2(dim), BLOCK=block, num_warps=4,
     )  # fmt: skip
     return Lists(at, first, window_list, window_seen, entry_list, entry_seen, visible)
 

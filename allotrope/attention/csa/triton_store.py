@@ -19,6 +19,7 @@ from allotrope.attention.csa.rows import BLOCK
 from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mla.rows import FP8_MAX
 from allotrope.attention.mla.triton_store import power_of_two
+from allotrope.attention.tile_sizes import next_power_of_2
 
 _LARGEST = tl.constexpr(FP8_MAX)
 _GROUP = tl.constexpr(BLOCK)
@@ -223,7 +224,7 @@ def store_kernel(
 
 def config(arch: str, dim: int, pooled: int) -> dict[str, int]:
     """`pooled`: tokens of an entry."""
-    members = min(max(2, triton.next_power_of_2(pooled)), 8)
+    members = min(max(2, next_power_of_2(pooled)), 8)
     if pooled > 16 and arch == "sm_90":
         return {"MEMBERS": 16, "HEADS": 8, "num_warps": 8, "num_stages": 1}
     return {"MEMBERS": members, "HEADS": 4, "num_warps": 4 if dim > 128 else 2, "num_stages": 1}

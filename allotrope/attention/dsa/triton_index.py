@@ -26,6 +26,7 @@ from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mla.rows import FP8_MAX
 from allotrope.attention.mla.triton_decode import Queries, arch_of
 from allotrope.attention.mla.triton_store import power_of_two
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
 _LARGEST = tl.constexpr(FP8_MAX)
 
@@ -207,9 +208,9 @@ def store(spec: IndexerSpec, pools: Mapping[str, torch.Tensor], slots: torch.Ten
     """Write keys [T, d] at `slots` [T]; negative slots are passed over."""
     pool, factors = pools["k"], pools.get("factor", pools["k"])
     rows = 8
-    store_kernel[(triton.cdiv(len(slots), rows),)](
+    store_kernel[(cdiv(len(slots), rows),)](
         k, pool, factors, slots, len(slots), k.stride(0), *pool.stride()[:2], *factors.stride()[:2],
-        D=spec.head_dim, PAGE=pool.shape[1], BLOCK_D=triton.next_power_of_2(spec.head_dim), ROWS=rows,
+        D=spec.head_dim, PAGE=pool.shape[1], BLOCK_D=next_power_of_2(spec.head_dim), ROWS=rows,
         SCALED=spec.key_format == "scaled", num_warps=4,
     )  # fmt: skip
 
@@ -231,7 +232,7 @@ def score_decodes(
     scores = torch.empty(len(q), _width(queries.bound), dtype=torch.float32, device=q.device)
     pool, factors = pools["k"], pools.get("factor", pools["k"])
     span = _span(chosen, len(q), queries.bound)
-    decode_kernel[(triton.cdiv(queries.bound, span), len(q))](
+    decode_kernel[(cdiv(queries.bound, span), len(q))](
         q, weights, pool, factors, paged.table, queries.request, queries.seen, scores,
         spec.head_dim**-0.5, topk, span, q.stride(0), q.stride(1), weights.stride(0), *pool.stride()[:2],
         *factors.stride()[:2], paged.table.stride(0), scores.stride(0),
@@ -257,7 +258,7 @@ def score_tiles(
     scores = torch.empty(rows, _width(bound), dtype=torch.float32, device=q.device)
     pool, factors = pools["k"], pools.get("factor", pools["k"])
     parts = TILE // chosen.queries
-    prefill_kernel[(triton.cdiv(bound, chosen.keys), len(tiles) * parts)](
+    prefill_kernel[(cdiv(bound, chosen.keys), len(tiles) * parts)](
         q, weights, pool, factors, paged.table, tiles, scores,
         spec.head_dim**-0.5, q.stride(0), q.stride(1), weights.stride(0), *pool.stride()[:2],
         *factors.stride()[:2], paged.table.stride(0), scores.stride(0),
@@ -271,13 +272,13 @@ def score_tiles(
 def _span(chosen: Config, queries: int, bound: int) -> int:
     """Keys of a program: fewer where programs would be too few to keep a chip busy."""
     span = chosen.span
-    while span >= 8 * chosen.keys and queries * triton.cdiv(bound, span) < _PROGRAMS:
+    while span >= 8 * chosen.keys and queries * cdiv(bound, span) < _PROGRAMS:
         span //= 2
     return span
 
 
 def _padded(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+    return max(16, next_power_of_2(size))
 
 
 def _width(bound: int) -> int:

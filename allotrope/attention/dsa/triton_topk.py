@@ -13,11 +13,11 @@ and 4 bytes for each pick of a block.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
 
 @early_jit
@@ -77,10 +77,10 @@ def topk_kernel(
 def config(arch: str, width: int, topk: int) -> tuple[int, int]:
     """Scores of a block, at least twice `topk` so that blocks grow fewer; and warps."""
     if arch == "interpreter":
-        return max(64, triton.next_power_of_2(2 * topk)), 4
-    block = min(8192, max(2048, triton.next_power_of_2(width)))
+        return max(64, next_power_of_2(2 * topk)), 4
+    block = min(8192, max(2048, next_power_of_2(width)))
     # On AMD sixteen warps leave each too few registers.
-    return max(block, triton.next_power_of_2(2 * topk)), 16 if block >= 8192 and arch == "sm_90" else 8
+    return max(block, next_power_of_2(2 * topk)), 16 if block >= 8192 and arch == "sm_90" else 8
 
 
 def top_rows(
@@ -95,7 +95,7 @@ def top_rows(
     width = scores.shape[1]
     while True:
         block, warps = config(arch, width, topk)
-        blocks = triton.cdiv(width, block)
+        blocks = cdiv(width, block)
         last = blocks == 1
         columns = picks.shape[1] if last else topk
         found = picks if last else torch.empty(len(seen), blocks * topk, dtype=torch.int32, device=scores.device)
@@ -104,7 +104,7 @@ def top_rows(
             scores, seen if named is None else named, seen, tokens if listed else seen, found, topk, width,
             scores.stride(0), 0 if named is None else named.stride(0), found.stride(0), topk,
             GIVEN=named is not None, LISTED=listed, BLOCK=block, COLUMNS=columns,
-            BLOCK_K=triton.next_power_of_2(columns), num_warps=warps,
+            BLOCK_K=next_power_of_2(columns), num_warps=warps,
         )  # fmt: skip
         if last:
             return

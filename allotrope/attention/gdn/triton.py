@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex
@@ -16,6 +15,7 @@ from allotrope.attention.gdn import triton_conv, triton_decode, triton_pairs, tr
 from allotrope.attention.gdn.reference import NORM_EPS
 from allotrope.attention.gdn.spec import GdnSpec
 from allotrope.attention.gdn.triton_conv import CHUNK, VALUE_SCALE
+from allotrope.attention.tile_sizes import cdiv
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _prefill(
     # Requests behind the decodes: their slots, lengths and chunks start further on.
     begin = plan.decodes
     start, lens, slots = plan.query_start[begin:], plan.seq_lens[begin:], plan.slots[begin:]
-    triton_conv.keep_kernel[(len(slots), triton.cdiv(spec.conv_dim, 1024))](
+    triton_conv.keep_kernel[(len(slots), cdiv(spec.conv_dim, 1024))](
         qkv, conv, start, lens, slots, qkv.stride(0), conv.stride(0), conv.stride(1), spec.conv_dim,
         WIDTH=spec.conv_width, BLOCK=1024, num_warps=4,
     )  # fmt: skip
@@ -146,7 +146,7 @@ def _prefill(
         )  # fmt: skip
     launch = triton_scan.config(arch, spec.k_head_dim, spec.v_head_dim, not exact)
     assert plan.first_chunk is not None
-    triton_scan.scan_kernel[(triton.cdiv(spec.v_head_dim, launch["BLOCK_V"]), heads, len(slots))](
+    triton_scan.scan_kernel[(cdiv(spec.v_head_dim, launch["BLOCK_V"]), heads, len(slots))](
         mixed, mix, scores, grown, rest, seen, queries, keys, last, ssm, out, start, lens, slots,
         plan.first_chunk[begin:], ssm.stride(0), value_scale, CHUNK=CHUNK, CHANNEL=spec.channel_decay,
         PRECISION=precision["PRECISION"], **sizes, **launch,

@@ -9,12 +9,12 @@ leaves room for 2^20.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.gdn.spec import KERNEL_CHUNK
 from allotrope.attention.gdn.triton_gates import silu
+from allotrope.attention.tile_sizes import next_power_of_2
 
 CHUNK = KERNEL_CHUNK
 VALUE_SCALE = 16.0
@@ -108,4 +108,4 @@ def keep_kernel(
 
 def config(arch: str, dim: int) -> dict[str, int]:
     """Of `conv_kernel`. `dim`: the larger of a key and a value head."""
-    return {"BLOCK": max(16, triton.next_power_of_2(dim)), "TOKENS": 16, "num_warps": 4, "num_stages": 1}
+    return {"BLOCK": max(16, next_power_of_2(dim)), "TOKENS": 16, "num_warps": 4, "num_stages": 1}

@@ -13,13 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.gdn.spec import GdnSpec
 from allotrope.attention.gdn.triton_gates import keep_newest, newest, softplus
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
 
 @early_jit
@@ -94,8 +94,8 @@ def decode_kernel(
 
 def config(arch: str, key_dim: int, value_dim: int) -> dict[str, int]:
     """A tile of the state that leaves room for many programs on a multiprocessor."""
-    block_k = max(16, triton.next_power_of_2(key_dim))
-    block_v = min(max(16, triton.next_power_of_2(value_dim)), max(16, 8192 // block_k))
+    block_k = max(16, next_power_of_2(key_dim))
+    block_v = min(max(16, next_power_of_2(value_dim)), max(16, 8192 // block_k))
     return {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 2, "num_stages": 1}
 
 
@@ -112,7 +112,7 @@ def decode(
     weight, bias, a_log, dt_bias = layer
     conv, ssm = pools["conv"], pools["ssm"]
     launch = launch or config("gfx942" if torch.version.hip else "sm_90", spec.k_head_dim, spec.v_head_dim)
-    grid = (triton.cdiv(spec.v_head_dim, launch["BLOCK_V"]), spec.num_v_heads, len(slots))
+    grid = (cdiv(spec.v_head_dim, launch["BLOCK_V"]), spec.num_v_heads, len(slots))
     decode_kernel[grid](
         qkv, b, a, weight, weight if bias is None else bias, a_log, dt_bias, conv, ssm, out, slots, seq_lens, arrivals,
         qkv.stride(0), b.stride(0), b.stride(1), a.stride(0), a.stride(1), weight.stride(0), weight.stride(1),

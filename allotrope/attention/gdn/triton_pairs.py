@@ -18,6 +18,7 @@ import triton.language as tl
 
 from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.gdn.triton_gates import softplus
+from allotrope.attention.tile_sizes import next_power_of_2
 
 
 @triton.jit
@@ -184,6 +185,6 @@ def channel_pairs_kernel(
 
 def config(arch: str, key_dim: int, channel: bool) -> dict[str, int]:
     """Of `pairs_kernel`, or with `channel` of `channel_pairs_kernel`."""
-    block_k = max(16, triton.next_power_of_2(key_dim))
+    block_k = max(16, next_power_of_2(key_dim))
     warps = 8 if channel else 2 if arch == "sm_90" else 4
     return {"BLOCK_K": block_k, "num_warps": warps, "num_stages": 1}

@@ -12,10 +12,10 @@ memory, one chunk ahead.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from allotrope.attention.early import in_turn_jit
+from allotrope.attention.tile_sizes import next_power_of_2
 
 
 # Not launched early: its few long programs would begin beside the last of the kernel before, several of them on one
@@ -101,7 +101,7 @@ def scan_kernel(
 
 def config(arch: str, key_dim: int, value_dim: int, half: bool) -> dict[str, int]:
     """`half`: products of fp16. Narrow parts of the state: one long request has to fill the chip."""
-    block_v = min(32, max(16, triton.next_power_of_2(value_dim)))
-    block_k = max(16, triton.next_power_of_2(key_dim))
+    block_v = min(32, max(16, next_power_of_2(value_dim)))
+    block_k = max(16, next_power_of_2(key_dim))
     stages = 3 if arch == "sm_90" and half and block_k <= 128 else 1
     return {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 4, "STAGES": stages}

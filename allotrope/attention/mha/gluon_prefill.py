@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -32,6 +31,7 @@ from allotrope.attention.gluon_versions import barrier
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.attention.mha.triton_decode import EVERYTHING
 from allotrope.attention.mha.triton_prefill import Tiles, gathered, heads_of_a_tile
+from allotrope.attention.tile_sizes import next_power_of_2
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LOWEST = gl.constexpr(-1.0e30)
@@ -303,7 +303,7 @@ def prefill(
     groups, dim, value_dim = spec.num_kv_heads, spec.head_dim, spec.value_dim
     repeat = spec.num_heads // groups
     heads = heads_of_a_tile(spec, how.block_m)
-    block_d, block_dv = max(64, triton.next_power_of_2(dim)), max(64, triton.next_power_of_2(value_dim))
+    block_d, block_dv = max(64, next_power_of_2(dim)), max(64, next_power_of_2(value_dim))
     k_rows, v_rows = gathered(spec, cut, pools["k"], pools["k"] if spec.values_are_keys else pools["v"], table, q.dtype)
     k, v = _descriptor(k_rows, dim, how.block_n, block_d), _descriptor(v_rows, value_dim, how.block_n, block_dv)
     prefill_kernel[(len(cut.records) * groups * (repeat // heads),)](

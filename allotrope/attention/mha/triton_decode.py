@@ -18,6 +18,7 @@ import triton.language as tl
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mha.spec import MhaSpec
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Below any logit, yet finite: exp2 of a difference is never that of inf - inf.
@@ -40,7 +41,7 @@ class Config:
 
 def config(arch: str, spec: MhaSpec, dtype: torch.dtype) -> Config:
     """Launch parameters; `dtype`: type of the queries."""
-    widest = max(triton.next_power_of_2(spec.head_dim), triton.next_power_of_2(spec.value_dim))
+    widest = max(next_power_of_2(spec.head_dim), next_power_of_2(spec.value_dim))
     repeat = spec.num_heads // spec.num_kv_heads
     # A chunk's result is `repeat` rows of fp32: few key/value heads need short chunks to fill a chip, many queries of
     # one head long ones.
@@ -64,7 +65,7 @@ def packed(spec: MhaSpec, dtype: torch.dtype) -> bool:
 
 def most_chunks(spec: MhaSpec) -> int:
     """Chunks of a request, at most: longer requests have larger chunks. Enough for one request to fill a chip."""
-    return min(128, max(32, triton.next_power_of_2(256 // spec.num_kv_heads)))
+    return min(128, max(32, next_power_of_2(256 // spec.num_kv_heads)))
 
 
 @triton.jit
@@ -235,14 +236,14 @@ def decode(
     most = most_chunks(spec)
     window = EVERYTHING if spec.window is None else spec.window
     reach = min(longest, window + how.block_n - 1)
-    capacity = min(most, triton.cdiv(reach, how.chunk))
+    capacity = min(most, cdiv(reach, how.chunk))
     direct = capacity == 1
-    block_h = min(64, max(16, triton.next_power_of_2(repeat)))
-    tiles = groups * triton.cdiv(repeat, block_h)
-    splits = min(capacity, max(1, triton.cdiv(how.programs, tiles * requests)))
+    block_h = min(64, max(16, next_power_of_2(repeat)))
+    tiles = groups * cdiv(repeat, block_h)
+    splits = min(capacity, max(1, cdiv(how.programs, tiles * requests)))
     partial = out if direct else q.new_empty((requests, heads, capacity, value_dim), dtype=torch.float32)
     lse = seq_lens if direct else q.new_empty((requests, heads, capacity), dtype=torch.float32)
-    shape = {"BLOCK_DV": max(16, triton.next_power_of_2(value_dim)), "BLOCK_N": how.block_n, "CHUNK": how.chunk}
+    shape = {"BLOCK_DV": max(16, next_power_of_2(value_dim)), "BLOCK_N": how.block_n, "CHUNK": how.chunk}
     kernel, more = decode_kernel, {}
     if packed(spec, q.dtype):
         from allotrope.attention.mha import triton_decode_fp8
@@ -255,7 +256,7 @@ def decode(
         window, splits, capacity,
         q.stride(0), q.stride(1), *k_pool.stride()[:3], *v_pool.stride()[:3], table.stride(0), *out.stride()[:2],
         H=heads, R=repeat, PAGE=k_pool.shape[1], D=dim, DV=value_dim, BLOCK_H=block_h,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)), MOST=most, **shape, SOFTCAP=spec.softcap is not None,
+        BLOCK_D=max(16, next_power_of_2(dim)), MOST=most, **shape, SOFTCAP=spec.softcap is not None,
         SINKS=sinks is not None, SHARED=spec.values_are_keys, DIRECT=direct, **more,
         num_warps=how.warps, num_stages=how.stages,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from allotrope.attention.batch import BatchLayout
 from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.attention.mha.triton_decode import _LOG2E, _LOWEST, EVERYTHING, _capped
+from allotrope.attention.tile_sizes import next_power_of_2
 
 # Rows of one gathered block: a request's region of the scratch begins at a multiple, and is zeros to the next one.
 REGION = 128
@@ -43,7 +44,7 @@ class Config:
 
 def config(arch: str, spec: MhaSpec, dtype: torch.dtype) -> Config:
     """Launch parameters; `dtype`: type of the queries."""
-    widest = max(triton.next_power_of_2(spec.head_dim), triton.next_power_of_2(spec.value_dim))
+    widest = max(next_power_of_2(spec.head_dim), next_power_of_2(spec.value_dim))
     if arch == "interpreter":
         return Config(64, 32, 4, 1, spec.num_kv_heads % 2 == 0)
     if dtype == torch.float32:
@@ -291,7 +292,7 @@ def prefill(
     k_pool = pools["k"]
     v_pool = k_pool if spec.values_are_keys else pools["v"]
     page = k_pool.shape[1]
-    block_d, block_dv = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
+    block_d, block_dv = max(16, next_power_of_2(dim)), max(16, next_power_of_2(value_dim))
     k: Any = k_pool
     v: Any = v_pool
     if how.gather:
@@ -334,7 +335,7 @@ def gathered(
         k_pool, v_pool, table, cut.blocks, k_rows, v_rows, cut.rows,
         *k_pool.stride()[:3], *v_pool.stride()[:3], table.stride(0),
         PAGE=k_pool.shape[1], D=spec.head_dim, DV=spec.value_dim, PITCH=pitch, PITCH_V=pitch_v,
-        BLOCK_D=triton.next_power_of_2(pitch), BLOCK_DV=triton.next_power_of_2(pitch_v), BLOCK_T=block_t,
+        BLOCK_D=next_power_of_2(pitch), BLOCK_DV=next_power_of_2(pitch_v), BLOCK_T=block_t,
         REGION=REGION, SHARED=spec.values_are_keys, num_warps=4,
     )  # fmt: skip
     return k_rows, v_rows

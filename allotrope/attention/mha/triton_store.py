@@ -13,6 +13,7 @@ import triton.language as tl
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mha.spec import MhaSpec
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
 # Largest number of float8_e4m3fn.
 _LARGEST = tl.constexpr(448.0)
@@ -73,11 +74,11 @@ def store(
     v = k if spec.values_are_keys else v
     k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
     tokens = k.shape[0]
-    store_kernel[(triton.cdiv(tokens, _TOKENS), spec.num_kv_heads)](
+    store_kernel[(cdiv(tokens, _TOKENS), spec.num_kv_heads)](
         k, v, slots, k_pool, v_pool, k_scale, v_scale, tokens,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), *k_pool.stride()[:3], *v_pool.stride()[:3],
         PAGE=k_pool.shape[1], D=spec.head_dim, DV=spec.value_dim,
-        BLOCK_D=triton.next_power_of_2(spec.head_dim), BLOCK_DV=triton.next_power_of_2(spec.value_dim),
+        BLOCK_D=next_power_of_2(spec.head_dim), BLOCK_DV=next_power_of_2(spec.value_dim),
         BLOCK_T=_TOKENS, FP8=k_pool.dtype.itemsize == 1, SHARED=spec.values_are_keys, num_warps=4,
     )  # fmt: skip
 

@@ -25,6 +25,7 @@ from allotrope.attention.mla.rows import BLOCK
 from allotrope.attention.mla.spec import MlaSpec
 from allotrope.attention.mla.triton_store import planes
 from allotrope.attention.splits import cheapest_splits
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _BLOCK = tl.constexpr(BLOCK)
@@ -61,7 +62,7 @@ class Config:
 
 def config(arch: str, spec: MlaSpec, dtype: torch.dtype, picked: bool) -> Config:
     """Launch parameters. `dtype`: of the queries. `picked`: whether rows are picked one by one."""
-    heads = min(64, max(16, triton.next_power_of_2(spec.num_heads)))
+    heads = min(64, max(16, next_power_of_2(spec.num_heads)))
     if arch == "interpreter":
         return Config(heads, 32, 4, 1, 1, heads < 64)
     if dtype == torch.float32:
@@ -293,9 +294,9 @@ def attend(
     heads, count, latent = q.shape
     device = q.device
     chosen = config(arch_of(device), spec, q.dtype, picks is not None)
-    groups = triton.cdiv(heads, chosen.heads)
+    groups = cdiv(heads, chosen.heads)
     bound = queries.bound if picks is None else min(queries.bound, topk)
-    steps = triton.next_power_of_2(triton.cdiv(max(1, bound), chosen.keys))
+    steps = next_power_of_2(cdiv(max(1, bound), chosen.keys))
     splits = split_count(count, groups, steps, slots_of(device) * chosen.resident)
     out = torch.empty(heads, count, latent, dtype=q.dtype, device=device)
     direct = splits == 1
@@ -304,7 +305,7 @@ def attend(
         partial = torch.empty(count, splits, heads, latent, dtype=torch.float32, device=device)
         lse = torch.empty(count, splits, heads, dtype=torch.float32, device=device)
     c_pool, pe_pool, factors = planes(spec, pools)
-    block_c, block_r = triton.next_power_of_2(latent), triton.next_power_of_2(spec.rope_dim)
+    block_c, block_r = next_power_of_2(latent), next_power_of_2(spec.rope_dim)
     kernel, flags = attend_kernel, {
         "C": latent, "R": spec.rope_dim, "HEADS": chosen.heads, "KEYS": chosen.keys, "BLOCK_C": max(16, block_c),
         "BLOCK_R": max(16, block_r), "TURNED": chosen.turned,

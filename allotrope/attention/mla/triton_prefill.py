@@ -27,6 +27,7 @@ from allotrope.attention.mla.plan import Span
 from allotrope.attention.mla.spec import MlaSpec
 from allotrope.attention.mla.triton_decode import _LOG2E, _LOWEST, _rows, arch_of
 from allotrope.attention.mla.triton_store import planes
+from allotrope.attention.tile_sizes import next_power_of_2
 
 # Queries of a tile of a plan; a kernel may share it out among several programs.
 TILE = 128
@@ -400,13 +401,13 @@ def read_back(
 
 
 def _padded(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+    return max(16, next_power_of_2(size))
 
 
 def _parts(spec: MlaSpec) -> dict[str, int]:
     """Query dims without rotation as a power of two and a rest, so that little is multiplied by zeros."""
     size = spec.nope_dim
-    a = size if size == triton.next_power_of_2(size) else triton.next_power_of_2(size) // 2
+    a = size if size == next_power_of_2(size) else next_power_of_2(size) // 2
     return {"A": a, "B": size - a, "BLOCK_A": _padded(a), "BLOCK_B": _padded(size - a)}
 
 

@@ -16,6 +16,7 @@ from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mla.rows import BLOCK, FP8_MAX
 from allotrope.attention.mla.spec import MlaSpec
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
 _LARGEST = tl.constexpr(FP8_MAX)
 _BLOCK = tl.constexpr(BLOCK)
@@ -91,11 +92,11 @@ def store(
     """Write rows [T, C] and [T, R] at `slots` [T]; negative slots are passed over."""
     latent, rope, factors = planes(spec, pools)
     rows = 4
-    store_kernel[(triton.cdiv(len(slots), rows),)](
+    store_kernel[(cdiv(len(slots), rows),)](
         c, k_pe, latent, rope, factors, slots, len(slots), 1.0 / kv_scale,
         c.stride(0), k_pe.stride(0), *latent.stride()[:2], *rope.stride()[:2], *factors.stride()[:2],
-        PAGE=latent.shape[1], C=spec.latent_dim, R=spec.rope_dim, BLOCK_C=triton.next_power_of_2(spec.latent_dim),
-        BLOCK_R=triton.next_power_of_2(spec.rope_dim), ROWS=rows, SCALED=spec.row_format == "scaled",
+        PAGE=latent.shape[1], C=spec.latent_dim, R=spec.rope_dim, BLOCK_C=next_power_of_2(spec.latent_dim),
+        BLOCK_R=next_power_of_2(spec.rope_dim), ROWS=rows, SCALED=spec.row_format == "scaled",
         FP8=spec.row_format == "plain" and spec.kv_dtype == torch.float8_e4m3fn, num_warps=4,
     )  # fmt: skip
 

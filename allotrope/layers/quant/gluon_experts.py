@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
@@ -23,6 +22,7 @@ from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early
 from allotrope.attention.gluon_ring import ring
 from allotrope.attention.gluon_versions import barrier
+from allotrope.attention.tile_sizes import cdiv
 from allotrope.layers.mlp import Gating
 from allotrope.layers.quant.launch import on_hopper
 from allotrope.layers.quant.prepare import Prepared
@@ -160,7 +160,7 @@ def multiply(
     """
     outputs = out.shape[1]
     gated = outputs < weight.outputs
-    grid = (triton.cdiv(outputs, COLUMNS if gated else 2 * COLUMNS), len(table))
+    grid = (cdiv(outputs, COLUMNS if gated else 2 * COLUMNS), len(table))
     experts_kernel[grid](
         _descriptor(codes, 64), x_scales, _descriptor(weight.codes.flatten(0, 1), 128), weight.scales, ends, table, out,
         weight.experts, outputs, weight.padded // 128, x_scales.stride(1), *weight.scales.stride()[:2], out.stride(0),

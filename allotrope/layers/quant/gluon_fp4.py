@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,6 +29,7 @@ from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early
 from allotrope.attention.gluon_ring import ring
 from allotrope.attention.gluon_versions import barrier
+from allotrope.attention.tile_sizes import cdiv
 from allotrope.layers.mlp import Gating
 from allotrope.layers.mlp_triton import ACTIVATIONS, gate
 from allotrope.layers.quant.launch import on_hopper
@@ -206,7 +206,7 @@ def multiply(
     `ROWS`. `out`: [n, outputs], written into. Needs `knows`.
     """
     outputs = out.shape[1]
-    grid = (triton.cdiv(outputs, COLUMNS if gating else 2 * COLUMNS), len(table))
+    grid = (cdiv(outputs, COLUMNS if gating else 2 * COLUMNS), len(table))
     experts_kernel[grid](
         _descriptor(x, [128, 64]), _descriptor(weight.codes.flatten(0, 3), [64, 32]), weight.scales,
         out if bias is None else bias, ends, table, out, weight.experts, outputs, *weight.codes.shape[1:3],

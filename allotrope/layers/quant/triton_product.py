@@ -25,6 +25,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 from allotrope.layers.beside import is_beside
 from allotrope.layers.mlp_triton import ACTIVATIONS, gate
 from allotrope.layers.quant import gluon_experts, gluon_fp4
@@ -342,8 +343,8 @@ def multiply(
     x_scales = None
     if fp8 and not launch.quantize:
         x, x_scales = quantize_rows(x)
-    tiles = triton.cdiv(rows, launch.rows) if ends is None else _most_tiles(rows, ends, launch.rows)
-    blocks = triton.cdiv(outputs, launch.columns)
+    tiles = cdiv(rows, launch.rows) if ends is None else _most_tiles(rows, ends, launch.rows)
+    blocks = cdiv(outputs, launch.columns)
     table = _table_of_tiles(rows, ends, launch.rows) if ends is not None and tiles * blocks > _SEARCHED else None
     parts, arrivals = None, None
     if launch.splits > 1:
@@ -402,8 +403,8 @@ def _table_of_tiles(rows: int, ends: torch.Tensor, height: int) -> torch.Tensor:
     """What `tiles_kernel` writes."""
     experts, tiles = len(ends), _most_tiles(rows, ends, height)
     table = torch.empty((tiles, 2), dtype=torch.int32, device=ends.device)
-    tiles_kernel[(triton.cdiv(tiles, _TABLE_BLOCK),)](
-        ends, table, experts, tiles, triton.next_power_of_2(experts), height, _TABLE_BLOCK
+    tiles_kernel[(cdiv(tiles, _TABLE_BLOCK),)](
+        ends, table, experts, tiles, next_power_of_2(experts), height, _TABLE_BLOCK
     )
     return table
 
@@ -412,7 +413,7 @@ def _constants(weight: Prepared, outputs: int, launch: Launch, chip: str) -> dic
     whole_tiles = weight.scale_rows % launch.columns == 0 and outputs % launch.columns == 0
     return {
         "KIND": weight.kind,
-        "EXPERTS": triton.next_power_of_2(weight.experts) if weight.experts else 0,
+        "EXPERTS": next_power_of_2(weight.experts) if weight.experts else 0,
         "QUANTIZE": launch.quantize and weight.kind == "fp8",
         "SCALE_ROWS": weight.scale_rows,
         "ONE_SCALE": weight.kind == "fp8" and whole_tiles,

@@ -15,6 +15,7 @@ import triton.language as tl
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mla.rows import FP8_MAX
+from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 from allotrope.layers.quant.format import ACTIVATION_RUN, SMALLEST_SCALE
 
 _MANY_RUNS = 1 << 15
@@ -57,16 +58,16 @@ def quantize_rows(
     that are not in x.
     """
     tokens, inputs = len(x) if source is None else len(source), x.shape[1]
-    runs = triton.cdiv(inputs, ACTIVATION_RUN)
+    runs = cdiv(inputs, ACTIVATION_RUN)
     rows = -(-tokens // 4) * 4
     codes = torch.empty((rows, runs * ACTIVATION_RUN), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((runs, rows), dtype=torch.float32, device=x.device)
     if tokens:
         # Of many rows a thread asks for 64 bytes at once; of few, as many programs as there are to share them.
         many = tokens * runs >= _MANY_RUNS
-        each = min(16 if many else 8, triton.next_power_of_2(runs))
+        each = min(16 if many else 8, next_power_of_2(runs))
         strides = x.stride(0), codes.stride(0), scales.stride(0)
-        grid = (tokens, triton.cdiv(runs, each))
+        grid = (tokens, cdiv(runs, each))
         quantize_kernel[grid](
             x, source, codes, scales, inputs, runs, *strides, RUNS=each, GATHER=source is not None,
             num_warps=max(1, each // (8 if many else 2)),

@@ -6,6 +6,7 @@ There are two classes because vLLM asks a class, before there is any config, whe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ from allotrope.attention.backend import parse_wanted
 from allotrope.attention.batch import BatchLayout
 from allotrope.attention.cache_layout import CacheLayout, StateSlots, row_bytes
 from allotrope.attention.registry import FAMILIES
+from allotrope.attention.rehearsal import rehearse_steps
 from allotrope.attention.rope import RopeSpec, RopeTable
 from allotrope.errors import ConfigError, ModelError
 from allotrope.layers.build import Build
@@ -168,6 +170,7 @@ class HostedModel(nn.Module):
         self.decoder = self.architecture.decoder(spec, self.build)
         self.finished = False
         self._tables: dict[RopeSpec, RopeTable] = {}
+        self._rehearsed: set[tuple[bool, bool, int, bool]] = set()
         self.layers = _host(self.decoder, prefix or "model", vllm_config)
         # Of steps that can be captured; none otherwise.
         self._numbers: torch.Tensor | None = None
@@ -198,11 +201,27 @@ class HostedModel(nn.Module):
             # Weights that vLLM made up never came through `load_weights`.
             self._finish()
         if not BreakableCUDAGraphCapture.is_active():
+            self._rehearse(input_ids)
             return self._compute(input_ids)
         out = torch.empty(len(input_ids), self.decoder.spec.hidden, dtype=self.build.dtype, device=self.build.device)
         # Which step it is shall be asked at every replay. Where vLLM captures whole steps, this is captured as well.
         eager_break_during_capture(self._write)(out, input_ids)
         return out
+
+    def _rehearse(self, input_ids: torch.Tensor) -> None:
+        """Of the first step of a kind, have the kernels compiled several at once; the step would do it one by one.
+
+        vLLM's warm-up, which has steps of all sizes that are captured, is most of its start otherwise.
+        """
+        steps: dict[str, HostedStep] | None = get_forward_context().attn_metadata
+        decodes = steps[self.layers[0].home.name].common.max_query_len == 1 if steps else False
+        tokens = len(input_ids)
+        # Sizes whose kernels are launched alike.
+        kind, device = (bool(steps), decodes, (tokens - 1).bit_length(), tokens % 16 == 0), self.build.device
+        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if kind not in self._rehearsed and not captured:
+            self._rehearsed.add(kind)
+            rehearse_steps(functools.partial(self._compute, input_ids), device, self.build.parallel.size, log)
 
     def _write(self, out: torch.Tensor, input_ids: torch.Tensor) -> None:
         out.copy_(self._compute(input_ids))
