@@ -50,6 +50,18 @@ def test_a_chip_of_the_same_architecture_starts_from_what_the_h200_does(
 
 @pytest.mark.parametrize("chip", ["h200", "gfx942", "gfx950", "interpreter"])
 @pytest.mark.parametrize("rows", [1, 17, 64, 500, 8192, 1 << 17])
+def test_large_plain_weights_are_not_left_to_pytorch(rows: int, chip: str) -> None:
+    head, down, small = (Shape("plain", 0, *size, False) for size in ((131072, 2048), (8192, 28672), (2048, 2048)))
+    found = [rule_of_thumb(shape, rows, chip) for shape in (head, down, small)]
+    ours = [not launch.library for launch in found]
+    assert ours == ([rows <= 64, rows <= 16, False] if chip == "h200" else [chip == "interpreter"] * 3)
+    if chip == "h200" and rows <= 16:
+        # As many programs as a chip has room for, of weights of few outputs too.
+        assert [launch.splits for launch in found[:2]] == [1, 2]
+
+
+@pytest.mark.parametrize("chip", ["h200", "gfx942", "gfx950", "interpreter"])
+@pytest.mark.parametrize("rows", [1, 17, 64, 500, 8192, 1 << 17])
 def test_rules_give_tiles_that_exist(rows: int, chip: str) -> None:
     for shape in (SHAPE, Shape("mxfp4", 128, 2880, 2880, True), Shape("plain", 8, 64, 64, False)):
         found = rule_of_thumb(shape, rows, chip)

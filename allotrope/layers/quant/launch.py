@@ -20,8 +20,9 @@ FOLDER = Path(__file__).parent / "tuned"
 _LIBRARY_ROWS = 1024
 # Rows of which more would be launched alike.
 _MANY = 8192
-# Rows up to which one plain weight may not be left to PyTorch, and numbers from which an unmeasured one is not.
-FEW_PLAIN_ROWS, _LARGE_PLAIN = 64, 1 << 24
+# Rows up to which one plain weight may not be left to PyTorch; numbers from which an unmeasured one is not, and outputs
+# from which that holds for all those rows.
+FEW_PLAIN_ROWS, _LARGE_PLAIN, _VOCABULARY = 64, 1 << 24, 1 << 16
 # Programs that keep a chip of today busy.
 _PROGRAMS = 264
 INTERPRETER = "interpreter"
@@ -127,9 +128,7 @@ def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
         few = usual <= 16
         return Launch(16 if few else 32, 64, left=False, warps=4 if few or amd else 8, stages=1 if amd else 2)
     if shape.kind == "plain" and not shape.experts:
-        # How PyTorch multiplies small weights is hard to beat; large ones are a matter of reading.
-        large = shape.outputs * shape.inputs >= _LARGE_PLAIN and rows <= FEW_PLAIN_ROWS and not amd
-        return Launch(16 if rows <= 16 else 32 if rows <= 32 else 64, 128, stages=4, depth=64) if large else PYTORCH
+        return PYTORCH if amd else _of_plain(shape, rows)
     four_bits = shape.kind == "mxfp4" and not amd
     if four_bits and shape.experts and usual > 32 and chip.startswith(_HOPPER):
         return GROUPS
@@ -154,6 +153,19 @@ def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
     tiles = -(-shape.outputs // columns)
     splits = max(1, min(_PROGRAMS // tiles, -(-shape.inputs // ACTIVATION_RUN) // 4, 8))
     return Launch(height, columns, splits, left=not amd, stages=stages)
+
+
+def _of_plain(shape: Shape, rows: int) -> Launch:
+    """How PyTorch multiplies small weights is hard to beat, and medium ones by more than 16 rows; the rest is a
+    matter of reading.
+    """
+    most = FEW_PLAIN_ROWS if shape.outputs >= _VOCABULARY else 16
+    if shape.outputs * shape.inputs < _LARGE_PLAIN or rows > most:
+        return PYTORCH
+    if rows > 16:
+        return Launch(32 if rows <= 32 else 64, 128, warps=8, stages=3, depth=64)
+    tiles = -(-shape.outputs // 64)
+    return Launch(16, 64, max(1, min(4, 336 // tiles)), stages=3)
 
 
 @functools.cache

@@ -465,14 +465,15 @@ def variants(arch: str) -> list[Variant]:
         ("fp32 experts many rows gated", "fp32", 128, 32768, True),
     )
     for name, kind, experts, rows, gated in cases:
-        launch = rule_of_thumb(Shape(kind, experts, 12288, 2048, gated), rows, chip)
+        outputs = 131072 if kind == "plain" and not experts else 12288
+        launch = rule_of_thumb(Shape(kind, experts, outputs, 2048, gated), rows, chip)
         if launch.library and kind == "plain":
             # There is nothing of ours to compile.
             continue
         rounded = kind == "fp8" and not launch.quantize
         none = torch.empty(0)
         stored: Any = "plain" if kind == "fp32" else kind
-        weight = Prepared(stored, none, none, 12288, 2048, 2048, 128 if kind == "fp8" else 1, False, experts, True)
+        weight = Prepared(stored, none, none, outputs, 2048, 2048, 128 if kind == "fp8" else 1, False, experts, True)
         numbers = "*fp32:16" if kind == "fp32" else "*bf16:16"
         signature = {"x": "*fp8e4nv:16" if rounded else numbers, "ends": "*i32:16", "out": numbers}
         signature |= {"codes": {"fp8": "*fp8e4nv:16", "mxfp4": "*i16:16"}.get(kind, numbers)}
@@ -488,7 +489,7 @@ def variants(arch: str) -> list[Variant]:
             "LIMIT": kind == "mxfp4",
         }
         constants |= {"ACTIVATION": ACTIVATIONS["silu"] if gated else -1}
-        constants |= {"scale_run": 1, "bias_stride": 1} | _constants(weight, 12288, launch, chip)
+        constants |= {"scale_run": 1, "bias_stride": 1} | _constants(weight, outputs, launch, chip)
         for present, names, kinds in (
             (rounded, ("x_scales",), "*fp32:16"),
             (experts > 0, ("source",), "*i32:16"),
