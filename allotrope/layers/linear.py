@@ -29,7 +29,7 @@ class Product:
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.multiply: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-        if on_device(weight):
+        if has_kernel(weight):
             self.multiply = partial(_by_triton, prepare_plain(weight))
         elif not worth_packing(weight):
             self.multiply = partial(_plain, weight)
@@ -76,7 +76,7 @@ def worth_packing(weight: torch.Tensor) -> bool:
     )
 
 
-def on_device(weight: torch.Tensor) -> bool:
+def has_kernel(weight: torch.Tensor) -> bool:
     """Whether a few rows may be multiplied by a kernel of ours, where that is faster than PyTorch's."""
     return (
         weight.device.type == "cuda"

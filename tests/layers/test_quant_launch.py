@@ -14,7 +14,7 @@ SHAPE = Shape("fp8", 0, 4096, 2048, False)
 
 def test_the_next_larger_measured_number_of_rows_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "FOLDER", tmp_path)
-    tuned.cache_clear()
+    launch.forget()
     small, large = Launch(16, 64, 4), Launch(64, 128, left=False)
     write_tuned("chip", {SHAPE.key: {"4": small}})
     write_tuned("chip", {SHAPE.key: {"64": large}})
@@ -25,27 +25,27 @@ def test_the_next_larger_measured_number_of_rows_counts(tmp_path: Path, monkeypa
         assert launch_for(other, 4, "chip") == rule_of_thumb(other, 4, "chip")
         # More rows than many go as many do.
         write_tuned("chip", {SHAPE.key: {"8192": large}})
-        tuned.cache_clear()
+        launch.forget()
         assert launch_for(SHAPE, 8193, "chip") == launch_for(SHAPE, 1 << 20, "chip") == large
     finally:
-        tuned.cache_clear()
+        launch.forget()
 
 
 def test_a_chip_of_the_same_architecture_starts_from_what_the_h200_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "FOLDER", tmp_path)
-    tuned.cache_clear()
+    launch.forget()
     first, own, other = Launch(32, 128), Launch(32, 64, 2), Shape("fp8", 0, 64, 64, False)
     write_tuned("h200", {SHAPE.key: {"4": first}, other.key: {"4": first}})
     try:
         assert launch_for(SHAPE, 4, "h100_80gb_hbm3") == first != launch_for(SHAPE, 4, "b200")
-        tuned.cache_clear()
+        launch.forget()
         write_tuned("h100_80gb_hbm3", {SHAPE.key: {"4": own}})
         assert [launch_for(shape, 4, "h100_80gb_hbm3") for shape in (SHAPE, other)] == [own, first]
         assert launch_for(SHAPE, 4, "h200") == first
     finally:
-        tuned.cache_clear()
+        launch.forget()
 
 
 @pytest.mark.parametrize("chip", ["h200", "gfx942", "gfx950", "interpreter"])

@@ -79,6 +79,7 @@ def bucket(rows: int) -> int:
     return 1 << max(rows - 1, 0).bit_length()
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def launch_for(shape: Shape, rows: int, chip: str) -> Launch:
     """`rows`: of the product, the pairs of token and expert where there are experts. More rows than were measured go as
     the most that were, where that were many: their tiles are full.
@@ -113,7 +114,14 @@ def write_tuned(chip: str, found: dict[str, dict[str, Launch]]) -> Path:
     lines = [f"  {json.dumps(key)}: {json.dumps(whole[key])}" for key in sorted(whole)]
     FOLDER.mkdir(exist_ok=True)
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    forget()
     return path
+
+
+def forget() -> None:
+    """What is measured is read again."""
+    tuned.cache_clear()
+    launch_for.cache_clear()
 
 
 def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:

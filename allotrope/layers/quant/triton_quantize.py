@@ -72,8 +72,9 @@ def quantize_rows(
             x, source, codes, scales, inputs, runs, *strides, RUNS=each, GATHER=source is not None,
             num_warps=max(1, each // (8 if many else 2)),
         )  # fmt: skip
-    kept = rows if whole else tokens
-    return codes[:kept], scales[:, :kept].t()
+    if whole or rows == tokens:
+        return codes, scales.t()
+    return codes[:tokens], scales[:, :tokens].t()
 
 
 def variants(arch: str) -> list[Variant]:
