@@ -36,8 +36,12 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize("inputs", [128, 300, 1])
-def test_activations_are_rounded_as_the_twin_does(inputs: int) -> None:
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("inputs", [128, 300, 1, 1100])
+def test_activations_are_rounded_as_the_twin_does(inputs: int, many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one run and of several, of which a program has parts."""
+    if many:
+        monkeypatch.setattr(triton_quantize, "_MANY_RUNS", 1)
     torch.manual_seed(0)
     x = torch.randn(5, inputs + 3, device=DEVICE).bfloat16()[:, :inputs]
     x[2] = 0

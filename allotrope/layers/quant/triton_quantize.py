@@ -2,7 +2,7 @@
 
     scale = max |x| / 448;  code = x / scale
 
-A program owns a few runs of one row. Bytes moved: x once, codes and scales once.
+A program owns a few runs, of as many rows as have them. Bytes moved: x once, codes and scales once.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -15,7 +15,7 @@ import triton.language as tl
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.mla.rows import FP8_MAX
-from allotrope.attention.tile_sizes import cdiv, next_power_of_2
+from allotrope.attention.tile_sizes import cdiv
 from allotrope.layers.quant.format import ACTIVATION_RUN, SMALLEST_SCALE
 
 _MANY_RUNS = 1 << 15
@@ -29,24 +29,27 @@ def to_codes(x):
     return (x / scale[:, None]).to(tl.float8e4nv), scale
 
 
-@early_jit(do_not_specialize=["scale_stride"])
+@early_jit(do_not_specialize=["tokens", "scale_stride"])
 def quantize_kernel(
-    x, source, codes, scales, inputs, runs, x_stride, code_stride, scale_stride, RUNS: tl.constexpr,
+    x, source, codes, scales, tokens, inputs, runs, x_stride, code_stride, scale_stride, RUNS: tl.constexpr,
     GATHER: tl.constexpr,
 ):  # fmt: skip
     """Row i is row `source[i]` of `x` with GATHER. `scales`: the runs of a row lie `scale_stride` apart, rows side by
     side."""
     await_turn()
-    row = tl.program_id(0).to(tl.int64)
+    # Runs are counted through all rows: neither short rows nor long ones leave a part of a program without work.
+    one = tl.program_id(0) * RUNS + tl.arange(0, RUNS)
+    row, run = (one // runs).to(tl.int64), one % runs
+    there = row < tokens
     token = row
     if GATHER:
-        token = tl.load(source + row).to(tl.int64)
-    run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
+        token = tl.load(source + row, mask=there, other=0).to(tl.int64)
     column = run[:, None] * 128 + tl.arange(0, 128)[None, :]
-    values = tl.load(x + token * x_stride + column, mask=column < inputs, other=0.0).to(tl.float32)
+    inside = there[:, None] & (column < inputs)
+    values = tl.load(x + token[:, None] * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     code, scale = to_codes(values)
-    tl.store(codes + row * code_stride + column, code, mask=(run < runs)[:, None])
-    tl.store(scales + run.to(tl.int64) * scale_stride + row, scale, mask=run < runs)
+    tl.store(codes + row[:, None] * code_stride + column, code, mask=there[:, None])
+    tl.store(scales + run.to(tl.int64) * scale_stride + row, scale, mask=there)
 
 
 def quantize_rows(
@@ -63,14 +66,11 @@ def quantize_rows(
     codes = torch.empty((rows, runs * ACTIVATION_RUN), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((runs, rows), dtype=torch.float32, device=x.device)
     if tokens:
-        # Of many rows a thread asks for 64 bytes at once; of few, as many programs as there are to share them.
-        many = tokens * runs >= _MANY_RUNS
-        each = min(16 if many else 8, next_power_of_2(runs))
-        strides = x.stride(0), codes.stride(0), scales.stride(0)
-        grid = (tokens, cdiv(runs, each))
-        quantize_kernel[grid](
-            x, source, codes, scales, inputs, runs, *strides, RUNS=each, GATHER=source is not None,
-            num_warps=max(1, each // (8 if many else 2)),
+        # Of many runs a thread asks for 64 bytes at once; few are shared out to as many programs as can be.
+        each, warps = (16, 2) if tokens * runs >= _MANY_RUNS else (8, 4)
+        quantize_kernel[(cdiv(tokens * runs, each),)](
+            x, source, codes, scales, tokens, inputs, runs, x.stride(0), codes.stride(0), scales.stride(0),
+            RUNS=each, GATHER=source is not None, num_warps=warps,
         )  # fmt: skip
     if whole or rows == tokens:
         return codes, scales.t()
@@ -80,7 +80,7 @@ def quantize_rows(
 def variants(arch: str) -> list[Variant]:
     """Of bf16 activations."""
     signature = {"x": "*bf16:16", "codes": "*fp8e4nv:16", "scales": "*fp32:16"}
-    signature |= dict.fromkeys(("inputs", "runs"), "i32") | {"x_stride": "i32:16", "code_stride": "i32:16"}
+    signature |= dict.fromkeys(("tokens", "inputs", "runs"), "i32") | {"x_stride": "i32:16", "code_stride": "i32:16"}
     signature |= {"scale_stride": "i32"}
     constants = {"GATHER": False, "source": None}
     return [
