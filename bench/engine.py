@@ -204,7 +204,9 @@ def measure_engine(
 
 
 def await_signal(signal: Path, name: str, worker: Worker) -> None:
-    """Say that `name` is ready to be measured, and wait for the file `signal`. Raises EngineFailed once it is late."""
+    """Say that `name` is ready to be measured, and wait for the file `signal`: several GPUs of a host can be measured
+    when nothing is compiled on it any more. Raises EngineFailed once it is late.
+    """
     signal.with_name(f"{signal.name}.{name}").touch()
     while not signal.exists():
         if worker.late:
@@ -309,12 +311,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--forced", default="17,64,200,333", help="lengths of prompts whose logprobs are compared")
     parser.add_argument("--prefix-caching", action="store_true", help="prefix caches on, in both")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds that an engine's process may take")
-    parser.add_argument(
-        "--signal",
-        type=Path,
-        help="before its cases an engine leaves a file of this name, its own behind a dot, and waits for this one: "
-        "several GPUs of a host can be measured when nothing is compiled on it any more",
-    )
+    parser.add_argument("--signal", type=Path, help="before its cases an engine leaves SIGNAL.NAME and awaits SIGNAL")
     parser.add_argument("--merge", type=Path, nargs="+", default=[], help="JSON of earlier runs to join")
     parser.add_argument("--roofline", action="store_true", help="ours alone, by class of kernel, beside the ceilings")
     parser.add_argument("--requests", type=int, default=64, help="with --roofline: that decode at once")
