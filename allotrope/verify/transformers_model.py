@@ -144,7 +144,8 @@ def load_transformers(path: Path, config: Mapping[str, Any], dtype: torch.dtype,
     with quiet(), contextlib.ExitStack() as stack:
         path, config = stack.enter_context(plain_files(path, config))
         config = _in_words_of_all_releases(config)
-        options |= _dequantized(config)
+        dequantized = _dequantized(config)
+        options |= dequantized
         try:
             if path.is_file():
                 cls, options["gguf_file"], path = transformers.AutoModelForCausalLM, path.name, path.parent
@@ -152,8 +153,11 @@ def load_transformers(path: Path, config: Mapping[str, Any], dtype: torch.dtype,
                 path = stack.enter_context(_with_config(path, config))
                 cls, _ = class_and_config(config, path)
             model, info = cls.from_pretrained(str(path), **options)
-            # Some releases leave experts that were in 4 bits in bf16, whatever type is asked for.
-            found = TransformersModel(model.eval().to(dtype), layers)
+            if dequantized:
+                # Some releases leave experts that were in 4 bits in bf16, whatever type is asked for.
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.to(dtype)
+            found = TransformersModel(model.eval(), layers)
         except ModelError:
             raise
         except Exception as error:

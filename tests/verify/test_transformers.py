@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,21 @@ from allotrope.errors import ConfigError, ModelError
 from allotrope.verify.options import REGIMES, VerifyOptions
 from allotrope.verify.report import Report
 from allotrope.verify.run import verify
+from allotrope.verify.transformers_model import load_transformers
 
 
 def run(directory: Path, engine: dict[str, object] | None = None, **options: object) -> Report:
     return verify(EngineConfig(model=str(directory), **(engine or {})), VerifyOptions(**options))
+
+
+def test_the_reference_keeps_its_angles_exact(tiny: Tiny) -> None:
+    """Of a model in bf16 the parameters are rounded; what Transformers computes in fp32 stays so."""
+    directory = tiny("llama").directory
+    config = json.loads((directory / "config.json").read_text())
+    model = load_transformers(directory, config, torch.bfloat16, config["num_hidden_layers"]).model
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    angles = [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+    assert angles and all(buffer.dtype == torch.float32 for buffer in angles)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
