@@ -60,6 +60,10 @@ def quantize_rows(
     `source`: which rows of x, all in their order if None. `whole`: rows are rounded up to fours, with anything in those
     that are not in x.
     """
+    if x.shape[1] == 1:
+        # Triton makes a constant of a 1, and of columns that are zero by that ptxas 12.8 leaves half of the codes as
+        # they were in its registers.
+        x = torch.nn.functional.pad(x, (0, 1))
     tokens, inputs = len(x) if source is None else len(source), x.shape[1]
     runs = cdiv(inputs, ACTIVATION_RUN)
     rows = -(-tokens // 4) * 4
