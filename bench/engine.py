@@ -220,7 +220,9 @@ def environment_of(engine: str, options: argparse.Namespace) -> dict[str, str]:
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "HF_HUB_OFFLINE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # All in one process, as ours. With 1, its engine has another, which is asked for the class of its model.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),

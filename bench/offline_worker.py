@@ -75,7 +75,8 @@ class Vllm:
         import vllm
 
         self.llm = vllm.LLM(directory, **options)
-        self.version = vllm.__version__
+        apart = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0"
+        self.version = f"{vllm.__version__}{', its engine in another process' if apart else ''}"
         cache = self.llm.llm_engine.vllm_config.cache_config
         blocks = getattr(cache, "num_gpu_blocks", None)
         self.kv_tokens: int | None = blocks * cache.block_size if blocks else None
@@ -104,7 +105,7 @@ class Hosted(Vllm):
 
     def __init__(self, directory: str, options: dict[str, Any]) -> None:
         super().__init__(directory, options)
-        (model,) = self.llm.apply_model(lambda model: type(model).__module__)
+        (model,) = self.llm.collective_rpc(lambda worker: type(worker.get_model()).__module__)
         if not model.startswith("allotrope."):
             raise RuntimeError(
                 f"vLLM runs a model of {model}: is allotrope installed where the peer's Python finds it?"
