@@ -74,6 +74,9 @@ class EngineConfig:
         "Prepare a step while the one before it runs, learning its tokens one step late; 'auto': on a GPU.", "auto"
     )
     threads: int | None = option("CPU threads of the engine; default: all cores.", None)
+    step_log_seconds: float | None = option(
+        "Seconds between log lines with a step's time beside the least it must move and compute; default: none.", None
+    )
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -87,6 +90,8 @@ class EngineConfig:
                 reasons.append(f"{name}={value}; at least 1 is needed")
         if self.page_size & (self.page_size - 1):
             reasons.append(f"page_size={self.page_size}; a power of two is needed")
+        if self.step_log_seconds is not None and not self.step_log_seconds >= 0:
+            reasons.append(f"step_log_seconds={self.step_log_seconds}; at least 0 is needed")
         if self.memory_utilization is not None and not 0.0 < self.memory_utilization <= 1.0:
             reasons.append(f"memory_utilization={self.memory_utilization}; allowed: above 0, up to 1")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:

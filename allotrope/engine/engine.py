@@ -25,6 +25,7 @@ from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_sco
 from allotrope.engine.scheduler import Row, Scheduler
 from allotrope.engine.seeds import derive_seed
 from allotrope.engine.sequence import Sequence
+from allotrope.engine.step_log import StepLog
 from allotrope.env import keep_freed_memory
 from allotrope.errors import InvalidRequest, ModelError, Overloaded
 from allotrope.layers.ranking import score_tokens
@@ -62,6 +63,9 @@ class Engine:
             memory = local.plan() if planned is None else planned
             local.allocate(memory)
             self._executor = local
+        self._run_plan = self._executor.run
+        if config.step_log_seconds is not None:
+            self._run_plan = StepLog(self._executor.run, blueprint, config.step_log_seconds).run
         self._pending_copies: list[tuple[int, int, int]] = []
         self._keeper = MemoryKeeper(memory, self._copy_page, reuse=config.enable_prefix_caching)
         self._scheduler = Scheduler(self._keeper, max_sequences=config.max_num_seqs, max_tokens=blueprint.step_tokens)
@@ -199,7 +203,7 @@ class Engine:
         places = {} if before is None else before.rows
         steps = [_step_row(row, count, places.get(row.seq, -1)) for row, count in zip(rows, scored, strict=True)]
         chosen = None if before is None else before.chosen
-        logits = self._executor.run(StepPlan(tuple(steps), copies), chosen)
+        logits = self._run_plan(StepPlan(tuple(steps), copies), chosen)
         return logits, logits.split(scored)
 
     def _advance(self, rows: Many[Row]) -> None:

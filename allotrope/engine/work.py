@@ -78,25 +78,43 @@ class Lengths:
         return int(torch.minimum(self.seen, self.new - 1 + window).sum())
 
 
-def step_work(blueprint: Blueprint, query_lens: Sequence[int], seq_lens: Sequence[int]) -> dict[str, Work]:
-    """The work of one rank in one step, by class; classes that the model lacks are left out.
+class StepWork:
+    """The least work of one rank in any step, drawn from its model once."""
 
-    `query_lens`, `seq_lens`: per request, new tokens, and tokens visible after the step. The last token of each request
-    is sampled. Weights are read once, as they are stored; of E experts of which each token takes k, those that T tokens
-    are expected to choose, E (1 - (1 - k/E)^T).
-    """
-    new, seen = (torch.tensor(tuple(lens), dtype=torch.int64) for lens in (query_lens, seq_lens))
-    lengths = Lengths(new, seen, blueprint.build.dtype.itemsize)
-    found = {spec.family: Work() for spec in blueprint.specs} | {kind: Work() for kind in (EXPERTS, DENSE, HEAD, REST)}
-    # Layers are mostly of few kinds.
-    for spec, count in Counter(blueprint.specs).items():
-        found[spec.family] += FORMULAE[spec.family](spec, lengths) * count
-    model = blueprint.hollow()
-    routers = _routers(model)
-    for module, kind in modules_by_class(model):
-        tokens = len(new) if kind == HEAD else lengths.tokens
-        found[kind] += _weights(module, kind, tokens, routers.get(id(module)))
-    return {kind: work for kind, work in found.items() if work != Work()}
+    def __init__(self, blueprint: Blueprint) -> None:
+        # Layers are mostly of few kinds.
+        self._specs, self._item = Counter(blueprint.specs), blueprint.build.dtype.itemsize
+        model = blueprint.hollow()
+        routers = _routers(model)
+        # By class, and the share of it that a token takes: of weights read whole, and products with one token.
+        self._weights: dict[tuple[str, float], Work] = {}
+        for module, kind in modules_by_class(model):
+            router = routers.get(id(module))
+            key = (kind, 1.0 if router is None else router.topk / router.experts)
+            self._weights[key] = self._weights.get(key, Work()) + _weights(module, kind)
+
+    def __call__(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> dict[str, Work]:
+        """The work of a step, by class; classes that the model lacks are left out.
+
+        `query_lens`, `seq_lens`: per request, new tokens, and tokens visible after the step. The last token of each
+        request is sampled. Weights are read once, as they are stored; of E experts of which each token takes k, those
+        that T tokens are expected to choose, E (1 - (1 - k/E)^T).
+        """
+        new, seen = (torch.tensor(tuple(lens), dtype=torch.int64) for lens in (query_lens, seq_lens))
+        lengths = Lengths(new, seen, self._item)
+        found = {spec.family: Work() for spec in self._specs} | {kind: Work() for kind in (EXPERTS, DENSE, HEAD, REST)}
+        for spec, count in self._specs.items():
+            found[spec.family] += FORMULAE[spec.family](spec, lengths) * count
+        for (kind, used), whole in self._weights.items():
+            tokens = len(new) if kind == HEAD else lengths.tokens
+            read = round((1 - (1 - used) ** tokens) * whole.bytes)
+            found[kind] += Work(read, *(round(tokens * used * flops) for flops in (whole.flops, whole.fp8)))
+        return {kind: work for kind, work in found.items() if work != Work()}
+
+
+def step_work(blueprint: Blueprint, query_lens: Sequence[int], seq_lens: Sequence[int]) -> dict[str, Work]:
+    """The work of one step, as `StepWork` has it."""
+    return StepWork(blueprint)(query_lens, seq_lens)
 
 
 def modules_by_class(model: Decoder) -> list[tuple[nn.Module, str]]:
@@ -133,29 +151,24 @@ def _routers(model: Decoder) -> dict[int, RouterSpec]:
     return found
 
 
-def _weights(module: nn.Module, kind: str, tokens: int, router: RouterSpec | None) -> Work:
-    """What a module's own parameters take, and its products with `tokens` rows."""
+def _weights(module: nn.Module, kind: str) -> Work:
+    """What a module's own parameters take, and their products with one row."""
     total = Work()
     if isinstance(module, Embedding):
         # A few rows of it.
         return total
-    read, used = 1.0, 1.0
-    if router is not None:
-        used = router.topk / router.experts
-        read = 1 - (1 - used) ** tokens
+    experts = isinstance(module, Experts)
     for name, parameter in module.named_parameters(recurse=False):
         if placement_of(parameter).below:
             # A table to look up a few rows in.
             continue
-        moved = Work(round(read * lasting_bytes(name, parameter)))
+        total += Work(lasting_bytes(name, parameter))
         # A family's formula has the products with its own parameters.
-        product = parameter.dim() == (2 if router is None else 3) and kind in (EXPERTS, DENSE, HEAD, REST)
+        product = parameter.dim() == (3 if experts else 2) and kind in (EXPERTS, DENSE, HEAD, REST)
         if product and not name.endswith(SCALES):
             format = _FORMATS[parameter.dtype] if name.endswith(CODES) else None
-            packed = 1 if format is None else format.packed
-            flops = round(2 * tokens * used * parameter.numel() * packed)
-            moved += Work(0, flops, flops if format is not None and format.kind == "fp8" else 0)
-        total += moved
+            flops = 2 * parameter.numel() * (1 if format is None else format.packed)
+            total += Work(0, flops, flops if format is not None and format.kind == "fp8" else 0)
     return total
 
 

@@ -1,0 +1,61 @@
+"""On demand, every so many seconds a line of the log that holds a step's time beside the least work it could be.
+
+Steps that only decode and steps with prompts have lines of their own. A step that is timed begins when the device has
+done all before it, and is waited for. Owns when that happens, and the line. Must not know what a step consists of.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from allotrope.engine.inputs import StepPlan
+from allotrope.engine.load import Blueprint
+from allotrope.engine.work import StepWork, Work
+
+log = logging.getLogger("allotrope.engine")
+
+Run = Callable[[StepPlan, torch.Tensor | None], torch.Tensor]
+
+
+class StepLog:
+    """Carries out plans by `run`, and speaks of some of them."""
+
+    def __init__(self, run: Run, blueprint: Blueprint, seconds: float) -> None:
+        self._run, self._seconds = run, seconds
+        self._device, self._work = blueprint.build.device, StepWork(blueprint)
+        # When a step of a kind is timed next.
+        self._due: dict[str, float] = {}
+
+    def run(self, plan: StepPlan, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        """As `Executor.run`."""
+        kind, now = "a decode step" if plan.decodes_only else "a step with prompts", time.monotonic()
+        # Not the first one: kernels are compiled in it.
+        if now < self._due.setdefault(kind, now + self._seconds):
+            return self._run(plan, chosen)
+        self._due[kind] = now + self._seconds
+        self._wait()
+        begin = time.perf_counter()
+        logits = self._run(plan, chosen)
+        self._wait()
+        seconds = time.perf_counter() - begin
+        new = [len(row.ids) for row in plan.rows]
+        seen = [row.context + len(row.ids) for row in plan.rows]
+        what = f"{kind} of {sum(new)} tokens of {len(new)} requests that see {sum(seen)}"
+        log.info("%s took %.3f ms; %s", what, seconds * 1e3, told(self._work(new, seen), seconds))
+        return logits
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def told(classes: dict[str, Work], seconds: float) -> str:
+    """The least work by class, and the rates that this and the time make."""
+    parts = [f"{kind} {work.bytes / 1e9:.3g} GB {work.flops / 1e9:.3g} GFLOP" for kind, work in classes.items()]
+    whole = sum(classes.values(), Work())
+    rates = f"{whole.bytes / seconds / 1e12:.3g} TB/s, {whole.flops / seconds / 1e12:.3g} TFLOP/s"
+    return f"at least {', '.join(parts)}: {rates}"

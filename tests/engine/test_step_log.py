@@ -1,0 +1,89 @@
+"""A step's time in the log, beside the least that it must move and compute: on demand alone, and nothing else changes."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+from time import perf_counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine.watching import engine, request, run
+from tiny_checkpoints import TinyCheckpoint, prompts, write_tiny
+
+from allotrope.config import EngineConfig
+from allotrope.engine import step_log
+from allotrope.engine.load import draw_up
+from allotrope.engine.work import Work, step_work
+from allotrope.errors import ConfigError
+from allotrope.models.qwen3_moe import tiny_qwen3_moe
+
+LENGTHS = (3, 11)
+LINE = re.compile(
+    r"(a decode step|a step with prompts) of (\d+) tokens of (\d+) requests that see (\d+) took ([\d.]+) ms; "
+    r"at least (.*)"
+)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    torch.set_num_threads(1)
+    return write_tiny(tiny_qwen3_moe(), tmp_path_factory.mktemp("tiny"))
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, ...]]:
+    return [found.groups() for found in map(LINE.fullmatch, caplog.messages) if found]
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_every_step_is_told(tiny: TinyCheckpoint, overlap: str, caplog: pytest.LogCaptureFixture) -> None:
+    asked = [request(str(i), ids) for i, ids in enumerate(prompts(LENGTHS))]
+    plain = run(engine(tiny.directory, overlap=overlap), asked)
+    with caplog.at_level(logging.INFO, "allotrope.engine"):
+        watched = run(engine(tiny.directory, overlap=overlap, step_log_seconds=0), asked)
+    assert watched == plain
+    told = lines(caplog)
+    assert [one[:4] for one in told[:2]] == [
+        ("a step with prompts", "14", "2", "14"),
+        ("a decode step", "2", "2", "16"),
+    ]
+    assert len(told) >= 8 and all(float(one[4]) > 0 for one in told)
+    # What is told of the first step is the work of a step of its lengths.
+    blueprint = draw_up(EngineConfig(model=str(tiny.directory), dtype="float32"))
+    work = step_work(blueprint, LENGTHS, LENGTHS)
+    assert told[0][5].startswith(", ".join(f"{kind} {_numbers(one)}" for kind, one in work.items()) + ": ")
+
+
+def _numbers(work: Work) -> str:
+    return f"{work.bytes / 1e9:.3g} GB {work.flops / 1e9:.3g} GFLOP"
+
+
+def test_rates_are_of_all_classes() -> None:
+    classes = {"experts": Work(3_000_000_000, 4_000_000_000), "head": Work(1_000_000_000, 2_000_000_000)}
+    assert step_log.told(classes, 0.002) == ("at least experts 3 GB 4 GFLOP, head 1 GB 2 GFLOP: 2 TB/s, 3 TFLOP/s")
+
+
+def test_one_step_of_a_kind_when_it_is_time(
+    tiny: TinyCheckpoint, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never the first of a kind, in which kernels are compiled."""
+    seconds = itertools.count(1)
+    monkeypatch.setattr(step_log, "time", SimpleNamespace(monotonic=lambda: next(seconds), perf_counter=perf_counter))
+    (ids,) = prompts((5,))
+    with caplog.at_level(logging.INFO, "allotrope.engine"):
+        run(engine(tiny.directory, step_log_seconds=3, overlap="off"), [request("r", ids)])
+    # A step is a second: of the prompt's none is told, of 7 decode steps the fourth and the last.
+    assert [(one[0], one[3]) for one in lines(caplog)] == [("a decode step", "9"), ("a decode step", "12")]
+
+
+def test_nothing_is_told_unasked(tiny: TinyCheckpoint, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "allotrope.engine"):
+        run(engine(tiny.directory), [request("r", prompts((5,))[0])])
+    assert not lines(caplog)
+
+
+def test_seconds_below_zero_are_refused() -> None:
+    with pytest.raises(ConfigError, match="step_log_seconds=-1; at least 0 is needed"):
+        EngineConfig(model="m", step_log_seconds=-1)
