@@ -1,4 +1,4 @@
-"""A step's time in the log, beside the least that it must move and compute: on demand alone, and nothing else changes."""
+"""A step's time in the log, beside the least that it must move and compute: on demand, and nothing else changes."""
 
 from __future__ import annotations
 
