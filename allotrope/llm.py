@@ -107,7 +107,7 @@ class LLM:
         live = set(folds)
         try:
             while live:
-                while waiting and self.engine.stats().waiting < self.config.max_num_seqs:
+                while waiting and self._takes(waiting[0]):
                     self.engine.add(waiting.pop(0))
                 for output in self.engine.step():
                     fold = folds[output.request_id]
@@ -122,6 +122,12 @@ class LLM:
             self.engine.abort(list(live))
             raise
         return [folds[request.request_id].output for request in requests]
+
+    def _takes(self, request: Request) -> bool:
+        """Whether the engine's queue has room. One that it never has room for is for the engine to refuse."""
+        queued = self.engine.stats().waiting
+        most = self.config.max_num_waiting - request.params.n
+        return queued == 0 or (queued < self.config.max_num_seqs and queued <= most)
 
     def _text(self) -> Tokenizer | None:
         return self.tokenizer if self.engine.has_tokenizer() else None

@@ -30,6 +30,11 @@ class KeyChain:
         self.step = step
         self._keys: list[bytes] = []
 
+    @property
+    def made(self) -> Sequence[bytes]:
+        """The keys that were asked for so far, and those on the way to them."""
+        return self._keys
+
     def key(self, ids: Sequence[int], n: int) -> bytes:
         """The key of `ids[:n]`; n is a multiple of `step`, above 0."""
         while len(self._keys) * self.step < n:

@@ -63,9 +63,8 @@ class Engine:
             memory = local.plan() if planned is None else planned
             local.allocate(memory)
             self._executor = local
-        self._run_plan = self._executor.run
-        if config.step_log_seconds is not None:
-            self._run_plan = StepLog(self._executor.run, blueprint, config.step_log_seconds).run
+        asked = config.step_log_seconds
+        self._step_log = None if asked is None else StepLog(self._executor, blueprint, asked)
         self._pending_copies: list[tuple[int, int, int]] = []
         self._keeper = MemoryKeeper(memory, self._copy_page, reuse=config.enable_prefix_caching)
         self._scheduler = Scheduler(self._keeper, max_sequences=config.max_num_seqs, max_tokens=blueprint.step_tokens)
@@ -203,7 +202,8 @@ class Engine:
         places = {} if before is None else before.rows
         steps = [_step_row(row, count, places.get(row.seq, -1)) for row, count in zip(rows, scored, strict=True)]
         chosen = None if before is None else before.chosen
-        logits = self._run_plan(StepPlan(tuple(steps), copies), chosen)
+        run = self._executor.run if self._step_log is None else self._step_log.run
+        logits = run(StepPlan(tuple(steps), copies), chosen)
         return logits, logits.split(scored)
 
     def _advance(self, rows: Many[Row]) -> None:
@@ -273,7 +273,9 @@ class Engine:
             prompt_ids=request.prompt_ids,
             output_ids=[],
         )
-        parent = first if self._config.enable_prefix_caching else None
+        # Siblings find the prompt's pages ready, and its scores told: the first of them speaks first.
+        goes_first = self._config.enable_prefix_caching or params.prompt_logprobs is not None
+        parent = first if goes_first else None
         limit = self.limits.max_model_len - len(request.prompt_ids)
         most = min(limit, params.max_tokens or limit)
         return Sequence(request, index, sampling, self._keeper.prefix.chain(), most, parent)
@@ -371,7 +373,7 @@ class Engine:
         """Whether `token`, output token number `count`, is the last one of `seq`, and the stop id that says so."""
         params = seq.request.params
         if count > params.min_tokens:
-            if token in params.stop_token_ids:
+            if token in seq.sampling.stop_ids:
                 return "stop", token
             if token in seq.sampling.eos_ids:
                 return "stop", None

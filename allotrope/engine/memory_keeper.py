@@ -137,15 +137,17 @@ class MemoryKeeper:
             pool.release(copy)
 
     def end(self, seq: Sequence, *, forget: bool = False) -> None:
-        """Take back all that `seq` holds. `forget`: what it computed is not to be reused."""
+        """Take back all that `seq` holds. `forget`: what it computed is not to be reused, nor what it found."""
+        if forget:
+            # Pages that it gave up and states that were kept of it are not in its tables.
+            for pool in self.pools:
+                for page in filter(None, map(pool.find, seq.chain.made)):
+                    pool.forget(page)
         for pool, pages, slot in zip(self.pools, seq.pages, seq.slots, strict=True):
             # The end of a sequence is the least likely to be asked for again: it is given up first.
             for j in range(len(pages) - 1, -1, -1):
-                if pages[j] < 0:
-                    continue
-                if forget:
-                    pool.forget(pages[j])
-                pool.release(pages[j])
+                if pages[j] >= 0:
+                    pool.release(pages[j])
             if slot:
                 pool.release(slot)
         seq.pages = [array("q") for _ in self.groups]

@@ -13,6 +13,7 @@ from allotrope.cache.memory import GroupPlan, MemoryPlan, group_bytes
 from allotrope.config import EngineConfig
 from allotrope.engine.inputs import StepPlan, StepRow
 from allotrope.engine.load import Blueprint, plan_within, utilization
+from allotrope.engine.scheduler import SCORED_AT_ONCE
 from allotrope.engine.step import Runner
 from allotrope.layers.sampler import RandomRows, SamplingStep, sample
 from allotrope.models.decoder import Decoder
@@ -82,7 +83,8 @@ def _rows(groups: tuple[CacheGroup, ...], lengths: list[int]) -> tuple[tuple[Ste
             context=0,
             pages=[tuple(table[i]) for table in tables],
             slots=[i + 1] * len(groups),
-            scored=1,
+            # The most that are scored, though of one prompt.
+            scored=min(length, SCORED_AT_ONCE) if i == 0 else 1,
         )
         for i, length in enumerate(lengths)
     ]

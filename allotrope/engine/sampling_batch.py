@@ -5,6 +5,7 @@ Owns what sampling remembers of a sequence between steps. Must not know the sche
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,6 +35,22 @@ class RowSampling:
     prompt_ids: Sequence[int]
     output_ids: list[int]
     _seen: _SeenTokens | None = field(default=None, init=False, repr=False)
+
+    @functools.cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end the sequence by its request's word."""
+        return frozenset(self.params.stop_token_ids)
+
+    @functools.cached_property
+    def allowed(self) -> NDArray[np.int64] | None:
+        """The only ids that may be chosen; None: any."""
+        ids = self.params.allowed_token_ids
+        return None if ids is None else np.unique(np.array(ids, dtype=np.int64))
+
+    @functools.cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """Ids that end the sequence, by anyone's word."""
+        return np.array(sorted({*self.eos_ids, *self.stop_ids}), dtype=np.int64)
 
     def seen(self) -> _SeenTokens:
         """The tokens that penalties look at, up to date with `output_ids`."""
@@ -104,7 +121,7 @@ class SamplingBatch:
         self._truncated = group([i for i in random if top_ks[i] or params[i].top_p < 1.0])
         self._penalised = [i for i, p in enumerate(params) if _has_penalty(p)]
         self._bias = self._token_bias()
-        self._allowed = self._mask((i, p.allowed_token_ids) for i, p in enumerate(params) if p.allowed_token_ids)
+        self._allowed = self._mask((i, row.allowed) for i, row in enumerate(self.rows) if row.allowed is not None)
         self._held_back = [i for i, p in enumerate(params) if p.min_tokens > 0]
         self._scored = [i for i, p in enumerate(params) if p.logprobs is not None]
         self._scored_rows = self._indices(self._scored) if self._scored else None
@@ -174,15 +191,18 @@ class SamplingBatch:
     def _forbidden(self) -> TokenMask | None:
         """Ids that would end a sequence which is still below its `min_tokens`."""
         early = [i for i in self._held_back if len(self.rows[i].output_ids) < self.rows[i].params.min_tokens]
-        return self._mask((i, {*self.rows[i].eos_ids, *self.rows[i].params.stop_token_ids}) for i in early)
+        return self._mask((i, self.rows[i].ends) for i in early)
 
-    def _mask(self, of_rows: Iterable[tuple[int, Iterable[int]]]) -> TokenMask | None:
+    def _mask(self, of_rows: Iterable[tuple[int, NDArray[np.int64]]]) -> TokenMask | None:
         # A tokenizer may know ids that the output layer does not score; those can neither be allowed nor chosen.
-        pairs = [(i, token) for i, ids in of_rows for token in ids if token < self._vocab_size]
-        if not pairs:
+        scored = ((i, ids[ids < self._vocab_size]) for i, ids in of_rows)
+        masked = {i: ids for i, ids in scored if len(ids)}
+        if not masked:
             return None
-        rows, ids = zip(*pairs, strict=True)
-        return TokenMask(self._indices(rows), self._indices(ids), self._indices(sorted(set(rows))))
+        distinct = np.array(list(masked), dtype=np.int64)
+        rows = np.repeat(distinct, [len(ids) for ids in masked.values()])
+        tensors = (rows, np.concatenate(list(masked.values())), distinct)
+        return TokenMask(*(_to_device(numbers, self._device) for numbers in tensors))
 
 
 def read_scores(scores: TokenScores, counts: Sequence[int]) -> list[TokenLogprobs]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from allotrope.engine.memory_keeper import MemoryKeeper
 from allotrope.engine.sequence import Sequence
 
-# Prompt tokens whose logits are held at once: each is a row as long as the vocabulary.
-_SCORED_AT_ONCE = 256
+SCORED_AT_ONCE = 256
+"""Prompt tokens of a step whose logits are held: each is a row as long as the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,15 @@ class Scheduler:
         prompts = sum(seq.uncomputed > 1 for seq in self.running) + len(self.waiting)
         share = self.max_tokens if prompts <= 1 else max(1, self.max_tokens // 2)
         rows: dict[Sequence, int] = {}
-        budget = self.max_tokens
+        budget = _Budget(self.max_tokens)
         # In order of arrival, but those with one token ahead: a long prompt never holds up a decoding sequence.
         for seq in sorted(self.running, key=lambda seq: seq.uncomputed > 1):
-            tokens = _chunk(seq, min(budget, share))
+            tokens = budget.chunk(seq, share)
             if not tokens or seq.done or seq not in self.running:
                 continue
-            budget -= self._make_room(seq, tokens, rows)
+            budget.take(seq, tokens)
+            # Whoever is sent back for it gives its tokens back.
+            budget.tokens += tokens - self._make_room(seq, tokens, rows)
         if self.preemptions == preemptions:
             self._admit(rows, budget, share)
         planned = [Row(seq, tokens, seq.computed + tokens) for seq, tokens in rows.items()]
@@ -81,16 +83,17 @@ class Scheduler:
         rows[seq] = tokens
         return taken
 
-    def _admit(self, rows: dict[Sequence, int], budget: int, share: int) -> None:
+    def _admit(self, rows: dict[Sequence, int], budget: _Budget, share: int) -> None:
         """Start waiting sequences in order, while tokens, sequences and pages last."""
         held_up: list[Sequence] = []
-        while self.waiting and budget > 0 and len(self.running) < self.max_sequences:
+        while self.waiting and budget.tokens > 0 and len(self.running) < self.max_sequences:
             seq = self.waiting.popleft()
             if seq.blocked:
                 held_up.append(seq)
                 continue
-            room = self.keeper.begin(seq)
-            tokens = _chunk(seq, min(budget, share))
+            room = budget.scored > 0 or not seq.scores_prompt
+            room = room and self.keeper.begin(seq)
+            tokens = budget.chunk(seq, share)
             # A page for each running sequence stays free, or the newcomer would soon be sent back.
             if room and not self.keeper.reserve(seq, tokens, spare=len(self.running)):
                 self.keeper.end(seq)
@@ -100,13 +103,26 @@ class Scheduler:
                 break
             self.running.append(seq)
             rows[seq] = tokens
-            budget -= tokens
+            budget.take(seq, tokens)
         self.waiting.extendleft(reversed(held_up))
 
 
-def _chunk(seq: Sequence, most: int) -> int:
-    """Tokens of `seq` to run next: at most `most`, and none beyond the next state checkpoint."""
-    tokens = min(seq.uncomputed, most)
-    if seq.wants_prompt_logprobs:
-        tokens = min(tokens, _SCORED_AT_ONCE)
-    return min(tokens, seq.cuts[0] - seq.computed) if seq.cuts else tokens
+@dataclass
+class _Budget:
+    """What is left of a step: tokens, and prompt tokens that are scored."""
+
+    tokens: int
+    scored: int = SCORED_AT_ONCE
+
+    def chunk(self, seq: Sequence, share: int) -> int:
+        """Tokens of `seq` to run next: at most `share` while it waits, and none beyond the next state checkpoint."""
+        tokens = min(seq.uncomputed, self.tokens, share)
+        if seq.scores_prompt:
+            tokens = min(tokens, self.scored)
+        return min(tokens, seq.cuts[0] - seq.computed) if seq.cuts else tokens
+
+    def take(self, seq: Sequence, tokens: int) -> None:
+        """`tokens` less are left, for `seq`."""
+        self.tokens -= tokens
+        if seq.scores_prompt:
+            self.scored -= tokens

@@ -19,8 +19,8 @@ class Sequence:
     `sampling`: its parameters and output, as sampling sees them. `ids`: prompt and output so far. `computed`: tokens
     whose rows and state are stored. `pages`: per group, the page of each run of tokens, -1 once it is given up.
     `slots`: per group, the state slot (0: none). `published`: per group, pages that were offered for reuse. `cuts`:
-    lengths at which a state checkpoint is to be kept. `parent`: the sequence with the same prompt that goes first, so
-    that this one finds the prompt's pages ready. `most_output`: output tokens after which it ends.
+    lengths at which a state checkpoint is to be kept. `parent`: the sequence with the same prompt that goes first.
+    `most_output`: output tokens after which it ends.
     """
 
     request: Request
@@ -84,6 +84,11 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """Whether every prompt position must be scored, which a cached prefix would leave out."""
         return self.index == 0 and self.request.params.prompt_logprobs is not None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether all tokens of its next step are scored."""
+        return self.wants_prompt_logprobs and self.output_len == 0
 
     @property
     def blocked(self) -> bool:

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
 import torch
 
+from allotrope.engine.executor import Executor
 from allotrope.engine.inputs import StepPlan
 from allotrope.engine.load import Blueprint
 from allotrope.engine.work import StepWork, Work
 
 log = logging.getLogger("allotrope.engine")
 
-Run = Callable[[StepPlan, torch.Tensor | None], torch.Tensor]
-
 
 class StepLog:
-    """Carries out plans by `run`, and speaks of some of them."""
+    """Has plans carried out by `executor`, and speaks of some of them."""
 
-    def __init__(self, run: Run, blueprint: Blueprint, seconds: float) -> None:
-        self._run, self._seconds = run, seconds
+    def __init__(self, executor: Executor, blueprint: Blueprint, seconds: float) -> None:
+        self._executor, self._seconds = executor, seconds
         self._device, self._work = blueprint.build.device, StepWork(blueprint)
         # When a step of a kind is timed next.
         self._due: dict[str, float] = {}
@@ -35,11 +33,11 @@ class StepLog:
         kind, now = "a decode step" if plan.decodes_only else "a step with prompts", time.monotonic()
         # Not the first one: kernels are compiled in it.
         if now < self._due.setdefault(kind, now + self._seconds):
-            return self._run(plan, chosen)
+            return self._executor.run(plan, chosen)
         self._due[kind] = now + self._seconds
         self._wait()
         begin = time.perf_counter()
-        logits = self._run(plan, chosen)
+        logits = self._executor.run(plan, chosen)
         self._wait()
         seconds = time.perf_counter() - begin
         new = [len(row.ids) for row in plan.rows]

@@ -81,7 +81,10 @@ def render_chat(
     special_tokens: `bos_token` and so on, as the template names them. variables: more for the template to see, such as
     `tools`. Raises `InvalidRequest` if the template is broken, refuses the messages, or fails over them.
     """
-    more = {key: _plain(value, key) for key, value in (variables or {}).items()}
+    try:
+        more = {key: _plain(value, key) for key, value in (variables or {}).items()}
+    except RecursionError:
+        raise InvalidRequest("a chat template variable is nested too deeply.", "chat_template_kwargs") from None
     taken = [key for key in _GIVEN if key in more]
     if taken:
         raise InvalidRequest(f"a chat template variable cannot be named {taken[0]!r}.", "messages")

@@ -160,7 +160,8 @@ def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
     columns = 128 if shape.outputs >= 128 * _PROGRAMS else 64
     tiles = -(-shape.outputs // columns)
     splits = max(1, min(_PROGRAMS // tiles, -(-shape.inputs // ACTIVATION_RUN) // 4, 8))
-    return Launch(height, columns, splits, left=not amd, stages=stages)
+    # A barrier there does not wait until the parts that its waves have stored can be seen by other programs.
+    return Launch(height, columns, 1 if amd else splits, left=not amd, stages=stages)
 
 
 def _of_plain(shape: Shape, rows: int) -> Launch:
@@ -180,6 +181,12 @@ def _of_plain(shape: Shape, rows: int) -> Launch:
 def on_hopper(device: torch.device) -> bool:
     """Whether kernels that only these chips know can run there."""
     return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.cache
+def scales_pairs(device: torch.device) -> bool:
+    """Whether two numbers of 16 bits can be multiplied in one instruction there: on NVIDIA chips from Hopper on."""
+    return device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from allotrope.layers.quant.launch import on_hopper
@@ -16,7 +18,15 @@ def in_library(weight: Prepared) -> bool:
         and weight.padded == weight.inputs
         and weight.outputs % 16 == 0
         and on_hopper(weight.codes.device)
+        and _has_blocks()
     )
+
+
+@functools.cache
+def _has_blocks() -> bool:
+    """Scales of blocks came with CUDA 12.9."""
+    version = (torch.version.cuda or "0").split(".")
+    return tuple(map(int, version[:2])) >= (12, 9)
 
 
 def scaled_product(

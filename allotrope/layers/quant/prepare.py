@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from allotrope.layers.quant.format import ACTIVATION_RUN, FP4_RUN, Kind, Quantized, shared_scales
+from allotrope.layers.quant.launch import scales_pairs
 
 # Of 4-bit codes; the largest that leaves room for the 2^126 that come on top, for codes come as 2^-126 of their worth.
 _FAST_SCALES, _ON_TOP = 128, 126
@@ -24,7 +25,7 @@ class Prepared:
     `codes`: [E or 1, outputs, padded]. `scales`: [E or 1, outputs / scale_rows, runs]. 4-bit codes lie in tiles, each
     in one piece of memory: four in an int16 [E or 1, outputs / 64, padded / 128, 64, 32], and their scales plus 126,
     modulo 256, four in an int32 [E or 1, outputs / 64, padded / 128, 64]. `outputs`, `inputs`: of the plain weight.
-    `fast`: the scales are small enough for the fast way from 4 bits to bf16.
+    `fast`: the scales are small enough for the fast way from 4 bits to bf16, and the chip knows it.
     `library_scales`: runs rounded up to fours, a run's neighbour next to it [runs, outputs / 128], as PyTorch's product
     wants them; None where rows do not share scales.
     """
@@ -65,7 +66,7 @@ def prepare(weight: Quantized) -> Prepared:
         codes = _padded(codes.view(torch.uint8), padded).view(torch.float8_e4m3fn)
     else:
         padded = -(-inputs // WORDS_RUN) * WORDS_RUN
-        fast = int(scales.max()) <= _FAST_SCALES
+        fast = int(scales.max()) <= _FAST_SCALES and scales_pairs(scales.device)
         codes, scales = _tiles_of_words(codes, padded), _tiles_of_scales(scales, padded)
     blocks = None
     if weight.rows_per_scale == ACTIVATION_RUN and weight.format.run == ACTIVATION_RUN and not stacked:

@@ -36,7 +36,7 @@ from allotrope.models.kept_formats import kept_formats
 from allotrope.models.registry import Architecture, read_spec
 from allotrope.models.row_scales import FP8, WithoutRowScales, attention_specs, set_row_scales
 from allotrope.models.spec import ModelSpec
-from allotrope.models.weights import Loader, finish
+from allotrope.models.weights import Loader, fill_random, finish
 from allotrope.plugins.vllm.cache import HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
 from allotrope.plugins.vllm.translate import Order, arrange
@@ -94,6 +94,7 @@ def open_config(vllm_config: VllmConfig, weights: bool = False) -> tuple[Checkpo
 def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint) -> None:
     """Raise ModelError for everything that vLLM was asked for and that our models do not do."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    config, offload = vllm_config.model_config, vllm_config.offload_config
     stated = quantization_of(checkpoint.config)
     asked = {
         "speculative decoding": vllm_config.speculative_config is not None,
@@ -101,8 +102,12 @@ def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint) -> None:
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
         "expert parallelism": parallel.enable_expert_parallel,
-        "quantizing a plain checkpoint": vllm_config.model_config.quantization is not None and not stated,
+        "quantizing a plain checkpoint": config.quantization is not None and not stated,
         "dual batch overlap": parallel.enable_dbo,
+        "transfer of caches (kv_transfer_config)": vllm_config.kv_transfer_config is not None,
+        "prompts of embeddings": config.enable_prompt_embeds,
+        "offloading weights": offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
+        "a config of another place (hf_config_path)": config.hf_config_path not in (None, config.model),
         "another type of cache for some layers": bool(cache.kv_cache_dtype_skip_layers),
         "a type for a convolution's cached inputs (mamba_cache_dtype)": cache.mamba_cache_dtype != "auto",
         # Of 0.25 alone.
@@ -110,7 +115,7 @@ def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint) -> None:
     }
     reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]
     if reasons:
-        raise ModelError(vllm_config.model_config.model, [*reasons, "ALLOTROPE_VLLM=0 gives vLLM's own models"])
+        raise ModelError(config.model, [*reasons, "ALLOTROPE_VLLM=0 gives vLLM's own models"])
 
 
 def _build(vllm_config: VllmConfig) -> Build:
@@ -138,8 +143,14 @@ def _state_dtype(vllm_config: VllmConfig) -> torch.dtype:
 
 def _options(vllm_config: VllmConfig) -> dict[str, Any]:
     """Ours among vLLM's additional options."""
-    found: dict[str, Any] = (vllm_config.additional_config or {}).get("allotrope", {})
-    return found
+    found = (vllm_config.additional_config or {}).get("allotrope", {})
+    unknown = sorted(set(found) - {"attention_backend", "quantized_weights"}) if isinstance(found, dict) else [found]
+    if unknown:
+        raise ConfigError(
+            f"additional_config: allotrope={found!r} is not understood: {unknown[0]!r} (allowed: attention_backend, "
+            "quantized_weights)."
+        )
+    return dict(found)
 
 
 def _keeps_quantized(vllm_config: VllmConfig) -> bool:
@@ -168,7 +179,7 @@ class HostedModel(nn.Module):
             formats = kept_formats(WithoutRowScales(self.checkpoint), self.architecture, spec, self.build)
             self.build = dataclasses.replace(self.build, formats=formats)
         self.decoder = self.architecture.decoder(spec, self.build)
-        self.finished = False
+        self.finished, self._seed = False, vllm_config.model_config.seed or 0
         self._tables: dict[RopeSpec, RopeTable] = {}
         self._rehearsed: set[tuple[bool, bool, int, bool]] = set()
         self.layers = _host(self.decoder, prefix or "model", vllm_config)
@@ -198,7 +209,8 @@ class HostedModel(nn.Module):
         if inputs_embeds is not None or intermediate_tensors is not None:
             raise ModelError(self.checkpoint.source, ["Allotrope's models take token ids, not embeddings or stages"])
         if not self.finished:
-            # Weights that vLLM made up never came through `load_weights`.
+            # Dummy weights never come through `load_weights`; vLLM leaves whole numbers, such as codes, unwritten.
+            fill_random(self.decoder, self._seed, self.build.parallel)
             self._finish()
         if not BreakableCUDAGraphCapture.is_active():
             self._rehearse(input_ids)
@@ -219,7 +231,9 @@ class HostedModel(nn.Module):
         # Sizes whose kernels are launched alike.
         kind, device = (bool(steps), decodes, (tokens - 1).bit_length(), tokens % 16 == 0), self.build.device
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if kind not in self._rehearsed and not captured:
+        # Operations of torch do run in a rehearsal: a state that they write would move on twice.
+        by_kernels = self._numbers is not None
+        if by_kernels and kind not in self._rehearsed and not captured:
             self._rehearsed.add(kind)
             rehearse_steps(functools.partial(self._compute, input_ids), device, self.build.parallel.size, log)
 
@@ -259,6 +273,8 @@ class HostedModel(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Fill every parameter by the architecture's rules; raises ModelError for anything left over on either side."""
+        if self.finished:
+            raise ModelError(self.checkpoint.source, ["weights cannot be loaded a second time; start vLLM anew"])
         names = {name for name, _ in self.named_parameters()}
         rules = self.architecture.rules(self.decoder.spec)
         given = WithoutRowScales(GivenWeights(self.checkpoint, weights))
