@@ -35,6 +35,11 @@ class Case:
     status: int = 400
 
 
+def _nested(depth: int) -> list[Any]:
+    """Lists in lists."""
+    return [_nested(depth - 1)] if depth > 1 else []
+
+
 HUGE = 10**400
 WRONG: dict[str, list[Any]] = {
     "temperature": ["hot", -0.1, 101, 1e308, HUGE, True, [], {}],
@@ -72,7 +77,7 @@ WRONG_CHAT: dict[str, list[Any]] = {
     "logprobs": ["x", 3],
     "top_logprobs": [21, -1, "x"],
     "tools": [[{"type": "function", "function": {"name": "f"}}]],
-    "chat_template_kwargs": [7, {"messages": []}],
+    "chat_template_kwargs": [7, {"messages": []}, {"deep": _nested(900)}],
     "audio": [{}],
 }  # fmt: skip
 WRONG_COMPLETIONS: dict[str, list[Any]] = {

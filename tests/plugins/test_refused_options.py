@@ -1,0 +1,73 @@
+"""What vLLM takes and our models do not do is refused at the start; what vLLM leaves undone is done."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plugins.hosting import hosted
+from plugins.test_fp8_rows import ASKED, COUNT, assert_refused, assert_same, ours, write
+
+from allotrope.errors import ModelError
+
+pytestmark = [pytest.mark.usefixtures("in_vllm"), pytest.mark.timeout(900)]
+
+LACKING = "is not supported by Allotrope's models"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"enable_prompt_embeds": True}, f"prompts of embeddings {LACKING}"),
+        ({"cpu_offload_gb": 1}, f"offloading weights {LACKING}"),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            f"transfer of caches (kv_transfer_config) {LACKING}",
+        ),
+        ({"additional_config": {"allotrope": {"attention_backends": "mha=reference"}}}, "'attention_backends'"),
+        ({"additional_config": {"allotrope": "mha=reference"}}, "allotrope='mha=reference' is not understood"),
+    ],
+)
+def test_refusals(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    if "kv_transfer_config" in options:
+        from vllm.config import KVTransferConfig
+
+        options = {"kv_transfer_config": KVTransferConfig(**options["kv_transfer_config"])}
+    assert_refused(write("LlamaForCausalLM", tmp_path), options, reason)
+
+
+def test_a_config_of_another_place(tmp_path: Path) -> None:
+    path = write("LlamaForCausalLM", tmp_path / "model")
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(path / "config.json", other)
+    assert_refused(path, {"hf_config_path": str(other)}, f"a config of another place (hf_config_path) {LACKING}")
+
+
+def test_weights_come_once(tmp_path: Path) -> None:
+    """What products read is made of them when they are whole: nothing is left to fill anew."""
+    with hosted(write("LlamaForCausalLM", tmp_path), block_size=16) as running:
+        before = running.answers(ASKED, COUNT)
+        with pytest.raises(ModelError, match="weights cannot be loaded a second time"):
+            running.runner.model.load_weights([])
+        assert [one.ids for one in running.answers(ASKED, COUNT)] == [one.ids for one in before]
+
+
+def test_dummy_weights_are_whole(tmp_path: Path) -> None:
+    """Codes and numbers of experts too, which vLLM leaves as it found the memory."""
+    path = write("DeepseekV4ForCausalLM", tmp_path)
+    with hosted(path, load_format="dummy", block_size=16) as running:
+        answers = running.answers(ASKED, COUNT)
+    assert all(answer.logprobs.isfinite().all() for answer in answers)
+
+
+def test_states_move_on_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends of torch's operations write in a rehearsal, too: their steps are not rehearsed."""
+    path = write("Qwen3NextForCausalLM", tmp_path)
+    want = ours(path, dtype="float32")
+    monkeypatch.setattr("allotrope.attention.rehearsal.triton_reasons", lambda device: [])
+    with hosted(path, block_size=16, additional_config={"allotrope": {"attention_backend": "gdn=chunked"}}) as running:
+        assert_same(running.answers(ASKED, COUNT), want)
+        assert_same(running.answers(ASKED, COUNT), want)
