@@ -84,7 +84,7 @@ def render_chat(
     try:
         more = {key: _plain(value, key) for key, value in (variables or {}).items()}
     except RecursionError:
-        raise InvalidRequest("a chat template variable is nested too deeply.", "chat_template_kwargs") from None
+        raise InvalidRequest("chat_template_kwargs is nested too deeply.", "chat_template_kwargs") from None
     taken = [key for key in _GIVEN if key in more]
     if taken:
         raise InvalidRequest(f"a chat template variable cannot be named {taken[0]!r}.", "messages")
