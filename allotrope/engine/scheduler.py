@@ -115,7 +115,7 @@ class _Budget:
     scored: int = SCORED_AT_ONCE
 
     def chunk(self, seq: Sequence, share: int) -> int:
-        """Tokens of `seq` to run next: at most `share` while it waits, and none beyond the next state checkpoint."""
+        """Tokens of `seq` to run next: at most `share`, and none beyond the next state checkpoint."""
         tokens = min(seq.uncomputed, self.tokens, share)
         if seq.scores_prompt:
             tokens = min(tokens, self.scored)

@@ -46,6 +46,7 @@ _KV_DTYPES = {
     **_DTYPES,
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_ds_mla"), FP8),
 }
+_OPTIONS = {"attention_backend", "quantized_weights"}
 # A name under vLLM's own, so that its handlers and levels hold.
 log = logging.getLogger("vllm.allotrope")
 
@@ -144,11 +145,11 @@ def _state_dtype(vllm_config: VllmConfig) -> torch.dtype:
 def _options(vllm_config: VllmConfig) -> dict[str, Any]:
     """Ours among vLLM's additional options."""
     found = (vllm_config.additional_config or {}).get("allotrope", {})
-    unknown = sorted(set(found) - {"attention_backend", "quantized_weights"}) if isinstance(found, dict) else [found]
+    unknown = sorted(set(found) - _OPTIONS) if isinstance(found, dict) else [found]
     if unknown:
+        allowed = ", ".join(sorted(_OPTIONS))
         raise ConfigError(
-            f"additional_config: allotrope={found!r} is not understood: {unknown[0]!r} (allowed: attention_backend, "
-            "quantized_weights)."
+            f"additional_config: allotrope={found!r} is not understood: {unknown[0]!r} (allowed: {allowed})."
         )
     return dict(found)
 
