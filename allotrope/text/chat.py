@@ -81,10 +81,7 @@ def render_chat(
     special_tokens: `bos_token` and so on, as the template names them. variables: more for the template to see, such as
     `tools`. Raises `InvalidRequest` if the template is broken, refuses the messages, or fails over them.
     """
-    try:
-        more = {key: _plain(value, key) for key, value in (variables or {}).items()}
-    except RecursionError:
-        raise InvalidRequest("chat_template_kwargs is nested too deeply.", "chat_template_kwargs") from None
+    more = {key: _variable(value, key) for key, value in (variables or {}).items()}
     taken = [key for key in _GIVEN if key in more]
     if taken:
         raise InvalidRequest(f"a chat template variable cannot be named {taken[0]!r}.", "messages")
@@ -115,6 +112,14 @@ def read_chat_template(value: str) -> str:
     except TemplateError as error:
         raise ConfigError(f"bad options: chat_template={value[:80]!r} is not valid Jinja: {error}.") from error
     return template
+
+
+def _variable(value: Any, name: str) -> Any:
+    try:
+        return _plain(value, name)
+    except RecursionError:
+        where = name if name == "tools" else "chat_template_kwargs"
+        raise InvalidRequest(f"{where} is nested too deeply.", where) from None
 
 
 def _plain(value: Any, where: str) -> Any:

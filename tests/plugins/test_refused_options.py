@@ -46,6 +46,19 @@ def test_a_config_of_another_place(tmp_path: Path) -> None:
     assert_refused(path, {"hf_config_path": str(other)}, f"a config of another place (hf_config_path) {LACKING}")
 
 
+def test_an_attention_backend_of_vllm_is_said_to_be_unused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import AttentionConfig
+
+    from allotrope.plugins.vllm import model
+
+    said: list[str] = []
+    monkeypatch.setattr(model.log, "warning", lambda text, *values: said.append(text % values))
+    path = write("LlamaForCausalLM", tmp_path)
+    with hosted(path, block_size=16, attention_config=AttentionConfig(backend="CPU_ATTN")):
+        pass
+    assert sum("attention backend CPU_ATTN is not used" in text for text in said) == 1
+
+
 def test_weights_come_once(tmp_path: Path) -> None:
     """What products read is made of them when they are whole: nothing is left to fill anew."""
     with hosted(write("LlamaForCausalLM", tmp_path), block_size=16) as running:

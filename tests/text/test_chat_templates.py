@@ -107,6 +107,16 @@ def test_variables_cannot_replace_the_messages(byte_level: Tokenizer) -> None:
         byte_level.apply_chat_template(HELLO, **{"messages": []})
 
 
+@pytest.mark.parametrize(("name", "where"), [("tools", "tools"), ("more", "chat_template_kwargs")])
+def test_what_is_nested_too_deeply_is_named(name: str, where: str) -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(InvalidRequest, match=f"{where} is nested too deeply") as caught:
+        render_chat("", HELLO, {}, variables={name: deep})
+    assert caught.value.param == where
+
+
 def test_a_model_without_template_says_what_to_do(sentencepiece: Tokenizer) -> None:
     assert sentencepiece.chat_template is None
     with pytest.raises(InvalidRequest, match="--chat-template"):

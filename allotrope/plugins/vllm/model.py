@@ -119,6 +119,17 @@ def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint) -> None:
         raise ModelError(config.model, [*reasons, "ALLOTROPE_VLLM=0 gives vLLM's own models"])
 
 
+def _say_what_is_unused(vllm_config: VllmConfig) -> None:
+    """vLLM names attention backends for some architectures by itself: what is asked for cannot be told from that."""
+    backend = vllm_config.attention_config.backend
+    if backend is not None:
+        log.warning(
+            "vLLM's attention backend %s is not used: Allotrope's layers have their own"
+            " (additional_config: allotrope.attention_backend)",
+            backend.name,
+        )
+
+
 def _build(vllm_config: VllmConfig) -> Build:
     group, cache = get_tp_group(), vllm_config.cache_config.cache_dtype
     dtype = vllm_config.model_config.dtype
@@ -173,6 +184,7 @@ class HostedModel(nn.Module):
         stored = keeps and vllm_config.load_config.load_format != "dummy"
         self.checkpoint, self.architecture, spec = open_config(vllm_config, stored)
         _refuse(vllm_config, self.checkpoint)
+        _say_what_is_unused(vllm_config)
         self.build = _build(vllm_config)
         # What the mixers would refuse, in the words of our engine.
         attention_specs(spec, self.build, self.checkpoint.source)
