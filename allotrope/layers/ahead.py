@@ -6,6 +6,7 @@ from allotrope.attention import ahead
 
 MODULES: tuple[str, ...] = (
     *ahead.MODULES,
+    "allotrope.layers.grouping_triton",
     "allotrope.layers.hyper_connection_triton",
     "allotrope.layers.head_triton",
     "allotrope.layers.mlp_triton",

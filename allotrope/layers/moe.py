@@ -92,6 +92,7 @@ class DeviceStack:
         source: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         gating: Gating | None = None,
+        tables: Tables | None = None,
     ) -> torch.Tensor:
         """As `QuantizedStack`."""
         rows = len(x) if source is None else len(source)
@@ -99,7 +100,8 @@ class DeviceStack:
             rows_of = x if source is None else x.index_select(0, source)
             y = F.grouped_mm(rows_of, self.prepared.codes.transpose(1, 2), offs=ends)
             return y if gating is None else gating(y)
-        found: torch.Tensor = multiply(x, self.prepared, bias=bias, ends=ends, source=source, gating=gating)
+        given = {"bias": bias, "ends": ends, "source": source, "gating": gating, "tables": tables}
+        found: torch.Tensor = multiply(x, self.prepared, **given)
         return found
 
 
@@ -109,6 +111,8 @@ def has_grouped_product(device: torch.device) -> bool:
 
 
 Stack = DeviceStack | QuantizedStack
+Tables = dict[int, torch.Tensor]
+"""What the two products of a step's rows share, see `triton_product.multiply`."""
 Added = tuple[torch.Tensor | None, torch.Tensor | None]
 """What every token gets beside its experts', [T, hidden], and a gate [T, 1] whose sigmoid that is multiplied by."""
 
@@ -180,7 +184,8 @@ class Experts(nn.Module):
         else:
             routing = device_kernels("routing", x.device)
             ends, source, place = self.grouped(experts)
-            results = self.stacks[1](self.first(x, ends, source), ends)
+            tables: Tables = {}
+            results = self.stacks[1](self.first(x, ends, source, tables), ends, tables=tables)
             if routing is not None and self.parallel.size == 1:
                 shared, gate = added()
                 # One launch for all that is left to add.
@@ -197,14 +202,19 @@ class Experts(nn.Module):
 
     def grouped(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`experts`: [T, k]. Where each expert's rows end [E], each row's token, and the row of each pair."""
-        routing = device_kernels("routing", experts.device)
-        ends, source, _, place = self._group(experts) if routing is None else routing.group(experts, self.count)
+        grouping = device_kernels("grouping", experts.device)
+        if grouping is None or self.count > grouping.MOST_EXPERTS:
+            ends, source, _, place = self._group(experts)
+        else:
+            ends, source, _, place = grouping.group(experts, self.count)
         return ends, source, place
 
-    def first(self, x: torch.Tensor, ends: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    def first(
+        self, x: torch.Tensor, ends: torch.Tensor, source: torch.Tensor, tables: Tables | None = None
+    ) -> torch.Tensor:
         """What the chosen experts hold between their two products: rows in the order of experts."""
         assert self.stacks is not None
-        return self.stacks[0](x, ends, source, self.gate_up_bias, self.gating)
+        return self.stacks[0](x, ends, source, self.gate_up_bias, self.gating, tables)
 
     def _on_cpu(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, down_bias: torch.Tensor | None

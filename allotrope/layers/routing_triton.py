@@ -1,16 +1,12 @@
-"""What stands around the products of experts, in one launch each: choosing them, sorting pairs by them, adding up.
+"""What stands around the products of experts, in one launch each: choosing them, and adding up what they make.
 
 route: weights[t] = s(logits[t])[experts[t]], for the `topk` experts of the highest s + correction. A program owns a
 token and holds its scores in registers; topk times it takes the best. Bytes moved: the logits once.
 
-group: the row of a pair (token, choice) is how many pairs sort before it, and an expert's rows end behind as many as
-there are pairs of it and of those before it. A program owns a few pairs or experts and compares them with every pair,
-so that none waits for another and the order in which they run cannot matter. Bytes moved: all pairs once per program.
-
 combine: y[t] = sum over k of weights[t, k] * results[place[t, k]], in fp32, rounded once. A program owns a run of one
 token's columns. Bytes moved: results and y.
 
-None of them asks the device for a number, so that all can be captured.
+Neither asks the device for a number, so that both can be captured.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -30,12 +26,8 @@ from allotrope.layers.router import Score
 _SCORES: dict[Score, int] = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
 _NO_NUMBER = tl.constexpr(0x7FFFFFFF)
 _ABSENT = tl.constexpr(-0x80000000)
-# Pairs that one launch sorts: its comparisons grow with their square.
-MOST_PAIRS = 4096
-_MOST_PAIRS = tl.constexpr(MOST_PAIRS)
-# Scores of a token that a thread holds, and comparisons that it makes at once.
+# Scores of a token that a thread holds.
 _HELD = 32
-_COMPARED = 16
 
 
 @triton.jit
@@ -173,39 +165,6 @@ def looked_up_kernel(
     _weigh(row, weights, experts, token, slot, picks, peak, total, scale, TOPK, SCORE, NORMALIZE)
 
 
-@early_jit(do_not_specialize=["pairs"])
-def group_kernel(
-    experts,
-    ends,
-    source,
-    owner,
-    place,
-    pairs,
-    count,
-    topk,
-    ITEMS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """`experts`: [pairs], at most MOST_PAIRS. `ends`: [count]. An item is a pair, or behind all an expert's end."""
-    await_turn()
-    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
-    pair, end = item < pairs, (item >= pairs) & (item < pairs + count)
-    expert = tl.load(experts + item, mask=pair, other=0).to(tl.int32)
-    mine = tl.where(pair, expert * _MOST_PAIRS + item, (item - pairs + 1) * _MOST_PAIRS)
-    before = tl.zeros((ITEMS, CHUNK), tl.int32)
-    for start in range(0, pairs, CHUNK):
-        other = start + tl.arange(0, CHUNK)
-        there = other < pairs
-        key = tl.load(experts + other, mask=there, other=0).to(tl.int32) * _MOST_PAIRS + other
-        key = tl.where(there, key, _NO_NUMBER)
-        before += (key[None, :] < mine[:, None]).to(tl.int32)
-    row = tl.sum(before, axis=1)
-    tl.store(ends + (item - pairs), row, mask=end)
-    tl.store(place + item, row, mask=pair)
-    tl.store(source + row, item // topk, mask=pair)
-    tl.store(owner + row, expert, mask=pair)
-
-
 @early_jit
 def combine_kernel(
     results,
@@ -257,12 +216,6 @@ def combine_kernel(
 def config(arch: str, cells: int) -> dict[str, int]:
     """`cells`: that a program of `route` holds. One wave as long as it can: it takes the best without a barrier."""
     return {"num_warps": max(1, cells // (_HELD * _wave(arch))), "num_stages": 1}
-
-
-def group_config(arch: str, pairs: int) -> dict[str, int]:
-    """Two sizes, so that not every number of pairs is compiled anew."""
-    chunk, warps = 64 if pairs <= 64 else 512, 4
-    return {"ITEMS": warps * _wave(arch) * _COMPARED // chunk, "CHUNK": chunk, "num_warps": warps, "num_stages": 1}
 
 
 def combine_config(arch: str, tokens: int, topk: int, hidden: int, element_size: int) -> dict[str, int]:
@@ -354,39 +307,6 @@ def _chosen(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor
     return logits.new_empty(shape), torch.empty(shape, dtype=torch.int64, device=logits.device)
 
 
-def group(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pairs of token and choice, sorted by expert and where that is equal as they come.
-
-    `experts`: [T, k]. `count`: of experts. Returns ends [count], where each expert's rows end; of each row its token
-    and its expert, and of each pair its row, [T * k] each; all int32.
-    """
-    pairs = experts.numel()
-    if pairs > MOST_PAIRS:
-        return _sorted(experts, count)
-    ends = torch.empty(count, dtype=torch.int32, device=experts.device)
-    # Every list starts at a multiple of 16 bytes, whatever their length: kernels are compiled for either.
-    lists = torch.empty((3, cdiv(pairs, 4) * 4), dtype=torch.int32, device=experts.device)
-    source, owner, place = lists[:, :pairs].unbind()
-    launch = group_config(_arch(), pairs)
-    group_kernel[(cdiv(pairs + count, launch["ITEMS"]),)](
-        experts.contiguous(), ends, source, owner, place, pairs, count, experts.shape[1], **launch
-    )
-    return ends, source, owner, place
-
-
-def _sorted(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`group` for many pairs, in a few launches of torch."""
-    pairs, device = experts.numel(), experts.device
-    # A sort takes as many passes as its keys have digits.
-    small = torch.int16 if count <= torch.iinfo(torch.int16).max else torch.int32
-    owner, order = experts.flatten().to(small).sort(stable=True)
-    owner = owner.to(torch.int32)
-    numbers = torch.arange(max(count, pairs), dtype=torch.int32, device=device)
-    ends = torch.searchsorted(owner, numbers[:count], right=True, out_int32=True)
-    place = torch.empty_like(owner).scatter_(0, order, numbers[:pairs])
-    return ends, (order // experts.shape[1]).to(torch.int32), owner, place
-
-
 def combine(
     results: torch.Tensor,
     weights: torch.Tensor,
@@ -440,8 +360,8 @@ def _arch() -> str:
 
 
 def variants(arch: str) -> list[Variant]:
-    """Released routers, with and without groups and a table; few and many pairs; sums with all that may join them."""
-    return [*_route_variants(arch), *_group_variants(arch), *_combine_variants(arch)]
+    """Released routers, with and without groups and a table; sums with all that may join them."""
+    return [*_route_variants(arch), *_combine_variants(arch)]
 
 
 def _route_variants(arch: str) -> list[Variant]:
@@ -468,18 +388,6 @@ def _route_variants(arch: str) -> list[Variant]:
         signature |= dict.fromkeys(("table", "ids", "experts"), "*i64:16")
         signature |= {"row_stride": "i32:16", "count": "i32:16", "scale": "fp32"}
         made.append(Variant(name, looked_up_kernel, signature, constants, **config(arch, 512)))
-    return made
-
-
-def _group_variants(arch: str) -> list[Variant]:
-    made = []
-    for pairs in (64, MOST_PAIRS):
-        launch = group_config(arch, pairs)
-        signature = {"experts": "*i64:16"} | dict.fromkeys(("ends", "source", "owner", "place"), "*i32:16")
-        signature |= dict.fromkeys(("pairs", "count", "topk"), "i32")
-        constants = {key: launch[key] for key in ("ITEMS", "CHUNK")}
-        name = f"group {pairs} pairs"
-        made.append(Variant(name, group_kernel, signature, constants, launch["num_warps"], launch["num_stages"]))
     return made
 
 

@@ -11,11 +11,12 @@ from device_under_test import DEVICE
 pytest.importorskip("triton", reason="triton is not installed")
 
 from allotrope.attention.check import KINDS, compare
-from allotrope.layers import routing_triton
 from allotrope.layers.build import Build
 from allotrope.layers.router import Router, RouterSpec, Score
-from allotrope.layers.routing_triton import combine, group, looked_up, route
+from allotrope.layers.routing_triton import combine, looked_up, route
 from allotrope.models.weights import finish
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 VOCABULARY = 50
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,24 +44,6 @@ ROUTERS: dict[str, RouterSpec] = {
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for results holds nothing that could pass for one."""
-    empty, new_empty = torch.empty, torch.Tensor.new_empty
-
-    def poison(made: torch.Tensor) -> torch.Tensor:
-        return made.fill_(torch.nan if made.is_floating_point() else -77)
-
-    def poisoned_empty(*args: object, **named: object) -> torch.Tensor:
-        return poison(empty(*args, **named))  # type: ignore[call-overload]
-
-    def poisoned_new_empty(self: torch.Tensor, *args: object, **named: object) -> torch.Tensor:
-        return poison(new_empty(self, *args, **named))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(torch, "empty", poisoned_empty)
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned_new_empty)
 
 
 def score_of(kind: Score) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -163,50 +146,6 @@ def test_looked_up(topk: int, score: Score, normalize: bool) -> None:
     want = weighed(spec, score_of(score)(logits.double()), experts)
     torch.testing.assert_close(weights.double(), want, atol=1e-7, rtol=4e-6)
     assert looked_up(logits[:0], table, ids[:0], score, normalize, 1.5)[0].shape == (0, topk)
-
-
-def check_groups(experts: torch.Tensor, count: int) -> None:
-    owner, order = experts.flatten().sort(stable=True)
-    found = group(experts, count)
-    want = (
-        torch.bincount(owner, minlength=count).cumsum(0),
-        order // experts.shape[1],
-        owner,
-        order.argsort(),
-    )
-    for one, other in zip(found, want, strict=True):
-        assert one.dtype == torch.int32 and one.is_contiguous()
-        assert torch.equal(one.long(), other)
-
-
-@pytest.mark.parametrize(
-    ("shape", "count"),
-    [((0, 4), 12), ((1, 1), 2), ((1, 4), 300), ((7, 3), 5), ((33, 2), 40), ((65, 1), 12), ((103, 5), 13)],
-    ids=str,
-)
-def test_groups(shape: tuple[int, int], count: int) -> None:
-    """None, one, odd numbers, across both sizes of chunk; experts that nobody chose, the last among them."""
-    check_groups(torch.randint(0, count - 1, shape, device=DEVICE), count)
-
-
-@pytest.mark.parametrize("hot", [0, 6, 11])
-def test_one_expert_takes_all(hot: int) -> None:
-    check_groups(torch.full((50, 2), hot, device=DEVICE), 12)
-
-
-def test_rows_of_a_wider_choice() -> None:
-    check_groups(torch.randint(0, 12, (9, 8), device=DEVICE)[:, 2:5], 12)
-
-
-def test_many_pairs_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways agree at their border, and an expert beyond 16 bits is one."""
-    most = routing_triton.MOST_PAIRS
-    if DEVICE == "cpu":
-        # So many take the interpreter half a minute.
-        monkeypatch.setattr(routing_triton, "MOST_PAIRS", most := 128)
-    check_groups(torch.randint(0, 40, (most // 8, 8), device=DEVICE), 40)
-    check_groups(torch.randint(0, 40, (most // 8 + 1, 8), device=DEVICE), 40)
-    check_groups(torch.randint(0, 40000, (most // 8 + 1, 8), device=DEVICE), 40000)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
