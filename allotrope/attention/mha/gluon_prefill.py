@@ -1,9 +1,12 @@
 """Prompts on Hopper: one warp fetches gathered keys and values, two groups of four warps multiply.
 
-Owns: the kernel for bf16 and fp16 prompts with heads of up to 256. Must not know: pages; `triton_prefill` gathers them.
+Owns: the kernel for bf16 and fp16 prompts. Must not know: pages; `triton_prefill` gathers them.
 
 Each group owns half of a tile's rows. It starts the products of one block's keys before the last block's values are
 multiplied, so that its softmax runs beside a product; the two groups fall out of step and fill each other's gaps.
+
+The sums of values wider than 256 do not fit into registers: two programs have half of the columns each. Both score all
+keys, which costs half as much again, and is paid back by tiles of 128 rows: keys come from the L2 half as often.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -45,21 +48,31 @@ def _start(i, first, ahead, high, low, masked, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _zero(i):
+    """0, but the compiler does not know: addresses that follow from it are made in each step, and not kept in
+    registers, of which there are none left."""
+    return gl.inline_asm_elementwise("shr.u32 $0, $1, 31;", "=r,r", [i], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def _fetch(
-    k, v, k_tiles, v_tiles, ready, free, scratch_row, first, ahead, high, low, masked, blocks,
+    k, v, k_tiles, v_tiles, ready, free, scratch_row, first, ahead, high, low, masked, blocks, column,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The fetching warp: keys and values of every block, each to the next tile that is free."""
-    for i in range(blocks):
-        row = scratch_row + _start(i, first, ahead, high, low, masked, BLOCK_N)
-        slot = i % STAGES
-        phase = (i // STAGES) & 1
-        mbarrier.wait(free.index(slot), phase ^ 1)
-        mbarrier.expect(ready.index(slot), k.block_type.nbytes)
-        tma.async_copy_global_to_shared(k, [row, 0], ready.index(slot), k_tiles.index(slot))
-        mbarrier.wait(free.index(STAGES + slot), phase ^ 1)
-        mbarrier.expect(ready.index(STAGES + slot), v.block_type.nbytes)
-        tma.async_copy_global_to_shared(v, [row, 0], ready.index(STAGES + slot), v_tiles.index(slot))
+    """The fetching warp: keys of a block and values of the block before, as they are used, to tiles that are free."""
+    for i in range(blocks + 1):
+        if i < blocks:
+            slot = i % STAGES
+            row = scratch_row + _start(i, first, ahead, high, low, masked, BLOCK_N)
+            mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
+            mbarrier.expect(ready.index(slot), k.block_type.nbytes)
+            tma.async_copy_global_to_shared(k, [row, 0], ready.index(slot), k_tiles.index(slot))
+        if i > 0:
+            slot = (i - 1) % STAGES
+            row = scratch_row + _start(i - 1, first, ahead, high, low, masked, BLOCK_N)
+            mbarrier.wait(free.index(STAGES + slot), (((i - 1) // STAGES) & 1) ^ 1)
+            mbarrier.expect(ready.index(STAGES + slot), v.block_type.nbytes)
+            tma.async_copy_global_to_shared(v, [row, column], ready.index(STAGES + slot), v_tiles.index(slot))
 
 
 @gluon.jit
@@ -106,7 +119,7 @@ def _unpacked(words, KIND: gl.constexpr, given: gl.constexpr):
 @gluon.jit
 def _attend(
     q, k_tiles, v_tiles, ready, free, sinks, out, record, part, scale, softcap, v_scale, window,
-    first, ahead, high, low, masked, blocks, out_t, out_h,
+    first, ahead, high, low, masked, blocks, column, out_t, out_h,
     WHICH: gl.constexpr, HEADS: gl.constexpr, DV: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
@@ -114,7 +127,7 @@ def _attend(
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     mixes: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     given: gl.constexpr = gl.DotOperandLayout(0, mixes, 2)
-    queries = q.index(WHICH)
+    kind: gl.constexpr = q.dtype
     token, count, position = gl.load(record + 1).to(gl.int64), gl.load(record + 2), gl.load(record + 3)
     lane = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores))
     at = position + lane // HEADS
@@ -123,28 +136,28 @@ def _attend(
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, scores))
     mixed = gl.zeros([ROWS, BLOCK_DV], gl.float32, mixes)
     mbarrier.wait(ready.index(0), 0)
-    logits = warpgroup_mma(queries, k_tiles.index(0).permute((1, 0)), none, use_acc=False)
+    logits = warpgroup_mma(q.index(WHICH), k_tiles.index(0).permute((1, 0)), none, use_acc=False)
     mbarrier.arrive(free.index(0), count=1)
     start = _start(0, first, ahead, high, low, masked, BLOCK_N)
     weights, top, total, fade = _weigh(
         logits, top, total, at, start, scale, softcap, window, True, SOFTCAP, BLOCK_N, scores
     )
-    weights = _packed(weights, queries.dtype)
+    weights = _packed(weights, kind)
     mbarrier.wait(ready.index(1 % STAGES), (1 // STAGES) & 1, pred=blocks > 1)
     for i in range(1, masked):
         start = _start(i, first, ahead, high, low, masked, BLOCK_N)
         weights, mixed, top, total = _advance(
-            i, blocks, start, queries, k_tiles, v_tiles, ready, free, weights, mixed, top, total, at, scale, softcap,
-            window, none, True, SOFTCAP, BLOCK_N, STAGES, scores, mixes, given,
+            i, blocks, start, q, k_tiles, v_tiles, ready, free, weights, mixed, top, total, at, scale, softcap,
+            window, none, WHICH, True, SOFTCAP, BLOCK_N, STAGES, scores, mixes, given,
         )  # fmt: skip
     for i in range(gl.maximum(masked, 1), blocks):
         weights, mixed, top, total = _advance(
-            i, blocks, 0, queries, k_tiles, v_tiles, ready, free, weights, mixed, top, total, at, scale, softcap,
-            window, none, False, SOFTCAP, BLOCK_N, STAGES, scores, mixes, given,
+            i, blocks, 0, q, k_tiles, v_tiles, ready, free, weights, mixed, top, total, at, scale, softcap,
+            window, none, WHICH, False, SOFTCAP, BLOCK_N, STAGES, scores, mixes, given,
         )  # fmt: skip
     slot = (blocks - 1) % STAGES
     mbarrier.wait(ready.index(STAGES + slot), ((blocks - 1) // STAGES) & 1)
-    mixed = warpgroup_mma(_unpacked(weights, queries.dtype, given), v_tiles.index(slot), mixed)
+    mixed = warpgroup_mma(_unpacked(weights, kind, given), v_tiles.index(slot), mixed)
     if SINKS:
         real = lane // HEADS < count
         sink = gl.load(sinks + part * HEADS + lane % HEADS, mask=real, other=0.0).to(gl.float32) * _LOG2E
@@ -156,7 +169,7 @@ def _attend(
         factor = v_scale / total
     mixed = mixed * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, mixes)), 1)
     lane = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mixes))
-    dim = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, mixes))
+    dim = column + gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, mixes))
     to = (token + lane // HEADS) * out_t + (part * HEADS + lane % HEADS) * out_h
     mask = gl.expand_dims(lane // HEADS < count, 1) & gl.expand_dims(dim < DV, 0)
     gl.store(out + gl.expand_dims(to, 1) + gl.expand_dims(dim, 0), mixed.to(out.dtype.element_ty), mask=mask)
@@ -164,16 +177,21 @@ def _attend(
 
 @gluon.jit
 def _advance(
-    i, blocks, start, queries, k_tiles, v_tiles, ready, free, weights, mixed, top, total, at, scale, softcap, window,
-    none, MASK: gl.constexpr, SOFTCAP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    i, blocks, start, q, k_tiles, v_tiles, ready, free, weights, mixed, top, total, at, scale, softcap, window,
+    none, WHICH: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     scores: gl.constexpr, mixes: gl.constexpr, given: gl.constexpr,
 ):  # fmt: skip
     """Block i's keys, beside block i - 1's values."""
-    slot = i % STAGES
-    before = (i - 1) % STAGES
-    logits = warpgroup_mma(queries, k_tiles.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+    kind: gl.constexpr = q.dtype
+    slot, before, which = i % STAGES, (i - 1) % STAGES, WHICH
+    if STAGES == 1:
+        slot = _zero(i)
+        before, which = slot, WHICH + slot
+    logits = warpgroup_mma(
+        q.index(which), k_tiles.index(slot).permute((1, 0)), none, use_acc=False, is_async=True
+    )  # fmt: skip
     mbarrier.wait(ready.index(STAGES + before), ((i - 1) // STAGES) & 1)
-    mixed = warpgroup_mma(_unpacked(weights, queries.dtype, given), v_tiles.index(before), mixed, is_async=True)
+    mixed = warpgroup_mma(_unpacked(weights, kind, given), v_tiles.index(before), mixed, is_async=True)
     logits = warpgroup_mma_wait(1, deps=(logits,))
     mbarrier.arrive(free.index(slot), count=1)
     following, top, total, fade = _weigh(
@@ -184,7 +202,7 @@ def _advance(
     mixed, total, fade = warpgroup_mma_wait(0, deps=(mixed, total, fade))
     mbarrier.arrive(free.index(STAGES + before), count=1)
     mixed = mixed * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, mixes)), 1)
-    return _packed(following, queries.dtype), mixed, top, total
+    return _packed(following, kind), mixed, top, total
 
 
 @early
@@ -193,12 +211,15 @@ def prefill_kernel(
     q, k, v, records, sinks, out, scale, softcap, v_scale, window, rows, q_t, q_h, out_t, out_h,
     GROUPS: gl.constexpr, R: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
-    WORKERS: gl.constexpr, REGISTERS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
+    PARTS: gl.constexpr, WORKERS: gl.constexpr, REGISTERS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
-    """As `triton_prefill.prefill_kernel` with GATHERED; two groups of BLOCK_M // 2 rows and one warp that fetches."""
+    """As `triton_prefill.prefill_kernel` with GATHERED, for one of PARTS of the columns; two groups of BLOCK_M // 2
+    rows and one warp that fetches."""
     await_turn()
-    part = gl.program_id(0) % (GROUPS * (R // HEADS))
-    record = records + gl.program_id(0) // (GROUPS * (R // HEADS)) * 5
+    column = gl.program_id(0) % PARTS * BLOCK_DV
+    tile = gl.program_id(0) // PARTS
+    part = tile % (GROUPS * (R // HEADS))
+    record = records + tile // (GROUPS * (R // HEADS)) * 5
     group = part // (R // HEADS)
     token, count, position = gl.load(record + 1).to(gl.int64), gl.load(record + 2), gl.load(record + 3)
     scratch_row = group * rows + gl.load(record + 4)
@@ -233,13 +254,13 @@ def prefill_kernel(
         gl.warp_specialize(
             [
                 (_attend, (q_tiles, k_tiles, v_tiles, ready, free, sinks, out, record, part, scale, softcap, v_scale,
-                           window, first, ahead, high, low, masked, blocks, out_t, out_h,
+                           window, first, ahead, high, low, masked, blocks, column, out_t, out_h,
                            0, HEADS, DV, ROWS, BLOCK_N, BLOCK_DV, STAGES, SOFTCAP, SINKS)),
                 (_attend, (q_tiles, k_tiles, v_tiles, ready, free, sinks, out, record, part, scale, softcap, v_scale,
-                           window, first, ahead, high, low, masked, blocks, out_t, out_h,
+                           window, first, ahead, high, low, masked, blocks, column, out_t, out_h,
                            1, HEADS, DV, ROWS, BLOCK_N, BLOCK_DV, STAGES, SOFTCAP, SINKS)),
                 (_fetch, (k, v, k_tiles, v_tiles, ready, free, scratch_row, first, ahead, high, low, masked, blocks,
-                          BLOCK_N, STAGES)),
+                          column, BLOCK_N, STAGES)),
             ],
             [4, 4],
             [REGISTERS, 24],
@@ -248,16 +269,16 @@ def prefill_kernel(
         gl.warp_specialize(
             [
                 (_attend, (q_tiles, k_tiles, v_tiles, ready, free, sinks, out, record, part, scale, softcap, v_scale,
-                           window, first, ahead, high, low, masked, blocks, out_t, out_h,
+                           window, first, ahead, high, low, masked, blocks, column, out_t, out_h,
                            0, HEADS, DV, ROWS, BLOCK_N, BLOCK_DV, STAGES, SOFTCAP, SINKS)),
                 (_attend, (q_tiles, k_tiles, v_tiles, ready, free, sinks, out, record, part, scale, softcap, v_scale,
-                           window, first, ahead, high, low, masked, blocks, out_t, out_h,
+                           window, first, ahead, high, low, masked, blocks, column, out_t, out_h,
                            1, HEADS, DV, ROWS, BLOCK_N, BLOCK_DV, STAGES, SOFTCAP, SINKS)),
                 (_attend, (q_tiles, k_tiles, v_tiles, ready, free, sinks, out, record, part, scale, softcap, v_scale,
-                           window, first, ahead, high, low, masked, blocks, out_t, out_h,
+                           window, first, ahead, high, low, masked, blocks, column, out_t, out_h,
                            2, HEADS, DV, ROWS, BLOCK_N, BLOCK_DV, STAGES, SOFTCAP, SINKS)),
                 (_fetch, (k, v, k_tiles, v_tiles, ready, free, scratch_row, first, ahead, high, low, masked, blocks,
-                          BLOCK_N, STAGES)),
+                          column, BLOCK_N, STAGES)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, 24],
@@ -267,20 +288,24 @@ def prefill_kernel(
 @dataclass(frozen=True)
 class Config:
     """`block_m`: rows of a tile, an equal part for each of the `workers`, groups of four warps. `block_n`: keys of one
-    step. `stages`: tiles of keys, and of values, that are held. `registers`: of a thread that multiplies."""
+    step. `stages`: tiles of keys, and of values, that are held. `registers`: of a thread that multiplies. `parts`:
+    programs that share the columns of the values."""
 
     block_m: int
     block_n: int
     stages: int
     registers: int
     workers: int = 2
+    parts: int = 1
 
 
 def config(arch: str, spec: MhaSpec, dtype: torch.dtype) -> Config | None:
     """Launch parameters; None where `triton_prefill` is to be taken. `dtype`: type of the queries."""
     widest = max(spec.head_dim, spec.value_dim)
-    if arch != "sm_90" or dtype not in _TYPES or not 64 < widest <= 256:
+    if arch != "sm_90" or dtype not in _TYPES or widest <= 64:
         return None
+    if widest > 256:
+        return Config(128, 64, 1, 240, parts=2 if spec.value_dim > 256 else 1)
     return Config(128, 128 if widest <= 128 else 64, 2, 240)
 
 
@@ -305,13 +330,15 @@ def prefill(
     heads = heads_of_a_tile(spec, how.block_m)
     block_d, block_dv = max(64, next_power_of_2(dim)), max(64, next_power_of_2(value_dim))
     k_rows, v_rows = gathered(spec, cut, pools["k"], pools["k"] if spec.values_are_keys else pools["v"], table, q.dtype)
-    k, v = _descriptor(k_rows, dim, how.block_n, block_d), _descriptor(v_rows, value_dim, how.block_n, block_dv)
-    prefill_kernel[(len(cut.records) * groups * (repeat // heads),)](
+    k = _descriptor(k_rows, dim, how.block_n, block_d)
+    v = _descriptor(v_rows, value_dim, how.block_n, block_dv // how.parts)
+    prefill_kernel[(len(cut.records) * groups * (repeat // heads) * how.parts,)](
         q, k, v, cut.records, out if sinks is None else sinks, out,
         spec.scale * k_scale, spec.softcap or 1.0, k_scale if spec.values_are_keys else v_scale,
         EVERYTHING if spec.window is None else spec.window, cut.rows, *q.stride()[:2], *out.stride()[:2],
         GROUPS=groups, R=repeat, HEADS=heads, D=dim, DV=value_dim, BLOCK_M=how.block_m, BLOCK_N=how.block_n,
-        BLOCK_D=block_d, BLOCK_DV=block_dv, STAGES=how.stages, WORKERS=how.workers, REGISTERS=how.registers,
+        BLOCK_D=block_d, BLOCK_DV=block_dv // how.parts, STAGES=how.stages, PARTS=how.parts, WORKERS=how.workers,
+        REGISTERS=how.registers,
         SOFTCAP=spec.softcap is not None, SINKS=sinks is not None, num_warps=4,
     )  # fmt: skip
 
@@ -324,20 +351,30 @@ def _descriptor(rows: torch.Tensor, dim: int, block_n: int, block_d: int) -> Any
 
 
 def variants(arch: str) -> list[Variant]:
-    """Heads of 128, and of 256 with sinks; nothing but for Hopper."""
+    """Heads of 128, of 256 with sinks, and of 512; nothing but for Hopper."""
     found = []
-    for heads, groups, dim, sinks in ((64, 8, 128, False), (16, 2, 256, True)):
+    for heads, groups, dim, sinks in ((64, 8, 128, False), (16, 2, 256, True), (32, 4, 512, False)):
         spec = MhaSpec(num_heads=heads, num_kv_heads=groups, head_dim=dim, scale=1.0, kv_dtype=torch.bfloat16)
         how = config(arch, spec, torch.bfloat16)
         if how is None:
             return []
-        layout = gl.NVMMASharedLayout.get_default_for([how.block_n, dim], gl.bfloat16)
-        rows = f"tensordesc<bf16[{how.block_n},{dim}],{layout!r}>"
-        signature = {"q": "*bf16:16", "k": rows, "v": rows, "records": "*i32", "sinks": "*fp32", "out": "*bf16:16"}
+        rows = []
+        for columns in (dim, dim // how.parts):
+            layout = gl.NVMMASharedLayout.get_default_for([how.block_n, columns], gl.bfloat16)
+            rows.append(f"tensordesc<bf16[{how.block_n},{columns}],{layout!r}>")
+        signature = {
+            "q": "*bf16:16",
+            "k": rows[0],
+            "v": rows[1],
+            "records": "*i32",
+            "sinks": "*fp32",
+            "out": "*bf16:16",
+        }
         signature |= dict.fromkeys(("scale", "softcap", "v_scale"), "fp32") | {"window": "i32"}
         signature |= dict.fromkeys(("rows", "q_t", "q_h", "out_t", "out_h"), "i32:16")
         constants = {"GROUPS": groups, "R": heads // groups, "HEADS": heads_of_a_tile(spec, how.block_m), "D": dim}
-        constants |= {"DV": dim, "BLOCK_M": how.block_m, "BLOCK_N": how.block_n, "BLOCK_D": dim, "BLOCK_DV": dim}
+        constants |= {"DV": dim, "BLOCK_M": how.block_m, "BLOCK_N": how.block_n, "BLOCK_D": dim}
+        constants |= {"BLOCK_DV": dim // how.parts, "PARTS": how.parts}
         constants |= {"STAGES": how.stages, "WORKERS": how.workers, "REGISTERS": how.registers}
         constants |= {"SOFTCAP": False, "SINKS": sinks}
         name = f"mha prefill {heads}/{groups} x {dim}, warps apart"

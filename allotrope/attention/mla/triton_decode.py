@@ -70,7 +70,8 @@ def config(arch: str, spec: MlaSpec, dtype: torch.dtype, picked: bool) -> Config
     if arch != "sm_90":
         return Config(16, 32 if arch == "gfx950" else 16, 4, 1, 2)
     fits = (spec.latent_dim, spec.rope_dim) == (512, 64) and (spec.kv_dtype == dtype or spec.row_format == "scaled")
-    if heads == 64 and fits:
+    # Rows that are picked one by one are better fetched for heads that are not there than by fewer warps.
+    if fits and (heads == 64 or picked):
         return Config(64, 128, 4, 1, 1, hopper=True)
     if heads == 64:
         return Config(64, 64, 8, 2, 1)
