@@ -22,7 +22,7 @@ from allotrope.attention.dsa.spec import DsaSpec
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mla import triton as mla
 from allotrope.attention.mla import triton_decode, triton_store
-from allotrope.attention.mla.plan import Span
+from allotrope.attention.mla.plan import Span, token_index
 from allotrope.attention.mla.triton import Absorbed
 
 # Bytes of the scores of one contest of a prefill, and of the absorbed queries of one launch.
@@ -114,8 +114,10 @@ def _contests(spec: DsaSpec, batch: BatchLayout, seen: torch.Tensor, spans: Sequ
 def _contest(
     batch: BatchLayout, seen: torch.Tensor, tokens: list[int], tiles: list[tuple[int, ...]], bound: int
 ) -> Contest:
-    listed = torch.tensor(tokens, dtype=torch.int64, device=batch.device)
-    return Contest(mla.group(batch, seen, listed, bound), torch.tensor(tiles, dtype=torch.int32, device=batch.device))
+    return Contest(
+        mla.group(batch, seen, token_index(tokens, batch.device), bound),
+        torch.tensor(tiles, dtype=torch.int32, device=batch.device),
+    )
 
 
 def run(
@@ -144,16 +146,12 @@ def run(
         picks = pick(spec, plan, caches["index"], index_q, index_weights)
     elif picks is None:
         raise ValueError("dsa: a layer without an indexer needs the picks of an earlier layer")
-    weights = (w_uk, w_uv, kv_scale)
-    if plan.decodes is not None and plan.decodes.queries.seen.shape[0] == len(q_nope):
-        part = plan.decodes
-        return mla.attend_absorbed(spec.mla, pools, paged, part, q_nope, q_pe, *weights, picks, spec.topk), picks
     out = q_nope.new_empty(len(q_nope), spec.mla.num_heads, spec.mla.v_head_dim)
-    mla.attend_parts(spec.mla, plan.dense, pools, q_nope, q_pe, *weights, out)
-    picked = [contest.part for contest in plan.contests]
-    for part in (*([] if plan.decodes is None else [plan.decodes]), *picked):
-        own = picks[part.tokens]
-        out[part.tokens] = mla.attend_absorbed(spec.mla, pools, paged, part, q_nope, q_pe, *weights, own, spec.topk)
+    mla.attend_parts(spec.mla, plan.dense, pools, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
+    for part in (*([] if plan.decodes is None else [plan.decodes]), *(contest.part for contest in plan.contests)):
+        mla.attend_absorbed(
+            spec.mla, pools, paged, part, q_nope, q_pe, w_uk, w_uv, kv_scale, out, picks, spec.topk
+        )  # fmt: skip
     return out, picks
 
 
@@ -181,8 +179,9 @@ def pick(
         scores = triton_index.score_tiles(
             spec.indexer, pools, plan.keys, contest.tiles, len(queries.seen), queries.bound, q, weights
         )
-        assert isinstance(contest.part.tokens, torch.Tensor)
-        triton_topk.top_rows(scores, queries.seen, spec.topk, arch, picks, contest.part.tokens)
+        mine = contest.part.tokens
+        into, listed = (picks[mine], None) if isinstance(mine, slice) else (picks, mine)
+        triton_topk.top_rows(scores, queries.seen, spec.topk, arch, into, listed)
     return picks
 
 

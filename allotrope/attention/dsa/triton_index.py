@@ -13,7 +13,7 @@ goes from head to head. Scores are written once, 4 bytes a key; nothing else gro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -40,7 +40,7 @@ TILE = 64
 @dataclass(frozen=True)
 class Config:
     """`keys`: of one product. `span`: of one program of a decode at most, a multiple of `keys`. `queries`: of one
-    program of a prefill; divides `TILE`. `native`: whether FP8 codes are multiplied as they are.
+    program of a prefill; divides `TILE`. `native`: whether a decode multiplies FP8 codes as they are.
     """
 
     keys: int
@@ -52,12 +52,20 @@ class Config:
 
 
 def config(arch: str, dtype: torch.dtype) -> Config:
-    """Launch parameters. `dtype`: of the queries."""
+    """Launch parameters of a decode. `dtype`: of the queries."""
     if arch == "interpreter":
         return Config(32, 64, 16, 4, 1)
     if dtype == torch.float32:
         return Config(32, 1024, 16, 4, 1)
     return Config(64, 1024, 64, 4, 3, True) if arch == "sm_90" else Config(128, 1024, 64, 4, 1)
+
+
+def prefill_config(arch: str, dtype: torch.dtype, scaled: bool) -> Config:
+    """As `config`, of a prefill: each tile of keys reads, and for scaled ones rounds, the queries of every head."""
+    chosen = config(arch, dtype)
+    if arch != "sm_90" or dtype == torch.float32:
+        return chosen
+    return replace(chosen, keys=256, warps=8) if scaled else replace(chosen, keys=128)
 
 
 @triton.jit
@@ -254,7 +262,7 @@ def score_tiles(
     weights: torch.Tensor,
 ) -> torch.Tensor:
     """Scores [rows, bound] fp32 of the queries of `tiles` (`prefill_kernel`), of which `q` [T, heads, d] has all."""
-    chosen = config(arch_of(q.device), q.dtype)
+    chosen = prefill_config(arch_of(q.device), q.dtype, spec.key_format == "scaled")
     scores = torch.empty(rows, _width(bound), dtype=torch.float32, device=q.device)
     pool, factors = pools["k"], pools.get("factor", pools["k"])
     parts = TILE // chosen.queries
@@ -300,8 +308,7 @@ def variants(arch: str) -> list[Variant]:
         constants |= {"SCALED": name == "scaled"}
         decode = {**constants, "BLOCK_H": 64, "NATIVE": chosen.native}
         made.append(Variant(f"dsa scores decode {name}", decode_kernel, signature, decode, chosen.warps, chosen.stages))
-        prefill = {**constants, "PARTS": TILE // chosen.queries, "QUERIES": chosen.queries}
-        made.append(
-            Variant(f"dsa scores prefill {name}", prefill_kernel, signature, prefill, chosen.warps, chosen.stages)
-        )
+        wide = prefill_config(arch, torch.bfloat16, name == "scaled")
+        prefill = {**constants, "KEYS": wide.keys, "PARTS": TILE // wide.queries, "QUERIES": wide.queries}
+        made.append(Variant(f"dsa scores prefill {name}", prefill_kernel, signature, prefill, wide.warps, wide.stages))
     return made

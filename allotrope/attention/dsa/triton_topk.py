@@ -74,13 +74,16 @@ def topk_kernel(
     tl.store(picks + column, left, mask=(column >= tl.minimum(candidates, topk)) & (column < COLUMNS))
 
 
-def config(arch: str, width: int, topk: int) -> tuple[int, int]:
-    """Scores of a block, at least twice `topk` so that blocks grow fewer; and warps."""
+def config(arch: str, width: int, topk: int, named: bool) -> tuple[int, int]:
+    """Scores of a block, at least twice `topk` so that blocks grow fewer; and warps. `named`: as GIVEN, positions take
+    registers then.
+    """
     if arch == "interpreter":
         return max(64, next_power_of_2(2 * topk)), 4
-    block = min(8192, max(2048, next_power_of_2(width)))
     # On AMD sixteen warps leave each too few registers.
-    return max(block, next_power_of_2(2 * topk)), 16 if block >= 8192 and arch == "sm_90" else 8
+    hopper = arch == "sm_90"
+    block = min(16384 if hopper and not named else 8192, max(2048, next_power_of_2(width)))
+    return max(block, next_power_of_2(2 * topk)), 16 if block >= 8192 and hopper else 8
 
 
 def top_rows(
@@ -94,7 +97,7 @@ def top_rows(
     named: torch.Tensor | None = None
     width = scores.shape[1]
     while True:
-        block, warps = config(arch, width, topk)
+        block, warps = config(arch, width, topk, named is not None)
         blocks = cdiv(width, block)
         last = blocks == 1
         columns = picks.shape[1] if last else topk
@@ -114,8 +117,8 @@ def top_rows(
 def variants(arch: str) -> list[Variant]:
     """The first and the last pass over a long row."""
     made = []
-    block, warps = config(arch, 131072, 2048)
     for name, given in (("first", False), ("last", True)):
+        block, warps = config(arch, 131072, 2048, given)
         signature = {"scores": "*fp32:16", "named": "*i32:16", "seen": "*i32:16", "tokens": "*i32:16"}
         signature |= {"picks": "*i64:16" if given else "*i32:16"}
         signature |= dict.fromkeys(("topk", "width", "scores_t", "named_t", "picks_t", "picks_b"), "i32:16")

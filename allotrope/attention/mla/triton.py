@@ -89,7 +89,11 @@ def prefills(batch: BatchLayout) -> list[Span]:
 
 def group(batch: BatchLayout, seen: torch.Tensor, tokens: slice | torch.Tensor, bound: int) -> Absorbed:
     """`bound`: of what these queries see."""
-    return Absorbed(tokens, Queries(batch.tensors.request_of_token[tokens], seen[tokens], bound))
+    request, seen = batch.tensors.request_of_token[tokens], seen[tokens]
+    if isinstance(tokens, slice) and tokens.start:
+        # Kernels are compiled for lists that begin at multiples of 16 bytes.
+        request, seen = request.clone(), seen.clone()
+    return Absorbed(tokens, Queries(request, seen, bound))
 
 
 def absorb(q_nope: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
@@ -97,9 +101,8 @@ def absorb(q_nope: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
     return torch.bmm(q_nope.transpose(0, 1), w_uk)
 
 
-def project_up(z: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
-    """W_UV z. `z`: [H, t, C]. `w_uv`: [H, V, C]. Returns [t, H, V], contiguous."""
-    out = z.new_empty(z.shape[1], *w_uv.shape[:2])
+def project_up(z: torch.Tensor, w_uv: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """W_UV z, in `out`. `z`: [H, t, C]. `w_uv`: [H, V, C]. `out`: [t, H, V], contiguous."""
     torch.bmm(z, w_uv.transpose(1, 2), out=out.transpose(0, 1))
     return out
 
@@ -119,8 +122,6 @@ def run(
     """As the reference's `run`."""
     pools = caches["latent"]
     triton_store.store(spec, pools, plan.paged.slots, c, k_pe, kv_scale)
-    if plan.expanded is None and len(plan.absorbed) == 1:
-        return attend_absorbed(spec, pools, plan.paged, plan.absorbed[0], q_nope, q_pe, w_uk, w_uv, kv_scale)
     out = q_nope.new_empty(len(q_nope), spec.num_heads, spec.v_head_dim)
     attend_parts(spec, plan, pools, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
     return out
@@ -139,7 +140,7 @@ def attend_parts(
 ) -> None:
     """Attend with all queries of `plan`, and write their rows of `out` [T, H, V]."""
     for part in plan.absorbed:
-        out[part.tokens] = attend_absorbed(spec, pools, plan.paged, part, q_nope, q_pe, w_uk, w_uv, kv_scale)
+        attend_absorbed(spec, pools, plan.paged, part, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
     if plan.expanded is not None:
         triton_prefill.attend(spec, pools, plan.paged, plan.expanded, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
 
@@ -154,13 +155,21 @@ def attend_absorbed(
     w_uk: torch.Tensor,
     w_uv: torch.Tensor,
     kv_scale: float,
+    out: torch.Tensor,
     picks: torch.Tensor | None = None,
     topk: int = 0,
-) -> torch.Tensor:
-    """Attend with the queries of `part`; `picks` [t, K], `topk`: as in `triton_decode`. Returns [t, H, V]."""
-    q = absorb(q_nope[part.tokens], w_uk)
-    z = triton_decode.attend(spec, pools, paged, part.queries, q, q_pe[part.tokens], kv_scale, picks, topk)
-    return project_up(z, w_uv)
+) -> None:
+    """Attend with the queries of `part`, and write their rows of `out` [T, H, V]. `picks` [T, K], `topk`: as in
+    `triton_decode`.
+    """
+    mine = part.tokens
+    q = absorb(q_nope[mine], w_uk)
+    own = None if picks is None else picks[mine]
+    z = triton_decode.attend(spec, pools, paged, part.queries, q, q_pe[mine], kv_scale, own, topk)
+    if isinstance(mine, slice):
+        project_up(z, w_uv, out[mine])
+    else:
+        out[mine] = project_up(z, w_uv, out.new_empty(len(mine), *out.shape[1:]))
 
 
 def variants(arch: str) -> list[Variant]:
