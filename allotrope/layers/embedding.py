@@ -67,6 +67,8 @@ class Head(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: [n, hidden]. Returns [n, vocabulary] fp32 logits, whole on every rank."""
         assert self.product is not None
+        if self.whole and self.softcap is None:
+            return self.product.exact(x)
         logits = self.product(x)
         if not self.whole:
             logits = self.parallel.all_gather(logits)

@@ -29,8 +29,9 @@ class Product:
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.multiply: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-        if has_kernel(weight):
-            self.multiply = partial(_by_triton, prepare_plain(weight))
+        self.prepared = prepare_plain(weight) if has_kernel(weight) else None
+        if self.prepared is not None:
+            self.multiply = partial(_by_triton, self.prepared)
         elif not worth_packing(weight):
             self.multiply = partial(_plain, weight)
         elif packs(weight):
@@ -44,6 +45,14 @@ class Product:
         """`x`: [T, inputs]. Returns [T, outputs], in `out` where it is given."""
         y = self.multiply(x, bias)
         return y if out is None else out.copy_(y)
+
+    def exact(self, x: torch.Tensor) -> torch.Tensor:
+        """As a call, in fp32, which on NVIDIA chips nothing was rounded for."""
+        if self.prepared is None:
+            return self.multiply(x, None).float()
+        out = torch.empty(len(x), self.prepared.outputs, dtype=torch.float32, device=x.device)
+        found: torch.Tensor = multiply(x, self.prepared, out=out)
+        return found
 
 
 def _plain(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -15,8 +15,10 @@ from torch import nn
 from allotrope.cpu.experts import expert_functions
 from allotrope.layers.build import Build
 from allotrope.layers.device_kernels import device_kernels
-from allotrope.layers.linear import Linear
+from allotrope.layers.linear import Linear, has_kernel
 from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.layers.quant.prepare import Prepared, prepare_plain
+from allotrope.layers.quant.product import multiply
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 
@@ -72,7 +74,7 @@ class Router(nn.Module):
         if spec.table:
             placement = Placement((Section("", spec.table),), below=spec.experts)
             self.table = parameter((spec.table, spec.topk), placement, torch.int64, build.device)
-        self.narrow: torch.Tensor | None = None
+        self.narrow: Prepared | None = None
         self.dtype = build.dtype
 
     def finish_loading(self) -> None:
@@ -85,9 +87,9 @@ class Router(nn.Module):
         if self.dtype != torch.bfloat16 or weight.device.type != "cuda" or torch.version.cuda is None:
             return
         rounded = weight.data.to(torch.bfloat16)
-        if torch.equal(rounded.float(), weight.data):
+        if has_kernel(rounded) and torch.equal(rounded.float(), weight.data):
             # The gate's own hook comes after this one, and keeps what it finds.
-            self.narrow = weight.data = rounded
+            self.narrow, weight.data = prepare_plain(rounded), rounded
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`x`: [T, hidden]. `ids`: [T] token ids. Returns weights [T, topk] fp32 and experts [T, topk]."""
@@ -113,10 +115,10 @@ class Router(nn.Module):
         """[T, experts] fp32."""
         if self.narrow is None:
             return self.gate(x.float())
-        if x.dtype != self.narrow.dtype:
-            return F.linear(x.float(), self.narrow.float(), self.gate.bias)
-        logits = torch.mm(x, self.narrow.t(), out_dtype=torch.float32)
-        return logits if self.gate.bias is None else logits + self.gate.bias
+        if x.dtype != torch.bfloat16:
+            return F.linear(x.float(), self.narrow.codes[0].float(), self.gate.bias)
+        logits = torch.empty(len(x), self.spec.experts, dtype=torch.float32, device=x.device)
+        return multiply(x, self.narrow, bias=self.gate.bias, out=logits)
 
     def _choose(self, scores: torch.Tensor) -> torch.Tensor:
         """[T, topk] experts of the highest scores, within the best groups."""

@@ -8,6 +8,8 @@ from device_under_test import DEVICE
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from allotrope.layers.build import Build
+from allotrope.layers.embedding import Head
 from allotrope.layers.head_triton import capped
 
 
@@ -32,3 +34,17 @@ def test_what_is_not_finite() -> None:
 
 def test_no_rows() -> None:
     assert capped(torch.zeros(0, 7, device=DEVICE), 30.0).shape == (0, 7)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65])
+def test_logits_of_a_bf16_model_are_not_rounded_on_a_gpu(rows: int) -> None:
+    torch.manual_seed(0)
+    head = Head(1500, 256, Build(dtype=torch.bfloat16, device=torch.device(DEVICE)), tied=None)
+    assert head.weight is not None
+    head.weight.data.copy_(torch.randn(1500, 256) / 16)
+    weight, x = head.weight.data.double(), torch.randn(rows, 256, device=DEVICE).bfloat16()
+    head.finish_loading()
+    found, exact = head(x), x.double() @ weight.T
+    assert found.dtype == torch.float32
+    kept = DEVICE == "cuda" and torch.version.cuda is not None
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5 if kept else 8e-3, atol=1e-5 if kept else 8e-3)

@@ -23,6 +23,8 @@ _MANY = 8192
 # Rows up to which one plain weight may not be left to PyTorch; numbers from which an unmeasured one is not, and outputs
 # from which that holds for all those rows.
 FEW_PLAIN_ROWS, _LARGE_PLAIN, _VOCABULARY = 64, 1 << 24, 1 << 16
+# Outputs up to which tiles are few.
+_FEW_OUTPUTS = 1024
 # Programs that keep a chip of today busy.
 _PROGRAMS = 264
 INTERPRETER = "interpreter"
@@ -150,12 +152,15 @@ def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
     height = 16 if usual <= 16 else 32 if usual <= 32 else 64
     if shape.experts or shape.gated:
         if four_bits and usual <= 4:
-            return Launch(8, 32 if shape.gated else 64, stages=3, depth=256)
+            return Launch(8, 64, stages=3, depth=256) if shape.gated else Launch(8, 128)
         if four_bits:
             # Steps of 256 inputs for few rows, for more of them there are not enough registers.
             return Launch(
                 height, 32 if shape.gated and height == 16 else 64, stages=3, depth=256 if height < 64 else 128
             )
+        if shape.kind == "fp8" and not amd and shape.inputs >= 2048:
+            # Rounding in the product costs every step a barrier.
+            return Launch(height, 64, quantize=False, stages=5)
         return Launch(height, 64, left=not amd, stages=stages)
     columns = 128 if shape.outputs >= 128 * _PROGRAMS else 64
     tiles = -(-shape.outputs // columns)
@@ -166,13 +171,16 @@ def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
 
 def _of_plain(shape: Shape, rows: int) -> Launch:
     """How PyTorch multiplies small weights is hard to beat, and medium ones by more than 16 rows; the rest is a
-    matter of reading.
+    matter of reading. So few outputs as of a router are little to multiply: its inputs are shared out.
     """
+    height = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    if shape.outputs <= _FEW_OUTPUTS and shape.inputs >= _FEW_OUTPUTS and rows <= FEW_PLAIN_ROWS:
+        return Launch(height, 16, 8 if shape.inputs >= 2048 else 4, left=False)
     most = FEW_PLAIN_ROWS if shape.outputs >= _VOCABULARY else 16
     if shape.outputs * shape.inputs < _LARGE_PLAIN or rows > most:
         return PYTORCH
     if rows > 16:
-        return Launch(32 if rows <= 32 else 64, 128, warps=8, stages=3, depth=64)
+        return Launch(height, 128, warps=8, stages=3, depth=64)
     tiles = -(-shape.outputs // 64)
     return Launch(16, 64, max(1, min(4, 336 // tiles)), stages=3)
 

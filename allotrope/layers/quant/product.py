@@ -110,13 +110,15 @@ class QuantizedStack:
         source: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         gating: Gating | None = None,
+        tables: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """`x`: [T, inputs]; `source`: [n] its rows in the order of experts, None if x has that. `ends`: [E] int32,
         where each expert's rows end. `bias`: [E, outputs]. `gating`: of the first half of the outputs with the second.
-        Returns [n, outputs].
+        `tables`: what products of the same ends share, empty before the first. Returns [n, outputs].
         """
         if self.prepared is not None:
-            found: torch.Tensor = multiply(x, self.prepared, bias=bias, ends=ends, source=source, gating=gating)
+            given = {"bias": bias, "ends": ends, "source": source, "gating": gating, "tables": tables}
+            found: torch.Tensor = multiply(x, self.prepared, **given)
             return found
         assert self.weight is not None
         rows = x if source is None else x.index_select(0, source)

@@ -304,13 +304,15 @@ def multiply(
     source: torch.Tensor | None = None,
     gating: Gating | None = None,
     out: torch.Tensor | None = None,
+    tables: dict[int, torch.Tensor] | None = None,
     launch: Launch | None = None,
 ) -> torch.Tensor:
     """y_i = act(W_e x_i + b_e). Asks the device nothing.
 
     `x`: [n, inputs]. `bias`: [outputs], or [E, outputs]. `ends`: [E] int32, where each expert's rows end; `source`:
     [n] rows of x in the order of experts, None if x has it. `gating`: of gates, then ups; halves the outputs. `out`:
-    [n, outputs] to write into, of any row stride. `launch`: default: what is known to be fast.
+    [n, outputs] to write into, of any row stride; of fp32 where sums are not to be rounded. `tables`: of tiles of these
+    ends, by their height; one that is made here is put there. `launch`: default: what is known to be fast.
     """
     rows = len(x) if source is None else len(source)
     outputs = weight.outputs // 2 if gating else weight.outputs
@@ -326,16 +328,15 @@ def multiply(
     if launch.library and in_library(weight):
         return scaled_product(x, weight, bias, out)
     if launch.library and weight.kind == "plain" and ends is None:
-        y = F.linear(x, weight.codes[0], bias)
-        return y if out is None else out.copy_(y)
+        return _in_torch(x, weight.codes[0], bias, out)
     if out is None:
         out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     if launch.groups and ends is not None and gluon_experts.knows(weight, gating, bias):
-        tiles_of = _table_of_tiles(rows, ends, gluon_experts.ROWS)
+        tiles_of = _table_of_tiles(rows, ends, gluon_experts.ROWS, tables)
         gluon_experts.multiply(*quantize_rows(x, source=source), weight, ends, tiles_of, out)
         return out
     if launch.groups and ends is not None and gluon_fp4.knows(x, weight, gating):
-        tiles_of = _table_of_tiles(rows, ends, gluon_fp4.ROWS)
+        tiles_of = _table_of_tiles(rows, ends, gluon_fp4.ROWS, tables)
         inner = x if source is None else x.index_select(0, source)
         gluon_fp4.multiply(inner, weight, ends, tiles_of, out, bias, gating)
         return out
@@ -345,7 +346,9 @@ def multiply(
         x, x_scales = quantize_rows(x)
     tiles = cdiv(rows, launch.rows) if ends is None else _most_tiles(rows, ends, launch.rows)
     blocks = cdiv(outputs, launch.columns)
-    table = _table_of_tiles(rows, ends, launch.rows) if ends is not None and tiles * blocks > _SEARCHED else None
+    table = None
+    if ends is not None and tiles * blocks > _SEARCHED:
+        table = _table_of_tiles(rows, ends, launch.rows, tables)
     parts, arrivals = None, None
     if launch.splits > 1:
         if tiles * blocks > _TILES or tiles * blocks * launch.splits * launch.rows * launch.columns > _PARTS:
@@ -394,18 +397,35 @@ def multiply(
     return out
 
 
+def _in_torch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """PyTorch's product with a plain weight, into `out` where it is given; on NVIDIA chips not rounded before that."""
+    if out is None or out.dtype == x.dtype or torch.version.cuda is None:
+        y = F.linear(x, weight, bias)
+        return y if out is None else out.copy_(y)
+    torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+    return out if bias is None else out.add_(bias)
+
+
 def _most_tiles(rows: int, ends: torch.Tensor, height: int) -> int:
     """Tiles of `height` rows that `rows` of the experts may take, however they are spread."""
     return rows // height + min(len(ends), rows)
 
 
-def _table_of_tiles(rows: int, ends: torch.Tensor, height: int) -> torch.Tensor:
-    """What `tiles_kernel` writes."""
+def _table_of_tiles(
+    rows: int, ends: torch.Tensor, height: int, tables: dict[int, torch.Tensor] | None
+) -> torch.Tensor:
+    """What `tiles_kernel` writes, or has written for an earlier product."""
+    if tables is not None and height in tables:
+        return tables[height]
     experts, tiles = len(ends), _most_tiles(rows, ends, height)
     table = torch.empty((tiles, 2), dtype=torch.int32, device=ends.device)
     tiles_kernel[(cdiv(tiles, _TABLE_BLOCK),)](
         ends, table, experts, tiles, next_power_of_2(experts), height, _TABLE_BLOCK
     )
+    if tables is not None:
+        tables[height] = table
     return table
 
 
@@ -459,6 +479,7 @@ def variants(arch: str) -> list[Variant]:
         ("mxfp4 experts many rows", "mxfp4", 128, 32768, False),
         ("plain few rows", "plain", 0, 16, False),
         ("plain 64 rows", "plain", 0, 64, False),
+        ("plain few outputs", "plain", 0, 16, False),
         ("plain experts few rows gated", "plain", 128, 64, True),
         ("plain experts many rows", "plain", 128, 32768, False),
         ("fp32 experts few rows gated", "fp32", 128, 64, True),
@@ -466,6 +487,8 @@ def variants(arch: str) -> list[Variant]:
     )
     for name, kind, experts, rows, gated in cases:
         outputs = 131072 if kind == "plain" and not experts else 12288
+        if name == "plain few outputs":
+            outputs = 128
         launch = rule_of_thumb(Shape(kind, experts, outputs, 2048, gated), rows, chip)
         if launch.library and kind == "plain":
             # There is nothing of ours to compile.
@@ -506,9 +529,7 @@ def variants(arch: str) -> list[Variant]:
         if kind == "mxfp4":
             del constants["bias_stride"]
             signature["bias_stride"] = "i32"
-        # The compiler puts one away around the loop, and seven programs have room where six had.
-        spills = 8 if name == "mxfp4 experts few rows gated" and arch == "sm_90" else 0
-        made.append(Variant(name, product_kernel, signature, constants, launch.warps, launch.stages, spills))
+        made.append(Variant(name, product_kernel, signature, constants, launch.warps, launch.stages))
     signature = {"ends": "*i32:16", "table": "*i32:16", "experts": "i32", "tiles": "i32"}
     sizes = {"EXPERTS": 512, "ROWS": 64, "BLOCK": _TABLE_BLOCK}
     return [*made, Variant("tiles of experts", tiles_kernel, signature, sizes, 4, 1)]
