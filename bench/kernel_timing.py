@@ -72,6 +72,11 @@ class Stopwatch:
         graph.reset()
         return _timing(samples, True, "")
 
+    def rough(self, run: Callable[[], Any]) -> float:
+        """About how many microseconds one run takes with a cold L2, launched from Python."""
+        run()
+        return statistics.median(self._around(run, 5))
+
     def kernels(self, run: Callable[[], Any], runs: int = 5) -> dict[str, float]:
         """Microseconds of one run by name of kernel, from a cold L2, as PyTorch's profiler sees them; longest first."""
         flushes, both = self._profiled(self.flush, runs), self._profiled(lambda: (self.flush(), run()), runs)
