@@ -29,6 +29,7 @@ from allotrope.attention.check import TOLERANCES, compare
 from allotrope.layers.mlp import Gating
 from allotrope.layers.quant.format import Quantized, as_multiplied
 from allotrope.layers.quant.launch import (
+    FEW_OUTPUTS,
     FEW_PLAIN_ROWS,
     GROUPS,
     PYTORCH,
@@ -48,8 +49,6 @@ ROUGH = 150.0
 # ended, and the one behind it when it has (`bench/engine.py` with and without ALLOTROPE_EARLY_LAUNCH=0, by kernel).
 IN_TURN = 1.3
 ROWS = (4, 16, 64, 512, 2048, 8192)
-# Outputs of which there are few tiles.
-SMALL = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +166,7 @@ def _of_plain(shape: Shape, rows: int) -> Iterator[Launch]:
     # Programs that share inputs, where there are few; and not so many that their parts are what is read.
     splits = [split for split in (1, 2, 4, 8) if -(-shape.outputs // 128) * split <= 1200 or split == 1]
     widths: tuple[int, ...] = (64, 128, 256)
-    if shape.outputs <= SMALL:
+    if shape.outputs <= FEW_OUTPUTS:
         widths, splits = (64,), [split for split in (4, 8, 16, 32) if split <= shape.inputs // 128]
         for columns, split, depth, stages in itertools.product((16, 32, 64), splits, (64, 128), (2, 4)):
             yield Launch(height, columns, split, False, True, 4, stages, depth)

@@ -15,6 +15,7 @@ MODULES: tuple[str, ...] = (
     "allotrope.layers.quant.gluon_fp4",
     "allotrope.layers.quant.triton_product",
     "allotrope.layers.quant.triton_quantize",
+    "allotrope.layers.quant.triton_tiles",
     "allotrope.layers.ranking_triton",
     "allotrope.layers.routing_triton",
     "allotrope.layers.sampler_triton",

@@ -24,7 +24,7 @@ from allotrope.layers.linear import Linear, Product, worth_packing
 from allotrope.layers.mlp import Gating, MlpSpec
 from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.layers.quant.prepare import prepare_plain
-from allotrope.layers.quant.product import QuantizedStack, declare, divides, multiply, taken
+from allotrope.layers.quant.product import QuantizedStack, Tables, declare, divides, multiply, taken
 from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep
 
@@ -111,8 +111,6 @@ def has_grouped_product(device: torch.device) -> bool:
 
 
 Stack = DeviceStack | QuantizedStack
-Tables = dict[int, torch.Tensor]
-"""What the two products of a step's rows share, see `triton_product.multiply`."""
 Added = tuple[torch.Tensor | None, torch.Tensor | None]
 """What every token gets beside its experts', [T, hidden], and a gate [T, 1] whose sigmoid that is multiplied by."""
 

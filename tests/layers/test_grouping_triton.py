@@ -9,7 +9,10 @@ from device_under_test import DEVICE
 pytest.importorskip("triton", reason="triton is not installed")
 
 from allotrope.layers import grouping_triton
+from allotrope.layers.build import Build
 from allotrope.layers.grouping_triton import group
+from allotrope.layers.mlp import Gating
+from allotrope.layers.moe import Experts
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -73,3 +76,13 @@ def test_many_pairs(count: int, short_runs: int) -> None:
 @pytest.mark.parametrize("hot", [0, 6, 11])
 def test_one_expert_takes_many(hot: int, short_runs: int) -> None:
     check_groups(torch.full((short_runs // 2 + 5, 3), hot, device=DEVICE), 12)
+
+
+def test_more_experts_than_the_kernels_count_go_another_way() -> None:
+    """An expert beyond 16 bits is one."""
+    experts = Experts(70000, 1, 1, Gating(), Build(device=torch.device(DEVICE)), bias=False)
+    chosen = torch.randint(0, 70000, (513, 8), device=DEVICE)
+    owner, order = chosen.flatten().sort(stable=True)
+    ends, source, place = experts.grouped(chosen)
+    assert torch.equal(ends.long(), torch.bincount(owner, minlength=70000).cumsum(0))
+    assert torch.equal(source.long(), order // 8) and torch.equal(place.long(), order.argsort())

@@ -148,10 +148,11 @@ def run(
         raise ValueError("dsa: a layer without an indexer needs the picks of an earlier layer")
     out = q_nope.new_empty(len(q_nope), spec.mla.num_heads, spec.mla.v_head_dim)
     mla.attend_parts(spec.mla, plan.dense, pools, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
-    for part in (*([] if plan.decodes is None else [plan.decodes]), *(contest.part for contest in plan.contests)):
-        mla.attend_absorbed(
-            spec.mla, pools, paged, part, q_nope, q_pe, w_uk, w_uv, kv_scale, out, picks, spec.topk
-        )  # fmt: skip
+    picking = [contest.part for contest in plan.contests]
+    if plan.decodes is not None:
+        picking.append(plan.decodes)
+    for part in picking:
+        mla.attend_absorbed(spec.mla, pools, paged, part, q_nope, q_pe, w_uk, w_uv, kv_scale, out, picks, spec.topk)
     return out, picks
 
 

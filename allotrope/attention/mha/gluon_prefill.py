@@ -31,6 +31,7 @@ from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early
 from allotrope.attention.gluon_ring import ring
 from allotrope.attention.gluon_versions import barrier
+from allotrope.attention.gluon_zero import unknown_zero
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.attention.mha.triton_decode import EVERYTHING
 from allotrope.attention.mha.triton_prefill import Tiles, gathered, heads_of_a_tile
@@ -45,13 +46,6 @@ def _start(i, first, ahead, high, low, masked, BLOCK_N: gl.constexpr):
     """Where the i-th block begins: those at the window's edge, those at the diagonal, then those seen wholly."""
     edge = gl.where(i < ahead, first + i * BLOCK_N, high + (i - ahead) * BLOCK_N)
     return gl.where(i < masked, edge, low + (i - masked) * BLOCK_N)
-
-
-@gluon.jit
-def _zero(i):
-    """0, but the compiler does not know: addresses that follow from it are made in each step, and not kept in
-    registers, of which there are none left."""
-    return gl.inline_asm_elementwise("shr.u32 $0, $1, 31;", "=r,r", [i], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -185,7 +179,7 @@ def _advance(
     kind: gl.constexpr = q.dtype
     slot, before, which = i % STAGES, (i - 1) % STAGES, WHICH
     if STAGES == 1:
-        slot = _zero(i)
+        slot = unknown_zero(i)
         before, which = slot, WHICH + slot
     logits = warpgroup_mma(
         q.index(which), k_tiles.index(slot).permute((1, 0)), none, use_acc=False, is_async=True
@@ -338,8 +332,7 @@ def prefill(
         EVERYTHING if spec.window is None else spec.window, cut.rows, *q.stride()[:2], *out.stride()[:2],
         GROUPS=groups, R=repeat, HEADS=heads, D=dim, DV=value_dim, BLOCK_M=how.block_m, BLOCK_N=how.block_n,
         BLOCK_D=block_d, BLOCK_DV=block_dv // how.parts, STAGES=how.stages, PARTS=how.parts, WORKERS=how.workers,
-        REGISTERS=how.registers,
-        SOFTCAP=spec.softcap is not None, SINKS=sinks is not None, num_warps=4,
+        REGISTERS=how.registers, SOFTCAP=spec.softcap is not None, SINKS=sinks is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -362,14 +355,8 @@ def variants(arch: str) -> list[Variant]:
         for columns in (dim, dim // how.parts):
             layout = gl.NVMMASharedLayout.get_default_for([how.block_n, columns], gl.bfloat16)
             rows.append(f"tensordesc<bf16[{how.block_n},{columns}],{layout!r}>")
-        signature = {
-            "q": "*bf16:16",
-            "k": rows[0],
-            "v": rows[1],
-            "records": "*i32",
-            "sinks": "*fp32",
-            "out": "*bf16:16",
-        }
+        signature = {"q": "*bf16:16", "k": rows[0], "v": rows[1]}
+        signature |= {"records": "*i32", "sinks": "*fp32", "out": "*bf16:16"}
         signature |= dict.fromkeys(("scale", "softcap", "v_scale"), "fp32") | {"window": "i32"}
         signature |= dict.fromkeys(("rows", "q_t", "q_h", "out_t", "out_h"), "i32:16")
         constants = {"GROUPS": groups, "R": heads // groups, "HEADS": heads_of_a_tile(spec, how.block_m), "D": dim}

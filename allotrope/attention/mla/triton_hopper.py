@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from allotrope.attention.early import await_turn, early
 from allotrope.attention.gluon_versions import barrier
+from allotrope.attention.gluon_zero import unknown_zero
 from allotrope.attention.mla.triton_hopper_rows import HALF, KEYS, READ, ROPE, read, read_scaled
 
 # Heads of a program.
@@ -71,14 +72,6 @@ def _seen(picks, many, start, end, PICKED: gl.constexpr):
 
 
 @gluon.jit
-def _zero(pair):
-    """0, but the compiler does not know: addresses that follow from it are made in each step, for which it has time,
-    and not kept in registers, of which it has none.
-    """
-    return gl.inline_asm_elementwise("shr.u32 $0, $1, 31;", "=r,r", [pair], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _scores(q_near, q_far, q_rope, near, far, rope, full_near, full_far, phase, there, factor):
     """Logits of a tile, whose `near` half comes first."""
     logits = gl.zeros([_H, KEYS], gl.float32, _SCORES)
@@ -106,7 +99,7 @@ def _first(work, H: gl.constexpr, PICKED: gl.constexpr, DIRECT: gl.constexpr):
     pairs = gl.cdiv(end - begin, 2 * KEYS)
     for pair in range(pairs):
         phase = pair & 1
-        zero = _zero(pair)
+        zero = unknown_zero(pair)
         there = _seen(picks, many, begin + pair * (2 * KEYS), end, PICKED)
         logits = _scores(
             q_left.index(zero), q_right.index(zero), q_rope.index(zero), a_left, a_right, a_rope,
@@ -153,7 +146,7 @@ def _second(work, H: gl.constexpr, PICKED: gl.constexpr, DIRECT: gl.constexpr):
     pairs = gl.cdiv(end - begin, 2 * KEYS)
     for pair in range(pairs):
         phase = pair & 1
-        zero = _zero(pair)
+        zero = unknown_zero(pair)
         there = _seen(picks, many, begin + pair * (2 * KEYS) + KEYS, end, PICKED)
         logits = _scores(
             q_right.index(zero), q_left.index(zero), q_rope.index(zero), b_right, b_left, b_rope,

@@ -23,8 +23,8 @@ _MANY = 8192
 # Rows up to which one plain weight may not be left to PyTorch; numbers from which an unmeasured one is not, and outputs
 # from which that holds for all those rows.
 FEW_PLAIN_ROWS, _LARGE_PLAIN, _VOCABULARY = 64, 1 << 24, 1 << 16
-# Outputs up to which tiles are few.
-_FEW_OUTPUTS = 1024
+# Outputs up to which tiles are few, and inputs from which they are worth sharing out.
+FEW_OUTPUTS = 1024
 # Programs that keep a chip of today busy.
 _PROGRAMS = 264
 INTERPRETER = "interpreter"
@@ -174,7 +174,7 @@ def _of_plain(shape: Shape, rows: int) -> Launch:
     matter of reading. So few outputs as of a router are little to multiply: its inputs are shared out.
     """
     height = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    if shape.outputs <= _FEW_OUTPUTS and shape.inputs >= _FEW_OUTPUTS and rows <= FEW_PLAIN_ROWS:
+    if shape.outputs <= FEW_OUTPUTS and shape.inputs >= FEW_OUTPUTS and rows <= FEW_PLAIN_ROWS:
         return Launch(height, 16, 8 if shape.inputs >= 2048 else 4, left=False)
     most = FEW_PLAIN_ROWS if shape.outputs >= _VOCABULARY else 16
     if shape.outputs * shape.inputs < _LARGE_PLAIN or rows > most:

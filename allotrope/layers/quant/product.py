@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 CODES, SCALES = "_codes", "_scales"
 """What the names of the two parameters of a quantized weight end with."""
 
+Tables = dict[int, torch.Tensor]
+"""By height: the tiles of rows in the order of experts (`triton_tiles`), which all products of these rows share."""
+
 multiply = lazily("allotrope.layers.quant.triton_product", "multiply")
 
 
@@ -110,7 +113,7 @@ class QuantizedStack:
         source: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         gating: Gating | None = None,
-        tables: dict[int, torch.Tensor] | None = None,
+        tables: Tables | None = None,
     ) -> torch.Tensor:
         """`x`: [T, inputs]; `source`: [n] its rows in the order of experts, None if x has that. `ends`: [E] int32,
         where each expert's rows end. `bias`: [E, outputs]. `gating`: of the first half of the outputs with the second.

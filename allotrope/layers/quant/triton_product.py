@@ -34,9 +34,11 @@ from allotrope.layers.quant.library import in_library, scaled_product
 from allotrope.layers.quant.prepare import Prepared
 from allotrope.layers.quant.triton_fp4 import walk_fp4
 from allotrope.layers.quant.triton_quantize import quantize_rows, to_codes
+from allotrope.layers.quant.triton_tiles import most_tiles, table_of_tiles, tiles_of_experts
 
 if TYPE_CHECKING:
     from allotrope.layers.mlp import Gating
+    from allotrope.layers.quant.product import Tables
 
 
 @triton.jit
@@ -125,31 +127,6 @@ def _walk_plain(
     return total, other
 
 
-@triton.jit
-def _tiles_of_experts(ends, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """Of each expert [EXPERTS]: its first row, the row behind its last, the tiles behind its last, and its tiles."""
-    each = tl.arange(0, EXPERTS)
-    end = tl.load(ends + each, mask=each < experts, other=0)
-    start = tl.load(ends + each - 1, mask=(each > 0) & (each < experts), other=0)
-    tiles = tl.where(each < experts, (end - start + ROWS - 1) // ROWS, 0)
-    return start, end, tl.cumsum(tiles, 0), tiles
-
-
-@early_jit(do_not_specialize=["tiles"])
-def tiles_kernel(ends, table, experts, tiles, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Expert and first row of every tile of ROWS rows, for many tiles; `experts` for those that nobody needs."""
-    await_turn()
-    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    each = tl.arange(0, EXPERTS)
-    start_of, _, behind, tiles_of = _tiles_of_experts(ends, experts, EXPERTS, ROWS)
-    expert = tl.sum((behind[None, :] <= tile[:, None]).to(tl.int32), 1)
-    mine = each[None, :] == expert[:, None]
-    # Row of the first tile of the expert, as if tiles before it were its own.
-    first = tl.sum(tl.where(mine, (start_of - (behind - tiles_of) * ROWS)[None, :], 0), 1) + tile * ROWS
-    tl.store(table + 2 * tile, tl.minimum(expert, experts), mask=tile < tiles)
-    tl.store(table + 2 * tile + 1, first, mask=tile < tiles)
-
-
 # Numbers of rows change from step to step: none of them is worth a kernel of its own.
 @early_jit(do_not_specialize=["rows", "x_scale_stride"])
 def product_kernel(
@@ -218,7 +195,7 @@ def product_kernel(
         end = tl.load(ends + tl.minimum(expert, experts - 1))
         first = tl.where(expert < experts, first, end)
     elif EXPERTS:
-        start_of, end_of, behind, tiles_of = _tiles_of_experts(ends, experts, EXPERTS, ROWS)
+        start_of, end_of, behind, tiles_of = tiles_of_experts(ends, experts, EXPERTS, ROWS)
         expert = tl.sum((behind <= tile).to(tl.int32), 0)
         mine = tl.arange(0, EXPERTS) == expert
         first = tl.sum(tl.where(mine, start_of + (tile - (behind - tiles_of)) * ROWS, 0), 0)
@@ -304,7 +281,7 @@ def multiply(
     source: torch.Tensor | None = None,
     gating: Gating | None = None,
     out: torch.Tensor | None = None,
-    tables: dict[int, torch.Tensor] | None = None,
+    tables: Tables | None = None,
     launch: Launch | None = None,
 ) -> torch.Tensor:
     """y_i = act(W_e x_i + b_e). Asks the device nothing.
@@ -332,11 +309,11 @@ def multiply(
     if out is None:
         out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     if launch.groups and ends is not None and gluon_experts.knows(weight, gating, bias):
-        tiles_of = _table_of_tiles(rows, ends, gluon_experts.ROWS, tables)
+        tiles_of = table_of_tiles(rows, ends, gluon_experts.ROWS, tables)
         gluon_experts.multiply(*quantize_rows(x, source=source), weight, ends, tiles_of, out)
         return out
     if launch.groups and ends is not None and gluon_fp4.knows(x, weight, gating):
-        tiles_of = _table_of_tiles(rows, ends, gluon_fp4.ROWS, tables)
+        tiles_of = table_of_tiles(rows, ends, gluon_fp4.ROWS, tables)
         inner = x if source is None else x.index_select(0, source)
         gluon_fp4.multiply(inner, weight, ends, tiles_of, out, bias, gating)
         return out
@@ -344,11 +321,11 @@ def multiply(
     x_scales = None
     if fp8 and not launch.quantize:
         x, x_scales = quantize_rows(x)
-    tiles = cdiv(rows, launch.rows) if ends is None else _most_tiles(rows, ends, launch.rows)
+    tiles = cdiv(rows, launch.rows) if ends is None else most_tiles(rows, ends, launch.rows)
     blocks = cdiv(outputs, launch.columns)
     table = None
     if ends is not None and tiles * blocks > _SEARCHED:
-        table = _table_of_tiles(rows, ends, launch.rows, tables)
+        table = table_of_tiles(rows, ends, launch.rows, tables)
     parts, arrivals = None, None
     if launch.splits > 1:
         if tiles * blocks > _TILES or tiles * blocks * launch.splits * launch.rows * launch.columns > _PARTS:
@@ -408,27 +385,6 @@ def _in_torch(
     return out if bias is None else out.add_(bias)
 
 
-def _most_tiles(rows: int, ends: torch.Tensor, height: int) -> int:
-    """Tiles of `height` rows that `rows` of the experts may take, however they are spread."""
-    return rows // height + min(len(ends), rows)
-
-
-def _table_of_tiles(
-    rows: int, ends: torch.Tensor, height: int, tables: dict[int, torch.Tensor] | None
-) -> torch.Tensor:
-    """What `tiles_kernel` writes, or has written for an earlier product."""
-    if tables is not None and height in tables:
-        return tables[height]
-    experts, tiles = len(ends), _most_tiles(rows, ends, height)
-    table = torch.empty((tiles, 2), dtype=torch.int32, device=ends.device)
-    tiles_kernel[(cdiv(tiles, _TABLE_BLOCK),)](
-        ends, table, experts, tiles, next_power_of_2(experts), height, _TABLE_BLOCK
-    )
-    if tables is not None:
-        tables[height] = table
-    return table
-
-
 def _constants(weight: Prepared, outputs: int, launch: Launch, chip: str) -> dict[str, Any]:
     whole_tiles = weight.scale_rows % launch.columns == 0 and outputs % launch.columns == 0
     return {
@@ -450,7 +406,7 @@ def _constants(weight: Prepared, outputs: int, launch: Launch, chip: str) -> dic
 
 
 # Programs up to which each finds its expert by itself; for more, a table that is made first was faster.
-_SEARCHED, _TABLE_BLOCK = 4096, 16
+_SEARCHED = 4096
 
 # Numbers and tiles that programs which share inputs have room for.
 _PARTS, _TILES = 1 << 23, 1 << 13
@@ -530,6 +486,4 @@ def variants(arch: str) -> list[Variant]:
             del constants["bias_stride"]
             signature["bias_stride"] = "i32"
         made.append(Variant(name, product_kernel, signature, constants, launch.warps, launch.stages))
-    signature = {"ends": "*i32:16", "table": "*i32:16", "experts": "i32", "tiles": "i32"}
-    sizes = {"EXPERTS": 512, "ROWS": 64, "BLOCK": _TABLE_BLOCK}
-    return [*made, Variant("tiles of experts", tiles_kernel, signature, sizes, 4, 1)]
+    return made
