@@ -52,9 +52,13 @@ class EngineConfig:
     seed: int = option("Seed of dummy weights and of requests that bring no seed.", 0)
     tensor_parallel_size: int = option("Number of processes that share each layer.", 1, short="-tp")
     max_model_len: int | None = option("Longest prompt plus output in tokens; default: the model's own.", None)
-    max_num_seqs: int = option("Most sequences in one step.", 64)
+    max_num_seqs: int | None = option(
+        "Most sequences in one step; default: what a GPU's memory serves, up to 512, and 64 on a CPU.", None
+    )
     max_num_batched_tokens: int | None = option(
-        "Most tokens in one step; longer prompts are cut; default: 8192 on a GPU (16384 offline), 2048 on a CPU.", None
+        "Most tokens in one step; longer prompts are cut; default: 8192 on a GPU (16384 offline) with the memory for "
+        "it, 2048 on a CPU.",
+        None,
     )
     max_num_waiting: int = option("Most requests that may wait; more get HTTP 429.", 1024)
     page_size: int = option("Tokens per page of the paged caches.", 16)
@@ -81,10 +85,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_choices(self)
         reasons = []
-        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_waiting", "page_size"):
+        for name in ("tensor_parallel_size", "max_num_waiting", "page_size"):
             if getattr(self, name) < 1:
                 reasons.append(f"{name}={getattr(self, name)}; at least 1 is needed")
-        for name in ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes", "threads"):
+        counts = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "threads")
+        for name in counts:
             value = getattr(self, name)
             if value is not None and value < 1:
                 reasons.append(f"{name}={value}; at least 1 is needed")
@@ -94,10 +99,11 @@ class EngineConfig:
             reasons.append(f"step_log_seconds={self.step_log_seconds}; at least 0 is needed")
         if self.memory_utilization is not None and not 0.0 < self.memory_utilization <= 1.0:
             reasons.append(f"memory_utilization={self.memory_utilization}; allowed: above 0, up to 1")
-        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+        tokens, sequences = self.max_num_batched_tokens, self.max_num_seqs
+        if tokens is not None and sequences is not None and tokens < sequences:
             reasons.append(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
-                f"each sequence needs one token a step"
+                f"max_num_batched_tokens={tokens} is below max_num_seqs={sequences}: each sequence needs one token a "
+                f"step"
             )
         if reasons:
             raise ConfigError("bad options: " + "; ".join(reasons) + ".")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
-from allotrope.engine.load import device_named
 from allotrope.errors import AllotropeError, InvalidRequest
 from allotrope.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from allotrope.text.stream import TextStream
@@ -47,11 +46,8 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         """Load `model`. Raises ConfigError or ModelError with every reason why it cannot be."""
-        config = EngineConfig(model=model, **options)
-        if config.max_num_batched_tokens is None and device_named(config.device).type == "cuda":
-            config = replace(config, max_num_batched_tokens=max(_STEP_TOKENS, config.max_num_seqs))
-        self.config = config
-        self.engine = Engine(self.config)
+        self.config = EngineConfig(model=model, **options)
+        self.engine = Engine(self.config, preferred_tokens=_STEP_TOKENS)
         self._tokenizer: Tokenizer | None = None
         self._count = 0
 
@@ -127,7 +123,7 @@ class LLM:
         """Whether the engine's queue has room. One that it never has room for is for the engine to refuse."""
         queued = self.engine.stats().waiting
         most = self.config.max_num_waiting - request.params.n
-        return queued == 0 or (queued < self.config.max_num_seqs and queued <= most)
+        return queued == 0 or (queued < self.engine.limits.max_num_seqs and queued <= most)
 
     def _text(self) -> Tokenizer | None:
         return self.tokenizer if self.engine.has_tokenizer() else None

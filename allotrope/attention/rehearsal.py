@@ -113,6 +113,20 @@ def _mode(pool: Executor, device: torch.device) -> Any:
     return (AsyncCompileMode if device.type == "cpu" else Loading)(pool, ignore_errors=True)
 
 
+def report_late_kernels(device: torch.device, log: logging.Logger) -> None:
+    """From now on say in `log` which kernel is compiled, and for how long all wait for it: it was not warmed up."""
+    if triton_reasons(device):
+        return
+    from triton import knobs
+
+    def listener(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        name = getattr(src, "name", None) or getattr(getattr(src, "fn", None), "__name__", "?")
+        how = "found compiled" if cache_hit else "compiled"
+        log.info("kernel %s was not warmed up: %s in %.0f ms while requests are served", name, how, times.total / 1e3)
+
+    knobs.compilation.listener = listener
+
+
 def compile_for(launch: Callable[..., Any], *args: Any, **options: Any) -> None:
     """What a rehearsal does in place of `launch(*args, **options)`, which is Triton's `run` of a kernel."""
     kernel = launch(*args, **{**options, "warmup": True})

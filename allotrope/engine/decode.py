@@ -51,8 +51,11 @@ class DecodeBuffers:
         tensors = [self._heads, self.hidden, self.chosen, *(table for table in self._tables if table is not None)]
         return sum(tensor.nbytes for tensor in tensors)
 
-    def refresh(self, rows: Sequence[StepRow], chosen: torch.Tensor | None) -> None:
-        """Take in a step's rows; those behind them fill up. `chosen`: [n] tokens of the step before."""
+    def refresh(self, rows: Sequence[StepRow], chosen: torch.Tensor | None, size: int | None = None) -> None:
+        """Take in a step's rows; those behind them are padding. `chosen`: [n] tokens of the step before.
+
+        `size`: rows that the step reads; default: all.
+        """
         heads = np.zeros((4 + len(self.groups), self._stride), dtype=np.int64)
         ids, follows, positions, lengths, *slots = heads
         follows.fill(-1)
@@ -81,7 +84,7 @@ class DecodeBuffers:
         for table_of_group in self._tables:
             if table_of_group is None:
                 continue
-            table_of_group.fill_(-1)
+            table_of_group[:size].fill_(-1)
             if rows:
                 width = widths.pop(0)
                 table_of_group[:count, :width] = next(arrived).view(count, width)

@@ -25,6 +25,7 @@ from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_sco
 from allotrope.engine.scheduler import Row, Scheduler
 from allotrope.engine.seeds import derive_seed
 from allotrope.engine.sequence import Sequence
+from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.step_log import StepLog
 from allotrope.env import keep_freed_memory
 from allotrope.errors import InvalidRequest, ModelError, Overloaded
@@ -40,11 +41,18 @@ log = logging.getLogger("allotrope.engine")
 class Engine:
     """A loaded model that generates. Not safe to call from several threads."""
 
-    def __init__(self, config: EngineConfig, on_death: OnDeath | None = None, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_death: OnDeath | None = None,
+        observer: Observer | None = None,
+        preferred_tokens: int = GPU_TOKENS,
+    ) -> None:
         """Load the model and allocate its caches. Raises ModelError or ConfigError with every reason.
 
         `on_death(reason)` is called, from a thread, if a process that the engine needs ends. Without it the next
         `step` raises EngineDead. `observer`: sees the logits of every token and may replace chosen tokens.
+        `preferred_tokens`: most tokens of a step on a GPU, where the options name none and memory serves them.
         """
         self._observer = observer
         keep_freed_memory()
@@ -52,10 +60,10 @@ class Engine:
         self._config = config
         self._executor: Executor
         if config.tensor_parallel_size > 1:
-            self._executor = Ranks(config, on_death)
+            self._executor = Ranks(config, on_death, preferred_tokens)
             blueprint, memory = self._executor.blueprint, self._executor.memory
         else:
-            blueprint = draw_up(config)
+            blueprint = draw_up(config, preferred_tokens=preferred_tokens)
             on_gpu = blueprint.build.device.type == "cuda"
             # A CPU's memory is planned while it is still free, a GPU's when it is known what a step takes of it.
             planned = None if on_gpu else plan_caches(blueprint, config)
@@ -67,16 +75,18 @@ class Engine:
         self._step_log = None if asked is None else StepLog(self._executor, blueprint, asked)
         self._pending_copies: list[tuple[int, int, int]] = []
         self._keeper = MemoryKeeper(memory, self._copy_page, reuse=config.enable_prefix_caching)
-        self._scheduler = Scheduler(self._keeper, max_sequences=config.max_num_seqs, max_tokens=blueprint.step_tokens)
+        limits = blueprint.limits
+        self._scheduler = Scheduler(self._keeper, max_sequences=limits.max_num_seqs, max_tokens=limits.step_tokens)
         self._requests: dict[str, list[Sequence]] = {}
         self._sampling: SamplingBatch | None = None
-        self._device, self._step_tokens = blueprint.build.device, blueprint.step_tokens
+        self._device, self._step_tokens = blueprint.build.device, limits.step_tokens
         self._flight: Flight | None = None
         self._overlap = self._may_overlap(config)
         self._accepted = 0
         self._prefix_queries = self._prefix_hits = 0
         self._prefix_lost: dict[str, int] = {}
         self.memory = memory
+        log.info("%s", limits)
         if log.isEnabledFor(logging.INFO):
             for line in describe(blueprint, memory, config).lines():
                 log.info("%s", line)
@@ -91,7 +101,7 @@ class Engine:
         self.limits = EngineLimits(
             max_model_len=blueprint.max_model_len,
             vocab_size=blueprint.spec.vocab_size,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=limits.max_num_seqs,
             eos_ids=eos_ids(blueprint.checkpoint.generation_config, blueprint.checkpoint.config),
             model_dtype=str(blueprint.build.dtype).removeprefix("torch."),
         )
@@ -249,6 +259,11 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget all that ended sequences left for reuse."""
         self._keeper.forget_all()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's first rank runs."""
+        return self._device
 
     @property
     def model(self) -> Decoder:

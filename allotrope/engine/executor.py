@@ -63,7 +63,7 @@ class InProcess:
         self._free = _free(self._device)
         self._model = load_model(blueprint, config.seed)
         self._decode = decode_shape(
-            self._model, config.max_num_seqs, blueprint.max_model_len, self._device, capture=config.cuda_graphs
+            self._model, blueprint.max_num_seqs, blueprint.max_model_len, self._device, capture=config.cuda_graphs
         )
         self._runner: Runner | None = None
 

@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from allotrope.attention.registry import FAMILIES
 from allotrope.cache.groups import CacheGroup, group_caches
 from allotrope.cache.memory import Demand, MemoryPlan, plan_memory
 from allotrope.config import EngineConfig
+from allotrope.engine.step_limits import GPU_TOKENS, StepLimits, StepRoom, cpu_limits, gpu_limits
 from allotrope.errors import ConfigError
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Parallel
@@ -35,8 +35,6 @@ log = logging.getLogger("allotrope.engine")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KV_DTYPES = {**_DTYPES, "fp8": torch.float8_e4m3fn, "fp8_scaled": torch.float8_e4m3fn}
-# Most tokens in one step: many make the most of a GPU's products, fewer keep a CPU's steps short.
-_STEP_TOKENS = {"cuda": 8192, "cpu": 2048}
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,8 @@ class Blueprint:
     """Everything that config.json and the options decide, before a weight is read.
 
     `build`: how layers are made on this rank. `specs`: per layer, its attention on this rank. `shares`: layer ->
-    earlier layer whose cache it reads. `max_model_len`: longest sequence. `step_tokens`: most tokens in one step.
+    earlier layer whose cache it reads. `max_model_len`: longest sequence. `limits`: of a step. `weight_bytes`: of the
+    weights that one rank holds.
     """
 
     checkpoint: Checkpoint
@@ -55,20 +54,36 @@ class Blueprint:
     shares: dict[int, int]
     groups: tuple[CacheGroup, ...]
     max_model_len: int
-    step_tokens: int
+    limits: StepLimits
+    weight_bytes: int
 
-    @cached_property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights that one rank holds."""
-        return sum(lasting_bytes(name, parameter) for name, parameter in self.hollow().named_parameters())
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a step."""
+        return self.limits.step_tokens
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences of a step."""
+        return self.limits.max_num_seqs
 
     def hollow(self) -> Decoder:
         """One rank's model, made without memory."""
-        return self.architecture.decoder(self.spec, dataclasses.replace(self.build, device=torch.device("meta")))
+        return _hollow(self.architecture, self.spec, self.build)
 
 
-def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint:
-    """Read the config, choose types and device, and group the caches. Raises ModelError or ConfigError."""
+def draw_up(
+    config: EngineConfig,
+    parallel: Parallel | None = None,
+    *,
+    preferred_tokens: int = GPU_TOKENS,
+    available: int | None = None,
+) -> Blueprint:
+    """Read the config; choose types, device and limits of a step; group the caches. Raises ModelError or ConfigError.
+
+    `preferred_tokens`: of a step on a GPU, where the options name none and memory serves them. `available`: bytes for
+    weights, steps and caches; default: what is free on the device now.
+    """
     parallel = parallel or Parallel()
     checkpoint = open_checkpoint(
         config.model, revision=config.revision, load_format=config.load_format, hf_overrides=config.hf_overrides
@@ -100,8 +115,24 @@ def draw_up(config: EngineConfig, parallel: Parallel | None = None) -> Blueprint
     caches = [{} if i in owners else one.caches() for i, one in enumerate(specs)]
     groups = group_caches(caches, config.page_size)
     longest = config.max_model_len or spec.context
-    step_tokens = config.max_num_batched_tokens or max(config.max_num_seqs, _STEP_TOKENS[build.device.type])
-    return Blueprint(checkpoint, architecture, spec, build, specs, owners, groups, longest, step_tokens)
+    weight_bytes = sum(lasting_bytes(*named) for named in _hollow(architecture, spec, build).named_parameters())
+    if build.device.type == "cuda":
+        free = free_memory(build.device) if available is None else available
+        room = StepRoom(
+            bytes=int(free * utilization(config, build.device)) - weight_bytes,
+            hidden=spec.hidden * dtype.itemsize,
+            vocabulary=spec.vocab_size,
+            context=longest,
+            groups=groups,
+        )
+        limits = gpu_limits(config, room, preferred_tokens)
+    else:
+        limits = cpu_limits(config)
+    return Blueprint(checkpoint, architecture, spec, build, specs, owners, groups, longest, limits, weight_bytes)
+
+
+def _hollow(architecture: Architecture, spec: ModelSpec, build: Build) -> Decoder:
+    return architecture.decoder(spec, dataclasses.replace(build, device=torch.device("meta")))
 
 
 def plan_caches(blueprint: Blueprint, config: EngineConfig, available: int | None = None) -> MemoryPlan:
@@ -139,7 +170,7 @@ def plan_within(blueprint: Blueprint, config: EngineConfig, room: int, available
 def _demand(blueprint: Blueprint, config: EngineConfig) -> Demand:
     return Demand(
         context=blueprint.max_model_len,
-        sequences=config.max_num_seqs,
+        sequences=blueprint.max_num_seqs,
         step_tokens=blueprint.step_tokens,
         reuse=config.enable_prefix_caching,
     )

@@ -153,7 +153,7 @@ def describe(
         kv_cache_dtype=str(blueprint.build.kv_dtype).removeprefix("torch."),
         ranks=blueprint.build.parallel.size,
         max_model_len=blueprint.max_model_len,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=blueprint.max_num_seqs,
         memory_bytes=available,
         weight_bytes=blueprint.weight_bytes,
         cache_bytes=memory.bytes if memory else None,
@@ -172,7 +172,7 @@ def describe(
             )
             for group, plan in groups
         ),
-        decode=_decode(blueprint, config.max_num_seqs, max(1, blueprint.max_model_len // 2)),
+        decode=_decode(blueprint, blueprint.max_num_seqs, max(1, blueprint.max_model_len // 2)),
     )
 
 
@@ -210,7 +210,7 @@ def _padded_bytes(blueprint: Blueprint, length: int) -> int:
 
 def _try(config: EngineConfig, ranks: int, memory: int | None) -> ModelReport:
     """The report for `ranks` ranks, with the reason if it does not fit."""
-    blueprint = draw_up(config, Parallel(size=ranks))
+    blueprint = draw_up(config, Parallel(size=ranks), available=memory)
     available = free_memory(blueprint.build.device) if memory is None else memory
     try:
         plan = plan_caches(blueprint, config, available)

@@ -76,11 +76,17 @@ class EngineProcess:
     def _load(self, config: EngineConfig) -> Engine:
         started = time.monotonic()
         self._send(Progress("importing the engine"))
+        from allotrope.attention.rehearsal import report_late_kernels
         from allotrope.engine.engine import Engine
 
         imported = time.monotonic()
         self._send(Progress(f"loading {config.model}"))
         engine = Engine(config, self._end)
+        if engine.device.type == "cuda":
+            # A capture between two steps would hold up whoever waits for the second one.
+            self._send(Progress("capturing decode graphs"))
+            engine.capture_all()
+        report_late_kernels(engine.device, log)
         log.info(
             "engine ready in %.1f s (imports %.1f s, model %.1f s)",
             time.monotonic() - started,
@@ -91,9 +97,6 @@ class EngineProcess:
 
     def _turn(self, engine: Engine) -> None:
         """Take what has arrived (waiting where there is nothing else to do), then one step."""
-        while self._inbox.empty() and not engine.has_work() and engine.capture_next():
-            # With nothing else to do, graphs are captured until there are no more or a message arrives.
-            continue
         message: ToEngine | None = None if engine.has_work() else self._inbox.get()
         while True:
             if message is not None:

@@ -33,8 +33,8 @@ def measure_peak(model: Decoder, blueprint: Blueprint, config: EngineConfig) -> 
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     runner.run(StepPlan(rows))
-    hidden = torch.zeros(config.max_num_seqs, model.spec.hidden, dtype=model.embedding.weight.dtype, device=device)
-    sample(model.logits(hidden), widest(config.max_num_seqs, device))
+    hidden = torch.zeros(blueprint.max_num_seqs, model.spec.hidden, dtype=model.embedding.weight.dtype, device=device)
+    sample(model.logits(hidden), widest(blueprint.max_num_seqs, device))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del runner, arena, hidden

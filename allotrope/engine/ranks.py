@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -46,14 +46,17 @@ class Capture:
 class Ranks:
     """Rank 0 here, the others in processes of their own. `on_death(reason)` is called from a thread if one ends."""
 
-    def __init__(self, config: EngineConfig, on_death: OnDeath | None) -> None:
+    def __init__(self, config: EngineConfig, on_death: OnDeath | None, preferred_tokens: int) -> None:
         if dist.is_initialized():
             raise ConfigError(
                 "tensor_parallel_size > 1 needs a process of its own, but torch.distributed is in use here."
             )
         size = config.tensor_parallel_size
         # Every rank can be made before any process is: a head count that does not divide is refused at once.
-        self.blueprint = draw_up(config, Parallel(0, size))
+        self.blueprint = draw_up(config, Parallel(0, size), preferred_tokens=preferred_tokens)
+        # The others take the limits of a step from here: each would choose by the memory of its own GPU.
+        limits = self.blueprint.limits
+        config = replace(config, max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.step_tokens)
         on_gpu = self.blueprint.build.device.type == "cuda"
         # A CPU's memory is planned while it is still free.
         planned = None if on_gpu else plan_caches(self.blueprint, config)

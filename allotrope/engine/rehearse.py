@@ -53,9 +53,9 @@ def _rehearse(model: Decoder, blueprint: Blueprint, config: EngineConfig, decode
     for step in _prompts(blueprint):
         runner.run(StepPlan(tuple(_row(groups, *lengths) for lengths in step)))
     token = _row(groups, 1, min(_CONTEXTS[0], blueprint.max_model_len - 1))
-    for size in _unlike(decode_sizes(config.max_num_seqs)):
+    for size in _unlike(decode_sizes(blueprint.max_num_seqs)):
         logits = runner.run(StepPlan((token,) * size))
-    truncated = widest(config.max_num_seqs, device)
+    truncated = widest(blueprint.max_num_seqs, device)
     sample(logits, replace(truncated, whole=truncated.truncated))
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -89,7 +89,7 @@ class Runner:
         scored = plan.scored
         if self.buffers is not None and self.graphs is not None and plan.decodes_only:
             size = self.graphs.padded(len(plan.rows))
-            self.buffers.refresh(plan.rows, chosen)
+            self.buffers.refresh(plan.rows, chosen, size)
             self.graphs.run(size)
             # The rows that fill up stay: the same product runs whether or not a graph came before it.
             logits = self.model.logits(self.buffers.hidden[:size])[: len(plan.rows)]

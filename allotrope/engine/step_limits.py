@@ -1,0 +1,119 @@
+"""How many sequences and tokens a step may have where the options do not say: what memory serves.
+
+Owns the defaults of `--max-num-seqs` and `--max-num-batched-tokens`. Must not ask a device anything: it is told how
+many bytes there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from allotrope.cache.groups import CacheGroup
+from allotrope.cache.memory import Demand, plan_memory
+from allotrope.config import EngineConfig
+from allotrope.errors import ConfigError
+
+CPU_SEQUENCES = 64
+CPU_TOKENS = 2048
+GPU_TOKENS = 8192
+"""Many tokens make the most of a GPU's matrix products; more of them make running requests wait longer."""
+
+# What is tried on a GPU, largest first.
+_SEQUENCES = (512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1)
+_MIN_TOKENS = 1024
+# Each sequence of a full batch has room for so many tokens of context, or for the model's longest.
+_CONTEXT = 2048
+# A step's activations may take an eighth of what weights leave, sampling a sixteenth.
+_STEP_SHARE, _SAMPLING_SHARE = 8, 16
+# Activations that live at once, as hidden vectors of a token (read off measured steps, experts being the largest);
+# and bytes of a logit while a whole vocabulary is sorted.
+_HIDDEN_VECTORS, _SORTED_LOGIT = 32, 24
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """`max_num_seqs`: most sequences of a step. `step_tokens`: most tokens. `chosen`: options that were left open."""
+
+    max_num_seqs: int
+    step_tokens: int
+    chosen: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"at most {self.max_num_seqs} sequences and {self.step_tokens} tokens a step"
+        return f"{text} ({' and '.join(self.chosen)} chosen by memory)" if self.chosen else text
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRoom:
+    """What a GPU has for steps and caches. `bytes`: free beside the weights. `hidden`: bytes of a hidden vector.
+
+    `vocabulary`: logits of a token. `context`: longest sequence.
+    """
+
+    bytes: int
+    hidden: int
+    vocabulary: int
+    context: int
+    groups: Sequence[CacheGroup]
+
+    def workspace(self, sequences: int, tokens: int) -> int:
+        """Bytes that a step and its sampling are expected to take. The engine measures them before it plans caches."""
+        return tokens * self.token_bytes + sequences * self.logits_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        return _HIDDEN_VECTORS * self.hidden
+
+    @property
+    def logits_bytes(self) -> int:
+        return _SORTED_LOGIT * self.vocabulary
+
+
+def cpu_limits(config: EngineConfig) -> StepLimits:
+    """On a CPU the cores bound a step, not its memory."""
+    tokens = config.max_num_batched_tokens
+    sequences = config.max_num_seqs or min(CPU_SEQUENCES, tokens or CPU_SEQUENCES)
+    return StepLimits(sequences, tokens or max(sequences, CPU_TOKENS))
+
+
+def gpu_limits(config: EngineConfig, room: StepRoom, preferred_tokens: int = GPU_TOKENS) -> StepLimits:
+    """Most tokens first, up to `preferred_tokens`; then most sequences that caches and sampling have room for.
+
+    An option that is given is never changed. Where not even one sequence fits the limits are the smallest: the memory
+    plan says then what is missing.
+    """
+    chosen = []
+    tokens = config.max_num_batched_tokens
+    if tokens is None:
+        chosen.append("tokens")
+        tokens = _tokens(room, preferred_tokens)
+    sequences = config.max_num_seqs
+    if sequences is None:
+        chosen.insert(0, "sequences")
+        given = config.max_num_batched_tokens
+        allowed = [count for count in _SEQUENCES if given is None or count <= given]
+        sequences = next((count for count in allowed if _serves(config, room, count, tokens)), 1)
+    return StepLimits(sequences, max(tokens, sequences), tuple(chosen))
+
+
+def _tokens(room: StepRoom, preferred: int) -> int:
+    tokens = preferred
+    while tokens > _MIN_TOKENS and tokens * room.token_bytes > room.bytes // _STEP_SHARE:
+        tokens //= 2
+    return tokens
+
+
+def _serves(config: EngineConfig, room: StepRoom, sequences: int, tokens: int) -> bool:
+    """Whether caches hold a full batch of some context, beside the windows and states of all, and it can be sampled."""
+    if sequences * room.logits_bytes > room.bytes // _SAMPLING_SHARE:
+        return False
+    budget = config.kv_cache_memory_bytes or room.bytes - room.workspace(sequences, tokens)
+    demand = Demand(
+        context=room.context, sequences=sequences, step_tokens=tokens, reuse=config.enable_prefix_caching
+    )
+    try:
+        plan = plan_memory(room.groups, demand, budget)
+    except ConfigError:
+        return False
+    return plan.sequences >= sequences and plan.tokens >= sequences * min(room.context, _CONTEXT)
