@@ -14,7 +14,7 @@ import torch
 
 from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex, SlotIndex
 from allotrope.cache.groups import CacheGroup
-from allotrope.engine.inputs import HostRows, Inputs, Parts, StepRow, page_slots, page_table
+from allotrope.engine.inputs import HostRows, Inputs, Parts, StepRow, page_slots, page_table, table_width
 
 
 class DecodeBuffers:
@@ -36,9 +36,10 @@ class DecodeBuffers:
         named = [self._heads[i * self._stride :][:size] for i in range(4 + len(groups))]
         self._ids, self._follows, self._positions, lengths, *self._slots = named
         self._seq_lens = lengths.view(torch.int32)[:size]
+        columns = [table_width(group.pages_for(context)) for group in groups]
         self._tables = [
-            torch.full((size, group.pages_for(context)), -1, device=device) if group.kind != "state" else None
-            for group in groups
+            None if group.kind == "state" else torch.full((size, width), -1, device=device)
+            for group, width in zip(groups, columns, strict=True)
         ]
         self._query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
         self._requests = torch.arange(size, device=device)

@@ -89,10 +89,19 @@ class HostRows:
         return HostRows(lens, contexts + lens, positions, np.repeat(requests, lens))
 
 
+def table_width(pages: int) -> int:
+    """Columns of a table for rows of up to `pages` pages: a multiple of 16.
+
+    Triton compiles a kernel again for a stride that is a multiple of 16 and for one that is not: with all of one kind
+    the kernels that were warmed up are those that steps of any length need.
+    """
+    return -(-max(pages, 1) // 16) * 16
+
+
 def page_table(rows: Sequence[StepRow], group: int, page_size: int) -> Words:
     """[B, W] pages, -1 where there is none. Raises ValueError if a row has fewer pages than its tokens need."""
     widths = [len(row.pages[group]) for row in rows]
-    table = np.full((len(rows), max(widths)), -1, dtype=np.int64)
+    table = np.full((len(rows), table_width(max(widths))), -1, dtype=np.int64)
     for line, row, width in zip(table, rows, widths, strict=True):
         tokens = row.context + len(row.ids)
         if width * page_size < tokens:
