@@ -13,8 +13,8 @@ from engine.watching import assert_idle, engine, request, run
 from tiny_checkpoints import write_tiny
 
 from allotrope.models.deepseek_v3 import tiny_deepseek_v3
-from allotrope.models.deepseek_v32 import tiny_deepseek_v32
 from allotrope.models.deepseek_v4 import tiny_deepseek_v4
+from allotrope.models.deepseek_v32 import tiny_deepseek_v32
 from allotrope.models.gemma4 import tiny_gemma4
 from allotrope.models.gpt_oss import tiny_gpt_oss
 from allotrope.models.llama import tiny_llama
