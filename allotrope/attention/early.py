@@ -53,9 +53,11 @@ def early(made: Any) -> Any:
     return made
 
 
-def in_turn_jit(function: Any) -> Any:
+def in_turn_jit(function: Any = None, **options: Any) -> Any:
     """As `triton.jit`: launched when the kernel before has ended, and not at all in a rehearsal."""
-    made = triton.jit(function)
+    if function is None:
+        return functools.partial(in_turn_jit, **options)
+    made = triton.jit(function, **options)
     made.run = _Launcher(made.run, False)
     return made
 

@@ -25,8 +25,9 @@ from allotrope.models.decoder import Decoder
 
 log = logging.getLogger("allotrope.engine")
 
-# Tokens of prompts: few are launched in other ways than many.
-_PROMPTS = (1000, 100, 10)
+# Before a prompt: how many keys it sees decides how wide the tiles of their scores are.
+_PREFIXES = (3000, 7000, 15000, 100_000)
+_PREFIXED = 1000
 # Tokens before the one of a decoding sequence: few are attended to at once, many in parts.
 _CONTEXTS = (1000, 100)
 
@@ -62,14 +63,28 @@ def _rehearse(model: Decoder, blueprint: Blueprint, config: EngineConfig, decode
 
 
 def _prompts(blueprint: Blueprint) -> Iterator[list[tuple[int, int]]]:
-    """The largest step, shorter prompts, and one beside decoding sequences: tokens and context of each row."""
-    largest = largest_lengths(blueprint.step_tokens, blueprint.max_model_len)
+    """The largest step, shorter prompts, late chunks of a long one, and prompts beside decoding sequences: tokens and
+    context of each row.
+    """
+    longest = blueprint.max_model_len
+    largest = largest_lengths(blueprint.step_tokens, longest)
     yield [(tokens, 0) for tokens in sorted(largest, key=lambda tokens: tokens > 1)]
     most = largest[0]
-    yield from ([(tokens, 0)] for tokens in _PROMPTS if tokens < most)
-    contexts = [context for context in _CONTEXTS if context < blueprint.max_model_len and most > 1]
+    yield from ([(tokens, 0)] for tokens in _shorter(most))
+    yield from ([(min(_PREFIXED, most), prefix)] for prefix in _PREFIXES if prefix + min(_PREFIXED, most) <= longest)
+    if most > 16:
+        # Side by side, so that queries of both share a launch.
+        yield [(most // 2 - 3, 0), (most // 2 - 5, 0)]
+    contexts = [context for context in _CONTEXTS if context < longest and most > 1]
     for first in range(len(contexts)):
-        yield [*((1, context) for context in contexts[first:]), (min(_PROMPTS[0], most), 0)]
+        yield [*((1, context) for context in contexts[first:]), (min(_PREFIXED, most), 0)]
+
+
+def _shorter(most: int) -> list[int]:
+    """A length just below each power of two from 8 to `most`, longest first: launches are chosen by power of two, and
+    an odd length stands for all that are no multiples of 16.
+    """
+    return [2**power - 3 for power in range(most.bit_length(), 2, -1) if 2**power - 3 < most]
 
 
 def _row(groups: Sequence[CacheGroup], tokens: int, context: int) -> StepRow:

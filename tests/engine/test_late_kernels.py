@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from engine.watching import assert_idle, engine, request, run
-from tiny_checkpoints import write_tiny
 
 from allotrope.models.deepseek_v3 import tiny_deepseek_v3
 from allotrope.models.deepseek_v4 import tiny_deepseek_v4
@@ -40,8 +40,9 @@ def test_nothing_is_compiled_while_requests_are_served(
 ) -> None:
     from triton import knobs
 
-    directory = write_tiny(CONFIGS[name](), tmp_path).directory
-    running = engine(directory, dtype="bfloat16", device="cuda", max_num_seqs=48, max_num_batched_tokens=512)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]()))
+    options = {"load_format": "dummy", "dtype": "bfloat16", "device": "cuda", "max_num_seqs": 48}
+    running = engine(tmp_path, max_num_batched_tokens=512, **options)
     running.capture_all()
     late: list[str] = []
 

@@ -75,7 +75,8 @@ def conv_kernel(
     tl.store(to, y.to(mixed.dtype.element_ty), mask=(line < length - place)[:, None] & inside[None, :])
 
 
-@early_jit
+# Prefills begin behind the decodes, so at any alignment: it must not matter which kernel is compiled.
+@early_jit(do_not_specialize_on_alignment=["query_start", "seq_lens", "slots"])
 def keep_kernel(
     qkv, conv, query_start, seq_lens, slots, qkv_row, conv_slot, conv_row, channels,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,

@@ -19,8 +19,8 @@ from allotrope.attention.tile_sizes import next_power_of_2
 
 
 # Not launched early: its few long programs would begin beside the last of the kernel before, several of them on one
-# multiprocessor, and stay there.
-@in_turn_jit
+# multiprocessor, and stay there. Prefills begin behind the decodes, so at any alignment: no kernel is compiled for one.
+@in_turn_jit(do_not_specialize_on_alignment=["query_start", "seq_lens", "slots"])
 def scan_kernel(
     mixed, mix, scores, grown, rest, seen_keys, queries, keys, last, ssm, out, query_start, seq_lens, slots,
     first_chunk, ssm_slot, value_scale,
