@@ -28,21 +28,27 @@ def write(name: str, directory: Path) -> Path:
     return directory
 
 
-def compare(name: str, directory: Path) -> None:
+def compare(name: str, directory: Path, size: int = 2) -> None:
     torch.set_num_threads(1)
     options = {"load_format": "dummy", "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24}
     model = write(name, directory)
     want = run(engine(model, **options), ASKED)
-    two = engine(model, tensor_parallel_size=2, threads=1, **options)
+    several = engine(model, tensor_parallel_size=size, threads=1, **options)
     try:
-        assert_same(run(two, ASKED), want)
+        assert_same(run(several, ASKED), want)
     finally:
-        two.close()
+        several.close()
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_two_ranks_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
     compare(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", pytest.param("MiniMaxM2ForCausalLM", marks=pytest.mark.slow)])
+def test_more_ranks_than_kv_heads_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
+    """Pairs of ranks hold copies of a head; the second pair those of the second head."""
+    compare(name, tmp_path, size=4)
 
 
 @pytest.mark.slow
