@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,9 +59,18 @@ BACKEND = Backend("device-only", runs_anywhere, plan, run, in_graphs=True)
 
 def static(running: Engine, size: int) -> Runner:
     """Make an engine's decode steps run on static buffers, as on a GPU."""
+    return on_buffers(running, size, lambda spec: BACKEND)
+
+
+def on_buffers(running: Engine, size: int, backend: Callable[[Any], Backend]) -> Runner:
+    """As `static`, each layer attended to by the `backend` of its spec."""
     executor: Any = running._executor
     for layer in executor.model.layers:
-        layer.mixer.backend = BACKEND
+        mixer = layer.mixer
+        if hasattr(mixer, "use"):
+            mixer.use(backend(mixer.spec))
+        else:
+            mixer.backend = backend(mixer.spec)
     old, blueprint = executor.runner, executor._blueprint
     shape = DecodeShape(size, blueprint.max_model_len, capture=False)
     executor._runner = Runner(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine.test_decode import static
-from engine.watching import GREEDY, Watch, assert_same, engine, request, run
+from engine.watching import GREEDY, Watch, assert_same, assert_same_logits, engine, request, run
 from tiny_checkpoints import prompts, write_tiny
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -89,12 +89,6 @@ def assert_untouched(running: Engine) -> None:
         if view.contiguous().view(torch.uint8).any()
     ]
     assert not written
-
-
-def assert_same_logits(got: Watch, want: Watch) -> None:
-    for name, positions in want.seen.items():
-        for position, logits in positions.items():
-            assert torch.equal(got.seen[name][position], logits), (name, position)
 
 
 def test_a_rehearsal_leaves_nothing(model: Path, here: None, caplog: pytest.LogCaptureFixture) -> None:

@@ -76,5 +76,14 @@ def assert_same(got: Mapping[str, list[int]], want: Mapping[str, list[int]]) -> 
     assert not wrong, f"tokens differ (got, want): {wrong}"
 
 
+def assert_same_logits(got: Watch, want: Watch, atol: float = 0.0) -> None:
+    """At every position of every request: the same bits, or numbers at most `atol` apart."""
+    for name, positions in want.seen.items():
+        for position, logits in positions.items():
+            found = got.seen[name][position]
+            same = torch.equal(found, logits) if atol == 0.0 else torch.allclose(found, logits, atol=atol, rtol=0.0)
+            assert same, (name, position, (found - logits).abs().max())
+
+
 def _name(output: SequenceOutput) -> str:
     return output.request_id if output.index == 0 else f"{output.request_id}#{output.index}"
