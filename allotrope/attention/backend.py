@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ class Backend:
     backend's `run` reads it. `index`: cache name -> where its rows lie. `run` is the family's function; all backends
     of a family share its signature. `in_graphs`: its plan is made by device operations alone from `batch.tensors` and
     `index`, the host's integers being upper bounds, so that a step of one token a request can be captured and replayed.
+    `fallbacks(spec, dtype, device)`: which steps of such a layer go the way of another backend, with activations of
+    `dtype`, and why; none for most backends.
     """
 
     name: str
@@ -29,6 +32,7 @@ class Backend:
     plan: Callable[..., Any]
     run: Callable[..., Any]
     in_graphs: bool = False
+    fallbacks: Callable[[Any, torch.dtype, torch.device], list[str]] = lambda spec, dtype, device: []
 
 
 def runs_anywhere(spec: Any, device: torch.device) -> list[str]:
@@ -73,6 +77,18 @@ def choose(
     others = [b.name for b in backends if b not in candidates and not b.rejects(spec, device)]
     advice = f" Try --attention-backend {family}={others[0]}." if others else ""
     raise BackendError(". ".join(refused) + "." + advice)
+
+
+def passed_over(
+    backends: Sequence[Backend], spec: Any, device: torch.device, chosen: Backend, wanted: str | None = None
+) -> dict[str, list[str]]:
+    """Why each backend that ranks before the `chosen` one does not run `spec` on `device`: name -> reasons.
+
+    `wanted`: the backend that was asked for by name, None if none was.
+    """
+    better = itertools.takewhile(lambda one: one.name != chosen.name, backends)
+    asked = [f"{wanted} was asked for"] if wanted is not None else []
+    return {backend.name: asked + backend.rejects(spec, device) for backend in better}
 
 
 def parse_wanted(text: str | None, families: Sequence[str]) -> dict[str, str]:

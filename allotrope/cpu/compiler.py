@@ -31,6 +31,12 @@ _ELEMENTS = (torch.float32, torch.bfloat16)
 _X86_FLAGS = ("-march=native", "-mprefer-vector-width=512")
 
 
+# Why a library whose `suits()` says no is not used; see `panel.h`.
+UNSUITED = (
+    "the processor lacks AVX-512 (for bfloat16: AVX-512 BF16), or has AMX, with which PyTorch's own products are faster"
+)
+
+
 class CannotCompile(Exception):
     """There is no library; the text is the reason."""
 

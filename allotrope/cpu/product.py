@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from allotrope.cpu.compiler import CannotCompile, load
+from allotrope.cpu.compiler import UNSUITED, CannotCompile, load
+
+log = logging.getLogger("allotrope.cpu")
 
 # Outputs of a panel, as in C.
 _PANEL = 32
@@ -83,13 +86,16 @@ def packs(weight: torch.Tensor) -> bool:
 
 @functools.cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The functions for a type, if this machine has what they are made for. (Without a compiler oneDNN multiplies.)"""
+    """The functions for a type, if this machine has what they are made for. Where oneDNN multiplies, it is said once."""
     try:
         library = load(Path(__file__).with_name("product.c"), dtype)
-    except CannotCompile:
+        if not library.suits():
+            raise CannotCompile(UNSUITED)
+    except CannotCompile as reason:
+        log.info("products of %s weights run by oneDNN: %s", dtype, reason)
         return None
     library.product.restype = None
     library.product.argtypes = [_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG]
     library.grouped_product.restype = None
     library.grouped_product.argtypes = [_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG]
-    return library if library.suits() else None
+    return library

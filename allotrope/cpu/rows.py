@@ -99,10 +99,10 @@ class Rows:
 @functools.cache
 def rows(dtype: torch.dtype, device: torch.device) -> Rows | None:
     """The functions for tensors of a type on a device; None where there are none, which is said once."""
-    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+    if device.type != "cpu":
         return None
     try:
         return Rows(dtype)
     except CannotCompile as reason:
-        log.warning("layers run at less than full speed, by PyTorch alone: %s", reason)
+        log.warning("layers of %s run at less than full speed, by PyTorch alone: %s", dtype, reason)
         return None

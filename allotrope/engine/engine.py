@@ -81,7 +81,7 @@ class Engine:
         self._sampling: SamplingBatch | None = None
         self._device, self._step_tokens = blueprint.build.device, limits.step_tokens
         self._flight: Flight | None = None
-        self._overlap = self._may_overlap(config)
+        self._overlap, self._said_wait = self._may_overlap(config), False
         self._accepted = 0
         self._prefix_queries = self._prefix_hits = 0
         self._prefix_lost: dict[str, int] = {}
@@ -154,6 +154,7 @@ class Engine:
         before = self._flight
         if before is not None and any(seq.reads_output for seq in before.seqs):
             self._flight = None
+            self._say_that_steps_wait()
             return self._land(before)
         rows = self._scheduler.plan()
         if not rows:
@@ -193,16 +194,30 @@ class Engine:
         return self._executor.graph_replays
 
     def _may_overlap(self, config: EngineConfig) -> bool:
-        """Whether the tokens of a step may be read while the next one runs."""
-        wanted = self._device.type == "cuda" if config.overlap == "auto" else config.overlap == "on"
+        """Whether the tokens of a step may be read while the next one runs; said with every reason against it."""
         reasons = []
+        if config.overlap == "off":
+            reasons.append("--overlap off was asked for")
+        if config.overlap == "auto" and self._device.type != "cuda":
+            reasons.append(f"device={self._device.type} (auto overlaps the steps of a GPU)")
         if self._observer is not None:
             reasons.append("an observer may replace tokens")
         if config.tensor_parallel_size > 1:
-            reasons.append("only the first of several ranks knows what was chosen")
-        if wanted and reasons and config.overlap == "on":
-            log.info("steps do not overlap: %s", "; ".join(reasons))
-        return wanted and not reasons
+            reasons.append(
+                f"tensor_parallel_size={config.tensor_parallel_size} (needs 1: only rank 0 knows which tokens it sampled)"
+            )
+        if reasons:
+            log.info("steps do not overlap (no async scheduling): %s", "; ".join(reasons))
+        else:
+            log.info(
+                "steps overlap (async scheduling): the next one is launched before the tokens of this one are read"
+            )
+        return not reasons
+
+    def _say_that_steps_wait(self) -> None:
+        if not self._said_wait:
+            self._said_wait = True
+            log.info("steps wait for each other while a request with penalties runs: these need the tokens before")
 
     def _run(self, rows: Many[Row], before: Flight | None) -> tuple[torch.Tensor, Many[torch.Tensor]]:
         """Start the pass. Returns the logits of all scored tokens, and row by row."""

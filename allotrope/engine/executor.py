@@ -61,7 +61,7 @@ class InProcess:
         self._blueprint, self._config = blueprint, config
         self._device = blueprint.build.device
         self._free = _free(self._device)
-        self._model = load_model(blueprint, config.seed)
+        self._model = load_model(blueprint, config.seed, config.quantized_weights)
         self._decode = decode_shape(
             self._model, blueprint.max_num_seqs, blueprint.max_model_len, self._device, capture=config.cuda_graphs
         )

@@ -23,6 +23,7 @@ from allotrope.layers.build import Build
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.quant.product import lasting_bytes
 from allotrope.models.checkpoint import Checkpoint, open_checkpoint
+from allotrope.models.choices import backend_choices
 from allotrope.models.decoder import Decoder
 from allotrope.models.dequantize import dequantized
 from allotrope.models.kept_formats import kept_formats
@@ -176,8 +177,11 @@ def _demand(blueprint: Blueprint, config: EngineConfig) -> Demand:
     )
 
 
-def load_model(blueprint: Blueprint, seed: int) -> Decoder:
-    """Make the model and fill it: from the checkpoint, or with random weights where it brings none."""
+def load_model(blueprint: Blueprint, seed: int, asked: str = "auto") -> Decoder:
+    """Make the model and fill it: from the checkpoint, or with random weights where it brings none.
+
+    `asked`: the option `quantized_weights`, which the log names where weights are dequantized.
+    """
     build = blueprint.build
     started = time.monotonic()
     model = blueprint.architecture.decoder(blueprint.spec, build)
@@ -193,15 +197,28 @@ def load_model(blueprint: Blueprint, seed: int) -> Decoder:
             time.monotonic() - started,
             len(report.dropped),
         )
-        if build.formats and report.unpacked:
-            log.info("stored quantized, kept as %s: %s", build.dtype, ", ".join(sorted(report.unpacked)))
+        if report.unpacked:
+            names = ", ".join(sorted(report.unpacked))
+            log.info("dequantized on load, kept as %s: %s: %s", build.dtype, names, _why_unpacked(blueprint, asked))
     else:
         fill_random(model, seed, build.parallel)
     finish(model)
+    for line in backend_choices(model, build):
+        log.info("%s", line)
     line = set_row_scales(model, checkpoint)
     if line:
         log.info("%s", line)
     return model.eval()
+
+
+def _why_unpacked(blueprint: Blueprint, asked: str) -> str:
+    """Why weights that are stored quantized are not kept so."""
+    device = blueprint.build.device.type
+    if asked == "unpack":
+        return "quantized_weights=unpack"
+    if asked == "auto" and device != "cuda":
+        return f"quantized_weights=auto keeps them on a GPU alone, and device={device}"
+    return "their layers or their formats cannot be kept quantized"
 
 
 def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:

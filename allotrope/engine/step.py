@@ -20,6 +20,7 @@ from allotrope.engine.decode import DecodeBuffers
 from allotrope.engine.graphs import DecodeGraphs
 from allotrope.engine.inputs import Inputs, StepPlan, known_ids, pack
 from allotrope.layers.step import LayerStep, Step
+from allotrope.models.choices import uncaptured
 from allotrope.models.decoder import Decoder
 
 log = logging.getLogger("allotrope.engine")
@@ -137,7 +138,7 @@ def decode_shape(model: Decoder, size: int, context: int, device: torch.device, 
     """How decode steps run on `device`; None, with a line in the log that says why, where they are like any other."""
     if device.type != "cuda":
         return None
-    reasons = sorted({f"{backend.name} cannot be captured" for backend in model.backends if not backend.in_graphs})
+    reasons = uncaptured(model)
     if reasons:
         log.info("decode steps run without CUDA graphs: %s", "; ".join(reasons))
         return None

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from types import ModuleType
 
 import torch
 
 from allotrope.attention.backend import triton_reasons
 
+log = logging.getLogger("allotrope.layers")
+
 
 @functools.cache
 def device_kernels(name: str, device: torch.device) -> ModuleType | None:
     """The module `layers.<name>_triton`; None where Triton's kernels do not run on `device`."""
-    if triton_reasons(device):
+    reasons = triton_reasons(device)
+    if reasons:
+        _say(device.type, "; ".join(reasons))
         return None
     return importlib.import_module(f"allotrope.layers.{name}_triton")
+
+
+@functools.cache
+def _say(device_type: str, reasons: str) -> None:
+    """Say once that a GPU's layers go without our kernels; a CPU has other ones."""
+    if device_type != "cpu":
+        log.warning("layers run at less than full speed, by PyTorch alone: %s", reasons)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from allotrope.attention.backend import Backend
+from allotrope.attention.family import Spec
 from allotrope.layers.build import Build
 from allotrope.layers.embedding import Embedding, Head
 from allotrope.layers.norm import RMSNorm
@@ -53,8 +54,13 @@ class Decoder(nn.Module):
     @property
     def backends(self) -> list[Backend]:
         """Who runs the attention of each layer."""
+        return [backend for _, backend in self.attention]
+
+    @property
+    def attention(self) -> list[tuple[Spec, Backend]]:
+        """The attention of each layer on this rank, and who runs it."""
         mixers: list[Any] = [layer.mixer for layer in self.layers]
-        return [mixer.backend for mixer in mixers]
+        return [(mixer.spec, mixer.backend) for mixer in mixers]
 
     def forward(self, step: Step) -> torch.Tensor:
         """Hidden states [T, hidden] of the step's tokens, after the final norm."""

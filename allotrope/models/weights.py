@@ -142,7 +142,7 @@ class Loader:
             if plain is None:
                 plain = checkpoint.read(name)
                 report.bytes += plain.nbytes
-            if format is not None:
+            if view is not None and name in view.made:
                 report.unpacked.add(re.sub(r"\d+", "*", target))
             self._place(name, plain, target, match, rule)
 

@@ -26,7 +26,7 @@ from allotrope.request import SamplingParams
 
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: nothing can be captured")
 
-# Each family, and each way that layers of a model differ: windows, sinks, head sizes, indexers of other layers, strides.
+# Each family, and each way that layers of a model differ: windows, sinks, head sizes, shared indexers, strides.
 NAMES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",

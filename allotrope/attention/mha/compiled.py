@@ -20,7 +20,7 @@ from allotrope.attention.family import CacheViews
 from allotrope.attention.mha import cpu, reference
 from allotrope.attention.mha.plan import Part, build_plan, prefill_parts
 from allotrope.attention.mha.spec import MhaSpec
-from allotrope.cpu.compiler import CannotCompile, load
+from allotrope.cpu.compiler import UNSUITED, CannotCompile, load
 
 _LANES = 16
 # Keys that one thread scores at a time.
@@ -48,6 +48,14 @@ def rejects(spec: MhaSpec, device: torch.device) -> list[str]:
         except CannotCompile as reason:
             reasons.append(str(reason))
     return reasons
+
+
+def fallbacks(spec: MhaSpec, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Which steps go the way of `cpu`, and why."""
+    if dtype != spec.kv_dtype:
+        return [f"every step runs as cpu: dtype={dtype} (needs kv_dtype={spec.kv_dtype})"]
+    prefill = _prefill_library(spec)
+    return [f"prompts run as cpu: {prefill}"] if isinstance(prefill, str) else []
 
 
 @dataclass(eq=False)
@@ -133,7 +141,7 @@ def run(
     if not len(plan.blocks):
         return out
     prefill = _prefill_library(spec)
-    if prefill is None:
+    if isinstance(prefill, str):
         return reference.attend_parts(spec, plan.prompts, caches, q, sinks, cpu.attend, out)
     prefill.attend_prompts(
         out.data_ptr(), q.data_ptr(), q.stride(0), keys.data_ptr(), _Strides(*keys.stride()[:3]), values.data_ptr(),
@@ -163,18 +171,18 @@ def _library(spec: MhaSpec) -> tuple[ctypes.CDLL, int]:
 
 
 @cache
-def _prefill_library(spec: MhaSpec) -> ctypes.CDLL | None:
-    """The layer's function for prompts, if this machine has what it is made for."""
+def _prefill_library(spec: MhaSpec) -> ctypes.CDLL | str:
+    """The layer's function for prompts, or why this machine has none."""
     try:
         library = load(Path(__file__).with_name("prefill.c"), spec.kv_dtype, BLOCK=_BLOCK, **_sizes(spec))
-    except CannotCompile:
-        return None
+    except CannotCompile as reason:
+        return str(reason)
     library.attend_prompts.restype = None
     library.attend_prompts.argtypes = [
         _POINTER, _POINTER, _LONG, _POINTER, _Strides, _POINTER, _Strides, _LONG, _LONG, _POINTER, _LONG, _POINTER,
         _LONG, _LONG, _FLOAT, _POINTER,
     ]  # fmt: skip
-    return library if library.suits() else None
+    return library if library.suits() else UNSUITED
 
 
 def _sizes(spec: MhaSpec) -> dict[str, int]:

@@ -28,7 +28,7 @@ class MHA:
     name = "mha"
     backends = (
         Backend("triton", _triton_rejects, lazily(_TRITON, "build_plan"), lazily(_TRITON, "run"), in_graphs=True),
-        Backend("compiled", compiled.rejects, compiled.plan, compiled.run),
+        Backend("compiled", compiled.rejects, compiled.plan, compiled.run, fallbacks=compiled.fallbacks),
         Backend("cpu", cpu.rejects, build_plan, functools.partial(reference.run, core=cpu.attend)),
         Backend("reference", runs_anywhere, build_plan, reference.run),
     )

@@ -48,6 +48,13 @@ def rejects(spec: MlaSpec, device: torch.device) -> list[str]:
     return reasons
 
 
+def fallbacks(spec: MlaSpec, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Which steps go the way of `reference`, and why. Prompts always do."""
+    if dtype == spec.kv_dtype:
+        return []
+    return [f"every step runs as reference: dtype={dtype} (needs kv_dtype={spec.kv_dtype})"]
+
+
 @dataclass(frozen=True)
 class CompiledPlan:
     """`pieces`: [n, 2] int64 request and first key of each run of keys that a thread scores at a time; only of

@@ -36,6 +36,6 @@ class MLA:
             lazily("allotrope.attention.mla.triton", "run"),
             in_graphs=True,
         ),
-        Backend("compiled", compiled.rejects, compiled.plan, compiled.run),
+        Backend("compiled", compiled.rejects, compiled.plan, compiled.run, fallbacks=compiled.fallbacks),
         Backend("reference", runs_anywhere, build_plan, reference.run),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,7 @@ from allotrope.attention.backend import lazily, triton_reasons
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.layers.quant.format import FP4_RUN, SHARED_ROWS, Format, Quantized, as_multiplied
-from allotrope.layers.quant.prepare import TILE_ROWS, WORDS_RUN, prepare
+from allotrope.layers.quant.prepare import TILE_ROWS, WORDS_RUN, Prepared, prepare
 
 if TYPE_CHECKING:
     from allotrope.layers.mlp import Gating
@@ -23,6 +25,8 @@ CODES, SCALES = "_codes", "_scales"
 
 Tables = dict[int, torch.Tensor]
 """By height: the tiles of rows in the order of experts (`triton_tiles`), which all products of these rows share."""
+
+log = logging.getLogger("allotrope.layers")
 
 multiply = lazily("allotrope.layers.quant.triton_product", "multiply")
 
@@ -77,11 +81,25 @@ def taken(module: nn.Module, name: str, format: Format) -> Quantized:
     return Quantized(format, codes, scales)
 
 
+def _prepared(weight: Quantized) -> Prepared | None:
+    """The weight as our kernels read it; None, which is said once, where they do not run."""
+    reasons = triton_reasons(weight.codes.device)
+    if not reasons:
+        return prepare(weight)
+    _say(weight.format.kind, "; ".join(reasons))
+    return None
+
+
+@functools.cache
+def _say(kind: str, reasons: str) -> None:
+    log.warning("%s weights are dequantized anew for every product: %s", kind, reasons)
+
+
 class QuantizedProduct:
     """x W^T of one quantized weight. Where Triton does not run, the weight is unpacked for each product."""
 
     def __init__(self, weight: Quantized) -> None:
-        self.prepared = None if triton_reasons(weight.codes.device) else prepare(weight)
+        self.prepared = _prepared(weight)
         # What is prepared may be a padded copy: one of the two is enough.
         self.weight = weight if self.prepared is None else None
 
@@ -102,7 +120,7 @@ class QuantizedStack:
     """As `QuantizedProduct`, with a weight per expert, a bias and gates."""
 
     def __init__(self, weight: Quantized) -> None:
-        self.prepared = None if triton_reasons(weight.codes.device) else prepare(weight)
+        self.prepared = _prepared(weight)
         # What is prepared may be a padded copy: one of the two is enough.
         self.weight = weight if self.prepared is None else None
 

@@ -31,6 +31,7 @@ from allotrope.layers.build import Build
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.step import LayerStep, Step
 from allotrope.models.checkpoint import Checkpoint, TensorHeader, open_checkpoint
+from allotrope.models.choices import backend_choices, uncaptured
 from allotrope.models.dequantize import dequantized, quantization_of
 from allotrope.models.kept_formats import kept_formats
 from allotrope.models.registry import Architecture, read_spec
@@ -297,6 +298,10 @@ class HostedModel(nn.Module):
 
     def _finish(self, given: WithoutRowScales | None = None) -> None:
         finish(self.decoder)
+        for choice in backend_choices(self.decoder, self.build):
+            log.info("allotrope: %s", choice)
+        if self.build.device.type == "cuda" and (reasons := uncaptured(self.decoder)):
+            log.info("allotrope: decode steps run without CUDA graphs: %s", "; ".join(reasons))
         line = set_row_scales(self.decoder, given)
         if line:
             log.info("allotrope: %s", line)

@@ -1,0 +1,121 @@
+"""What an engine does in a slower way than it could is said in its log, with every reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.watching import GREEDY, Watch, engine, request, run
+from quantized_twins import write_twin
+from tiny_checkpoints import prompts, write_tiny
+
+from allotrope.layers.quant import product
+from allotrope.models.llama import tiny_llama
+
+OPTIONS = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 96}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A config, for random weights."""
+    torch.set_num_threads(1)
+    (tmp_path / "config.json").write_text(json.dumps(tiny_llama()))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FP8 matrices, and those of one layer with numbers of a type that no product takes."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("quantized")
+    return write_twin(write_tiny(tiny_llama(), folder / "plain").directory, folder / "fp8")
+
+
+def said(caplog: pytest.LogCaptureFixture, start: str) -> list[str]:
+    return [message for message in caplog.messages if message.startswith(start)]
+
+
+@pytest.mark.parametrize(
+    ("options", "watched", "reasons"),
+    [
+        ({"overlap": "off"}, False, ["--overlap off was asked for"]),
+        ({"overlap": "auto"}, False, ["device=cpu (auto overlaps the steps of a GPU)"]),
+        ({"overlap": "on"}, True, ["an observer may replace tokens"]),
+        (
+            {"overlap": "on", "tensor_parallel_size": 2, "threads": 1},
+            True,
+            ["an observer may replace tokens", "tensor_parallel_size=2 (needs 1"],
+        ),
+    ],
+)
+def test_steps_that_do_not_overlap_say_why(
+    options: dict[str, Any], watched: bool, reasons: list[str], model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "allotrope"):
+        engine(model, Watch() if watched else None, load_format="dummy", **OPTIONS, **options).close()
+    (line,) = said(caplog, "steps do not overlap")
+    assert all(reason in line for reason in reasons) and line.count(";") == len(reasons) - 1
+    assert not said(caplog, "steps overlap")
+
+
+def test_penalties_are_said_once_to_make_steps_wait(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    penalized = dataclasses.replace(GREEDY, repetition_penalty=1.2)
+    with caplog.at_level(logging.INFO, "allotrope"):
+        running = engine(model, load_format="dummy", overlap="on", **OPTIONS)
+        run(running, [request("plain", prompts((5,))[0])])
+        assert said(caplog, "steps overlap") and not said(caplog, "steps wait")
+        for name in ("one", "two"):
+            run(running, [request(name, prompts((5,))[0], penalized)])
+    assert len(said(caplog, "steps wait for each other while a request with penalties runs")) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ("auto", "quantized_weights=auto keeps them on a GPU alone, and device=cpu"),
+        ("unpack", "quantized_weights=unpack"),
+    ],
+)
+def test_weights_that_are_dequantized_on_load_say_why(
+    asked: str, reason: str, quantized: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "allotrope"):
+        engine(quantized, quantized_weights=asked, **OPTIONS)
+    (line,) = said(caplog, "dequantized on load")
+    assert line.endswith(reason) and "layers.*.mixer.qkv.weight" in line
+
+
+def test_weights_that_are_kept_say_that_each_product_dequantizes_them(
+    quantized: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    product._say.cache_clear()
+    with caplog.at_level(logging.INFO, "allotrope"):
+        engine(quantized, quantized_weights="keep", **OPTIONS)
+    assert not said(caplog, "dequantized on load")
+    (line,) = said(caplog, "fp8 weights are dequantized anew for every product")
+    assert "device=cpu (needs cuda)" in line
+
+
+def test_weights_that_cannot_be_kept_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Numbers of a type that no product takes are read all the same; the others stay as they are."""
+    twin = write_twin(write_tiny(tiny_llama(), tmp_path / "plain").directory, tmp_path / "fp8")
+    _retype(twin / "model.safetensors", "o_proj.weight", torch.float8_e5m2)
+    with caplog.at_level(logging.INFO, "allotrope"):
+        engine(twin, quantized_weights="keep", **OPTIONS)
+    (line,) = said(caplog, "dequantized on load")
+    assert "layers.*.mixer.out.weight" in line and "qkv" not in line
+    assert line.endswith("their layers or their formats cannot be kept quantized")
+
+
+def _retype(path: Path, ending: str, dtype: torch.dtype) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    changed = {name: t.float().to(dtype) for name, t in tensors.items() if name.endswith(ending)}
+    assert changed
+    save_file(tensors | changed, path)
