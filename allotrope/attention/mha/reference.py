@@ -48,7 +48,8 @@ def attend(
     if sinks is not None:
         sink = sinks.float().view(1, groups, heads // groups, 1, 1).expand(requests, -1, -1, queries, 1)
         logits = torch.cat((logits, sink), dim=-1)
-    weights = torch.softmax(logits, dim=-1)[..., :keys].nan_to_num(0.0)
+    # Where nothing is seen the softmax is not a number; a query or key that is none must stay so.
+    weights = torch.softmax(logits, dim=-1)[..., :keys].masked_fill(~visible[:, None, None], 0.0)
     return torch.einsum("bgrqk,bkgd->bqgrd", weights, v.float()).flatten(2, 3).to(q.dtype)
 
 

@@ -19,31 +19,40 @@ from allotrope.attention.mha.triton_decode import _LOG2E, _LOWEST, _capped, _chu
 
 @triton.jit
 def _unpacked(pairs, NVIDIA: tl.constexpr):
-    """The even and odd numbers of [N, D / 2] words, times 2^-8. Neither is a number where e4m3 has none: it is 480."""
+    """The even and odd numbers of [N, D / 2] words, times 2^-8.
+
+    The code for "not a number" moves to 480 * 2^-8, the only one to carry into bit 14 when a step of e4m3 is added;
+    with that bit set, it is not a number in fp16 either.
+    """
     if NVIDIA:
         # The same for two words at once.
         even = tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b;
+            .reg .b32 a, b, c;
             and.b32 a, $1, 0x007F007F;
             shl.b32 a, a, 7;
+            add.u32 c, a, 0x00800080;
             shl.b32 b, $1, 8;
-            lop3.b32 $0, b, 0x80008000, a, 0xEA;
+            lop3.b32 a, b, 0x80008000, a, 0xEA;
+            lop3.b32 $0, c, 0x40004000, a, 0xEA;
             }""",
             "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
         odd = tl.inline_asm_elementwise(
             """{
-            .reg .b32 a;
+            .reg .b32 a, c;
             shr.b32 a, $1, 1;
             and.b32 a, a, 0x3F803F80;
-            lop3.b32 $0, $1, 0x80008000, a, 0xEA;
+            add.u32 c, a, 0x00800080;
+            lop3.b32 a, $1, 0x80008000, a, 0xEA;
+            lop3.b32 $0, c, 0x40004000, a, 0xEA;
             }""",
             "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
         return even, odd
-    even = ((pairs & 0x7F) << 7) | ((pairs << 8) & -32768)
-    odd = ((pairs >> 1) & 0x3F80) | (pairs & -32768)
+    even, odd = (pairs & 0x7F) << 7, (pairs >> 1) & 0x3F80
+    even |= ((even + 0x80) & 0x4000) | ((pairs << 8) & -32768)
+    odd |= ((odd + 0x80) & 0x4000) | (pairs & -32768)
     return even.to(tl.int16).to(tl.float16, bitcast=True), odd.to(tl.int16).to(tl.float16, bitcast=True)
 
 
