@@ -14,8 +14,10 @@ from device_under_test import DEVICE
 
 from allotrope.attention.batch import BatchLayout, BatchTensors, PageIndex
 from allotrope.attention.check import Case, cases, compare
-from allotrope.attention.csa import CSA, CsaSpec
-from allotrope.attention.csa.triton import split_count
+from allotrope.attention.csa import CSA, CsaSpec, IndexerSpec
+from allotrope.attention.csa.triton import CsaTritonPlan, split_count
+from allotrope.attention.csa.triton_index import resolve
+from allotrope.attention.csa.triton_plan import make_lists
 from allotrope.attention.replay import Replay, Step, at_random, in_order, whole
 
 TRITON, REFERENCE = CSA.backends[0], CSA.backends[-1]
@@ -56,6 +58,40 @@ def test_equals_the_reference(name: str, dtype: torch.dtype, lengths: tuple[int,
     assert (found := compare(got, want, case.kind)), found
 
 
+@pytest.mark.parametrize(("heads", "parts"), [(4, 1), (40, 1), (64, 1), (128, 1), (40, 2), (128, 2)])
+def test_heads_beyond_one_program(heads: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs own 16 heads in the interpreter, 64 on a GPU: each head has its own queries and sink."""
+    monkeypatch.setattr("allotrope.attention.csa.triton.split_count", lambda *sizes: parts)
+    case = case_of("all_overlapping", torch.float32, (9,), num_heads=heads, head_dim=32)
+    steps = [[(0, 8)], [(0, 1)]]
+    want = Replay(case, REFERENCE).play(steps)
+    got = Replay(case, TRITON, device=DEVICE).play(steps).cpu()
+    assert (found := compare(got, want, "fp32")), found
+
+
+@pytest.mark.parametrize("topk", [1, 5])
+def test_lists_are_filled_up_to_sixteen_bytes(topk: int) -> None:
+    """Lists of every step begin at multiples of 16 bytes, whatever their lengths, and name nothing behind the last
+    row."""
+    case = case_of("chosen", torch.float32, (27,), indexer=IndexerSpec(num_heads=2, head_dim=16, topk=topk), window=5)
+    replay = Replay(case, TRITON, device=DEVICE)
+    replay.step([(0, 26)])
+    plans: list[CsaTritonPlan] = []
+    make = replay.plan
+    replay.plan = lambda batch, index: plans.append(make(batch, index)) or plans[-1]  # type: ignore[method-assign,func-returns-value]
+    replay.step([(0, 1)])
+    (plan,) = plans
+    picks = torch.arange(topk, device=DEVICE)[None]
+    entries = plan.paged["compressed"]
+    rows = resolve(entries, entries.page_size // case.spec.ratio, plan.tensors.request_of_token, picks)
+    whole_plan = make_lists(case.spec, plan.tensors, plan.paged["window"], entries, 27, listed=True)
+    assert whole_plan.entry_list is not None
+    for lists, used in ((plan.lists.window_list, 5), (whole_plan.entry_list, 6), (rows, topk)):
+        assert lists.stride(0) * lists.element_size() % 16 == 0
+        assert (lists[:, :used] >= 0).all()
+        assert (lists[:, used:] == -1).all()
+
+
 @pytest.mark.parametrize("parts", [2, 7])
 @pytest.mark.parametrize(("name", "lengths"), [("window_only", (3, 18)), ("chosen", (5, 39)), ("all_of_128", (2, 130))])
 def test_lists_in_parts(name: str, lengths: tuple[int, ...], parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +117,15 @@ def test_any_schedule() -> None:
 
 
 @pytest.mark.parametrize("row_format", ["plain", "scaled"])
-@pytest.mark.parametrize("name", ["all_overlapping", "window_only"])
-def test_fp8_rows(name: str, row_format: str) -> None:
-    """Rows of equal bytes in both backends, and outputs that differ by their own rounding only."""
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [("all_overlapping", (9, 27)), ("window_only", (9, 27)), ("chosen", (9, 39)), ("all_of_128", (130,))],
+)
+def test_fp8_rows(name: str, lengths: tuple[int, ...], row_format: str) -> None:
+    """Outputs differ by their own rounding only, and are near those of rows that are not FP8."""
     scale = {"kv_scale": 0.02} if row_format == "plain" else {}
     changes = {"kv_dtype": FP8, "row_format": row_format, "head_dim": 80}
-    case = case_of(name, torch.bfloat16, (9, 27), **changes)
+    case = case_of(name, torch.bfloat16, lengths, **changes)
     steps = prefill_then_decode(case.lengths)
     played = []
     for backend, device in ((REFERENCE, "cpu"), (TRITON, DEVICE)):
@@ -95,7 +134,7 @@ def test_fp8_rows(name: str, row_format: str) -> None:
         played.append((replay.play(steps).cpu(), replay.pools))
     (want, _), (got, _) = played
     assert (found := compare(got, want, "bf16")), found
-    exact = Replay(case_of(name, torch.bfloat16, (9, 27), head_dim=80), REFERENCE).play(steps)
+    exact = Replay(case_of(name, torch.bfloat16, lengths, head_dim=80), REFERENCE).play(steps)
     error = (got.float() - exact.float()).square().mean().sqrt() / exact.float().square().mean().sqrt()
     assert 2e-3 < error < 6e-2
 
