@@ -48,13 +48,18 @@ class RMSNorm(nn.Module):
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         return torch.mul(exact.div_(length), self.factors, out=out)
 
-    def add(self, y: torch.Tensor, x: torch.Tensor, inner: RMSNorm | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """s = x + y, or x + `inner`(y), and the norm of s. `y`, `x`: [T, size]. Returns s and its norm."""
+    def add(
+        self, y: torch.Tensor, x: torch.Tensor, inner: RMSNorm | None = None, scale: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """s = (x + y) * `scale`, or (x + `inner`(y)) * `scale`, and the norm of s. `y`, `x`: [T, size]. `scale`: [1],
+        or None for 1. Returns s and its norm: one launch where there are kernels."""
         fused = device_kernels("norm", x.device)
         if fused is not None:
             factors = None if inner is None else inner.factors
-            return fused.add_rms_norm(y, x, self.factors, self.size * self.eps, factors)
+            return fused.add_rms_norm(y, x, self.factors, self.size * self.eps, factors, scale)
         total = x + (y if inner is None else inner(y))
+        if scale is not None:
+            total = total * scale
         return total, self(total)
 
 

@@ -30,6 +30,7 @@ def norm_kernel(
     x,
     residual,
     inner,
+    scale,
     factors,
     gate,
     total,
@@ -47,6 +48,7 @@ def norm_kernel(
     ROWS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     INNER: tl.constexpr,
+    SCALE: tl.constexpr,
     GATE: tl.constexpr,
 ):
     """Rows are heads of tokens: row r is head r % heads of token r // heads. `total` and `out` are contiguous."""
@@ -65,6 +67,8 @@ def norm_kernel(
     if RESIDUAL:
         value += tl.load(residual + token * residual_token + column, mask=there, other=0.0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)
+        if SCALE:
+            rounded = (rounded.to(tl.float32) * tl.load(scale).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + place, rounded, mask=there)
         value = rounded.to(tl.float32)
     length = tl.sum(value * value, axis=1)[:, None] + floor
@@ -102,21 +106,27 @@ def rms_norm(
     view = x if x.dim() == 3 else _as_rows(x)
     out = torch.empty(x.shape, dtype=x.dtype if gate is None else gate.dtype, device=x.device)
     if out.numel():
-        _launch(view, None, None, factors, None if gate is None else gate.view(view.shape), None, out, floor, gate_kind)
+        opened = None if gate is None else gate.view(view.shape)
+        _launch(view, None, None, None, factors, opened, None, out, floor, gate_kind)
     return out
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, factors: torch.Tensor, floor: float, inner: torch.Tensor | None = None
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    factors: torch.Tensor,
+    floor: float,
+    inner: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """s = residual + x; y = norm(s). With `inner`, x is itself normed first, with these factors.
+    """s = (residual + x) * scale; y = norm(s). With `inner`, x is itself normed first, with these factors.
 
-    `x`, `residual`: [T, size]. `factors`, `inner`: [size] fp32. Each of the steps rounds to x's type, as they do apart.
-    Returns s and y, contiguous.
+    `x`, `residual`: [T, size]. `factors`, `inner`: [size] fp32. `scale`: [1]; None is 1. Each of the steps rounds to
+    x's type, as they do apart. Returns s and y, contiguous.
     """
     total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     if out.numel():
-        _launch(x[:, None], residual, inner, factors, None, total, out, floor, "silu")
+        _launch(x[:, None], residual, inner, scale, factors, None, total, out, floor, "silu")
     return total, out
 
 
@@ -128,6 +138,7 @@ def _launch(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     inner: torch.Tensor | None,
+    scale: torch.Tensor | None,
     factors: torch.Tensor,
     gate: torch.Tensor | None,
     total: torch.Tensor | None,
@@ -144,6 +155,7 @@ def _launch(
         x,
         x if residual is None else residual,
         x if inner is None else inner,
+        x if scale is None else scale,
         factors,
         x if gate is None else gate,
         x if total is None else total,
@@ -159,6 +171,7 @@ def _launch(
         SIZE=size,
         RESIDUAL=residual is not None,
         INNER=inner is not None,
+        SCALE=scale is not None,
         GATE=_GATES["" if gate is None else gate_kind],
         **launch,
     )
@@ -172,18 +185,20 @@ def _arch(x: torch.Tensor) -> str:
 
 
 def variants(arch: str) -> list[Variant]:
-    """Released sizes: a residual of 4096 and 7168, Gemma's three steps, heads of a gated rule, heads of q and k."""
+    """Released sizes: a residual of 4096 and 7168, Gemma's three steps and four, heads of a gated rule."""
     made = []
     for name, size, kind, flags in (
         ("norm residual 4096", 4096, "*bf16", {"RESIDUAL": True}),
         ("norm residual 7168", 7168, "*fp16", {"RESIDUAL": True}),
         ("norm sandwich 5376", 5376, "*bf16", {"RESIDUAL": True, "INNER": True}),
+        ("norm sandwich scaled 5376", 5376, "*bf16", {"RESIDUAL": True, "INNER": True, "SCALE": True}),
         ("norm gated 128", 128, "*bf16", {"GATE": 1}),
     ):
-        chosen: dict[str, Any] = {"SIZE": size, "RESIDUAL": False, "INNER": False, "GATE": 0, **flags}
+        chosen: dict[str, Any] = {"SIZE": size, "RESIDUAL": False, "INNER": False}
+        chosen |= {"SCALE": False, "GATE": 0, **flags}
         launch = config(arch, size)
         chosen |= {key: launch[key] for key in ("BLOCK", "ROWS")}
-        signature = dict.fromkeys(("x", "residual", "gate", "total", "out"), kind)
+        signature = dict.fromkeys(("x", "residual", "scale", "gate", "total", "out"), kind)
         signature |= dict.fromkeys(("inner", "factors"), "*fp32")
         strides = ("x_token", "x_head", "residual_token", "gate_token", "gate_head")
         signature |= dict.fromkeys(("rows", "heads", *strides), "i32")

@@ -113,12 +113,13 @@ class Gemma4Layer(SandwichLayer):
         y = self.ffn(normed, here)
         if self.beside is not None:
             y = self.beside(x, y, here)
-        x = x + self.ffn_out_norm(y)
+        out_norm = self.ffn_out_norm
         if self.per_layer:
+            x = x + out_norm(y)
             own = here.step.notes[PER_LAYER][:, self.index]
-            x = x + self.per_layer_norm(self.per_layer_out(activate(self.per_layer_gate(x), "gelu_tanh") * own))
-        x = x * self.scalar
-        return x, following(x)
+            y = self.per_layer_out(activate(self.per_layer_gate(x), "gelu_tanh") * own)
+            out_norm = self.per_layer_norm
+        return following.add(y, x, out_norm, self.scalar)
 
 
 class PerLayerEmbedding(nn.Module):

@@ -46,13 +46,16 @@ def test_norm(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("inner", [False, True])
-def test_residual_and_norm(inner: bool, dtype: torch.dtype) -> None:
+def test_residual_and_norm(inner: bool, scaled: bool, dtype: torch.dtype) -> None:
     """Each of the steps is rounded, as it is apart."""
     x, residual = _random(dtype, 7, 2 * 72)[:, :72], _random(dtype, 7, 72)
     factors, first = (1 + _random(torch.float32, 72) for _ in range(2))
-    total, y = add_rms_norm(x, residual, factors, FLOOR, inner=first if inner else None)
-    _same(total, residual.float() + (_plain(x, first).to(dtype) if inner else x).float(), dtype)
+    scale = torch.full((1,), 0.37, device=DEVICE).to(dtype) if scaled else None
+    total, y = add_rms_norm(x, residual, factors, FLOOR, inner=first if inner else None, scale=scale)
+    added = residual + (_plain(x, first).to(dtype) if inner else x)
+    _same(total, (added * scale if scale is not None else added).float(), dtype)
     _same(y, _plain(total, factors), dtype)
 
 
