@@ -140,8 +140,8 @@ def refusals() -> list[str]:
 
 # What vLLM does not let a family do as in our own engine; by family.
 LIMITS = {
-    "mla": "vLLM's CPU platform turns chunked prefill and prefix caching off (not with VLLM_MLA_DISABLE=1)",
-    "dsa": "vLLM's CPU platform turns chunked prefill and prefix caching off (not with VLLM_MLA_DISABLE=1)",
+    "mla": "vLLM's CPU platform turns chunked prefill and prefix caching off (not with AMX or VLLM_MLA_DISABLE=1)",
+    "dsa": "vLLM's CPU platform turns chunked prefill and prefix caching off (not with AMX or VLLM_MLA_DISABLE=1)",
     "gdn": "states are padded to vLLM's one page size",
     "csa": "prefixes are shared in long runs: vLLM has one page size for all caches",
 }

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 
 from allotrope.attention.backend import parse_wanted
 from allotrope.attention.batch import BatchLayout
-from allotrope.attention.cache_layout import CacheLayout, StateSlots, row_bytes
+from allotrope.attention.cache_layout import Field, StateSlots, row_bytes
 from allotrope.attention.registry import FAMILIES
 from allotrope.attention.rehearsal import rehearse_steps
 from allotrope.attention.rope import RopeSpec, RopeTable
@@ -131,6 +131,16 @@ def _say_what_is_unused(vllm_config: VllmConfig) -> None:
         )
 
 
+def _log_state_dtype(vllm_config: VllmConfig, keeps_states: bool) -> None:
+    """vLLM's CPU platform resets the type in its config on some processors, so the config does not say who chose it."""
+    if vllm_config.device_config.device_type == "cpu" and vllm_config.cache_config.mamba_ssm_cache_dtype == "float32":
+        log.info(
+            "allotrope: %s: mamba_ssm_cache_dtype is float32, by request or because vLLM's CPU platform resets it"
+            " on processors with AVX-512 BF16",
+            "recurrent states are float32" if keeps_states else "the model keeps no recurrent states",
+        )
+
+
 def _build(vllm_config: VllmConfig) -> Build:
     group, cache = get_tp_group(), vllm_config.cache_config.cache_dtype
     dtype = vllm_config.model_config.dtype
@@ -188,7 +198,8 @@ class HostedModel(nn.Module):
         _say_what_is_unused(vllm_config)
         self.build = _build(vllm_config)
         # What the mixers would refuse, in the words of our engine.
-        attention_specs(spec, self.build, self.checkpoint.source)
+        specs = attention_specs(spec, self.build, self.checkpoint.source)
+        _log_state_dtype(vllm_config, any(isinstance(one, StateSlots) for of in specs for one in of.caches().values()))
         if keeps:
             formats = kept_formats(WithoutRowScales(self.checkpoint), self.architecture, spec, self.build)
             self.build = dataclasses.replace(self.build, formats=formats)
@@ -316,12 +327,16 @@ class HostedHybridModel(HostedModel):
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-        """A state is so many bytes."""
-        return ((max(map(row_bytes, _states(vllm_config)), default=0),),)
+        """Shapes of the fields of the largest state; none where no layer keeps a state."""
+        return tuple(field.shape for field in _largest_state(vllm_config))
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        return (torch.uint8,)
+        """Types of the same fields: the convolution's inputs, the recurrent state.
+
+        vLLM's CPU platform compares the second with what is asked for, and sets float32 where they differ.
+        """
+        return tuple(field.dtype for field in _largest_state(vllm_config))
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> tuple[Callable[..., Any], ...]:
@@ -333,13 +348,14 @@ class HostedHybridModel(HostedModel):
         return dict.fromkeys(mamba_types, cls.get_mamba_state_copy_func())
 
 
-def _states(vllm_config: VllmConfig) -> list[CacheLayout]:
-    """Layouts of the states of a model that is not yet built."""
+def _largest_state(vllm_config: VllmConfig) -> tuple[Field, ...]:
+    """Fields of the largest state of a model that is not yet built."""
     checkpoint, _, spec = open_config(vllm_config)
     dtype, size = vllm_config.model_config.dtype, vllm_config.parallel_config.tensor_parallel_size
     build = Build(dtype, dtype, torch.device("meta"), Parallel(0, size), state_dtype=_state_dtype(vllm_config))
     specs = attention_specs(spec, build, checkpoint.source)
-    return [layout for one in specs for layout in one.caches().values() if isinstance(layout, StateSlots)]
+    states = [layout for one in specs for layout in one.caches().values() if isinstance(layout, StateSlots)]
+    return max(states, key=row_bytes, default=StateSlots(())).fields
 
 
 def _host(decoder: Any, prefix: str, vllm_config: VllmConfig) -> list[HostedLayer]:
