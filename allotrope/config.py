@@ -122,11 +122,24 @@ class ServerConfig:
     metrics_compat: Literal["none", "vllm"] = option("Also export metrics under this engine's names.", "none")
     drain_timeout: float = option("Seconds that running requests get to finish after SIGTERM.", 30.0)
     max_body_bytes: int = option("Largest accepted request body.", 32 * 1024 * 1024)
+    max_connections: int | None = option(
+        "Most clients connected at once; default: what the limit of file descriptors leaves, 8192 at most.", None
+    )
+    header_timeout: float = option("Seconds that the line and headers of a request may take to arrive.", 10.0)
+    body_timeout: float = option("Seconds that a body may take to arrive, plus one for each 64 KiB of it.", 30.0)
 
     def __post_init__(self) -> None:
         _check_choices(self)
+        reasons = []
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"bad options: port={self.port}; allowed: 0 to 65535.")
+            reasons.append(f"port={self.port}; allowed: 0 to 65535")
+        if self.max_connections is not None and self.max_connections < 1:
+            reasons.append(f"max_connections={self.max_connections}; at least 1 is needed")
+        for name in ("header_timeout", "body_timeout"):
+            if not getattr(self, name) > 0:
+                reasons.append(f"{name}={getattr(self, name)}; more than 0 is needed")
+        if reasons:
+            raise ConfigError("bad options: " + "; ".join(reasons) + ".")
 
 
 def _check_choices(config: Any) -> None:

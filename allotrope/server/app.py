@@ -19,8 +19,6 @@ from allotrope.errors import AllotropeError, ConfigError
 from allotrope.logs import configure_logging, one_line
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from allotrope.engine.client import EngineClient
     from allotrope.server.state import ServerState
     from allotrope.text.tokenizer import Tokenizer
@@ -31,8 +29,6 @@ _PACKAGES = ("fastapi", "msgspec", "prometheus_client", "pydantic", "uvicorn")
 _STOPPED, _FAILED = 0, 1
 # Longest wait for the answers that tell open requests of the engine's end; the process must be gone within 5 s.
 _FAREWELL_SECONDS = 2.0
-_CLOSE_SECONDS = 1
-_KEEP_ALIVE_SECONDS = 60
 _BACKLOG = 2048
 
 
@@ -45,8 +41,10 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
     if missing:
         raise ConfigError(f"the server needs {', '.join(missing)}. Run: pip install 'allotrope[server]'")
     from allotrope.engine.client import EngineClient
+    from allotrope.server.repeats import limit_repeated_errors
 
     configure_logging()
+    limit_repeated_errors()
     listener = _listen(server)
     # The engine's process loads its packages while this one loads those of the server.
     return asyncio.run(_Service(engine, server, listener, EngineClient(engine)).run())
@@ -80,6 +78,7 @@ class _Service:
         self, engine: EngineConfig, server: ServerConfig, listener: socket.socket, client: EngineClient
     ) -> None:
         from allotrope.server.api import build_app
+        from allotrope.server.http_server import HttpServer
         from allotrope.server.state import ServerState
 
         self._engine_config = engine
@@ -87,7 +86,8 @@ class _Service:
         self._listener = listener
         self._client = client
         self._state: ServerState = ServerState(server, server.served_model_name or engine.model)
-        self._http = _http_server(build_app(self._state))
+        self._http = HttpServer(build_app(self._state), server)
+        self._state.is_full = lambda: self._http.is_full
         self._stop = asyncio.Event()
 
     async def run(self) -> int:
@@ -206,31 +206,6 @@ class _Service:
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
-
-
-def _http_server(app: object) -> uvicorn.Server:
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        """Uvicorn without its signal handlers: the service decides when to stop."""
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    config = uvicorn.Config(
-        app,  # type: ignore[arg-type]
-        log_config=None,
-        access_log=False,
-        log_level="warning",
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        backlog=_BACKLOG,
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=_CLOSE_SECONDS,
-    )
-    return Server(config)
 
 
 def _load_tokenizer(config: EngineConfig) -> tuple[Tokenizer, int]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from allotrope.server.state import ServerState
 
 _HEALTH = "/health"
+_TOO_MANY = "Too many clients are connected (--max-connections). Try again in a moment."
 
 
 class Guard:
@@ -33,7 +34,9 @@ class Guard:
             return
         error = self._refuse(scope)
         if error is not None:
-            await error_response(error)(scope, receive, send)
+            # While clients are too many, each one that is refused leaves.
+            headers = {"connection": "close"} if self._state.is_full() else None
+            await error_response(error, headers)(scope, receive, send)
         elif scope["path"] == _HEALTH:
             await self._app(scope, receive, send)
         else:
@@ -45,6 +48,8 @@ class Guard:
             reason = self._state.why_not_ready
         elif not self._has_key(Headers(scope=scope).get("authorization", "")):
             return HttpError(401, "A valid key is needed: send the header 'Authorization: Bearer KEY' (--api-key).")
+        elif self._state.is_full():
+            reason = _TOO_MANY
         else:
             reason = self._state.why_not_ready
         return None if reason is None else HttpError(503, reason)

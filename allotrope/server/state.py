@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -54,6 +54,8 @@ class ServerState:
         self.phase = Phase.LOADING
         self.detail = "starting"
         self.serving: Serving | None = None
+        # Whether more clients are connected than are served.
+        self.is_full: Callable[[], bool] = lambda: False
         self._open_requests = 0
         self._idle = asyncio.Event()
         self._idle.set()

@@ -18,20 +18,33 @@ import httpx
 MODEL_NAME = "tiny"
 API_KEY = "open-sesame"
 _MAIN = """
-import json, sys
+import json, resource, sys
 from allotrope.config import EngineConfig, ServerConfig
 from allotrope.server.app import serve
-engine, server = json.loads(sys.argv[1])
+engine, server, descriptors = json.loads(sys.argv[1])
+if descriptors:
+    resource.setrlimit(resource.RLIMIT_NOFILE, descriptors)
 sys.exit(serve(EngineConfig(**engine), ServerConfig(**server)))
 """
 
 
 class ServerProcess:
-    """A server for `model` with options by name; `log` grows while it runs."""
+    """A server for `model` with options by name; `log` grows while it runs.
 
-    def __init__(self, model: Path | str, engine: dict[str, Any] | None = None, **server: Any) -> None:
+    `descriptors`: soft and hard limit of the files that its process may open.
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        engine: dict[str, Any] | None = None,
+        descriptors: tuple[int, int] | None = None,
+        **server: Any,
+    ) -> None:
         options = {"model": str(model), "load_format": "dummy", "kv_cache_memory_bytes": 32_000_000, "threads": 1}
-        arguments = json.dumps([options | (engine or {}), {"port": 0, "served_model_name": MODEL_NAME} | server])
+        arguments = json.dumps(
+            [options | (engine or {}), {"port": 0, "served_model_name": MODEL_NAME} | server, descriptors]
+        )
         self.log: list[str] = []
         self._process = subprocess.Popen(
             [sys.executable, "-c", _MAIN, arguments],
