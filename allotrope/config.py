@@ -121,6 +121,16 @@ class ServerConfig:
     strict: bool = option("Answer unknown request fields with 400 instead of naming them in a header.", False)
     metrics_compat: Literal["none", "vllm"] = option("Also export metrics under this engine's names.", "none")
     drain_timeout: float = option("Seconds that running requests get to finish after SIGTERM.", 30.0)
+    health_timeout: float = option(
+        "Seconds without a step's end, while requests are under way, after which /health is 503.", 10.0
+    )
+    sse_keep_alive_interval: float = option(
+        "Seconds after which a stream that has nothing to say sends a comment; 0: never.", 10.0
+    )
+    default_max_tokens: int | None = option(
+        "Longest chat answer where a request sets no limit; default: the rest of the context, on a CPU 1024 at most.",
+        None,
+    )
     max_body_bytes: int = option("Largest accepted request body.", 32 * 1024 * 1024)
     max_connections: int | None = option(
         "Most clients connected at once; default: what the limit of file descriptors leaves, 8192 at most.", None
@@ -133,9 +143,12 @@ class ServerConfig:
         reasons = []
         if not 0 <= self.port <= 65535:
             reasons.append(f"port={self.port}; allowed: 0 to 65535")
-        if self.max_connections is not None and self.max_connections < 1:
-            reasons.append(f"max_connections={self.max_connections}; at least 1 is needed")
-        for name in ("header_timeout", "body_timeout"):
+        for name in ("max_connections", "default_max_tokens"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                reasons.append(f"{name}={getattr(self, name)}; at least 1 is needed")
+        if not self.sse_keep_alive_interval >= 0:
+            reasons.append(f"sse_keep_alive_interval={self.sse_keep_alive_interval}; at least 0 is needed")
+        for name in ("header_timeout", "body_timeout", "health_timeout"):
             if not getattr(self, name) > 0:
                 reasons.append(f"{name}={getattr(self, name)}; more than 0 is needed")
         if reasons:

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
@@ -66,6 +67,9 @@ class EngineClient:
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
         self._open: dict[str, _Inbox] = {}
+        # Sequences that the engine has not ended, by request; and since when it has said nothing that it owes.
+        self._unended: dict[str, set[int]] = {}
+        self._owed_since: float | None = None
         self._limits: EngineLimits | None = None
         self._stats = EngineStats()
         self._failure: Failed | None = None
@@ -88,6 +92,16 @@ class EngineClient:
     def stats(self) -> EngineStats:
         """Where the engine stood after its last step."""
         return self._stats
+
+    @property
+    def open_requests(self) -> int:
+        """Prompts whose answers are not complete."""
+        return len(self._open)
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long the engine has ended no step although it has something to do; 0 where it has nothing."""
+        return 0.0 if self._owed_since is None else time.monotonic() - self._owed_since
 
     async def start(self, on_progress: Callable[[str], None] = lambda phase: None) -> None:
         """Wait until the model is loaded and can generate.
@@ -120,6 +134,7 @@ class EngineClient:
         inbox: _Inbox = asyncio.Queue()
         self._open[request.request_id] = inbox
         left = request.params.n
+        self._unended[request.request_id] = set(range(left))
         try:
             self._send(Add(request))
             while left:
@@ -136,6 +151,7 @@ class EngineClient:
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Drop a request, or only its sequence `index`, in whatever phase it is; nothing happens if it is not there."""
+        self._ended(request_id, index)
         if self.dead is None:
             self._send(Abort([request_id]) if index is None else AbortSequence(request_id, index))
 
@@ -157,6 +173,9 @@ class EngineClient:
     def _send(self, message: ToEngine) -> None:
         if self._writer is None:
             raise RuntimeError("the engine has not been started")
+        # The end of a step answers every message.
+        if self._owed_since is None:
+            self._owed_since = time.monotonic()
         self._writer.write(pack(message))
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
@@ -180,14 +199,25 @@ class EngineClient:
                 case Stepped(outputs, stats):
                     self._stats = stats
                     for output in outputs:
+                        if output.finish_reason is not None:
+                            self._ended(output.request_id, output.index)
                         self._deliver(output.request_id, output)
                 case Refused(request_id, text, param, status):
+                    self._ended(request_id)
                     refusal = Overloaded(text) if status == 429 else InvalidRequest(text, param, status)
                     self._deliver(request_id, refusal)
                 case Failed():
                     self._failure = message
                 case _:
                     raise RuntimeError(f"unexpected message from a running engine: {message}")
+            self._owed_since = time.monotonic() if self._unended else None
+
+    def _ended(self, request_id: str, index: int | None = None) -> None:
+        """The engine owes nothing more for a request, or for its sequence `index`."""
+        unended = self._unended.get(request_id, set())
+        unended -= unended if index is None else {index}
+        if not unended:
+            self._unended.pop(request_id, None)
 
     def _deliver(self, request_id: str, item: SequenceOutput | AllotropeError) -> None:
         # A request that was just aborted may still have had outputs on their way.

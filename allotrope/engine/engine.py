@@ -104,6 +104,7 @@ class Engine:
             max_num_seqs=limits.max_num_seqs,
             eos_ids=eos_ids(blueprint.checkpoint.generation_config, blueprint.checkpoint.config),
             model_dtype=str(blueprint.build.dtype).removeprefix("torch."),
+            device_type=blueprint.build.device.type,
         )
 
     def add(self, request: Request) -> None:

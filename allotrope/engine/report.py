@@ -13,6 +13,7 @@ class EngineLimits:
     """What the loaded model and its caches allow; fixed from start to end.
 
     `vocab_size`: ids that the output layer scores. `eos_ids`: ids that end a sequence by the checkpoint's word.
+    `device_type`: kind of device, such as "cpu" or "cuda".
     """
 
     max_model_len: int
@@ -20,6 +21,7 @@ class EngineLimits:
     max_num_seqs: int
     eos_ids: tuple[int, ...] = ()
     model_dtype: str = ""
+    device_type: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from allotrope.errors import AllotropeError
 from allotrope.server.errors import HttpError, as_http, error_response
 from allotrope.server.guard import Guard
 from allotrope.server.openapi import describe_api
+from allotrope.server.read_to_end import ReadToTheEnd
 from allotrope.server.routes import build_router
 from allotrope.server.state import ServerState
 
@@ -31,6 +32,7 @@ def build_app(state: ServerState) -> FastAPI:
     )
     app.include_router(build_router(state))
     app.add_middleware(Guard, state=state, api_key=state.config.api_key)
+    app.add_middleware(ReadToTheEnd)
     for kind in (AllotropeError, HttpError, Exception):
         app.add_exception_handler(kind, _answer_error)
     app.add_exception_handler(HTTPException, _answer_routing_error)

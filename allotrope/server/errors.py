@@ -62,5 +62,8 @@ def error_response(error: HttpError, headers: Mapping[str, str] | None = None) -
         extra["www-authenticate"] = "Bearer"
     if error.status in (429, 503):
         extra["retry-after"] = _RETRY_SECONDS
+    if error.status == 413:
+        # What is left of the body is not worth sending.
+        extra["connection"] = "close"
     body = msgspec.json.encode(error_body(error))
     return Response(body, status_code=error.status, headers=extra, media_type="application/json")

@@ -45,7 +45,7 @@ class Guard:
 
     def _refuse(self, scope: Scope) -> HttpError | None:
         if scope["path"] == _HEALTH:
-            reason = self._state.why_not_ready
+            reason = self._state.why_unhealthy
         elif not self._has_key(Headers(scope=scope).get("authorization", "")):
             return HttpError(401, "A valid key is needed: send the header 'Authorization: Bearer KEY' (--api-key).")
         elif self._state.is_full():

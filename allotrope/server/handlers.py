@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ async def answer_chat(state: ServerState, body: ChatRequest, headers: Mapping[st
     _check_count(serving, params.n, f"n={params.n} asks for {params.n} sequences", "n")
     ids = await serving.prompts.read_messages(body.messages, body)
     ids = serving.prompts.truncate(ids, body.truncate_prompt_tokens, params.max_tokens or 1)
+    params = _limit_length(state, params, len(ids))
     try:
         request = _request(serving, ids, params)
     except InvalidRequest as error:
@@ -31,7 +33,13 @@ async def answer_chat(state: ServerState, body: ChatRequest, headers: Mapping[st
     generation = Generation(request, serving.tokenizer, continues_text=body.continue_final_message or False)
     answer = ChatAnswer(state.model_name, [generation], serving.tokenizer, _report(body, params.logprobs))
     pieces = generation.pieces(serving.engine, serving.metrics)
-    return Generated(answer, pieces, stream=body.stream or False, headers=headers)
+    return Generated(
+        answer,
+        pieces,
+        stream=body.stream or False,
+        headers=headers,
+        keep_alive_seconds=state.config.sse_keep_alive_interval,
+    )
 
 
 async def answer_completion(state: ServerState, body: CompletionRequest, headers: Mapping[str, str]) -> Generated:
@@ -47,7 +55,13 @@ async def answer_completion(state: ServerState, body: CompletionRequest, headers
     answer = CompletionAnswer(state.model_name, generations, serving.tokenizer, _report(body, params.logprobs))
     streams = [generation.pieces(serving.engine, serving.metrics) for generation in generations]
     pieces = streams[0] if len(streams) == 1 else merged(streams)
-    return Generated(answer, pieces, stream=body.stream or False, headers=headers)
+    return Generated(
+        answer,
+        pieces,
+        stream=body.stream or False,
+        headers=headers,
+        keep_alive_seconds=state.config.sse_keep_alive_interval,
+    )
 
 
 async def _read_completion(
@@ -69,6 +83,16 @@ async def _read_completion(
         silent=body.max_tokens == 0,
         first_index=place * params.n,
     )
+
+
+def _limit_length(state: ServerState, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
+    """`params` with the server's limit, where the client set none and the context leaves more room than that."""
+    limit = state.default_max_tokens
+    if limit is None or params.max_tokens is not None:
+        return params
+    limit = max(limit, params.min_tokens)
+    room = state.ready().limits.max_model_len - prompt_tokens
+    return dataclasses.replace(params, max_tokens=limit) if limit < room else params
 
 
 def _check_count(serving: Serving, wanted: int, fact: str, param: str) -> None:

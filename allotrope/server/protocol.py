@@ -163,7 +163,10 @@ class ChatRequest(_Generation, _Templated):
 
     messages: Annotated[list[Message], Field(min_length=1)] = Field(description="The conversation so far.")
     max_tokens: int | None = Field(
-        None, ge=1, le=_INT32, description="Longest answer; default: the rest of the context."
+        None,
+        ge=1,
+        le=_INT32,
+        description="Longest answer; default: the rest of the context, or what the server is set to.",
     )
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT32, description="The newer name of max_tokens.")
     logprobs: bool | None = Field(None, description="Report the log-probability of each token.")

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from allotrope.errors import AllotropeError
 from allotrope.server.answers import Answer
@@ -21,22 +21,32 @@ log = logging.getLogger("allotrope.server")
 
 _encode = msgspec.json.Encoder().encode
 _DONE = b"data: [DONE]\n\n"
+_COMMENT = b": keep-alive\n\n"
 
 
 class Generated(Response):
     """The answer that `pieces` make, in the form of `answer`.
 
     No byte is sent before the first piece has come, so that a request that fails until then gets a plain HTTP error.
+    But a stream begins once `keep_alive_seconds` have passed without one (0: it waits), and a comment is sent each time
+    that they pass: clients and what stands between give up on connections on which nothing happens.
     """
 
     def __init__(
-        self, answer: Answer, pieces: AsyncGenerator[Piece, None], *, stream: bool, headers: Mapping[str, str]
+        self,
+        answer: Answer,
+        pieces: AsyncGenerator[Piece, None],
+        *,
+        stream: bool,
+        headers: Mapping[str, str],
+        keep_alive_seconds: float = 0.0,
     ) -> None:
         super().__init__()
         self._answer = answer
         self._pieces = pieces
         self._stream = stream
         self._extra_headers = headers
+        self._keep_alive_seconds = keep_alive_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it; being cancelled, or the client's going away, aborts the generation."""
@@ -54,47 +64,88 @@ class Generated(Response):
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._pieces):
+            if self._stream:
+                await self._send_stream(scope, receive, send)
+                return
             try:
-                first = await anext(self._pieces)
-                if not self._stream:
-                    pieces = [first] + [piece async for piece in self._pieces]
+                pieces = [piece async for piece in self._pieces]
             except AllotropeError as error:
                 await error_response(as_http(error), self._extra_headers)(scope, receive, send)
                 return
-            if self._stream:
-                await self._send_events(first, send)
-            else:
-                body = _encode(self._answer.whole(pieces))
-                await Response(body, headers=dict(self._extra_headers), media_type="application/json")(
-                    scope, receive, send
-                )
+            body = _encode(self._answer.whole(pieces))
+            await Response(body, headers=dict(self._extra_headers), media_type="application/json")(scope, receive, send)
 
-    async def _send_events(self, first: Piece, send: Send) -> None:
+    async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events = _EventStream(send, self._extra_headers)
+        beats = asyncio.create_task(events.keep_alive(self._keep_alive_seconds))
+        opening = self._answer.opening
+        try:
+            async for piece in self._pieces:
+                # What the opening tells is known with the first piece only.
+                await events.send([*opening(), *self._answer.chunks(piece)])
+                opening = list
+            await events.send(self._answer.closing())
+        except AllotropeError as error:
+            if not events.has_begun:
+                await error_response(as_http(error), self._extra_headers)(scope, receive, send)
+                return
+            await events.send([error_body(as_http(error))])
+        except Exception as error:
+            if not events.has_begun:
+                raise
+            # The status line is out, so the client can hear of this only here; the traceback goes to the log.
+            log.exception("a stream broke off")
+            await events.send([error_body(as_http(error))])
+        finally:
+            beats.cancel()
+        await events.end()
+
+
+class _EventStream:
+    """Server-sent events to one client; the head of the answer goes out with the first of them."""
+
+    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+        self._send = send
+        self._headers = headers
+        self._sent_at = asyncio.get_running_loop().time()
+        # Keeps a comment from coming between the head and the first event.
+        self._sending = asyncio.Lock()
+        self.has_begun = False
+
+    async def send(self, events: list[dict[str, Any]]) -> None:
+        """Send `events` at once."""
+        body = b"".join(b"data: " + _encode(event) + b"\n\n" for event in events)
+        if body:
+            await self._write(body)
+
+    async def end(self) -> None:
+        """Send the last event, and end the answer."""
+        await self._write(_DONE, more=False)
+
+    async def keep_alive(self, seconds: float) -> None:
+        """Send a comment whenever nothing was sent for `seconds`; does nothing for 0. Runs until it is cancelled."""
+        while seconds:
+            left = self._sent_at + seconds - asyncio.get_running_loop().time()
+            if left <= 0:
+                await self._write(_COMMENT)
+            await asyncio.sleep(max(left, 0.0) or seconds)
+
+    async def _write(self, body: bytes, *, more: bool = True) -> None:
+        async with self._sending:
+            if not self.has_begun:
+                self.has_begun = True
+                await self._send(self._head())
+            self._sent_at = asyncio.get_running_loop().time()
+            await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    def _head(self) -> Message:
         headers = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
-            **self._extra_headers,
+            **self._headers,
         }
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
-        await _send_body(send, self._answer.opening() + self._answer.chunks(first))
-        try:
-            async for piece in self._pieces:
-                await _send_body(send, self._answer.chunks(piece))
-            await _send_body(send, self._answer.closing())
-        except AllotropeError as error:
-            await _send_body(send, [error_body(as_http(error))])
-        except Exception as error:
-            # The status line is out, so the client can hear of this only here; the traceback goes to the log.
-            log.exception("a stream broke off")
-            await _send_body(send, [error_body(as_http(error))])
-        await send({"type": "http.response.body", "body": _DONE, "more_body": False})
-
-
-async def _send_body(send: Send, events: list[dict[str, Any]]) -> None:
-    body = b"".join(b"data: " + _encode(event) + b"\n\n" for event in events)
-    if body:
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+        return {"type": "http.response.start", "status": 200, "headers": raw}
 
 
 async def _client_gone(receive: Receive) -> None:

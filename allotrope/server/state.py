@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from allotrope.text.tokenizer import Tokenizer
 
 
+# A minute or so of a small model's time; a client that knows nothing of it would wait for the whole context.
+_CPU_MAX_TOKENS = 1024
+
+
 class Phase(Enum):
     """A server loads, serves, then drains or finds its engine dead."""
 
@@ -73,11 +77,28 @@ class ServerState:
             case Phase.SERVING:
                 return None
 
+    @property
+    def why_unhealthy(self) -> str | None:
+        """Why nobody should send requests here now; None if they may."""
+        silent = 0.0 if self.serving is None else self.serving.engine.silent_seconds
+        if self.phase is Phase.SERVING and silent > self.config.health_timeout:
+            return (
+                f"The engine has ended no step for {silent:.0f} s although requests are under way "
+                f"(--health-timeout {self.config.health_timeout:g})."
+            )
+        return self.why_not_ready
+
     def ready(self) -> Serving:
         """The parts that serve. Raises `RuntimeError` while loading; the guard lets no request come that far."""
         if self.serving is None:
             raise RuntimeError("a request passed while the model was loading")
         return self.serving
+
+    @property
+    def default_max_tokens(self) -> int | None:
+        """Longest chat answer where the client sets no limit; None: the rest of the context."""
+        given = self.config.default_max_tokens
+        return _CPU_MAX_TOKENS if given is None and self.ready().limits.device_type == "cpu" else given
 
     @contextmanager
     def open_request(self) -> Iterator[None]:
