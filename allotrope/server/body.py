@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,7 +13,7 @@ from starlette.requests import Request
 
 from allotrope.errors import InvalidRequest
 from allotrope.server.errors import HttpError
-from allotrope.server.fields import Rule, unknown_fields
+from allotrope.server.fields import Fields, unknown_fields
 from allotrope.server.values import describe_value
 
 M = TypeVar("M", bound=BaseModel)
@@ -39,19 +38,19 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(data)
 
 
-async def parse(data: bytes, model: type[M], table: Mapping[str, Rule], *, strict: bool) -> tuple[M, list[str]]:
+async def parse(data: bytes, model: type[M], fields: Fields, *, strict: bool) -> tuple[M, list[str]]:
     """The body `data` as `model`, and the fields that were ignored.
 
-    `table`: what becomes of each known field. `strict`: refuse unknown fields. Raises `InvalidRequest`.
+    `fields`: what becomes of each field. `strict`: refuse unknown fields. Raises `InvalidRequest`.
     """
     if len(data) <= _INLINE_BYTES:
-        return _parse(data, model, table, strict)
-    return await asyncio.to_thread(_parse, data, model, table, strict)
+        return _parse(data, model, fields, strict)
+    return await asyncio.to_thread(_parse, data, model, fields, strict)
 
 
-def _parse(data: bytes, model: type[M], table: Mapping[str, Rule], strict: bool) -> tuple[M, list[str]]:
+def _parse(data: bytes, model: type[M], fields: Fields, strict: bool) -> tuple[M, list[str]]:
     body = _decode(data)
-    unknown = unknown_fields(body, table)
+    unknown = unknown_fields(body, fields)
     if unknown and strict:
         names = ", ".join(describe_value(name) for name in unknown[:8])
         raise InvalidRequest(

@@ -1,42 +1,22 @@
 """Every request field that the API knows, and what becomes of it: one table per route.
 
 A field is honoured (the models in `protocol` declare it and it has an effect), accepted without effect (any value means
-the same here), or limited to neutral values (anything else is refused with the reason). null always means "not given".
-A field in none of these is unknown: refused under --strict, else named in a response header.
+the same here), or limited to neutral values (anything else is refused with the reason). Fields by which other engines
+change an answer are in `foreign_fields` and are refused with what to write here. null always means "not given".
+A field in none of these is unknown: refused under --strict, else named in a response header. Within messages and
+stream_options an unknown field is always refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from allotrope.errors import InvalidRequest
-from allotrope.server.values import describe_value, same_value
-
-
-@dataclass(frozen=True)
-class Honoured:
-    """Has the effect that its help text in `protocol` states."""
-
-
-@dataclass(frozen=True)
-class WithoutEffect:
-    """Taken in any value of a JSON type, because none could change the answer."""
-
-    json_type: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Only:
-    """Taken in `values` only, all of which ask for what this server does anyway; others are refused because `why`."""
-
-    values: tuple[Any, ...]
-    why: str
-
-
-Rule = Honoured | WithoutEffect | Only
+from allotrope.server import foreign_fields as foreign
+from allotrope.server.rules import Honoured, Misplaced, Only, Rule, WithoutEffect, check_value
+from allotrope.server.values import describe_value
 
 _NO_TOOLS = "this server does not call tools"
 _NO_GRAMMAR = "output cannot be held to a schema or grammar by this server"
@@ -95,7 +75,7 @@ _COMMON: dict[str, Rule] = {
     "vllm_xargs": Only(({},), "there are no extension arguments"),
 }
 
-CHAT: dict[str, Rule] = {
+_CHAT: dict[str, Rule] = {
     **_SAMPLING,
     **_COMMON,
     "messages": Honoured(),
@@ -132,7 +112,7 @@ CHAT: dict[str, Rule] = {
     "mm_processor_kwargs": Only(({},), "this server reads text only"),
 }
 
-COMPLETIONS: dict[str, Rule] = {
+_COMPLETIONS: dict[str, Rule] = {
     **_SAMPLING,
     **_COMMON,
     "prompt": Honoured(),
@@ -143,7 +123,7 @@ COMPLETIONS: dict[str, Rule] = {
     "prompt_embeds": Only((), "prompts are text or token ids"),
 }
 
-TOKENIZE: dict[str, Rule] = {
+_TOKENIZE: dict[str, Rule] = {
     "model": Honoured(),
     "prompt": Honoured(),
     "messages": Honoured(),
@@ -152,40 +132,101 @@ TOKENIZE: dict[str, Rule] = {
     "add_generation_prompt": Honoured(),
     "continue_final_message": Honoured(),
     "chat_template_kwargs": Honoured(),
-    "chat_template": CHAT["chat_template"],
-    "tools": CHAT["tools"],
-    "mm_processor_kwargs": CHAT["mm_processor_kwargs"],
+    "chat_template": _CHAT["chat_template"],
+    "tools": _CHAT["tools"],
+    "mm_processor_kwargs": _CHAT["mm_processor_kwargs"],
 }
 
-DETOKENIZE: dict[str, Rule] = {"model": Honoured(), "tokens": Honoured(), "skip_special_tokens": Honoured()}
+_DETOKENIZE: dict[str, Rule] = {"model": Honoured(), "tokens": Honoured(), "skip_special_tokens": Honoured()}
+
+_MESSAGE: dict[str, Rule] = {
+    "role": Honoured(),
+    "content": Honoured(),
+    "name": Honoured(),
+    "reasoning_content": Honoured(),
+    "refusal": Only((), "the model's refusals are plain content"),
+    "audio": Only((), "this server reads text only"),
+    "function_call": Only((), _NO_TOOLS),
+    "tool_calls": Only(([],), _NO_TOOLS),
+    "annotations": Only(([],), "nothing is cited"),
+}
+_PART: dict[str, Rule] = {"type": Honoured(), "text": Honoured()}
+_STREAM_OPTIONS: dict[str, Rule] = {
+    "include_usage": Honoured(),
+    "continuous_usage_stats": Honoured(),
+    "include_obfuscation": Only((False,), "chunks are never padded"),
+}
 
 
-def unknown_fields(body: Mapping[str, Any], table: Mapping[str, Rule]) -> list[str]:
-    """The fields of `body` that `table` does not hold; raises `InvalidRequest` for a value that is refused."""
-    unknown = []
-    for name, value in body.items():
-        rule = table.get(name)
-        if rule is None:
-            unknown.append(name)
-        elif value is not None:
-            _check(name, value, rule)
+def _of_the_other_route(table: Mapping[str, Rule], other: Mapping[str, Rule], path: str) -> dict[str, Rule]:
+    """Rules for what the route `path` reads and this one does not."""
+    asks = Misplaced(f"it is one of {path}")
+    return {
+        name: rule if isinstance(rule, Only) else asks
+        for name, rule in other.items()
+        if name not in table and not isinstance(rule, WithoutEffect)
+    }
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of one route's body: those of the API, and those of others that would change the answer."""
+
+    known: Mapping[str, Rule]
+    foreign: Mapping[str, Rule]
+
+
+CHAT = Fields(_CHAT, _of_the_other_route(_CHAT, _COMPLETIONS, "/v1/completions") | foreign.CHAT)
+COMPLETIONS = Fields(
+    _COMPLETIONS, _of_the_other_route(_COMPLETIONS, _CHAT, "/v1/chat/completions") | foreign.COMPLETIONS
+)
+TOKENIZE = Fields(_TOKENIZE, foreign.TOKENIZE)
+DETOKENIZE = Fields(_DETOKENIZE, foreign.DETOKENIZE)
+MESSAGE = Fields(_MESSAGE, foreign.MESSAGE)
+PART = Fields(_PART, {})
+STREAM_OPTIONS = Fields(_STREAM_OPTIONS, {})
+
+
+def unknown_fields(body: Mapping[str, Any], fields: Fields) -> list[str]:
+    """The fields of `body` that are in neither table of `fields`, except those that are null.
+
+    Raises `InvalidRequest` for a value that is refused, and for an unknown field within messages or stream_options.
+    """
+    unknown = _check(body, fields)
+    for path, inner, inner_fields in _inner_objects(body):
+        for name in _check(inner, inner_fields, f"{path}."):
+            allowed = ", ".join(name for name, rule in inner_fields.known.items() if isinstance(rule, Honoured))
+            raise InvalidRequest(
+                f"{path} has the unknown field {describe_value(name)}. Allowed: {allowed}.", f"{path}.{name[:60]}"
+            )
     return unknown
 
 
-def _check(name: str, value: Any, rule: Rule) -> None:
-    match rule:
-        case Only(values, why) if not any(same_value(value, neutral) for neutral in values):
-            allowed = " or ".join([describe_value(neutral) for neutral in values] + ["leaving it out"])
-            raise InvalidRequest(f"{name}={describe_value(value)} is not supported: {why}. Allowed: {allowed}.", name)
-        case WithoutEffect(json_type, _) if not isinstance(value, _PYTHON_TYPES[json_type]):
-            raise InvalidRequest(f"{name}={describe_value(value)} is not valid: a JSON {json_type} is needed.", name)
+def _check(body: Mapping[str, Any], fields: Fields, prefix: str = "") -> list[str]:
+    """Hold each field against its rule; returns those that have a value and no rule."""
+    unknown = []
+    for name, value in body.items():
+        rule = fields.known.get(name) or fields.foreign.get(name)
+        if rule is not None:
+            check_value(name, body, rule, prefix + name)
+        elif value is not None:
+            unknown.append(name)
+    return unknown
 
 
-_PYTHON_TYPES: dict[str, type] = {"string": str, "object": dict, "boolean": bool}
+def _inner_objects(body: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Fields]]:
+    """Objects of fixed form within a body: where they are and what they may hold."""
+    if isinstance(options := body.get("stream_options"), dict):
+        yield "stream_options", options, STREAM_OPTIONS
+    for place, message in _objects(body.get("messages")):
+        yield f"messages[{place}]", message, MESSAGE
+        for part_place, part in _objects(message.get("content")):
+            # A part of another type is refused for that.
+            if part.get("type") == "text":
+                yield f"messages[{place}].content[{part_place}]", part, PART
 
 
-def schema_of(rule: WithoutEffect | Only) -> dict[str, Any]:
-    """The JSON schema of a field that is not honoured."""
-    if isinstance(rule, WithoutEffect):
-        return {"type": [rule.json_type, "null"], "description": f"Without effect: {rule.why}."}
-    return {"enum": [*rule.values, None], "description": f"Limited: {rule.why}."}
+def _objects(value: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The objects in a list, with their places; none where it is no list."""
+    if isinstance(value, list):
+        yield from ((place, item) for place, item in enumerate(value) if isinstance(item, dict))

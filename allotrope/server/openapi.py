@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,12 +10,13 @@ from pydantic import BaseModel
 
 from allotrope.server import fields
 from allotrope.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from allotrope.server.rules import Only, WithoutEffect, schema_of
 from allotrope.server.state import ServerState
 
 Json = dict[str, Any]
 
 _REF = "#/components/schemas/{model}"
-_BODIES: tuple[tuple[type[BaseModel], Mapping[str, fields.Rule]], ...] = (
+_BODIES: tuple[tuple[type[BaseModel], fields.Fields], ...] = (
     (ChatRequest, fields.CHAT),
     (CompletionRequest, fields.COMPLETIONS),
     (TokenizeRequest, fields.TOKENIZE),
@@ -70,14 +70,14 @@ def describe_api(app: FastAPI, state: ServerState) -> Json:
     return api
 
 
-def _schemas(model: type[BaseModel], table: Mapping[str, fields.Rule], state: ServerState) -> Json:
+def _schemas(model: type[BaseModel], table: fields.Fields, state: ServerState) -> Json:
     """Schema of `model` and of the models it holds, by name."""
     schema = model.model_json_schema(ref_template=_REF)
     inner = schema.pop("$defs", {})
     properties = schema["properties"]
-    for name, rule in table.items():
-        if not isinstance(rule, fields.Honoured):
-            properties[name] = fields.schema_of(rule)
+    for name, rule in table.known.items():
+        if isinstance(rule, WithoutEffect | Only):
+            properties[name] = schema_of(rule)
     limits = state.ready().limits
     for name in set(_HOLDING_IDS) & set(properties):
         _limit_integers(properties[name], limits.vocab_size - 1)

@@ -71,14 +71,19 @@ class _Body(BaseModel):
     model: str | None = Field(None, description="Name of the served model; may be left out.")
 
 
-class StreamOptions(BaseModel):
-    """What a stream carries beside the text."""
+class _Inner(BaseModel):
+    """An object within a body. What it does not declare is judged by `fields`, which lets nothing unknown pass."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(
+        strict=True, extra="ignore", frozen=True, json_schema_extra={"additionalProperties": False}
+    )
+
+
+class StreamOptions(_Inner):
+    """What a stream carries beside the text."""
 
     include_usage: bool | None = Field(None, description="Send the usage in one more chunk at the end.")
     continuous_usage_stats: bool | None = Field(None, description="Send the usage so far in every chunk.")
-    include_obfuscation: Literal[False] | None = Field(None, description="Chunks are never padded.")
 
 
 class _Generation(_Body):
@@ -125,29 +130,20 @@ class _Generation(_Body):
     return_tokens_as_token_ids: bool | None = Field(None, description="Write tokens in logprobs as 'token_id:7'.")
 
 
-class TextPart(BaseModel):
+class TextPart(_Inner):
     """One text of a message's content."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(_Inner):
     """One turn of a conversation."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1)]
     name: str | None = None
     reasoning_content: str | None = Field(None, description="Earlier reasoning, for templates that read it.")
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 class _Templated(BaseModel):

@@ -110,11 +110,11 @@ def _telling_routes(router: APIRouter, state: ServerState) -> None:
 
 
 async def _read(
-    http: HttpRequest, state: ServerState, model: type[M], table: Mapping[str, fields.Rule]
+    http: HttpRequest, state: ServerState, model: type[M], known: fields.Fields
 ) -> tuple[M, dict[str, str]]:
     """The checked body, and headers that tell what of it was ignored."""
     data = await read_body(http, state.config.max_body_bytes)
-    body, ignored = await parse(data, model, table, strict=state.config.strict)
+    body, ignored = await parse(data, model, known, strict=state.config.strict)
     _check_model(state, getattr(body, "model", None))
     if not ignored:
         return body, {}

@@ -12,13 +12,19 @@ from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import BaseModel
 
 from allotrope.server import fields, protocol
+from allotrope.server.rules import Honoured, Only, WithoutEffect
 
 Json = dict[str, Any]
-TABLES: list[tuple[type[BaseModel], dict[str, fields.Rule]]] = [
+TABLES: list[tuple[type[BaseModel], fields.Fields]] = [
     (protocol.ChatRequest, fields.CHAT),
     (protocol.CompletionRequest, fields.COMPLETIONS),
     (protocol.TokenizeRequest, fields.TOKENIZE),
     (protocol.DetokenizeRequest, fields.DETOKENIZE),
+]
+INNER_TABLES: list[tuple[type[BaseModel], fields.Fields]] = [
+    (protocol.Message, fields.MESSAGE),
+    (protocol.TextPart, fields.PART),
+    (protocol.StreamOptions, fields.STREAM_OPTIONS),
 ]
 BODIES: dict[str, tuple[str, Json]] = {
     "ChatRequest": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}),
@@ -29,9 +35,9 @@ BODIES: dict[str, tuple[str, Json]] = {
 JSON_VALUES: dict[str, Any] = {"string": "x", "object": {"a": "b"}, "boolean": True}
 
 
-@pytest.mark.parametrize(("model", "table"), TABLES)
-def test_the_models_declare_exactly_what_is_honoured(model: type[BaseModel], table: dict[str, fields.Rule]) -> None:
-    assert set(model.model_fields) == {name for name, rule in table.items() if isinstance(rule, fields.Honoured)}
+@pytest.mark.parametrize(("model", "table"), TABLES + INNER_TABLES)
+def test_the_models_declare_exactly_what_is_honoured(model: type[BaseModel], table: fields.Fields) -> None:
+    assert set(model.model_fields) == {name for name, rule in table.known.items() if isinstance(rule, Honoured)}
 
 
 @pytest.mark.parametrize(
@@ -41,30 +47,30 @@ def test_the_models_declare_exactly_what_is_honoured(model: type[BaseModel], tab
         (fields.COMPLETIONS, completion_create_params.CompletionCreateParamsStreaming),
     ],
 )
-def test_every_field_of_the_official_client_is_known(table: dict[str, fields.Rule], params: Any) -> None:
-    assert set(params.__required_keys__ | params.__optional_keys__) - set(table) == set()
+def test_every_field_of_the_official_client_is_known(table: fields.Fields, params: Any) -> None:
+    assert set(params.__required_keys__ | params.__optional_keys__) - set(table.known) == set()
 
 
 def _limited() -> list[Any]:
     return [
         pytest.param(model.__name__, name, rule, id=f"{model.__name__}-{name}")
         for model, table in TABLES
-        for name, rule in table.items()
-        if not isinstance(rule, fields.Honoured)
+        for name, rule in table.known.items()
+        if not isinstance(rule, Honoured)
     ]
 
 
 @pytest.mark.parametrize(("model", "name", "rule"), _limited())
-def test_limited_fields(http: httpx.Client, model: str, name: str, rule: fields.WithoutEffect | fields.Only) -> None:
+def test_limited_fields(http: httpx.Client, model: str, name: str, rule: WithoutEffect | Only) -> None:
     path, body = BODIES[model]
-    neutral = rule.values if isinstance(rule, fields.Only) else (JSON_VALUES[rule.json_type],)
+    neutral = rule.values if isinstance(rule, Only) else (JSON_VALUES[rule.json_type],)
     for value in (*neutral, None):
         response = http.post(path, json=body | {name: value})
         assert response.status_code == 200, response.text
         assert "x-allotrope-ignored-fields" not in response.headers
     for value in ("something else", 7.5, {"b": 1}, True):
         taken = any(value is v or (type(value) is type(v) and value == v) for v in neutral)
-        if taken or (isinstance(rule, fields.WithoutEffect) and type(value) is type(neutral[0])):
+        if taken or (isinstance(rule, WithoutEffect) and type(value) is type(neutral[0])):
             continue
         response = http.post(path, json=body | {name: value})
         assert response.status_code == 400, f"{name}={value!r}: {response.text}"
