@@ -31,6 +31,11 @@ class EngineConfig:
     tokenizer: str | None = option("Tokenizer directory or file, where it is not the model's own.", None)
     revision: str | None = option("Revision of a hub id.", None)
     hf_overrides: str | None = option("JSON object merged over the checkpoint's config.json.", None)
+    generation_config: Literal["auto", "none"] = option(
+        "Sampling values of requests that set none: 'auto' takes those of the checkpoint's generation_config.json, "
+        "'none' the API's own.",
+        "auto",
+    )
     load_format: LoadFormat = option("Where weights come from; 'dummy' makes reproducible random ones.", "auto")
     dtype: DType = option("Type of weights and activations; 'auto' is the checkpoint's own.", "auto")
     quantized_weights: Literal["auto", "keep", "unpack"] = option(

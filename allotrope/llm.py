@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
+from allotrope.engine.sampling_defaults import Defaults, describe_defaults
 from allotrope.errors import AllotropeError, InvalidRequest
 from allotrope.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from allotrope.text.stream import TextStream
 from allotrope.text.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger("allotrope.llm")
 
 Prompt = str | Sequence[int]
 
@@ -50,6 +54,7 @@ class LLM:
         self.engine = Engine(self.config, preferred_tokens=_STEP_TOKENS)
         self._tokenizer: Tokenizer | None = None
         self._count = 0
+        self._told_defaults = False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -58,35 +63,58 @@ class LLM:
             self._tokenizer = load_tokenizer(self.engine.tokenizer_path())
         return self._tokenizer
 
+    @property
+    def sampling_defaults(self) -> Defaults:
+        """Fields of `SamplingParams` that the checkpoint's generation_config.json sets; the first look is logged."""
+        defaults = self.engine.limits.sampling_defaults
+        if defaults and not self._told_defaults:
+            self._told_defaults = True
+            log.warning("%s", describe_defaults(defaults))
+        return defaults
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What calls without parameters use: `SamplingParams()` with the values of generation_config.json."""
+        return SamplingParams(**self.sampling_defaults)  # type: ignore[arg-type]
+
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Continue each prompt (text or token ids).
 
-        `params`: for all prompts, or one each. Returns one output per prompt, in order. Raises InvalidRequest for a
-        prompt or parameters that cannot be served, before anything runs.
+        `params`: for all prompts, or one each; default: `get_default_sampling_params()`. Returns one output per prompt,
+        in order. Raises InvalidRequest for a prompt or parameters that cannot be served, before anything runs.
         """
         listed: Sequence[Prompt] = [prompts] if _is_one(prompts) else prompts  # type: ignore[list-item, assignment]
-        each = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else list(params)
+        given = self.get_default_sampling_params() if params is None else params
+        each = list(given) if isinstance(given, Sequence) else [given] * len(listed)
         if len(each) != len(listed):
             raise InvalidRequest(f"{len(each)} sampling parameters were given for {len(listed)} prompts.", "params")
-        requests = [self._request(prompt, own) for prompt, own in zip(listed, each, strict=True)]
+        requests = [self._request(prompt, own, fit=params is None) for prompt, own in zip(listed, each, strict=True)]
         return self._run(requests, continues_text=True)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **template: Any
     ) -> RequestOutput:
-        """Answer a conversation, laid out by the model's chat template. `template`: variables for it."""
+        """Answer a conversation, laid out by the model's chat template. `template`: variables for it.
+
+        `params`: default: `get_default_sampling_params()`, as long as the context allows where that has no length.
+        """
         ids = self.tokenizer.apply_chat_template([dict(message) for message in messages], **template)
-        request = self._request(ids, params or SamplingParams(max_tokens=None))
+        given = params
+        if given is None:
+            given = SamplingParams(**{"max_tokens": None, **self.sampling_defaults})  # type: ignore[arg-type]
+        request = self._request(ids, given, fit=params is None)
         return self._run([request], continues_text=False)[0]
 
     def close(self) -> None:
         """Let go of the model and its memory."""
         self.engine.close()
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams, *, fit: bool) -> Request:
+        """`fit`: cut the length that is asked for to what the context leaves."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if fit:
+            params = params.fitted(len(ids), self.engine.limits.max_model_len)
         tokenizer = self._text()
         eos_ids = tuple(dict.fromkeys((*self.engine.limits.eos_ids, *(tokenizer.eos_ids if tokenizer else ()))))
         self._count += 1

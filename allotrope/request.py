@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from allotrope.errors import InvalidRequest
@@ -49,6 +49,16 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+
+    def fitted(self, prompt_tokens: int, max_model_len: int) -> SamplingParams:
+        """The same with `max_tokens` lowered to what the context leaves: for a length that nobody asked for.
+
+        `prompt_tokens`: length of the prompt. `max_model_len`: context of the model. It stays at `min_tokens` at least.
+        """
+        if self.max_tokens is None:
+            return self
+        room = min(self.max_tokens, max_model_len - prompt_tokens)
+        return replace(self, max_tokens=max(room, self.min_tokens, 1))
 
     def check(self, vocab_size: int) -> None:
         """Raise `InvalidRequest` naming the first field that is out of its range.

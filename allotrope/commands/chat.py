@@ -41,9 +41,10 @@ def chat(
         raise ConfigError("chat needs either MODEL or --url. Run: allotrope chat MODEL")
     model: ChatModel
     if url is not None:
-        from allotrope.commands.remote import RemoteChat, served_model
+        from allotrope.commands.remote import RemoteChat, served_card
 
-        model = RemoteChat(url, served_model(url, api_key), api_key)
+        card = served_card(url, api_key)
+        model = RemoteChat(url, str(card["id"]), api_key, card.get("sampling_defaults") or ())
     else:
         from allotrope.commands.local import LocalModel
 

@@ -29,8 +29,10 @@ def generate(
         print()
         return
     tokenizer = model.llm.tokenizer
-    prompts = (
-        [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in prompt] if chat else prompt
-    )
-    for text, output in zip(prompt, model.llm.generate(prompts, sampling.as_params()), strict=True):
+    prompts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+        for text in prompt
+    ]
+    params = [model.params(ids, sampling) for ids in prompts]
+    for text, output in zip(prompt, model.llm.generate(prompts, params), strict=True):
         print(f"{text!r}: {output.outputs[0].text!r}")

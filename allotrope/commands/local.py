@@ -29,11 +29,16 @@ class LocalModel:
     def stream(self, messages: list[dict[str, str]], sampling: SamplingOptions) -> Iterator[str]:
         """The answer to chat `messages`, piece by piece. Raises `InvalidRequest` if it cannot be asked."""
         ids = self.llm.tokenizer.apply_chat_template(list(messages))
-        return self._stream(ids, sampling.as_params(), continues_text=False)
+        return self._stream(ids, self.params(ids, sampling), continues_text=False)
 
     def continue_text(self, prompt: str, sampling: SamplingOptions) -> Iterator[str]:
         """The continuation of `prompt`, piece by piece. Raises `InvalidRequest` if it cannot be asked."""
-        return self._stream(self.llm.tokenizer.encode(prompt), sampling.as_params(), continues_text=True)
+        ids = self.llm.tokenizer.encode(prompt)
+        return self._stream(ids, self.params(ids, sampling), continues_text=True)
+
+    def params(self, prompt_ids: list[int], sampling: SamplingOptions) -> SamplingParams:
+        """How the answer to a prompt is sampled: the options, and what the checkpoint says where they say nothing."""
+        return sampling.as_params(self.llm.sampling_defaults, len(prompt_ids), self.llm.engine.limits.max_model_len)
 
     def _stream(self, prompt_ids: list[int], params: SamplingParams, *, continues_text: bool) -> Iterator[str]:
         from allotrope.text.stream import TextStream

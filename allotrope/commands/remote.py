@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +32,16 @@ def connect(url: str, api_key: str | None) -> httpx.Client:
 
 def served_model(url: str, api_key: str | None) -> str:
     """The first model that the server at `url` lists; raises `AllotropeError` if it cannot be asked."""
+    return str(served_card(url, api_key)["id"])
+
+
+def served_card(url: str, api_key: str | None) -> dict[str, Any]:
+    """What the server at `url` says of its first model; raises `AllotropeError` if it cannot be asked."""
     with connect(url, api_key) as client:
         listed = _answer(client, "/v1/models")["data"]
     if not listed:
         raise AllotropeError(f"the server at {url} lists no model.")
-    return str(listed[0]["id"])
+    return dict(listed[0])
 
 
 def _answer(client: httpx.Client, path: str) -> dict[str, Any]:
@@ -53,11 +58,12 @@ def _answer(client: httpx.Client, path: str) -> dict[str, Any]:
 
 @dataclass
 class RemoteChat:
-    """Chat with the model `name` of the server at `url`."""
+    """Chat with the model `name` of the server at `url`. `set_by_server`: sampling values that the server has set."""
 
     url: str
     name: str
     api_key: str | None = None
+    set_by_server: Collection[str] = ()
     last_tokens: int = 0
 
     def stream(self, messages: list[dict[str, str]], sampling: SamplingOptions) -> Iterator[str]:
@@ -68,7 +74,7 @@ class RemoteChat:
         import httpx
 
         body = {"model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
-        body |= sampling.as_request_fields()
+        body |= sampling.as_request_fields(self.set_by_server)
         try:
             with (
                 connect(self.url, self.api_key) as client,

@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from allotrope.config import option
+from allotrope.engine.sampling_defaults import Defaults
 from allotrope.request import SamplingParams
+
+_DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 512}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """Choice of the next token, and when to end. `--seed` of the engine seeds these too."""
+    """Choice of the next token, and when to end. `--seed` of the engine seeds these too.
 
-    temperature: float = option("Randomness; 0 always takes the likeliest token.", 0.0)
-    top_p: float = option("Keep the likeliest tokens that together reach this probability.", 1.0)
-    top_k: int = option("Keep this many of the likeliest tokens; 0 keeps all.", 0)
-    min_p: float = option("Keep tokens at least this likely, relative to the likeliest.", 0.0)
-    repetition_penalty: float = option("Above 1: tokens seen before become less likely.", 1.0)
-    max_tokens: int = option("Most tokens to generate.", 512)
+    What is left out is the checkpoint's (`generation_config.json`), or a server's; then the likeliest token is taken.
+    """
+
+    temperature: float | None = option(
+        "Randomness; 0 always takes the likeliest token; default: the model's own, else 0.", None
+    )
+    top_p: float | None = option("Keep the likeliest tokens that together reach this probability.", None)
+    top_k: int | None = option("Keep this many of the likeliest tokens; 0 keeps all.", None)
+    min_p: float | None = option("Keep tokens at least this likely, relative to the likeliest.", None)
+    repetition_penalty: float | None = option("Above 1: tokens seen before become less likely.", None)
+    max_tokens: int | None = option("Most tokens to generate; default: the model's own, else 512.", None)
     stop: list[str] | None = option("End before this text; may be given several times.", None)
 
-    def as_params(self) -> SamplingParams:
-        """The same for the engine."""
-        return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            max_tokens=self.max_tokens,
-            stop=tuple(self.stop or ()),
-        )
+    def as_params(self, defaults: Defaults, prompt_tokens: int, max_model_len: int) -> SamplingParams:
+        """The same for the engine.
 
-    def as_request_fields(self) -> dict[str, Any]:
-        """The same for a server: OpenAI's fields, and the extensions only where they are in use."""
-        fields: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "max_tokens": self.max_tokens,
-        }
-        if self.stop:
-            fields["stop"] = self.stop
-        for name, off in (("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
-            if getattr(self, name) != off:
-                fields[name] = getattr(self, name)
-        return fields
+        `defaults`: of the checkpoint. `prompt_tokens`, `max_model_len`: where no length was given, it is what they
+        leave at most.
+        """
+        chosen = {**_DEFAULTS, **defaults, **self._given()}
+        params = SamplingParams(**chosen, stop=tuple(self.stop or ()))
+        return params if self.max_tokens is not None else params.fitted(prompt_tokens, max_model_len)
+
+    def as_request_fields(self, set_by_server: Collection[str] = ()) -> dict[str, Any]:
+        """The same for a server: what was given, and our defaults but for those that it has set."""
+        ours = {name: value for name, value in _DEFAULTS.items() if name not in set_by_server}
+        fields = {**ours, **self._given()}
+        return {**fields, "stop": self.stop} if self.stop else fields
+
+    def _given(self) -> dict[str, Any]:
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}

@@ -22,6 +22,7 @@ from allotrope.engine.plan_report import describe
 from allotrope.engine.ranks import OnDeath, Ranks, share_threads
 from allotrope.engine.report import EngineLimits, EngineStats, numbered
 from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_scores
+from allotrope.engine.sampling_defaults import Defaults, read_sampling_defaults, values_not_taken
 from allotrope.engine.scheduler import Row, Scheduler
 from allotrope.engine.seeds import derive_seed
 from allotrope.engine.sequence import Sequence
@@ -31,7 +32,7 @@ from allotrope.env import keep_freed_memory
 from allotrope.errors import InvalidRequest, ModelError, Overloaded
 from allotrope.layers.ranking import score_tokens
 from allotrope.layers.sampler import sample
-from allotrope.models.checkpoint import locate
+from allotrope.models.checkpoint import Checkpoint, locate
 from allotrope.models.decoder import Decoder
 from allotrope.request import FinishReason, Request, SequenceOutput, TokenLogprobs
 
@@ -105,6 +106,7 @@ class Engine:
             eos_ids=eos_ids(blueprint.checkpoint.generation_config, blueprint.checkpoint.config),
             model_dtype=str(blueprint.build.dtype).removeprefix("torch."),
             device_type=blueprint.build.device.type,
+            sampling_defaults=_sampling_defaults(config, blueprint.checkpoint),
         )
 
     def add(self, request: Request) -> None:
@@ -415,6 +417,15 @@ class Engine:
         request_id = seq.request.request_id
         if all(one.done for one in self._requests.get(request_id, ())):
             self._requests.pop(request_id, None)
+
+
+def _sampling_defaults(config: EngineConfig, checkpoint: Checkpoint) -> Defaults:
+    """Sampling values of the checkpoint, where they are wanted. Raises ModelError for one out of its range."""
+    if config.generation_config == "none":
+        return {}
+    if others := values_not_taken(checkpoint.generation_config):
+        log.info("not taken from generation_config.json: %s", ", ".join(others))
+    return read_sampling_defaults(checkpoint.generation_config, checkpoint.source)
 
 
 def _step_row(row: Row, scored: int, follows: int) -> StepRow:

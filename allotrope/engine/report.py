@@ -14,6 +14,7 @@ class EngineLimits:
 
     `vocab_size`: ids that the output layer scores. `eos_ids`: ids that end a sequence by the checkpoint's word.
     `device_type`: kind of device, such as "cpu" or "cuda".
+    `sampling_defaults`: fields of `SamplingParams` for requests that do not set them.
     """
 
     max_model_len: int
@@ -22,6 +23,7 @@ class EngineLimits:
     eos_ids: tuple[int, ...] = ()
     model_dtype: str = ""
     device_type: str = ""
+    sampling_defaults: dict[str, int | float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

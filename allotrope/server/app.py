@@ -135,6 +135,7 @@ class _Service:
 
     async def _load(self) -> None:
         """Load tokenizer and model side by side, then take requests. Raises `AllotropeError` if either fails."""
+        from allotrope.engine.sampling_defaults import describe_defaults
         from allotrope.server.metrics import Metrics
         from allotrope.server.prompts import PromptReader
         from allotrope.server.state import Phase, Serving
@@ -147,6 +148,8 @@ class _Service:
         finally:
             starting.cancel()
         (tokenizer, longest), limits = tokenizing.result(), self._client.limits
+        if limits.sampling_defaults:
+            log.warning("%s", describe_defaults(limits.sampling_defaults))
         self._state.serving = Serving(
             engine=self._client,
             tokenizer=tokenizer,

@@ -14,18 +14,20 @@ from allotrope.server.generation import Generation, merged
 from allotrope.server.logprobs import Report
 from allotrope.server.protocol import ChatRequest, CompletionRequest, Prompt
 from allotrope.server.respond import Generated
-from allotrope.server.sampling import chat_sampling, completion_sampling
+from allotrope.server.sampling import chat_length, chat_sampling, completion_sampling
 from allotrope.server.state import ServerState, Serving
 
 
 async def answer_chat(state: ServerState, body: ChatRequest, headers: Mapping[str, str]) -> Generated:
     """The answer to a conversation. Raises `InvalidRequest`."""
     serving = state.ready()
-    params = chat_sampling(body)
+    params = chat_sampling(body, serving.limits.sampling_defaults)
     _check_count(serving, params.n, f"n={params.n} asks for {params.n} sequences", "n")
     ids = await serving.prompts.read_messages(body.messages, body)
-    ids = serving.prompts.truncate(ids, body.truncate_prompt_tokens, params.max_tokens or 1)
-    params = _limit_length(state, params, len(ids))
+    asked = chat_length(body)
+    ids = serving.prompts.truncate(ids, body.truncate_prompt_tokens, asked or 1)
+    if asked is None:
+        params = _limit_length(state, params, len(ids)).fitted(len(ids), serving.limits.max_model_len)
     try:
         request = _request(serving, ids, params)
     except InvalidRequest as error:
@@ -45,7 +47,7 @@ async def answer_chat(state: ServerState, body: ChatRequest, headers: Mapping[st
 async def answer_completion(state: ServerState, body: CompletionRequest, headers: Mapping[str, str]) -> Generated:
     """The continuations of one prompt or several. Raises `InvalidRequest`."""
     serving = state.ready()
-    params = completion_sampling(body)
+    params = completion_sampling(body, serving.limits.sampling_defaults)
     wanted = len(body.prompt) * params.n
     param = "prompt" if len(body.prompt) > 1 else "n"
     _check_count(serving, wanted, f"prompt has {len(body.prompt)} prompts, with n={params.n} {wanted} sequences", param)

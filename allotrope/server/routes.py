@@ -156,6 +156,7 @@ def _model_card(state: ServerState) -> dict[str, Any]:
         "root": state.model_name,
         "parent": None,
         "max_model_len": state.ready().limits.max_model_len,
+        "sampling_defaults": state.ready().limits.sampling_defaults,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from allotrope.engine.sampling_defaults import Defaults
 from allotrope.errors import InvalidRequest
 from allotrope.request import SamplingParams
 from allotrope.server.protocol import ChatRequest, CompletionRequest
@@ -10,8 +11,11 @@ from allotrope.server.values import describe_value
 _COMPLETION_TOKENS = 16
 
 
-def chat_sampling(body: ChatRequest) -> SamplingParams:
-    """How a chat answer is sampled; its length is limited by the context alone where the client sets no limit."""
+def chat_sampling(body: ChatRequest, defaults: Defaults) -> SamplingParams:
+    """How a chat answer is sampled.
+
+    `defaults`: of the checkpoint. Where neither it nor the client limits the length, the context alone does.
+    """
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest(f"top_logprobs={body.top_logprobs} needs logprobs=true.", "top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
@@ -19,16 +23,27 @@ def chat_sampling(body: ChatRequest) -> SamplingParams:
             f"max_tokens={body.max_tokens} and max_completion_tokens={body.max_completion_tokens} differ; set one.",
             "max_completion_tokens",
         )
+    asked, usual = chat_length(body), defaults.get("max_tokens")
     return _sampling(
         body,
-        max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
+        defaults,
+        max_tokens=int(usual) if asked is None and usual is not None else asked,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
 
 
-def completion_sampling(body: CompletionRequest) -> SamplingParams:
-    """How a completion is sampled. The engine always generates: for max_tokens=0 it is asked for one token."""
+def chat_length(body: ChatRequest) -> int | None:
+    """The limit that the client sets to the length of the answer, by either name."""
+    return body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+
+
+def completion_sampling(body: CompletionRequest, defaults: Defaults) -> SamplingParams:
+    """How a completion is sampled.
+
+    `defaults`: of the checkpoint; they do not set a completion's length. The engine always generates: for max_tokens=0
+    it is asked for one token.
+    """
     if body.best_of not in (None, body.n or 1):
         raise InvalidRequest(
             f"best_of={body.best_of} is not supported with n={body.n or 1}: candidates are not ranked.", "best_of"
@@ -38,6 +53,7 @@ def completion_sampling(body: CompletionRequest) -> SamplingParams:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
     return _sampling(
         body,
+        defaults,
         max_tokens=_COMPLETION_TOKENS if body.max_tokens is None else max(body.max_tokens, 1),
         logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -45,19 +61,24 @@ def completion_sampling(body: CompletionRequest) -> SamplingParams:
 
 
 def _sampling(
-    body: ChatRequest | CompletionRequest, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    body: ChatRequest | CompletionRequest,
+    defaults: Defaults,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
 ) -> SamplingParams:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is only for stream=true.", "stream_options")
     given = {name: value for name in _PASSED_ON if (value := getattr(body, name)) is not None}
+    if body.top_k is not None:
+        given["top_k"] = max(body.top_k, 0)
     return SamplingParams(
-        **given,
-        top_k=max(body.top_k or 0, 0),
+        **{**defaults, **given, "max_tokens": max_tokens},
         stop=tuple(body.stop or ()),
         stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
         logit_bias=_logit_bias(body.logit_bias or {}),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(dict.fromkeys(body.allowed_token_ids)),
-        max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
