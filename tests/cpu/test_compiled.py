@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -156,3 +162,71 @@ def test_what_a_compiler_refuses_is_told(
         compiler.load(source, torch.float32)
     assert "error" in caplog.text
     assert not list((tmp_path / "cache").rglob("wrong*"))
+
+
+@pytest.fixture
+def source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A source whose library is kept in a cache of the test's own."""
+    if shutil.which(os.environ.get("ALLOTROPE_CC", "cc")) is None:
+        pytest.skip("there is no C compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "_load", compiler._load.__wrapped__)
+    source = tmp_path / "answer.c"
+    source.write_text("long answer(void) { return 42; }")
+    return source
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "cut": lambda data: data[: len(data) // 2],
+    "a bit": lambda data: data[:-1000] + bytes([data[-1000] ^ 1]) + data[-999:],
+    "no library": lambda data: b"text" + hashlib.sha256(b"text").digest(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_library_is_made_anew(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
+) -> None:
+    assert compiler.load(source, torch.float32).answer() == 42
+    (kept,) = (tmp_path / "cache" / "allotrope").iterdir()
+    # Another file of the name: a library that is in use must not change.
+    whole = kept.read_bytes()
+    kept.unlink()
+    kept.write_bytes(damage(whole))
+    caplog.clear()
+    assert compiler.load(source, torch.float32).answer() == 42
+    assert str(kept) in caplog.text and "compiled again" in caplog.text
+    caplog.clear()
+    assert compiler.load(source, torch.float32).answer() == 42
+    assert not caplog.text
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("not a folder")
+    assert compiler.load(source, torch.float32).answer() == 42
+    assert str(tmp_path / "cache" / "allotrope") in caplog.text
+
+
+def test_processes_that_find_one_damaged_library_do_not_harm_each_other(source: Path, tmp_path: Path) -> None:
+    """Each mends it by itself, at the same moment; what is left is whole, and nothing lies beside it."""
+    compiler.load(source, torch.float32)
+    (kept,) = (tmp_path / "cache" / "allotrope").iterdir()
+    kept.unlink()
+    kept.write_bytes(b"damaged")
+    code = (
+        "import sys; from pathlib import Path; import torch; from allotrope.cpu.compiler import load; "
+        "print('ready', flush=True); sys.stdin.read(); print(load(Path(sys.argv[1]), torch.float32).answer())"
+    )
+    command = [sys.executable, "-c", code, str(source)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen(command, **pipes) for _ in range(3)]  # type: ignore[call-overload]
+    for one in started:
+        assert one.stdout.readline() == "ready\n"
+    for one in started:
+        one.stdin.close()
+    assert [(one.stdout.read(), one.wait()) for one in started] == [("42\n", 0)] * 3
+    assert list(kept.parent.iterdir()) == [kept]
+    assert compiler._kept(kept) is not None
