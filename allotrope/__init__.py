@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from allotrope.env import spinning_briefly
+
 if TYPE_CHECKING:
     from allotrope.llm import LLM as LLM
     from allotrope.request import SamplingParams as SamplingParams
@@ -21,5 +23,6 @@ _HOME = {"LLM": "allotrope.llm", "SamplingParams": "allotrope.request"}
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+        with spinning_briefly():
+            return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'allotrope' has no attribute {name!r}")

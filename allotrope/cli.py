@@ -5,13 +5,17 @@ Exit status: 0 done, 1 an error, 2 a bad command line. It must not know what any
 
 from __future__ import annotations
 
+import os
 import sys
 
+from allotrope.env import spin_setting
 from allotrope.errors import AllotropeError
 
 
 def main() -> None:
     """Run the command in `sys.argv`; the exit status is documented with the module."""
+    # Before a command imports torch: the process is ours, so are those that it starts.
+    os.environ.update(spin_setting())
     try:
         from allotrope.commands.app import build_app
     except ModuleNotFoundError as error:

@@ -31,6 +31,7 @@ from allotrope.engine.messages import (
     pack,
     receive,
 )
+from allotrope.env import spin_setting
 from allotrope.errors import AllotropeError, InvalidRequest, Overloaded
 from allotrope.logs import configure_logging, one_line
 
@@ -146,5 +147,6 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging()
+    os.environ.update(spin_setting())
     os.set_inheritable(descriptor, False)
     sys.exit(EngineProcess(socket.socket(fileno=descriptor)).run())

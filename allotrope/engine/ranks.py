@@ -7,6 +7,7 @@ same pass on their share of the weights, and decide nothing. A rank that ends ta
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -27,10 +28,12 @@ from allotrope.config import EngineConfig
 from allotrope.engine.executor import InProcess
 from allotrope.engine.inputs import StepPlan
 from allotrope.engine.load import Blueprint, draw_up, plan_caches
-from allotrope.env import keep_freed_memory
+from allotrope.env import cpu_quota, keep_freed_memory, spin_setting, thread_count
 from allotrope.errors import ConfigError, EngineDead
 from allotrope.layers.parallel import Parallel
 from allotrope.models.decoder import Decoder
+
+log = logging.getLogger("allotrope.engine")
 
 OnDeath = Callable[[str], None]
 
@@ -116,7 +119,11 @@ class Ranks:
     def _spawn(self, rank: int, port: int, config: EngineConfig) -> None:
         ours, theirs = socket.socketpair()
         command = f"from allotrope.engine.ranks import follow; follow({theirs.fileno()})"
-        self._processes.append(subprocess.Popen([sys.executable, "-c", command], pass_fds=[theirs.fileno()]))
+        # The rank is a process of ours, whatever this one's threads do while they wait.
+        environment = os.environ | spin_setting()
+        self._processes.append(
+            subprocess.Popen([sys.executable, "-c", command], pass_fds=[theirs.fileno()], env=environment)
+        )
         theirs.close()
         link = Connection(ours.detach())
         link.send((rank, port, config))
@@ -187,11 +194,14 @@ def _receive(link: Connection) -> Any:
 
 
 def share_threads(config: EngineConfig) -> None:
-    """Give each rank on a CPU its part of the cores, or what the options say."""
+    """Give each rank on a CPU its part of the cores that this process may use, or what the options say."""
     threads = config.threads
-    if threads is None and config.tensor_parallel_size > 1:
-        threads = max(1, torch.get_num_threads() // config.tensor_parallel_size)
-    if threads is not None:
+    if threads is None:
+        available = torch.get_num_threads()
+        threads = max(1, thread_count(available) // config.tensor_parallel_size)
+        if thread_count(available) < available:
+            log.info("%d threads, not %d: the control group may use %.3g CPUs", threads, available, cpu_quota())
+    if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
 
 
