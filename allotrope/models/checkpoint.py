@@ -33,7 +33,7 @@ class Checkpoint(Protocol):
     `source`: path, for messages. `config`: contents of `config.json` (for other formats: the same facts under the same
     names), with overrides applied. `generation_config`: contents of `generation_config.json`, {} where there is none.
     `tokenizer_path`: what `allotrope.text.load_tokenizer` takes, None where the checkpoint brings no tokenizer.
-    `has_weights`: False where there are none to read, or none are wanted; `headers` is then empty.
+    `has_weights`: False where none are wanted (`load_format='dummy'`); `headers` is then empty.
     """
 
     source: str
@@ -56,9 +56,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open `model`: a directory with `config.json`, a `.gguf` file, or a hub id.
 
-    `revision`: branch, tag or commit of a hub id. `load_format`: `auto` takes what is there; `safetensors` and `gguf`
-    insist on theirs; `dummy` reads no weights (`has_weights` is False). `hf_overrides`: JSON object merged over the
-    config (see `override_config`).
+    `revision`: branch, tag or commit of a hub id. `load_format`: `auto` takes the weights that are there; `safetensors`
+    and `gguf` insist on theirs; `dummy` reads no weights (`has_weights` is False), and nothing else does without them.
+    `hf_overrides`: JSON object merged over the config (see `override_config`).
     Raises `ModelError` with every reason why the model cannot be opened, `ConfigError` for options that make no sense.
     """
     path = locate(model, revision=revision, with_weights=load_format != "dummy")
@@ -135,6 +135,6 @@ def _open_directory(path: Path, load_format: LoadFormat) -> Checkpoint:
             f"cannot load {path}", [f"load_format='gguf' needs the .gguf file itself; in this directory: {found}"]
         )
     checkpoint = DirectoryCheckpoint(path, with_weights=load_format != "dummy")
-    if load_format == "safetensors" and not checkpoint.has_weights:
+    if load_format != "dummy" and not checkpoint.has_weights:
         raise ModelError(f"cannot load {path}", [checkpoint.no_weights])
     return checkpoint

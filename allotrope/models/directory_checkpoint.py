@@ -121,9 +121,23 @@ class DirectoryCheckpoint:
         return shards
 
     def _why_none(self) -> str:
-        others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in self._path.glob(pattern))
-        found = f"; {_some(others)}: pickles are not read, convert them to safetensors" if others else ""
-        return f"there is no model.safetensors and no {_INDEX} in {self.source}{found}"
+        """Which weights were looked for, what lies there instead, and what to do."""
+        missing = f"there is no model.safetensors, no model-*.safetensors and no {_INDEX} in {self.source}"
+        pickles, tensors, gguf = (
+            sorted(file.name for pattern in patterns for file in self._path.glob(pattern))
+            for patterns in (("*.bin", "*.pt", "*.pth"), ("*.safetensors",), ("*.gguf",))
+        )
+        if gguf:
+            return f"{missing}, but {_some(gguf)}: give such a file itself as the model"
+        if tensors:
+            return f"{missing}, but {_some(tensors)}: weights have to have one of these names"
+        if pickles:
+            return (
+                f"{missing}, but {_some(pickles)}: pickles can run code and are not read. Convert them to safetensors: "
+                f"load them with Transformers' AutoModelForCausalLM.from_pretrained({self.source!r}) and save them "
+                f"with save_pretrained"
+            )
+        return f"{missing}. Download the weights, or give --load-format dummy for random ones"
 
     def _read_headers(self) -> dict[str, TensorHeader]:
         found: dict[str, TensorHeader] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_run import Run
 
-from allotrope.errors import AllotropeError, ConfigError, InvalidRequest
+from allotrope.errors import AllotropeError, ConfigError, InvalidRequest, ModelError
 
 
 def test_generate_streams_what_a_batch_prints(run: Run, dummy: list[str]) -> None:
@@ -31,6 +31,12 @@ def test_generate_refuses_what_cannot_be_served(run: Run, dummy: list[str]) -> N
         run("generate", *dummy, "-p", "the cat", "--max-tokens", "100000")
     with pytest.raises(InvalidRequest, match="temperature=-1"):
         run("generate", *dummy, "-p", "the cat", "--temperature", "-1")
+
+
+def test_a_directory_without_weights_is_refused(run: Run, tiny: Path) -> None:
+    """Random weights are for those who ask for them."""
+    with pytest.raises(ModelError, match=r"there is no model\.safetensors.*--load-format dummy"):
+        run("generate", tiny, "-p", "the cat", "--max-tokens", "6")
 
 
 def test_chat_keeps_history_until_it_is_cleared(run: Run, dummy: list[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from allotrope.config import LoadFormat
 from allotrope.errors import ConfigError, ModelError
 from allotrope.models.checkpoint import TensorHeader, open_checkpoint
 
@@ -149,17 +150,31 @@ def test_unknown_dtypes_are_refused(single: Path) -> None:
 def test_a_config_alone_serves_planning_and_dummy_weights(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", CONFIG)
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [1, 2]})
-    for load_format in ("auto", "dummy"):
-        checkpoint = open_checkpoint(str(tmp_path), load_format=load_format)
-        assert (checkpoint.has_weights, checkpoint.headers(), checkpoint.tokenizer_path) == (False, {}, None)
-        assert checkpoint.generation_config == {"eos_token_id": [1, 2]}
-        with pytest.raises(ModelError, match=r"a\.weight"):
-            checkpoint.read("a.weight")
-    with pytest.raises(ModelError, match=r"there is no model\.safetensors"):
-        open_checkpoint(str(tmp_path), load_format="safetensors")
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ModelError, match=r"pytorch_model\.bin: pickles are not read"):
-        open_checkpoint(str(tmp_path), load_format="safetensors")
+    checkpoint = open_checkpoint(str(tmp_path), load_format="dummy")
+    assert (checkpoint.has_weights, checkpoint.headers(), checkpoint.tokenizer_path) == (False, {}, None)
+    assert checkpoint.generation_config == {"eos_token_id": [1, 2]}
+    with pytest.raises(ModelError, match=r"a\.weight"):
+        checkpoint.read("a.weight")
+
+
+@pytest.mark.parametrize("load_format", ["auto", "safetensors"])
+@pytest.mark.parametrize(
+    ("file", "advice"),
+    [
+        (None, r"there is no model\.safetensors.*give --load-format dummy for random ones"),
+        ("pytorch_model.bin", r"pytorch_model\.bin: pickles can run code and are not read\. Convert .*save_pretrained"),
+        ("consolidated.safetensors", r"but consolidated\.safetensors: weights have to have one of these names"),
+        ("tiny.gguf", r"but tiny\.gguf: give such a file itself as the model"),
+    ],
+)
+def test_missing_weights_are_never_random(
+    tmp_path: Path, load_format: LoadFormat, file: str | None, advice: str
+) -> None:
+    write_json(tmp_path / "config.json", CONFIG)
+    if file is not None:
+        (tmp_path / file).touch()
+    with pytest.raises(ModelError, match=advice):
+        open_checkpoint(str(tmp_path), load_format=load_format)
 
 
 def test_dummy_weights_do_not_look_at_files(sharded: Path) -> None:
@@ -229,8 +244,8 @@ def test_hub_ids_are_found_in_the_cache(tmp_path: Path) -> None:
 import sys
 from allotrope.errors import ModelError
 from allotrope.models.checkpoint import open_checkpoint
-print(open_checkpoint("maker/tiny").config["model_type"])
-print(open_checkpoint("maker/tiny", revision="b" * 40).config["model_type"])
+print(open_checkpoint("maker/tiny", load_format="dummy").config["model_type"])
+print(open_checkpoint("maker/tiny", revision="b" * 40, load_format="dummy").config["model_type"])
 for model in ("maker/other", "maker/tiny/deep", "mäker/tiny"):
     try:
         open_checkpoint(model)
