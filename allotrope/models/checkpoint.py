@@ -104,6 +104,9 @@ def _merged(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]
         old = merged.get(key)
         nested = key.endswith("_config") and isinstance(old, dict) and isinstance(value, dict)
         merged[key] = _merged(old, value) if nested and isinstance(old, dict) else value
+    if "rope_parameters" in overrides and "rope_scaling" not in overrides:
+        # The released spelling of the same, which would win.
+        merged.pop("rope_scaling", None)
     return merged
 
 

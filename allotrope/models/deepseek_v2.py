@@ -18,7 +18,7 @@ from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.moe import MoeSpec
 from allotrope.layers.router import RouterSpec
 from allotrope.models.expert_rules import drafting_rules, expert_rules, mlp_rules
-from allotrope.models.read_config import ConfigReader, read_rope, yarn_scale
+from allotrope.models.read_config import ConfigReader, agreeing_layers, read_rope, rope_values, yarn_scale
 from allotrope.models.registry import Architecture
 from allotrope.models.spec import LayerSpec, ModelSpec
 from allotrope.models.weights import Rule, drop
@@ -86,12 +86,13 @@ def sparse_layers(config: ConfigReader, count: int) -> list[bool]:
     first = config.get("first_k_dense_replace", int, 0)
     config.expect("moe_layer_freq", 1, None)
     stated = config.get("mlp_layer_types", list, None)
+    derived = [i >= first for i in range(count)]
     if stated is None:
-        return [i >= first for i in range(count)]
+        return derived
     if len(stated) != count or not set(stated) <= {"dense", "sparse"}:
         config.refuse(f"config mlp_layer_types={stated!r} (needs {count} entries, each 'dense' or 'sparse')")
         return [False] * count
-    return [kind == "sparse" for kind in stated]
+    return agreeing_layers(config, "first_k_dense_replace", [kind == "sparse" for kind in stated], derived)
 
 
 def read_latent(config: ConfigReader) -> MlaMixerSpec:
@@ -117,7 +118,7 @@ def read_latent(config: ConfigReader) -> MlaMixerSpec:
 
 def _temperature(config: ConfigReader) -> float:
     """The square of 0.1 m ln(factor) + 1, where a stretched rotation has an m for all dims; else 1."""
-    rope = config.get("rope_parameters", dict, None) or config.get("rope_scaling", dict, None) or {}
+    rope = rope_values(config)
     all_dims = rope.get("mscale_all_dim")
     if rope.get("rope_type", rope.get("type", "default")) == "default" or not all_dims:
         return 1.0

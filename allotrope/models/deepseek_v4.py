@@ -24,7 +24,7 @@ from allotrope.layers.router import RouterSpec, Score
 from allotrope.layers.step import LayerStep, Step
 from allotrope.models.decoder import Decoder
 from allotrope.models.expert_rules import expert_rules, mlp_rules
-from allotrope.models.read_config import ConfigReader, layer_types, read_rope
+from allotrope.models.read_config import ConfigReader, layer_types, read_rope, rope_values
 from allotrope.models.registry import Architecture
 from allotrope.models.spec import LayerSpec, ModelSpec
 from allotrope.models.weights import Rule, drop
@@ -161,20 +161,26 @@ def _kinds(config: ConfigReader, count: int) -> list[tuple[str, int]]:
 
 def _ropes(config: ConfigReader, dim: int) -> tuple[RopeSpec, RopeSpec]:
     """The rotation of layers without entries, and of all else; the latter is stretched without a change of scale."""
-    nested = config.get("rope_parameters", dict, None) or {}
+    values = rope_values(config)
     rotated = config.get("qk_rope_head_dim", int, None)
     plain_theta, theta = config.get("rope_theta", float, 10000.0), config.get("compress_rope_theta", float, 160000.0)
-    if "compress" in nested:
+    key, part = "compress_rope_theta", config.get("partial_rotary_factor", float, None)
+    if "compress" in values:
         plain = read_rope(config, dim, kind="main", default_theta=plain_theta, interleaved=True)
-        stretched = read_rope(config, dim, kind="compress", default_theta=theta, interleaved=True)
+        stretched = read_rope(config, dim, kind="compress", theta_key=key, default_theta=theta, interleaved=True)
+        values, part = values["compress"], plain.dim / dim
     else:
         if rotated is None:
             config.refuse("config has no 'qk_rope_head_dim' (needs int)")
         plain = RopeSpec(dim=rotated or dim, theta=plain_theta, interleaved=True)
-        stretched = read_rope(config, rotated or dim, theta_key="compress_rope_theta", interleaved=True)
-    config.ignore("partial_rotary_factor")
-    scaling = dataclasses.replace(stretched.scaling, attention_factor=1.0)
-    return plain, dataclasses.replace(stretched, scaling=scaling)
+        stretched = read_rope(config, dim, theta_key=key, default_theta=theta, interleaved=True)
+        stretched = dataclasses.replace(stretched, dim=rotated or dim)
+    if rotated is not None and part is not None and rotated != round(dim * part):
+        config.refuse(f"config qk_rope_head_dim={rotated}, but {part} of head_dim={dim} are rotated: give one of them")
+    if "attention_factor" not in values:
+        scaling = dataclasses.replace(stretched.scaling, attention_factor=1.0)
+        stretched = dataclasses.replace(stretched, scaling=scaling)
+    return plain, stretched
 
 
 def _ffns(config: ConfigReader, count: int) -> list[MoeSpec]:

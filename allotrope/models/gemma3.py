@@ -5,6 +5,7 @@ Sources: Gemma Team 2025 (Gemma 3 technical report); `modeling_gemma3.py` of Tra
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -16,7 +17,14 @@ from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.step import LayerStep
 from allotrope.models.decoder import Decoder, DecoderLayer
-from allotrope.models.read_config import ConfigReader, layer_types, read_rope
+from allotrope.models.read_config import (
+    ConfigReader,
+    agreeing_layers,
+    layer_types,
+    read_rope,
+    rope_values,
+    wrapper_is_tied,
+)
 from allotrope.models.registry import Architecture
 from allotrope.models.spec import LayerSpec, ModelSpec
 from allotrope.models.weights import Rule, drop, fuse
@@ -93,26 +101,27 @@ def read_gemma3(config: ConfigReader) -> ModelSpec:
 def gemma_kinds(config: ConfigReader, count: int) -> list[str]:
     """The kind of each layer: stated, or every `sliding_window_pattern`-th one full."""
     pattern = config.get("sliding_window_pattern", int, None) or config.get("_sliding_window_pattern", int, 6)
+    # Transformers saves its default under this name, whatever it lists.
     config.ignore("_sliding_window_pattern")
-    stated = layer_types(config, count, (SLIDING, FULL))
-    return stated or [FULL if (i + 1) % pattern == 0 else SLIDING for i in range(count)]
+    derived = [FULL if (i + 1) % pattern == 0 else SLIDING for i in range(count)]
+    return agreeing_layers(config, "sliding_window_pattern", layer_types(config, count, (SLIDING, FULL)), derived)
 
 
 def _local_rope(config: ConfigReader, dim: int) -> RopeSpec:
     """Sliding layers: their own base, never scaled."""
     theta = config.get("rope_local_base_freq", float, 10000.0)
-    nested = config.get("rope_parameters", dict, None) or {}
-    return read_rope(config, dim, kind=SLIDING) if SLIDING in nested else RopeSpec(dim=dim, theta=theta)
+    if SLIDING not in rope_values(config):
+        return RopeSpec(dim=dim, theta=theta)
+    return read_rope(config, dim, kind=SLIDING, theta_key="rope_local_base_freq")
 
 
 def read_gemma3_wrapper(config: ConfigReader) -> ModelSpec:
     """The text part of the model that also sees images."""
     text = config.section("text_config")
     config.ignore("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
-    config.ignore("tie_word_embeddings")
     spec = read_gemma3(text)
     text.refuse_unread("config text_config")
-    return spec
+    return dataclasses.replace(spec, tied=wrapper_is_tied(config, text, spec.tied))
 
 
 def gemma_rules(spec: ModelSpec, prefix: str = "model.") -> list[Rule]:

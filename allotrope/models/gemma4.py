@@ -6,6 +6,7 @@ Source: `modeling_gemma4.py` of Transformers.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from allotrope.layers.step import LayerStep, Step
 from allotrope.models.decoder import Decoder
 from allotrope.models.expert_rules import expert_rules
 from allotrope.models.gemma3 import FULL, SLIDING, SandwichLayer, gemma_kinds, gemma_rules, tiny_gemma3
-from allotrope.models.read_config import ConfigReader, read_rope
+from allotrope.models.read_config import ConfigReader, read_rope, wrapper_is_tied
 from allotrope.models.registry import Architecture
 from allotrope.models.spec import LayerSpec, ModelSpec
 from allotrope.models.weights import Rule, drop
@@ -266,11 +267,11 @@ def _head_shapes(config: ConfigReader, kinds: list[str], values_from_keys: bool)
 def read_gemma4_wrapper(config: ConfigReader) -> ModelSpec:
     """The text part of the model that also sees images and hears."""
     text = config.section("text_config")
-    config.ignore("vision_config", "audio_config", "tie_word_embeddings", "vision_soft_tokens_per_image")
+    config.ignore("vision_config", "audio_config", "vision_soft_tokens_per_image")
     config.ignore(*(key for key in config.values if key.endswith(("_token_id", "_token_index"))))
     spec = read_gemma4(text)
     text.refuse_unread("config text_config")
-    return spec
+    return dataclasses.replace(spec, tied=wrapper_is_tied(config, text, spec.tied))
 
 
 def gemma4_rules(spec: ModelSpec, prefix: str = "model.") -> list[Rule]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from allotrope.models.deepseek_v32 import FULL, SHARED, read_sparse, sparse_rules, tiny_deepseek_v32
-from allotrope.models.read_config import ConfigReader
+from allotrope.models.read_config import ConfigReader, agreeing_layers
 from allotrope.models.registry import Architecture
 from allotrope.models.spec import ModelSpec
 
@@ -27,8 +27,9 @@ def _indexer_kinds(config: ConfigReader, count: int) -> list[str]:
     pattern = config.values.get("index_topk_pattern")
     period, offset = config.get("index_topk_freq", int, 1), config.get("index_skip_topk_offset", int, 2)
     config.ignore("index_topk_pattern")
-    if stated is None and pattern is not None:
-        stated = [{"F": FULL, "S": SHARED}.get(kind, kind) for kind in pattern]
+    if pattern is not None:
+        spelled = [{"F": FULL, "S": SHARED}.get(kind, kind) for kind in pattern]
+        stated = agreeing_layers(config, "index_topk_pattern", stated, spelled)
     if stated is None:
         return [FULL if max(i - offset + 1, 0) % max(period, 1) == 0 else SHARED for i in range(count)]
     kinds = [str(kind) for kind in stated]

@@ -28,9 +28,11 @@ def read_gpt_oss(config: ConfigReader) -> ModelSpec:
     dim, bias = config.get("head_dim", int), config.get("attention_bias", bool, True)
     heads, groups = config.get("num_attention_heads", int), config.get("num_key_value_heads", int)
     config.expect("hidden_act", "silu")
-    # Said again by num_experts_per_tok and by the rope's original length.
-    config.ignore("experts_per_token", "initial_context_length")
     rope, window = read_rope(config, dim, default_theta=150000.0), config.get("sliding_window", int)
+    # Both say again what another value says.
+    config.expect("experts_per_token", config.get("num_experts_per_tok", int), None)
+    if rope.scaling.original_length:
+        config.expect("initial_context_length", rope.scaling.original_length, None)
     kinds = layer_types(config, count, (SLIDING, FULL)) or [FULL if i % 2 else SLIDING for i in range(count)]
     ffn = MoeSpec(
         hidden=hidden,

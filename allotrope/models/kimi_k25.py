@@ -20,7 +20,9 @@ def read_kimi_k25(config: ConfigReader) -> ModelSpec:
     text = config.section("text_config")
     config.ignore("vision_config", "projection_hidden_size", "ignore_index", "media_placeholder_token_id")
     config.ignore("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    config.ignore("use_unified_vision_chunk", "video_placeholder", "tie_word_embeddings")
+    config.ignore("use_unified_vision_chunk", "video_placeholder", "projection_layer_norm_eps")
+    # The text part decides: Transformers saves a default of its own here, and loading asks for the head.
+    config.ignore("tie_word_embeddings")
     spec = read_deepseek_v3(text)
     text.refuse_unread("config text_config")
     return spec

@@ -15,7 +15,7 @@ from allotrope.layers.moe import MoeSpec
 from allotrope.layers.router import RouterSpec
 from allotrope.models.expert_rules import expert_rules
 from allotrope.models.llama import dense_rules
-from allotrope.models.read_config import ConfigReader, layer_types, read_rope
+from allotrope.models.read_config import ConfigReader, agreeing_layers, layer_types, read_rope
 from allotrope.models.registry import Architecture
 from allotrope.models.spec import FfnSpec, LayerSpec, ModelSpec
 from allotrope.models.weights import Rule, drop
@@ -30,7 +30,7 @@ def read_mimo_v2_flash(config: ConfigReader) -> ModelSpec:
     # Windowed layers are not chunked, whatever this says.
     config.ignore("attention_chunk_size")
     eps = config.get("layernorm_epsilon", float, None) or config.get("rms_norm_eps", float)
-    config.ignore("rms_norm_eps")
+    config.expect("rms_norm_eps", eps, None)
     mixers = {SLIDING: _mixer(config, SLIDING, eps), FULL: _mixer(config, FULL, eps)}
     ffns: dict[bool, FfnSpec] = {
         False: MlpSpec(hidden=hidden, width=config.get("intermediate_size", int)),
@@ -53,18 +53,20 @@ def read_mimo_v2_flash(config: ConfigReader) -> ModelSpec:
 def _kinds(config: ConfigReader, count: int) -> list[str]:
     pattern = config.get("hybrid_layer_pattern", list, None)
     stated = layer_types(config, count, (SLIDING, FULL))
-    if stated is not None:
+    if pattern is None and stated is not None:
         return stated
     if pattern is None or len(pattern) != count or set(pattern) - {0, 1}:
         config.refuse(f"config hybrid_layer_pattern={pattern!r} (needs {count} of 0 for full and 1 for windowed)")
         return [FULL] * count
-    return [SLIDING if windowed else FULL for windowed in pattern]
+    derived = [SLIDING if windowed else FULL for windowed in pattern]
+    return agreeing_layers(config, "hybrid_layer_pattern", stated, derived)
 
 
 def _sparse(config: ConfigReader, count: int) -> list[bool]:
     """Whether each layer has experts."""
     frequency, kinds = config.get("moe_layer_freq", list, None), config.get("mlp_layer_types", list, None)
-    found = [kind == "sparse" for kind in kinds] if kinds is not None else [bool(one) for one in frequency or []]
+    stated = None if kinds is None else [kind == "sparse" for kind in kinds]
+    found = agreeing_layers(config, "moe_layer_freq", stated, [bool(one) for one in frequency or []])
     if len(found) != count:
         config.refuse(f"config moe_layer_freq={frequency!r} (needs {count} of 0 for dense and 1 for experts)")
         return [True] * count
@@ -109,7 +111,11 @@ def _window(config: ConfigReader) -> int:
     before, stated = config.get("sliding_window_size", int, None), config.get("sliding_window", int, None)
     if before is None and stated is None:
         config.refuse("config has neither 'sliding_window_size' nor 'sliding_window' (needs int)")
-    return before + 1 if before is not None else stated or 1
+    if before is None:
+        return stated or 1
+    # Released configs say the same number twice, Transformers counts the query's own key in one of them.
+    config.expect("sliding_window", before, before + 1, None)
+    return before + 1
 
 
 def _experts(config: ConfigReader, hidden: int) -> MoeSpec:

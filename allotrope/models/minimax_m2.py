@@ -14,7 +14,7 @@ from allotrope.layers.router import RouterSpec
 from allotrope.models.deepseek_v2 import Drafting
 from allotrope.models.expert_rules import drafting_rules, expert_rules
 from allotrope.models.qwen3 import qwen3_rules
-from allotrope.models.read_config import ConfigReader, read_rope
+from allotrope.models.read_config import ConfigReader, read_rope, rope_values
 from allotrope.models.registry import Architecture
 from allotrope.models.spec import LayerSpec, ModelSpec
 from allotrope.models.weights import Rule
@@ -62,10 +62,13 @@ def read_minimax_m2(config: ConfigReader) -> ModelSpec:
 
 
 def _read_rope(config: ConfigReader, dim: int) -> RopeSpec:
-    """Rotated dims are counted by `rotary_dim`, or given as a part of the head where both are stated."""
-    rotated = config.get("rotary_dim", int, dim)
-    nested = config.get("rope_parameters", dict, None) or {}
-    return read_rope(config, dim if "partial_rotary_factor" in nested else rotated, default_theta=5000000.0)
+    """Rotated dims are counted by `rotary_dim`, or given as a part of the head."""
+    rotated = config.get("rotary_dim", int, None)
+    part = rope_values(config).get("partial_rotary_factor") or config.get("partial_rotary_factor", float, None)
+    rope = read_rope(config, dim if part else rotated or dim, default_theta=5000000.0)
+    if rotated is not None and rotated != rope.dim:
+        config.refuse(f"config rotary_dim={rotated}, but partial_rotary_factor={part} of {dim} dims: give one of them")
+    return rope
 
 
 def _refuse_other_layers(config: ConfigReader, count: int) -> None:

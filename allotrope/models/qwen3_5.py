@@ -13,7 +13,7 @@ from allotrope.layers.mixers.gdn import GdnMixerSpec
 from allotrope.layers.mlp import MlpSpec
 from allotrope.models.interleaved import parts
 from allotrope.models.qwen3_next import hybrid, hybrid_rules, read_mixers, read_moe, tiny_qwen3_next
-from allotrope.models.read_config import ConfigReader
+from allotrope.models.read_config import ConfigReader, wrapper_is_tied
 from allotrope.models.registry import Architecture
 from allotrope.models.spec import FfnSpec, ModelSpec
 from allotrope.models.weights import Rule, drop
@@ -41,10 +41,7 @@ def read_wrapper(config: ConfigReader) -> ModelSpec:
     config.ignore("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     spec = read_qwen3_5(text)
     text.refuse_unread("config text_config")
-    tied = config.get("tie_word_embeddings", bool, spec.tied)
-    if text.has("tie_word_embeddings") and tied != spec.tied:
-        config.refuse(f"config tie_word_embeddings={tied} but text_config has {spec.tied}")
-    return dataclasses.replace(spec, tied=tied)
+    return dataclasses.replace(spec, tied=wrapper_is_tied(config, text, spec.tied))
 
 
 def qwen3_5_rules(spec: ModelSpec, prefix: str = "model.") -> list[Rule]:

@@ -15,7 +15,7 @@ from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.moe import MoeSpec
 from allotrope.layers.router import RouterSpec
 from allotrope.models.interleaved import Part, parts
-from allotrope.models.read_config import ConfigReader, layer_types, read_rope
+from allotrope.models.read_config import ConfigReader, agreeing_layers, layer_types, read_rope
 from allotrope.models.registry import Architecture
 from allotrope.models.spec import FfnSpec, LayerSpec, ModelSpec
 from allotrope.models.weights import Rule, Transform, drop, fuse
@@ -52,9 +52,9 @@ def hybrid(config: ConfigReader, mixers: Sequence[MixerSpec], ffns: Sequence[Ffn
 def read_mixers(config: ConfigReader) -> list[MixerSpec]:
     """The mixer of each layer: full attention where `layer_types` says so, else in every `full_attention_interval`."""
     count, interval = config.get("num_hidden_layers", int), config.get("full_attention_interval", int, 4)
-    kinds = layer_types(config, count, (LINEAR, FULL))
-    if kinds is None:
-        kinds = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(count)]
+    derived = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(count)]
+    stated = layer_types(config, count, (LINEAR, FULL))
+    kinds = agreeing_layers(config, "full_attention_interval", stated, derived)
     by_kind: dict[str, MixerSpec] = {FULL: _full(config), LINEAR: _linear(config)}
     return [by_kind[kind] for kind in kinds]
 

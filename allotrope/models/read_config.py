@@ -86,8 +86,9 @@ class ConfigReader:
         return child
 
     def refuse(self, reason: str) -> None:
-        """Add a reason of the caller's own."""
-        self.reasons.append(reason)
+        """Add a reason of the caller's own, once."""
+        if reason not in self.reasons:
+            self.reasons.append(reason)
 
     def unread(self) -> list[str]:
         """Keys with a value that nobody read."""
@@ -124,6 +125,29 @@ def layer_types(config: ConfigReader, count: int, allowed: Iterable[str]) -> lis
     return [str(kind) for kind in found]
 
 
+def agreeing_layers(config: ConfigReader, key: str, stated: list[Any] | None, derived: list[Any]) -> list[Any]:
+    """What each layer is: as `stated` layer by layer, else as `derived` from the value of `key`.
+
+    A value of `key` that says otherwise than the stated list is refused: one of the two would be lost.
+    """
+    if stated is None:
+        return derived
+    if config.has(key) and stated != derived:
+        config.refuse(f"config {key}={config.values[key]!r} makes layers {derived!r}, but the config lists {stated!r}")
+    return stated
+
+
+def wrapper_is_tied(config: ConfigReader, text: ConfigReader, tied: bool) -> bool:
+    """Whether the head of a model inside of a wrapper is its embedding; refused where the two configs differ.
+
+    `tied`: as read from the text part.
+    """
+    stated = config.get("tie_word_embeddings", bool, tied)
+    if text.has("tie_word_embeddings") and stated != tied:
+        config.refuse(f"config tie_word_embeddings={stated} but text_config has {tied}")
+    return stated
+
+
 def read_rope(
     config: ConfigReader,
     dim: int,
@@ -136,16 +160,14 @@ def read_rope(
 ) -> RopeSpec:
     """The rotation of heads of `dim` dims, from either spelling.
 
-    `kind`: key of `rope_parameters` where it is given per layer type. `dim` shrinks by `partial_rotary_factor`, else by
-    `default_part` (but for proportional scaling).
+    `kind`: key of `rope_parameters` where it is given per layer type. `theta_key`: where the config itself has the
+    base. `dim` shrinks by `partial_rotary_factor`, else by `default_part` (but for proportional scaling).
     """
-    values: dict[str, Any] = dict(config.get("rope_parameters", dict, None) or {})
+    values = rope_values(config, theta_key)
     if kind is not None and kind in values:
         values = dict(values[kind] or {})
-    if not values:
-        values = dict(config.get("rope_scaling", dict, None) or {})
-    else:
-        config.ignore("rope_scaling")
+    _refuse_another(config, theta_key, "rope_theta", values)
+    _refuse_another(config, "partial_rotary_factor", "partial_rotary_factor", values)
     values.setdefault("rope_theta", config.get(theta_key, float, default_theta))
     partial = config.get("partial_rotary_factor", float, None)
     reader = ConfigReader(values, f"{config.subject} rope")
@@ -153,8 +175,10 @@ def read_rope(
     theta = reader.get("rope_theta", float)
     part = reader.get("partial_rotary_factor", float, None) or partial or default_part
     name = reader.get("rope_type", str, None) or reader.get("type", str, "default")
+    # The old key beside the new one; "mrope" is how the old one calls positions on several axes.
+    reader.expect("type", name, None, *(("mrope",) if name == "default" else ()))
     # A text token has one position on all three axes of an image, so splitting the pairs among them changes nothing.
-    reader.ignore("type", "mrope_section", "mrope_interleaved")
+    reader.ignore("mrope_section", "mrope_interleaved")
     if name == "proportional":
         # Frequencies are those of the whole head; only the first pairs turn.
         scaling = RopeScaling(
@@ -167,10 +191,42 @@ def read_rope(
     return RopeSpec(dim=dim, theta=theta, interleaved=interleaved, scaling=scaling)
 
 
+def rope_values(config: ConfigReader, theta_key: str = "rope_theta") -> dict[str, Any]:
+    """What the config says of its rotation: `rope_scaling`, else `rope_parameters`, flat or per layer type.
+
+    Where both are there, Transformers takes `rope_scaling` alone. Values that would be lost by that are refused.
+    `theta_key`: as of `read_rope`.
+    """
+    parameters = config.get("rope_parameters", dict, None) or {}
+    scaling = config.get("rope_scaling", dict, None) or {}
+    if not scaling or scaling == parameters:
+        return dict(parameters)
+    if any(isinstance(value, dict) for value in parameters.values()):
+        config.refuse(
+            f"config rope_scaling={scaling!r} is for all layers, and rope_parameters has values for each type of "
+            f"layer: write the scaling into rope_parameters, and leave rope_scaling out"
+        )
+    for key, outside in (("rope_theta", theta_key), ("partial_rotary_factor", "partial_rotary_factor")):
+        if key in parameters and key not in scaling and not config.has(outside):
+            config.refuse(
+                f"config rope_scaling={scaling!r} stands in place of rope_parameters, whose {key}={parameters[key]!r} "
+                f"it lacks: write {key} into rope_scaling"
+            )
+    return dict(scaling)
+
+
+def _refuse_another(config: ConfigReader, outside: str, key: str, values: Mapping[str, Any]) -> None:
+    """Refuse a value of the config that says otherwise than the rotation's own `key`."""
+    stated, own = config.values.get(outside), values.get(key)
+    if stated is not None and own is not None and stated != own:
+        config.refuse(f"config {outside}={stated!r}, but its rotation has {key}={own!r}: give one value")
+
+
 def _read_scaling(reader: ConfigReader, name: str, config: ConfigReader) -> RopeScaling:
     if name in ("default", "none"):
-        # A leftover factor of 1 or a repeated original length changes nothing.
-        reader.ignore("factor", "original_max_position_embeddings")
+        # Where nothing is stretched, the length before stretching is the context.
+        reader.expect("factor", 1, None)
+        reader.ignore("original_max_position_embeddings")
         return RopeScaling()
     if name == "linear":
         return RopeScaling(kind="linear", factor=reader.get("factor", float))

@@ -124,7 +124,8 @@ def test_layers_are_what_the_config_says() -> None:
     assert kinds(tiny_qwen3_next()) == "GGGMG"
     assert kinds(tiny_qwen3_next() | {"full_attention_interval": 2}) == "GMGMG"
     stated = ["full_attention"] + ["linear_attention"] * 4
-    assert kinds(tiny_qwen3_next() | {"layer_types": stated}) == "MGGGG"
+    listed = tiny_qwen3_next() | {"layer_types": stated, "full_attention_interval": None}
+    assert kinds(listed) == "MGGGG"
 
 
 def test_a_wrapper_may_tie_its_embeddings() -> None:
