@@ -41,6 +41,7 @@ OURS, PEER = "allotrope", "vllm"
 # More clients than this in one process would wait for each other, not for the server.
 CLIENTS_PER_PROCESS = 16
 TAIL = 15
+CELLS = "4:400:1024/128,128:1280:1024/128"
 # Ids that tokenizers keep for themselves lie at the ends.
 MOST_ID = 50000
 
@@ -220,9 +221,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", type=Path, help="directory with safetensors")
     parser.add_argument("--engines", nargs="+", choices=(OURS, PEER), default=[OURS])
-    parser.add_argument(
-        "--cells", default="4:400:1024/128,128:1280:1024/128", help="clients:requests:input/output, in this order"
-    )
+    parser.add_argument("--cells", default=CELLS, help="clients:requests:input/output, in this order")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=900.0, help="seconds that a start may take")
     parser.add_argument("--peer-python", default=sys.executable, help="Python that the peer runs in")
