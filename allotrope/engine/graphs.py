@@ -40,7 +40,7 @@ class DecodeGraphs:
         self._waiting = self.sizes[::-1] if capture else []
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        self._seconds = 0.0
+        self._seconds, self._bytes = 0.0, 0
         self.replays = self.eager = 0
 
     def padded(self, requests: int) -> int:
@@ -71,7 +71,7 @@ class DecodeGraphs:
         if not self._waiting:
             return False
         size = self._waiting.pop(0)
-        started = time.monotonic()
+        started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
         try:
             self._graphs[size] = self._capture(size)
         except RuntimeError as error:
@@ -79,8 +79,12 @@ class DecodeGraphs:
             log.warning("decode steps of %d requests cannot be captured, they run eager: %s", size, error)
             return False
         self._seconds += time.monotonic() - started
+        self._bytes += free - torch.cuda.mem_get_info(self._device)[0]
         if not self._waiting:
-            log.info("captured decode graphs of %s requests in %.1f s", self._listed(), self._seconds)
+            log.info(
+                "captured decode graphs of %s requests in %.1f s; they take %.2f GB beside weights and caches",
+                *(self._listed(), self._seconds, self._bytes / 1e9),
+            )
         return True
 
     def _listed(self) -> str:
