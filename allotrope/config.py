@@ -120,8 +120,26 @@ class ServerConfig:
 
     host: str = option("Address to listen on.", "127.0.0.1")
     port: int = option("Port to listen on; 0 takes a free one.", 8000)
-    served_model_name: str | None = option("Name of the model in the API; default: MODEL as it was given.", None)
-    api_key: str | None = option("Key that every route but /health asks for; also from ALLOTROPE_API_KEY.", None)
+    served_model_name: tuple[str, ...] = option(
+        "Name of the model in the API; answers carry the first of several. Default: MODEL as it was given.", ()
+    )
+    api_key: tuple[str, ...] = option(
+        "Key that routes ask for, all but /health, /ping and /docs; one of several is enough. Also from "
+        "ALLOTROPE_API_KEY.",
+        (),
+    )
+    metrics_api_key: tuple[str, ...] = option(
+        "Key that opens /metrics and nothing else. Also from ALLOTROPE_METRICS_API_KEY.", ()
+    )
+    root_path: str = option("Path under which a proxy shows this server, such as /llm.", "")
+    allowed_origins: tuple[str, ...] = option(
+        "Origin whose web pages may use this server (CORS), such as https://example.org, or *. Default: none.", ()
+    )
+    allowed_methods: tuple[str, ...] = option("Method that such pages may use.", ("*",))
+    allowed_headers: tuple[str, ...] = option("Request header that such pages may send.", ("*",))
+    allow_credentials: bool = option("Let such pages send cookies and the like.", False)
+    enable_log_requests: bool = option("Log each request's end: status, seconds, tokens; no texts.", False)
+    enable_log_prompts: bool = option("Log the first 1000 characters of each prompt.", False)
     chat_template: str | None = option("Jinja file or text to use in place of the checkpoint's chat template.", None)
     strict: bool = option("Answer unknown request fields with 400 instead of naming them in a header.", False)
     metrics_compat: Literal["none", "vllm"] = option("Also export metrics under this engine's names.", "none")
@@ -145,6 +163,11 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _check_choices(self)
+        reasons = self._wrong_numbers() + self._wrong_texts()
+        if reasons:
+            raise ConfigError("bad options: " + "; ".join(reasons) + ".")
+
+    def _wrong_numbers(self) -> list[str]:
         reasons = []
         if not 0 <= self.port <= 65535:
             reasons.append(f"port={self.port}; allowed: 0 to 65535")
@@ -156,8 +179,21 @@ class ServerConfig:
         for name in ("header_timeout", "body_timeout", "health_timeout"):
             if not getattr(self, name) > 0:
                 reasons.append(f"{name}={getattr(self, name)}; more than 0 is needed")
-        if reasons:
-            raise ConfigError("bad options: " + "; ".join(reasons) + ".")
+        return reasons
+
+    def _wrong_texts(self) -> list[str]:
+        reasons = []
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            # A lone string would pass as a tuple of its letters.
+            if isinstance(f.default, tuple) and not (isinstance(value, tuple) and all(value)):
+                shown = "***" if f.name.endswith("api_key") else repr(value)
+                reasons.append(f"{f.name}={shown}; a tuple of texts is needed, none of them empty")
+        if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
+            reasons.append(f"root_path={self.root_path!r}; it must begin with a slash and not end with one")
+        if self.allow_credentials and "*" in self.allowed_origins:
+            reasons.append("allow_credentials with allowed_origins=*; name the origins, browsers take no other")
+        return reasons
 
 
 def _check_choices(config: Any) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -22,7 +23,9 @@ from allotrope.commands.foreign_flags import ALIASES, UNSUPPORTED
 # Fields whose flag also reads 32k, 1.5GiB and the like, beside those named *_bytes.
 _COUNTS = ("max_model_len", "max_num_batched_tokens", "memory")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
-_ENVIRONMENT = {"api_key": "ALLOTROPE_API_KEY"}
+_ENVIRONMENT = {"api_key": "ALLOTROPE_API_KEY", "metrics_api_key": "ALLOTROPE_METRICS_API_KEY"}
+# A field that may be given several times.
+_LIST = tuple[str, ...]
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgtKMGT]?)(iB|B|)")
 
 
@@ -42,6 +45,23 @@ def parse_size(text: str | int) -> int:
     if value != int(value):
         raise typer.BadParameter(f"{text!r} is {value}, which is not a whole number.")
     return int(value)
+
+
+def read_list(values: Sequence[str]) -> tuple[str, ...]:
+    """The texts that `values` give: each is one, or a JSON list of some. Raises `typer.BadParameter`."""
+    texts: list[str] = []
+    for value in values:
+        if not value.startswith("["):
+            texts.append(value)
+            continue
+        try:
+            listed = json.loads(value)
+        except ValueError as error:
+            raise typer.BadParameter(f"{value!r} begins like a JSON list and is none: {error}.") from None
+        if not all(isinstance(item, str) for item in listed):
+            raise typer.BadParameter(f"{value!r} must hold texts only.")
+        texts += listed
+    return tuple(texts)
 
 
 def expand_configs(command: Callable[..., None]) -> Callable[..., None]:
@@ -65,6 +85,9 @@ def expand_configs(command: Callable[..., None]) -> Callable[..., None]:
     def expanded(**values: Any) -> None:
         for name, config in configs.items():
             taken = {field.name: values.pop(field.name) for field in dataclasses.fields(config)}
+            for field_name, hint in get_type_hints(config).items():
+                if hint == _LIST:
+                    taken[field_name] = read_list(taken[field_name] or [])
             values[name] = None if taken.get("model", "") is None else config(**taken)
         command(**values)
 
@@ -85,6 +108,7 @@ def _parameters(config: type, *, model_optional: bool) -> list[inspect.Parameter
     hints = get_type_hints(config)
     panel = config.__name__.removesuffix("Config").removesuffix("Options") + " options"
     made = []
+    hint: Any
     for field in dataclasses.fields(config):
         default: Any = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         if field.name == "model":
@@ -93,7 +117,8 @@ def _parameters(config: type, *, model_optional: bool) -> list[inspect.Parameter
             default = None if model_optional else default
         else:
             info = _option(field, hints[field.name], panel)
-            hint = hints[field.name]
+            hint = list[str] if hints[field.name] == _LIST else hints[field.name]
+            default = list(default) if isinstance(default, tuple) else default
         annotation: Any = Annotated[hint, info]
         made.append(inspect.Parameter(field.name, _KEYWORD, default=default, annotation=annotation))
     return made
@@ -131,7 +156,8 @@ class FlagCommand(TyperCommand):
             if flag in UNSUPPORTED and flag not in known and before not in with_value:
                 typer.echo(f"allotrope: error: {flag} is not an option of allotrope: {UNSUPPORTED[flag]}.", err=True)
                 raise typer.Exit(2)
-        return super().parse_args(ctx, [*head, *args[end:]])
+        lists = {name for p in self.params if getattr(p, "multiple", False) for name in p.opts}
+        return super().parse_args(ctx, [*_repeat_flags(head, lists, with_value), *args[end:]])
 
     @staticmethod
     def _spelled(arg: str, known: set[str]) -> str:
@@ -141,3 +167,26 @@ class FlagCommand(TyperCommand):
         if flag.startswith("--") and "_" in flag and (kebab in known or kebab in UNSUPPORTED):
             return kebab + equals + value
         return arg
+
+
+def _repeat_flags(args: list[str], lists: set[str], with_value: set[str]) -> list[str]:
+    """`args` with `--name a b` written as `--name a --name b`, for flags in `lists`.
+
+    Only after a first argument that is no flag's: before it, the next one may be meant to be that. `with_value`: flags
+    that take a value.
+    """
+    spread: list[str] = []
+    flag, value_next, has_argument = "", False, False
+    for arg in args:
+        if value_next:
+            value_next = False
+        elif arg.startswith("-") and arg != "-":
+            name, equals, _ = arg.partition("=")
+            value_next = name in with_value and not equals
+            flag = name if name in lists and not equals else ""
+        elif flag and has_argument:
+            spread.append(flag)
+        else:
+            flag, has_argument = "", True
+        spread.append(arg)
+    return spread

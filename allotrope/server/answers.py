@@ -41,6 +41,10 @@ class Answer(Protocol):
         """The body of an answer that is not streamed."""
         ...
 
+    def usage(self) -> Json:
+        """Tokens of prompts and answers so far."""
+        ...
+
 
 @dataclass
 class _Joined:
@@ -97,13 +101,14 @@ class _Common:
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = self._frame(self.object_chunk, choices)
         if self._report.usage or self._report.usage_always:
-            chunk["usage"] = self._usage() if self._report.usage_always or not choices else None
+            chunk["usage"] = self.usage() if self._report.usage_always or not choices else None
         return chunk
 
     def closing(self) -> list[Json]:
         return [self._chunk([])] if self._report.usage else []
 
-    def _usage(self) -> Json:
+    def usage(self) -> Json:
+        """Tokens of prompts and answers so far."""
         prompt = sum(len(generation.request.prompt_ids) for generation in self._generations)
         completion = sum(generation.completion_tokens for generation in self._generations)
         details: Json = {"cached_tokens": sum(generation.cached_tokens for generation in self._generations)}
@@ -174,7 +179,7 @@ class ChatAnswer(_Common):
             if self._report.token_ids:
                 choice["token_ids"] = [token.id for token in sequence.tokens]
             choices.append(choice)
-        body = self._frame(self.object_whole, choices) | {"usage": self._usage()}
+        body = self._frame(self.object_whole, choices) | {"usage": self.usage()}
         if self._report.token_ids:
             body["prompt_token_ids"] = list(self._generations[0].request.prompt_ids)
         if self._report.prompt_logprobs is not None:
@@ -215,7 +220,7 @@ class CompletionAnswer(_Common):
             choice = self._choice(index, sequence.text, sequence.tokens, new, 0)
             choice |= {"finish_reason": sequence.finish_reason, "stop_reason": sequence.stop_reason}
             choices.append(choice | self._about_prompt(index))
-        return self._frame(self.object_whole, choices) | {"usage": self._usage()}
+        return self._frame(self.object_whole, choices) | {"usage": self.usage()}
 
     def _choice(self, index: int, text: str, tokens: Sequence[Scored], new: Sequence[Scored], offset: int) -> Json:
         scored = self._report.logprobs is not None

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -13,8 +14,10 @@ import allotrope
 from allotrope.errors import AllotropeError
 from allotrope.server.errors import HttpError, as_http, error_response
 from allotrope.server.guard import Guard
+from allotrope.server.head import HeadAsGet
 from allotrope.server.openapi import describe_api
 from allotrope.server.read_to_end import ReadToTheEnd
+from allotrope.server.request_log import RequestLog
 from allotrope.server.routes import build_router
 from allotrope.server.state import ServerState
 
@@ -27,12 +30,14 @@ def build_app(state: ServerState) -> FastAPI:
         title="Allotrope",
         version=allotrope.__version__,
         description="Language model server with the OpenAI API.",
+        root_path=state.config.root_path,
+        # FastAPI's pages load their scripts from another host.
+        docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
     app.include_router(build_router(state))
-    app.add_middleware(Guard, state=state, api_key=state.config.api_key)
-    app.add_middleware(ReadToTheEnd)
+    _wrap(app, state)
     for kind in (AllotropeError, HttpError, Exception):
         app.add_exception_handler(kind, _answer_error)
     app.add_exception_handler(HTTPException, _answer_routing_error)
@@ -47,6 +52,25 @@ def build_app(state: ServerState) -> FastAPI:
 
     app.openapi = openapi  # type: ignore[method-assign]
     return app
+
+
+def _wrap(app: FastAPI, state: ServerState) -> None:
+    """Put around `app` what every request passes; the last one here sees it first."""
+    config = state.config
+    app.add_middleware(Guard, state=state)
+    app.add_middleware(HeadAsGet)
+    app.add_middleware(ReadToTheEnd)
+    if config.allowed_origins:
+        # Around the guard: a browser asks without a key what it may do, and shows errors only where this allows it.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
+            expose_headers=("x-request-id", "x-allotrope-ignored-fields", "retry-after"),
+        )
+    app.add_middleware(RequestLog, enabled=config.enable_log_requests)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

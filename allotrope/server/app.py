@@ -85,7 +85,7 @@ class _Service:
         self._config = server
         self._listener = listener
         self._client = client
-        self._state: ServerState = ServerState(server, server.served_model_name or engine.model)
+        self._state: ServerState = ServerState(server, server.served_model_name or (engine.model,))
         self._http = HttpServer(build_app(self._state), server)
         self._state.is_full = lambda: self._http.is_full
         self._stop = asyncio.Event()
@@ -152,6 +152,7 @@ class _Service:
             log.warning("%s", describe_defaults(limits.sampling_defaults))
         self._state.serving = Serving(
             engine=self._client,
+            options=self._engine_config,
             tokenizer=tokenizer,
             prompts=PromptReader(tokenizer, limits.max_model_len, longest, template),
             metrics=Metrics(self._state.model_name, self._client.stats, self._config.metrics_compat),

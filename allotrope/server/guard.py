@@ -16,37 +16,47 @@ from allotrope.server.errors import HttpError, error_response
 if TYPE_CHECKING:
     from allotrope.server.state import ServerState
 
-_HEALTH = "/health"
+PROBES = ("/health", "/ping")
+METRICS = "/metrics"
+DOCS = "/docs"
 _TOO_MANY = "Too many clients are connected (--max-connections). Try again in a moment."
 
 
-class Guard:
-    """Wraps the application `app`; `state` says whether requests are taken."""
+def path_of(scope: Scope) -> str:
+    """The path of a request as routes know it: without the path under which a proxy shows the server."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
 
-    def __init__(self, app: ASGIApp, state: ServerState, api_key: str | None) -> None:
+
+class Guard:
+    """Wraps the application `app`; `state` says whether requests are taken, and its config who may ask."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
         self._state = state
-        self._api_key = None if api_key is None else api_key.encode()
+        self._keys = [key.encode() for key in state.config.api_key]
+        self._metrics_keys = [key.encode() for key in state.config.metrics_api_key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with an error, or let the request through and count it until its answer has ended."""
         if scope["type"] != "http":
             return
-        error = self._refuse(scope)
+        path = path_of(scope)
+        error = self._refuse(path, scope)
         if error is not None:
             # While clients are too many, each one that is refused leaves.
             headers = {"connection": "close"} if self._state.is_full() else None
             await error_response(error, headers)(scope, receive, send)
-        elif scope["path"] == _HEALTH:
+        elif path in PROBES:
             await self._app(scope, receive, send)
         else:
             with self._state.open_request():
                 await self._app(scope, receive, send)
 
-    def _refuse(self, scope: Scope) -> HttpError | None:
-        if scope["path"] == _HEALTH:
+    def _refuse(self, path: str, scope: Scope) -> HttpError | None:
+        if path in PROBES:
             reason = self._state.why_unhealthy
-        elif not self._has_key(Headers(scope=scope).get("authorization", "")):
+        elif not self._may_ask(path, Headers(scope=scope).get("authorization", "")):
             return HttpError(401, "A valid key is needed: send the header 'Authorization: Bearer KEY' (--api-key).")
         elif self._state.is_full():
             reason = _TOO_MANY
@@ -54,9 +64,14 @@ class Guard:
             reason = self._state.why_not_ready
         return None if reason is None else HttpError(503, reason)
 
-    def _has_key(self, authorization: str) -> bool:
-        if self._api_key is None:
+    def _may_ask(self, path: str, authorization: str) -> bool:
+        # The page is the same for every model and says nothing of this one; a browser could not send it a key.
+        if path == DOCS:
             return True
-        scheme, _, key = authorization.partition(" ")
-        # Headers are latin-1; a comparison in constant time gives nothing away about the key.
-        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._api_key)
+        keys = [*self._keys, *self._metrics_keys] if path == METRICS else self._keys
+        if not keys:
+            return True
+        scheme, _, given = authorization.partition(" ")
+        # Headers are latin-1; comparisons in constant time, of all keys, give nothing away about them.
+        found = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in keys]
+        return scheme.lower() == "bearer" and any(found)

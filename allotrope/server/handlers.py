@@ -13,6 +13,7 @@ from allotrope.server.answers import ChatAnswer, CompletionAnswer
 from allotrope.server.generation import Generation, merged
 from allotrope.server.logprobs import Report
 from allotrope.server.protocol import ChatRequest, CompletionRequest, Prompt
+from allotrope.server.request_log import note_prompt
 from allotrope.server.respond import Generated
 from allotrope.server.sampling import chat_length, chat_sampling, completion_sampling
 from allotrope.server.state import ServerState, Serving
@@ -32,6 +33,7 @@ async def answer_chat(state: ServerState, body: ChatRequest, headers: Mapping[st
         request = _request(serving, ids, params)
     except InvalidRequest as error:
         raise _in_terms_of_chat(body, error) from None
+    _note_prompt(state, ids)
     generation = Generation(request, serving.tokenizer, continues_text=body.continue_final_message or False)
     answer = ChatAnswer(state.model_name, [generation], serving.tokenizer, _report(body, params.logprobs))
     pieces = generation.pieces(serving.engine, serving.metrics)
@@ -54,6 +56,7 @@ async def answer_completion(state: ServerState, body: CompletionRequest, headers
     generations: list[Generation] = []
     for prompt in body.prompt:
         generations.append(await _read_completion(serving, body, params, prompt, len(generations)))
+        _note_prompt(state, generations[-1].request.prompt_ids)
     answer = CompletionAnswer(state.model_name, generations, serving.tokenizer, _report(body, params.logprobs))
     streams = [generation.pieces(serving.engine, serving.metrics) for generation in generations]
     pieces = streams[0] if len(streams) == 1 else merged(streams)
@@ -85,6 +88,11 @@ async def _read_completion(
         silent=body.max_tokens == 0,
         first_index=place * params.n,
     )
+
+
+def _note_prompt(state: ServerState, ids: Sequence[int]) -> None:
+    if state.config.enable_log_prompts:
+        note_prompt(state.ready().tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def _limit_length(state: ServerState, params: SamplingParams, prompt_tokens: int) -> SamplingParams:

@@ -64,7 +64,7 @@ def describe_api(app: FastAPI, state: ServerState) -> Json:
     for model, table in _BODIES:
         components |= _schemas(model, table, state)
     api["components"] = {"schemas": components}
-    if state.config.api_key is not None:
+    if state.config.api_key:
         api["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         api["security"] = [{"key": []}]
     return api
@@ -83,7 +83,7 @@ def _schemas(model: type[BaseModel], table: fields.Fields, state: ServerState) -
         _limit_integers(properties[name], limits.vocab_size - 1)
     for name in set(_COUNTING_TOKENS) & set(properties):
         _limit_integers(properties[name], limits.max_model_len)
-    properties["model"] = {"enum": [state.model_name, None], "description": "The served model; may be left out."}
+    properties["model"] = {"enum": [*state.model_names, None], "description": "The served model; may be left out."}
     return {**inner, model.__name__: schema}
 
 

@@ -7,6 +7,8 @@ not know routes.
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
@@ -24,21 +26,22 @@ class ReadToTheEnd:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        has_ended = False
+        # Set once the request has come whole, or its client has gone.
+        ended = asyncio.Event()
 
         async def watched() -> Message:
-            nonlocal has_ended
             message = await receive()
-            has_ended = message["type"] == "http.disconnect" or not message.get("more_body", False)
+            if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                ended.set()
             return message
 
         async def ending(message: Message) -> None:
             is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
-            if not is_last or has_ended:
+            if not is_last or ended.is_set():
                 await send(message)
                 return
             await send({**message, "more_body": True})
-            while not has_ended:
+            while not ended.is_set():
                 await watched()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -16,6 +16,7 @@ from allotrope.errors import AllotropeError
 from allotrope.server.answers import Answer
 from allotrope.server.errors import as_http, error_body, error_response
 from allotrope.server.generation import Piece
+from allotrope.server.request_log import note
 
 log = logging.getLogger("allotrope.server")
 
@@ -64,16 +65,23 @@ class Generated(Response):
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._pieces):
-            if self._stream:
-                await self._send_stream(scope, receive, send)
-                return
             try:
-                pieces = [piece async for piece in self._pieces]
-            except AllotropeError as error:
-                await error_response(as_http(error), self._extra_headers)(scope, receive, send)
-                return
-            body = _encode(self._answer.whole(pieces))
-            await Response(body, headers=dict(self._extra_headers), media_type="application/json")(scope, receive, send)
+                await self._send_pieces(scope, receive, send)
+            finally:
+                usage = self._answer.usage()
+                note(prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"])
+
+    async def _send_pieces(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._stream:
+            await self._send_stream(scope, receive, send)
+            return
+        try:
+            pieces = [piece async for piece in self._pieces]
+        except AllotropeError as error:
+            await error_response(as_http(error), self._extra_headers)(scope, receive, send)
+            return
+        body = _encode(self._answer.whole(pieces))
+        await Response(body, headers=dict(self._extra_headers), media_type="application/json")(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         events = _EventStream(send, self._extra_headers)

@@ -6,22 +6,20 @@ import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-import allotrope
 from allotrope.errors import InvalidRequest
 from allotrope.server import fields
 from allotrope.server.body import parse, read_body
 from allotrope.server.errors import HttpError
 from allotrope.server.handlers import answer_chat, answer_completion
-from allotrope.server.metrics import CONTENT_TYPE
 from allotrope.server.openapi import accepts
 from allotrope.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from allotrope.server.state import ServerState, Serving
+from allotrope.server.telling import add_telling_routes, json_response
 from allotrope.server.values import header_value
 
 M = TypeVar("M", bound=BaseModel)
@@ -31,7 +29,7 @@ log = logging.getLogger("allotrope.server")
 def build_router(state: ServerState) -> APIRouter:
     """All routes of the server whose state this is."""
     router = APIRouter()
-    for routes in (_generating_routes, _token_routes, _telling_routes):
+    for routes in (_generating_routes, _token_routes, _model_routes, add_telling_routes):
         routes(router, state)
     return router
 
@@ -64,7 +62,7 @@ def _token_routes(router: APIRouter, state: ServerState) -> None:
             "tokens": ids,
             "token_strs": strings,
         }
-        return _json(answer, headers)
+        return json_response(answer, headers)
 
     @router.post("/detokenize", openapi_extra=accepts(DetokenizeRequest))
     async def detokenize(http: HttpRequest) -> Response:
@@ -78,35 +76,22 @@ def _token_routes(router: APIRouter, state: ServerState) -> None:
                     "tokens",
                 )
         skip = body.skip_special_tokens or False
-        return _json({"prompt": await serving.prompts.write_text(body.tokens, skip_special_tokens=skip)}, headers)
+        return json_response(
+            {"prompt": await serving.prompts.write_text(body.tokens, skip_special_tokens=skip)}, headers
+        )
 
 
-def _telling_routes(router: APIRouter, state: ServerState) -> None:
+def _model_routes(router: APIRouter, state: ServerState) -> None:
     @router.get("/v1/models")
     async def models() -> Response:
-        """The served model, as a list of one."""
-        return _json({"object": "list", "data": [_model_card(state)]})
+        """The served model, once for each of its names."""
+        return json_response({"object": "list", "data": [_model_card(state, name) for name in state.model_names]})
 
     @router.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
         """The served model."""
         _check_model(state, model_id)
-        return _json(_model_card(state))
-
-    @router.get("/health")
-    async def health() -> Response:
-        """200 while requests are taken; 503 with the reason while loading, shutting down or dead."""
-        return Response()
-
-    @router.get("/version")
-    async def version() -> Response:
-        """The version of Allotrope."""
-        return _json({"version": allotrope.__version__})
-
-    @router.get("/metrics")
-    async def metrics() -> Response:
-        """Metrics in Prometheus' text format."""
-        return Response(state.ready().metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+        return json_response(_model_card(state, model_id))
 
 
 async def _read(
@@ -124,10 +109,10 @@ async def _read(
 
 
 def _check_model(state: ServerState, name: str | None) -> None:
-    if name is not None and name != state.model_name:
+    if name is not None and name not in state.model_names:
         raise HttpError(
             404,
-            f"The model {name[:200]!r} does not exist; this server has {state.model_name!r}.",
+            f"The model {name[:200]!r} does not exist; this server has {', '.join(map(repr, state.model_names))}.",
             "model",
             "model_not_found",
         )
@@ -147,9 +132,9 @@ async def _tokenize(serving: Serving, body: TokenizeRequest) -> list[int]:
     return await serving.prompts.read_messages(body.messages, body)
 
 
-def _model_card(state: ServerState) -> dict[str, Any]:
+def _model_card(state: ServerState, name: str) -> dict[str, Any]:
     return {
-        "id": state.model_name,
+        "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "allotrope",
@@ -158,7 +143,3 @@ def _model_card(state: ServerState) -> dict[str, Any]:
         "max_model_len": state.ready().limits.max_model_len,
         "sampling_defaults": state.ready().limits.sampling_defaults,
     }
-
-
-def _json(value: Any, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), headers=dict(headers or {}), media_type="application/json")

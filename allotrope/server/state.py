@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from allotrope.config import ServerConfig
+from allotrope.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
     from allotrope.engine.client import EngineClient
@@ -37,9 +37,11 @@ class Phase(Enum):
 class Serving:
     """What exists once the model is loaded. `max_sequences`: most that one request may ask for.
 
-    `eos_ids`: ids that end a sequence by the word of checkpoint or tokenizer."""
+    `options`: what the engine was started with. `eos_ids`: ids that end a sequence by the word of checkpoint or
+    tokenizer."""
 
     engine: EngineClient
+    options: EngineConfig
     tokenizer: Tokenizer
     prompts: PromptReader
     metrics: Metrics
@@ -49,11 +51,11 @@ class Serving:
 
 
 class ServerState:
-    """`model_name`: the model's name in the API. `detail`: what the present phase is about, in words."""
+    """`model_names`: the model's names in the API. `detail`: what the present phase is about, in words."""
 
-    def __init__(self, config: ServerConfig, model_name: str) -> None:
+    def __init__(self, config: ServerConfig, model_names: Sequence[str]) -> None:
         self.config = config
-        self.model_name = model_name
+        self.model_names = tuple(dict.fromkeys(model_names))
         self.created = int(time.time())
         self.phase = Phase.LOADING
         self.detail = "starting"
@@ -63,6 +65,11 @@ class ServerState:
         self._open_requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def model_name(self) -> str:
+        """The name that answers carry."""
+        return self.model_names[0]
 
     @property
     def why_not_ready(self) -> str | None:

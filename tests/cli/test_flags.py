@@ -59,8 +59,10 @@ def other_value(config: type, field: dataclasses.Field[Any]) -> tuple[str, Any]:
         return "128", 128
     if float in kinds:
         return "0.25", 0.25
+    if hint == tuple[str, ...]:
+        return "text", ("text",)
     assert str in kinds, f"{field.name}: {hint} has no flag test"
-    return "text", "text"
+    return ("/text", "/text") if field.name == "root_path" else ("text", "text")
 
 
 @pytest.mark.parametrize(("config", "field"), SERVE_FIELDS, ids=IDS)
@@ -129,7 +131,7 @@ def test_unsupported_flag_in_snake_case() -> None:
 def test_a_value_that_looks_like_a_flag_is_a_value() -> None:
     _, _, received = run("m", "--served-model-name", "--quantization", "--tokenizer", "--a_b")
     engine, server = received[0]
-    assert (server.served_model_name, engine.tokenizer) == ("--quantization", "--a_b")
+    assert (server.served_model_name, engine.tokenizer) == (("--quantization",), "--a_b")
 
 
 def test_unknown_flag_and_bad_values_are_usage_errors() -> None:
@@ -154,8 +156,12 @@ def test_model_may_be_left_out_where_the_config_may_be() -> None:
 
 def test_api_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALLOTROPE_API_KEY", "secret")
-    assert run("m")[2][0][1].api_key == "secret"
-    assert run("m", "--api-key", "other")[2][0][1].api_key == "other"
+    assert run("m")[2][0][1].api_key == ("secret",)
+    assert run("m", "--api-key", "other")[2][0][1].api_key == ("other",)
+    monkeypatch.setenv("ALLOTROPE_API_KEY", "one two")
+    monkeypatch.setenv("ALLOTROPE_METRICS_API_KEY", "three")
+    server = run("m")[2][0][1]
+    assert (server.api_key, server.metrics_api_key) == (("one", "two"), ("three",))
 
 
 @pytest.mark.parametrize(
@@ -170,3 +176,18 @@ def test_sizes(text: str, number: int) -> None:
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="number"):
         parse_size(text)
+
+
+def test_several_texts_for_one_flag() -> None:
+    for given in (
+        ["m", "--served-model-name", "a", "b", "--port", "1"],
+        ["m", "--served-model-name", "a", "--served-model-name=b"],
+        ["--served-model-name=a", "m", "--served-model-name", "b"],
+        ["m", "--served-model-name", '["a", "b"]'],
+    ):
+        engine, server = run(*given)[2][0]
+        assert (engine.model, server.served_model_name) == ("m", ("a", "b"))
+    # Before MODEL is known, the second word is MODEL.
+    engine, server = run("--served-model-name", "a", "m")[2][0]
+    assert (engine.model, server.served_model_name) == ("m", ("a",))
+    assert run("m", "--allowed-origins", '["a')[0] == 2

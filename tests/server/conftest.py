@@ -34,7 +34,7 @@ def keyed_server(tiny_model: Path) -> Iterator[ServerProcess]:
         tiny_model,
         {"max_num_seqs": 1, "max_num_waiting": 4},
         strict=True,
-        api_key=API_KEY,
+        api_key=[API_KEY],
         metrics_compat="vllm",
         max_body_bytes=100_000,
     )

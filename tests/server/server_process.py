@@ -24,6 +24,7 @@ from allotrope.server.app import serve
 engine, server, descriptors = json.loads(sys.argv[1])
 if descriptors:
     resource.setrlimit(resource.RLIMIT_NOFILE, descriptors)
+server = {name: tuple(value) if isinstance(value, list) else value for name, value in server.items()}
 sys.exit(serve(EngineConfig(**engine), ServerConfig(**server)))
 """
 
@@ -43,7 +44,7 @@ class ServerProcess:
     ) -> None:
         options = {"model": str(model), "load_format": "dummy", "kv_cache_memory_bytes": 32_000_000, "threads": 1}
         arguments = json.dumps(
-            [options | (engine or {}), {"port": 0, "served_model_name": MODEL_NAME} | server, descriptors]
+            [options | (engine or {}), {"port": 0, "served_model_name": [MODEL_NAME]} | server, descriptors]
         )
         self.log: list[str] = []
         self._process = subprocess.Popen(

@@ -31,7 +31,7 @@ def watched(tiny_model: Path) -> Iterator[ServerProcess]:
         sse_keep_alive_interval=0.25,
         default_max_tokens=7,
         max_body_bytes=LIMIT,
-        api_key="key",
+        api_key=["key"],
     )
     try:
         yield running.wait_until_ready()

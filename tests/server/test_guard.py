@@ -16,10 +16,11 @@ ROUTES = [
     ("GET", "/v1/models/tiny"),
     ("GET", "/metrics"),
     ("GET", "/version"),
+    ("GET", "/load"),
+    ("GET", "/server_info"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/openapi.json"),
-    ("GET", "/docs"),
     ("GET", "/no/such/route"),
 ]
 KEY = {"authorization": f"Bearer {API_KEY}"}
@@ -51,13 +52,14 @@ def test_the_test_above_knows_every_route(keyed: httpx.Client) -> None:
     described = keyed.get("/openapi.json").json()
     routes = {(method.upper(), path) for path, methods in described["paths"].items() for method in methods}
     known = {(method, path.replace("/v1/models/tiny", "/v1/models/{model_id}")) for method, path in ROUTES}
-    assert routes - known == {("GET", "/health")}
+    assert routes - known == {("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")}
     assert described["security"] == [{"key": []}]
 
 
 def test_health_needs_no_key(unkeyed: httpx.Client) -> None:
-    response = unkeyed.get("/health")
-    assert (response.status_code, response.content) == (200, b"")
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping"), ("HEAD", "/health")):
+        response = unkeyed.request(method, path)
+        assert (response.status_code, response.content) == (200, b"")
 
 
 def test_strict_refuses_unknown_fields(keyed: httpx.Client) -> None:

@@ -1,0 +1,95 @@
+"""The id of each request, and one line of log at its end where that is asked for.
+
+Owns what the log tells of a request: never its texts, unless asked for those too. Plain ASGI.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from contextvars import ContextVar
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from allotrope.server.guard import METRICS, PROBES, path_of
+
+log = logging.getLogger("allotrope.server")
+
+_ID = "x-request-id"
+# What a client may choose itself: nothing that could look like another line or field of a log.
+_CLIENTS_ID = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)
+_PROMPT_CHARACTERS = 1000
+_PATH_CHARACTERS = 200
+
+_Facts = dict[str, Any]
+_current: ContextVar[_Facts | None] = ContextVar("_current", default=None)
+
+
+def note(**facts: Any) -> None:
+    """Add `facts` to the line that the present request will have in the log."""
+    current = _current.get()
+    if current is not None:
+        current |= facts
+
+
+def note_prompt(text: str) -> None:
+    """Log the beginning of a prompt of the present request. To be called only where that was asked for."""
+    current = _current.get() or {}
+    shown = text[:_PROMPT_CHARACTERS]
+    log.info("request id=%s prompt=%r%s", current.get("id"), shown, "" if shown == text else " ...")
+
+
+class RequestLog:
+    """Wraps the application `app`: each answer carries its request's id. `enabled`: log its end."""
+
+    def __init__(self, app: ASGIApp, enabled: bool) -> None:
+        self._app = app
+        self._enabled = enabled
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(_ID, "")
+        facts: _Facts = {"id": given if _CLIENTS_ID.fullmatch(given) else uuid.uuid4().hex}
+        started = time.monotonic()
+        status, has_ended = 0, False
+
+        async def watched(message: Message) -> None:
+            nonlocal status, has_ended
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[_ID] = facts["id"]
+            elif not message.get("more_body", False):
+                has_ended = True
+            await send(message)
+
+        token = _current.set(facts)
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            _current.reset(token)
+            if self._enabled and not (status == 200 and path_of(scope) in (*PROBES, METRICS)):
+                _log_end(scope, facts, status if has_ended else 0, time.monotonic() - started)
+
+
+def _log_end(scope: Scope, facts: _Facts, status: int, seconds: float) -> None:
+    """`status`: 0 where the client went away before the answer had ended."""
+    client = scope.get("client") or ("unknown", 0)
+    told = {name: value for name, value in facts.items() if name != "id"}
+    log.info(
+        "request id=%s client=%s %s %s status=%s seconds=%.3f%s",
+        facts["id"],
+        client[0],
+        scope["method"],
+        # The path as it was sent, which has no spaces, and without the query.
+        scope["raw_path"].decode("ascii", "replace")[:_PATH_CHARACTERS],
+        status or "aborted",
+        seconds,
+        "".join(f" {name}={value}" for name, value in told.items()),
+    )
