@@ -1,6 +1,8 @@
 // y = x W^T + bias, for weights packed once into panels: at memory speed where tokens are few.
 #include "panel.h"
 
+#if SUITS
+
 // Tokens whose inputs stay in the cache while a panel meets them.
 #define BLOCK 96
 
@@ -64,3 +66,4 @@ void grouped_product(element *y, const element *x, long x_stride, const element 
                       ends[e] - t < BLOCK ? ends[e] - t : BLOCK);
         }
 }
+#endif

@@ -94,6 +94,8 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     except CannotCompile as reason:
         log.info("products of %s weights run by oneDNN: %s", dtype, reason)
         return None
+    if not library.suits():
+        return None
     library.product.restype = None
     library.product.argtypes = [_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG]
     library.grouped_product.restype = None

@@ -133,6 +133,16 @@ def test_grouped_product(dtype: torch.dtype, outputs: int, inputs: int) -> None:
     assert torch.equal(found, torch.cat(want))
 
 
+def test_products_are_compiled_only_where_they_are_used(dtype: torch.dtype) -> None:
+    """Elsewhere the compiler would spend 20 seconds on code that nothing calls."""
+    try:
+        library = compiler.load(Path(compiler.__file__).with_name("product.c"), dtype)
+    except compiler.CannotCompile as reason:
+        pytest.skip(str(reason))
+    assert bool(library.suits()) == hasattr(library, "product") == hasattr(library, "grouped_product")
+    assert packs(torch.empty(64, 64, dtype=dtype)) == bool(library.suits())
+
+
 def test_without_a_compiler_everything_runs_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

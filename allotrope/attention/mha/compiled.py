@@ -177,12 +177,14 @@ def _prefill_library(spec: MhaSpec) -> ctypes.CDLL | str:
         library = load(Path(__file__).with_name("prefill.c"), spec.kv_dtype, BLOCK=_BLOCK, **_sizes(spec))
     except CannotCompile as reason:
         return str(reason)
+    if not library.suits():
+        return UNSUITED
     library.attend_prompts.restype = None
     library.attend_prompts.argtypes = [
         _POINTER, _POINTER, _LONG, _POINTER, _Strides, _POINTER, _Strides, _LONG, _LONG, _POINTER, _LONG, _POINTER,
         _LONG, _LONG, _FLOAT, _POINTER,
     ]  # fmt: skip
-    return library if library.suits() else UNSUITED
+    return library
 
 
 def _sizes(spec: MhaSpec) -> dict[str, int]:

@@ -9,6 +9,8 @@
 
 #include "panel.h"
 
+#if SUITS
+
 #define KEYS 128
 // As many tokens as give about 256 rows.
 #define TOKENS (REPEAT <= 256 / BLOCK ? BLOCK : REPEAT < 256 ? 256 / REPEAT : 1)
@@ -215,3 +217,4 @@ void attend_prompts(element *out, const element *q, long q_stride, const element
                            scale, sinks ? sinks + g * REPEAT : 0);
             }
 }
+#endif
