@@ -27,7 +27,7 @@ def option(help: str, default: Any = dataclasses.MISSING, *, short: str | None =
 class EngineConfig:
     """What model runs, where, and with how much memory."""
 
-    model: str = option("Model: a Hugging Face directory, a .gguf file, or a hub id found in the local cache.")
+    model: str = option("Model: a Hugging Face directory, a .gguf file, or a hub id, fetched once.")
     tokenizer: str | None = option("Tokenizer directory or file, where it is not the model's own.", None)
     revision: str | None = option("Revision of a hub id.", None)
     hf_overrides: str | None = option("JSON object merged over the checkpoint's config.json.", None)

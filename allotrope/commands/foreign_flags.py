@@ -26,12 +26,16 @@ _NO_LORA = "adapters are not supported; merge them into the checkpoint"
 _NO_MEDIA = "only text is supported"
 _NO_TOOLS = "tool calls are not parsed; the model's text is returned as it is"
 _NO_REASONING = "reasoning is not parsed; the model's text is returned as it is"
-_NO_QUANT = "quantized execution is not supported; a .gguf file is dequantized when it is loaded"
+_QUANT = (
+    "weights are as the checkpoint has them: its own quantization is found and kept or dequantized "
+    "(--quantized-weights), and plain weights are not quantized here; leave it out"
+)
 _NO_SPECULATION = "speculative decoding is not supported"
 _NO_CONFIG_FILE = "write the options on the command line"
 _ALWAYS_CHUNKED = "prompts are always cut to --max-num-batched-tokens; set that instead"
 _NO_OFFLOAD = "caches stay in the device's own memory; see --kv-cache-memory-bytes"
-_MAMBA = "state caches follow the model; leave it out"
+_NO_TRANSFER = "caches are not shared with other servers, nor told about; leave it out"
+_STATES = "states are kept as the model needs them; see --state-dtype for their type"
 _HUB = "set the environment variable HF_HOME to choose where hub files lie"
 
 # vLLM's flag -> why it is refused and what to do.
@@ -63,7 +67,7 @@ UNSUPPORTED: dict[str, str] = {
     "--cudagraph-capture-sizes": _EAGER,
     "--max-cudagraph-capture-size": _EAGER,
     "--trust-remote-code": _NO_REMOTE_CODE,
-    "--model-impl": _NO_REMOTE_CODE,
+    "--model-impl": "models run on this engine's own layers alone; leave it out",
     "--code-revision": _NO_REMOTE_CODE,
     "--tokenizer-mode": "the tokenizer is chosen by its files; see --tokenizer",
     "--tokenizer-revision": "name a directory with --tokenizer instead",
@@ -74,9 +78,9 @@ UNSUPPORTED: dict[str, str] = {
     "--download-dir": _HUB,
     "--model-loader-extra-config": "loading has no further options; see --load-format",
     "--safetensors-load-strategy": "loading has no further options; see --load-format",
-    "--quantization": _NO_QUANT,
-    "-q": _NO_QUANT,
-    "--quantization-config": _NO_QUANT,
+    "--quantization": _QUANT,
+    "-q": _QUANT,
+    "--quantization-config": _QUANT,
     "--speculative-config": _NO_SPECULATION,
     "--spec-method": _NO_SPECULATION,
     "--spec-model": _NO_SPECULATION,
@@ -103,21 +107,21 @@ UNSUPPORTED: dict[str, str] = {
     "--no-enable-chunked-prefill": _ALWAYS_CHUNKED,
     "--long-prefill-token-threshold": _ALWAYS_CHUNKED,
     "--scheduling-policy": "requests run in the order of their arrival; leave it out",
-    "--async-scheduling": "leave it out",
+    "--async-scheduling": "steps overlap on a GPU by default; see --overlap",
     "--stream-interval": "each token is sent when it is ready; leave it out",
     "--max-logprobs": "requests may ask for up to 20; leave it out",
     "--num-gpu-blocks-override": "set the caches' size with --kv-cache-memory-bytes",
-    "--kv-transfer-config": _NO_OFFLOAD,
-    "--kv-events-config": _NO_OFFLOAD,
+    "--kv-transfer-config": _NO_TRANSFER,
+    "--kv-events-config": _NO_TRANSFER,
     "--kv-offloading-size": _NO_OFFLOAD,
-    "--cpu-offload-gb": _NO_OFFLOAD,
+    "--cpu-offload-gb": "weights stay in the device's own memory; share them with --tensor-parallel-size",
     "--swap-space": _NO_OFFLOAD,
-    "--prefix-caching-hash-algo": "cached pages are compared by their tokens; leave it out",
-    "--disable-hybrid-kv-cache-manager": "each kind of layer always has its own pool; leave it out",
+    "--prefix-caching-hash-algo": "keys of cached pages are always BLAKE2b hashes; leave it out",
+    "--disable-hybrid-kv-cache-manager": "each kind of layer always keeps what it needs itself; leave it out",
     "--disable-sliding-window": "a model's window is part of its result and is never turned off",
-    "--mamba-cache-mode": _MAMBA,
-    "--mamba-cache-dtype": _MAMBA,
-    "--mamba-block-size": _MAMBA,
+    "--mamba-cache-mode": _STATES,
+    "--mamba-cache-dtype": _STATES,
+    "--mamba-block-size": _STATES,
     "--enable-sleep-mode": "the engine does not sleep; stop the server instead",
     "--otlp-traces-endpoint": "tracing is not supported; see /metrics",
     "--profiler-config": "profiling over HTTP is not supported",
@@ -134,8 +138,8 @@ UNSUPPORTED: dict[str, str] = {
     "--enable-server-load-tracking": "/load is always there; leave it out",
     "--enable-offline-docs": "/docs never asks another host; leave it out",
     "--disable-log-stats": "figures are under /metrics; leave it out",
-    "--uvicorn-log-level": "leave it out",
     "--disable-uvicorn-access-log": "requests are logged with --enable-log-requests only; leave it out",
+    "--uvicorn-log-level": "set the environment variable ALLOTROPE_LOGGING_LEVEL",
     "--uds": "listen with --host and --port",
     "--ssl-keyfile": "end TLS in a proxy in front of the server",
     "--ssl-certfile": "end TLS in a proxy in front of the server",

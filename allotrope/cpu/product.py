@@ -86,7 +86,7 @@ def packs(weight: torch.Tensor) -> bool:
 
 @functools.cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The functions for a type, if this machine has what they are made for. It is said once where oneDNN multiplies."""
+    """The functions for a type, if this machine has what they are made for. Why oneDNN multiplies is said once."""
     try:
         library = load(Path(__file__).with_name("product.c"), dtype)
         if not library.suits():

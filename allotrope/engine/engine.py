@@ -207,7 +207,7 @@ class Engine:
             reasons.append("an observer may replace tokens")
         if config.tensor_parallel_size > 1:
             reasons.append(
-                f"tensor_parallel_size={config.tensor_parallel_size} (needs 1: only rank 0 knows the sampled tokens)"
+                f"tensor_parallel_size={config.tensor_parallel_size} (needs 1: rank 0 alone knows the sampled tokens)"
             )
         if reasons:
             log.info("steps do not overlap (no async scheduling): %s", "; ".join(reasons))

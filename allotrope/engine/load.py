@@ -161,9 +161,16 @@ def utilization(config: EngineConfig, device: torch.device) -> float:
 def plan_within(blueprint: Blueprint, config: EngineConfig, room: int, available: int) -> MemoryPlan:
     """The memory plan in `room` bytes of `available` ones. Raises ConfigError if one long sequence does not fit."""
     if room <= 0:
-        advice = " Try --dtype bfloat16." if blueprint.build.dtype == torch.float32 else ""
+        weights, advice = blueprint.weight_bytes, ""
+        if blueprint.build.dtype == torch.float32:
+            advice = " Try --dtype bfloat16."
+        if weights >= available:
+            raise ConfigError(f"the weights do not fit: they take {weights} bytes, and {available} are free.{advice}")
+        share = utilization(config, blueprint.build.device)
         raise ConfigError(
-            f"the weights do not fit: they take {blueprint.weight_bytes} bytes, and {available} are free.{advice}"
+            f"nothing is left for caches: memory_utilization={share:g} of {available} free bytes is "
+            f"{int(available * share)}, which the weights ({weights} bytes), libraries and the largest step fill. Try "
+            f"a larger --memory-utilization, or a --max-num-batched-tokens below {blueprint.step_tokens}."
         )
     return plan_memory(blueprint.groups, _demand(blueprint, config), room)
 

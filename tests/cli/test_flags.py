@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -63,6 +64,34 @@ def other_value(config: type, field: dataclasses.Field[Any]) -> tuple[str, Any]:
         return "text", ("text",)
     assert str in kinds, f"{field.name}: {hint} has no flag test"
     return ("/text", "/text") if field.name == "root_path" else ("text", "text")
+
+
+def test_refusals_name_options_that_exist() -> None:
+    """What a refused flag's reason tells to use is a flag of ours; and no reason is only to leave the flag out."""
+    ours = {flag for _, field in SERVE_FIELDS for flag in flag_names(field)}
+    ours |= {f"--{field.name.replace('_', '-')}" for _, field in SERVE_FIELDS}
+    ours |= {f"--no-{field.name.replace('_', '-')}" for _, field in SERVE_FIELDS if field.type == "bool"}
+    for flag, reason in UNSUPPORTED.items():
+        assert set(re.findall(r"--[a-z][\w-]*", reason)) <= ours, (flag, reason)
+        assert reason.removesuffix("leave it out").strip(" ;"), flag
+
+
+@pytest.mark.parametrize(
+    ("flag", "names"),
+    [
+        ("--quantization", "--quantized-weights"),
+        ("--quantization-config", "--quantized-weights"),
+        ("--async-scheduling", "--overlap"),
+        ("--mamba-cache-dtype", "--state-dtype"),
+        ("--cpu-offload-gb", "--tensor-parallel-size"),
+    ],
+)
+def test_a_refusal_names_what_does_the_same(flag: str, names: str) -> None:
+    """What is there under another name is not called unsupported."""
+    status, output, _ = run("some-model", flag, "1")
+    assert status != 0
+    said = " ".join(output.split())
+    assert names in said and "not supported" not in said
 
 
 @pytest.mark.parametrize(("config", "field"), SERVE_FIELDS, ids=IDS)
