@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import itertools
+import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +16,11 @@ from typing import Any
 import torch
 
 from allotrope.errors import BackendError
+
+log = logging.getLogger("allotrope.attention")
+
+# The oldest and the newest Triton that the kernels are tested with.
+TRITON_VERSIONS = ((3, 6), (3, 9))
 
 
 @dataclass(frozen=True)
@@ -41,11 +50,45 @@ def runs_anywhere(spec: Any, device: torch.device) -> list[str]:
 
 
 def triton_reasons(device: torch.device) -> list[str]:
-    """Why no Triton kernel can run on `device`; without importing Triton."""
+    """Why no Triton kernel can run on `device`; Triton is not imported where it runs none."""
     reasons = [] if device.type == "cuda" else [f"device={device.type} (needs cuda)"]
     if importlib.util.find_spec("triton") is None:
         reasons.append("triton is not installed")
+    elif not reasons:
+        reasons.extend(version_reasons(_triton_version()))
     return reasons
+
+
+@functools.cache
+def version_reasons(version: str) -> tuple[str, ...]:
+    """Why the kernels cannot be compiled by this version of Triton. One that is newer than those tested is tried, and
+    what may be wrong with it is said once."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    oldest, newest = (".".join(map(str, one)) for one in TRITON_VERSIONS)
+    if found is None:
+        log.warning(
+            "triton=%r is no version that can be read; the kernels are tested with %s to %s", version, oldest, newest
+        )
+        return ()
+    pair = (int(found[1]), int(found[2]))
+    if pair < TRITON_VERSIONS[0]:
+        return (f"triton={version} (needs {oldest} or newer: it lacks what the kernels call)",)
+    if pair > TRITON_VERSIONS[1]:
+        log.warning(
+            "triton=%s is newer than those the kernels are tested with (%s to %s): if one cannot be compiled, install "
+            "a tested version",
+            *(version, oldest, newest),
+        )
+    return ()
+
+
+@functools.cache
+def _triton_version() -> str:
+    """The installed version; builds for some chips come under other names, and only the package itself knows it."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return str(importlib.import_module("triton").__version__)
 
 
 def lazily(module: str, name: str) -> Callable[..., Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 
-from allotrope.attention.backend import choose, parse_wanted
+from allotrope.attention.backend import TRITON_VERSIONS, choose, parse_wanted, triton_reasons, version_reasons
 from allotrope.attention.check import cases
 from allotrope.attention.mha import MHA
 from allotrope.errors import BackendError
@@ -33,6 +36,48 @@ def test_a_refusal_gives_every_reason_and_what_would_work() -> None:
         assert fact in str(found.value)
     with pytest.raises(BackendError, match=r"no backend 'flash'; it has: .*cpu, reference"):
         choose("mha", MHA.backends, SPEC, CPU, "flash")
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1+gitabc", "3.9.0", "3.9.0rc1"])
+def test_tested_versions_of_triton_are_silent(version: str, caplog: pytest.LogCaptureFixture) -> None:
+    version_reasons.cache_clear()
+    assert version_reasons(version) == () and not caplog.messages
+
+
+@pytest.mark.parametrize("version", ["2.3.1", "3.5.1", "3.0.0+rocm"])
+def test_a_version_of_triton_that_is_too_old_is_a_reason(version: str) -> None:
+    (reason,) = version_reasons(version)
+    assert f"triton={version} (needs 3.6 or newer" in reason
+
+
+@pytest.mark.parametrize("version", ["3.10.0", "4.0.0", "main"])
+def test_an_unknown_version_of_triton_is_said_once(version: str, caplog: pytest.LogCaptureFixture) -> None:
+    version_reasons.cache_clear()
+    for _ in range(3):
+        assert version_reasons(version) == ()
+    (said,) = caplog.messages
+    assert version in said and "3.6 to 3.9" in said
+
+
+def test_the_version_is_looked_at_where_a_kernel_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    version_reasons.cache_clear()
+    assert triton_reasons(torch.device("cuda")) == []
+    monkeypatch.setattr("allotrope.attention.backend.TRITON_VERSIONS", ((99, 0), (99, 9)))
+    version_reasons.cache_clear()
+    (reason,) = triton_reasons(torch.device("cuda"))
+    version_reasons.cache_clear()
+    assert reason.startswith(f"triton={triton.__version__.split('+')[0]}") and "needs 99.0 or newer" in reason
+    assert triton_reasons(CPU) == ["device=cpu (needs cuda)"]
+
+
+def test_versions_that_are_accepted_are_those_that_kernels_are_tested_with() -> None:
+    """What can be installed is what is not warned of."""
+    stated = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (pinned,) = [one for one in stated["optional-dependencies"]["dev"] if one.startswith("triton")]
+    (low, high) = re.findall(r"[>=<]+(\d+\.\d+)", pinned)
+    oldest, newest = (tuple(map(int, text.split("."))) for text in (low, high))
+    assert oldest == TRITON_VERSIONS[0] and newest == (TRITON_VERSIONS[1][0], TRITON_VERSIONS[1][1] + 1)
 
 
 def test_wanted_backends_are_parsed_strictly() -> None:
