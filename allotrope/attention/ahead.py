@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allotrope.attention.dropped_nan import dropping
 from allotrope.attention.early import launched_early
 
 SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
@@ -54,7 +55,8 @@ class Variant:
 class Compiled:
     """What the compiler made of a variant. `shared`: bytes. `spills`: to memory; registers (AMD) or bytes (NVIDIA).
     `early`: it is launched early, where chips know it. `orderly`: if so, it waits for its turn before it touches
-    memory, else it does not wait.
+    memory, else it does not wait. `dropped`: where it makes a number of what is none, though `extremes` does not say
+    that it may.
     """
 
     arch: str
@@ -64,6 +66,7 @@ class Compiled:
     spills: int
     early: bool
     orderly: bool
+    dropped: tuple[str, ...]
 
 
 def variants(arch: str, modules: Sequence[str] = MODULES) -> list[Variant]:
@@ -78,6 +81,9 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    from allotrope.attention import gluon_extremes
+    from allotrope.attention.extremes import PASS_OVER_NAN
+
     target = GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64)
     given = [variant.signature.get(name, "constexpr") for name in variant.kernel.arg_names]
     signature = {name: kind.removesuffix(":16") for name, kind in zip(variant.kernel.arg_names, given, strict=True)}
@@ -91,7 +97,9 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
     registers, spills = _nvidia(made.asm["cubin"]) if nvidia else _amd(made.asm["amdgcn"])
     early = launched_early(variant.kernel)
     orderly = not nvidia or (_waits_first if early else _never_waits)(made.asm["ptx"])
-    return Compiled(arch, variant.name, made.metadata.shared, registers, spills, early, orderly)
+    may = (*PASS_OVER_NAN, *gluon_extremes.PASS_OVER_NAN)
+    dropped = dropping(made.asm["ttgir"], made.asm["ptx" if nvidia else "amdgcn"], nvidia, may)
+    return Compiled(arch, variant.name, made.metadata.shared, registers, spills, early, orderly, tuple(dropped))
 
 
 def _waits_first(ptx: str) -> bool:

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import clamped
 from allotrope.attention.rope import Rotation
 from allotrope.attention.rope_store import HeadSpec, Rows
 from allotrope.attention.tile_sizes import cdiv, next_power_of_2
@@ -26,7 +27,7 @@ _FP8_MAX = tl.constexpr(448.0)
 def _stored(x, scale, pool, FP8: tl.constexpr):
     """What a pool holds of `x`."""
     if FP8:
-        x = tl.minimum(tl.maximum(x / scale, -_FP8_MAX), _FP8_MAX)
+        x = clamped(x / scale, _FP8_MAX)
     return x.to(pool.dtype.element_ty)
 
 

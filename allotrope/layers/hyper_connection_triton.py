@@ -19,6 +19,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import highest
 from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def collapse_kernel(
         cell = tl.arange(0, N * N)
         c = _mixed(sums, token, 2 * N, cell, runs, root, base, tl.load(scale + 2), BLOCK, RUNS)
         c = tl.reshape(c, [N, N])
-        c = tl.exp(c - tl.max(c, axis=1)[:, None])
+        c = tl.exp(c - highest(c, 1)[:, None])
         c = c / tl.sum(c, axis=1)[:, None] + eps
         c = c / (tl.sum(c, axis=0)[None, :] + eps)
         for _ in range(iterations - 1):

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import at_most, clamped
 from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2}
@@ -21,8 +22,8 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2}
 def gate(x, y, slope, limit, offset, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
     """act(x) * (y + offset), all fp32."""
     if LIMIT:
-        x = tl.minimum(x, limit)
-        y = tl.minimum(tl.maximum(y, -limit), limit)
+        x = at_most(x, limit)
+        y = clamped(y, limit)
     y += offset
     if ACTIVATION == 0:
         value = x * tl.sigmoid(slope * x) * y

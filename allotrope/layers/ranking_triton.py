@@ -13,6 +13,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import highest
 from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 from allotrope.layers.ranking import TokenScores
 
@@ -47,7 +48,7 @@ def segment_scores_kernel(
     there = column < vocab
     z = tl.load(logits + row * row_stride + column, mask=there, other=-float("inf")).to(tl.float32)
     scored = tl.load(logits + row * row_stride + tl.maximum(tl.load(token_ids + row), 0)).to(tl.float32)
-    peak = tl.max(z, axis=0)
+    peak = highest(z, 0)
     base = tl.where(peak == -float("inf"), 0.0, peak)
     place = row * segments + segment
     tl.store(peaks + place, peak)
@@ -71,7 +72,7 @@ def scores_kernel(
     segment = tl.arange(0, SEGMENTS)
     there, place = segment < segments, row * segments + segment
     part = tl.load(peaks + place, mask=there, other=-float("inf"))
-    peak = tl.max(part, axis=0)
+    peak = highest(part, 0)
     total = tl.sum(tl.load(sums + place, mask=there, other=0.0) * tl.exp(part - peak), axis=0)
     norm = tl.log(total)
     scored = tl.load(logits + row * row_stride + tl.maximum(tl.load(token_ids + row), 0)).to(tl.float32)

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import at_most, highest
 from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 from allotrope.layers.router import Score
 
@@ -52,7 +53,7 @@ def _score(z, peak, total, SCORE: tl.constexpr):
         score = tl.sigmoid(z)
     else:
         # log(1 + e), where 1 + e has lost digits of e, is mended by the part that it has kept of it.
-        grown = tl.exp(tl.minimum(z, 20.0))
+        grown = tl.exp(at_most(z, 20.0))
         above = 1.0 + grown
         kept = above - 1.0
         mended = tl.log(above) * tl.div_rn(grown, tl.where(kept == 0, 1.0, kept))
@@ -108,7 +109,7 @@ def route_kernel(
     z = tl.load(row + expert, mask=there, other=-float("inf"))
     peak, total = 0.0, 1.0
     if SCORE == 0:
-        peak = tl.max(z)
+        peak = highest(z, None)
         total = tl.sum(tl.exp(z - peak))
     score = _score(z, peak, total, SCORE)
     if CORRECTED:
@@ -160,7 +161,7 @@ def looked_up_kernel(
     if SCORE == 0:
         expert = tl.arange(0, EXPERTS)
         z = tl.load(row + expert, mask=expert < count, other=-float("inf"))
-        peak = tl.max(z)
+        peak = highest(z, None)
         total = tl.sum(tl.exp(z - peak))
     _weigh(row, weights, experts, token, slot, picks, peak, total, scale, TOPK, SCORE, NORMALIZE)
 

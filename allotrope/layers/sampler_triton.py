@@ -17,6 +17,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import at_least
 from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 from allotrope.layers.ranking_triton import NOTHING, SEGMENT, key_of, logit_of
 from allotrope.layers.sampler import RandomRows, SamplingStep
@@ -36,7 +37,7 @@ _ABSENT = tl.constexpr(-0x80000000)
 @triton.jit
 def _weight(z, peak, temperature):
     """floor(2^40 exp((z - peak) / temperature)), int64."""
-    scaled = tl.div_rn(z - peak, tl.maximum(temperature, _LEAST_TEMPERATURE))
+    scaled = tl.div_rn(z - peak, at_least(temperature, _LEAST_TEMPERATURE))
     return (tl.exp(scaled) * _UNIT).to(tl.int64)
 
 
@@ -120,7 +121,7 @@ def draw_whole_kernel(
 def _edge(peak, temperature, j, EDGES: tl.constexpr):
     """Key of the j-th logit that candidates may begin at: near the best closer together, the last at `_REACH`."""
     part = (tl.full([], 1, tl.float32) + j) / EDGES
-    return key_of(peak - _REACH * part * tl.sqrt(part) * tl.maximum(temperature, _LEAST_TEMPERATURE))
+    return key_of(peak - _REACH * part * tl.sqrt(part) * at_least(temperature, _LEAST_TEMPERATURE))
 
 
 @early_jit

@@ -15,6 +15,7 @@ from allotrope.attention.ahead import Variant
 from allotrope.attention.csa.rows import BLOCK
 from allotrope.attention.csa.triton_store import SCALED, pair_angles, turn
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import higher_of, highest
 from allotrope.attention.tile_sizes import next_power_of_2
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -60,7 +61,7 @@ def _meet(q, k, valid, top, total, summed, scale, PRECISION: tl.constexpr):
     """One more tile of rows `k` [n, D] for queries `q` [h, D]. `scale`: of logits, to base 2."""
     logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     logits = tl.where(valid[None, :], logits, float("-inf"))
-    best = tl.maximum(top, tl.max(logits, axis=1))
+    best = higher_of(top, highest(logits, 1))
     safe = tl.where(best == float("-inf"), 0.0, best)
     share = tl.exp2(logits - safe[:, None])
     fade = tl.exp2(top - safe)
@@ -116,11 +117,11 @@ def attend_kernel(
         mean = summed * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
         there = inside & (begin < end)
         tl.store(partial + at[:, None] * D + lane[None, :], mean.to(partial.dtype.element_ty), mask=there)
-        some = total > 0
-        tl.store(stats + at, tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf")), mask=in_head)
+        none = total == 0
+        tl.store(stats + at, tl.where(none, float("-inf"), top + tl.log2(tl.where(none, 1.0, total))), mask=in_head)
     else:
         sink = tl.load(sinks + head, mask=in_head, other=float("-inf")).to(tl.float32) * _LOG2_E
-        best = tl.maximum(top, sink)
+        best = higher_of(top, sink)
         safe = tl.where(best == float("-inf"), 0.0, best)
         fade = tl.exp2(top - safe)
         weight = total * fade + tl.exp2(sink - safe)
@@ -147,7 +148,7 @@ def combine_kernel(
     best = sink
     for split in tl.static_range(SPLITS):
         at = (token.to(tl.int64) * SPLITS + split) * H + head
-        best = tl.maximum(best, tl.load(stats + at, mask=in_head, other=float("-inf")))
+        best = higher_of(best, tl.load(stats + at, mask=in_head, other=float("-inf")))
     safe = tl.where(best == float("-inf"), 0.0, best)
     weight = tl.exp2(sink - safe)
     summed = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)

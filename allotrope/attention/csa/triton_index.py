@@ -17,6 +17,7 @@ from allotrope.attention.batch import PageIndex
 from allotrope.attention.csa.spec import IndexerSpec
 from allotrope.attention.csa.triton_store import pair_angles, turn
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import at_least
 from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
 
@@ -47,7 +48,7 @@ def score_kernel(
     k = tl.load(keys + at[:, None] + lane[None, :], mask=there[:, None] & (lane < D)[None, :], other=0.0)
     hits = tl.dot(k.to(x.dtype), tl.trans(x), input_precision=PRECISION)
     share = tl.load(weights + token.to(tl.int64) * weights_token + head, mask=head < HEADS, other=0.0)
-    score = tl.sum(tl.maximum(hits, 0.0) * (share.to(tl.float32) * factor)[None, :], axis=1)
+    score = tl.sum(at_least(hits, 0.0) * (share.to(tl.float32) * factor)[None, :], axis=1)
     tl.store(scores + tl.program_id(0).to(tl.int64) * scores_token + entry, score, mask=there)
 
 

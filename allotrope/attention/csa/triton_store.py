@@ -17,6 +17,7 @@ import triton.language as tl
 from allotrope.attention.ahead import Variant
 from allotrope.attention.csa.rows import BLOCK
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import clamped, higher_of, highest, largest_of
 from allotrope.attention.mla.rows import FP8_MAX
 from allotrope.attention.mla.triton_store import power_of_two
 from allotrope.attention.tile_sizes import next_power_of_2
@@ -59,10 +60,10 @@ def _store_row(
         x = tl.where(lane < D, x, 0.0)
         groups = tl.reshape(x, [BLOCK_D // _GROUP, _GROUP])
         group = tl.arange(0, BLOCK_D // _GROUP)
-        factor = power_of_two(tl.max(tl.abs(groups), axis=1))
+        factor = power_of_two(largest_of(groups, 1))
         exponent = factor.to(tl.int32, bitcast=True) >> 23
         code = tl.reshape(groups / factor[:, None], [BLOCK_D])
-        code = tl.minimum(tl.maximum(code, -_LARGEST), _LARGEST)
+        code = clamped(code, _LARGEST)
         tl.store(codes + page * code_page + row * code_row + lane, code.to(tl.float8e4nv), mask=lane < plain)
         to = tail + page * tail_page + row * tail_row + plain // 2 + (lane - plain)
         tl.store(to, x.to(tl.bfloat16), mask=(lane >= plain) & (lane < D))
@@ -72,7 +73,7 @@ def _store_row(
         tl.store(to + spare, tl.zeros([8], tl.uint8), mask=spare < (plain // _GROUP + 7) // 8 * 8)
     else:
         if FORMAT == PER_TENSOR:
-            x = tl.minimum(tl.maximum(x * inverse, -_LARGEST), _LARGEST)
+            x = clamped(x * inverse, _LARGEST)
         tl.store(codes + page * code_page + row * code_row + lane, x.to(codes.dtype.element_ty), mask=lane < D)
 
 
@@ -145,7 +146,7 @@ def _compress(
             score += tl.load(bias + (at % RATIO * width)[:, None] + column, mask=new, other=0.0).to(tl.float32)
             score += tl.load(saved + width, mask=old, other=0.0)
             score = tl.where(counts[:, None], score, float("-inf"))
-            best = tl.maximum(top, tl.max(score, axis=0))
+            best = higher_of(top, highest(score, 0))
             safe = tl.where(best == float("-inf"), 0.0, best)
             share = tl.exp(score - safe[None, :])
             fade = tl.exp(top - safe)

@@ -23,6 +23,7 @@ from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import PageIndex
 from allotrope.attention.dsa.spec import IndexerSpec
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import at_least, clamped, largest_of
 from allotrope.attention.mla.rows import FP8_MAX
 from allotrope.attention.mla.triton_decode import Queries, arch_of
 from allotrope.attention.mla.triton_store import power_of_two
@@ -71,7 +72,7 @@ def prefill_config(arch: str, dtype: torch.dtype, scaled: bool) -> Config:
 @triton.jit
 def _codes(x, factor):
     """x / factor on the grid of e4m3, saturated."""
-    return tl.minimum(tl.maximum(x / factor, -_LARGEST), _LARGEST).to(tl.float8e4nv)
+    return clamped(x / factor, _LARGEST).to(tl.float8e4nv)
 
 
 @early_jit
@@ -91,7 +92,7 @@ def store_kernel(
     to = pool + (page * k_page + offset * k_row)
     if SCALED:
         keys = keys.to(tl.float32)
-        factor = power_of_two(tl.max(tl.abs(keys), 1))
+        factor = power_of_two(largest_of(keys, 1))
         tl.store(factors + (page * f_page + offset * f_row), factor, mask=kept)
         tl.store(to[:, None] + dim[None, :], _codes(keys, factor[:, None]), mask=there)
     else:
@@ -145,7 +146,7 @@ def decode_kernel(
         share = tl.load(weights + query * w_t + head, mask=head < HEADS, other=0.0).to(tl.float32)
         if SCALED:
             wide = queries.to(tl.float32)
-            factor = power_of_two(tl.max(tl.abs(wide), 1))
+            factor = power_of_two(largest_of(wide, 1))
             codes = _codes(wide, factor[:, None])
             queries = codes if NATIVE else codes.to(queries.dtype)
             share = share * factor
@@ -156,7 +157,7 @@ def decode_kernel(
                 D, PAGE, BLOCK_D, KEYS, SCALED,
             )  # fmt: skip
             hits = tl.dot(keys, tl.trans(queries), input_precision="ieee")
-            found = tl.sum(tl.maximum(hits, 0.0) * share[None, :], 1) * root
+            found = tl.sum(at_least(hits, 0.0) * share[None, :], 1) * root
             if SCALED:
                 found = found * lengths
             key = start + tl.arange(0, KEYS)
@@ -200,11 +201,11 @@ def prefill_kernel(
             share = tl.load(weights + token * w_t + head, mask=real, other=0.0).to(tl.float32)
             if SCALED:
                 wide = queries.to(tl.float32)
-                factor = power_of_two(tl.max(tl.abs(wide), 1))
+                factor = power_of_two(largest_of(wide, 1))
                 queries = _codes(wide, factor[:, None]).to(kind)
                 share = share * factor
             hits = tl.dot(queries, keys, input_precision="ieee")
-            found += tl.maximum(hits, 0.0) * share[:, None]
+            found += at_least(hits, 0.0) * share[:, None]
         found = found * root
         if SCALED:
             found = found * lengths[None, :]

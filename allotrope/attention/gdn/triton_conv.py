@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import clamped
 from allotrope.attention.gdn.spec import KERNEL_CHUNK
 from allotrope.attention.gdn.triton_gates import silu
 from allotrope.attention.tile_sizes import next_power_of_2
@@ -69,7 +70,7 @@ def conv_kernel(
         y = tl.where(inside[None, :], y, 0.0)
         y *= tl.rsqrt(tl.sum(y * y, axis=1) + eps)[:, None] * tl.where(head < KEY_HEADS, scale, 1.0)
     else:
-        y = tl.minimum(tl.maximum(y, -65504.0), 65504.0) * value_scale
+        y = clamped(y, 65504.0) * value_scale
     width: tl.constexpr = 2 * KEY_HEADS * DK + VALUE_HEADS * DV
     to = mixed + (begin + place).to(tl.int64) * width + (line * width)[:, None] + channel[None, :]
     tl.store(to, y.to(mixed.dtype.element_ty), mask=(line < length - place)[:, None] & inside[None, :])

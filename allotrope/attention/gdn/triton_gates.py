@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from allotrope.attention.extremes import at_least
+
 
 @triton.jit
 def softplus(x):
@@ -14,7 +16,7 @@ def softplus(x):
     s = z / (2.0 + z)
     t = s * s
     tail = t * (1 / 9 + t * (1 / 11 + t * (1 / 13)))
-    return tl.maximum(x, 0.0) + 2.0 * s * (1.0 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + tail))))
+    return at_least(x, 0.0) + 2.0 * s * (1.0 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + tail))))
 
 
 @triton.jit

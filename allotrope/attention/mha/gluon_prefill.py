@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early
+from allotrope.attention.gluon_extremes import higher_of, highest
 from allotrope.attention.gluon_ring import ring
 from allotrope.attention.gluon_versions import barrier
 from allotrope.attention.gluon_zero import unknown_zero
@@ -83,7 +84,7 @@ def _weigh(logits, top, total, at, start, scale, softcap, window, MASK: gl.const
         key = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
         behind = gl.expand_dims(at, 1) - gl.expand_dims(key, 0)
         logits = gl.where((behind >= 0) & (behind < window), logits, float("-inf"))
-    higher = gl.maximum(top, gl.max(logits, 1) * factor)
+    higher = higher_of(top, highest(logits, 1) * factor)
     weights = gl.exp2(logits * factor - gl.expand_dims(higher, 1))
     fade = gl.exp2(top - higher)
     return weights, higher, total * fade + gl.sum(weights, 1), fade
@@ -155,7 +156,7 @@ def _attend(
     if SINKS:
         real = lane // HEADS < count
         sink = gl.load(sinks + part * HEADS + lane % HEADS, mask=real, other=0.0).to(gl.float32) * _LOG2E
-        higher = gl.maximum(top, sink)
+        higher = higher_of(top, sink)
         fade = gl.exp2(top - higher)
         total = total * fade + gl.exp2(sink - higher)
         factor = fade * v_scale / total

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import higher_of, highest
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
@@ -145,7 +146,7 @@ def decode_kernel(
             keys = keys.to(queries.dtype)
             logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
             logits = tl.where(seen[None, :], _capped(logits, scale, softcap, SOFTCAP), float("-inf"))
-            higher = tl.maximum(top, tl.max(logits, 1))
+            higher = higher_of(top, highest(logits, 1))
             weights = tl.exp2(logits - higher[:, None])
             fade = tl.exp2(top - higher)
             total = total * fade + tl.sum(weights, 1)
@@ -166,7 +167,7 @@ def decode_kernel(
         if DIRECT:
             if SINKS:
                 sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * _LOG2E
-                higher = tl.maximum(level, sink)
+                higher = higher_of(level, sink)
                 weight = tl.exp2(level - higher)
                 mixed = mixed * weight[:, None] / (weight + tl.exp2(sink - higher))[:, None]
             to = out + request * out_t + head[:, None] * out_h + value_dim[None, :]
@@ -191,11 +192,11 @@ def merge_kernel(
     dim = tl.arange(0, BLOCK_DV)
     place = (request * H + head) * capacity
     every = tl.arange(0, MOST)
-    top = tl.max(tl.load(lse + place + every, mask=every < chunks, other=_LOWEST), 0)
+    top = highest(tl.load(lse + place + every, mask=every < chunks, other=_LOWEST), 0)
     total = 0.0
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * _LOG2E
-        top = tl.maximum(top, sink)
+        top = higher_of(top, sink)
     mixed = tl.zeros([BLOCK_DV], tl.float32)
     for start in range(0, chunks, STEP):
         index = start + tl.arange(0, STEP)

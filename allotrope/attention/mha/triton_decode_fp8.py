@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import at_least, higher_of, highest, largest_of
 from allotrope.attention.mha.triton_decode import _LOG2E, _LOWEST, _capped, _chunks
 
 
@@ -81,8 +82,8 @@ def decode_kernel(
     here = q + request * q_t + head[:, None] * q_h + 2 * word[None, :]
     q_even = tl.load(here, mask=real[:, None] & in_dim[None, :], other=0.0).to(tl.float32)
     q_odd = tl.load(here + 1, mask=real[:, None] & in_dim[None, :], other=0.0).to(tl.float32)
-    largest = tl.max(tl.maximum(tl.abs(q_even), tl.abs(q_odd)), 1)
-    power = tl.exp2(tl.floor(tl.log2(tl.maximum(largest, 1.0e-30))))
+    largest = higher_of(largest_of(q_even, 1), largest_of(q_odd, 1))
+    power = tl.exp2(tl.floor(tl.log2(at_least(largest, 1.0e-30))))
     q_even = (q_even / power[:, None]).to(tl.float16)
     q_odd = (q_odd / power[:, None]).to(tl.float16)
     power = power * 256.0
@@ -121,7 +122,7 @@ def decode_kernel(
             logits = tl.dot(q_even, tl.trans(k_even))
             logits = tl.dot(q_odd, tl.trans(k_odd), logits) * power[:, None]
             logits = tl.where(seen[None, :], _capped(logits, scale, softcap, SOFTCAP), float("-inf"))
-            higher = tl.maximum(top, tl.max(logits, 1))
+            higher = higher_of(top, highest(logits, 1))
             weights = tl.exp2(logits - higher[:, None])
             fade = tl.exp2(top - higher)
             total = total * fade + tl.sum(weights, 1)
@@ -145,7 +146,7 @@ def decode_kernel(
         if DIRECT:
             if SINKS:
                 sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * _LOG2E
-                higher = tl.maximum(level, sink)
+                higher = higher_of(level, sink)
                 weight = tl.exp2(level - higher)
                 share = weight + tl.exp2(sink - higher)
                 even = even * weight[:, None] / share[:, None]

@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import BatchLayout
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import higher_of, highest
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.attention.mha.triton_decode import _LOG2E, _LOWEST, EVERYTHING, _capped
 from allotrope.attention.tile_sizes import next_power_of_2
@@ -165,10 +166,10 @@ def _softmax(logits, top, total, scale, softcap, SOFTCAP: tl.constexpr):
     """Weights of one tile against the running maximum; returns them, the new maximum and sum, and how the old fade."""
     if SOFTCAP:
         logits = _capped(logits, scale, softcap, True)
-        higher = tl.maximum(top, tl.max(logits, 1))
+        higher = higher_of(top, highest(logits, 1))
         weights = tl.exp2(logits - higher[:, None])
     else:
-        higher = tl.maximum(top, tl.max(logits, 1) * (scale * _LOG2E))
+        higher = higher_of(top, highest(logits, 1) * (scale * _LOG2E))
         weights = tl.exp2(logits * (scale * _LOG2E) - higher[:, None])
     fade = tl.exp2(top - higher)
     return weights, higher, total * fade + tl.sum(weights, 1), fade
@@ -253,7 +254,7 @@ def prefill_kernel(
         mixed = tl.dot(weights.to(queries.dtype), values, mixed * fade[:, None], input_precision="ieee")
     if SINKS:
         sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * _LOG2E
-        higher = tl.maximum(top, sink)
+        higher = higher_of(top, sink)
         fade = tl.exp2(top - higher)
         total = total * fade + tl.exp2(sink - higher)
         mixed = mixed * fade[:, None]

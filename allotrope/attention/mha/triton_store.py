@@ -12,6 +12,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import clamped
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.attention.tile_sizes import cdiv, next_power_of_2
 
@@ -25,7 +26,7 @@ def _quantized(x, scale, FP8: tl.constexpr):
     """x / scale, saturated, where rows are FP8; else x."""
     if FP8:
         x = tl.div_rn(x.to(tl.float32), tl.full(x.shape, 0.0, tl.float32) + scale)
-        x = tl.clamp(x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        x = clamped(x, _LARGEST)
     return x
 
 

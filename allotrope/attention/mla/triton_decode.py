@@ -21,6 +21,7 @@ import triton.language as tl
 from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import PageIndex
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import at_least, higher_of, highest
 from allotrope.attention.mla.rows import BLOCK
 from allotrope.attention.mla.spec import MlaSpec
 from allotrope.attention.mla.triton_store import planes
@@ -183,7 +184,7 @@ def attend_kernel(
                 logits = tl.dot(latent, tl.trans(latent_q), input_precision="ieee")
                 logits = tl.dot(tail, tl.trans(rope_q), logits, input_precision="ieee")
                 logits = tl.where(there[:, None], logits * factor, float("-inf"))
-                higher = tl.maximum(top, tl.max(logits, 0))
+                higher = higher_of(top, highest(logits, 0))
                 weights = tl.exp2(logits - higher[None, :])
                 fade = tl.exp2(top - higher)
                 total = total * fade + tl.sum(weights, 0)
@@ -193,7 +194,7 @@ def attend_kernel(
                 logits = tl.dot(latent_q, tl.trans(latent), input_precision="ieee")
                 logits = tl.dot(rope_q, tl.trans(tail), logits, input_precision="ieee")
                 logits = tl.where(there[None, :], logits * factor, float("-inf"))
-                higher = tl.maximum(top, tl.max(logits, 1))
+                higher = higher_of(top, highest(logits, 1))
                 weights = tl.exp2(logits - higher[:, None])
                 fade = tl.exp2(top - higher)
                 total = total * fade + tl.sum(weights, 1)
@@ -204,7 +205,7 @@ def attend_kernel(
         # The largest logit of a row adds 1, so the bound touches only queries that see nothing.
         if TURNED:
             mixed = tl.trans(mixed)
-        mixed = mixed * (kv_scale / tl.maximum(total, 1.0))[:, None]
+        mixed = mixed * (kv_scale / at_least(total, 1.0))[:, None]
         kept = real[:, None] & in_c[None, :]
         if DIRECT:
             to = out + query * out_t + head[:, None] * out_h + channel[None, :]
@@ -213,7 +214,7 @@ def attend_kernel(
             place = (query * splits + split) * H + head
             tl.store(partial + place[:, None] * C + channel[None, :], mixed, mask=kept)
             # A split whose picks are all -1 has found nothing, and weighs nothing.
-            found = tl.where(total > 0.0, top + tl.log2(tl.maximum(total, 1.0)), _LOWEST)
+            found = tl.where(total == 0.0, _LOWEST, top + tl.log2(at_least(total, 1.0)))
             tl.store(lse + place, found, mask=real)
 
 
@@ -241,8 +242,8 @@ def join_kernel(
         split = first + tl.arange(0, STEP)
         place = (query * splits + split) * H + head
         found = tl.load(lse + place, mask=split < used, other=_LOWEST)
-        higher = tl.maximum(top, tl.max(found, 0))
-        weight = tl.where(found > _LOWEST, tl.exp2(found - higher), 0.0)
+        higher = higher_of(top, highest(found, 0))
+        weight = tl.where(found == _LOWEST, 0.0, tl.exp2(found - higher))
         part = tl.load(
             partial + place[:, None] * C + channel[None, :], mask=(split < used)[:, None] & in_c[None, :], other=0.0
         )
@@ -250,7 +251,7 @@ def join_kernel(
         mixed = mixed * fade + tl.sum(part * weight[:, None], 0)
         total = total * fade + tl.sum(weight, 0)
         top = higher
-    mixed = mixed / tl.maximum(total, 1.0e-30)
+    mixed = mixed / at_least(total, 1.0e-30)
     tl.store(out + query * out_t + head * out_h + channel, mixed.to(out.dtype.element_ty), mask=in_c)
 
 

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from allotrope.attention.early import await_turn, early
+from allotrope.attention.gluon_extremes import at_least, higher_of, highest
 from allotrope.attention.gluon_versions import barrier
 from allotrope.attention.gluon_zero import unknown_zero
 from allotrope.attention.mla.triton_hopper_rows import HALF, KEYS, READ, ROPE, read, read_scaled
@@ -105,7 +106,7 @@ def _first(work, H: gl.constexpr, PICKED: gl.constexpr, DIRECT: gl.constexpr):
             q_left.index(zero), q_right.index(zero), q_rope.index(zero), a_left, a_right, a_rope,
             full.index(0), full.index(1), phase, there, factor,
         )  # fmt: skip
-        higher = gl.maximum(top, gl.max(logits, 1))
+        higher = higher_of(top, highest(logits, 1))
         numbers.index(0).store(higher)
         mbarrier.arrive(said.index(0), count=1)
         weights = gl.exp2(logits - higher[:, None])
@@ -152,9 +153,9 @@ def _second(work, H: gl.constexpr, PICKED: gl.constexpr, DIRECT: gl.constexpr):
             q_right.index(zero), q_left.index(zero), q_rope.index(zero), b_right, b_left, b_rope,
             full.index(3), full.index(2), phase, there, factor,
         )  # fmt: skip
-        own = gl.max(logits, 1)
+        own = highest(logits, 1)
         mbarrier.wait(said.index(0), phase)
-        higher = gl.maximum(numbers.index(0).load(gl.SliceLayout(1, _SCORES)), own)
+        higher = higher_of(numbers.index(0).load(gl.SliceLayout(1, _SCORES)), own)
         numbers.index(1).store(higher)
         mbarrier.arrive(said.index(1), count=1)
         weights = gl.exp2(logits - higher[:, None])
@@ -192,7 +193,7 @@ def _finish(
     row = head + gl.arange(0, _H, gl.SliceLayout(1, _SUMS))
     channel = WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(0, _SUMS))
     # The largest logit of a row adds 1, so the bound touches only queries that see nothing.
-    mixed = mixed * (kv_scale / gl.maximum(sum_of, 1.0))[:, None]
+    mixed = mixed * (kv_scale / at_least(sum_of, 1.0))[:, None]
     kept = row < H
     if not DIRECT:
         kept = kept & any_keys
@@ -200,7 +201,7 @@ def _finish(
     gl.store(to, mixed.to(out.dtype.element_ty), mask=kept[:, None])
     if not DIRECT and WHICH == 0:
         largest = gl.convert_layout(top, gl.SliceLayout(1, _SUMS))
-        found = gl.where(sum_of > 0.0, largest + gl.log2(gl.maximum(sum_of, 1.0)), _LOWEST)
+        found = gl.where(sum_of == 0.0, _LOWEST, largest + gl.log2(at_least(sum_of, 1.0)))
         gl.store(lse + row, found, mask=kept)
 
 

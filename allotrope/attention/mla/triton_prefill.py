@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import PageIndex
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import at_least, higher_of, highest
 from allotrope.attention.mla.plan import Span
 from allotrope.attention.mla.spec import MlaSpec
 from allotrope.attention.mla.triton_decode import _LOG2E, _LOWEST, _rows, arch_of
@@ -226,7 +227,7 @@ def _over_keys(
         if MASKED:
             seen = there[None, :] & ((first + row)[None, :] <= position[:, None])
             logits = tl.where(seen, logits, float("-inf"))
-        higher = tl.maximum(top, tl.max(logits, 1))
+        higher = higher_of(top, highest(logits, 1))
         weights = tl.exp2(logits - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(weights, 1)
@@ -288,14 +289,14 @@ def prefill_kernel(
         first, position, scale * _LOG2E, A, B, R, V, BLOCK_A, BLOCK_B, BLOCK_R, BLOCK_V, KEYS, True, PRECISION,
     )  # fmt: skip
     kept = real[:, None] & (values < V)[None, :]
-    mixed = mixed / tl.maximum(total, 1.0e-30)[:, None]
+    mixed = mixed / at_least(total, 1.0e-30)[:, None]
     to = out + row[:, None] * out_t + head * out_h + values[None, :]
     if JOINED:
-        found = tl.where(total > 0.0, top + tl.log2(tl.maximum(total, 1.0e-30)), _LOWEST)
+        found = tl.where(total == 0.0, _LOWEST, top + tl.log2(at_least(total, 1.0e-30)))
         at = held + (row[:, None] * H + head) * V + values[None, :]
         if tl.load(tile + 6) == 0:
             before = tl.load(lse + row * H + head, mask=real, other=_LOWEST)
-            higher = tl.maximum(before, found)
+            higher = higher_of(before, found)
             left, right = tl.exp2(before - higher), tl.exp2(found - higher)
             mixed = mixed * (right / (left + right))[:, None]
             mixed += tl.load(at, mask=kept, other=0.0) * (left / (left + right))[:, None]

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import at_least, clamped, largest_of
 from allotrope.attention.mla.rows import BLOCK, FP8_MAX
 from allotrope.attention.mla.spec import MlaSpec
 from allotrope.attention.tile_sizes import cdiv, next_power_of_2
@@ -25,7 +26,7 @@ _BLOCK = tl.constexpr(BLOCK)
 @triton.jit
 def power_of_two(largest):
     """The least power of two f with largest <= 448 f; 448 is 1.75 * 2^8."""
-    bits = tl.maximum(largest, 1.0e-4).to(tl.int32, bitcast=True)
+    bits = at_least(largest, 1.0e-4).to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     return (exponent << 23).to(tl.float32, bitcast=True)
 
@@ -52,7 +53,7 @@ def store_kernel(
     tail = tl.load(k_pe + token[:, None] * pe_t + rope[None, :], mask=in_r, other=0.0)
     if SCALED:
         blocks = tl.reshape(latent.to(tl.float32), (ROWS, BLOCK_C // _BLOCK, _BLOCK))
-        factor = power_of_two(tl.max(tl.abs(blocks), 2))
+        factor = power_of_two(largest_of(blocks, 2))
         block = tl.arange(0, BLOCK_C // _BLOCK)
         to = factors + (page * f_page + offset * f_row + C // 4)
         tl.store(to[:, None] + block[None, :], factor, mask=kept[:, None] & (block < C // _BLOCK)[None, :])
@@ -61,9 +62,9 @@ def store_kernel(
     elif FP8:
         latent = latent.to(tl.float32) * inverse
         tail = tail.to(tl.float32) * inverse
-        tail = tl.minimum(tl.maximum(tail, -_LARGEST), _LARGEST)
+        tail = clamped(tail, _LARGEST)
     if SCALED or FP8:
-        latent = tl.minimum(tl.maximum(latent, -_LARGEST), _LARGEST)
+        latent = clamped(latent, _LARGEST)
     c_to = c_pool + (page * c_page + offset * c_row)
     pe_to = pe_pool + (page * pe_page + offset * pe_row)
     tl.store(c_to[:, None] + channel[None, :], latent.to(c_pool.dtype.element_ty), mask=in_c)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early_jit
+from allotrope.attention.extremes import at_least, largest_of
 from allotrope.attention.mla.rows import FP8_MAX
 from allotrope.attention.tile_sizes import cdiv
 from allotrope.layers.quant.format import ACTIVATION_RUN, SMALLEST_SCALE
@@ -25,7 +26,7 @@ _LARGEST, _SMALLEST = tl.constexpr(FP8_MAX), tl.constexpr(SMALLEST_SCALE)
 @triton.jit
 def to_codes(x):
     """`x`: [n, 128] fp32. Returns codes and scales [n]. What `format.quantize_rows` does to runs."""
-    scale = tl.maximum(tl.max(tl.abs(x), 1) / _LARGEST, _SMALLEST)
+    scale = at_least(largest_of(x, 1) / _LARGEST, _SMALLEST)
     return (x / scale[:, None]).to(tl.float8e4nv), scale
 
 
