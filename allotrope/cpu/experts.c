@@ -24,11 +24,14 @@ static void score_all(float *scores, long experts, enum score kind) {
     }
 }
 
+// Whether a is larger than b; what is not a number is larger than all that are, so that it is chosen and seen.
+static inline int larger(float a, float b) { return a > b || (a != a && b == b); }
+
 // Take the largest of `values` that is not yet marked as taken, the first of equal ones, and mark it.
 static long take_largest(const float *values, char *taken, long count) {
     long best = -1;
     for (long i = 0; i < count; i++)
-        if (!taken[i] && (best < 0 || values[i] > values[best])) best = i;
+        if (!taken[i] && (best < 0 || larger(values[i], values[best]))) best = i;
     taken[best] = 1;
     return best;
 }

@@ -66,3 +66,25 @@ def test_it_reaches_the_output(family: str, name: str, changes: dict[str, Any], 
         # A query is its own token's; an entry is seen once it is closed; all else is seen by every later token.
         assert lost[SICK] or given == "kv_score", given
         assert lost[-1] or given.startswith("q"), given
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "splits"),
+    [
+        ("csa", "window_only", "allotrope.attention.csa.triton.split_count"),
+        ("mla", "small", "allotrope.attention.mla.triton_decode.split_count"),
+    ],
+)
+def test_a_split_of_keys_does_not_lose_it(family: str, name: str, splits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The split with the sick row is merged with a sound one, whichever comes first."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(splits, lambda *sizes: 2)
+    case = cases(family, torch.bfloat16)[name]
+    case = dataclasses.replace(case, lengths=(40,))
+    if family == "csa":
+        case = dataclasses.replace(case, spec=dataclasses.replace(case.spec, window=40))
+    rows = "kv" if family == "csa" else "c"
+    for sick in (2, 36):
+        replay = Replay(case, FAMILIES[family].backends[0], DEVICE)
+        replay.inputs.tokens[rows] = replay.inputs.tokens[rows].index_fill(0, torch.tensor([sick]), torch.nan)
+        assert replay.play([[(0, 39)], [(0, 1)]])[39].isnan().any(), sick

@@ -19,8 +19,10 @@ from allotrope.attention.mha import MHA
 from allotrope.attention.mha.compiled import rejects
 from allotrope.attention.rope import RopeSpec, RopeTable, rotate
 from allotrope.cpu import compiler
+from allotrope.cpu.experts import SCORES, expert_functions
 from allotrope.cpu.product import PackedStack, PackedWeight, packs
 from allotrope.cpu.rows import Rows, rows
+from allotrope.cpu.streams import stream_functions
 from allotrope.layers.mlp import Gating
 
 CPU = torch.device("cpu")
@@ -92,6 +94,49 @@ def test_gate_of_extremes(compiled: Rows, dtype: torch.dtype) -> None:
     got = compiled.gate(torch.cat((gate, torch.ones_like(gate)))[None], Gating().compiled)[0].float()
     assert torch.equal(got.isnan(), gate.isnan())
     assert torch.allclose(got[:7], torch.tensor([0, 0, 0, 0, 88, 200, 1e30]), rtol=5e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("half", [0, 1], ids=["gate", "up"])
+def test_a_bounded_gate_keeps_what_is_not_a_number(compiled: Rows, dtype: torch.dtype, half: int) -> None:
+    x = drawn(3, 2, 32, dtype=dtype)
+    x[1, half, 5] = torch.nan
+    got = compiled.gate(x.flatten(1), Gating(slope=1.702, limit=7.0, offset=1.0).compiled)
+    assert got.isnan().nonzero().tolist() == [[1, 5]]
+
+
+def test_norms_keep_what_is_not_a_number(compiled: Rows, dtype: torch.dtype) -> None:
+    x, weight = drawn(3, 2, 32, dtype=dtype), torch.ones(32)
+    x[1, 1, 5] = torch.nan
+    lost = torch.zeros(3, 2, 1, dtype=torch.bool).index_put((torch.tensor(1), torch.tensor(1)), torch.tensor(True))
+    assert torch.equal(compiled.normalize(x, weight, 0.25).isnan(), lost.expand(3, 2, 32))
+    opened = compiled.open(x, weight, drawn(3, 64, dtype=dtype), 0.25, True)
+    assert torch.equal(opened.view(3, 2, 32).isnan(), lost.expand(3, 2, 32))
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_an_expert_whose_score_is_not_a_number_is_chosen(score: str) -> None:
+    """Its weight then says so; an expert that is passed over would break in silence."""
+    compiled = expert_functions(torch.float32, CPU)
+    if compiled is None:
+        pytest.skip("there is no C compiler")
+    logits = drawn(2, 8, dtype=torch.float32)
+    logits[1, 6] = torch.nan
+    weights, chosen = compiled.route(logits, None, 2, (1, 1, 8), score, True, 1.0)
+    assert weights.isnan().all(1).tolist() == [False, True]
+    assert 6 in chosen[1].tolist() or score == "softmax"
+
+
+def test_mixed_streams_keep_what_is_not_a_number() -> None:
+    compiled = stream_functions(CPU)
+    if compiled is None:
+        pytest.skip("there is no C compiler")
+    mixes = drawn(3, 24, dtype=torch.float32)
+    for place in (0, 4, 9):
+        mixes[1] = drawn(24, dtype=torch.float32)
+        mixes[1, place] = torch.nan
+        found = compiled.mixing(mixes, torch.zeros(24), torch.ones(24), 4, 3, 1e-6)
+        lost = torch.stack([part.flatten(1).isnan().any(1) for part in found])
+        assert lost.any(0).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(("dim", "turned"), [(64, 64), (64, 16), (24, 8)])
