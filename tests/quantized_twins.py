@@ -11,7 +11,19 @@ from safetensors.torch import load_file, save_file
 
 from allotrope.layers.quant.format import Format, quantize
 
-NOT_QUANTIZED = ("embed", "lm_head", "head.weight", "norm", "conv", "gate.weight", "router", "A_log", "hc_", "ape")
+NOT_QUANTIZED = (
+    "embed",
+    "lm_head",
+    "head.weight",
+    "norm",
+    "conv",
+    "gate.weight",
+    "router",
+    "A_log",
+    "hc_",
+    "ape",
+    "weights_proj",
+)
 
 
 def write_twin(plain: Path, twin: Path, *, block: int = 16, mxfp4: bool = False, scheme: str = "block") -> Path:

@@ -77,6 +77,12 @@ def _panels(weight: torch.Tensor) -> torch.Tensor:
     return padded.unflatten(-1, (-1, pair)).unflatten(-3, (-1, _PANEL)).transpose(-3, -2).contiguous()
 
 
+def packed_bytes(weight: torch.Tensor) -> int:
+    """Bytes of a weight, [..., outputs, inputs], once it is packed."""
+    outputs = weight.shape[-2]
+    return weight.numel() // outputs * (outputs + -outputs % _PANEL) * weight.element_size()
+
+
 def packs(weight: torch.Tensor) -> bool:
     """Whether a weight can be packed here and is multiplied fastest so."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or weight.shape[1] % 2:

@@ -18,8 +18,9 @@ from allotrope.cache.groups import CacheGroup, group_caches
 from allotrope.cache.memory import Demand, MemoryPlan, plan_memory
 from allotrope.config import EngineConfig
 from allotrope.engine.step_limits import GPU_TOKENS, StepLimits, StepRoom, cpu_limits, gpu_limits
-from allotrope.errors import ConfigError
+from allotrope.errors import ConfigError, ModelError
 from allotrope.layers.build import Build
+from allotrope.layers.moe import Experts
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.quant.product import lasting_bytes
 from allotrope.models.checkpoint import Checkpoint, open_checkpoint
@@ -30,6 +31,7 @@ from allotrope.models.kept_formats import kept_formats
 from allotrope.models.registry import Architecture, read_spec
 from allotrope.models.row_scales import WithoutRowScales, attention_specs, set_row_scales
 from allotrope.models.spec import ModelSpec
+from allotrope.models.weight_formats import weight_formats
 from allotrope.models.weights import Loader, fill_random, finish
 
 log = logging.getLogger("allotrope.engine")
@@ -44,7 +46,7 @@ class Blueprint:
 
     `build`: how layers are made on this rank. `specs`: per layer, its attention on this rank. `shares`: layer ->
     earlier layer whose cache it reads. `max_model_len`: longest sequence. `limits`: of a step. `weight_bytes`: of the
-    weights that one rank holds.
+    weights that one rank holds. `unloadable`: why the weights can be planned but not loaded, empty if they can.
     """
 
     checkpoint: Checkpoint
@@ -57,6 +59,7 @@ class Blueprint:
     max_model_len: int
     limits: StepLimits
     weight_bytes: int
+    unloadable: str = ""
 
     @property
     def step_tokens(self) -> int:
@@ -107,16 +110,19 @@ def draw_up(
             f"was made for. Give at most that."
         )
     specs = attention_specs(spec, build, checkpoint.source)
-    if config.quantized_weights == "keep" or (config.quantized_weights == "auto" and build.device.type == "cuda"):
-        build = dataclasses.replace(
-            build, formats=kept_formats(WithoutRowScales(checkpoint), architecture, spec, build)
-        )
+    stated = weight_formats(checkpoint.config, checkpoint.source)
+    unloadable = stated.unloadable if stated is not None else ""
+    # What is planned alone is planned as it is released.
+    wanted = build.device.type == "cuda" or bool(unloadable)
+    if config.quantized_weights == "keep" or (config.quantized_weights == "auto" and wanted):
+        formats = kept_formats(WithoutRowScales(checkpoint), architecture, spec, build)
+        build = dataclasses.replace(build, formats=formats)
     shares = {i: layer.mixer.shares_cache_of for i, layer in enumerate(spec.layers)}
     owners = {i: owner for i, owner in shares.items() if owner is not None}
     caches = [{} if i in owners else one.caches() for i, one in enumerate(specs)]
     groups = group_caches(caches, config.page_size)
     longest = config.max_model_len or spec.context
-    weight_bytes = sum(lasting_bytes(*named) for named in _hollow(architecture, spec, build).named_parameters())
+    weight_bytes = _weight_bytes(_hollow(architecture, spec, build), build.device)
     if build.device.type == "cuda":
         free = free_memory(build.device) if available is None else available
         room = StepRoom(
@@ -129,11 +135,19 @@ def draw_up(
         limits = gpu_limits(config, room, preferred_tokens)
     else:
         limits = cpu_limits(config)
-    return Blueprint(checkpoint, architecture, spec, build, specs, owners, groups, longest, limits, weight_bytes)
+    return Blueprint(
+        checkpoint, architecture, spec, build, specs, owners, groups, longest, limits, weight_bytes, unloadable
+    )
 
 
 def _hollow(architecture: Architecture, spec: ModelSpec, build: Build) -> Decoder:
     return architecture.decoder(spec, dataclasses.replace(build, device=torch.device("meta")))
+
+
+def _weight_bytes(model: Decoder, device: torch.device) -> int:
+    """Bytes of a rank's weights on `device`. `model`: made without memory."""
+    copies = sum(module.copied_bytes(device) for module in model.modules() if isinstance(module, Experts))
+    return copies + sum(lasting_bytes(name, one, device) for name, one in model.named_parameters())
 
 
 def plan_caches(blueprint: Blueprint, config: EngineConfig, available: int | None = None) -> MemoryPlan:
@@ -187,8 +201,11 @@ def _demand(blueprint: Blueprint, config: EngineConfig) -> Demand:
 def load_model(blueprint: Blueprint, seed: int, asked: str = "auto") -> Decoder:
     """Make the model and fill it: from the checkpoint, or with random weights where it brings none.
 
-    `asked`: the option `quantized_weights`, which the log names where weights are dequantized.
+    `asked`: the option `quantized_weights`, which the log names where weights are dequantized. Raises ModelError for
+    weights that can only be planned, and for those that do not fit the architecture.
     """
+    if blueprint.unloadable:
+        raise ModelError(f"cannot load {blueprint.checkpoint.source}", [blueprint.unloadable])
     build = blueprint.build
     started = time.monotonic()
     model = blueprint.architecture.decoder(blueprint.spec, build)

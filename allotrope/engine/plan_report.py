@@ -10,14 +10,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from allotrope.cache.memory import GroupPlan, MemoryPlan
 from allotrope.config import EngineConfig
 from allotrope.engine.load import Blueprint, draw_up, free_memory, plan_caches
 from allotrope.engine.work import Work, step_work
-from allotrope.errors import AllotropeError, ConfigError
+from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.layers.parallel import Parallel
+from allotrope.models.checkpoint import open_checkpoint
 
 _MOST_RANKS = 64
 
@@ -60,7 +62,9 @@ class DecodeReport:
 @dataclass(frozen=True, kw_only=True)
 class ModelReport:
     """The plan of one rank. `memory_bytes`: what the device has for all of it, None if nobody asked whether it fits.
-    `tokens`: context tokens that fit at once over all sequences. `refusal`: why it does not fit and what would."""
+    `tokens`: context tokens that fit at once over all sequences. `refusal`: why it does not fit and what would.
+    `formats_from`: who says which weights are quantized. `quantized`: whether any stay so. `unloadable`: why weights
+    can be planned but not loaded."""
 
     model: str
     architecture: str
@@ -78,6 +82,9 @@ class ModelReport:
     density: tuple[tuple[int, float, float], ...]
     groups: tuple[GroupReport, ...]
     decode: DecodeReport
+    formats_from: str
+    quantized: bool
+    unloadable: str | None = None
     refusal: str | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -91,6 +98,10 @@ class ModelReport:
             f"{self.model}: {self.architecture}, {self.layers} layers, {self.dtype} with {self.kv_cache_dtype} caches",
             f"weights {_size(self.weight_bytes)} on each of {self.ranks} rank(s){of_memory}",
         ]
+        if self.unloadable is not None:
+            text.append(f"cannot be loaded: {self.unloadable}")
+        if self.quantized:
+            text.append(f"weights that stay quantized: as {self.formats_from} says")
         rows = [("caches", "layers", "row", "page tokens", "page", "pages", "bytes")]
         for group in self.groups:
             pages = "-" if group.pages is None else str(group.pages)
@@ -120,8 +131,9 @@ def report_model(config: EngineConfig, memory: int | None = None) -> ModelReport
 
     Raises ModelError or ConfigError if the model cannot be served at all, whatever the memory.
     """
-    # As if there were no weights: those of a hub id need not be downloaded for this.
-    config = dataclasses.replace(config, load_format="dummy")
+    if not _has_weights(config):
+        # Those of a hub id need not be downloaded for this.
+        config = dataclasses.replace(config, load_format="dummy")
     found = _try(config, config.tensor_parallel_size, memory)
     if found.refusal is None:
         return found
@@ -137,6 +149,17 @@ def report_model(config: EngineConfig, memory: int | None = None) -> ModelReport
             return dataclasses.replace(found, refusal=f"{found.refusal} {either} --tensor-parallel-size {ranks}.")
         ranks *= 2
     return found
+
+
+def _has_weights(config: EngineConfig) -> bool:
+    """Whether the weights lie on this machine, all of them, so that their headers say how they are stored."""
+    if not Path(config.model).expanduser().exists():
+        return False
+    try:
+        return bool(open_checkpoint(config.model, load_format=config.load_format).headers())
+    except ModelError:
+        # Loading says what is wrong with them; their config is enough for a plan.
+        return False
 
 
 def describe(
@@ -173,6 +196,9 @@ def describe(
             for group, plan in groups
         ),
         decode=_decode(blueprint, blueprint.max_num_seqs, max(1, blueprint.max_model_len // 2)),
+        formats_from="the checkpoint" if blueprint.checkpoint.has_weights else "config.json",
+        quantized=bool(blueprint.build.formats),
+        unloadable=blueprint.unloadable or None,
     )
 
 

@@ -36,7 +36,9 @@ from allotrope.layers.router import Router, RouterSpec
 from allotrope.models.decoder import Decoder
 
 EXPERTS, DENSE, HEAD, REST = "experts", "dense", "head", "rest"
-_FORMATS = {one.code_dtype: one for one in (Format("fp8", ACTIVATION_RUN), Format("mxfp4", FP4_RUN))}
+_FORMATS = {
+    one.code_dtype: one for one in (Format("fp8", ACTIVATION_RUN), Format("mxfp4", FP4_RUN), Format("int4", FP4_RUN))
+}
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class StepWork:
         for module, kind in modules_by_class(model):
             router = routers.get(id(module))
             key = (kind, 1.0 if router is None else router.topk / router.experts)
-            self._weights[key] = self._weights.get(key, Work()) + _weights(module, kind)
+            self._weights[key] = self._weights.get(key, Work()) + _weights(module, kind, blueprint.build.device)
 
     def __call__(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> dict[str, Work]:
         """The work of a step, by class; classes that the model lacks are left out.
@@ -151,8 +153,8 @@ def _routers(model: Decoder) -> dict[int, RouterSpec]:
     return found
 
 
-def _weights(module: nn.Module, kind: str) -> Work:
-    """What a module's own parameters take, and their products with one row."""
+def _weights(module: nn.Module, kind: str, device: torch.device) -> Work:
+    """What a module's own parameters take on `device`, and their products with one row."""
     total = Work()
     if isinstance(module, Embedding):
         # A few rows of it.
@@ -162,7 +164,7 @@ def _weights(module: nn.Module, kind: str) -> Work:
         if placement_of(parameter).below:
             # A table to look up a few rows in.
             continue
-        total += Work(lasting_bytes(name, parameter))
+        total += Work(lasting_bytes(name, parameter, device))
         # A family's formula has the products with its own parameters.
         product = parameter.dim() == (3 if experts else 2) and kind in (EXPERTS, DENSE, HEAD, REST)
         if product and not name.endswith(SCALES):

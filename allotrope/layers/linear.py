@@ -72,7 +72,7 @@ def _by_onednn(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None)
 
 _packed_product = torch.ops.mkldnn._linear_pointwise.default
 _PACKABLE = (torch.float32, torch.bfloat16)
-_SMALLEST_PACKED = 1 << 18
+SMALLEST_PACKED = 1 << 18
 
 
 def worth_packing(weight: torch.Tensor) -> bool:
@@ -80,7 +80,7 @@ def worth_packing(weight: torch.Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype in _PACKABLE
-        and weight.numel() >= _SMALLEST_PACKED
+        and weight.numel() >= SMALLEST_PACKED
         and torch.backends.mkldnn.is_available()
     )
 

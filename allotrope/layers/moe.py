@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from allotrope.cpu.experts import expert_functions
-from allotrope.cpu.product import PackedStack, packs
+from allotrope.cpu.product import PackedStack, packed_bytes, packs
 from allotrope.layers.beside import beside
 from allotrope.layers.build import Build
 from allotrope.layers.device_kernels import device_kernels
-from allotrope.layers.linear import Linear, Product, worth_packing
+from allotrope.layers.linear import SMALLEST_PACKED, Linear, Product, worth_packing
 from allotrope.layers.mlp import Gating, MlpSpec
 from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.layers.quant.prepare import prepare_plain
@@ -151,6 +151,16 @@ class Experts(nn.Module):
         self.products: tuple[StackedProduct, StackedProduct] | None = None
         self.stacks: tuple[Stack, Stack] | None = None
         self.numbers = torch.arange(count, device=device)
+
+    def copied_bytes(self, device: torch.device) -> int:
+        """Bytes that loading adds on `device`: small plain experts are there in two orders on a CPU."""
+        total = 0
+        for weights in (self.gate_up, self.down):
+            if weights is None or device.type != "cpu" or weights[0].numel() >= SMALLEST_PACKED:
+                continue
+            if packs(torch.empty(weights.shape[1:], dtype=weights.dtype)):
+                total += packed_bytes(weights)
+        return total
 
     def finish_loading(self) -> None:
         """Put each expert's weights into the form that the device multiplies fastest."""

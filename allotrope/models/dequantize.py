@@ -8,7 +8,7 @@ it quantized gets it as `layers.quant` has it, with scales of each row, whatever
   Source: OCP Microscaling Formats (MX) 1.0.
 - `fp8`: a weight X [.., out, in] of float8, or of 4-bit floats packed as above into int8 [.., out, in / 2], with its
   scale: `X_scale_inv` or `X_scale`, and for `Y.weight` also `Y.scale`. A scale is one number, one per row, or one per
-  block: of `weight_block_size` for float8, of 1 x 32 for 4 bits. Read as X, fp32. Scales of activations are not used:
+  block: of the config's size for float8, of 1 x 32 for 4 bits. Read as X, fp32. Scales of activations are not used:
   activations are rounded as they come.
 """
 
@@ -16,19 +16,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from allotrope.errors import ModelError
 from allotrope.layers.quant.format import FP4_RUN, SCALE_BIAS, Format, unpack_fp4
 from allotrope.models.checkpoint import Checkpoint, TensorHeader
+from allotrope.models.weight_formats import WeightFormats, weight_formats
 
 FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 PACKED_TYPES = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
-# Methods whose weights are float8 (or packed 4-bit floats) with their scales beside them.
-FP8_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "quark")
 # Of scales that are exponents alone.
 POWER_TYPES = (torch.uint8, torch.float8_e8m0fnu)
 ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".output_scale")
@@ -39,23 +36,14 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
 
     Raises ModelError for a quantization that is not known.
     """
-    stated = quantization_of(checkpoint.config)
-    if not stated or not checkpoint.has_weights:
+    formats = weight_formats(checkpoint.config, checkpoint.source)
+    if formats is None or not checkpoint.has_weights:
         return checkpoint
-    method = stated.get("quant_method")
-    if method == "mxfp4":
+    if formats.method == "mxfp4":
         return Mxfp4Checkpoint(checkpoint)
-    if method in FP8_METHODS:
-        # What is stored says the rest: types that are not read here are refused by name.
-        return Fp8Checkpoint(checkpoint, stated)
-    allowed = ", ".join((*FP8_METHODS, "mxfp4"))
-    raise ModelError(checkpoint.source, [f"quant_method={method!r} is not supported (allowed: {allowed})"])
-
-
-def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config's statement of how weights are quantized, {} for none."""
-    stated = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    return dict(stated or {})
+    if formats.unloadable:
+        return Int4Checkpoint(checkpoint, formats)
+    return Fp8Checkpoint(checkpoint, formats)
 
 
 class QuantizedView(ABC):
@@ -114,11 +102,11 @@ class Mxfp4Checkpoint(QuantizedView):
 
 
 class Fp8Checkpoint(QuantizedView):
-    """Float8 weights, and packed 4-bit ones, times their scales. `config`: the checkpoint's `quantization_config`."""
+    """Float8 weights, and packed 4-bit ones, times their scales."""
 
-    def __init__(self, inner: Checkpoint, config: Mapping[str, Any]) -> None:
+    def __init__(self, inner: Checkpoint, formats: WeightFormats) -> None:
         super().__init__(inner)
-        self.block = tuple(config.get("weight_block_size") or ())
+        self.formats = formats
         self.scale_of: dict[str, str] = {}
         self.stored = dict(self.kept)
         for name in list(self.kept):
@@ -141,11 +129,11 @@ class Fp8Checkpoint(QuantizedView):
         weight = self.inner.read(name)
         if name not in self.scale_of:
             return weight
-        scale = self.inner.read(self.scale_of[name])
+        scale = self._scale(name)
         try:
             if weight.dtype in PACKED_TYPES:
                 return scaled(unpack_fp4(weight.view(torch.uint8)), scale, (1, FP4_RUN))
-            return scaled(weight, scale, self.block)
+            return scaled(weight, scale, self.formats.block(name))
         except ValueError as error:
             raise ModelError(self.source, [f"{self.scale_of[name]}: {error}"]) from error
 
@@ -159,18 +147,58 @@ class Fp8Checkpoint(QuantizedView):
         if weight.dtype != torch.float8_e4m3fn:
             return None
         # A scale per row is one per block where blocks are a row high, and one per tensor where it is one block.
-        blocks = [math.ceil(size / step) for size, step in zip(weight.shape[-2:], self.block, strict=False)]
-        return Format("fp8", self.block[1] if blocks and list(scale.shape[-2:]) == blocks else 0)
+        block = self.formats.block(name)
+        blocks = [math.ceil(size / step) for size, step in zip(weight.shape[-2:], block, strict=False)]
+        shape = list(scale.shape[::2] if len(scale.shape) == 4 else scale.shape[-2:])
+        if blocks and shape == blocks:
+            return Format("fp8", block[1], rows=block[0])
+        return Format("fp8", 0, rows=0 if math.prod(scale.shape) == 1 else 1)
 
     def packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """As `QuantizedView.packed`."""
-        codes, scale = self.inner.read(name), self.inner.read(self.scale_of[name])
+        codes, scale = self.inner.read(name), self._scale(name)
         if codes.dtype in PACKED_TYPES:
             return codes.view(torch.uint8), scale.view(torch.uint8)
         try:
-            return codes, row_scales(scale, tuple(codes.shape), self.block)
+            return codes, row_scales(scale, tuple(codes.shape), self.formats.block(name))
         except ValueError as error:
             raise ModelError(self.source, [f"{self.scale_of[name]}: {error}"]) from error
+
+    def _scale(self, name: str) -> torch.Tensor:
+        """The scale of a weight; ModelOpt puts a dim of 1 behind each of those that count blocks."""
+        scale = self.inner.read(self.scale_of[name])
+        return scale[:, 0, :, 0] if scale.dim() == 4 and scale.shape[1::2] == (1, 1) else scale
+
+
+class Int4Checkpoint(Fp8Checkpoint):
+    """Beside float8 weights, 4-bit integers: known by size and format, so that they can be planned, and never read."""
+
+    def __init__(self, inner: Checkpoint, formats: WeightFormats) -> None:
+        super().__init__(inner, formats)
+        self.int4: dict[str, Format] = {}
+        for name in [name for name in self.kept if name.endswith(".weight_packed")]:
+            plain, module = name.removesuffix("_packed"), name.removesuffix(".weight_packed")
+            parts = [self.kept.pop(module + end, None) for end in (".weight_packed", ".weight_scale", ".weight_shape")]
+            packed, scale, _ = parts
+            if packed is None or scale is None:
+                raise ModelError(inner.source, [f"{name} has no {module}.weight_scale beside it"])
+            *outer, words = packed.shape
+            inputs = words * 8
+            self.int4[plain] = Format("int4", inputs // scale.shape[-1] if scale.shape[-1] > 1 else 0)
+            size = packed.stored_bytes + scale.stored_bytes
+            self.made[plain] = TensorHeader(plain, (*outer, inputs), torch.bfloat16, size)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Raises ModelError: nothing is read of what cannot be multiplied."""
+        raise ModelError(self.source, [self.formats.unloadable])
+
+    def format(self, name: str) -> Format | None:
+        """As `QuantizedView.format`."""
+        return self.int4.get(name) or super().format(name)
+
+    def packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `read`."""
+        raise ModelError(self.source, [self.formats.unloadable])
 
 
 def _scaled_weight(name: str) -> str | None:

@@ -91,7 +91,11 @@ class DirectoryCheckpoint:
     def _config(self) -> dict[str, Any]:
         file = self._path / "config.json"
         if file.is_file():
-            return read_json_object(file)
+            config, beside = read_json_object(file), self._path / "hf_quant_config.json"
+            if "quantization_config" not in config and beside.is_file():
+                # Where ModelOpt puts its statement.
+                config["quantization_config"] = {"quant_method": "modelopt", **read_json_object(beside)}
+            return config
         reasons = ["config.json is missing"]
         others = sorted(p.name for p in self._path.glob("*.gguf"))
         if others:

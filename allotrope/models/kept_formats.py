@@ -6,36 +6,32 @@ Must not know how products are made; layers decide what they can keep.
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from allotrope.layers.build import Build, Formats
-from allotrope.layers.quant.format import FP4_RUN, Format
+from allotrope.layers.quant.format import Format
 from allotrope.models.checkpoint import Checkpoint
-from allotrope.models.dequantize import QuantizedView, dequantized, quantization_of
+from allotrope.models.dequantize import QuantizedView, dequantized
 from allotrope.models.registry import Architecture
 from allotrope.models.spec import ModelSpec
+from allotrope.models.weight_formats import WeightFormats, weight_formats
 from allotrope.models.weights import Rule, filled
-
-Places = dict[tuple[str, str], Format]
 
 # Experts of a layer are alike: the first stands for all.
 _LATER_EXPERT = re.compile(r"\.experts\.(?!0\.)\d+\.")
-# Where configs list what is not quantized.
-_EXCLUSIONS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude")
 
 
 def kept_formats(checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, build: Build) -> Formats:
     """Weights that stay quantized where a device keeps them so. `checkpoint`: as it stands, scales included."""
     rules = architecture.rules(spec)
-    if checkpoint.has_weights or not quantization_of(checkpoint.config):
+    stated = weight_formats(checkpoint.config, checkpoint.source)
+    if checkpoint.has_weights or stated is None:
         return stored_formats(dequantized(checkpoint), rules)
     model = architecture.decoder(spec, dataclasses.replace(build, device=torch.device("meta")))
-    return stated_formats(checkpoint.config, rules, [name for name, _ in model.named_parameters()])
+    return stated_formats(stated, rules, [name for name, _ in model.named_parameters()])
 
 
 def stored_formats(checkpoint: Checkpoint, rules: Sequence[Rule]) -> Formats:
@@ -51,39 +47,29 @@ def stored_formats(checkpoint: Checkpoint, rules: Sequence[Rule]) -> Formats:
             match = pattern.fullmatch(name)
             if match is not None:
                 found.setdefault((filled(rule, match), rule.section), set()).add(checkpoint.format(name))
+    return _alike(found)
+
+
+def stated_formats(stated: WeightFormats, rules: Sequence[Rule], parameters: Iterable[str]) -> Formats:
+    """The same for a checkpoint without weights. `parameters`: names of ours, as if none were quantized.
+
+    Places that no quantized product reads, such as norms, are among them: their modules do not ask.
+    """
+    found: dict[tuple[str, str], set[Format | None]] = {}
+    for place, source in _sources(rules, list(parameters)):
+        scheme = stated.scheme(source)
+        found.setdefault(place, set()).add(None if scheme is None else scheme.format)
+    return _alike(found)
+
+
+def _alike(found: Mapping[tuple[str, str], set[Format | None]]) -> Formats:
+    """Places whose tensors are all in one format; sections of one product are kept in one format, or not at all."""
     alike = {place: next(iter(formats)) for place, formats in found.items() if len(formats) == 1}
     kept = {place: format for place, format in alike.items() if format is not None}
-    # Sections of one product are kept in one format, or not at all.
     of_weight: dict[str, set[Format]] = {}
     for (weight, _), format in kept.items():
         of_weight.setdefault(weight, set()).add(format)
     return {place: format for place, format in kept.items() if len(of_weight[place[0]]) == 1}
-
-
-def stated_formats(config: Mapping[str, Any], rules: Sequence[Rule], parameters: Iterable[str]) -> Formats:
-    """The same for a checkpoint without weights. `parameters`: names of ours, as if none were quantized."""
-    stated = quantization_of(config)
-    format = _stated_format(stated)
-    if format is None:
-        return {}
-    excluded = [str(entry) for key in _EXCLUSIONS for entry in stated.get(key) or ()]
-    made: Places = {}
-    for place, source in _sources(rules, list(parameters)):
-        experts = ".experts." in source
-        wanted = experts if format.kind == "mxfp4" else experts or source.endswith("_proj.weight")
-        if wanted and not _is_excluded(source, excluded):
-            kind = Format("mxfp4", FP4_RUN) if experts and config.get("expert_dtype") == "fp4" else format
-            made[place] = kind
-    return made
-
-
-def _stated_format(stated: Mapping[str, Any]) -> Format | None:
-    if not stated:
-        return None
-    if stated.get("quant_method") == "mxfp4":
-        return Format("mxfp4", FP4_RUN)
-    block = stated.get("weight_block_size")
-    return Format("fp8", int(block[1]) if block else 0)
 
 
 def _sources(rules: Sequence[Rule], parameters: Sequence[str]) -> Iterator[tuple[tuple[str, str], str]]:
@@ -100,17 +86,3 @@ def _sources(rules: Sequence[Rule], parameters: Sequence[str]) -> Iterator[tuple
                     source = source.replace("{" + hole + "}", number)
                 # The first expert, where ours are stacked.
                 yield (name, rule.section), re.sub(r"\{\w+\}", "0", source)
-
-
-def _is_excluded(source: str, excluded: Sequence[str]) -> bool:
-    """Whether a module that holds the tensor, or one around it, is listed: by name, a pattern, or "re:" and a regular
-    expression."""
-    module = source.removesuffix(".weight")
-    around = [module[: match.start()] for match in re.finditer(r"\.|$", module)]
-    for entry in excluded:
-        if entry.startswith("re:"):
-            if re.match(entry[3:], module):
-                return True
-        elif any(fnmatch.fnmatchcase(name, entry) or name.endswith("." + entry) for name in around):
-            return True
-    return False

@@ -18,7 +18,8 @@ from torch import nn
 
 from allotrope.errors import ModelError
 from allotrope.layers.parallel import Parallel, placement_of
-from allotrope.layers.quant.product import CODES, SCALES
+from allotrope.layers.quant.format import SHARED_ROWS
+from allotrope.layers.quant.product import CODES, SCALES, scales_of_blocks
 from allotrope.models.checkpoint import Checkpoint
 from allotrope.models.dequantize import QuantizedView
 
@@ -242,5 +243,7 @@ def _draw(name: str, shape: list[int], parameter: nn.Parameter, generator: torch
         return values
     if name.endswith(SCALES):
         # Of 128 inputs each, or nearly.
+        if scales_of_blocks(parameter):
+            values = values[..., ::SHARED_ROWS, :].repeat_interleave(SHARED_ROWS, dim=-2)[..., : shape[-2], :]
         return values.clamp_(-2, 2).mul_(0.2).add_(1.0).div_(math.sqrt(128 * shape[-1]))
     return values / math.sqrt(shape[-1]) if len(shape) > 1 else 1.0 + 0.1 * values

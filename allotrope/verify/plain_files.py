@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 
 from allotrope.errors import ModelError
 from allotrope.models.checkpoint import Checkpoint, open_checkpoint
-from allotrope.models.dequantize import FP8_METHODS, dequantized, quantization_of
+from allotrope.models.dequantize import dequantized
+from allotrope.models.weight_formats import FP8_METHODS, quantization_of
 
 # Bytes of a file, and of what is held in memory at a time.
 _SHARD = 1 << 30

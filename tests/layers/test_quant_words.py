@@ -70,7 +70,8 @@ def test_powers_of_two_in_pairs_scale_without_rounding() -> None:
 def test_scales_keep_their_order_and_sizes_are_foretold() -> None:
     weight = quantize(torch.randn(3, 160), MXFP4)
     scales = weight.scales.clone()
-    sizes = lasting_bytes("w" + CODES, weight.codes), lasting_bytes("w" + SCALES, weight.scales)
+    gpu = torch.device("cuda")
+    sizes = lasting_bytes("w" + CODES, weight.codes, gpu), lasting_bytes("w" + SCALES, weight.scales, gpu)
     prepared = prepare(weight)
     assert sizes == (prepared.codes.nbytes, prepared.scales.nbytes)
     assert prepared.padded == 256

@@ -85,7 +85,7 @@ def test_a_weight_of_one_block_is_kept_like_its_neighbours(tmp_path: Path) -> No
         tensors[f"{name}.weight_scale_inv"] = torch.rand(-(-rows // 128), 1)
     view = dequantized(checkpoint(tmp_path, stated, tensors))
     assert isinstance(view, QuantizedView)
-    assert {name: view.format(f"{name}.weight") for name in "abc"} == dict.fromkeys("abc", Format("fp8", 128))
+    assert {name: view.format(f"{name}.weight") for name in "abc"} == dict.fromkeys("abc", Format("fp8", 128, rows=128))
     codes, scales = view.packed("b.weight")
     assert torch.equal(Quantized(Format("fp8", 128), codes, scales).dequantized(), view.read("b.weight"))
 

@@ -1,6 +1,6 @@
 """Weights as codes and scales: w[o, i] = value(code[o, i]) * scale[o, i // run].
 
-Owns the two formats, what they are worth in numbers, and the activations that FP8 products are made with. Must not
+Owns the formats, what they are worth in numbers, and the activations that FP8 products are made with. Must not
 know layers or checkpoints. A scale per row makes every cut, fusion and reordering of rows the same for codes and
 scales; blocks of rows that share one are found again once a weight is whole.
 
@@ -8,6 +8,8 @@ scales; blocks of rows that share one are found again once a weight is whole.
   of a row with a scale of its own: the largest of the run becomes the largest e4m3.
 - `mxfp4`: two codes e2m1 a byte [.., outputs, inputs / 2], the even input in the low half; scale uint8, the exponent of
   two plus 127; runs of 32. Activations stay as they are. Source: OCP Microscaling Formats (MX) 1.0.
+- `int4`: eight codes an int32 [.., outputs, inputs / 8], the first in the lowest bits, 8 more than the number; scale
+  bf16. It is planned alone: no product reads it. Source: `pack_quantized` of compressed-tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 
 from allotrope.attention.mla.rows import FP8_MAX
 
-Kind = Literal["fp8", "mxfp4"]
+Kind = Literal["fp8", "mxfp4", "int4"]
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the 16 codes of a 4-bit float: a sign, two bits of exponent, one of mantissa."""
@@ -34,10 +36,11 @@ SMALLEST_SCALE = 1e-12
 
 @dataclass(frozen=True)
 class Format:
-    """`run`: inputs that share a scale; 0: all of a row."""
+    """`run`: inputs that share a scale; 0: all of a row. `rows`: rows of the stored weight that do; 0: all of them."""
 
     kind: Kind
     run: int
+    rows: int = 1
 
     def __post_init__(self) -> None:
         if self.kind == "mxfp4" and self.run != FP4_RUN:
@@ -45,16 +48,21 @@ class Format:
 
     @property
     def code_dtype(self) -> torch.dtype:
-        return torch.uint8 if self.kind == "mxfp4" else torch.float8_e4m3fn
+        return {"fp8": torch.float8_e4m3fn, "mxfp4": torch.uint8, "int4": torch.int32}[self.kind]
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        return torch.uint8 if self.kind == "mxfp4" else torch.float32
+        return {"fp8": torch.float32, "mxfp4": torch.uint8, "int4": torch.bfloat16}[self.kind]
 
     @property
     def packed(self) -> int:
         """Codes in an element."""
-        return 2 if self.kind == "mxfp4" else 1
+        return {"fp8": 1, "mxfp4": 2, "int4": 8}[self.kind]
+
+    def shares(self, *outputs: int) -> bool:
+        """Whether `SHARED_ROWS` rows share a scale once sections of so many outputs are one weight."""
+        whole = self.kind == "fp8" and self.rows % SHARED_ROWS == 0
+        return whole and all(size % SHARED_ROWS == 0 for size in outputs)
 
     def runs(self, inputs: int) -> int:
         """Scales of a row of `inputs` numbers."""
@@ -116,7 +124,8 @@ def shared_scales(weight: Quantized, rows: int = SHARED_ROWS) -> Quantized:
     blocks = scales.unflatten(-2, (-1, rows))
     if not bool((blocks == blocks[..., :1, :]).all()):
         return weight
-    return Quantized(weight.format, weight.codes, blocks[..., 0, :].contiguous())
+    # A copy: where there is one block, a view would hold the scales of all rows.
+    return Quantized(weight.format, weight.codes, blocks[..., 0, :].clone(memory_format=torch.contiguous_format))
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,15 @@ from torch import nn
 from allotrope.attention.backend import lazily, triton_reasons
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section, parameter
-from allotrope.layers.quant.format import FP4_RUN, SHARED_ROWS, Format, Quantized, as_multiplied
+from allotrope.layers.quant.format import (
+    ACTIVATION_RUN,
+    FP4_RUN,
+    SHARED_ROWS,
+    Format,
+    Quantized,
+    as_multiplied,
+    shared_scales,
+)
 from allotrope.layers.quant.prepare import TILE_ROWS, WORDS_RUN, Prepared, prepare
 
 if TYPE_CHECKING:
@@ -22,6 +30,9 @@ if TYPE_CHECKING:
 
 CODES, SCALES = "_codes", "_scales"
 """What the names of the two parameters of a quantized weight end with."""
+
+# Of scales, on their parameter: whether blocks of rows share them in the stored weight, and still do in this rank's.
+_BLOCKS, _SHARES = "scales_of_blocks", "shares_scales"
 
 Tables = dict[int, torch.Tensor]
 """By height: the tiles of rows in the order of experts (`triton_tiles`), which all products of these rows share."""
@@ -43,11 +54,15 @@ def declare(
         if not format.run:
             # A row's scale counts for all of its inputs: every rank has it.
             scales = replace(placement, sections=(Section(placement.sections[0].name, outer[-1]),), dim=0)
+    outputs = [section.local(build.parallel) for section in placement.sections] if placement.dim == 0 else outer[-1:]
     for ending, width, place, kind in (
         (CODES, inputs // format.packed, codes, format.code_dtype),
         (SCALES, format.runs(inputs), scales, format.scale_dtype),
     ):
-        module.register_parameter(name + ending, parameter((*outer, width), place, kind, build.device))
+        made = parameter((*outer, width), place, kind, build.device)
+        setattr(made, _SHARES, ending == SCALES and format.shares(*outputs))
+        setattr(made, _BLOCKS, ending == SCALES and format.shares())
+        module.register_parameter(name + ending, made)
 
 
 def _counted(sections: tuple[Section, ...], by: int) -> tuple[Section, ...]:
@@ -55,16 +70,26 @@ def _counted(sections: tuple[Section, ...], by: int) -> tuple[Section, ...]:
     return tuple(replace(s, size=-(-s.size // by), unit=1 if s.unit else 0) for s in sections)
 
 
-def lasting_bytes(name: str, parameter: torch.Tensor) -> int:
-    """Bytes of a parameter once it is loaded: whole blocks of rows then share their FP8 scales, and 4-bit codes fill
-    whole tiles.
+def scales_of_blocks(parameter: torch.Tensor) -> bool:
+    """Whether a parameter holds scales that each `SHARED_ROWS` rows of the stored weight share."""
+    return bool(getattr(parameter, _BLOCKS, False))
+
+
+def lasting_bytes(name: str, parameter: torch.Tensor, device: torch.device) -> int:
+    """Bytes of a parameter once it is loaded on `device`: blocks of rows then share their FP8 scales, and where Triton
+    runs, codes fill whole tiles.
     """
     size = parameter.numel() * parameter.element_size()
-    if name.endswith((CODES, SCALES)) and parameter.dtype == torch.uint8:
-        (rows, width), whole = parameter.shape[-2:], WORDS_RUN // (2 if name.endswith(CODES) else FP4_RUN)
+    if getattr(parameter, _SHARES, False):
+        return size // SHARED_ROWS
+    if triton_reasons(device) or not name.endswith((CODES, SCALES)):
+        return size
+    rows, width = parameter.shape[-2:]
+    if parameter.dtype == torch.uint8:
+        whole = WORDS_RUN // (2 if name.endswith(CODES) else FP4_RUN)
         return size // (rows * width) * (-(-rows // TILE_ROWS) * TILE_ROWS) * (-(-width // whole) * whole)
-    shared = name.endswith(SCALES) and parameter.dtype == torch.float32 and parameter.shape[-2] % SHARED_ROWS == 0
-    return size // SHARED_ROWS if shared else size
+    padded = -(-width // ACTIVATION_RUN) * ACTIVATION_RUN
+    return size // width * padded if parameter.dtype == torch.float8_e4m3fn else size
 
 
 def divides(format: Format, section: Section, build: Build) -> bool:
@@ -101,7 +126,7 @@ class QuantizedProduct:
     def __init__(self, weight: Quantized) -> None:
         self.prepared = _prepared(weight)
         # What is prepared may be a padded copy: one of the two is enough.
-        self.weight = weight if self.prepared is None else None
+        self.weight = shared_scales(weight) if self.prepared is None else None
 
     def __call__(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
@@ -122,7 +147,7 @@ class QuantizedStack:
     def __init__(self, weight: Quantized) -> None:
         self.prepared = _prepared(weight)
         # What is prepared may be a padded copy: one of the two is enough.
-        self.weight = weight if self.prepared is None else None
+        self.weight = shared_scales(weight) if self.prepared is None else None
 
     def __call__(
         self,

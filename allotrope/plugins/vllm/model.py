@@ -32,11 +32,12 @@ from allotrope.layers.parallel import Parallel
 from allotrope.layers.step import LayerStep, Step
 from allotrope.models.checkpoint import Checkpoint, TensorHeader, open_checkpoint
 from allotrope.models.choices import backend_choices, uncaptured
-from allotrope.models.dequantize import dequantized, quantization_of
+from allotrope.models.dequantize import dequantized
 from allotrope.models.kept_formats import kept_formats
 from allotrope.models.registry import Architecture, read_spec
 from allotrope.models.row_scales import FP8, WithoutRowScales, attention_specs, set_row_scales
 from allotrope.models.spec import ModelSpec
+from allotrope.models.weight_formats import quantization_of
 from allotrope.models.weights import Loader, fill_random, finish
 from allotrope.plugins.vllm.cache import HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
