@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from tiny_checkpoints import write_tiny
 from torch import nn
-from weight_formats import FORMATS, INT4, MXFP4, compressed, float8, quark, write_released
+from weight_formats import FORMATS, INT4, KIMI, MXFP4, compressed, float8, quark, write_released
 
 from allotrope.config import EngineConfig
 from allotrope.engine.load import draw_up, load_model
@@ -136,6 +137,17 @@ def test_integers_are_planned_as_released_and_refused(released: Path, tmp_path: 
             load_model(draw_up(options), 0)
     shutil.copy(released / "config.json", tmp_path)
     assert report_model(config(tmp_path), 1 << 30).weight_bytes == plain
+
+
+def test_the_text_part_of_a_wrapper_states_its_formats(tmp_path: Path) -> None:
+    """As Kimi-K2.5 is released: integers in the routed experts, and plain weights in all else."""
+    wrapper = find_architecture({"architectures": ["KimiK25ForConditionalGeneration"]}, "").tiny()
+    wrapper["text_config"]["quantization_config"] = compressed(INT4, "pack-quantized", KIMI)
+    (tmp_path / "config.json").write_text(json.dumps(wrapper))
+    blueprint = draw_up(config(tmp_path, "auto", load_format="dummy"))
+    names = [name for name, _ in blueprint.hollow().named_parameters() if name.endswith(CODES)]
+    assert names and all(".ffn.experts." in name for name in names)
+    assert "4-bit integers" in blueprint.unloadable
 
 
 @pytest.mark.parametrize(

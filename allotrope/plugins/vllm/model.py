@@ -37,7 +37,7 @@ from allotrope.models.kept_formats import kept_formats
 from allotrope.models.registry import Architecture, read_spec
 from allotrope.models.row_scales import FP8, WithoutRowScales, attention_specs, set_row_scales
 from allotrope.models.spec import ModelSpec
-from allotrope.models.weight_formats import quantization_of
+from allotrope.models.weight_formats import quantization_of, weight_formats
 from allotrope.models.weights import Loader, fill_random, finish
 from allotrope.plugins.vllm.cache import HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
@@ -117,6 +117,9 @@ def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint) -> None:
         "measuring scales of FP8 rows": getattr(cache, "calculate_kv_scales", False),
     }
     reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]
+    formats = weight_formats(checkpoint.config, config.model)
+    if formats is not None and formats.unloadable:
+        reasons.append(formats.unloadable)
     if reasons:
         raise ModelError(config.model, [*reasons, "ALLOTROPE_VLLM=0 gives vLLM's own models"])
 
