@@ -112,7 +112,9 @@ def test_stored_numbers_are_those_of_the_format(released: Path) -> None:
 @pytest.mark.parametrize("released", CASES, indirect=True, ids=": ".join)
 def test_the_plan_is_what_the_engine_and_dummy_weights_take(released: Path, mode: str) -> None:
     stored, stated = config(released, mode), config(released, mode, load_format="dummy")
-    wanted = report_model(stored, 1 << 30).weight_bytes
+    report = report_model(stored, 1 << 30)
+    wanted = report.weight_bytes
+    assert report.formats_from == "the checkpoint"
     assert held_bytes(load_model(draw_up(stored), 0)) == wanted
     assert held_bytes(load_model(draw_up(stated), 0)) == wanted
     kept = [name for name, _ in draw_up(stored).hollow().named_parameters() if name.endswith(CODES)]
