@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from allotrope.commands.app import build_app
-from allotrope.commands.foreign_flags import UNSUPPORTED
+from allotrope.commands.refusals import REFUSED
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -54,7 +54,7 @@ def faults(page: Path) -> list[str]:
     """Everything that the page names and that does not exist."""
     known = commands()
     scripts = re.findall(r'add_argument\("(--[\w-]+)"', "".join(f.read_text() for f in ROOT.glob("bench/*.py")))
-    flags = set().union(*known.values(), UNSUPPORTED, OTHER_FLAGS, scripts, {"--help", "--debug"})
+    flags = set().union(*known.values(), REFUSED, OTHER_FLAGS, scripts, {"--help", "--debug"})
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     text = page.read_text()

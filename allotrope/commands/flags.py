@@ -11,14 +11,16 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
-from allotrope.commands.foreign_flags import ALIASES, UNSUPPORTED
+from allotrope.commands.config_file import use_config_file
+from allotrope.commands.foreign_flags import ALIASES, OPPOSITES, plain_value
+from allotrope.commands.refusals import refusal
 
 # Fields whose flag also reads 32k, 1.5GiB and the like, beside those named *_bytes.
 _COUNTS = ("max_model_len", "max_num_batched_tokens", "memory")
@@ -68,7 +70,8 @@ def expand_configs(command: Callable[..., None]) -> Callable[..., None]:
     """`command` with each parameter that is a config dataclass replaced by one flag per field.
 
     A field `model` becomes the positional argument MODEL; where the parameter is `Config | None`, MODEL may be left
-    out and the parameter is then None. Booleans get --name/--no-name, `Literal` fields their choices.
+    out and the parameter is then None. Booleans get --name/--no-name, `Literal` fields their choices. `--config FILE`
+    gives values to flags that are left out.
     """
     hints = get_type_hints(command, include_extras=True)
     configs = {name: config for name, hint in hints.items() if (config := _config_of(hint)) is not None}
@@ -83,6 +86,8 @@ def expand_configs(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def expanded(**values: Any) -> None:
+        # What the file says has become the values of the other parameters.
+        values.pop("config_file", None)
         for name, config in configs.items():
             taken = {field.name: values.pop(field.name) for field in dataclasses.fields(config)}
             for field_name, hint in get_type_hints(config).items():
@@ -92,9 +97,27 @@ def expand_configs(command: Callable[..., None]) -> Callable[..., None]:
         command(**values)
 
     parameters = [*positional, *own, *flags]
+    if configs:
+        parameters.insert(len(positional) + len(own), _config_file({p.name: p.annotation for p in parameters}))
     expanded.__dict__["__signature__"] = inspect.Signature(parameters)
     expanded.__annotations__ = {p.name: p.annotation for p in parameters}
     return expanded
+
+
+def _config_file(hints: dict[str, Any]) -> inspect.Parameter:
+    """The flag `--config`, which is read before all others. `hints`: types of the command's parameters."""
+
+    def read(ctx: typer.Context, value: str | None) -> str | None:
+        return use_config_file(ctx, value, hints)
+
+    info = typer.Option(
+        "--config",
+        metavar="FILE",
+        help="YAML or JSON file of options by name; flags on the command line win.",
+        is_eager=True,
+        callback=read,
+    )
+    return inspect.Parameter("config_file", _KEYWORD, default=None, annotation=Annotated[str | None, info])
 
 
 def _config_of(hint: Any) -> type | None:
@@ -129,7 +152,8 @@ def _option(field: dataclasses.Field[Any], hint: Any, panel: str) -> Any:
     names = flag_names(field)
     more: dict[str, Any] = {}
     if hint is bool:
-        names = [f"{names[0]}/--no-{names[0][2:]}", *names[1:]]
+        opposites = [f" /{name}" for name in OPPOSITES.get(field.name, ())]
+        names = [f"{names[0]}/--no-{names[0][2:]}", *names[1:], *opposites]
     elif field.name.endswith("_bytes") or field.name in _COUNTS:
         more = {"parser": parse_size, "metavar": "SIZE"}
     return typer.Option(
@@ -147,24 +171,41 @@ class FlagCommand(TyperCommand):
     """A command that also reads --snake_case, takes --debug anywhere, and refuses another engine's flags by name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name for p in self.params for name in (*p.opts, *p.secondary_opts) if name.startswith("-")}
+        known = {name: p for p in self.params for name in (*p.opts, *p.secondary_opts) if name.startswith("-")}
         end = args.index("--") if "--" in args else len(args)
-        head = [self._spelled(arg, known) for arg in args[:end] if arg != "--debug"]
-        with_value = {name for p in self.params if not getattr(p, "is_flag", True) for name in p.opts}
-        for before, arg in zip(["", *head], head, strict=False):
-            flag = arg.partition("=")[0]
-            if flag in UNSUPPORTED and flag not in known and before not in with_value:
-                typer.echo(f"allotrope: error: {flag} is not an option of allotrope: {UNSUPPORTED[flag]}.", err=True)
-                raise typer.Exit(2)
+        head: list[str] = []
+        # The parameter whose value the next argument is.
+        awaiting: Any = None
+        for arg in args[:end]:
+            if awaiting is not None:
+                head.append(plain_value(awaiting.name, arg))
+                awaiting = None
+            elif arg != "--debug":
+                flag, equals, value = self._spelled(arg, known).partition("=")
+                param = known.get(flag)
+                if param is None:
+                    self._refuse_foreign(flag)
+                elif equals:
+                    value = plain_value(param.name, value)
+                elif flag not in param.secondary_opts and not getattr(param, "is_flag", True):
+                    awaiting = param
+                head.append(flag + equals + value)
         lists = {name for p in self.params if getattr(p, "multiple", False) for name in p.opts}
+        with_value = {name for p in self.params if not getattr(p, "is_flag", True) for name in p.opts}
         return super().parse_args(ctx, [*_repeat_flags(head, lists, with_value), *args[end:]])
 
     @staticmethod
-    def _spelled(arg: str, known: set[str]) -> str:
+    def _refuse_foreign(flag: str) -> None:
+        if reason := refusal(flag):
+            typer.echo(f"allotrope: error: {flag} is not an option of allotrope: {reason}.", err=True)
+            raise typer.Exit(2)
+
+    @staticmethod
+    def _spelled(arg: str, known: Container[str]) -> str:
         """`arg` with the name of its flag in kebab case, if that names a flag; else as it is."""
         flag, equals, value = arg.partition("=")
         kebab = flag.replace("_", "-")
-        if flag.startswith("--") and "_" in flag and (kebab in known or kebab in UNSUPPORTED):
+        if flag.startswith("--") and "_" in flag and (kebab in known or refusal(kebab)):
             return kebab + equals + value
         return arg
 

@@ -1,4 +1,4 @@
-"""Flags of vLLM as data: those that name one of our options, and those that name nothing here.
+"""Flags of vLLM and SGLang as data: those that name one of our options, and those that name nothing here.
 
 Owns the spellings only; it must not know how a command line is read.
 """
@@ -6,17 +6,36 @@ Owns the spellings only; it must not know how a command line is read.
 from __future__ import annotations
 
 # Our field -> other spellings of its flag. On a CPU our share of memory does not count the weights.
-# The last rows are those of its `bench serve`.
+# The last rows are those of vLLM's `bench serve`.
 ALIASES: dict[str, tuple[str, ...]] = {
+    "tensor_parallel_size": ("--tp", "--tp-size"),
+    "max_model_len": ("--context-length",),
+    "max_num_seqs": ("--max-running-requests",),
+    "seed": ("--random-seed",),
+    "tokenizer": ("--tokenizer-path",),
+    "hf_overrides": ("--json-model-override-args",),
     "memory_utilization": ("--gpu-memory-utilization", "--device-memory-utilization"),
     "page_size": ("--block-size",),
-    "state_dtype": ("--mamba-ssm-cache-dtype",),
-    "max_num_waiting": ("--max-num-queued-reqs",),
+    "state_dtype": ("--mamba-ssm-cache-dtype", "--mamba-ssm-dtype"),
+    "max_num_waiting": ("--max-num-queued-reqs", "--max-queued-requests"),
     "drain_timeout": ("--shutdown-timeout",),
     "url": ("--base-url",),
     "model_name": ("--model",),
     "input_len": ("--random-input-len",),
     "output_len": ("--random-output-len",),
+}
+
+# Our boolean field -> flags that turn it off.
+OPPOSITES: dict[str, tuple[str, ...]] = {
+    "cuda_graphs": ("--enforce-eager", "--disable-cuda-graph"),
+    "enable_prefix_caching": ("--disable-radix-cache",),
+}
+
+# Our field -> other spellings of its values.
+VALUES: dict[str, dict[str, str]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8", "bf16": "bfloat16"},
+    "generation_config": {"vllm": "none"},
 }
 
 _PARALLEL = "the only way to share a model between processes is --tensor-parallel-size"
@@ -31,17 +50,15 @@ _QUANT = (
     "(--quantized-weights), and plain weights are not quantized here; leave it out"
 )
 _NO_SPECULATION = "speculative decoding is not supported"
-_NO_CONFIG_FILE = "write the options on the command line"
 _ALWAYS_CHUNKED = "prompts are always cut to --max-num-batched-tokens; set that instead"
-_NO_OFFLOAD = "caches stay in the device's own memory; see --kv-cache-memory-bytes"
 _NO_TRANSFER = "caches are not shared with other servers, nor told about; leave it out"
 _STATES = "states are kept as the model needs them; see --state-dtype for their type"
+_NO_OFFLOAD = "weights and caches stay in the device's own memory; see --kv-cache-memory-bytes"
 _HUB = "set the environment variable HF_HOME to choose where hub files lie"
 
-# vLLM's flag -> why it is refused and what to do.
+# Flag of vLLM -> why it is refused and what to do. `refusals` adds those that few people write.
 UNSUPPORTED: dict[str, str] = {
     "--model": "give the model as the first argument",
-    "--config": _NO_CONFIG_FILE,
     "--pipeline-parallel-size": _PARALLEL,
     "-pp": _PARALLEL,
     "--data-parallel-size": _PARALLEL,
@@ -60,7 +77,6 @@ UNSUPPORTED: dict[str, str] = {
     "--master-addr": "one host is supported",
     "--master-port": "one host is supported",
     "--disable-custom-all-reduce": "there is no custom all-reduce to turn off; leave it out",
-    "--enforce-eager": _EAGER,
     "--compilation-config": _EAGER,
     "-O": _EAGER,
     "--optimization-level": _EAGER,
@@ -147,3 +163,8 @@ UNSUPPORTED: dict[str, str] = {
     "--api-server-count": "one HTTP process is supported",
     "--headless": "the server always listens; use the LLM class for offline work",
 }
+
+
+def plain_value(field: str, text: str) -> str:
+    """`text` as our own spelling of a value of `field`."""
+    return VALUES.get(field, {}).get(text, text)

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from allotrope.commands.benchmarks import LatencyOptions, LoadOptions, ReportOptions, ThroughputOptions
 from allotrope.commands.flags import FlagCommand, expand_configs, flag_names, parse_size
-from allotrope.commands.foreign_flags import ALIASES, UNSUPPORTED
+from allotrope.commands.foreign_flags import ALIASES, OPPOSITES, VALUES
+from allotrope.commands.refusals import REFUSED, refusal
 from allotrope.commands.sampling import SamplingOptions
 from allotrope.config import EngineConfig, ServerConfig
 
@@ -138,8 +139,8 @@ def test_aliases_name_fields_and_no_flag_twice() -> None:
     for config in OPTION_CLASSES:
         spelled = [name for f in dataclasses.fields(config) for name in flag_names(f)]
         assert len(spelled) == len(set(spelled))
-    assert not {name for _, field in SERVE_FIELDS for name in flag_names(field)} & set(UNSUPPORTED)
-    assert all(reason and not reason.endswith(".") for reason in UNSUPPORTED.values())
+    assert not {name for _, field in SERVE_FIELDS for name in flag_names(field)} & set(REFUSED)
+    assert all(reason and not reason.endswith(".") for reason in REFUSED.values())
 
 
 @pytest.mark.parametrize("args", [["--quantization", "awq"], ["--quantization=awq"], ["-q", "awq"]])
@@ -148,13 +149,70 @@ def test_unsupported_flag_is_refused_in_one_line(args: list[str]) -> None:
     assert (status, received) == (2, [])
     assert output.count("\n") == 1
     assert output.startswith(f"allotrope: error: {args[0].partition('=')[0]} is not an option of allotrope: ")
-    assert UNSUPPORTED["--quantization"] in output
+    assert REFUSED["--quantization"] in output
 
 
 def test_unsupported_flag_in_snake_case() -> None:
-    status, output, _ = run("m", "--enforce_eager")
+    status, output, _ = run("m", "--trust_remote_code")
     assert status == 2
-    assert "--enforce-eager is not an option" in output
+    assert "--trust-remote-code is not an option" in output
+
+
+@pytest.mark.parametrize(
+    ("flag", "like"),
+    [
+        ("-O3", "-O"),
+        ("-O", "-O"),
+        ("-O.mode=3", "-O"),
+        ("--task", "--runner"),
+        ("--no-enable-lora", "--enable-lora"),
+        ("--compilation-config.level", "--compilation-config"),
+        ("--lora_dtype", "--enable-lora"),
+        ("--mem-fraction-static", "--mem-fraction-static"),
+    ],
+)
+def test_every_form_of_an_unsupported_flag_is_refused(flag: str, like: str) -> None:
+    status, output, _ = run("m", flag, "3")
+    assert status == 2
+    assert output == f"allotrope: error: {flag.partition('=')[0].replace('_', '-')} is not an option of allotrope: " + (
+        f"{REFUSED[like]}.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "field", "value"),
+    [
+        (["--tp", "2"], "tensor_parallel_size", 2),
+        (["--tp-size=2"], "tensor_parallel_size", 2),
+        (["--gpu-memory-utilization", "0.5"], "memory_utilization", 0.5),
+        (["--dtype", "half"], "dtype", "float16"),
+        (["--dtype=float"], "dtype", "float32"),
+        (["--kv-cache-dtype", "fp8_e4m3"], "kv_cache_dtype", "fp8"),
+        (["--generation-config", "vllm"], "generation_config", "none"),
+        (["--enforce-eager"], "cuda_graphs", False),
+        (["--enforce_eager"], "cuda_graphs", False),
+        (["--disable-cuda-graph"], "cuda_graphs", False),
+        (["--disable-radix-cache"], "enable_prefix_caching", False),
+        (["--context-length", "32K"], "max_model_len", 32768),
+        (["--max-running-requests", "8"], "max_num_seqs", 8),
+        (["--random-seed", "8"], "seed", 8),
+        (["--seed", "9", "--tokenizer", "half"], "tokenizer", "half"),
+    ],
+)
+def test_spellings_of_other_engines(args: list[str], field: str, value: object) -> None:
+    status, output, received = run("m", *args)
+    assert status == 0, output
+    assert getattr(received[0][0], field) == value
+
+
+def test_values_that_are_spelled_otherwise_are_choices() -> None:
+    hints = get_type_hints(EngineConfig)
+    for field, spellings in VALUES.items():
+        assert set(spellings.values()) <= set(get_args(hints[field]))
+        assert not set(spellings) & set(get_args(hints[field]))
+    taken = {name for _, field in SERVE_FIELDS for name in flag_names(field)}
+    assert not {name for names in OPPOSITES.values() for name in names} & (taken | set(REFUSED))
+    assert refusal("--zork") is None and refusal("--no-zork") is None
 
 
 def test_a_value_that_looks_like_a_flag_is_a_value() -> None:
