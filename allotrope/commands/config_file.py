@@ -93,8 +93,8 @@ def _is_text(hint: Any) -> bool:
 def _unknown(flag: str, known: list[str]) -> str:
     if reason := refusal(flag):
         return reason
-    near = [name.removeprefix("--") for name in get_close_matches(flag, known, n=1)]
-    return "there is no such option" + (f"; did you mean {near[0]}?" if near else "")
+    near = get_close_matches(flag, [name for name in known if name.startswith("--")], n=1)
+    return "there is no such option" + (f", but there is {near[0].removeprefix('--')}" if near else "")
 
 
 def read_mapping(path: str) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class FlagCommand(TyperCommand):
                 flag, equals, value = self._spelled(arg, known).partition("=")
                 param = known.get(flag)
                 if param is None:
-                    self._refuse_foreign(flag)
+                    self._refuse_foreign(flag, known)
                 elif equals:
                     value = plain_value(param.name, value)
                 elif flag not in param.secondary_opts and not getattr(param, "is_flag", True):
@@ -195,8 +195,12 @@ class FlagCommand(TyperCommand):
         return super().parse_args(ctx, [*_repeat_flags(head, lists, with_value), *args[end:]])
 
     @staticmethod
-    def _refuse_foreign(flag: str) -> None:
-        if reason := refusal(flag):
+    def _refuse_foreign(flag: str, known: Container[str]) -> None:
+        reason = refusal(flag)
+        whole, dot, _ = flag.replace("_", "-").partition(".")
+        if dot and whole in known:
+            reason = f"write the whole value after {whole}, as one JSON object"
+        if reason:
             typer.echo(f"allotrope: error: {flag} is not an option of allotrope: {reason}.", err=True)
             raise typer.Exit(2)
 

@@ -73,8 +73,8 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("prot: 8001", "prot: there is no such option; did you mean port?"),
-        ("max_model_length: 8", "did you mean max-model-len?"),
+        ("prot: 8001", "prot: there is no such option, but there is port."),
+        ("max_model_length: 8", "but there is max-model-len."),
         ("zzzzzz: 8", "zzzzzz: there is no such option."),
         ("tool-call-parser: hermes", "tool-call-parser: tool calls are not parsed"),
         ("config: other.yaml", "config: there is no such option"),

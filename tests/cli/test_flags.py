@@ -179,6 +179,12 @@ def test_every_form_of_an_unsupported_flag_is_refused(flag: str, like: str) -> N
     )
 
 
+def test_part_of_a_json_value_is_refused() -> None:
+    status, output, _ = run("m", "--hf_overrides.rope_theta", "3")
+    assert status == 2
+    assert "--hf_overrides.rope_theta is not an option of allotrope: write the whole value after --hf-over" in output
+
+
 @pytest.mark.parametrize(
     ("args", "field", "value"),
     [
