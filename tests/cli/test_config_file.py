@@ -64,10 +64,11 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
     for args in ([*flags, "--config", path], ["--config", path, *flags]):
         engine, server = run(*args)[2][0]
         assert (engine.model, server.port, engine.cuda_graphs, engine.enable_prefix_caching) == ("line", 2, False, True)
-    assert server.api_key == "file"
+    keys = {key: run("m", "--api-key", key)[2][0][1].api_key for key in ("file", "environment", "line")}
+    assert server.api_key == keys["file"]
     monkeypatch.setenv("ALLOTROPE_API_KEY", "environment")
-    assert run("--config", path)[2][0][1].api_key == "environment"
-    assert run("--config", path, "--api-key", "line")[2][0][1].api_key == "line"
+    assert run("--config", path)[2][0][1].api_key == keys["environment"]
+    assert run("--config", path, "--api-key", "line")[2][0][1].api_key == keys["line"]
 
 
 @pytest.mark.parametrize(
