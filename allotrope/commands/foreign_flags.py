@@ -53,7 +53,7 @@ _NO_SPECULATION = "speculative decoding is not supported"
 _ALWAYS_CHUNKED = "prompts are always cut to --max-num-batched-tokens; set that instead"
 _NO_TRANSFER = "caches are not shared with other servers, nor told about; leave it out"
 _STATES = "states are kept as the model needs them; see --state-dtype for their type"
-_NO_OFFLOAD = "weights and caches stay in the device's own memory; see --kv-cache-memory-bytes"
+_NO_OFFLOAD = "caches stay in the device's own memory; see --kv-cache-memory-bytes"
 _HUB = "set the environment variable HF_HOME to choose where hub files lie"
 
 # Flag of vLLM -> why it is refused and what to do. `refusals` adds those that few people write.

@@ -68,10 +68,10 @@ _AS: dict[str, str] = {
         "--use-replayssm --enable-mamba-shared-prefix-checkpoint --mamba-scheduler-strategy "
         "--mamba-full-memory-ratio --max-mamba-cache-size"
     ),
-    "--kv-transfer-config": (
-        "--kv-offloading-backend --offload-backend --cpu-offload-params --offload-group-size "
-        "--offload-num-in-group --offload-prefetch-step --offload-params --enable-hierarchical-cache "
-        "--hicache-ratio --hicache-size"
+    "--kv-offloading-size": "--kv-offloading-backend --enable-hierarchical-cache --hicache-ratio --hicache-size",
+    "--cpu-offload-gb": (
+        "--offload-backend --cpu-offload-params --offload-group-size --offload-num-in-group "
+        "--offload-prefetch-step --offload-params"
     ),
     "--enable-lora": (
         "--lora-dtype --enable-tower-connector-lora --max-cpu-loras --fully-sharded-loras "
@@ -185,9 +185,9 @@ _FOR: dict[str, str] = {
 }
 
 REFUSED: dict[str, str] = {
-    **UNSUPPORTED,
     **{name: UNSUPPORTED[like] for like, names in _AS.items() for name in names.split()},
     **{name: reason for reason, names in _FOR.items() for name in names.split()},
+    **UNSUPPORTED,
 }
 
 _OPTIMIZATION = re.compile(r"-O\d*")
