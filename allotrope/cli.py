@@ -10,6 +10,7 @@ import sys
 
 from allotrope.env import spin_setting
 from allotrope.errors import AllotropeError
+from allotrope.logs import configure_logging
 
 
 def main() -> None:
@@ -17,13 +18,14 @@ def main() -> None:
     # Before a command imports torch: the process is ours, so are those that it starts.
     os.environ.update(spin_setting())
     try:
-        from allotrope.commands.app import build_app
+        from allotrope.commands.app import run
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("typer", "rich"):
             raise
         sys.exit(f"allotrope: error: the command line needs {error.name}. Run: pip install 'allotrope[cli]'")
+    configure_logging()
     try:
-        build_app()(prog_name="allotrope")
+        sys.exit(run())
     except AllotropeError as error:
         if "--debug" in sys.argv:
             raise

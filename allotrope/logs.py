@@ -8,15 +8,21 @@ import os
 LEVEL_VARIABLE = "ALLOTROPE_LOGGING_LEVEL"
 
 
-def configure_logging() -> None:
-    """Send the log of this process to standard error, at the level that ALLOTROPE_LOGGING_LEVEL names (INFO)."""
-    level = os.environ.get(LEVEL_VARIABLE, "INFO").upper()
+def configure_logging(level: str = "WARNING") -> None:
+    """Send the log of this process to standard error, from `level` on or from what ALLOTROPE_LOGGING_LEVEL names."""
+    level = os.environ.get(LEVEL_VARIABLE, level).upper()
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("allotrope")
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
+
+
+def log_more() -> None:
+    """Log what happens as well, here and in processes started from here; ALLOTROPE_LOGGING_LEVEL is obeyed if set."""
+    os.environ.setdefault(LEVEL_VARIABLE, "INFO")
+    configure_logging()
 
 
 def one_line(text: str) -> str:

@@ -50,7 +50,7 @@ class Allotrope:
         import allotrope
         from allotrope.logs import configure_logging
 
-        configure_logging()
+        configure_logging("INFO")
         self.llm = allotrope.LLM(directory, **options)
         self.version = getattr(allotrope, "__version__", "checkout")
         self.kv_tokens: int | None = self.llm.engine.memory.tokens

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "allotrope"
 # Parts of the package, the lowest first: each imports only from its own line and those above it.
 ORDER = [
     {"errors", "env", "cpu"},
-    {"request", "config", "logs", "gguf_file"},
+    {"request", "config", "logs", "progress", "gguf_file"},
     {"attention", "text"},
     {"cache", "layers"},
     {"models"},

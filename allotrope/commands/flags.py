@@ -16,10 +16,10 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
-from typer.core import TyperCommand
 
 from allotrope.commands.config_file import use_config_file
 from allotrope.commands.foreign_flags import ALIASES, OPPOSITES, plain_value
+from allotrope.commands.help_text import HelpCommand, heading_of
 from allotrope.commands.refusals import refusal
 
 # Fields whose flag also reads 32k, 1.5GiB and the like, beside those named *_bytes.
@@ -129,7 +129,6 @@ def _config_of(hint: Any) -> type | None:
 
 def _parameters(config: type, *, model_optional: bool) -> list[inspect.Parameter]:
     hints = get_type_hints(config)
-    panel = config.__name__.removesuffix("Config").removesuffix("Options") + " options"
     made = []
     hint: Any
     for field in dataclasses.fields(config):
@@ -139,7 +138,7 @@ def _parameters(config: type, *, model_optional: bool) -> list[inspect.Parameter
             hint = (str | None) if model_optional else str
             default = None if model_optional else default
         else:
-            info = _option(field, hints[field.name], panel)
+            info = _option(field, hints[field.name], heading_of(field.name, config.__name__))
             hint = list[str] if hints[field.name] == _LIST else hints[field.name]
             default = list(default) if isinstance(default, tuple) else default
         annotation: Any = Annotated[hint, info]
@@ -167,8 +166,8 @@ def flag_names(field: dataclasses.Field[Any]) -> list[str]:
     return [f"--{field.name.replace('_', '-')}", *([short] if short else []), *ALIASES.get(field.name, ())]
 
 
-class FlagCommand(TyperCommand):
-    """A command that also reads --snake_case, takes --debug anywhere, and refuses another engine's flags by name."""
+class FlagCommand(HelpCommand):
+    """A command that also reads --snake_case, and refuses another engine's flags by name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name: p for p in self.params for name in (*p.opts, *p.secondary_opts) if name.startswith("-")}
@@ -180,7 +179,7 @@ class FlagCommand(TyperCommand):
             if awaiting is not None:
                 head.append(plain_value(awaiting.name, arg))
                 awaiting = None
-            elif arg != "--debug":
+            else:
                 flag, equals, value = self._spelled(arg, known).partition("=")
                 param = known.get(flag)
                 if param is None:

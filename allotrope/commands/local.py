@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from allotrope.config import EngineConfig
 from allotrope.errors import AllotropeError
+from allotrope.progress import show_progress
 from allotrope.request import Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class LocalModel:
     def __init__(self, config: EngineConfig) -> None:
         from allotrope.llm import LLM
 
+        show_progress()
         self.llm = LLM(**dataclasses.asdict(config))
         self.last_tokens = 0
         self._names = (f"cli-{number}" for number in itertools.count())

@@ -51,7 +51,8 @@ class EngineClient:
     """One engine process and the requests that are open in it.
 
     Making the object starts the process, which loads while the server imports its own packages; `start` waits for the
-    model. `dead` is None until the process has ended, then the reason in one line.
+    model. `dead` is None until the process has ended, then the reason in one line. `summary`: the model and its memory,
+    in a line each, once it is loaded.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -72,6 +73,7 @@ class EngineClient:
         self._owed_since: float | None = None
         self._limits: EngineLimits | None = None
         self._stats = EngineStats()
+        self.summary: tuple[str, ...] = ()
         self._failure: Failed | None = None
         self._stopped = False
         self.dead: str | None = None
@@ -115,8 +117,8 @@ class EngineClient:
             match message:
                 case Progress(phase):
                     on_progress(phase)
-                case Ready(limits, stats):
-                    self._limits, self._stats = limits, stats
+                case Ready(limits, stats, summary):
+                    self._limits, self._stats, self.summary = limits, stats, summary
                 case Failed(kind, text):
                     raise (ConfigError if kind == "ConfigError" else AllotropeError)(text)
                 case _:

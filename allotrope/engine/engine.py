@@ -18,7 +18,7 @@ from allotrope.engine.inputs import StepPlan, StepRow
 from allotrope.engine.load import draw_up, eos_ids, plan_caches
 from allotrope.engine.memory_keeper import MemoryKeeper
 from allotrope.engine.observer import Observer
-from allotrope.engine.plan_report import describe
+from allotrope.engine.plan_report import ModelReport, describe
 from allotrope.engine.ranks import OnDeath, Ranks, share_threads
 from allotrope.engine.report import EngineLimits, EngineStats, numbered
 from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_scores
@@ -88,8 +88,9 @@ class Engine:
         self._prefix_lost: dict[str, int] = {}
         self.memory = memory
         log.info("%s", limits)
+        self._blueprint = blueprint
         if log.isEnabledFor(logging.INFO):
-            for line in describe(blueprint, memory, config).lines():
+            for line in self.report().lines():
                 log.info("%s", line)
         unit = self._keeper.prefix.unit
         if config.enable_prefix_caching and unit >= blueprint.max_model_len:
@@ -269,6 +270,10 @@ class Engine:
             prefix_lost=dict(self._prefix_lost),
             preemptions=self._scheduler.preemptions,
         )
+
+    def report(self) -> ModelReport:
+        """The model and the plan of its memory."""
+        return describe(self._blueprint, self.memory, self._config)
 
     def process_ids(self) -> list[int]:
         """The processes that this engine started, one per further rank."""

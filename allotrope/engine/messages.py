@@ -51,10 +51,11 @@ class Progress(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """From the engine, once: the model is loaded."""
+    """From the engine, once: the model is loaded. `summary`: the model and its memory, in a line each."""
 
     limits: EngineLimits
     stats: EngineStats
+    summary: tuple[str, ...]
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -91,11 +91,25 @@ class ModelReport:
         """The same as plain data, with `fits`."""
         return {**asdict(self), "fits": self.refusal is None}
 
+    def summary(self) -> tuple[str, str]:
+        """Which model runs, and the memory it has, for somebody who has not read of caches."""
+        memory = f"memory: {_size(self.weight_bytes)} of weights on each of {self.ranks} rank(s)"
+        if self.tokens is not None and self.cache_bytes is not None:
+            memory += (
+                f" and {_size(self.cache_bytes)} of caches, enough for {self.sequences} requests of "
+                f"{self.max_model_len} tokens at a time (at most {self.max_num_seqs} requests)"
+            )
+        return f"model: {self._heading()}", memory.replace(" on each of 1 rank(s)", "")
+
+    def _heading(self) -> str:
+        caches = f"{self.kv_cache_dtype} caches"
+        return f"{self.model}: {self.architecture}, {self.layers} layers, {self.dtype} with {caches}"
+
     def lines(self) -> list[str]:
         """The same for people, one line each."""
         of_memory = "" if self.memory_bytes is None else f", of {_size(self.memory_bytes)} memory"
         text = [
-            f"{self.model}: {self.architecture}, {self.layers} layers, {self.dtype} with {self.kv_cache_dtype} caches",
+            self._heading(),
             f"weights {_size(self.weight_bytes)} on each of {self.ranks} rank(s){of_memory}",
         ]
         if self.unloadable is not None:

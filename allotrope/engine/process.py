@@ -34,6 +34,7 @@ from allotrope.engine.messages import (
 from allotrope.env import spin_setting
 from allotrope.errors import AllotropeError, InvalidRequest, Overloaded
 from allotrope.logs import configure_logging, one_line
+from allotrope.progress import show_progress
 
 if TYPE_CHECKING:
     from allotrope.config import EngineConfig
@@ -61,7 +62,7 @@ class EngineProcess:
         threading.Thread(target=self._read, name="messages", daemon=True).start()
         try:
             engine = self._load(start.config)
-            self._send(Ready(limits=engine.limits, stats=engine.stats()))
+            self._send(Ready(limits=engine.limits, stats=engine.stats(), summary=engine.report().summary()))
             while True:
                 self._turn(engine)
         except BrokenPipeError:
@@ -147,6 +148,7 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging()
+    show_progress()
     os.environ.update(spin_setting())
     os.set_inheritable(descriptor, False)
     sys.exit(EngineProcess(socket.socket(fileno=descriptor)).run())

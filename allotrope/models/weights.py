@@ -22,6 +22,7 @@ from allotrope.layers.quant.format import SHARED_ROWS
 from allotrope.layers.quant.product import CODES, SCALES, scales_of_blocks
 from allotrope.models.checkpoint import Checkpoint
 from allotrope.models.dequantize import QuantizedView
+from allotrope.progress import report_bytes
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
@@ -101,7 +102,11 @@ class Loader:
     def load(self, checkpoint: Checkpoint) -> LoadReport:
         """Read every tensor once. Raises ModelError with every mismatch at the end."""
         report = LoadReport()
-        for name in checkpoint.headers():
+        headers = checkpoint.headers()
+        total, done = sum(header.stored_bytes for header in headers.values()), 0
+        for name, header in headers.items():
+            report_bytes(done, total)
+            done += header.stored_bytes
             matches = [(match, rule) for pattern, rule in self.rules if (match := pattern.fullmatch(name))]
             if not matches:
                 self.reasons.append(f"checkpoint tensor {name} is used by no rule")
@@ -112,6 +117,7 @@ class Loader:
                 continue
             report.tensors += 1
             self._read(checkpoint, name, matches, report)
+        report_bytes(total, total)
         for name, pieces in self.missing.items():
             self.reasons.extend(
                 f"parameter {name}{_piece_text(piece)} is in no checkpoint tensor" for piece in sorted(pieces)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import shlex
 import signal
 import socket
 import threading
@@ -118,7 +120,7 @@ class _Service:
         except AllotropeError as error:
             log.error("cannot serve: %s", one_line(str(error)))
             return _FAILED
-        print(f"Allotrope {allotrope.__version__} serves {self._state.model_name} at {self._address()}/v1", flush=True)
+        print("\n".join((*self._client.summary, self._invitation())), flush=True)
         died = asyncio.create_task(self._client.died.wait())
         if await self._before_stop(died, accepting):
             return await self._mourn()
@@ -193,6 +195,20 @@ class _Service:
             await self._client.stop()
             await self._state.idle(_FAREWELL_SECONDS)
         return _STOPPED
+
+    def _invitation(self) -> str:
+        """Where the server is, and a request that it answers."""
+        serving = self._state.serving
+        assert serving is not None
+        chats = self._config.chat_template is not None or serving.tokenizer.chat_template is not None
+        asked = {"messages": [{"role": "user", "content": "Hello"}]} if chats else {"prompt": "Hello"}
+        body = json.dumps({"model": self._state.model_name, **asked})
+        key = ' -H "Authorization: Bearer $ALLOTROPE_API_KEY"' if self._config.api_key else ""
+        route = "chat/completions" if chats else "completions"
+        return (
+            f"Allotrope {allotrope.__version__} serves {self._state.model_name} at {self._address()}/v1, for example: "
+            f"curl {self._address()}/v1/{route} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
+        )
 
     def _address(self) -> str:
         host, port = self._listener.getsockname()[:2]

@@ -46,7 +46,7 @@ def run() -> Run:
 @pytest.fixture(scope="session")
 def server_url(dummy: list[str]) -> Iterator[str]:
     """Address of `allotrope serve` on the tiny model."""
-    arguments = ["serve", *dummy, "--port", "0", "--served-model-name", "tiny", "--threads", "1"]
+    arguments = ["serve", *dummy, "--port", "0", "--served-model-name", "tiny", "--threads", "1", "-v"]
     command = [sys.executable, "-m", "allotrope", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

@@ -72,7 +72,7 @@ def test_refusals_name_options_that_exist() -> None:
     ours = {flag for _, field in SERVE_FIELDS for flag in flag_names(field)}
     ours |= {f"--{field.name.replace('_', '-')}" for _, field in SERVE_FIELDS}
     ours |= {f"--no-{field.name.replace('_', '-')}" for _, field in SERVE_FIELDS if field.type == "bool"}
-    for flag, reason in UNSUPPORTED.items():
+    for flag, reason in REFUSED.items():
         assert set(re.findall(r"--[a-z][\w-]*", reason)) <= ours, (flag, reason)
         assert reason.removesuffix("leave it out").strip(" ;"), flag
 

@@ -52,7 +52,8 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            # The log names the address before the model is loaded.
+            env=os.environ | {"OMP_NUM_THREADS": "1", "ALLOTROPE_LOGGING_LEVEL": "INFO"},
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -1,0 +1,82 @@
+"""How far the loading of weights is: told by whoever reads them, shown by a command or the engine's process.
+
+Owns the channel between the two, a logger of its own to which nobody listens by default, and how it looks. It must not
+know what is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+_channel = logging.getLogger("allotrope.progress")
+_channel.propagate = False
+_LINE_SECONDS, _BAR_SECONDS = 10.0, 0.1
+_WIDTH = 24
+_CLEAR = "\r\x1b[K"
+
+
+def report_bytes(done: int, total: int) -> None:
+    """`done` of `total` bytes of weights are read; equal at the end."""
+    _channel.debug("read %d of %d bytes", done, total, extra={"done": done, "total": total})
+
+
+def show_progress(stream: TextIO | None = None) -> None:
+    """Show from now on how far loading is, on `stream` (standard error)."""
+    _channel.handlers = [ProgressDisplay(stream or sys.stderr)]
+    _channel.setLevel(logging.DEBUG)
+
+
+class ProgressDisplay(logging.Handler):
+    """On a terminal a bar that is gone in the end, elsewhere a line every 10 seconds."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds from any moment on."""
+        super().__init__()
+        self._stream, self._clock = stream, clock
+        self._started: float | None = None
+        self._due = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a record of `report_bytes`, where enough time has passed since the last one shown."""
+        done, total = int(record.__dict__["done"]), int(record.__dict__["total"])
+        now = self._clock()
+        terminal = self._stream.isatty()
+        if self._started is None:
+            self._started = now
+            self._due = now if terminal else now + _LINE_SECONDS
+        if done >= total:
+            self._started = None
+            if terminal:
+                self._write(_CLEAR)
+            return
+        if now < self._due:
+            return
+        self._due = now + (_BAR_SECONDS if terminal else _LINE_SECONDS)
+        text = f"{_amounts(done, total)}{_left(now - self._started, done, total)}"
+        filled = _WIDTH * done // total
+        bar = "#" * filled + "." * (_WIDTH - filled)
+        self._write(f"{_CLEAR}loading [{bar}] {text}" if terminal else f"loading weights: {text}\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):
+            # Nobody reads any more; loading goes on.
+            pass
+
+
+def _amounts(done: int, total: int) -> str:
+    unit, name = next(((size, name) for size, name in ((1e9, "GB"), (1e6, "MB")) if total >= size), (1e3, "kB"))
+    return f"{done / unit:.1f} of {total / unit:.1f} {name} ({100 * done // total} %)"
+
+
+def _left(elapsed: float, done: int, total: int) -> str:
+    if not done or elapsed <= 0:
+        return ""
+    seconds = round(elapsed * (total - done) / done)
+    return f", {seconds // 60} min {seconds % 60} s left" if seconds >= 60 else f", {seconds} s left"
