@@ -1,7 +1,7 @@
 """What Allotrope asks of the process it runs in. Nothing here is needed for right answers, only for quick ones.
 
-Owns how freed memory is kept, how threads wait for each other and how many CPUs the process may use. It must not import
-torch: how threads wait is decided when torch loads the OpenMP runtime.
+Owns the folder of its cache, how freed memory is kept, how threads wait for each other and how many CPUs the process
+may use. It must not import torch: how threads wait is decided when torch loads the OpenMP runtime.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 SPIN_COUNT = 10_000
 # Who sets one of these has decided how threads wait.
 _WAITING_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
+
+def cache_folder() -> Path:
+    """Where what is made once and kept lies: `allotrope` in the user's cache. It need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "allotrope"
 
 
 def keep_freed_memory() -> None:

@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parent.parent / "allotrope"
 
 # Parts of the package, the lowest first: each imports only from its own line and those above it.
 ORDER = [
-    {"errors", "env", "cpu"},
+    {"errors", "env"},
+    {"cpu"},
     {"request", "config", "logs", "progress", "gguf_file"},
     {"attention", "text"},
     {"cache", "layers"},

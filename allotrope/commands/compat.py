@@ -38,15 +38,13 @@ def report(name: str) -> dict[str, Any]:
     """Everything about one host. `name`: module of its contract."""
     from importlib import import_module
 
-    from allotrope.commands.families import families_of
-    from allotrope.models.registry import ARCHITECTURES
+    from allotrope.commands.catalogue import catalogue
 
     contract: Any = import_module(name)
     version = contract.installed()
     refusals = contract.refusals()
     models = []
-    for architecture in ARCHITECTURES:
-        families = families_of(architecture)
+    for architecture, families in catalogue().architectures.items():
         limits = list(dict.fromkeys(contract.LIMITS[family] for family in families if family in contract.LIMITS))
         models.append({"architecture": architecture, "families": families, "taken": not refusals, "limits": limits})
     return {

@@ -5,33 +5,17 @@ from __future__ import annotations
 
 def families() -> None:
     """List the attention families with their backends, best first, and the architectures made of them."""
-    from importlib import import_module
-
     from rich.console import Console
     from rich.table import Table
 
-    from allotrope.attention.registry import FAMILIES
-    from allotrope.models.registry import ARCHITECTURES
+    from allotrope.commands.catalogue import catalogue
 
+    found = catalogue()
     about = Table("family", "backends", "what it is")
-    for name, family in FAMILIES.items():
-        line = (import_module(f"allotrope.attention.{name}").__doc__ or "").partition("\n")[0]
-        about.add_row(name, ", ".join(backend.name for backend in family.backends), line)
+    for family in found.families:
+        about.add_row(family.name, ", ".join(family.backends), family.about)
     models = Table("architecture", "families")
-    for architecture in ARCHITECTURES:
-        models.add_row(architecture, ", ".join(families_of(architecture)))
+    for architecture, names in found.architectures.items():
+        models.add_row(architecture, ", ".join(names))
     console = Console()
     console.print(about, models)
-
-
-def families_of(architecture: str) -> list[str]:
-    """Names of the families that a model of the architecture uses, found from its smallest config."""
-    import torch
-
-    from allotrope.layers.parallel import Parallel
-    from allotrope.models.registry import find_architecture, read_spec
-
-    found = find_architecture({"architectures": [architecture]}, architecture)
-    _, spec = read_spec(found.tiny() | {"architectures": [architecture]}, architecture)
-    one = (Parallel(), torch.float32, torch.float32)
-    return sorted({layer.mixer.attention(*one).family for layer in spec.layers})

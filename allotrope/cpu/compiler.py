@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from allotrope.env import cache_folder
+
 log = logging.getLogger("allotrope.cpu")
 
 HEADERS = Path(__file__).parent
@@ -116,7 +118,7 @@ def _made(command: list[str], source: Path, path: Path) -> ctypes.CDLL:
 
 def _folders() -> Iterator[Path]:
     """Where libraries are kept: the user's cache, then a folder of this process where that cannot be used."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "allotrope"
+    folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

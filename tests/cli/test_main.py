@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import os
 import pty
 import re
@@ -191,3 +192,36 @@ def test_families_lists_each_family_and_architecture() -> None:
     assert done.returncode == 0, done.stderr
     assert [name for name in (*FAMILIES, *ARCHITECTURES) if name not in done.stdout] == []
     assert "reference" in done.stdout
+
+
+def test_what_is_known_is_listed_without_torch_from_the_second_time_on(tmp_path: Path) -> None:
+    """And as it was the first time; a damaged or older copy is made anew."""
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    first, loaded = loaded_by("families", **environment)
+    assert "torch" in loaded
+    kept = tmp_path / "allotrope" / "catalogue.json"
+    whole = kept.read_text()
+    assert list(kept.parent.iterdir()) == [kept]
+    for command in (("families",), ("compat",), ("compat", "--json")):
+        shown, loaded = loaded_by(*command, **environment)
+        # An installed host is looked into, and loads what it needs.
+        assert not loaded or "vllm" in loaded, f"{command} loaded {loaded}"
+        assert command != ("families",) or shown == first
+    older = json.loads(whole)
+    older["sources"], older["families"] = "of other files", []
+    for text in (json.dumps(older), whole[: len(whole) // 2], "[]", "null"):
+        kept.write_text(text)
+        assert catalogue_in(tmp_path) == whole
+
+
+def catalogue_in(cache: Path) -> str:
+    """The kept copy after one look."""
+    code = "from allotrope.commands.catalogue import catalogue; catalogue()"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"XDG_CACHE_HOME": str(cache)}, check=True)
+    return (cache / "allotrope" / "catalogue.json").read_text()
+
+
+def test_without_a_cache_what_is_known_is_listed_as_well(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    shown, _ = loaded_by("families", XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert "LlamaForCausalLM" in shown
