@@ -15,8 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "allotrope"
 
 # Parts of the package, the lowest first: each imports only from its own line and those above it.
 ORDER = [
-    {"errors", "env"},
-    {"cpu"},
+    {"errors", "env", "cpu"},
     {"request", "config", "logs", "progress", "gguf_file"},
     {"attention", "text"},
     {"cache", "layers"},
@@ -28,7 +27,7 @@ ORDER = [
     {"__main__"},
 ]
 # Parts on one line are independent of each other, but for these (importer, imported).
-SIDEWAYS = {("bench", "llm"), ("verify", "llm")}
+SIDEWAYS = {("cpu", "env"), ("bench", "llm"), ("verify", "llm")}
 SERVER_PACKAGES = {"fastapi", "uvicorn", "starlette", "pydantic", "prometheus_client"}
 PRODUCTS = ("llama", "mistral", "qwen", "deepseek", "gemma", "gpt_oss", "gptoss", "minimax", "kimi", "glm4", "mimo")
 
