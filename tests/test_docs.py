@@ -95,6 +95,10 @@ def importable(name: str) -> bool:
     return False
 
 
+# What `allotrope` takes before a command or with any.
+EVERYWHERE = {"--help", "-h", "--debug", "--verbose", "-v", "--version", "-V"}
+
+
 def command_faults(words: list[str], known: dict[str, set[str]]) -> list[str]:
     """A command line of ours whose command or flags do not exist. `words`: what follows `allotrope`."""
     name = ""
@@ -106,8 +110,7 @@ def command_faults(words: list[str], known: dict[str, set[str]]) -> list[str]:
     return [
         f"{flag} of {name!r}"
         for word in rest
-        if word.startswith("-")
-        and (flag := word.partition("=")[0].replace("_", "-")) not in known[name] | {"--help", "--debug"}
+        if word.startswith("-") and (flag := word.partition("=")[0].replace("_", "-")) not in known[name] | EVERYWHERE
     ]
 
 
