@@ -19,7 +19,7 @@ from allotrope.logs import log_more
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
         "tokenizer", "revision", "hf_overrides", "load_format", "dtype", "quantized_weights", "device", "seed",
-        "tensor_parallel_size", "threads",
+        "tensor_parallel_size", "threads", "generation_config",
     ),
     "Memory and caches": (
         "max_model_len", "kv_cache_dtype", "state_dtype", "page_size", "kv_cache_memory_bytes", "memory_utilization",
