@@ -19,7 +19,7 @@ import typer
 
 from allotrope.commands.config_file import use_config_file
 from allotrope.commands.foreign_flags import ALIASES, OPPOSITES, plain_value
-from allotrope.commands.help_text import HelpCommand, heading_of
+from allotrope.commands.help_text import GENERAL, HelpCommand, heading_of
 from allotrope.commands.refusals import refusal
 
 # Fields whose flag also reads 32k, 1.5GiB and the like, beside those named *_bytes.
@@ -98,7 +98,7 @@ def expand_configs(command: Callable[..., None]) -> Callable[..., None]:
 
     parameters = [*positional, *own, *flags]
     if configs:
-        parameters.insert(len(positional) + len(own), _config_file({p.name: p.annotation for p in parameters}))
+        parameters.append(_config_file({p.name: p.annotation for p in parameters}))
     expanded.__dict__["__signature__"] = inspect.Signature(parameters)
     expanded.__annotations__ = {p.name: p.annotation for p in parameters}
     return expanded
@@ -113,6 +113,7 @@ def _config_file(hints: dict[str, Any]) -> inspect.Parameter:
     info = typer.Option(
         "--config",
         metavar="FILE",
+        rich_help_panel=GENERAL,
         help="YAML or JSON file of options by name; flags on the command line win.",
         is_eager=True,
         callback=read,
@@ -189,8 +190,8 @@ class FlagCommand(HelpCommand):
                 elif flag not in param.secondary_opts and not getattr(param, "is_flag", True):
                     awaiting = param
                 head.append(flag + equals + value)
-        lists = {name for p in self.params if getattr(p, "multiple", False) for name in p.opts}
         with_value = {name for p in self.params if not getattr(p, "is_flag", True) for name in p.opts}
+        lists = {name for p in self.params if getattr(p, "multiple", False) for name in p.opts}
         return super().parse_args(ctx, [*_repeat_flags(head, lists, with_value), *args[end:]])
 
     @staticmethod

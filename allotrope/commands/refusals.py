@@ -111,7 +111,6 @@ _FOR: dict[str, str] = {
     ),
     "the usage of an answer always tells its cached tokens; leave it out": "--enable-prompt-tokens-details",
     "--step-log-seconds sets a step's time beside the least it could take": "--enable-mfu-metrics",
-    "the interval cannot be set; leave it out": "--sse-keep-alive-interval",
     "see the routes /tokenize and /detokenize": "--enable-tokenizer-info-endpoint",
     "the server has OpenAI's API only; leave it out": (
         "--cohere-is-reasoning-model --cohere-format --anthropic-disabled-thinking-effort"
@@ -121,7 +120,6 @@ _FOR: dict[str, str] = {
     "bind the process with taskset or numactl": "--numa-bind --numa-bind-nodes --numa-bind-cpus",
     "choose GPUs with the environment variable CUDA_VISIBLE_DEVICES, or one with --device": "--device-ids",
     "the size of headers is fixed, that of bodies is --max-body-bytes": "--h11-max-incomplete-event-size",
-    "set CORS headers in a proxy in front of the server": "--allow-credentials --allowed-methods --allowed-headers",
     "there is nothing like it here; leave it out": "--disable-access-log-for-endpoints --h11-max-header-count",
     "the body of an answer holds its id; leave it out": "--enable-request-id-headers",
     "leave it out; the API is in /openapi.json": "--disable-fastapi-docs --enable-offline-docs",
