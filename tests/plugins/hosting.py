@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from plugins.conftest import ENVIRONMENT
 
+from allotrope.attention.cache_layout import CacheLayout, PagedRows, StateSlots, WindowRows, row_bytes
+
 # Logits of Transformers, our engine and vLLM differ by rounding alone; the same bound as for the engine's own tests.
 ATOL = 5e-4
 
@@ -70,8 +72,20 @@ class Hosted:
         config = self.llm.llm_engine.vllm_config
         return sum(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in self.groups)
 
+    def specs(self) -> dict[str, Any]:
+        """By name of a cache, its spec in vLLM's memory; the cache manager goes by one of the same type."""
+        found = {}
+        of_memory = self.runner.kv_cache_config.kv_cache_groups
+        for group, managed in zip(of_memory, self.groups, strict=True):
+            each = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+            found.update({name: each.get(name, group.kv_cache_spec) for name in group.layer_names})
+            assert {type(found[name]) for name in group.layer_names} == {type(managed)}
+        return found
+
     def assert_ours(self) -> None:
-        """Our model, our backends in every group, rows of the requests in our caches, and nothing in block 0."""
+        """Our model, our backends in every group, rows of the requests in our caches, and nothing in block 0.
+
+        vLLM manages each cache by its lifetime."""
         from allotrope.plugins.vllm.cache import HostedCache, StepBuilder
         from allotrope.plugins.vllm.model import HostedModel
 
@@ -80,7 +94,9 @@ class Hosted:
         assert layers and all(isinstance(layer, HostedCache) for layer in layers.values())
         used = [group for groups in self.runner.attn_groups for group in groups]
         assert used and all(isinstance(group.get_metadata_builder(), StepBuilder) for group in used)
+        specs = self.specs()
         for cache in layers.values():
+            assert_lifetime(cache.layout, specs[cache.name])
             for pool in cache.views.values():
                 assert not _written(pool[0]), f"{cache.name}: block 0 is not empty"
             assert any(map(_written, cache.views.values())), f"{cache.name} was never written"
@@ -91,6 +107,23 @@ class Hosted:
         del self.llm, self.core, self.runner
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+def assert_lifetime(layout: CacheLayout, spec: Any) -> None:
+    """vLLM keeps all rows, the rows of a window, or one state, as `layout` says."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+    if isinstance(layout, StateSlots):
+        assert type(spec) is MambaSpec
+        assert spec.state_content_size_bytes == row_bytes(layout) <= spec.page_size_bytes
+        return
+    if isinstance(layout, WindowRows):
+        assert type(spec) is SlidingWindowSpec and spec.sliding_window == layout.window
+    else:
+        assert type(spec) is FullAttentionSpec and spec.sliding_window is None
+    tokens = layout.stride if isinstance(layout, PagedRows) else 1
+    assert spec.tokens_per_state == tokens
+    assert spec.page_size_bytes == spec.block_size // tokens * row_bytes(layout)
 
 
 def _written(pool: torch.Tensor) -> bool:
@@ -127,4 +160,4 @@ def run_apart(code: str, environment: dict[str, str] | None = None) -> subproces
     """Run Python code in a process of its own, with vLLM's test environment."""
     paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     env = os.environ | ENVIRONMENT | {"PYTHONPATH": paths} | (environment or {})
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=280)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=580)

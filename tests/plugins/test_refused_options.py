@@ -26,6 +26,8 @@ LACKING = "is not supported by Allotrope's models"
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
             f"transfer of caches (kv_transfer_config) {LACKING}",
         ),
+        ({"enable_lora": True}, f"LoRA {LACKING}"),
+        ({"quantization": "fp8", "dtype": "bfloat16"}, f"quantizing a plain checkpoint {LACKING}"),
         ({"additional_config": {"allotrope": {"attention_backends": "mha=reference"}}}, "'attention_backends'"),
         ({"additional_config": {"allotrope": "mha=reference"}}, "allotrope='mha=reference' is not understood"),
     ],
@@ -36,6 +38,48 @@ def test_refusals(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
 
         options = {"kv_transfer_config": KVTransferConfig(**options["kv_transfer_config"])}
     assert_refused(write("LlamaForCausalLM", tmp_path), options, reason)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "what"),
+    [
+        ("pipeline_parallel_size", 2, "pipeline parallelism"),
+        ("decode_context_parallel_size", 2, "context parallelism"),
+        ("prefill_context_parallel_size", 2, "context parallelism"),
+        ("data_parallel_size", 2, "data parallelism of experts"),
+        ("enable_expert_parallel", True, "expert parallelism"),
+        ("enable_dbo", True, "dual batch overlap"),
+    ],
+)
+def test_parallelism_is_refused(field: str, value: int, what: str, tmp_path: Path) -> None:
+    """vLLM's CPU platform rules these out before a model is made, so its config is changed afterwards."""
+    config = _config(write("Qwen3MoeForCausalLM", tmp_path))
+    setattr(config.parallel_config, field, value)
+    _assert_only_refused(config, what)
+
+
+def test_speculative_decoding_is_refused(tmp_path: Path) -> None:
+    """No engine is made: what vLLM imports for it breaks each later start in the same process."""
+    wanted = {"method": "ngram", "num_speculative_tokens": 2}
+    _assert_only_refused(
+        _config(write("LlamaForCausalLM", tmp_path), speculative_config=wanted), "speculative decoding"
+    )
+
+
+def _config(path: Path, **options: Any) -> Any:
+    """What vLLM makes of its options before there is an engine."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    plain = {"skip_tokenizer_init": True, "enforce_eager": True, "dtype": "float32", "max_model_len": 256}
+    return EngineArgs(str(path), **(plain | options)).create_engine_config()
+
+
+def _assert_only_refused(config: Any, what: str) -> None:
+    from allotrope.plugins.vllm.model import HostedModel
+
+    with pytest.raises(ModelError) as raised:
+        HostedModel(vllm_config=config)
+    assert f"{what} {LACKING}" in str(raised.value) and str(raised.value).count(LACKING) == 1
 
 
 def test_a_config_of_another_place(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint) -> None:
         "LoRA": vllm_config.lora_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
+        # vLLM keeps this of mixtures of experts alone, whose experts its own models share out.
+        "data parallelism of experts": parallel.data_parallel_size > 1,
         "expert parallelism": parallel.enable_expert_parallel,
         "quantizing a plain checkpoint": config.quantization is not None and not stated,
         "dual batch overlap": parallel.enable_dbo,
