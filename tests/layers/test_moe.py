@@ -132,7 +132,7 @@ def check(router: RouterSpec, tokens: int = 40, **numbers: Any) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["in one call", "one by one"])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_routers(name: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_SMALLEST_PACKED", 1 if packed else 1 << 18)
+    monkeypatch.setattr(linear, "SMALLEST_PACKED", 1 if packed else 1 << 18)
     check(ROUTERS[name])
 
 
@@ -149,7 +149,7 @@ def test_routers(name: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> No
     ids=["bias and clamps", "gelu", "clamped shared", "shared", "gated shared"],
 )
 def test_experts(numbers: dict[str, Any], packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_SMALLEST_PACKED", 1 if packed else 1 << 18)
+    monkeypatch.setattr(linear, "SMALLEST_PACKED", 1 if packed else 1 << 18)
     check(ROUTERS["sigmoid"], **numbers)
 
 
