@@ -12,6 +12,7 @@ from collections.abc import Sequence as Many
 import torch
 
 from allotrope.config import EngineConfig
+from allotrope.cpu.waiting import Waiting
 from allotrope.engine.executor import Executor, InProcess
 from allotrope.engine.flight import Flight, send_off
 from allotrope.engine.inputs import StepPlan, StepRow
@@ -81,6 +82,7 @@ class Engine:
         self._requests: dict[str, list[Sequence]] = {}
         self._sampling: SamplingBatch | None = None
         self._device, self._step_tokens = blueprint.build.device, limits.step_tokens
+        self._waiting = Waiting() if self._device.type == "cpu" else None
         self._flight: Flight | None = None
         self._overlap, self._said_wait = self._may_overlap(config), False
         self._accepted = 0
@@ -155,6 +157,8 @@ class Engine:
 
         Where steps overlap, that is what the pass before it chose, read while the device runs this one.
         """
+        if self._waiting is not None:
+            self._waiting.look()
         before = self._flight
         if before is not None and any(seq.reads_output for seq in before.seqs):
             self._flight = None
@@ -295,6 +299,8 @@ class Engine:
 
     def close(self) -> None:
         """Let go of the model and its memory."""
+        if self._waiting is not None:
+            self._waiting.close()
         self._executor.close()
 
     def _copy_page(self, group: int, source: int, target: int) -> None:
