@@ -24,17 +24,17 @@ def report_bytes(done: int, total: int) -> None:
     _channel.debug("read %d of %d bytes", done, total, extra={"done": done, "total": total})
 
 
-def show_progress(stream: TextIO | None = None) -> None:
-    """Show from now on how far loading is, on `stream` (standard error)."""
-    _channel.handlers = [ProgressDisplay(stream or sys.stderr)]
+def show_progress() -> None:
+    """Show from now on how far loading is, on what is standard error then."""
+    _channel.handlers = [ProgressDisplay(lambda: sys.stderr)]
     _channel.setLevel(logging.DEBUG)
 
 
 class ProgressDisplay(logging.Handler):
     """On a terminal a bar that is gone in the end, elsewhere a line every 10 seconds."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds from any moment on."""
+    def __init__(self, stream: Callable[[], TextIO], clock: Callable[[], float] = time.monotonic) -> None:
+        """`stream`: where to write, asked anew each time. `clock`: seconds from any moment on."""
         super().__init__()
         self._stream, self._clock = stream, clock
         self._started: float | None = None
@@ -44,14 +44,15 @@ class ProgressDisplay(logging.Handler):
         """Show a record of `report_bytes`, where enough time has passed since the last one shown."""
         done, total = int(record.__dict__["done"]), int(record.__dict__["total"])
         now = self._clock()
-        terminal = self._stream.isatty()
+        stream = self._stream()
+        terminal = not stream.closed and stream.isatty()
         if self._started is None:
             self._started = now
             self._due = now if terminal else now + _LINE_SECONDS
         if done >= total:
             self._started = None
             if terminal:
-                self._write(_CLEAR)
+                _write(stream, _CLEAR)
             return
         if now < self._due:
             return
@@ -59,15 +60,16 @@ class ProgressDisplay(logging.Handler):
         text = f"{_amounts(done, total)}{_left(now - self._started, done, total)}"
         filled = _WIDTH * done // total
         bar = "#" * filled + "." * (_WIDTH - filled)
-        self._write(f"{_CLEAR}loading [{bar}] {text}" if terminal else f"loading weights: {text}\n")
+        _write(stream, f"{_CLEAR}loading [{bar}] {text}" if terminal else f"loading weights: {text}\n")
 
-    def _write(self, text: str) -> None:
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except (OSError, ValueError):
-            # Nobody reads any more; loading goes on.
-            pass
+
+def _write(stream: TextIO, text: str) -> None:
+    try:
+        stream.write(text)
+        stream.flush()
+    except (OSError, ValueError):
+        # Nobody reads any more; loading goes on.
+        pass
 
 
 def _amounts(done: int, total: int) -> str:

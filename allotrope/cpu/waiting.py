@@ -3,8 +3,7 @@
 A thread that spins for a moment before it sleeps is the quickest where nothing else runs. On a busy machine it burns
 the share of the CPU that the thread it waits for needs. GCC's OpenMP runtime reads how long threads spin once, when it
 is loaded; but while there are more OpenMP threads than CPUs they hardly spin at all (GOMP_SPINCOUNT in its manual). So
-a
-second team, which sleeps, is there as long as the machine is busy.
+a second team, which sleeps, is there as long as the machine is busy.
 
 Owns when that is. It must not know what is computed: the number of threads, and so every result, stays as it is.
 """

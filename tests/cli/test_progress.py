@@ -65,7 +65,7 @@ class Clock:
 def _shown(stream: io.StringIO, steps: list[tuple[float, int]], total: int) -> str:
     """What is shown where so many bytes are read at such seconds."""
     clock = Clock()
-    display = ProgressDisplay(stream, clock)
+    display = ProgressDisplay(lambda: stream, clock)
     for seconds, done in steps:
         clock.seconds = 100.0 + seconds
         record = logging.makeLogRecord({"done": done, "total": total})

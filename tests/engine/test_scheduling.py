@@ -179,11 +179,11 @@ def test_bad_options_and_models_say_every_reason(model: Path, tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"max_model_len=9999 is more than the 512"):
         engine(model, max_model_len=9999)
     with pytest.raises(ConfigError, match=r"page_size=12.*max_num_batched_tokens=2 is below"):
-        engine(model, page_size=12, max_num_batched_tokens=2)
+        engine(model, page_size=12, max_num_batched_tokens=2, max_num_seqs=3)
     broken = tiny_llama() | {"hidden_act": "relu", "num_hidden_layers": "two", "surprise": 1}
     write_config(tmp_path, broken)
     with pytest.raises(ModelError) as caught:
-        engine(tmp_path)
+        engine(tmp_path, load_format="dummy")
     assert all(word in str(caught.value) for word in ("hidden_act='relu'", "num_hidden_layers='two'", "surprise"))
 
 

@@ -22,7 +22,7 @@ register()
 from vllm.model_executor.models import ModelRegistry
 print(len(ModelRegistry.found))
 models = [name for name in sys.modules if name.startswith("allotrope.models.")]
-files = {"registry", "decoder", "spec", "weights", "read_config", "checkpoint", "dequantize"}
+files = {"registry", "decoder", "spec", "weights", "read_config", "checkpoint", "dequantize", "weight_formats"}
 print([name for name in models if name.rpartition(".")[2] not in files], "triton" in sys.modules)
 """
 

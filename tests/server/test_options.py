@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -158,12 +162,26 @@ def test_head_is_get_without_its_body(http: httpx.Client) -> None:
     assert http.head("/nothing").status_code == 404
 
 
-def test_load(http: httpx.Client) -> None:
-    assert http.get("/load").json() == {"server_load": 0, "running": 0, "waiting": 0}
-    body = {"prompt": [5], "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 2}
-    with http.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
-        assert http.get("/load").json() == {"server_load": 1, "running": 2, "waiting": 0}
+def test_load(server: ServerProcess, http: httpx.Client) -> None:
+    idle = {"server_load": 0, "running": 0, "waiting": 0}
+
+    def load_becomes(wanted: int) -> dict[str, int]:
+        deadline = time.monotonic() + 30
+        while (load := http.get("/load").json())["server_load"] != wanted:
+            assert time.monotonic() < deadline, load
+        return dict(load)
+
+    assert load_becomes(0) == idle
+    with ThreadPoolExecutor(1) as pool:
+        # An engine that stands still leaves the request under way for as long as the test needs.
+        os.kill(server.engine_pid, signal.SIGSTOP)
+        try:
+            sent = pool.submit(http.post, "/v1/completions", json={"prompt": [5], "max_tokens": 2})
+            load_becomes(1)
+        finally:
+            os.kill(server.engine_pid, signal.SIGCONT)
+        assert sent.result().status_code == 200
+    assert load_becomes(0) == idle
 
 
 def test_server_info_holds_no_key(client: httpx.Client) -> None:
