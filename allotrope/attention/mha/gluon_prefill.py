@@ -21,7 +21,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -31,7 +30,7 @@ from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early
 from allotrope.attention.gluon_extremes import higher_of, highest
 from allotrope.attention.gluon_ring import ring
-from allotrope.attention.gluon_versions import barrier
+from allotrope.attention.gluon_versions import barrier, load_tile
 from allotrope.attention.gluon_zero import unknown_zero
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.attention.mha.triton_decode import EVERYTHING
@@ -61,13 +60,13 @@ def _fetch(
             row = scratch_row + _start(i, first, ahead, high, low, masked, BLOCK_N)
             mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
             mbarrier.expect(ready.index(slot), k.block_type.nbytes)
-            tma.async_copy_global_to_shared(k, [row, 0], ready.index(slot), k_tiles.index(slot))
+            load_tile(k, [row, 0], ready.index(slot), k_tiles.index(slot))
         if i > 0:
             slot = (i - 1) % STAGES
             row = scratch_row + _start(i - 1, first, ahead, high, low, masked, BLOCK_N)
             mbarrier.wait(free.index(STAGES + slot), (((i - 1) // STAGES) & 1) ^ 1)
             mbarrier.expect(ready.index(STAGES + slot), v.block_type.nbytes)
-            tma.async_copy_global_to_shared(v, [row, column], ready.index(STAGES + slot), v_tiles.index(slot))
+            load_tile(v, [row, column], ready.index(STAGES + slot), v_tiles.index(slot))
 
 
 @gluon.jit

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from allotrope.attention.gluon_versions import load_rows
 from allotrope.attention.mla.rows import BLOCK, scaled_bytes
 
 _LATENT, _ROPE = 512, 64
@@ -62,8 +63,8 @@ def _copy(at, rope_at, there, tile, rope_tile, full, WITH_ROPE: gl.constexpr):
     channel = gl.arange(0, HALF, gl.SliceLayout(0, READ))
     if WITH_ROPE:
         rope = gl.arange(0, ROPE, gl.SliceLayout(0, READ))
-        async_copy.async_copy_global_to_shared(rope_tile, rope_at[:, None] + rope[None, :], there[:, None])
-    async_copy.async_copy_global_to_shared(tile, at[:, None] + channel[None, :], there[:, None])
+        load_rows(rope_tile, rope_at[:, None] + rope[None, :], there[:, None])
+    load_rows(tile, at[:, None] + channel[None, :], there[:, None])
     async_copy.mbarrier_arrive(full, increment_count=False)
 
 
@@ -127,7 +128,7 @@ def _copy_rope(pool, rows, tile, pe_page, PAGE: gl.constexpr):
     page, offset, there = _places(rows, READ, PAGE)
     at = pool + (page * pe_page + offset * (_ROW // 2) + _BEFORE // 2)
     rope = gl.arange(0, ROPE, gl.SliceLayout(0, READ))
-    async_copy.async_copy_global_to_shared(tile, at[:, None] + rope[None, :], there[:, None])
+    load_rows(tile, at[:, None] + rope[None, :], there[:, None])
     async_copy.commit_group()
 
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early
 from allotrope.attention.gluon_ring import ring
-from allotrope.attention.gluon_versions import barrier
+from allotrope.attention.gluon_versions import barrier, load_tile
 from allotrope.attention.tile_sizes import cdiv
 from allotrope.layers.mlp import Gating
 from allotrope.layers.quant.launch import on_hopper
@@ -39,10 +39,10 @@ def _fetch(x, codes, x_tiles, w_tiles, ready, free, row, near, far, steps, STAGE
         phase = (i // STAGES) & 1
         mbarrier.wait(free.index(slot), phase ^ 1)
         mbarrier.expect(ready.index(slot), 2 * x.block_type.nbytes + 2 * codes.block_type.nbytes)
-        tma.async_copy_global_to_shared(x, [row, i * 128], ready.index(slot), x_tiles.index(2 * slot))
-        tma.async_copy_global_to_shared(x, [row + 64, i * 128], ready.index(slot), x_tiles.index(2 * slot + 1))
-        tma.async_copy_global_to_shared(codes, [near, i * 128], ready.index(slot), w_tiles.index(2 * slot))
-        tma.async_copy_global_to_shared(codes, [far, i * 128], ready.index(slot), w_tiles.index(2 * slot + 1))
+        load_tile(x, [row, i * 128], ready.index(slot), x_tiles.index(2 * slot))
+        load_tile(x, [row + 64, i * 128], ready.index(slot), x_tiles.index(2 * slot + 1))
+        load_tile(codes, [near, i * 128], ready.index(slot), w_tiles.index(2 * slot))
+        load_tile(codes, [far, i * 128], ready.index(slot), w_tiles.index(2 * slot + 1))
 
 
 @gluon.jit

@@ -19,7 +19,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -28,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from allotrope.attention.ahead import Variant
 from allotrope.attention.early import await_turn, early
 from allotrope.attention.gluon_ring import ring
-from allotrope.attention.gluon_versions import barrier
+from allotrope.attention.gluon_versions import barrier, load_tile
 from allotrope.attention.tile_sizes import cdiv
 from allotrope.layers.mlp import Gating
 from allotrope.layers.mlp_triton import ACTIVATIONS, gate
@@ -50,13 +49,13 @@ def _fetch(x, codes, x_tiles, w_tiles, ready, free, row, near, far, steps, STAGE
         phase = (i // STAGES) & 1
         mbarrier.wait(free.index(slot), phase ^ 1)
         mbarrier.expect(ready.index(slot), 2 * x.block_type.nbytes + 4 * codes.block_type.nbytes)
-        tma.async_copy_global_to_shared(x, [row, i * 128], ready.index(slot), x_tiles.index(2 * slot))
-        tma.async_copy_global_to_shared(x, [row, i * 128 + 64], ready.index(slot), x_tiles.index(2 * slot + 1))
+        load_tile(x, [row, i * 128], ready.index(slot), x_tiles.index(2 * slot))
+        load_tile(x, [row, i * 128 + 64], ready.index(slot), x_tiles.index(2 * slot + 1))
         for group in gl.static_range(2):
             to = 4 * slot + 2 * group
             first, second = ((near + group) * steps + i) * 64, ((far + group) * steps + i) * 64
-            tma.async_copy_global_to_shared(codes, [first, 0], ready.index(slot), w_tiles.index(to))
-            tma.async_copy_global_to_shared(codes, [second, 0], ready.index(slot), w_tiles.index(to + 1))
+            load_tile(codes, [first, 0], ready.index(slot), w_tiles.index(to))
+            load_tile(codes, [second, 0], ready.index(slot), w_tiles.index(to + 1))
 
 
 @gluon.jit
