@@ -5,6 +5,8 @@ Owns: how Triton's IR, PTX and AMDGCN spell such a maximum or minimum. Must not 
 PTX has both kinds, the other one with `.NaN` in its name. On AMD's chips before gfx950 none keeps NaN: there a select
 follows, by a compare of the number with itself. The compiler's line marks say which source line, and which callers,
 an instruction comes from; where it has moved one it marks line 0, and only the IR before that still knows the line.
+From Triton 3.8 on PTX says the next caller only, and each caller's own once: where a line has several callers, any of
+them may be meant, and again only the IR knows.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _IR = re.compile(r"(?:arith\.(?:max|min)numf|tt\.clampf .*propagateNan = none).*
 _IR_PLACE = re.compile(r"^(#loc\d*) = loc\((.*)\)$", re.MULTILINE)
 _PTX = re.compile(r"^\s*(?:@\S+\s+)?(?:max|min)\.(?![\w.]*NaN)[\w.]*\b(?:f16|f16x2|bf16|bf16x2|f32|f64)\s")
 _AMD = re.compile(r"^\s*v_(?:pk_)?(?:max|min|max3|min3|med3|maxmin|minmax)_(?:f16|bf16|f32|f64)\w*\s+(.*)$")
-_MARK = re.compile(r"^\s*\.loc\s.*?(?://|;) ?(.*)$")
+_MARK = re.compile(r"^\s*\.loc\s+(\d+ \d+ \d+)?(?:.*?inlined_at (\d+ \d+ \d+))?.*?(?://|;) ?(.*)$")
 _LOST = re.compile(r"^\S*:0(?::|$| @)")
 _SELECT = re.compile(r"^\s*(?:v_cmpx?_(?:[uo]|class)_f|v_cndmask)")
 
@@ -57,11 +59,18 @@ def _extremes_of_ir(ir: str) -> dict[str, str]:
 
 
 def _marked(assembly: str) -> Iterator[tuple[str, str]]:
-    """Every line of the assembly with the mark that stands above it."""
+    """Every line of the assembly with the mark that stands above it, and all the callers that it may have."""
     mark = "no line"
+    # By place, in order: what it is called, and all that it may have been called from.
+    known: dict[str, dict[str, None]] = {}
     for line in assembly.splitlines():
         if marked := _MARK.match(line):
-            mark = marked[1].strip()
+            place, caller, mark = marked[1], marked[2], marked[3].strip()
+            above = known.get(caller, {}) if caller else {}
+            if place:
+                known.setdefault(place, {}).update({mark: None} | above)
+            if caller:
+                mark = f"{mark} @[ {', '.join(above)} ]"
         yield mark, line
 
 

@@ -29,6 +29,28 @@ def test_ptx(name: str) -> None:
     assert not found("\tmax.s32 %r1, %r2, %r3;")
 
 
+def marks(*callers: str) -> str:
+    """A maximum of the library as Triton 3.8 and newer mark it, called from each of these in turn."""
+    inside, lines = ", function_name $L__info_string0, inlined_at", []
+    for i, caller in enumerate(callers):
+        lines += [f"\t.loc\t1 {i} 5 // {OWN}", f"\t.loc\t2 {i} 11{inside} 1 {i} 5 // {caller}"]
+        lines += [f"\t.loc\t3 216 16{inside} 2 {i} 11 // standard.py:216:16"]
+    return "\n".join([*lines, f"\t.loc\t3 196 12{inside} 3 216 16 // standard.py:196:12"])
+
+
+def test_ptx_that_names_the_next_caller_only() -> None:
+    text = "max.f32 %r1, %r2, %r3;"
+    ours, other = f"extremes.py:{LINE}:11", "other_kernel.py:3:11"
+    assert not dropping("", f"{marks(ours)}\n\t{text}\n", True, (highest,))
+    (one,) = dropping("", f"{marks(other)}\n\t{text}\n", True, (highest,))
+    assert one == f"standard.py:196:12 @[ standard.py:216:16, {other}, {OWN} ]: {text}"
+    # Either may be meant; the IR knows which.
+    both = f"{marks(other, ours)}\n\t{text}\n"
+    assert not dropping("", both, True, (highest,))
+    operation = '%1 = arith.maxnumf %2, %3 : f32 loc(#loc9)\n#loc9 = loc("/a/other_kernel.py":3:11)'
+    assert dropping(operation, both, True, (highest,)) == [f"{other}: {operation.splitlines()[0]}"]
+
+
 @pytest.mark.parametrize("name", ["v_max_f32_e32 v1, 0, v2", "v_med3_f32 v1, v2, s0, v3", "v_pk_max_f16 v1, v2, v3"])
 def test_amdgcn(name: str) -> None:
     assert found(f"\t{name}", nvidia=False) == [f"{OWN}: {name}"]
