@@ -1,9 +1,11 @@
-"""Three faults of Triton's interpreter, mended for as long as tests need it.
+"""Four faults of Triton's interpreter, mended for as long as tests need it.
 
 - A number that a kernel computed is held as an array of one element and becomes a loop's bound by `int(array)`, which
   NumPy refuses from 2.4 on.
 - bf16 is held as its bits, and a product of matrices multiplies the bits.
 - fp32 becomes bf16 by dropping bits, where every chip rounds to nearest: twice the error.
+- What a comparison finds is said to be of the type compared: spread over a block it becomes int32, which Triton 3.9
+  refuses for a mask.
 """
 
 from __future__ import annotations
@@ -40,6 +42,13 @@ if importlib.util.find_spec("triton") is not None:
         data = np.where(np.isnan(src.data), bits >> 16 | 0x40, nearest).astype(np.uint16)
         return interpreter.TensorHandle(data, tl.bfloat16)
 
+    _binary_op = interpreter.InterpreterBuilder.binary_op
+
+    def _of_truths(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        made = _binary_op(self, lhs, rhs, op)
+        return interpreter.TensorHandle(made.data, tl.int1) if made.data.dtype == np.bool_ else made
+
+    interpreter.InterpreterBuilder.binary_op = _of_truths
     interpreter.InterpreterBuilder.cast_impl = _cast_impl
     interpreter._patch_lang_tensor = _patch_lang_tensor
     interpreter.InterpreterBuilder.create_dot = _create_dot
