@@ -84,8 +84,10 @@ def rehearsal(threads: int, device: torch.device) -> Iterator[Compiled]:
                 yield compiled
         finally:
             _rehearsing.reset(token)
-    compiled.failed = sum(future.exception() is not None for future in mode.raw_futures)
-    compiled.kernels = len(mode.raw_futures) - compiled.failed
+            # From Triton 3.9 on the mode forgets them at its end.
+            futures = list(mode.raw_futures)
+    compiled.failed = sum(future.exception() is not None for future in futures)
+    compiled.kernels = len(futures) - compiled.failed
 
 
 def _pool(threads: int, device: torch.device) -> ThreadPoolExecutor:
@@ -102,13 +104,14 @@ def _mode(pool: Executor, device: torch.device) -> Any:
     class Loading(AsyncCompileMode):
         """Kernels are loaded where they were compiled, not one by one as they are launched."""
 
-        def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+        # What follows is Triton's own: what it does with a kernel that is there, and from 3.9 on with one that is not.
+        def submit(self, key: Any, compile_fn: Callable[[], Any], *others: Callable[[Any], None]) -> Any:
             def loaded() -> Any:
                 kernel = compile_fn()
                 _ = kernel.run
                 return kernel
 
-            return super().submit(key, loaded, finalize_fn)
+            return super().submit(key, loaded, *others)
 
     return (AsyncCompileMode if device.type == "cpu" else Loading)(pool, ignore_errors=True)
 
