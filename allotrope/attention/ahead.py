@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from allotrope.attention.dropped_nan import dropping
-from allotrope.attention.early import launched_early
+from allotrope.attention.early import OPTIONS, launched_early
 
 SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
 """Shared memory that one program may take, by chip; its keys are the chips that every kernel is compiled for."""
@@ -91,7 +91,7 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
     source = (GluonASTSource if variant.kernel.is_gluon() else ASTSource)(
         variant.kernel, signature, dict(variant.constants), aligned
     )
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages} | OPTIONS
     made = triton.compile(source, target=target, options=options)
     nvidia = target.backend == "cuda"
     registers, spills = _nvidia(made.asm["cubin"]) if nvidia else _amd(made.asm["amdgcn"])

@@ -24,6 +24,9 @@ from allotrope.attention.rehearsal import compile_for, rehearsing
 SWITCH = "ALLOTROPE_EARLY_LAUNCH"
 """Variable of the environment; 0: kernels begin when the one before them has ended."""
 
+OPTIONS = {"enable_fp_fusion": True}
+"""What every kernel is compiled with. Products and sums become one instruction; from Triton 3.10 on not by default."""
+
 
 def await_turn(_semantic: Any = None) -> None:
     """Nothing where the chip does not know it, nor in the interpreter."""
@@ -75,7 +78,7 @@ class _Launcher:
     early: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        options = {"launch_pdl": True} if self.early and _knows_how() else {}
+        options = OPTIONS | {"launch_pdl": True} if self.early and _knows_how() else OPTIONS
         if rehearsing():
             return compile_for(self.plain, *args, **kwargs, **options)
         return self.plain(*args, **kwargs, **options)

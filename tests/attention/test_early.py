@@ -48,4 +48,5 @@ def test_launches_are_early_where_chips_know_it(
     finally:
         early._knows_how.cache_clear()
     assert early.launched_early(made)
-    assert given == [{"grid": (1,), "warmup": False, "num_warps": 4} | ({"launch_pdl": True} if expected else {})]
+    always = {"grid": (1,), "warmup": False, "num_warps": 4, "enable_fp_fusion": True}
+    assert given == [always | ({"launch_pdl": True} if expected else {})]
