@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 # On a machine without an NVIDIA GPU the CPU build is enough and far smaller; see docs/install.md.
-TORCH ?= torch>=2.11,<2.15
+TORCH ?= torch>=2.11,<2.16
 
 VENV := .venv
 VLLM_VENV := .venv-vllm

@@ -20,7 +20,7 @@ from allotrope.errors import BackendError
 log = logging.getLogger("allotrope.attention")
 
 # The oldest and the newest Triton that the kernels are tested with.
-TRITON_VERSIONS = ((3, 6), (3, 7))
+TRITON_VERSIONS = ((3, 6), (3, 9))
 
 
 @dataclass(frozen=True)
