@@ -3,6 +3,8 @@
 PYTHON ?= python3
 # On a machine without an NVIDIA GPU the CPU build is enough and far smaller; see docs/install.md.
 TORCH ?= torch>=2.11,<2.16
+# Of tests, where torch brings none: a CPU build of torch does not.
+TRITON ?= triton
 
 VENV := .venv
 VLLM_VENV := .venv-vllm
@@ -53,7 +55,7 @@ $(VENV)/run.stamp: pyproject.toml
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@echo "adding what tests need ..."
-	@$(PIP) -e '.[dev]'
+	@$(PIP) -e '.[dev]' '$(TRITON)'
 	@touch $@
 
 # PyPI's builds of the three packages that are removed need CUDA libraries.
