@@ -55,6 +55,7 @@ def test_a_decode_step_launches_what_our_own_does(
     if "layer_types" in config:
         # As many of each kind: vLLM's groups of layers are then ours.
         config["layer_types"] = ["sliding_attention", "full_attention"] * 2
+        config.pop("sliding_window_pattern", None)
     write_random(config | {"architectures": [architecture]}, tmp_path, None, 0)
     asked = prompts(LENGTHS, vocab_size=300)
     with hosted(tmp_path, block_size=16) as running:
