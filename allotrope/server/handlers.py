@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from allotrope.errors import InvalidRequest
 from allotrope.request import Request, SamplingParams
-from allotrope.server.answers import ChatAnswer, CompletionAnswer
-from allotrope.server.generation import Generation, merged
+from allotrope.server.answers import Answer, ChatAnswer, CompletionAnswer
+from allotrope.server.generation import Generation, Piece, merged
 from allotrope.server.logprobs import Report
 from allotrope.server.protocol import ChatRequest, CompletionRequest, Prompt
 from allotrope.server.request_log import note_prompt
@@ -37,13 +37,7 @@ async def answer_chat(state: ServerState, body: ChatRequest, headers: Mapping[st
     generation = Generation(request, serving.tokenizer, continues_text=body.continue_final_message or False)
     answer = ChatAnswer(state.model_name, [generation], serving.tokenizer, _report(body, params.logprobs))
     pieces = generation.pieces(serving.engine, serving.metrics)
-    return Generated(
-        answer,
-        pieces,
-        stream=body.stream or False,
-        headers=headers,
-        keep_alive_seconds=state.config.sse_keep_alive_interval,
-    )
+    return _generated(state, body, headers, answer, pieces)
 
 
 async def answer_completion(state: ServerState, body: CompletionRequest, headers: Mapping[str, str]) -> Generated:
@@ -60,13 +54,7 @@ async def answer_completion(state: ServerState, body: CompletionRequest, headers
     answer = CompletionAnswer(state.model_name, generations, serving.tokenizer, _report(body, params.logprobs))
     streams = [generation.pieces(serving.engine, serving.metrics) for generation in generations]
     pieces = streams[0] if len(streams) == 1 else merged(streams)
-    return Generated(
-        answer,
-        pieces,
-        stream=body.stream or False,
-        headers=headers,
-        keep_alive_seconds=state.config.sse_keep_alive_interval,
-    )
+    return _generated(state, body, headers, answer, pieces)
 
 
 async def _read_completion(
@@ -88,6 +76,18 @@ async def _read_completion(
         silent=body.max_tokens == 0,
         first_index=place * params.n,
     )
+
+
+def _generated(
+    state: ServerState,
+    body: ChatRequest | CompletionRequest,
+    headers: Mapping[str, str],
+    answer: Answer,
+    pieces: AsyncGenerator[Piece, None],
+) -> Generated:
+    """The response that sends `answer` as its `pieces` come, streamed if `body` asks for it."""
+    keep_alive = state.config.sse_keep_alive_interval
+    return Generated(answer, pieces, stream=body.stream or False, headers=headers, keep_alive_seconds=keep_alive)
 
 
 def _note_prompt(state: ServerState, ids: Sequence[int]) -> None:
