@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_run import read_terminal
 from typer.testing import CliRunner
 
 import allotrope
@@ -112,14 +113,7 @@ def test_a_terminal_has_colours_unless_they_are_unwanted(environment: dict[str, 
     ours, theirs = pty.openpty()
     with subprocess.Popen([sys.executable, "-m", "allotrope", "-h"], env=plain | environment, stdout=theirs):
         os.close(theirs)
-        shown = b""
-        try:
-            while piece := os.read(ours, 1 << 16):
-                shown += piece
-        except OSError:
-            # The terminal of a process that has ended.
-            pass
-        os.close(ours)
+        shown = read_terminal(ours)
     assert (b"\x1b[1mCommands:" in shown, b"\x1b" in shown) == (coloured, coloured)
     assert "\x1b" not in allotrope_command("-h").stdout
 

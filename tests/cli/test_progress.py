@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from command_run import read_terminal
 from safetensors.torch import save_file
 from tiny_model import write_tiny_model
 
@@ -122,14 +123,7 @@ def test_commands_show_it_on_a_terminal(weighted: Path, command: str) -> None:
         if command == "serve":
             assert process.stdout is not None and process.stdout.readline()
             process.send_signal(signal.SIGTERM)
-        shown = b""
-        try:
-            while piece := os.read(ours, 1 << 16):
-                shown += piece
-        except OSError:
-            # The terminal of a process that has ended.
-            pass
-        os.close(ours)
+        shown = read_terminal(ours)
     assert re.search(rb"loading \[\.+\] 0\.0 of \d+\.\d [kM]B \(0 %\)", shown), shown
     assert shown.split(b"loading [")[-1].count(b"\r\x1b[K") == 1, shown
 
