@@ -25,9 +25,10 @@ from allotrope.models.decoder import Decoder
 
 log = logging.getLogger("allotrope.engine")
 
-# Before a prompt: how many keys it sees decides how wide the tiles of their scores are.
+# Tokens of a chunk beside or behind others, and of what is before it: how many keys it sees decides how wide the tiles
+# of their scores are.
+_CHUNK = 1000
 _PREFIXES = (3000, 7000, 15000, 100_000)
-_PREFIXED = 1000
 # Tokens before the one of a decoding sequence: few are attended to at once, many in parts.
 _CONTEXTS = (1000, 100)
 
@@ -71,13 +72,14 @@ def _prompts(blueprint: Blueprint) -> Iterator[list[tuple[int, int]]]:
     yield [(tokens, 0) for tokens in sorted(largest, key=lambda tokens: tokens > 1)]
     most = largest[0]
     yield from ([(tokens, 0)] for tokens in _shorter(most))
-    yield from ([(min(_PREFIXED, most), prefix)] for prefix in _PREFIXES if prefix + min(_PREFIXED, most) <= longest)
+    chunk = min(_CHUNK, most)
+    yield from ([(chunk, prefix)] for prefix in _PREFIXES if prefix + chunk <= longest)
     if most > 16:
         # Side by side, so that queries of both share a launch.
         yield [(most // 2 - 3, 0), (most // 2 - 5, 0)]
     contexts = [context for context in _CONTEXTS if context < longest and most > 1]
     for first in range(len(contexts)):
-        yield [*((1, context) for context in contexts[first:]), (min(_PREFIXED, most), 0)]
+        yield [*((1, context) for context in contexts[first:]), (chunk, 0)]
 
 
 def _shorter(most: int) -> list[int]:
