@@ -127,7 +127,7 @@ class Worker:
 
 def tiny_cases(names: Sequence[str]) -> list[Case]:
     """A case for each architecture of the registry, and another in bf16 where vLLM runs nothing else."""
-    from allotrope.models.registry import ARCHITECTURES
+    from allotrope.architectures.registry import ARCHITECTURES
 
     cases: list[Case] = []
     seen: set[str] = set()
@@ -136,7 +136,7 @@ def tiny_cases(names: Sequence[str]) -> list[Case]:
             continue
         seen.add(place)
         module, _, row = place.partition(":")
-        tiny = getattr(import_module(f"allotrope.models.{module}"), row).tiny
+        tiny = getattr(import_module(f"allotrope.architectures.{module}"), row).tiny
         changed = SIZES.get(name, {})
         cases.append(Case(name, "float32", tiny() | changed, changed))
         if "linear_num_key_heads" in tiny():

@@ -13,7 +13,6 @@ import bisect
 import collections
 import contextlib
 import dataclasses
-import importlib
 import json
 import re
 import sys
@@ -77,10 +76,10 @@ def attribute(launches: Sequence[Launch], spans: Sequence[Span]) -> list[tuple[s
 
 def our_kernels() -> frozenset[str]:
     """Names of the kernels that this package compiles."""
-    from allotrope.layers.ahead import MODULES
+    from allotrope.kernels.chip import CHIPS
+    from allotrope.kernels.registry import every_specialization
 
-    modules = [importlib.import_module(name) for name in MODULES]
-    return frozenset(variant.kernel.__name__ for module in modules for variant in module.variants("sm_90"))
+    return frozenset(one.kernel.__name__ for one in every_specialization(CHIPS["sm_90"]))
 
 
 @contextlib.contextmanager
@@ -116,7 +115,7 @@ def spans_of(model: Any) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def classes_of(model: Any) -> Iterator[None]:
     """Name what runs by its class of work: projections, experts and the head, and what attention's backends run."""
-    from allotrope.engine.work import DENSE, EXPERTS, HEAD, modules_by_class
+    from allotrope.engine.step_cost import DENSE, EXPERTS, HEAD, modules_by_class
 
     def named(kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -139,7 +138,7 @@ def classes_of(model: Any) -> Iterator[None]:
 
 def micros_by_class(launches: Sequence[Launch], spans: Sequence[Span], ours: frozenset[str]) -> dict[str, float]:
     """Time on the device by class of work, of what `classes_of` named. A product that stands alone is dense as well."""
-    from allotrope.engine.work import DENSE, REST
+    from allotrope.engine.step_cost import DENSE, REST
 
     found: dict[str, float] = collections.defaultdict(float)
     for kind, launch in attribute(launches, spans):

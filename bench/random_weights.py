@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from allotrope.architectures.registry import Architecture, read_spec
 from allotrope.errors import AllotropeError, ConfigError, ModelError
-from allotrope.layers.quant.format import FP4_RUN, FP4_VALUES, SCALE_BIAS
-from allotrope.models.registry import Architecture, read_spec
-from allotrope.models.spec import ModelSpec
+from allotrope.layers.model_spec import ModelSpec
+from allotrope.ops.matmul.quantized_weight import FP4_RUN, FP4_VALUES, SCALE_BIAS
 from allotrope.verify.random_checkpoint import _known_name, _released, first_layers
 from allotrope.verify.transformers_model import class_and_config, quiet
 

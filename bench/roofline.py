@@ -66,7 +66,7 @@ def profile_steps(model: str, sizes: Sizes, prompts: Prompts, options: dict[str,
     """A step of each kind. Raises RuntimeError if fewer requests decode at once than are asked for."""
     from allotrope import SamplingParams
     from allotrope.config import EngineConfig
-    from allotrope.engine.load import draw_up
+    from allotrope.engine.load import resolve_load_plan
 
     at_once = max(STEP_TOKENS, sizes.prefill, sizes.requests)
     # The first requests decode while the last are read.
@@ -77,7 +77,7 @@ def profile_steps(model: str, sizes: Sizes, prompts: Prompts, options: dict[str,
         "max_num_batched_tokens": at_once,
     }  # fmt: skip
     config = EngineConfig(**given | options)
-    blueprint, ours = draw_up(config), our_kernels()
+    load_plan, ours = resolve_load_plan(config), our_kernels()
     # Drawn, not greedy: random weights would soon repeat one token, and its experts.
     params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True)
     engine = decoding(config, prompts("context", sizes.requests, sizes.context), params)
@@ -95,7 +95,7 @@ def profile_steps(model: str, sizes: Sizes, prompts: Prompts, options: dict[str,
             engine.step()
     engine.close()
     return {
-        name: dataclasses.replace(step, work=least(blueprint, step.new, step.seen))
+        name: dataclasses.replace(step, work=least(load_plan, step.new, step.seen))
         for name, step in (("decode", decode), ("prefill", _median(reads[1:])))
     }
 
@@ -109,11 +109,11 @@ def add(engine: Any, name: str, ids: Sequence[int]) -> None:
     engine.add(Request(request_id=f"prefill {name}", prompt_ids=tuple(ids), params=params))
 
 
-def least(blueprint: Any, new: Sequence[int], seen: Sequence[int]) -> dict[str, dict[str, int]]:
+def least(load_plan: Any, new: Sequence[int], seen: Sequence[int]) -> dict[str, dict[str, int]]:
     """The work of a step as plain data."""
-    from allotrope.engine.work import step_work
+    from allotrope.engine.step_cost import step_work
 
-    return {kind: dataclasses.asdict(work) for kind, work in step_work(blueprint, new, seen).items()}
+    return {kind: dataclasses.asdict(work) for kind, work in step_work(load_plan, new, seen).items()}
 
 
 def _profile(engine: Any, ours: frozenset[str]) -> Profiled:

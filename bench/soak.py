@@ -31,7 +31,7 @@ import torch
 from allotrope.cache.memory import Demand, make_plan
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
-from allotrope.engine.load import draw_up
+from allotrope.engine.load import resolve_load_plan
 from allotrope.request import Request, SamplingParams, SequenceOutput
 
 # Differences of log-probabilities that rounding alone never makes, by type: beyond them nothing is a near-tie.
@@ -185,15 +185,15 @@ def compare(together: dict[str, Answer], alone: dict[str, Answer], most_noise: f
 
 def soak(config: EngineConfig, count: int, longest: int, most_output: int, seed: int) -> Found:
     """Run it all. `config`: the engine for the mixed run; memory is set here."""
-    blueprint = draw_up(config)
-    vocab = blueprint.spec.vocab_size
+    load_plan = resolve_load_plan(config)
+    vocab = load_plan.spec.vocab_size
     requests = draw(count, longest, most_output, vocab, seed)
     # Windows and states of a full batch, but pages for the context of few: sequences must be sent back.
     demand = Demand(
         context=longest, sequences=config.max_num_seqs, step_tokens=config.max_num_batched_tokens, reuse=True
     )
-    tight = make_plan(blueprint.groups, demand, longest + longest // 2).bytes
-    roomy = make_plan(blueprint.groups, dataclasses.replace(demand, sequences=1), 2 * longest).bytes
+    tight = make_plan(load_plan.groups, demand, longest + longest // 2).bytes
+    roomy = make_plan(load_plan.groups, dataclasses.replace(demand, sequences=1), 2 * longest).bytes
     engine = Engine(dataclasses.replace(config, kv_cache_memory_bytes=tight))
     started = time.monotonic()
     together, aborted, grown = run_together(engine, requests, seed)

@@ -26,9 +26,9 @@ from kernel_cases.products import BLOCK, MXFP4, _codes
 from kernel_timing import Stopwatch
 
 from allotrope.attention.check import TOLERANCES, compare
+from allotrope.kernels.chip import chip_of
 from allotrope.layers.mlp import Gating
-from allotrope.layers.quant.format import Quantized, as_multiplied
-from allotrope.layers.quant.launch import (
+from allotrope.ops.matmul.launch import (
     FEW_OUTPUTS,
     FEW_PLAIN_ROWS,
     GROUPS,
@@ -36,17 +36,18 @@ from allotrope.layers.quant.launch import (
     Launch,
     Shape,
     bucket,
-    chip_of,
     launch_for,
+    tuned_name,
     write_tuned,
 )
-from allotrope.layers.quant.prepare import Prepared, prepare, prepare_plain
+from allotrope.ops.matmul.packed_weight import Prepared, prepare, prepare_plain
+from allotrope.ops.matmul.quantized_weight import Quantized, as_multiplied
 
 GATING = Gating()
 # Microseconds from which a launch from Python tells who may be the fastest.
 ROUGH = 150.0
 # Microseconds that a kernel of PyTorch's costs a decode step beyond its own: it begins when the one before it has
-# ended, and the one behind it when it has (`bench/engine.py` with and without ALLOTROPE_EARLY_LAUNCH=0, by kernel).
+# ended, and the one behind it when it has (`bench/engine.py` with and without ALLOTROPE_PDL=0, by kernel).
 IN_TURN = 1.3
 ROWS = (4, 16, 64, 512, 2048, 8192)
 
@@ -253,7 +254,7 @@ def reference(shape: Shape, weight: Any, given: dict[str, Any]) -> torch.Tensor:
 
 def compile_all(job: tuple[Shape, int, int, list[Launch]]) -> list[str]:
     """Run candidates once on small memory, for the compiler's cache. Returns what failed."""
-    from allotrope.layers.quant.triton_product import multiply
+    from allotrope.ops.matmul.triton import multiply
 
     shape, rows, topk, launches = job
     device, failed = torch.device("cuda"), []
@@ -279,14 +280,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=12, help="that compile")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further shape is begun")
     options = parser.parse_args(arguments)
-    from allotrope.layers.quant.triton_product import multiply
+    from allotrope.ops.matmul.triton import multiply
 
     device, begun = torch.device("cuda"), time.monotonic()
     wanted = [(shape, topk) for shape, topk in shapes() if any(w in shape.key + ";" for w in options.only.split(","))]
     tokens = [int(word) for word in options.rows.split(",")]
 
     def tried(shape: Shape, rows: int) -> list[Launch]:
-        return [launch_for(shape, rows, chip_of(device))] if options.chosen else list(candidates(shape, rows))
+        return (
+            [launch_for(shape, rows, tuned_name(chip_of(device)))] if options.chosen else list(candidates(shape, rows))
+        )
 
     jobs = [(shape, rows * topk, topk, tried(shape, rows * topk)) for shape, topk in wanted for rows in tokens]
     # Kernels differ by what is constant in them, not by shape: compile for one shape of each kind.
@@ -354,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()
         # Shape by shape: whoever ends this early keeps what was found.
         if best and not options.chosen:
-            print("wrote", write_tuned(chip_of(device), {shape.key: best}), flush=True)
+            print("wrote", write_tuned(tuned_name(chip_of(device)), {shape.key: best}), flush=True)
     if options.out is not None:
         write_table(options.out, lines, torch.cuda.get_device_name())
     return 0

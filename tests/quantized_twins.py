@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from allotrope.layers.quant.format import Format, quantize
+from allotrope.ops.matmul.quantized_weight import Format, quantize
 
 NOT_QUANTIZED = (
     "embed",

@@ -15,11 +15,14 @@ PACKAGE = Path(__file__).parent.parent / "allotrope"
 
 # Parts of the package, the lowest first: each imports only from its own line and those above it.
 ORDER = [
-    {"errors", "env", "cpu"},
+    {"errors", "env"},
     {"request", "config", "logs", "progress", "gguf_file"},
+    {"kernels"},
+    {"ops"},
     {"attention", "text"},
     {"cache", "layers"},
-    {"models"},
+    {"checkpoint"},
+    {"architectures"},
     {"engine", "plugins"},
     {"llm", "server", "verify", "bench"},
     {"commands"},
@@ -27,7 +30,7 @@ ORDER = [
     {"__main__"},
 ]
 # Parts on one line are independent of each other, but for these (importer, imported).
-SIDEWAYS = {("cpu", "env"), ("bench", "llm"), ("verify", "llm")}
+SIDEWAYS = {("bench", "llm"), ("verify", "llm")}
 SERVER_PACKAGES = {"fastapi", "uvicorn", "starlette", "pydantic", "prometheus_client"}
 PRODUCTS = ("llama", "mistral", "qwen", "deepseek", "gemma", "gpt_oss", "gptoss", "minimax", "kimi", "glm4", "mimo")
 
@@ -81,10 +84,12 @@ def test_server_packages_stay_in_the_server(module: str, path: Path) -> None:
     assert not found or _part(module) == "server", f"{module} imports {found}"
 
 
-def test_only_models_name_a_product() -> None:
+def test_only_architectures_name_a_product() -> None:
     """Identifiers and file names; documentation may say which checkpoints a mechanism serves."""
     for module, path in _modules():
-        if _part(module) in ("models", "plugins") or module.startswith("allotrope.text.gguf"):
+        if _part(module) in ("architectures", "plugins") or module.startswith(
+            ("allotrope.text.gguf", "allotrope.checkpoint.gguf")
+        ):
             continue
         names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
         names |= {
@@ -133,7 +138,7 @@ def test_families_enumerate() -> None:
 
 
 def test_every_architecture_reads_its_tiny_config() -> None:
-    from allotrope.models.registry import ARCHITECTURES, find_architecture, read_spec
+    from allotrope.architectures.registry import ARCHITECTURES, find_architecture, read_spec
 
     for name in ARCHITECTURES:
         architecture = find_architecture({"architectures": [name]}, "the registry")
@@ -156,11 +161,11 @@ def test_cache_bytes_have_one_source() -> None:
     """What the plan says is what the arena allocates, for every architecture's tiny config."""
     import torch
 
+    from allotrope.architectures.registry import ARCHITECTURES, find_architecture, read_spec
     from allotrope.cache.arena import Arena
     from allotrope.cache.groups import group_caches
     from allotrope.cache.memory import Demand, make_plan
     from allotrope.layers.parallel import Parallel
-    from allotrope.models.registry import ARCHITECTURES, find_architecture, read_spec
 
     for name in ARCHITECTURES:
         _, spec = read_spec(find_architecture({"architectures": [name]}, "").tiny(), name)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from allotrope import LLM, SamplingParams
+from allotrope.architectures.registry import find_architecture, read_spec
 from allotrope.errors import ConfigError
-from allotrope.models.registry import find_architecture, read_spec
 
 BENCH = Path(__file__).parent.parent / "bench"
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -68,7 +68,7 @@ def tokens(directory: Path) -> list[list[int]]:
     ids=["qwen3 moe fp8", "qwen3-next fp8", "v3.2 fp8", "v4 fp4", "v4 fp8", "gpt-oss mxfp4", "gemma 4"],
 )
 def test_a_random_checkpoint_generates(config: dict[str, Any], stored: str, weights: Any, tmp_path: Path) -> None:
-    from allotrope.models.checkpoint import open_checkpoint
+    from allotrope.checkpoint.checkpoint import open_checkpoint
 
     weights.write_checkpoint(config, tmp_path, seed=3)
     header = open_checkpoint(str(tmp_path)).headers()[stored]
@@ -94,7 +94,7 @@ def test_quantized_values_have_the_size_of_plain_ones(weights: Any) -> None:
         name + "_blocks": [4, 256, 3, 16],
         name + "_scales": [4, 256, 3],
     }
-    from allotrope.models.dequantize import unpack_mxfp4
+    from allotrope.checkpoint.dequantize import unpack_mxfp4
 
     plain = unpack_mxfp4(stored[name + "_blocks"], stored[name + "_scales"]).float()
     assert abs(float(plain.square().mean()) * 96 - 1) < 0.05
@@ -299,7 +299,7 @@ def test_roofline_steps_are_what_was_asked_for(engine: Any, tmp_path: Path, monk
     from launches import Launch, Span
 
     from allotrope.config import EngineConfig
-    from allotrope.engine.load import draw_up
+    from allotrope.engine.load import resolve_load_plan
 
     def unprofiled(running: Any, spans: Any) -> tuple[list[Launch], list[Span]]:
         with spans(running.model):
@@ -319,7 +319,7 @@ def test_roofline_steps_are_what_was_asked_for(engine: Any, tmp_path: Path, monk
     decode, prefill = found["decode"], found["prefill"]
     assert decode.new == (1, 1, 1) and all(20 < n < 40 for n in decode.seen) and decode.micros == {"mha": 2.0}
     assert (prefill.new, prefill.seen) == ((50,), (50,))
-    blueprint = draw_up(EngineConfig(model=str(tmp_path), **options))
-    assert prefill.work == roofline.least(blueprint, (50,), (50,))
+    load_plan = resolve_load_plan(EngineConfig(model=str(tmp_path), **options))
+    assert prefill.work == roofline.least(load_plan, (50,), (50,))
     with pytest.raises(RuntimeError, match=r"requests=3, of which \d decode at once"):
         roofline.profile_steps(str(tmp_path), sizes, prompts, options | {"kv_cache_memory_bytes": 61_440})

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from allotrope.models.llama import tiny_llama
+from allotrope.architectures.llama import tiny_llama
 
 BENCH = Path(__file__).parent.parent / "bench" / "server.py"
 

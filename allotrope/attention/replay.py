@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from allotrope.attention.backend import Backend
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex, index_pages
 from allotrope.attention.cache_layout import PagedRows, StateSlots, WindowRows, pool_bytes, views
 from allotrope.attention.check import Case
@@ -66,7 +66,7 @@ class Replay:
     window), or its one slot. `outputs`: per sequence, what each of its steps returned.
     """
 
-    def __init__(self, case: Case, backend: Backend, device: str = "cpu", seed: int = 0) -> None:
+    def __init__(self, case: Case, backend: AttentionBackend, device: str = "cpu", seed: int = 0) -> None:
         self.case = case
         self.spec: Spec = case.spec
         self.backend = backend

@@ -63,8 +63,8 @@ def _sources() -> str:
 def _read() -> Catalogue:
     from importlib import import_module
 
+    from allotrope.architectures.registry import ARCHITECTURES
     from allotrope.attention.registry import FAMILIES
-    from allotrope.models.registry import ARCHITECTURES
 
     families = []
     for name, family in FAMILIES.items():
@@ -77,8 +77,8 @@ def _families_of(architecture: str) -> list[str]:
     """Names of the families that a model of the architecture uses, found from its smallest config."""
     import torch
 
+    from allotrope.architectures.registry import find_architecture, read_spec
     from allotrope.layers.parallel import Parallel
-    from allotrope.models.registry import find_architecture, read_spec
 
     found = find_architecture({"architectures": [architecture]}, architecture)
     _, spec = read_spec(found.tiny() | {"architectures": [architecture]}, architecture)

@@ -11,16 +11,16 @@ from collections.abc import Sequence as Many
 
 import torch
 
+from allotrope.checkpoint.checkpoint import Checkpoint, locate
 from allotrope.config import EngineConfig
-from allotrope.cpu.waiting import Waiting
 from allotrope.engine.executor import Executor, InProcess
-from allotrope.engine.flight import Flight, send_off
+from allotrope.engine.in_flight import Flight, send_off
 from allotrope.engine.inputs import StepPlan, StepRow
-from allotrope.engine.load import draw_up, eos_ids, plan_caches
-from allotrope.engine.memory_keeper import MemoryKeeper
+from allotrope.engine.kv_cache_manager import KVCacheManager
+from allotrope.engine.load import eos_ids, plan_caches, resolve_load_plan
+from allotrope.engine.multiprocess_executor import OnDeath, Ranks, share_threads
 from allotrope.engine.observer import Observer
 from allotrope.engine.plan_report import ModelReport, describe
-from allotrope.engine.ranks import OnDeath, Ranks, share_threads
 from allotrope.engine.report import EngineLimits, EngineStats, numbered
 from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_scores
 from allotrope.engine.sampling_defaults import Defaults, read_sampling_defaults, values_not_taken
@@ -31,10 +31,10 @@ from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.step_log import StepLog
 from allotrope.env import keep_freed_memory
 from allotrope.errors import InvalidRequest, ModelError, Overloaded
-from allotrope.layers.ranking import score_tokens
-from allotrope.layers.sampler import sample
-from allotrope.models.checkpoint import Checkpoint, locate
-from allotrope.models.decoder import Decoder
+from allotrope.kernels.c.waiting import Waiting
+from allotrope.layers.decoder import Decoder
+from allotrope.ops.logprobs.reference import score_tokens
+from allotrope.ops.sampling.reference import sample
 from allotrope.request import FinishReason, Request, SequenceOutput, TokenLogprobs
 
 log = logging.getLogger("allotrope.engine")
@@ -63,25 +63,25 @@ class Engine:
         self._executor: Executor
         if config.tensor_parallel_size > 1:
             self._executor = Ranks(config, on_death, preferred_tokens)
-            blueprint, memory = self._executor.blueprint, self._executor.memory
+            load_plan, memory = self._executor.load_plan, self._executor.memory
         else:
-            blueprint = draw_up(config, preferred_tokens=preferred_tokens)
-            on_gpu = blueprint.build.device.type == "cuda"
+            load_plan = resolve_load_plan(config, preferred_tokens=preferred_tokens)
+            on_gpu = load_plan.build.device.type == "cuda"
             # A CPU's memory is planned while it is still free, a GPU's when it is known what a step takes of it.
-            planned = None if on_gpu else plan_caches(blueprint, config)
-            local = InProcess(blueprint, config)
+            planned = None if on_gpu else plan_caches(load_plan, config)
+            local = InProcess(load_plan, config)
             memory = local.plan() if planned is None else planned
             local.allocate(memory)
             self._executor = local
         asked = config.step_log_seconds
-        self._step_log = None if asked is None else StepLog(self._executor, blueprint, asked)
+        self._step_log = None if asked is None else StepLog(self._executor, load_plan, asked)
         self._pending_copies: list[tuple[int, int, int]] = []
-        self._keeper = MemoryKeeper(memory, self._copy_page, reuse=config.enable_prefix_caching)
-        limits = blueprint.limits
+        self._keeper = KVCacheManager(memory, self._copy_page, reuse=config.enable_prefix_caching)
+        limits = load_plan.limits
         self._scheduler = Scheduler(self._keeper, max_sequences=limits.max_num_seqs, max_tokens=limits.step_tokens)
         self._requests: dict[str, list[Sequence]] = {}
         self._sampling: SamplingBatch | None = None
-        self._device, self._step_tokens = blueprint.build.device, limits.step_tokens
+        self._device, self._step_tokens = load_plan.build.device, limits.step_tokens
         self._waiting = Waiting() if self._device.type == "cpu" else None
         self._flight: Flight | None = None
         self._overlap, self._said_wait = self._may_overlap(config), False
@@ -90,26 +90,26 @@ class Engine:
         self._prefix_lost: dict[str, int] = {}
         self.memory = memory
         log.info("%s", limits)
-        self._blueprint = blueprint
+        self._blueprint = load_plan
         if log.isEnabledFor(logging.INFO):
             for line in self.report().lines():
                 log.info("%s", line)
         unit = self._keeper.prefix.unit
-        if config.enable_prefix_caching and unit >= blueprint.max_model_len:
+        if config.enable_prefix_caching and unit >= load_plan.max_model_len:
             log.warning(
                 "the prefix cache can never hit: prefixes are reused in steps of %d tokens, but max_model_len is %d",
                 unit,
-                blueprint.max_model_len,
+                load_plan.max_model_len,
             )
-        self._checkpoint = blueprint.checkpoint
+        self._checkpoint = load_plan.checkpoint
         self.limits = EngineLimits(
-            max_model_len=blueprint.max_model_len,
-            vocab_size=blueprint.spec.vocab_size,
+            max_model_len=load_plan.max_model_len,
+            vocab_size=load_plan.spec.vocab_size,
             max_num_seqs=limits.max_num_seqs,
-            eos_ids=eos_ids(blueprint.checkpoint.generation_config, blueprint.checkpoint.config),
-            model_dtype=str(blueprint.build.dtype).removeprefix("torch."),
-            device_type=blueprint.build.device.type,
-            sampling_defaults=_sampling_defaults(config, blueprint.checkpoint),
+            eos_ids=eos_ids(load_plan.checkpoint.generation_config, load_plan.checkpoint.config),
+            model_dtype=str(load_plan.build.dtype).removeprefix("torch."),
+            device_type=load_plan.build.device.type,
+            sampling_defaults=_sampling_defaults(config, load_plan.checkpoint),
         )
 
     def add(self, request: Request) -> None:

@@ -12,11 +12,11 @@ from allotrope.cache.arena import Arena
 from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
 from allotrope.engine.inputs import StepPlan
-from allotrope.engine.load import Blueprint, load_model, plan_caches
+from allotrope.engine.load import LoadPlan, load_model, plan_caches
 from allotrope.engine.profile import measure_peak, plan_device
-from allotrope.engine.rehearse import rehearse
 from allotrope.engine.step import Runner, decode_shape
-from allotrope.models.decoder import Decoder
+from allotrope.engine.warmup import warm_up
+from allotrope.layers.decoder import Decoder
 
 log = logging.getLogger("allotrope.engine")
 
@@ -57,13 +57,13 @@ class Executor(Protocol):
 class InProcess:
     """The whole model, or one rank's share of it, in the calling process. It runs once it has its caches."""
 
-    def __init__(self, blueprint: Blueprint, config: EngineConfig) -> None:
-        self._blueprint, self._config = blueprint, config
-        self._device = blueprint.build.device
+    def __init__(self, load_plan: LoadPlan, config: EngineConfig) -> None:
+        self._blueprint, self._config = load_plan, config
+        self._device = load_plan.build.device
         self._free = _free(self._device)
-        self._model = load_model(blueprint, config.seed, config.quantized_weights)
+        self._model = load_model(load_plan, config.seed, config.quantized_weights)
         self._decode = decode_shape(
-            self._model, blueprint.max_num_seqs, blueprint.max_model_len, self._device, capture=config.cuda_graphs
+            self._model, load_plan.max_num_seqs, load_plan.max_model_len, self._device, capture=config.cuda_graphs
         )
         self._runner: Runner | None = None
 
@@ -86,22 +86,22 @@ class InProcess:
 
         Steps are rehearsed before, so that their kernels are there.
         """
-        config, blueprint = self._config, self._blueprint
-        rehearse(self._model, blueprint, config, self._decode)
+        config, load_plan = self._config, self._blueprint
+        warm_up(self._model, load_plan, config, self._decode)
         if config.kv_cache_memory_bytes is not None:
-            return plan_caches(blueprint, config)
+            return plan_caches(load_plan, config)
         started = time.monotonic()
-        peak = measure_peak(self._model, blueprint, config)
+        peak = measure_peak(self._model, load_plan, config)
         log.info("measured the largest step in %.1f s", time.monotonic() - started)
-        return plan_device(blueprint, config, self._free, peak)
+        return plan_device(load_plan, config, self._free, peak)
 
     def allocate(self, memory: MemoryPlan) -> None:
         """Make the caches."""
-        blueprint, device = self._blueprint, self._device
+        load_plan, device = self._blueprint, self._device
         started = time.monotonic()
-        arena = Arena(memory, len(blueprint.specs), blueprint.shares, device)
+        arena = Arena(memory, len(load_plan.specs), load_plan.shares, device)
         groups = [entry.group for entry in memory.groups]
-        self._runner = Runner(self._model, blueprint.specs, groups, arena, blueprint.shares, device, self._decode)
+        self._runner = Runner(self._model, load_plan.specs, groups, arena, load_plan.shares, device, self._decode)
         static = 0 if self._runner.buffers is None else self._runner.buffers.bytes
         seconds = time.monotonic() - started
         log.info(

@@ -11,28 +11,29 @@ from pathlib import Path
 
 import torch
 
-from allotrope.attention.backend import parse_wanted
+from allotrope.architectures.kv_scales import WithoutRowScales, attention_specs, set_row_scales
+from allotrope.architectures.quantized_formats import kept_formats
+from allotrope.architectures.registry import Architecture, read_spec
 from allotrope.attention.family import Spec
 from allotrope.attention.registry import FAMILIES
 from allotrope.cache.groups import CacheGroup, group_caches
 from allotrope.cache.memory import Demand, MemoryPlan, plan_memory
+from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from allotrope.checkpoint.dequantize import dequantized
+from allotrope.checkpoint.weight_formats import weight_formats
+from allotrope.checkpoint.weights import Loader, fill_random, finish
 from allotrope.config import EngineConfig
 from allotrope.engine.step_limits import GPU_TOKENS, StepLimits, StepRoom, cpu_limits, gpu_limits
 from allotrope.errors import ConfigError, ModelError
+from allotrope.kernels.backend import Chooser, parse_wanted
+from allotrope.kernels.chip import chip_of
+from allotrope.layers.backend_report import backend_choices
 from allotrope.layers.build import Build
+from allotrope.layers.decoder import Decoder
+from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.moe import Experts
 from allotrope.layers.parallel import Parallel
-from allotrope.layers.quant.product import lasting_bytes
-from allotrope.models.checkpoint import Checkpoint, open_checkpoint
-from allotrope.models.choices import backend_choices
-from allotrope.models.decoder import Decoder
-from allotrope.models.dequantize import dequantized
-from allotrope.models.kept_formats import kept_formats
-from allotrope.models.registry import Architecture, read_spec
-from allotrope.models.row_scales import WithoutRowScales, attention_specs, set_row_scales
-from allotrope.models.spec import ModelSpec
-from allotrope.models.weight_formats import weight_formats
-from allotrope.models.weights import Loader, fill_random, finish
+from allotrope.ops.matmul.product import lasting_bytes
 
 log = logging.getLogger("allotrope.engine")
 
@@ -41,7 +42,7 @@ _KV_DTYPES = {**_DTYPES, "fp8": torch.float8_e4m3fn, "fp8_scaled": torch.float8_
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class LoadPlan:
     """Everything that config.json and the options decide, before a weight is read.
 
     `build`: how layers are made on this rank. `specs`: per layer, its attention on this rank. `shares`: layer ->
@@ -71,18 +72,18 @@ class Blueprint:
         """Most sequences of a step."""
         return self.limits.max_num_seqs
 
-    def hollow(self) -> Decoder:
+    def meta_model(self) -> Decoder:
         """One rank's model, made without memory."""
         return _hollow(self.architecture, self.spec, self.build)
 
 
-def draw_up(
+def resolve_load_plan(
     config: EngineConfig,
     parallel: Parallel | None = None,
     *,
     preferred_tokens: int = GPU_TOKENS,
     available: int | None = None,
-) -> Blueprint:
+) -> LoadPlan:
     """Read the config; choose types, device and limits of a step; group the caches. Raises ModelError or ConfigError.
 
     `preferred_tokens`: of a step on a GPU, where the options name none and memory serves them. `available`: bytes for
@@ -95,12 +96,13 @@ def draw_up(
     architecture, spec = read_spec(checkpoint.config, checkpoint.source)
     dtype = _dtype(config.dtype, checkpoint)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else _KV_DTYPES[config.kv_cache_dtype]
+    device = device_named(config.device, parallel.rank)
     build = Build(
         dtype,
         kv_dtype,
-        device_named(config.device, parallel.rank),
+        device,
         parallel,
-        parse_wanted(config.attention_backend, list(FAMILIES)),
+        Chooser(chip_of(device), parse_wanted("attention_backend", config.attention_backend, FAMILIES)),
         "scaled" if config.kv_cache_dtype == "fp8_scaled" else "plain",
         _DTYPES.get(config.state_dtype, torch.float32),
     )
@@ -135,7 +137,7 @@ def draw_up(
         limits = gpu_limits(config, room, preferred_tokens)
     else:
         limits = cpu_limits(config)
-    return Blueprint(
+    return LoadPlan(
         checkpoint, architecture, spec, build, specs, owners, groups, longest, limits, weight_bytes, unloadable
     )
 
@@ -150,19 +152,19 @@ def _weight_bytes(model: Decoder, device: torch.device) -> int:
     return copies + sum(lasting_bytes(name, one, device) for name, one in model.named_parameters())
 
 
-def plan_caches(blueprint: Blueprint, config: EngineConfig, available: int | None = None) -> MemoryPlan:
+def plan_caches(load_plan: LoadPlan, config: EngineConfig, available: int | None = None) -> MemoryPlan:
     """The memory plan under the options. `available`: bytes for weights and caches; default: what is free now.
 
     Raises ConfigError if weights, or caches for one sequence of full length, do not fit.
     """
     if config.kv_cache_memory_bytes is not None:
-        return plan_memory(blueprint.groups, _demand(blueprint, config), config.kv_cache_memory_bytes)
-    available = free_memory(blueprint.build.device) if available is None else available
-    share = utilization(config, blueprint.build.device)
-    if blueprint.build.device.type == "cuda":
-        return plan_within(blueprint, config, int(available * share) - blueprint.weight_bytes, available)
-    room = min(int(available * share), available - blueprint.weight_bytes)
-    return plan_within(blueprint, config, room, available)
+        return plan_memory(load_plan.groups, _demand(load_plan, config), config.kv_cache_memory_bytes)
+    available = free_memory(load_plan.build.device) if available is None else available
+    share = utilization(config, load_plan.build.device)
+    if load_plan.build.device.type == "cuda":
+        return plan_within(load_plan, config, int(available * share) - load_plan.weight_bytes, available)
+    room = min(int(available * share), available - load_plan.weight_bytes)
+    return plan_within(load_plan, config, room, available)
 
 
 def utilization(config: EngineConfig, device: torch.device) -> float:
@@ -172,47 +174,47 @@ def utilization(config: EngineConfig, device: torch.device) -> float:
     return 0.9 if device.type == "cuda" else 0.5
 
 
-def plan_within(blueprint: Blueprint, config: EngineConfig, room: int, available: int) -> MemoryPlan:
+def plan_within(load_plan: LoadPlan, config: EngineConfig, room: int, available: int) -> MemoryPlan:
     """The memory plan in `room` bytes of `available` ones. Raises ConfigError if one long sequence does not fit."""
     if room <= 0:
-        weights, advice = blueprint.weight_bytes, ""
-        if blueprint.build.dtype == torch.float32:
+        weights, advice = load_plan.weight_bytes, ""
+        if load_plan.build.dtype == torch.float32:
             advice = " Try --dtype bfloat16."
         if weights >= available:
             raise ConfigError(f"the weights do not fit: they take {weights} bytes, and {available} are free.{advice}")
-        share = utilization(config, blueprint.build.device)
+        share = utilization(config, load_plan.build.device)
         raise ConfigError(
             f"nothing is left for caches: memory_utilization={share:g} of {available} free bytes is "
             f"{int(available * share)}, which the weights ({weights} bytes), libraries and the largest step fill. Try "
-            f"a larger --memory-utilization, or a --max-num-batched-tokens below {blueprint.step_tokens}."
+            f"a larger --memory-utilization, or a --max-num-batched-tokens below {load_plan.step_tokens}."
         )
-    return plan_memory(blueprint.groups, _demand(blueprint, config), room)
+    return plan_memory(load_plan.groups, _demand(load_plan, config), room)
 
 
-def _demand(blueprint: Blueprint, config: EngineConfig) -> Demand:
+def _demand(load_plan: LoadPlan, config: EngineConfig) -> Demand:
     return Demand(
-        context=blueprint.max_model_len,
-        sequences=blueprint.max_num_seqs,
-        step_tokens=blueprint.step_tokens,
+        context=load_plan.max_model_len,
+        sequences=load_plan.max_num_seqs,
+        step_tokens=load_plan.step_tokens,
         reuse=config.enable_prefix_caching,
     )
 
 
-def load_model(blueprint: Blueprint, seed: int, asked: str = "auto") -> Decoder:
+def load_model(load_plan: LoadPlan, seed: int, asked: str = "auto") -> Decoder:
     """Make the model and fill it: from the checkpoint, or with random weights where it brings none.
 
     `asked`: the option `quantized_weights`, which the log names where weights are dequantized. Raises ModelError for
     weights that can only be planned, and for those that do not fit the architecture.
     """
-    if blueprint.unloadable:
-        raise ModelError(f"cannot load {blueprint.checkpoint.source}", [blueprint.unloadable])
-    build = blueprint.build
+    if load_plan.unloadable:
+        raise ModelError(f"cannot load {load_plan.checkpoint.source}", [load_plan.unloadable])
+    build = load_plan.build
     started = time.monotonic()
-    model = blueprint.architecture.decoder(blueprint.spec, build)
+    model = load_plan.architecture.decoder(load_plan.spec, build)
     checkpoint = None
-    if blueprint.checkpoint.has_weights:
-        loader = Loader(model, blueprint.architecture.rules(blueprint.spec), build.parallel)
-        checkpoint = WithoutRowScales(blueprint.checkpoint)
+    if load_plan.checkpoint.has_weights:
+        loader = Loader(model, load_plan.architecture.rules(load_plan.spec), build.parallel)
+        checkpoint = WithoutRowScales(load_plan.checkpoint)
         report = loader.load(dequantized(checkpoint))
         log.info(
             "read %d tensors, %.1f MB in %.1f s; dropped %d",
@@ -223,7 +225,7 @@ def load_model(blueprint: Blueprint, seed: int, asked: str = "auto") -> Decoder:
         )
         if report.unpacked:
             names = ", ".join(sorted(report.unpacked))
-            log.info("dequantized on load, kept as %s: %s: %s", build.dtype, names, _why_unpacked(blueprint, asked))
+            log.info("dequantized on load, kept as %s: %s: %s", build.dtype, names, _why_unpacked(load_plan, asked))
     else:
         fill_random(model, seed, build.parallel)
     finish(model)
@@ -235,9 +237,9 @@ def load_model(blueprint: Blueprint, seed: int, asked: str = "auto") -> Decoder:
     return model.eval()
 
 
-def _why_unpacked(blueprint: Blueprint, asked: str) -> str:
+def _why_unpacked(load_plan: LoadPlan, asked: str) -> str:
     """Why weights that are stored quantized are not kept so."""
-    device = blueprint.build.device.type
+    device = load_plan.build.device.type
     if asked == "unpack":
         return "quantized_weights=unpack"
     if asked == "auto" and device != "cuda":

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from allotrope.cache.memory import GroupPlan, MemoryPlan
+from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.config import EngineConfig
-from allotrope.engine.load import Blueprint, draw_up, free_memory, plan_caches
-from allotrope.engine.work import Work, step_work
+from allotrope.engine.load import LoadPlan, free_memory, plan_caches, resolve_load_plan
+from allotrope.engine.step_cost import Work, step_work
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.layers.parallel import Parallel
-from allotrope.models.checkpoint import open_checkpoint
 
 _MOST_RANKS = 64
 
@@ -177,26 +177,26 @@ def _has_weights(config: EngineConfig) -> bool:
 
 
 def describe(
-    blueprint: Blueprint, memory: MemoryPlan | None, config: EngineConfig, available: int | None = None
+    load_plan: LoadPlan, memory: MemoryPlan | None, config: EngineConfig, available: int | None = None
 ) -> ModelReport:
     """The report of a model whose caches are planned already; `memory` None: they do not fit `available` bytes."""
     plans = {id(plan.group): plan for plan in memory.groups} if memory else {}
-    groups = [(group, plans.get(id(group))) for group in blueprint.groups]
+    groups = [(group, plans.get(id(group))) for group in load_plan.groups]
     return ModelReport(
         model=config.model,
-        architecture=next(iter(blueprint.checkpoint.config.get("architectures") or ["?"])),
-        layers=len(blueprint.spec.layers),
-        dtype=str(blueprint.build.dtype).removeprefix("torch."),
-        kv_cache_dtype=str(blueprint.build.kv_dtype).removeprefix("torch."),
-        ranks=blueprint.build.parallel.size,
-        max_model_len=blueprint.max_model_len,
-        max_num_seqs=blueprint.max_num_seqs,
+        architecture=next(iter(load_plan.checkpoint.config.get("architectures") or ["?"])),
+        layers=len(load_plan.spec.layers),
+        dtype=str(load_plan.build.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(load_plan.build.kv_dtype).removeprefix("torch."),
+        ranks=load_plan.build.parallel.size,
+        max_model_len=load_plan.max_model_len,
+        max_num_seqs=load_plan.max_num_seqs,
         memory_bytes=available,
-        weight_bytes=blueprint.weight_bytes,
+        weight_bytes=load_plan.weight_bytes,
         cache_bytes=memory.bytes if memory else None,
         tokens=memory.tokens if memory else None,
         sequences=memory.sequences if memory else None,
-        density=tuple(_density(blueprint, length) for length in _lengths(blueprint.max_model_len)),
+        density=tuple(_density(load_plan, length) for length in _lengths(load_plan.max_model_len)),
         groups=tuple(
             GroupReport(
                 kind=group.kind,
@@ -209,15 +209,15 @@ def describe(
             )
             for group, plan in groups
         ),
-        decode=_decode(blueprint, blueprint.max_num_seqs, max(1, blueprint.max_model_len // 2)),
-        formats_from="the checkpoint" if blueprint.checkpoint.has_weights else "config.json",
-        quantized=bool(blueprint.build.formats),
-        unloadable=blueprint.unloadable or None,
+        decode=_decode(load_plan, load_plan.max_num_seqs, max(1, load_plan.max_model_len // 2)),
+        formats_from="the checkpoint" if load_plan.checkpoint.has_weights else "config.json",
+        quantized=bool(load_plan.build.formats),
+        unloadable=load_plan.unloadable or None,
     )
 
 
-def _decode(blueprint: Blueprint, requests: int, context: int) -> DecodeReport:
-    return DecodeReport(requests, context, step_work(blueprint, (1,) * requests, (context,) * requests))
+def _decode(load_plan: LoadPlan, requests: int, context: int) -> DecodeReport:
+    return DecodeReport(requests, context, step_work(load_plan, (1,) * requests, (context,) * requests))
 
 
 def _sizes(plan: GroupPlan | None) -> dict[str, int | None]:
@@ -232,17 +232,17 @@ def _lengths(longest: int) -> list[int]:
     return sorted({min(1024, longest), min(8192, longest), longest})
 
 
-def _density(blueprint: Blueprint, length: int) -> tuple[int, float, float]:
+def _density(load_plan: LoadPlan, length: int) -> tuple[int, float, float]:
     """`length`, and how many tokens a GiB serves in sequences of that length: as it is, and padded."""
-    own = sum(group.live_pages(length, 1) * group.page_bytes for group in blueprint.groups)
-    return length, length * 2**30 / own, length * 2**30 / _padded_bytes(blueprint, length)
+    own = sum(group.live_pages(length, 1) * group.page_bytes for group in load_plan.groups)
+    return length, length * 2**30 / own, length * 2**30 / _padded_bytes(load_plan, length)
 
 
-def _padded_bytes(blueprint: Blueprint, length: int) -> int:
+def _padded_bytes(load_plan: LoadPlan, length: int) -> int:
     """Bytes of a sequence if every page had those of the largest: smaller ones take more tokens a page, and padding."""
-    largest = max(group.page_bytes for group in blueprint.groups)
+    largest = max(group.page_bytes for group in load_plan.groups)
     pages = 0
-    for group in blueprint.groups:
+    for group in load_plan.groups:
         wider = group.page_size if group.kind == "state" else group.page_size * (largest // group.page_bytes)
         pages += dataclasses.replace(group, page_size=wider).live_pages(length, 1)
     return pages * largest
@@ -250,18 +250,18 @@ def _padded_bytes(blueprint: Blueprint, length: int) -> int:
 
 def _try(config: EngineConfig, ranks: int, memory: int | None) -> ModelReport:
     """The report for `ranks` ranks, with the reason if it does not fit."""
-    blueprint = draw_up(config, Parallel(size=ranks), available=memory)
-    available = free_memory(blueprint.build.device) if memory is None else memory
+    load_plan = resolve_load_plan(config, Parallel(size=ranks), available=memory)
+    available = free_memory(load_plan.build.device) if memory is None else memory
     try:
-        plan = plan_caches(blueprint, config, available)
+        plan = plan_caches(load_plan, config, available)
     except ConfigError as error:
         reason = str(error).removeprefix("the caches do not fit: ")
-        return dataclasses.replace(describe(blueprint, None, config, available), refusal=reason)
-    report = describe(blueprint, plan, config, available)
-    room = available - blueprint.weight_bytes
+        return dataclasses.replace(describe(load_plan, None, config, available), refusal=reason)
+    report = describe(load_plan, plan, config, available)
+    room = available - load_plan.weight_bytes
     if plan.bytes <= room:
         return report
-    text = f"weights and caches take {_size(blueprint.weight_bytes + plan.bytes)} of {_size(available)}."
+    text = f"weights and caches take {_size(load_plan.weight_bytes + plan.bytes)} of {_size(available)}."
     # Weights that do not fit by themselves fit beside no cache.
     advice = f" Try --kv-cache-memory-bytes {room}." if room > 0 else ""
     return dataclasses.replace(report, refusal=text + advice)

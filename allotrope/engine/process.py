@@ -78,8 +78,8 @@ class EngineProcess:
     def _load(self, config: EngineConfig) -> Engine:
         started = time.monotonic()
         self._send(Progress("importing the engine"))
-        from allotrope.attention.rehearsal import report_late_kernels
         from allotrope.engine.engine import Engine
+        from allotrope.kernels.warmup import report_late_kernels
 
         imported = time.monotonic()
         self._send(Progress(f"loading {config.model}"))

@@ -12,29 +12,29 @@ from allotrope.cache.groups import CacheGroup
 from allotrope.cache.memory import GroupPlan, MemoryPlan, group_bytes
 from allotrope.config import EngineConfig
 from allotrope.engine.inputs import StepPlan, StepRow
-from allotrope.engine.load import Blueprint, plan_within, utilization
+from allotrope.engine.load import LoadPlan, plan_within, utilization
 from allotrope.engine.scheduler import SCORED_AT_ONCE
 from allotrope.engine.step import Runner
-from allotrope.layers.sampler import RandomRows, SamplingStep, sample
-from allotrope.models.decoder import Decoder
+from allotrope.layers.decoder import Decoder
+from allotrope.ops.sampling.reference import RandomRows, SamplingStep, sample
 
 log = logging.getLogger("allotrope.engine")
 
 
 @torch.inference_mode()
-def measure_peak(model: Decoder, blueprint: Blueprint, config: EngineConfig) -> int:
+def measure_peak(model: Decoder, load_plan: LoadPlan, config: EngineConfig) -> int:
     """Bytes that a step of the most tokens takes for a while, and one that samples a full batch."""
-    device = blueprint.build.device
-    lengths = largest_lengths(blueprint.step_tokens, blueprint.max_model_len)
-    rows, memory = _rows(blueprint.groups, lengths)
-    arena = Arena(memory, len(blueprint.specs), blueprint.shares, device)
-    runner = Runner(model, blueprint.specs, blueprint.groups, arena, blueprint.shares, device)
+    device = load_plan.build.device
+    lengths = largest_lengths(load_plan.step_tokens, load_plan.max_model_len)
+    rows, memory = _rows(load_plan.groups, lengths)
+    arena = Arena(memory, len(load_plan.specs), load_plan.shares, device)
+    runner = Runner(model, load_plan.specs, load_plan.groups, arena, load_plan.shares, device)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     runner.run(StepPlan(rows))
-    hidden = torch.zeros(blueprint.max_num_seqs, model.spec.hidden, dtype=model.embedding.weight.dtype, device=device)
-    sample(model.logits(hidden), widest(blueprint.max_num_seqs, device))
+    hidden = torch.zeros(load_plan.max_num_seqs, model.spec.hidden, dtype=model.embedding.weight.dtype, device=device)
+    sample(model.logits(hidden), widest(load_plan.max_num_seqs, device))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del runner, arena, hidden
@@ -43,12 +43,12 @@ def measure_peak(model: Decoder, blueprint: Blueprint, config: EngineConfig) -> 
     return peak
 
 
-def plan_device(blueprint: Blueprint, config: EngineConfig, free: int, peak: int) -> MemoryPlan:
+def plan_device(load_plan: LoadPlan, config: EngineConfig, free: int, peak: int) -> MemoryPlan:
     """The memory plan of a GPU that had `free` bytes before the model was loaded; `peak`: see `measure_peak`.
 
     Raises ConfigError where no sequence of full length fits.
     """
-    device = blueprint.build.device
+    device = load_plan.build.device
     left = int(torch.cuda.mem_get_info(device)[0])
     share = utilization(config, device)
     taken = free - left
@@ -58,7 +58,7 @@ def plan_device(blueprint: Blueprint, config: EngineConfig, free: int, peak: int
         "step %.2f GB for a while; %.2f GB are left for caches",
         *(device, free / 1e9, 100 * share, taken / 1e9, peak / 1e9, max(0, room) / 1e9),
     )
-    return plan_within(blueprint, config, room, free)
+    return plan_within(load_plan, config, room, free)
 
 
 def largest_lengths(tokens: int, longest: int) -> list[int]:

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from allotrope.engine.seeds import stream_keys, uniforms
-from allotrope.layers.ranking import TokenScores
-from allotrope.layers.sampler import Edits, Penalties, RandomRows, Sampled, SamplingStep, TokenBias, TokenMask
+from allotrope.ops.logprobs.reference import TokenScores
+from allotrope.ops.sampling.reference import Edits, Penalties, RandomRows, Sampled, SamplingStep, TokenBias, TokenMask
 from allotrope.request import SamplingParams, TokenLogprobs
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from allotrope.engine.memory_keeper import MemoryKeeper
+from allotrope.engine.kv_cache_manager import KVCacheManager
 from allotrope.engine.sequence import Sequence
 
 SCORED_AT_ONCE = 256
@@ -29,7 +29,7 @@ class Row:
 class Scheduler:
     """`max_sequences`: most in one step. `max_tokens`: most tokens in one step."""
 
-    def __init__(self, keeper: MemoryKeeper, *, max_sequences: int, max_tokens: int) -> None:
+    def __init__(self, keeper: KVCacheManager, *, max_sequences: int, max_tokens: int) -> None:
         self.keeper = keeper
         self.max_sequences, self.max_tokens = max_sequences, max_tokens
         self.running: list[Sequence] = []

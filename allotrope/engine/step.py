@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import torch
 
 from allotrope.attention.family import Spec
-from allotrope.attention.rope import RopeSpec, RopeTable
 from allotrope.cache.arena import Arena
 from allotrope.cache.groups import CacheGroup
 from allotrope.engine.decode import DecodeBuffers
 from allotrope.engine.graphs import DecodeGraphs
 from allotrope.engine.inputs import Inputs, StepPlan, known_ids, pack
+from allotrope.layers.backend_report import uncaptured
+from allotrope.layers.decoder import Decoder
 from allotrope.layers.step import LayerStep, Step
-from allotrope.models.choices import uncaptured
-from allotrope.models.decoder import Decoder
+from allotrope.ops.rope.reference import RopeSpec, RopeTable
 
 log = logging.getLogger("allotrope.engine")
 

@@ -109,9 +109,7 @@ def _serves(config: EngineConfig, room: StepRoom, sequences: int, tokens: int) -
     if sequences * room.logits_bytes > room.bytes // _SAMPLING_SHARE:
         return False
     budget = config.kv_cache_memory_bytes or room.bytes - room.workspace(sequences, tokens)
-    demand = Demand(
-        context=room.context, sequences=sequences, step_tokens=tokens, reuse=config.enable_prefix_caching
-    )
+    demand = Demand(context=room.context, sequences=sequences, step_tokens=tokens, reuse=config.enable_prefix_caching)
     try:
         plan = plan_memory(room.groups, demand, budget)
     except ConfigError:

@@ -13,8 +13,8 @@ import torch
 
 from allotrope.engine.executor import Executor
 from allotrope.engine.inputs import StepPlan
-from allotrope.engine.load import Blueprint
-from allotrope.engine.work import StepWork, Work
+from allotrope.engine.load import LoadPlan
+from allotrope.engine.step_cost import StepWork, Work
 
 log = logging.getLogger("allotrope.engine")
 
@@ -22,9 +22,9 @@ log = logging.getLogger("allotrope.engine")
 class StepLog:
     """Has plans carried out by `executor`, and speaks of some of them."""
 
-    def __init__(self, executor: Executor, blueprint: Blueprint, seconds: float) -> None:
+    def __init__(self, executor: Executor, load_plan: LoadPlan, seconds: float) -> None:
         self._executor, self._seconds = executor, seconds
-        self._device, self._work = blueprint.build.device, StepWork(blueprint)
+        self._device, self._work = load_plan.build.device, StepWork(load_plan)
         # When a step of a kind is timed next.
         self._due: dict[str, float] = {}
 

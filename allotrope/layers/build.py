@@ -8,17 +8,22 @@ from dataclasses import dataclass, field
 
 import torch
 
+from allotrope.kernels.backend import Chooser
+from allotrope.kernels.chip import NONE, chip_of
 from allotrope.layers.parallel import Parallel
-from allotrope.layers.quant.format import Format
+from allotrope.ops.matmul.quantized_weight import Format
 
 Formats = Mapping[tuple[str, str], Format]
 """Full name of a weight and section of it -> its quantized format."""
 
+# Stands for a chooser of the device's own chip.
+_OF_DEVICE = Chooser(NONE)
+
 
 @dataclass(frozen=True)
 class Build:
-    """`dtype`: weights and activations. `kv_dtype`: cached rows. `backends`: family name -> backend asked for.
-    `row_format`: "plain", or "scaled" for FP8 rows with factors of their own. `state_dtype`: recurrent states.
+    """`dtype`: weights and activations. `kv_dtype`: KV cache. `chooser`: of backends; default: one for `device`'s chip.
+    `row_format`: "plain", or "scaled" for an FP8 cache with scales of its own. `state_dtype`: recurrent states.
     `formats`: of the weights that stay quantized. `name`: of the module that is built, dots between its parts.
     """
 
@@ -26,11 +31,15 @@ class Build:
     kv_dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     parallel: Parallel = Parallel()
-    backends: Mapping[str, str] = field(default_factory=dict)
+    chooser: Chooser = _OF_DEVICE
     row_format: str = "plain"
     state_dtype: torch.dtype = torch.float32
     formats: Formats = field(default_factory=dict)
     name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.chooser is _OF_DEVICE:
+            object.__setattr__(self, "chooser", Chooser(chip_of(self.device)))
 
     def at(self, part: object) -> Build:
         """The same for the submodule `part`."""

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from allotrope.layers.build import Build
-from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.linear import Product
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
+from allotrope.ops.device_kernels import device_kernels
 
 
 def _vocabulary(size: int, parallel: Parallel) -> Section:
@@ -74,7 +74,7 @@ class Head(nn.Module):
             logits = self.parallel.all_gather(logits)
         if self.softcap is None:
             return logits.float()
-        fused = device_kernels("head", logits.device)
+        fused = device_kernels("softcap", logits.device)
         if fused is not None:
             return fused.capped(logits, self.softcap)
         return self.softcap * torch.tanh(logits.float() / self.softcap)

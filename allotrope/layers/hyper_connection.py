@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from allotrope.cpu.streams import stream_functions
 from allotrope.layers.build import Build
-from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.ops.device_kernels import device_kernels
+from allotrope.ops.hyper_connection.cpu import stream_functions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from allotrope.attention.backend import triton_reasons
-from allotrope.cpu.product import PackedWeight, packs
+from allotrope.kernels.chip import chip_of
+from allotrope.kernels.triton_version import triton_reasons
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section, parameter
-from allotrope.layers.quant.format import Format
-from allotrope.layers.quant.launch import FEW_PLAIN_ROWS
-from allotrope.layers.quant.prepare import Prepared, prepare_plain
-from allotrope.layers.quant.product import QuantizedProduct, declare, divides, multiply, taken
+from allotrope.ops.matmul.cpu import PackedWeight, packs
+from allotrope.ops.matmul.launch import FEW_PLAIN_ROWS
+from allotrope.ops.matmul.packed_weight import Prepared, prepare_plain
+from allotrope.ops.matmul.product import QuantizedProduct, declare, divides, multiply, taken
+from allotrope.ops.matmul.quantized_weight import Format
 
 
 class Product:
@@ -91,7 +92,7 @@ def has_kernel(weight: torch.Tensor) -> bool:
         weight.device.type == "cuda"
         and weight.dtype in (torch.bfloat16, torch.float16)
         and weight.is_contiguous()
-        and not triton_reasons(weight.device)
+        and not triton_reasons(chip_of(weight.device))
     )
 
 

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from allotrope.cpu.gating import CompiledGating
-from allotrope.cpu.rows import rows
 from allotrope.layers.build import Build
-from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.parallel import Section
 from allotrope.layers.step import LayerStep
+from allotrope.ops.device_kernels import device_kernels
+from allotrope.ops.gated_activation.c_struct import CompiledGating
+from allotrope.ops.rms_norm.cpu import rows
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -41,7 +41,7 @@ class Gating:
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`gate_up`: [T, 2 * width], gate first. Returns [T, width]."""
-        fused = device_kernels("mlp", gate_up.device)
+        fused = device_kernels("gated_activation", gate_up.device)
         if fused is not None:
             return fused.gated(gate_up, self.activation, self.slope, self.limit, self.offset)
         compiled = rows(gate_up.dtype, gate_up.device)

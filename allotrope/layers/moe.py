@@ -15,18 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from allotrope.cpu.experts import expert_functions
-from allotrope.cpu.product import PackedStack, packed_bytes, packs
-from allotrope.layers.beside import beside
+from allotrope.kernels.side_stream import beside
 from allotrope.layers.build import Build
-from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.linear import SMALLEST_PACKED, Linear, Product, worth_packing
 from allotrope.layers.mlp import Gating, MlpSpec
 from allotrope.layers.parallel import Placement, Section, parameter
-from allotrope.layers.quant.prepare import prepare_plain
-from allotrope.layers.quant.product import QuantizedStack, Tables, declare, divides, multiply, taken
 from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep
+from allotrope.ops.device_kernels import device_kernels
+from allotrope.ops.matmul.cpu import PackedStack, packed_bytes, packs
+from allotrope.ops.matmul.packed_weight import prepare_plain
+from allotrope.ops.matmul.product import QuantizedStack, Tables, declare, divides, multiply, taken
+from allotrope.ops.moe_route.cpu import expert_functions
 
 # Pairs of token and expert up to which sorting them by expert costs more than reading an expert's weights for each.
 FEW_PAIRS = 32
@@ -190,7 +190,7 @@ class Experts(nn.Module):
         if self.stacks is None:
             y = self._on_cpu(x, weights, experts, down_bias)
         else:
-            routing = device_kernels("routing", x.device)
+            routing = device_kernels("moe_route", x.device)
             ends, source, place = self.grouped(experts)
             tables: Tables = {}
             results = self.stacks[1](self.first(x, ends, source, tables), ends, tables=tables)
@@ -210,7 +210,7 @@ class Experts(nn.Module):
 
     def grouped(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`experts`: [T, k]. Where each expert's rows end [E], each row's token, and the row of each pair."""
-        grouping = device_kernels("grouping", experts.device)
+        grouping = device_kernels("moe_group", experts.device)
         if grouping is None or self.count > grouping.MOST_EXPERTS:
             ends, source, _, place = self._group(experts)
         else:

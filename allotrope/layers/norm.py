@@ -7,10 +7,10 @@ import math
 import torch
 from torch import nn
 
-from allotrope.cpu.rows import rows
 from allotrope.layers.build import Build
-from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.ops.device_kernels import device_kernels
+from allotrope.ops.rms_norm.cpu import rows
 
 
 class RMSNorm(nn.Module):
@@ -34,7 +34,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: [..., size]. Returns the same shape and type."""
-        fused = device_kernels("norm", x.device)
+        fused = device_kernels("rms_norm", x.device)
         if fused is not None:
             return fused.rms_norm(x, self.factors, self.size * self.eps)
         compiled = rows(x.dtype, x.device)
@@ -53,7 +53,7 @@ class RMSNorm(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """s = (x + y) * `scale`, or (x + `inner`(y)) * `scale`, and the norm of s. `y`, `x`: [T, size]. `scale`: [1],
         or None for 1. Returns s and its norm: one launch where there are kernels."""
-        fused = device_kernels("norm", x.device)
+        fused = device_kernels("rms_norm", x.device)
         if fused is not None:
             factors = None if inner is None else inner.factors
             return fused.add_rms_norm(y, x, self.factors, self.size * self.eps, factors, scale)

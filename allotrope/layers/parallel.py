@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from allotrope.attention.rehearsal import rehearsing
+from allotrope.kernels.warmup import warming_up
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Parallel:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of `x` over the ranks (in place)."""
-        if self.size > 1 and not rehearsing():
+        if self.size > 1 and not warming_up():
             dist.all_reduce(x, group=self.group)
         return x
 
@@ -34,7 +34,7 @@ class Parallel:
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        if not rehearsing():
+        if not warming_up():
             dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)
 

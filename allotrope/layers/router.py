@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from allotrope.cpu.experts import expert_functions
 from allotrope.layers.build import Build
-from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.linear import Linear, has_kernel
 from allotrope.layers.parallel import Placement, Section, parameter
-from allotrope.layers.quant.prepare import Prepared, prepare_plain
-from allotrope.layers.quant.product import multiply
+from allotrope.ops.device_kernels import device_kernels
+from allotrope.ops.matmul.packed_weight import Prepared, prepare_plain
+from allotrope.ops.matmul.product import multiply
+from allotrope.ops.moe_route.cpu import expert_functions
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 
@@ -96,7 +96,7 @@ class Router(nn.Module):
         spec = self.spec
         logits = self._logits(x)
         groups = (spec.groups, spec.top_groups, spec.group_best)
-        fused = device_kernels("routing", logits.device)
+        fused = device_kernels("moe_route", logits.device)
         if fused is not None and self.table is not None:
             return fused.looked_up(logits, self.table, ids, spec.score, spec.normalize, spec.scale)
         if fused is not None:

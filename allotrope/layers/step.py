@@ -11,7 +11,7 @@ import torch
 
 from allotrope.attention.batch import BatchLayout
 from allotrope.attention.family import CacheViews
-from allotrope.attention.rope import RopeSpec, RopeTable, Rotation
+from allotrope.ops.rope.reference import RopeSpec, RopeTable, Rotation
 
 
 @dataclass

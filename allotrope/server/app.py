@@ -230,7 +230,7 @@ class _Service:
 
 def _load_tokenizer(config: EngineConfig) -> tuple[Tokenizer, int]:
     """The tokenizer, and the bytes of its longest token (which takes a while to find where there are many)."""
-    from allotrope.models.hub import find_snapshot
+    from allotrope.checkpoint.hub import find_snapshot
     from allotrope.text.tokenizer import load_tokenizer
 
     path = config.tokenizer or config.model

@@ -18,10 +18,10 @@ from torch import nn
 
 from allotrope.engine.engine import Engine
 from allotrope.layers.step import Step
+from allotrope.verify.hooks import EMBEDDING, STAGES, Picks, Place, Taps, tapped
+from allotrope.verify.logits_recorder import Watch
 from allotrope.verify.sample import Sample
-from allotrope.verify.taps import EMBEDDING, STAGES, Picks, Place, Taps, tapped
 from allotrope.verify.transformers_model import Trace
-from allotrope.verify.watch import Watch
 
 # In standard deviations of the scores. A pick that differs where the gap is wider is wrong.
 NEAR_TIE = 1e-3

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from allotrope.checkpoint.dequantize import dequantized
+from allotrope.checkpoint.weight_formats import FP8_METHODS, quantization_of
 from allotrope.errors import ModelError
-from allotrope.models.checkpoint import Checkpoint, open_checkpoint
-from allotrope.models.dequantize import dequantized
-from allotrope.models.weight_formats import FP8_METHODS, quantization_of
 
 # Bytes of a file, and of what is held in memory at a time.
 _SHARD = 1 << 30

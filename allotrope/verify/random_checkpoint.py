@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from allotrope.architectures.registry import Architecture, read_spec
+from allotrope.checkpoint.checkpoint import open_checkpoint
+from allotrope.checkpoint.weights import Rule
 from allotrope.engine.load import available_memory
 from allotrope.errors import ConfigError, ModelError
 from allotrope.layers.build import Build
+from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.parallel import Parallel, placement_of
-from allotrope.models.checkpoint import open_checkpoint
-from allotrope.models.registry import Architecture, read_spec
-from allotrope.models.spec import ModelSpec
-from allotrope.models.weights import Rule
 from allotrope.verify.transformers_model import class_and_config, quiet
 
 # Sub-models that a text does not run through are made with one layer each, under whatever name their depth has.
@@ -191,7 +191,7 @@ def _released(architecture: Architecture, spec: ModelSpec, strange: str) -> Iter
 
     Raises ModelError where a rule changes values and so cannot be turned around.
     """
-    build = Build(torch.float32, torch.float32, torch.device("meta"), Parallel(), {})
+    build = Build(torch.float32, torch.float32, torch.device("meta"), Parallel())
     model = architecture.decoder(spec, build)
     rules = [rule for rule in architecture.rules(spec) if rule.target is not None]
     for target, parameter in model.named_parameters():

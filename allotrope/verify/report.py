@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from allotrope.errors import ConfigError
-from allotrope.verify.judge import Limits, Score
+from allotrope.verify.tolerance import Limits, Score
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -182,7 +182,7 @@ def layer_table(layers: LayerReport) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
 
-    from allotrope.verify.taps import STAGES
+    from allotrope.verify.hooks import STAGES
 
     right = [Column(name, justify="right") for name in STAGES]
     table = Table("layer", "family", *right, "picks", Column("ties", justify="right"), box=SIMPLE_HEAD)

@@ -18,28 +18,28 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from allotrope.engine.load import Blueprint
+from allotrope.checkpoint.checkpoint import Checkpoint
+from allotrope.checkpoint.dequantize import QuantizedView, dequantized
+from allotrope.checkpoint.weights import filled
+from allotrope.engine.load import LoadPlan
 from allotrope.layers.parallel import placement_of
-from allotrope.layers.quant.format import as_multiplied
-from allotrope.layers.quant.product import CODES
-from allotrope.models.checkpoint import Checkpoint
-from allotrope.models.dequantize import QuantizedView, dequantized
-from allotrope.models.weights import filled
+from allotrope.ops.matmul.product import CODES
+from allotrope.ops.matmul.quantized_weight import as_multiplied
 
 
-def keeps_fp8(blueprint: Blueprint) -> bool:
+def keeps_fp8(load_plan: LoadPlan) -> bool:
     """Whether the engine has products with FP8 weights."""
-    return any(format.kind == "fp8" for format in blueprint.build.formats.values())
+    return any(format.kind == "fp8" for format in load_plan.build.formats.values())
 
 
-def fp8_tensors(blueprint: Blueprint) -> list[str]:
+def fp8_tensors(load_plan: LoadPlan) -> list[str]:
     """Names of the checkpoint's tensors that the engine multiplies as FP8."""
-    view = dequantized(blueprint.checkpoint)
+    view = dequantized(load_plan.checkpoint)
     if not isinstance(view, QuantizedView):
         return []
-    build = dataclasses.replace(blueprint.build, device=torch.device("meta"))
-    parameters = dict(blueprint.architecture.decoder(blueprint.spec, build).named_parameters())
-    rules = [(rule.pattern(), rule) for rule in blueprint.architecture.rules(blueprint.spec) if rule.target is not None]
+    build = dataclasses.replace(load_plan.build, device=torch.device("meta"))
+    parameters = dict(load_plan.architecture.decoder(load_plan.spec, build).named_parameters())
+    rules = [(rule.pattern(), rule) for rule in load_plan.architecture.rules(load_plan.spec) if rule.target is not None]
     found = []
     for name in view.headers():
         format = view.format(name)

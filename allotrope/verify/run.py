@@ -11,22 +11,22 @@ from pathlib import Path
 
 import torch
 
+from allotrope.architectures.kv_scales import FP8
+from allotrope.architectures.registry import ARCHITECTURES, find_architecture
+from allotrope.checkpoint.checkpoint import locate, open_checkpoint
 from allotrope.config import EngineConfig
-from allotrope.engine.load import Blueprint, draw_up
+from allotrope.engine.load import LoadPlan, resolve_load_plan
 from allotrope.errors import AllotropeError, ConfigError, ModelError
-from allotrope.models.checkpoint import locate, open_checkpoint
-from allotrope.models.registry import ARCHITECTURES, find_architecture
-from allotrope.models.row_scales import FP8
-from allotrope.verify import regimes
-from allotrope.verify.judge import Limits, judge, with_fp8_rows
+from allotrope.verify import execution_modes as regimes
+from allotrope.verify.execution_modes import Bench, NotExercised, Regime
+from allotrope.verify.expected_outputs import Truth, ask_transformers
 from allotrope.verify.layers import UNSEEN_TIE, LayerReport, LayerWatch, read_layers
+from allotrope.verify.logits_recorder import Watch
 from allotrope.verify.options import VerifyOptions
-from allotrope.verify.regimes import Bench, NotExercised, Regime
 from allotrope.verify.report import RegimeResult, Report, Verdict
 from allotrope.verify.rounded_products import keeps_fp8
 from allotrope.verify.stored import MANIFEST, Stored, has_stored, read_stored
-from allotrope.verify.truth import Truth, ask_transformers
-from allotrope.verify.watch import Watch
+from allotrope.verify.tolerance import Limits, judge, with_fp8_rows
 
 Tell = Callable[[str], None]
 
@@ -48,13 +48,13 @@ def verify(config: EngineConfig, options: VerifyOptions, tell: Tell = lambda tex
             raise ConfigError("bad options: load_format='dummy' leaves nothing to compare with; give --random instead.")
         if config.dtype == "auto":
             config = dataclasses.replace(config, dtype="float32")
-        blueprint = draw_up(config)
+        load_plan = resolve_load_plan(config)
         stored = _stored(config, options)
-        if stored is not None and keeps_fp8(blueprint):
+        if stored is not None and keeps_fp8(load_plan):
             remarks.append(_set_aside(stored, options))
         elif stored is not None:
-            return _against_stored(config, options, blueprint, stored, tell)
-        run = _against_transformers(config, options, blueprint, tell)
+            return _against_stored(config, options, load_plan, stored, tell)
+        run = _against_transformers(config, options, load_plan, tell)
         return dataclasses.replace(run, model=named, remarks=(*remarks, *run.remarks))
 
 
@@ -91,29 +91,29 @@ def _set_aside(stored: Stored, options: VerifyOptions) -> str:
     return f"the outputs stored in {stored.directory} are not used: {reason}; --quantized-weights unpack uses them"
 
 
-def is_exact(blueprint: Blueprint) -> bool:
+def is_exact(load_plan: LoadPlan) -> bool:
     """Whether the engine computes and stores in fp32, and rounds no activations for its products."""
-    build = blueprint.build
-    return {build.dtype, build.kv_dtype, build.state_dtype} == {torch.float32} and not keeps_fp8(blueprint)
+    build = load_plan.build
+    return {build.dtype, build.kv_dtype, build.state_dtype} == {torch.float32} and not keeps_fp8(load_plan)
 
 
-def _regimes(options: VerifyOptions, blueprint: Blueprint) -> list[str]:
+def _regimes(options: VerifyOptions, load_plan: LoadPlan) -> list[str]:
     """The regimes to run; a CPU has no graphs, which only whoever asks for them by name is told."""
     names = options.named_regimes()
-    if options.regimes is None and blueprint.build.device.type != "cuda":
+    if options.regimes is None and load_plan.build.device.type != "cuda":
         names.remove("graphs")
     return names
 
 
 def _against_stored(
-    config: EngineConfig, options: VerifyOptions, blueprint: Blueprint, stored: Stored, tell: Tell
+    config: EngineConfig, options: VerifyOptions, load_plan: LoadPlan, stored: Stored, tell: Tell
 ) -> Report:
     bench = Bench(config, stored.samples, options.thorough)
-    limits = stored.limits(exact=is_exact(blueprint))
-    if blueprint.build.kv_dtype == FP8:
+    limits = stored.limits(exact=is_exact(load_plan))
+    if load_plan.build.kv_dtype == FP8:
         limits = with_fp8_rows(limits)
     results = [
-        _run(bench, regimes.ALL[name], Watch(bench.samples), limits, {}, tell) for name in _regimes(options, blueprint)
+        _run(bench, regimes.ALL[name], Watch(bench.samples), limits, {}, tell) for name in _regimes(options, load_plan)
     ]
     remarks = []
     if any(result.verdict == "wrong" for result in results):
@@ -125,41 +125,41 @@ def _against_stored(
         remarks.append("--against transformers would say which layer is the first that diverges")
     layers = None
     if options.plot is not None:
-        layers = _against_transformers(config, dataclasses.replace(options, regimes="whole"), blueprint, tell).layers
+        layers = _against_transformers(config, dataclasses.replace(options, regimes="whole"), load_plan, tell).layers
     origin = f"outputs stored in {stored.directory}, made by {stored.manifest.get('reference_class', 'the reference')}"
-    return _report(config, blueprint, bench, limits, results, origin, remarks, layers)
+    return _report(config, load_plan, bench, limits, results, origin, remarks, layers)
 
 
-def _against_transformers(config: EngineConfig, options: VerifyOptions, blueprint: Blueprint, tell: Tell) -> Report:
-    truth = ask_transformers(config, options, blueprint, exact=is_exact(blueprint), tell=tell)
+def _against_transformers(config: EngineConfig, options: VerifyOptions, load_plan: LoadPlan, tell: Tell) -> Report:
+    truth = ask_transformers(config, options, load_plan, exact=is_exact(load_plan), tell=tell)
     bench = Bench(config, truth.samples, options.thorough)
     tell("comparing layer by layer")
-    layers = _layers(bench, regimes.ALL["whole"], truth, blueprint)
+    layers = _layers(bench, regimes.ALL["whole"], truth, load_plan)
     # Medians are of all positions, as those that they are held to.
     tainted = layers.tainted if truth.limits.exact else {}
     results: list[RegimeResult] = []
-    for name in _regimes(options, blueprint):
+    for name in _regimes(options, load_plan):
         regime = regimes.ALL[name]
         watch = Watch(bench.samples)
         result = _run(bench, regime, watch, truth.limits, tainted, tell)
         if result.verdict == "wrong" and truth.limits.exact and result.score is not None and name != "whole":
-            result = _explained(bench, regime, truth, blueprint, result, watch)
+            result = _explained(bench, regime, truth, load_plan, result, watch)
         results.append(result)
-    report = _report(config, blueprint, bench, truth.limits, results, truth.origin, truth.remarks, layers)
+    report = _report(config, load_plan, bench, truth.limits, results, truth.origin, truth.remarks, layers)
     return dataclasses.replace(report, boundaries=truth.marks)
 
 
-def _layers(bench: Bench, regime: Regime, truth: Truth, blueprint: Blueprint) -> LayerReport:
+def _layers(bench: Bench, regime: Regime, truth: Truth, load_plan: LoadPlan) -> LayerReport:
     """Run a regime on the traced samples, looking into every layer."""
     with LayerWatch(bench.samples, truth.traces) as watch:
         traced = dataclasses.replace(bench, samples=list(watch.samples.values()), attach=watch.attach)
         regime.run(traced, watch)
-        families = [spec.family for spec in blueprint.specs]
+        families = [spec.family for spec in load_plan.specs]
         return read_layers(watch, families, truth.layer_limits, medians=not truth.limits.exact)
 
 
 def _explained(
-    bench: Bench, regime: Regime, truth: Truth, blueprint: Blueprint, wrong: RegimeResult, seen: Watch
+    bench: Bench, regime: Regime, truth: Truth, load_plan: LoadPlan, wrong: RegimeResult, seen: Watch
 ) -> RegimeResult:
     """A regime that went wrong, looked into by running it again: a near-tie that fell another way in it, or the layer
     that diverges. `seen`: what was wrong in the first run; nothing else is judged."""
@@ -168,7 +168,7 @@ def _explained(
         # Nothing is captured while layers are looked into.
         with suppress(NotExercised):
             regime.run(traced, watch)
-        layers = read_layers(watch, [spec.family for spec in blueprint.specs], truth.layer_limits)
+        layers = read_layers(watch, [spec.family for spec in load_plan.specs], truth.layer_limits)
     if len(watch.samples) < len(bench.samples):
         return dataclasses.replace(wrong, layer=layers.finding())
     score = judge(bench.samples, seen, truth.limits, layers.tainted)
@@ -199,7 +199,7 @@ def _run(
 
 def _report(
     config: EngineConfig,
-    blueprint: Blueprint,
+    load_plan: LoadPlan,
     bench: Bench,
     limits: Limits,
     results: Sequence[RegimeResult],
@@ -211,15 +211,15 @@ def _report(
         raise ConfigError("nothing was compared: " + "; ".join(f"{one.name}: {one.remark}" for one in results) + ".")
     ranks = f", {config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else ""
     backends = f", {config.attention_backend}" if config.attention_backend else ""
-    kept = " (FP8 weights kept, activations rounded)" if keeps_fp8(blueprint) else ""
-    build = blueprint.build
+    kept = " (FP8 weights kept, activations rounded)" if keeps_fp8(load_plan) else ""
+    build = load_plan.build
     dtype, kv_dtype, state_dtype = (
         str(kind).removeprefix("torch.") for kind in (build.dtype, build.kv_dtype, build.state_dtype)
     )
     states = f" and {state_dtype} states" if build.state_dtype != torch.float32 else ""
     return Report(
         model=config.model,
-        architecture=next(iter(blueprint.checkpoint.config.get("architectures") or ["?"])),
+        architecture=next(iter(load_plan.checkpoint.config.get("architectures") or ["?"])),
         engine=f"{dtype} with {kv_dtype} caches{states} on {build.device}{ranks}{backends}{kept}",
         origin=origin,
         limits=limits,

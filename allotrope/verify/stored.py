@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from allotrope.errors import ModelError
-from allotrope.verify.judge import Limits
 from allotrope.verify.sample import Sample, Wanted
+from allotrope.verify.tolerance import Limits
 
 EXPECTED, MANIFEST = "expected.safetensors", "manifest.json"
 

@@ -17,7 +17,7 @@ import torch
 from allotrope.attention.registry import FAMILIES
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
-from allotrope.engine.load import Blueprint, draw_up
+from allotrope.engine.load import LoadPlan, resolve_load_plan
 from allotrope.errors import ConfigError
 from allotrope.request import Request, SamplingParams
 from allotrope.verify.prompts import draw_prompts, usable_ids
@@ -77,15 +77,15 @@ def sweep(config: EngineConfig, new_tokens: int, tell: Callable[[str], None] = l
     """Run every length that fits; a length that comes out wrong counts by the middle one of three prompts, because a
     pick that falls the other way is the prompt's and not the length's. Raises ConfigError if no length fits.
     """
-    blueprint = draw_up(config)
+    load_plan = resolve_load_plan(config)
     if config.dtype == "auto":
         config = dataclasses.replace(config, dtype="float32")
-    room = min(blueprint.max_model_len, max(LENGTHS) + new_tokens)
+    room = min(load_plan.max_model_len, max(LENGTHS) + new_tokens)
     lengths = [length for length in LENGTHS if length + new_tokens <= room]
     if not lengths:
-        raise ConfigError(f"max_model_len={blueprint.max_model_len} leaves no length to sweep; {LENGTHS[0]} is needed.")
+        raise ConfigError(f"max_model_len={load_plan.max_model_len} leaves no length to sweep; {LENGTHS[0]} is needed.")
     config = dataclasses.replace(config, max_model_len=room, max_num_seqs=1)
-    errors = _errors(config, blueprint, lengths, new_tokens, config.seed, tell)
+    errors = _errors(config, load_plan, lengths, new_tokens, config.seed, tell)
     usual = statistics.median(errors["noise"].values())
 
     def judged(errors: Errors, length: int, way: str) -> LengthError:
@@ -97,7 +97,7 @@ def sweep(config: EngineConfig, new_tokens: int, tell: Callable[[str], None] = l
     if not again:
         return found
     tell(f"again with other prompts: lengths {', '.join(map(str, again))}")
-    more = [_errors(config, blueprint, again, new_tokens, config.seed + i, tell) for i in (1, 2)]
+    more = [_errors(config, load_plan, again, new_tokens, config.seed + i, tell) for i in (1, 2)]
 
     def middle(first: LengthError) -> LengthError:
         if first.length not in again:
@@ -110,16 +110,16 @@ def sweep(config: EngineConfig, new_tokens: int, tell: Callable[[str], None] = l
 
 def _errors(
     config: EngineConfig,
-    blueprint: Blueprint,
+    load_plan: LoadPlan,
     lengths: Sequence[int],
     new_tokens: int,
     seed: int,
     tell: Callable[[str], None],
 ) -> Errors:
     """One prompt of each length in every way, "noise" among them."""
-    ids = usable_ids(blueprint.checkpoint.config, blueprint.spec.vocab_size)
+    ids = usable_ids(load_plan.checkpoint.config, load_plan.spec.vocab_size)
     drawn = draw_prompts(ids, lengths, seed)
-    families = sorted({spec.family for spec in blueprint.specs})
+    families = sorted({spec.family for spec in load_plan.specs})
     slow = ",".join(f"{name}={FAMILIES[name].backends[-1].name}" for name in families)
     stored = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     ways: dict[str, dict[str, Any]] = {
@@ -128,7 +128,7 @@ def _errors(
         "eager": {"cuda_graphs": False},
         "graphs": {"cuda_graphs": True},
     }
-    if blueprint.build.device.type != "cuda":
+    if load_plan.build.device.type != "cuda":
         del ways["graphs"]
     rows: dict[str, dict[str, list[torch.Tensor]]] = {}
     tokens: dict[str, list[int]] | None = None

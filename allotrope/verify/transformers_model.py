@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from allotrope.errors import ModelError
+from allotrope.verify.hooks import Picks, Place, tapped
 from allotrope.verify.plain_files import plain_files
-from allotrope.verify.taps import Picks, Place, tapped
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from allotrope.attention.backend import Backend
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout, CacheIndex
 from allotrope.attention.cache_layout import PagedRows, pool_bytes, views
 from allotrope.attention.check import Comparison, compare
@@ -22,7 +22,7 @@ from allotrope.attention.csa.cases import draw
 from allotrope.attention.csa.indexer import scores
 from allotrope.attention.csa.plan import CsaPlan
 from allotrope.attention.csa.rotary import rotate_tail
-from allotrope.attention.rope import RopeSpec
+from allotrope.ops.rope.reference import RopeSpec
 from kernel_cases.case import KernelCase, Timed, prefill_batch
 
 DTYPE = torch.bfloat16
@@ -128,7 +128,7 @@ def _make(spec: CsaSpec, query_lens: tuple[int, ...], seq_lens: tuple[int, ...],
     return Inputs(spec, batch, dict(index), pools, given)
 
 
-def _timed(x: Inputs, backend: Backend, pools: dict[str, dict[str, torch.Tensor]]) -> Timed:
+def _timed(x: Inputs, backend: AttentionBackend, pools: dict[str, dict[str, torch.Tensor]]) -> Timed:
     plan = backend.plan(x.spec, x.batch, x.index)
     return lambda: backend.run(x.spec, plan, pools, **x.given)
 

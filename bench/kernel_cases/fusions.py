@@ -66,7 +66,7 @@ def _residual(tokens: int, size: int, kind: str, tiny: bool = False) -> KernelCa
         return x, residual, size**0.5 * (1 + _normal(device, torch.float32, size) / 8)
 
     def ours(inputs: Any) -> Timed:
-        from allotrope.layers.norm_triton import add_rms_norm
+        from allotrope.ops.rms_norm.triton import add_rms_norm
 
         return functools.partial(add_rms_norm, *inputs, size * EPS)
 
@@ -97,7 +97,7 @@ def _gated(tokens: int, heads: int, dim: int, kind: str) -> KernelCase:
         return x, z, dim**0.5 * (1 + _normal(device, torch.float32, dim) / 8)
 
     def ours(inputs: Any) -> Timed:
-        from allotrope.layers.norm_triton import rms_norm
+        from allotrope.ops.rms_norm.triton import rms_norm
 
         x, z, factors = inputs
         return lambda: rms_norm(x, factors, dim * EPS, gate=z)
@@ -131,7 +131,7 @@ def _activation(tokens: int, width: int, activation: str, limit: float | None) -
         return (torch.rand(tokens, 2 * width, device=device) * 8 - 4).to(torch.bfloat16)
 
     def ours(x: Any) -> Timed:
-        from allotrope.layers.mlp_triton import gated
+        from allotrope.ops.gated_activation.triton import gated
 
         return lambda: gated(x, activation, 1.702 if limit else 1.0, limit, 1.0 if limit else 0.0)
 
@@ -171,8 +171,8 @@ def _rope_store(tokens: int, heads: int, groups: int, dim: int, rotated: int, no
     dtype = torch.float32 if rows == "fp32" else torch.bfloat16
 
     def make(device: torch.device) -> Any:
-        from allotrope.attention.rope import RopeSpec, RopeTable
-        from allotrope.attention.rope_store import HeadSpec, Rows
+        from allotrope.ops.qk_norm_rope.reference import HeadSpec, Rows
+        from allotrope.ops.rope.reference import RopeSpec, RopeTable
 
         spec = HeadSpec(heads=heads, kv_heads=groups, dim=dim, v_dim=dim, qk_norm=normed)
         projected = _normal(device, dtype, tokens, spec.width)
@@ -184,12 +184,12 @@ def _rope_store(tokens: int, heads: int, groups: int, dim: int, rotated: int, no
         return _RopeInputs(spec, (projected, rotation, *factors), Rows(k, v, slots, 0.5, 0.5))
 
     def ours(inputs: Any) -> Timed:
-        from allotrope.attention.rope_store_triton import rope_store
+        from allotrope.ops.qk_norm_rope.triton import rope_store
 
         return lambda: rope_store(inputs.spec, *inputs.given, inputs.rows)
 
     def check(inputs: Any, timed: Timed) -> list[Comparison]:
-        from allotrope.attention.rope_store import rope_store
+        from allotrope.ops.qk_norm_rope.reference import rope_store
 
         projected, *others = inputs.given
         q, k, v = rope_store(inputs.spec, projected.float(), *others, None)
@@ -220,7 +220,7 @@ def _choice(rows: int, vocab: int, name: str) -> KernelCase:
     """A token for each row. The check is that each is the one that sorting finds."""
 
     def make(device: torch.device) -> Any:
-        from allotrope.layers.sampler import RandomRows, SamplingStep
+        from allotrope.ops.sampling.reference import RandomRows, SamplingStep
 
         chosen = CHOICES[name]
         logits = _normal(device, torch.float32, rows, vocab)
@@ -246,18 +246,18 @@ def _choice(rows: int, vocab: int, name: str) -> KernelCase:
         return logits * spread, step
 
     def ours(inputs: Any) -> Timed:
-        from allotrope.layers.sampler_triton import choose
+        from allotrope.ops.sampling.triton import choose
 
         return functools.partial(choose, *inputs)
 
     def check(inputs: Any, timed: Timed) -> list[Comparison]:
-        from allotrope.layers import sampler
+        from allotrope.ops.sampling import reference as sampler
 
         same_token = (timed() == sampler._choose(*inputs)[0]).float()
         return [compare(same_token, torch.ones_like(same_token), "fp32")]
 
     def sorting(inputs: Any) -> Timed:
-        from allotrope.layers import sampler
+        from allotrope.ops.sampling import reference as sampler
 
         return lambda: sampler._choose(*inputs)
 

@@ -11,7 +11,7 @@ import torch
 from allotrope.attention.check import Comparison, compare
 from allotrope.layers.build import Build
 from allotrope.layers.mlp import Gating
-from allotrope.layers.quant.format import Format, Quantized, as_multiplied
+from allotrope.ops.matmul.quantized_weight import Format, Quantized, as_multiplied
 from kernel_cases.case import KernelCase, Timed, same
 
 BLOCK, MXFP4 = Format("fp8", 128), Format("mxfp4", 32)
@@ -76,7 +76,7 @@ def _dense(rows: int, outputs: int, inputs: int, format: Format, tiny: bool = Fa
         return torch.randn(rows, inputs, device=device).bfloat16(), weight
 
     def ours(found: Any) -> Timed:
-        from allotrope.layers.quant.product import QuantizedProduct
+        from allotrope.ops.matmul.product import QuantizedProduct
 
         x, weight = found
         product = QuantizedProduct(Quantized(weight.format, weight.codes.clone(), weight.scales.clone()))
@@ -123,7 +123,7 @@ def _dense(rows: int, outputs: int, inputs: int, format: Format, tiny: bool = Fa
 
 
 def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    from allotrope.layers.quant.format import quantize_rows
+    from allotrope.ops.matmul.quantized_weight import quantize_rows
 
     return quantize_rows(x)
 
@@ -152,7 +152,7 @@ def _experts(rows: int, shape: ExpertShape, tiny: bool = False) -> KernelCase:
 
     def ours(found: Any) -> Timed:
         from allotrope.layers.moe import DeviceStack, Experts
-        from allotrope.layers.quant.product import QuantizedStack
+        from allotrope.ops.matmul.product import QuantizedStack
 
         x, mix, chosen, weights = found
         layer = Experts(1, 8, 8, Gating(), Build(), bias=False)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from allotrope.attention.backend import Backend
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.check import Case
+from allotrope.kernels.chip import CPU as CPU_CHIP
 
 
-def skip_unless_it_runs(backend: Backend, case: Case) -> None:
+def skip_unless_it_runs(backend: AttentionBackend, case: Case) -> None:
     """Skip the test, with the backend's reasons, if the backend cannot run the case."""
-    if reasons := backend.rejects(case.spec, torch.device("cpu")):
+    if reasons := backend.rejects(case.spec, CPU_CHIP):
         pytest.skip("; ".join(reasons))

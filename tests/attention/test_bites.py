@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from allotrope.attention.backend import Backend, runs_anywhere
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.check import KINDS, cases, compare
 from allotrope.attention.gdn import reference as gdn_reference
 from allotrope.attention.registry import FAMILIES
 from allotrope.attention.replay import Replay, Step, in_order
+from allotrope.kernels.backend import runs_anywhere
+from allotrope.kernels.chip import CPU as CPU_CHIP
 
 Fault = Callable[[Replay], None]
 
@@ -135,7 +137,7 @@ def tile_heads(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def use_core(core: Callable[..., torch.Tensor]) -> Fault:
     def fault(replay: Replay) -> None:
-        replay.backend = Backend(
+        replay.backend = AttentionBackend(
             "faulty", runs_anywhere, FAMILIES["gdn"].backends[-1].plan, functools.partial(gdn_reference.run, core=core)
         )
 
@@ -318,7 +320,7 @@ def test_another_backend_is_no_fault(family: str, case: str, dtype: torch.dtype)
     want = intact(family, case, dtype)
     small = dataclasses.replace(cases(family, dtype)[case], lengths=(16, 5, 66, 23))
     for backend in FAMILIES[family].backends:
-        if not backend.rejects(small.spec, torch.device("cpu")):
+        if not backend.rejects(small.spec, CPU_CHIP):
             assert (found := compare(Replay(small, backend).play(steps()), want, KINDS[dtype])), found
 
 

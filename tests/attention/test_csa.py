@@ -9,7 +9,6 @@ import pytest
 import torch
 from csa_golden import RIGHT, Wrong, attend_all
 
-from allotrope.attention.backend import choose
 from allotrope.attention.batch import BatchLayout, PageIndex
 from allotrope.attention.check import Case, cases, compare
 from allotrope.attention.csa import CsaSpec, IndexerSpec
@@ -17,8 +16,10 @@ from allotrope.attention.csa.cases import MAIN, PAGE, draw
 from allotrope.attention.csa.reference import attend
 from allotrope.attention.registry import FAMILIES
 from allotrope.attention.replay import Replay, Step, alone, at_random, in_chunks, in_order, whole
+from allotrope.kernels.backend import choose
+from allotrope.kernels.chip import CPU as CPU_CHIP
 
-BACKEND = choose("csa", FAMILIES["csa"].backends, cases("csa")["chosen"].spec, torch.device("cpu"))
+BACKEND = choose(FAMILIES["csa"], cases("csa")["chosen"].spec, CPU_CHIP).backend
 # Every border of entries, of window and choice, and of the entries of 128.
 LENGTHS = (1, 3, 4, 5, 7, 8, 127, 128, 129, 255, 256, 257, 300)
 KINDS = {

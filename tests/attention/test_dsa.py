@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from allotrope.attention.backend import Backend, runs_anywhere
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout, index_pages
 from allotrope.attention.cache_layout import row_bytes
 from allotrope.attention.check import Case, Inputs, cases, compare
@@ -17,6 +17,7 @@ from allotrope.attention.dsa import reference as dsa_reference
 from allotrope.attention.dsa.cases import draw
 from allotrope.attention.mla import MLA
 from allotrope.attention.replay import Replay, Step, alone, at_random, in_chunks, whole
+from allotrope.kernels.backend import runs_anywhere
 
 CPU = torch.device("cpu")
 CASES = cases("dsa")
@@ -28,7 +29,7 @@ class PickingReplay(Replay):
 
     def __init__(self, case: Case, seed: int = 0) -> None:
         self.picks: list[list[torch.Tensor]] = [[] for _ in case.lengths]
-        super().__init__(case, Backend("keeping", runs_anywhere, REFERENCE.plan, self.run), seed=seed)
+        super().__init__(case, AttentionBackend("keeping", runs_anywhere, self.run, plan=REFERENCE.plan), seed=seed)
 
     def run(self, *args: object, **tensors: torch.Tensor) -> torch.Tensor:
         out, self.last = dsa_reference.run(*args, **tensors)  # type: ignore[arg-type]

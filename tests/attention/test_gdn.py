@@ -8,16 +8,17 @@ import pytest
 import torch
 from attention.on_cpu import skip_unless_it_runs
 
-from allotrope.attention.backend import Backend
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout, SlotIndex
 from allotrope.attention.check import Case, cases, compare
 from allotrope.attention.gdn import GDN, GdnSpec
 from allotrope.attention.gdn.plan import PART_TOKENS
 from allotrope.attention.replay import Replay, alone, at_random, in_chunks, in_order, whole
+from allotrope.kernels.chip import CPU as CPU_CHIP
 
 CASES = {name: case for name, case in cases("gdn").items() if not case.spec.channel_decay}
 SMALL = [name for name in CASES if name != "released_size"]
-ON_CPU = [one for one in GDN.backends if not one.rejects(next(iter(CASES.values())).spec, torch.device("cpu"))]
+ON_CPU = [one for one in GDN.backends if not one.rejects(next(iter(CASES.values())).spec, CPU_CHIP)]
 BACKENDS = pytest.mark.parametrize("backend", ON_CPU, ids=lambda backend: backend.name)
 
 
@@ -65,7 +66,7 @@ ORACLES = {name: oracle(CASES[name]) for name in SMALL}
 
 @BACKENDS
 @pytest.mark.parametrize("name", SMALL)
-def test_any_schedule_gives_the_equation(name: str, backend: Backend) -> None:
+def test_any_schedule_gives_the_equation(name: str, backend: AttentionBackend) -> None:
     case = CASES[name]
     skip_unless_it_runs(backend, case)
     lengths = case.lengths
@@ -85,7 +86,7 @@ def test_released_size() -> None:
 @BACKENDS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", SMALL)
-def test_half_precision(name: str, dtype: torch.dtype, backend: Backend) -> None:
+def test_half_precision(name: str, dtype: torch.dtype, backend: AttentionBackend) -> None:
     case = cases("gdn", dtype)[name]
     skip_unless_it_runs(backend, case)
     skip_unless_it_runs(backend, case)
@@ -96,7 +97,7 @@ def test_half_precision(name: str, dtype: torch.dtype, backend: Backend) -> None
 
 @BACKENDS
 @pytest.mark.parametrize("name", SMALL)
-def test_a_slot_holds_the_state_after_the_last_token(name: str, backend: Backend) -> None:
+def test_a_slot_holds_the_state_after_the_last_token(name: str, backend: AttentionBackend) -> None:
     case = CASES[name]
     skip_unless_it_runs(backend, case)
     _, states, kept = ORACLES[name]
@@ -111,7 +112,7 @@ def test_a_slot_holds_the_state_after_the_last_token(name: str, backend: Backend
 
 @BACKENDS
 @pytest.mark.parametrize("name", SMALL)
-def test_neighbours_and_their_order_change_at_most_the_last_bits(name: str, backend: Backend) -> None:
+def test_neighbours_and_their_order_change_at_most_the_last_bits(name: str, backend: AttentionBackend) -> None:
     """Whether exp takes its vector or its scalar form depends on where an element lies in the step's tensors."""
     case = CASES[name]
     skip_unless_it_runs(backend, case)
@@ -125,7 +126,7 @@ def test_neighbours_and_their_order_change_at_most_the_last_bits(name: str, back
 
 
 @BACKENDS
-def test_prefill_longer_than_a_part(backend: Backend) -> None:
+def test_prefill_longer_than_a_part(backend: AttentionBackend) -> None:
     short = CASES["one_to_two"]
     case = dataclasses.replace(short, lengths=(3, PART_TOKENS + 61, PART_TOKENS + 61, 1, 2 * PART_TOKENS))
     want = oracle(case)[0]
@@ -135,7 +136,7 @@ def test_prefill_longer_than_a_part(backend: Backend) -> None:
 
 @BACKENDS
 @pytest.mark.parametrize("null", [0, -1])
-def test_padding_requests_give_zeros_and_write_nothing(backend: Backend, null: int) -> None:
+def test_padding_requests_give_zeros_and_write_nothing(backend: AttentionBackend, null: int) -> None:
     case = CASES["one_to_two"]
     replay = Replay(case, backend)
     pools = replay.pools["state"]
@@ -156,7 +157,7 @@ def test_padding_requests_give_zeros_and_write_nothing(backend: Backend, null: i
 
 
 @BACKENDS
-def test_a_copied_slot_resumes_as_the_original(backend: Backend) -> None:
+def test_a_copied_slot_resumes_as_the_original(backend: AttentionBackend) -> None:
     """What a host does for a state checkpoint: copy every field of a slot."""
     case = dataclasses.replace(CASES["one_to_two"], lengths=(90, 90))
     replay = Replay(case, backend)
@@ -184,7 +185,7 @@ def test_large_states_advance_where_they_lie() -> None:
 def test_half_precision_state_is_rounded_once_a_step() -> None:
     case = CASES["one_to_one"]
     case = dataclasses.replace(case, spec=dataclasses.replace(case.spec, state_dtype=torch.float16))
-    replay = Replay(case, next(one for one in ON_CPU if not one.rejects(case.spec, torch.device("cpu"))))
+    replay = Replay(case, next(one for one in ON_CPU if not one.rejects(case.spec, CPU_CHIP)))
     slots = [5, 1, 9, 2, 8, 3, 7, 4, 6]
     replay.held["state"] = [[slot] for slot in slots]
     replay.play(whole(case.lengths))

@@ -9,17 +9,18 @@ import pytest
 import torch
 from attention.on_cpu import skip_unless_it_runs
 
-from allotrope.attention.backend import Backend
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout, SlotIndex
 from allotrope.attention.check import Case, Inputs, cases, compare
 from allotrope.attention.gdn import GDN, GdnSpec
 from allotrope.attention.gdn.plan import PART_TOKENS
 from allotrope.attention.replay import Replay, Step, alone, at_random, in_chunks, in_order, whole
+from allotrope.kernels.chip import CPU as CPU_CHIP
 
 CASES = {name: case for name, case in cases("gdn").items() if case.spec.channel_decay}
 RELEASED = "by_channel_released_size"
 SMALL = [name for name in CASES if name != RELEASED]
-ON_CPU = [one for one in GDN.backends if not one.rejects(next(iter(CASES.values())).spec, torch.device("cpu"))]
+ON_CPU = [one for one in GDN.backends if not one.rejects(next(iter(CASES.values())).spec, CPU_CHIP)]
 BACKENDS = pytest.mark.parametrize("backend", ON_CPU, ids=lambda backend: backend.name)
 
 
@@ -78,7 +79,7 @@ ORACLES = {name: oracle(CASES[name]) for name in SMALL}
 
 @BACKENDS
 @pytest.mark.parametrize("name", SMALL)
-def test_any_schedule_gives_the_equation(name: str, backend: Backend) -> None:
+def test_any_schedule_gives_the_equation(name: str, backend: AttentionBackend) -> None:
     skip_unless_it_runs(backend, CASES[name])
     lengths = CASES[name].lengths
     schedules = [whole(lengths), alone(lengths), *(in_chunks(lengths, size) for size in (1, 3, 64))]
@@ -97,7 +98,7 @@ def test_released_size() -> None:
 @BACKENDS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", SMALL)
-def test_half_precision(name: str, dtype: torch.dtype, backend: Backend) -> None:
+def test_half_precision(name: str, dtype: torch.dtype, backend: AttentionBackend) -> None:
     case = cases("gdn", dtype)[name]
     skip_unless_it_runs(backend, case)
     want = oracle(case)[0]
@@ -107,7 +108,7 @@ def test_half_precision(name: str, dtype: torch.dtype, backend: Backend) -> None
 
 @BACKENDS
 @pytest.mark.parametrize("name", SMALL)
-def test_a_slot_holds_the_state_after_the_last_token(name: str, backend: Backend) -> None:
+def test_a_slot_holds_the_state_after_the_last_token(name: str, backend: AttentionBackend) -> None:
     case = CASES[name]
     skip_unless_it_runs(backend, case)
     slots = list(range(1, 1 + len(case.lengths)))
@@ -120,7 +121,7 @@ def test_a_slot_holds_the_state_after_the_last_token(name: str, backend: Backend
 
 @BACKENDS
 @pytest.mark.parametrize("name", SMALL)
-def test_a_recycled_slot_says_nothing_of_its_last_owner(name: str, backend: Backend) -> None:
+def test_a_recycled_slot_says_nothing_of_its_last_owner(name: str, backend: AttentionBackend) -> None:
     """All sequences through one slot, one after the other, backwards."""
     case = CASES[name]
     skip_unless_it_runs(backend, case)
@@ -133,7 +134,7 @@ def test_a_recycled_slot_says_nothing_of_its_last_owner(name: str, backend: Back
 
 @BACKENDS
 @pytest.mark.parametrize("name", SMALL)
-def test_strangers_and_their_order_change_at_most_the_last_bits(name: str, backend: Backend) -> None:
+def test_strangers_and_their_order_change_at_most_the_last_bits(name: str, backend: AttentionBackend) -> None:
     case = CASES[name]
     skip_unless_it_runs(backend, case)
     chunks = in_chunks(case.lengths, 24)
@@ -145,7 +146,7 @@ def test_strangers_and_their_order_change_at_most_the_last_bits(name: str, backe
 
 
 @BACKENDS
-def test_prefill_longer_than_a_part(backend: Backend) -> None:
+def test_prefill_longer_than_a_part(backend: AttentionBackend) -> None:
     lengths = (3, PART_TOKENS + 61, 1, 2 * PART_TOKENS)
     case = dataclasses.replace(CASES["by_channel_one_to_two"], lengths=lengths)
     skip_unless_it_runs(backend, case)
@@ -156,7 +157,7 @@ def test_prefill_longer_than_a_part(backend: Backend) -> None:
 
 @BACKENDS
 @pytest.mark.parametrize("null", [0, -1])
-def test_padding_requests_give_zeros_and_write_nothing(backend: Backend, null: int) -> None:
+def test_padding_requests_give_zeros_and_write_nothing(backend: AttentionBackend, null: int) -> None:
     case = CASES["by_channel"]
     skip_unless_it_runs(backend, case)
     replay = Replay(case, backend)
@@ -193,7 +194,7 @@ def every_third(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @BACKENDS
 @pytest.mark.parametrize("value", [-100.0, 300.0], ids=["never forget", "forget at once"])
-def test_rates_at_both_ends(value: float, backend: Backend) -> None:
+def test_rates_at_both_ends(value: float, backend: AttentionBackend) -> None:
     """Neighbouring channels of one head keep everything, or lose it in a single token: no power is ever too large."""
     case = with_layer(CASES["by_channel"], "dt_bias", every_third(value))
     skip_unless_it_runs(backend, case)
@@ -203,7 +204,7 @@ def test_rates_at_both_ends(value: float, backend: Backend) -> None:
 
 
 @BACKENDS
-def test_equal_rates_are_one_rate_per_head(backend: Backend) -> None:
+def test_equal_rates_are_one_rate_per_head(backend: AttentionBackend) -> None:
     by_head = cases("gdn")["one_to_two"]
     spec = dataclasses.replace(by_head.spec, channel_decay=True)
     dk = by_head.spec.k_head_dim

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from allotrope.attention.backend import Backend, lazily
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex, SlotIndex
 from allotrope.attention.check import cases
 from allotrope.attention.replay import Replay, in_order
+from allotrope.kernels.backend import lazily
 
 pytest.importorskip("triton")
 
@@ -30,9 +31,9 @@ LENGTHS = (9, 34, 70)
 BOUND = 96
 
 
-def triton(family: str) -> Backend:
+def triton(family: str) -> AttentionBackend:
     plan, run = (lazily(f"allotrope.attention.{family}.triton", name) for name in ("build_plan", "run"))
-    return Backend("triton", lambda spec, device: [], plan, run, in_graphs=True)
+    return AttentionBackend("triton", lambda spec, chip: [], plan, run, in_graphs=True)
 
 
 class Captured(Replay):

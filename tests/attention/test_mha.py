@@ -7,13 +7,15 @@ import dataclasses
 import pytest
 import torch
 
-from allotrope.attention.backend import Backend, choose
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout, index_pages
 from allotrope.attention.cache_layout import pool_bytes, views
 from allotrope.attention.check import Case, cases, compare
 from allotrope.attention.mha import MHA, MhaSpec
 from allotrope.attention.mha.plan import QUERY_BLOCK
 from allotrope.attention.replay import Replay, Step, alone, at_random, in_chunks, in_order, whole
+from allotrope.kernels.backend import choose
+from allotrope.kernels.chip import CPU as CPU_CHIP
 
 CPU = torch.device("cpu")
 CASES = cases("mha")
@@ -21,17 +23,17 @@ RUNS = [
     pytest.param(name, backend, id=f"{name}-{backend.name}")
     for name, case in CASES.items()
     for backend in MHA.backends
-    if not backend.rejects(case.spec, CPU)
+    if not backend.rejects(case.spec, CPU_CHIP)
 ]
 
 
 BACKENDS = [
     pytest.param(backend, id=backend.name)
     for backend in MHA.backends
-    if not backend.rejects(CASES["multi_head"].spec, CPU)
+    if not backend.rejects(CASES["multi_head"].spec, CPU_CHIP)
 ]
 
-FIRST = choose("mha", MHA.backends, CASES["multi_head"].spec, CPU)
+FIRST = choose(MHA(), CASES["multi_head"].spec, CPU_CHIP).backend
 
 
 def oracle(case: Case) -> torch.Tensor:
@@ -57,7 +59,7 @@ def oracle(case: Case) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "backend"), RUNS)
-def test_any_schedule_gives_the_equation(name: str, backend: Backend) -> None:
+def test_any_schedule_gives_the_equation(name: str, backend: AttentionBackend) -> None:
     case = CASES[name]
     want = oracle(case)
     lengths = case.lengths
@@ -69,16 +71,16 @@ def test_any_schedule_gives_the_equation(name: str, backend: Backend) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("name", "backend"), RUNS)
-def test_half_precision(name: str, backend: Backend, dtype: torch.dtype) -> None:
+def test_half_precision(name: str, backend: AttentionBackend, dtype: torch.dtype) -> None:
     case = cases("mha", dtype)[name]
-    if reasons := backend.rejects(case.spec, CPU):
+    if reasons := backend.rejects(case.spec, CPU_CHIP):
         pytest.skip("; ".join(reasons))
     assert (found := compare(Replay(case, backend).play(at_random(case.lengths, 3)), oracle(case), case.kind)), found
 
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_prefill_longer_than_a_block_of_queries(backend: Backend, window: int | None) -> None:
+def test_prefill_longer_than_a_block_of_queries(backend: AttentionBackend, window: int | None) -> None:
     short = CASES["multi_head"]
     case = dataclasses.replace(
         short, spec=dataclasses.replace(short.spec, window=window), lengths=(3, QUERY_BLOCK + 61, QUERY_BLOCK)
@@ -89,7 +91,7 @@ def test_prefill_longer_than_a_block_of_queries(backend: Backend, window: int | 
 
 
 @pytest.mark.parametrize(("name", "backend"), RUNS)
-def test_neighbours_and_their_order_change_no_bit(name: str, backend: Backend) -> None:
+def test_neighbours_and_their_order_change_no_bit(name: str, backend: AttentionBackend) -> None:
     case = CASES[name]
     chunks = in_chunks(case.lengths, 24)
     together = Replay(case, backend).play(chunks)
@@ -108,7 +110,7 @@ def test_where_the_pages_lie_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_padding_tokens_are_not_written_and_stay_finite(backend: Backend) -> None:
+def test_padding_tokens_are_not_written_and_stay_finite(backend: AttentionBackend) -> None:
     case = CASES["grouped_4"]
     layout = case.spec.caches()["kv"]
     buffer = torch.full((pool_bytes(layout, 16, 4),), 0xFF, dtype=torch.uint8)
@@ -131,7 +133,7 @@ def test_padding_tokens_are_not_written_and_stay_finite(backend: Backend) -> Non
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_layer_without_keys_reads_what_another_stored(backend: Backend) -> None:
+def test_a_layer_without_keys_reads_what_another_stored(backend: AttentionBackend) -> None:
     case = CASES["grouped_4"]
     owner = Replay(case, backend)
     want = owner.play(whole(case.lengths))

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from allotrope.attention.backend import Backend
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout, index_pages
 from allotrope.attention.cache_layout import page_bytes, pool_bytes, row_bytes, views
 from allotrope.attention.check import Case, cases, compare
@@ -15,6 +15,7 @@ from allotrope.attention.mla import MLA, MlaSpec
 from allotrope.attention.mla import plan as mla_plan
 from allotrope.attention.mla.plan import MlaPlan
 from allotrope.attention.replay import Replay, Step, alone, at_random, in_chunks, in_order, whole
+from allotrope.kernels.chip import CPU as CPU_CHIP
 
 CPU = torch.device("cpu")
 CASES = cases("mla")
@@ -22,7 +23,7 @@ REFERENCE = MLA.backends[-1]
 BACKENDS = [
     pytest.param(backend, id=backend.name)
     for backend in MLA.backends
-    if not backend.rejects(CASES["released"].spec, CPU)
+    if not backend.rejects(CASES["released"].spec, CPU_CHIP)
 ]
 
 
@@ -55,7 +56,7 @@ def plan_of(spec: MlaSpec, query_lens: tuple[int, ...], seq_lens: tuple[int, ...
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
-def test_any_schedule_gives_the_equation(name: str, backend: Backend) -> None:
+def test_any_schedule_gives_the_equation(name: str, backend: AttentionBackend) -> None:
     case = CASES[name]
     want = oracle(case)
     lengths = case.lengths
@@ -68,9 +69,9 @@ def test_any_schedule_gives_the_equation(name: str, backend: Backend) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
-def test_half_precision(name: str, backend: Backend, dtype: torch.dtype) -> None:
+def test_half_precision(name: str, backend: AttentionBackend, dtype: torch.dtype) -> None:
     case = cases("mla", dtype)[name]
-    if reasons := backend.rejects(case.spec, CPU):
+    if reasons := backend.rejects(case.spec, CPU_CHIP):
         pytest.skip("; ".join(reasons))
     assert (found := compare(Replay(case, backend).play(at_random(case.lengths, 3)), oracle(case), case.kind)), found
 
@@ -90,7 +91,7 @@ def test_slices_and_tiles_of_any_size_are_merged(name: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_longer_than_a_slice_and_a_block(backend: Backend) -> None:
+def test_longer_than_a_slice_and_a_block(backend: AttentionBackend) -> None:
     lengths = (mla_plan.KEY_SLICE + 90, 5)
     case = dataclasses.replace(CASES["released"], lengths=lengths)
     want = oracle(case)
@@ -135,7 +136,7 @@ def test_memory_of_a_step_does_not_grow_with_the_context() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_neighbours_and_their_order_do_not_matter(backend: Backend) -> None:
+def test_neighbours_and_their_order_do_not_matter(backend: AttentionBackend) -> None:
     case = CASES["released"]
     chunks = in_chunks(case.lengths, 24)
     together = Replay(case, backend).play(chunks)
@@ -144,7 +145,7 @@ def test_neighbours_and_their_order_do_not_matter(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_where_the_pages_lie_changes_no_bit(backend: Backend) -> None:
+def test_where_the_pages_lie_changes_no_bit(backend: AttentionBackend) -> None:
     case = CASES["uneven"]
     first, second = Replay(case, backend), Replay(case, backend)
     second.free["latent"].reverse()
@@ -153,7 +154,7 @@ def test_where_the_pages_lie_changes_no_bit(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_padding_tokens_are_not_written_and_stay_finite(backend: Backend) -> None:
+def test_padding_tokens_are_not_written_and_stay_finite(backend: AttentionBackend) -> None:
     case = CASES["small"]
     layout = case.spec.caches()["latent"]
     buffer = torch.full((pool_bytes(layout, 16, 4),), 0xFF, dtype=torch.uint8)

@@ -14,7 +14,7 @@ import torch
 from device_under_test import DEVICE
 from on_cpu import skip_unless_it_runs
 
-from allotrope.attention.backend import Backend
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.check import cases
 from allotrope.attention.registry import FAMILIES
 from allotrope.attention.replay import Replay, Step
@@ -49,7 +49,7 @@ def backends() -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "name", "changes", "backend"), backends())
-def test_it_reaches_the_output(family: str, name: str, changes: dict[str, Any], backend: Backend) -> None:
+def test_it_reaches_the_output(family: str, name: str, changes: dict[str, Any], backend: AttentionBackend) -> None:
     case = cases(family, torch.bfloat16)[name]
     case = dataclasses.replace(case, lengths=LENGTHS, spec=dataclasses.replace(case.spec, **changes))
     if backend.name == "triton":

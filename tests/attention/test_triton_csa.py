@@ -19,6 +19,7 @@ from allotrope.attention.csa.triton import CsaTritonPlan, split_count
 from allotrope.attention.csa.triton_index import resolve
 from allotrope.attention.csa.triton_plan import make_lists
 from allotrope.attention.replay import Replay, Step, at_random, in_order, whole
+from allotrope.kernels.chip import CHIPS
 
 TRITON, REFERENCE = CSA.backends[0], CSA.backends[-1]
 FP8 = torch.float8_e4m3fn
@@ -218,6 +219,6 @@ def test_refusals_name_the_value() -> None:
     spec = cases("csa")["window_only"].spec
     assert isinstance(spec, CsaSpec)
     spec = dataclasses.replace(spec, kv_dtype=torch.float64, rope=dataclasses.replace(spec.rope, interleaved=False))
-    reasons = "; ".join(TRITON.rejects(spec, torch.device("cuda")))
+    reasons = "; ".join(TRITON.rejects(spec, CHIPS["sm_90"]))
     assert "kv_dtype=torch.float64" in reasons
     assert "rope.interleaved=False" in reasons

@@ -10,7 +10,7 @@ from device_under_test import DEVICE
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from allotrope.attention.backend import Backend
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout, BatchTensors, PageIndex
 from allotrope.attention.cache_layout import pool_bytes, views
 from allotrope.attention.check import Case, Inputs, cases, compare
@@ -19,9 +19,10 @@ from allotrope.attention.dsa import cases as small
 from allotrope.attention.mla.triton_decode import Queries, arch_of
 from allotrope.attention.replay import Replay, Step, alone, at_random, whole
 from allotrope.attention.topk import top_indices
+from allotrope.kernels.chip import CHIPS
 
 REFERENCE = DSA.backends[-1]
-TRITON = Backend("triton", lambda spec, device: [], triton.build_plan, triton.run, in_graphs=True)
+TRITON = AttentionBackend("triton", lambda spec, chip: [], triton.build_plan, triton.run, in_graphs=True)
 FP8 = torch.float8_e4m3fn
 GPU = torch.cuda.is_available()
 ARCH = arch_of(torch.device(DEVICE))
@@ -30,7 +31,7 @@ ARCH = arch_of(torch.device(DEVICE))
 class Keeping(Replay):
     """Also keeps the picks of every step, by sequence."""
 
-    def __init__(self, case: Case, backend: Backend) -> None:
+    def __init__(self, case: Case, backend: AttentionBackend) -> None:
         self.picks: list[list[torch.Tensor]] = [[] for _ in case.lengths]
         super().__init__(case, dataclasses.replace(backend, run=self.run), DEVICE)
         self.backend_run = backend.run
@@ -219,6 +220,6 @@ def test_released_sizes(heads: int, row_format: str) -> None:
 def test_what_does_not_fit_is_refused_with_its_value() -> None:
     spec = cases("dsa")["picking"].spec
     wide = dataclasses.replace(spec, topk=5000, mla=dataclasses.replace(spec.mla, latent_dim=1024))
-    reasons = DSA.backends[0].rejects(wide, torch.device("cuda"))
+    reasons = DSA.backends[0].rejects(wide, CHIPS["sm_90"])
     assert "topk=5000 (needs at most 4096)" in reasons
     assert "latent_dim=1024 (needs at most 512)" in reasons

@@ -10,14 +10,16 @@ from device_under_test import DEVICE
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from allotrope.attention.backend import Backend, triton_reasons
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout, BatchTensors, index_pages
 from allotrope.attention.check import Case, cases, compare
 from allotrope.attention.mha import MHA, triton, triton_decode, triton_prefill
 from allotrope.attention.replay import Replay, alone, at_random, whole
+from allotrope.kernels.chip import CPU as CPU_CHIP
+from allotrope.kernels.triton_version import triton_reasons
 
 REFERENCE = MHA.backends[-1]
-TRITON = Backend("triton", lambda spec, device: [], triton.build_plan, triton.run, in_graphs=True)
+TRITON = AttentionBackend("triton", lambda spec, chip: [], triton.build_plan, triton.run, in_graphs=True)
 CASES = cases("mha")
 FP8 = torch.float8_e4m3fn
 
@@ -183,7 +185,7 @@ def test_a_layer_without_keys_reads_what_another_stored() -> None:
 
 def test_the_backend_says_what_it_needs() -> None:
     spec = dataclasses.replace(CASES["grouped_4"].spec, kv_dtype=torch.float8_e5m2)
-    reasons = MHA.backends[0].rejects(spec, torch.device("cpu"))
+    reasons = MHA.backends[0].rejects(spec, CPU_CHIP)
     assert MHA.backends[0].name == "triton"
-    assert reasons[: len(triton_reasons(torch.device("cpu")))] == triton_reasons(torch.device("cpu"))
+    assert reasons[: len(triton_reasons(CPU_CHIP))] == triton_reasons(CPU_CHIP)
     assert any("kv_dtype" in reason for reason in reasons)

@@ -11,7 +11,7 @@ from device_under_test import DEVICE
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from allotrope.attention.backend import Backend, choose, triton_reasons
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout, BatchTensors, PageIndex, index_pages
 from allotrope.attention.cache_layout import pool_bytes, row_bytes, views
 from allotrope.attention.check import Case, Inputs, cases, compare
@@ -19,9 +19,13 @@ from allotrope.attention.mla import MLA, MlaSpec, rows, triton, triton_decode, t
 from allotrope.attention.mla.cases import draw
 from allotrope.attention.mla.plan import Span
 from allotrope.attention.replay import Replay, Step, alone, at_random, whole
+from allotrope.kernels.backend import choose
+from allotrope.kernels.chip import CHIPS
+from allotrope.kernels.chip import CPU as CPU_CHIP
+from allotrope.kernels.triton_version import triton_reasons
 
 REFERENCE = MLA.backends[-1]
-TRITON = Backend("triton", lambda spec, device: [], triton.build_plan, triton.run, in_graphs=True)
+TRITON = AttentionBackend("triton", lambda spec, chip: [], triton.build_plan, triton.run, in_graphs=True)
 FP8 = torch.float8_e4m3fn
 GPU = torch.cuda.is_available()
 # The interpreter takes seconds for what the GPU does at once.
@@ -88,7 +92,7 @@ def test_rows_in_fp8(name: str, row_format: str, kv_scale: float) -> None:
     case = taken(name, torch.bfloat16, kv_dtype=FP8, row_format=row_format)
     case = dataclasses.replace(case, draw=rounded)
 
-    def scaled(backend: Backend) -> Backend:
+    def scaled(backend: AttentionBackend) -> AttentionBackend:
         return dataclasses.replace(backend, run=functools.partial(backend.run, kv_scale=kv_scale))
 
     wide = Replay(case, scaled(REFERENCE), DEVICE)
@@ -224,7 +228,7 @@ def test_splits_fill_the_chip_and_no_more(queries: int, groups: int, steps: int,
 
 def test_what_does_not_fit_is_refused_with_its_value() -> None:
     spec = dataclasses.replace(cases("mla")["small"].spec, latent_dim=1024)
-    reasons = MLA.backends[0].rejects(spec, torch.device("cuda"))
+    reasons = MLA.backends[0].rejects(spec, CHIPS["sm_90"])
     assert "latent_dim=1024 (needs at most 512)" in reasons
-    assert choose("mla", MLA.backends, spec, torch.device("cpu")).name != "triton"
-    assert triton_reasons(torch.device("cpu"))
+    assert choose(MLA(), spec, CPU_CHIP).backend.name != "triton"
+    assert triton_reasons(CPU_CHIP)

@@ -18,11 +18,11 @@ from command_run import read_terminal
 from typer.testing import CliRunner
 
 import allotrope
+from allotrope.architectures.registry import ARCHITECTURES
 from allotrope.attention.registry import FAMILIES
 from allotrope.commands.app import BENCHMARKS, COMMANDS, build_app
 from allotrope.commands.help_text import EXAMPLES, GROUPS
 from allotrope.config import EngineConfig
-from allotrope.models.registry import ARCHITECTURES
 
 
 def allotrope_command(*args: str) -> subprocess.CompletedProcess[str]:

@@ -101,11 +101,11 @@ def test_on_a_terminal_there_is_a_bar_that_goes_away() -> None:
 
 def test_a_model_is_told_to_its_last_byte(weighted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from allotrope.config import EngineConfig
-    from allotrope.engine.load import draw_up, load_model
+    from allotrope.engine.load import load_model, resolve_load_plan
 
     seen: list[tuple[int, int]] = []
-    monkeypatch.setattr("allotrope.models.weights.report_bytes", lambda done, total: seen.append((done, total)))
-    load_model(draw_up(EngineConfig(model=str(weighted), device="cpu")), 0)
+    monkeypatch.setattr("allotrope.checkpoint.weights.report_bytes", lambda done, total: seen.append((done, total)))
+    load_model(resolve_load_plan(EngineConfig(model=str(weighted), device="cpu")), 0)
     stored = (weighted / "model.safetensors").stat().st_size
     header = 8 + int.from_bytes((weighted / "model.safetensors").read_bytes()[:8], "little")
     assert {total for _, total in seen} == {stored - header}

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from allotrope.attention.backend import Backend, runs_anywhere
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout, PageIndex
 from allotrope.attention.mha import MhaSpec, reference
 from allotrope.attention.mha.plan import build_plan
 from allotrope.engine.engine import Engine
 from allotrope.engine.step import DecodeShape, Runner
+from allotrope.kernels.backend import runs_anywhere
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def run(spec: MhaSpec, plan: Any, caches: Any, q: Any, k: Any, v: Any, sinks: An
     return torch.einsum("bhl,blhd->bhd", weights, values.repeat_interleave(share, 2)).to(q.dtype)
 
 
-BACKEND = Backend("device-only", runs_anywhere, plan, run, in_graphs=True)
+BACKEND = AttentionBackend("device-only", runs_anywhere, run, plan=plan, in_graphs=True)
 
 
 def static(running: Engine, size: int) -> Runner:
@@ -62,7 +63,7 @@ def static(running: Engine, size: int) -> Runner:
     return on_buffers(running, size, lambda spec: BACKEND)
 
 
-def on_buffers(running: Engine, size: int, backend: Callable[[Any], Backend]) -> Runner:
+def on_buffers(running: Engine, size: int, backend: Callable[[Any], AttentionBackend]) -> Runner:
     """As `static`, each layer attended to by the `backend` of its spec."""
     executor: Any = running._executor
     for layer in executor.model.layers:
@@ -71,9 +72,9 @@ def on_buffers(running: Engine, size: int, backend: Callable[[Any], Backend]) ->
             mixer.use(backend(mixer.spec))
         else:
             mixer.backend = backend(mixer.spec)
-    old, blueprint = executor.runner, executor._blueprint
-    shape = DecodeShape(size, blueprint.max_model_len, capture=False)
+    old, load_plan = executor.runner, executor._blueprint
+    shape = DecodeShape(size, load_plan.max_model_len, capture=False)
     executor._runner = Runner(
-        executor.model, blueprint.specs, old.groups, old.arena, blueprint.shares, torch.device("cpu"), shape
+        executor.model, load_plan.specs, old.groups, old.arena, load_plan.shares, torch.device("cpu"), shape
     )
     return executor._runner

@@ -12,12 +12,12 @@ from engine.device_only_mha import static
 from engine.watching import GREEDY, Watch, assert_idle, assert_same, drain, engine, outputs, request, run
 from tiny_checkpoints import prompts, write_tiny
 
+from allotrope.architectures.llama import tiny_llama, tiny_mistral
+from allotrope.architectures.qwen3_next import tiny_qwen3_next
 from allotrope.cache.groups import CacheGroup
 from allotrope.engine.decode import DecodeBuffers
 from allotrope.engine.graphs import decode_sizes
 from allotrope.engine.inputs import StepRow, pack
-from allotrope.models.llama import tiny_llama, tiny_mistral
-from allotrope.models.qwen3_next import tiny_qwen3_next
 from allotrope.request import SamplingParams
 
 CPU = torch.device("cpu")

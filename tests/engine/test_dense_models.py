@@ -10,8 +10,8 @@ import torch
 from engine.watching import GREEDY, Watch, assert_idle, assert_same, drain, engine, outputs, request, run
 from tiny_checkpoints import TinyCheckpoint, prompts, write_tiny
 
-from allotrope.models.llama import tiny_llama, tiny_mistral
-from allotrope.models.qwen3 import tiny_qwen3
+from allotrope.architectures.llama import tiny_llama, tiny_mistral
+from allotrope.architectures.qwen3 import tiny_qwen3
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 64, 100)
 TINY = {

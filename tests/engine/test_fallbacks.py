@@ -14,8 +14,8 @@ from engine.watching import GREEDY, Watch, engine, request, run
 from quantized_twins import write_twin
 from tiny_checkpoints import prompts, write_tiny
 
-from allotrope.layers.quant import product
-from allotrope.models.llama import tiny_llama
+from allotrope.architectures.llama import tiny_llama
+from allotrope.ops.matmul import product
 
 OPTIONS = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 96}
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from allotrope import LLM, SamplingParams
+from allotrope.architectures.registry import find_architecture
 from allotrope.layers.step import LayerStep, Step
-from allotrope.models.registry import find_architecture
 from allotrope.verify.random_checkpoint import write_random
 
 ARCHITECTURES = (

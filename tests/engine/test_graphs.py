@@ -16,12 +16,14 @@ from engine.device_only_mha import on_buffers
 from engine.watching import Watch, assert_idle, assert_same, assert_same_logits, engine, request, run
 from tiny_checkpoints import prompts
 
-from allotrope.attention.backend import Backend, choose, runs_anywhere
+from allotrope.architectures.registry import find_architecture, read_spec
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout
 from allotrope.attention.registry import FAMILIES
 from allotrope.engine.engine import Engine
+from allotrope.kernels.backend import choose, runs_anywhere
+from allotrope.kernels.chip import CPU as CPU_CHIP
 from allotrope.layers.parallel import Parallel
-from allotrope.models.registry import find_architecture, read_spec
 from allotrope.request import SamplingParams
 
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: nothing can be captured")
@@ -91,23 +93,23 @@ def test_graphs_give_the_bits_of_eager_steps(model: Path, dtype: str) -> None:
     assert made.eager == eager_steps
 
 
-def decodes_by_kernels(spec: Any) -> Backend:
+def decodes_by_kernels(spec: Any) -> AttentionBackend:
     """The family's kernels for steps of one token a request, its backend of this machine for prompts."""
     plain, kernels = choose_any(spec), next(one for one in FAMILIES[spec.family].backends if one.in_graphs)
 
-    def plan(spec: Any, batch: BatchLayout, index: Any) -> tuple[Backend, Any]:
+    def plan(spec: Any, batch: BatchLayout, index: Any) -> tuple[AttentionBackend, Any]:
         backend = kernels if batch.num_decodes == batch.num_requests else plain
         return backend, backend.plan(spec, batch, index)
 
-    def run(spec: Any, plan: tuple[Backend, Any], *args: Any, **named: Any) -> Any:
+    def run(spec: Any, plan: tuple[AttentionBackend, Any], *args: Any, **named: Any) -> Any:
         backend, made = plan
         return backend.run(spec, made, *args, **named)
 
-    return Backend("kernels for decodes", runs_anywhere, plan, run, in_graphs=True)
+    return AttentionBackend("kernels for decodes", runs_anywhere, run, plan=plan, in_graphs=True)
 
 
-def choose_any(spec: Any) -> Backend:
-    return choose(spec.family, FAMILIES[spec.family].backends, spec, torch.device("cpu"))
+def choose_any(spec: Any) -> AttentionBackend:
+    return choose(FAMILIES[spec.family], spec, CPU_CHIP).backend
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU kernels are not interpreted")

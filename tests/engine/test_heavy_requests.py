@@ -11,9 +11,9 @@ from engine.watching import GREEDY, Watch, engine, outputs, request, run
 from tiny_checkpoints import prompts, write_tiny
 
 from allotrope import LLM, SamplingParams
+from allotrope.architectures.llama import tiny_llama
+from allotrope.architectures.qwen3_next import tiny_qwen3_next
 from allotrope.engine.scheduler import SCORED_AT_ONCE
-from allotrope.models.llama import tiny_llama
-from allotrope.models.qwen3_next import tiny_qwen3_next
 
 SCORED = replace(GREEDY, prompt_logprobs=2, max_tokens=3)
 

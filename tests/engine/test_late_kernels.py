@@ -12,13 +12,13 @@ import pytest
 import torch
 from engine.watching import assert_idle, engine, request, run
 
-from allotrope.models.deepseek_v3 import tiny_deepseek_v3
-from allotrope.models.deepseek_v4 import tiny_deepseek_v4
-from allotrope.models.deepseek_v32 import tiny_deepseek_v32
-from allotrope.models.gemma4 import tiny_gemma4
-from allotrope.models.gpt_oss import tiny_gpt_oss
-from allotrope.models.llama import tiny_llama
-from allotrope.models.qwen3_next import tiny_qwen3_next
+from allotrope.architectures.deepseek_v3 import tiny_deepseek_v3
+from allotrope.architectures.deepseek_v4 import tiny_deepseek_v4
+from allotrope.architectures.deepseek_v32 import tiny_deepseek_v32
+from allotrope.architectures.gemma4 import tiny_gemma4
+from allotrope.architectures.gpt_oss import tiny_gpt_oss
+from allotrope.architectures.llama import tiny_llama
+from allotrope.architectures.qwen3_next import tiny_qwen3_next
 from allotrope.request import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: no kernel is compiled")

@@ -7,26 +7,26 @@ from pathlib import Path
 
 import pytest
 
+from allotrope.architectures.llama import tiny_llama
 from allotrope.config import EngineConfig
-from allotrope.engine.load import Blueprint, draw_up, plan_within
+from allotrope.engine.load import LoadPlan, plan_within, resolve_load_plan
 from allotrope.errors import ConfigError
-from allotrope.models.llama import tiny_llama
 
 
 @pytest.fixture
-def planned(tmp_path: Path) -> tuple[Blueprint, EngineConfig]:
+def planned(tmp_path: Path) -> tuple[LoadPlan, EngineConfig]:
     (tmp_path / "config.json").write_text(json.dumps(tiny_llama()))
     config = EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", memory_utilization=0.5)
-    return draw_up(config), config
+    return resolve_load_plan(config), config
 
 
-def test_weights_that_do_not_fit(planned: tuple[Blueprint, EngineConfig]) -> None:
+def test_weights_that_do_not_fit(planned: tuple[LoadPlan, EngineConfig]) -> None:
     weights = planned[0].weight_bytes
     with pytest.raises(ConfigError, match=f"weights do not fit: they take {weights} bytes, and {weights - 1} are free"):
         plan_within(*planned, -1, weights - 1)
 
 
-def test_weights_that_fit_are_not_blamed(planned: tuple[Blueprint, EngineConfig]) -> None:
+def test_weights_that_fit_are_not_blamed(planned: tuple[LoadPlan, EngineConfig]) -> None:
     """The share that may be used is full, though more is free than the weights take."""
     free = 2 * planned[0].weight_bytes
     with pytest.raises(ConfigError) as found:

@@ -8,7 +8,7 @@ import pytest
 
 from allotrope.cache.arena import Arena
 from allotrope.config import EngineConfig
-from allotrope.engine.load import draw_up, plan_caches
+from allotrope.engine.load import plan_caches, resolve_load_plan
 from allotrope.engine.plan_report import report_model
 from allotrope.llm import LLM
 from allotrope.request import SamplingParams
@@ -32,9 +32,9 @@ def config(twin: Path) -> EngineConfig:
 @pytest.mark.parametrize("twin", TWINS, ids=[twin.name for twin in TWINS])
 def test_plan_bytes_are_allocated_bytes(twin: Path) -> None:
     report = report_model(config(twin))
-    blueprint = draw_up(config(twin))
-    memory = plan_caches(blueprint, config(twin))
-    arena = Arena(memory, len(blueprint.specs), blueprint.shares, blueprint.build.device)
+    load_plan = resolve_load_plan(config(twin))
+    memory = plan_caches(load_plan, config(twin))
+    arena = Arena(memory, len(load_plan.specs), load_plan.shares, load_plan.build.device)
     pools = [field for layer in arena.layers for cache in layer.values() for field in cache.values()]
     taken = {pool.untyped_storage().data_ptr(): pool.untyped_storage().nbytes() for pool in pools}
     assert report.cache_bytes == sum(group.bytes or 0 for group in report.groups) == sum(taken.values()) == arena.bytes

@@ -12,8 +12,8 @@ import torch
 from engine.watching import GREEDY, assert_idle, assert_same, engine, outputs, request, run
 from tiny_checkpoints import prompts, write_tiny
 
+from allotrope.architectures.llama import tiny_llama, tiny_mistral
 from allotrope.errors import ConfigError, InvalidRequest, ModelError, Overloaded
-from allotrope.models.llama import tiny_llama, tiny_mistral
 from allotrope.request import SamplingParams
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiny_checkpoints import write_tiny
 
+from allotrope.architectures.llama import tiny_llama
 from allotrope.config import EngineConfig
-from allotrope.models.llama import tiny_llama
 
 BENCH = Path(__file__).parents[2] / "bench"
 

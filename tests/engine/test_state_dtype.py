@@ -9,10 +9,10 @@ import torch
 from engine.watching import Watch, engine, request, run
 from tiny_checkpoints import TinyCheckpoint, prompts, write_tiny
 
+from allotrope.architectures.llama import tiny_llama
+from allotrope.architectures.qwen3_next import tiny_qwen3_next
 from allotrope.engine.engine import Engine
 from allotrope.errors import ConfigError
-from allotrope.models.llama import tiny_llama
-from allotrope.models.qwen3_next import tiny_qwen3_next
 
 
 @pytest.fixture(scope="module")

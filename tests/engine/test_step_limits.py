@@ -44,9 +44,7 @@ def test_less_memory_never_gives_wider_steps_and_a_full_batch_fits(layers: list[
         given = room(gib, layers, context=16384)
         limits = gpu_limits(config(), given)
         found.append((limits.max_num_seqs, limits.step_tokens))
-        demand = Demand(
-            context=16384, sequences=limits.max_num_seqs, step_tokens=limits.step_tokens, reuse=True
-        )
+        demand = Demand(context=16384, sequences=limits.max_num_seqs, step_tokens=limits.step_tokens, reuse=True)
         left = given.bytes - given.workspace(*found[-1])
         plan = plan_memory(given.groups, demand, left)
         if limits.max_num_seqs > 1:

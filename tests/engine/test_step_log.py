@@ -13,12 +13,12 @@ import torch
 from engine.watching import engine, request, run
 from tiny_checkpoints import TinyCheckpoint, prompts, write_tiny
 
+from allotrope.architectures.qwen3_moe import tiny_qwen3_moe
 from allotrope.config import EngineConfig
 from allotrope.engine import step_log
-from allotrope.engine.load import draw_up
-from allotrope.engine.work import Work, step_work
+from allotrope.engine.load import resolve_load_plan
+from allotrope.engine.step_cost import Work, step_work
 from allotrope.errors import ConfigError
-from allotrope.models.qwen3_moe import tiny_qwen3_moe
 
 LENGTHS = (3, 11)
 LINE = re.compile(
@@ -51,8 +51,8 @@ def test_every_step_is_told(tiny: TinyCheckpoint, overlap: str, caplog: pytest.L
     ]
     assert len(told) >= 8 and all(float(one[4]) > 0 for one in told)
     # What is told of the first step is the work of a step of its lengths.
-    blueprint = draw_up(EngineConfig(model=str(tiny.directory), dtype="float32"))
-    work = step_work(blueprint, LENGTHS, LENGTHS)
+    load_plan = resolve_load_plan(EngineConfig(model=str(tiny.directory), dtype="float32"))
+    work = step_work(load_plan, LENGTHS, LENGTHS)
     assert told[0][5].startswith(", ".join(f"{kind} {_numbers(one)}" for kind, one in work.items()) + ": ")
 
 

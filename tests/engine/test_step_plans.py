@@ -12,8 +12,8 @@ import torch
 from engine.watching import engine, request
 from tiny_checkpoints import prompts
 
-from allotrope.attention.backend import Backend
-from allotrope.models.registry import ARCHITECTURES, find_architecture
+from allotrope.architectures.registry import ARCHITECTURES, find_architecture
+from allotrope.attention.backend import AttentionBackend
 from allotrope.request import SamplingParams
 
 # Plans of a step and layers, of a tiny model with several layers of each kind: one per window, stride or state.
@@ -36,7 +36,7 @@ class Recorder:
         self.made: list[Any] = []
         self.ran: list[Any] = []
 
-    def before(self, backend: Backend) -> Backend:
+    def before(self, backend: AttentionBackend) -> AttentionBackend:
         def plan(*args: Any, **named: Any) -> Any:
             self.made.append(backend.plan(*args, **named))
             return self.made[-1]

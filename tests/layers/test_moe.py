@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from allotrope.cpu import experts
+from allotrope.checkpoint.weights import finish
 from allotrope.layers import linear
 from allotrope.layers.build import Build
 from allotrope.layers.mlp import Gating, MlpSpec
 from allotrope.layers.moe import Moe, MoeSpec
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.router import RouterSpec
-from allotrope.models.weights import finish
+from allotrope.ops.moe_route import cpu as experts
 
 HIDDEN, WIDTH, EXPERTS, VOCABULARY = 16, 8, 12, 50
 

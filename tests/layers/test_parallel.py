@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from allotrope.checkpoint.weights import fill_random
 from allotrope.layers.build import Build
 from allotrope.layers.mixers.mha import MhaMixer, MhaMixerSpec
 from allotrope.layers.parallel import Parallel
-from allotrope.models.weights import fill_random
 
 DIM, HIDDEN = 8, 8
 

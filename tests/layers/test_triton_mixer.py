@@ -10,15 +10,17 @@ from device_under_test import DEVICE
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from allotrope.attention.backend import Backend
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout, index_pages
 from allotrope.attention.cache_layout import pool_bytes, views
 from allotrope.attention.check import compare
 from allotrope.attention.registry import FAMILIES
-from allotrope.attention.rope import RopeSpec
+from allotrope.kernels.backend import Chooser
+from allotrope.kernels.chip import CPU as CPU_CHIP
 from allotrope.layers.build import Build
 from allotrope.layers.mixers.mha import MhaMixer, MhaMixerSpec
 from allotrope.layers.step import LayerStep, Step
+from allotrope.ops.rope.reference import RopeSpec
 
 PLAIN = {"hidden": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "scale": 0.25}
 ROPE = RopeSpec(dim=16, theta=1e4)
@@ -35,14 +37,14 @@ CASES: dict[str, dict[str, Any]] = {
 def _run(spec: MhaMixerSpec, device: str, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and key rows of a prompt of 5 and a decode, at random weights, by the backend of that name."""
     torch.manual_seed(0)
-    build = Build(device=torch.device(device), backends={"mha": "reference"})
+    build = Build(device=torch.device(device), chooser=Chooser(CPU_CHIP, {"mha": "reference"}))
     mixer = MhaMixer(spec, build)
     for parameter in mixer.parameters():
         parameter.data = torch.randn(parameter.shape).to(device)
     for module in mixer.modules():
         if hasattr(module, "finish_loading"):
             module.finish_loading()
-    backend: Backend = next(one for one in FAMILIES["mha"].backends if one.name == name)
+    backend: AttentionBackend = next(one for one in FAMILIES["mha"].backends if one.name == name)
     mixer.use(backend)
     batch = BatchLayout((1, 5), (3, 5), torch.device(device))
     layout = mixer.spec.caches()["kv"]

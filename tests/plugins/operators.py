@@ -14,6 +14,7 @@ from allotrope.attention.batch import BatchLayout, SlotIndex, index_pages
 from allotrope.attention.cache_layout import StateSlots, page_bytes
 from allotrope.attention.check import cases
 from allotrope.attention.registry import FAMILIES
+from allotrope.kernels.chip import chip_of
 from allotrope.plugins.vllm.cache import HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
 
@@ -46,7 +47,7 @@ def calls() -> Iterator[Call]:
     device = torch.device("cpu")
     for name, family in FAMILIES.items():
         case = next(iter(cases(name).values()))
-        backend = next(backend for backend in family.backends if not backend.rejects(case.spec, device))
+        backend = next(backend for backend in family.backends if not backend.rejects(case.spec, chip_of(device)))
         batch = BatchLayout((1, 7), (5, 7), device)
         caches, index = {}, {}
         for key, layout in case.spec.caches().items():

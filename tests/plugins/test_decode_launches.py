@@ -17,7 +17,7 @@ from engine.watching import engine
 from plugins.hosting import hosted
 from tiny_checkpoints import prompts
 
-from allotrope.models.registry import find_architecture
+from allotrope.architectures.registry import find_architecture
 from allotrope.verify.random_checkpoint import write_random
 
 pytestmark = [pytest.mark.usefixtures("in_vllm"), pytest.mark.timeout(900)]

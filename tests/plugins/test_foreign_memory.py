@@ -6,11 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allotrope.attention.backend import Backend
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.cache_layout import StateSlots, page_bytes, page_views, row_bytes
 from allotrope.attention.check import Case, cases, compare
 from allotrope.attention.registry import FAMILIES
 from allotrope.attention.replay import Replay, at_random
+from allotrope.kernels.chip import CPU as CPU_CHIP
 
 CPU = torch.device("cpu")
 HERE = [
@@ -18,14 +19,14 @@ HERE = [
     for family in FAMILIES.values()
     for backend in family.backends
     for name, case in cases(family.name).items()
-    if not backend.rejects(case.spec, CPU)
+    if not backend.rejects(case.spec, CPU_CHIP)
 ]
 
 
 class Hosted(Replay):
     """A replay whose pools are views of whole pages."""
 
-    def __init__(self, case: Case, backend: Backend) -> None:
+    def __init__(self, case: Case, backend: AttentionBackend) -> None:
         super().__init__(case, backend)
         for name, layout in self.layouts.items():
             pages = len(next(iter(self.pools[name].values())))
@@ -38,7 +39,7 @@ class Hosted(Replay):
 
 
 @pytest.mark.parametrize(("family", "backend", "name"), HERE, ids=[f"{f}-{b.name}-{n}" for f, b, n in HERE])
-def test_same_in_a_hosts_pages(family: str, backend: Backend, name: str) -> None:
+def test_same_in_a_hosts_pages(family: str, backend: AttentionBackend, name: str) -> None:
     case = cases(family)[name]
     steps = at_random(case.lengths, seed=1)
     hosted = Hosted(case, backend)

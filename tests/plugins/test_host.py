@@ -9,7 +9,7 @@ import torch
 from plugins.hosting import run_apart
 from tiny_checkpoints import TinyCheckpoint, prompts, write_tiny
 
-from allotrope.models.llama import tiny_llama
+from allotrope.architectures.llama import tiny_llama
 
 pytestmark = [pytest.mark.usefixtures("in_vllm"), pytest.mark.timeout(900)]
 

@@ -19,7 +19,7 @@ from quantized_twins import write_twin
 from tiny_checkpoints import prompts
 
 from allotrope import LLM, SamplingParams
-from allotrope.models.registry import ARCHITECTURES, find_architecture, read_spec
+from allotrope.architectures.registry import ARCHITECTURES, find_architecture, read_spec
 from allotrope.verify.random_checkpoint import write_random
 from allotrope.verify.transformers_model import TransformersModel, load_transformers
 

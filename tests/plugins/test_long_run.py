@@ -13,8 +13,8 @@ from plugins.hosting import hosted
 from tiny_checkpoints import write_tiny
 
 from allotrope import LLM, SamplingParams
-from allotrope.models.llama import tiny_mistral
-from allotrope.models.qwen3_next import tiny_qwen3_next
+from allotrope.architectures.llama import tiny_mistral
+from allotrope.architectures.qwen3_next import tiny_qwen3_next
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_vllm"), pytest.mark.timeout(1800)]
 

@@ -11,7 +11,7 @@ from plugins.hosting import hosted, run_apart
 from tiny_checkpoints import prompts
 
 from allotrope import LLM, SamplingParams
-from allotrope.models.registry import find_architecture
+from allotrope.architectures.registry import find_architecture
 from allotrope.verify.random_checkpoint import write_random
 
 pytestmark = [

@@ -124,7 +124,7 @@ def test_states_move_on_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Backends of torch's operations write in a rehearsal, too: their steps are not rehearsed."""
     path = write("Qwen3NextForCausalLM", tmp_path)
     want = ours(path, dtype="float32")
-    monkeypatch.setattr("allotrope.attention.rehearsal.triton_reasons", lambda device: [])
+    monkeypatch.setattr("allotrope.kernels.warmup.triton_reasons", lambda device: [])
     with hosted(path, block_size=16, additional_config={"allotrope": {"attention_backend": "gdn=chunked"}}) as running:
         assert_same(running.answers(ASKED, COUNT), want)
         assert_same(running.answers(ASKED, COUNT), want)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from allotrope.models.registry import ARCHITECTURES
+from allotrope.architectures.registry import ARCHITECTURES
 from allotrope.plugins.vllm import contract
 
 PLUGIN = Path(contract.__file__).parent
@@ -21,7 +21,7 @@ register()
 register()
 from vllm.model_executor.models import ModelRegistry
 print(len(ModelRegistry.found))
-models = [name for name in sys.modules if name.startswith("allotrope.models.")]
+models = [name for name in sys.modules if name.startswith("allotrope.architectures.")]
 files = {"registry", "decoder", "spec", "weights", "read_config", "checkpoint", "dequantize", "weight_formats"}
 print([name for name in models if name.rpartition(".")[2] not in files], "triton" in sys.modules)
 """

@@ -8,6 +8,7 @@ import pytest
 import torch
 from counted_launches import Launches
 
+from allotrope.architectures.registry import ARCHITECTURES, find_architecture, read_spec
 from allotrope.attention.batch import BatchLayout, index_pages
 from allotrope.attention.cache_layout import (
     CacheLayout,
@@ -20,7 +21,6 @@ from allotrope.attention.cache_layout import (
     row_bytes,
 )
 from allotrope.layers.parallel import Parallel
-from allotrope.models.registry import ARCHITECTURES, find_architecture, read_spec
 from allotrope.plugins.vllm import STATEFUL
 from allotrope.plugins.vllm.translate import (
     arrange,

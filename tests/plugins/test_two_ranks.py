@@ -28,7 +28,7 @@ CODE = """
 import json
 from pathlib import Path
 if __name__ == "__main__":
-    from allotrope.models.registry import find_architecture
+    from allotrope.architectures.registry import find_architecture
     from allotrope.verify.random_checkpoint import write_random
     given = json.loads({given!r})
     names = dict(architectures=[given["architecture"]])

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import TinyCheckpoint, prompts, write_tiny
 from verify_fixtures import Spoil, Tiny
 
-from allotrope.models.llama import tiny_llama, tiny_mistral
-from allotrope.models.qwen3 import tiny_qwen3
-from allotrope.models.qwen3_moe import tiny_qwen3_moe
+from allotrope.architectures.llama import tiny_llama, tiny_mistral
+from allotrope.architectures.qwen3 import tiny_qwen3
+from allotrope.architectures.qwen3_moe import tiny_qwen3_moe
 
 CONFIGS = {"llama": tiny_llama, "mistral": tiny_mistral, "qwen3": tiny_qwen3, "moe": tiny_qwen3_moe}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from allotrope.architectures.registry import ARCHITECTURES
 from allotrope.config import EngineConfig
-from allotrope.models.registry import ARCHITECTURES
 from allotrope.verify.options import VerifyOptions
 from allotrope.verify.run import verify
 

@@ -14,14 +14,14 @@ from quantized_twins import write_twin
 from torch import nn
 from verify_fixtures import Tiny
 
+from allotrope.architectures.registry import find_architecture
+from allotrope.checkpoint.checkpoint import open_checkpoint
+from allotrope.checkpoint.dequantize import dequantized
 from allotrope.config import EngineConfig
-from allotrope.engine.load import draw_up
+from allotrope.engine.load import resolve_load_plan
 from allotrope.errors import ModelError
-from allotrope.layers.quant.format import Format, Quantized
-from allotrope.layers.quant.product import taken
-from allotrope.models.checkpoint import open_checkpoint
-from allotrope.models.dequantize import dequantized
-from allotrope.models.registry import find_architecture
+from allotrope.ops.matmul.product import taken
+from allotrope.ops.matmul.quantized_weight import Format, Quantized
 from allotrope.verify.options import REGIMES, VerifyOptions
 from allotrope.verify.plain_files import plain_files
 from allotrope.verify.random_checkpoint import write_random
@@ -147,9 +147,11 @@ def test_faults_are_found(
 def test_transformers_rounds_what_the_engine_rounds(twin: Twin, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Held to a Transformers that rounds, the engine is off by what any fp32 is: the same products round, no others."""
     directory = twin(name)
-    blueprint = draw_up(EngineConfig(model=str(directory), quantized_weights="keep", dtype="float32", device="cpu"))
-    names = fp8_tensors(blueprint)
-    assert keeps_fp8(blueprint) and names
+    load_plan = resolve_load_plan(
+        EngineConfig(model=str(directory), quantized_weights="keep", dtype="float32", device="cpu")
+    )
+    names = fp8_tensors(load_plan)
+    assert keeps_fp8(load_plan) and names
 
     def rounding(path: Path, *args: object) -> TransformersModel:
         model = load_transformers(path, *args)
@@ -157,7 +159,7 @@ def test_transformers_rounds_what_the_engine_rounds(twin: Twin, name: str, monke
         assert products.share == 1
         return model
 
-    monkeypatch.setattr("allotrope.verify.truth.load_transformers", rounding)
+    monkeypatch.setattr("allotrope.verify.expected_outputs.load_transformers", rounding)
     report = run(directory, regimes="whole")
     score = report.regimes[0].score
     assert score is not None and score.median_abs < 1e-4
@@ -169,7 +171,7 @@ def test_weights_that_are_not_found_are_said(twin: Twin) -> None:
     # Another reference has other values under the same names.
     assert not run(directory, reference=str(directory.parent / "plain"), regimes="whole").remarks
     config = EngineConfig(model=str(directory), quantized_weights="keep", dtype="float32", device="cpu")
-    names = fp8_tensors(draw_up(config))
+    names = fp8_tensors(resolve_load_plan(config))
     plain = open_checkpoint(str(directory.parent / "plain"))
     model = load_transformers(directory, open_checkpoint(str(directory)).config, torch.float32, 3)
     assert RoundedProducts(model.model, plain, names).share == 0

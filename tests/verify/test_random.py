@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from allotrope.architectures.deepseek_v4 import tiny_deepseek_v4
+from allotrope.architectures.deepseek_v32 import tiny_deepseek_v32
+from allotrope.architectures.llama import tiny_llama
+from allotrope.architectures.registry import ARCHITECTURES
 from allotrope.config import EngineConfig
 from allotrope.errors import ConfigError, ModelError
-from allotrope.models.deepseek_v4 import tiny_deepseek_v4
-from allotrope.models.deepseek_v32 import tiny_deepseek_v32
-from allotrope.models.llama import tiny_llama
-from allotrope.models.registry import ARCHITECTURES
 from allotrope.verify.options import VerifyOptions
 from allotrope.verify.random_checkpoint import first_layers, write_random
 from allotrope.verify.run import verify

@@ -12,7 +12,7 @@ from verify_fixtures import Spoil, Tiny
 
 from allotrope.cache.prefix import PrefixCache
 from allotrope.config import EngineConfig
-from allotrope.engine.memory_keeper import MemoryKeeper
+from allotrope.engine.kv_cache_manager import KVCacheManager
 from allotrope.errors import ConfigError, ModelError
 from allotrope.verify.options import REGIMES, VerifyOptions
 from allotrope.verify.report import Report
@@ -121,16 +121,16 @@ def test_a_fault_of_one_regime_is_found_in_it_alone(tiny: Tiny, monkeypatch: pyt
 
 def test_stale_pages_after_preemption_are_found(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that is sent back forgets its pages, but not how far it was computed."""
-    right = MemoryKeeper._match
+    right = KVCacheManager._match
 
-    def stale(keeper: MemoryKeeper, seq: object) -> object:
+    def stale(keeper: KVCacheManager, seq: object) -> object:
         match = right(keeper, seq)
         if seq.started and not match.tokens and len(keeper.groups) == 1:
             size = keeper.groups[0].page_size
             return type(match)(size, ((1,),), (0,))
         return match
 
-    monkeypatch.setattr(MemoryKeeper, "_match", stale)
+    monkeypatch.setattr(KVCacheManager, "_match", stale)
     report = run(tiny("llama").directory, lengths="20,30,40,50", regimes="whole,preempted")
     assert {result.name: result.verdict for result in report.regimes} == {"whole": "pass", "preempted": "wrong"}
 

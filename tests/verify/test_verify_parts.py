@@ -13,16 +13,16 @@ from allotrope.attention.csa.spec import IndexerSpec
 from allotrope.attention.family import boundaries
 from allotrope.attention.gdn.spec import GdnSpec
 from allotrope.attention.mha.spec import MhaSpec
-from allotrope.attention.rope import RopeSpec
 from allotrope.errors import ConfigError
-from allotrope.verify.judge import Limits, judge
+from allotrope.ops.rope.reference import RopeSpec
+from allotrope.verify.hooks import Picks, tapped
 from allotrope.verify.layers import LayerWatch, read_layers
+from allotrope.verify.logits_recorder import Watch
 from allotrope.verify.options import REGIMES, VerifyOptions
 from allotrope.verify.prompts import all_boundaries, draw_prompts, prompt_lengths, usable_ids
 from allotrope.verify.sample import Sample, wanted_of
-from allotrope.verify.taps import Picks, tapped
+from allotrope.verify.tolerance import Limits, judge
 from allotrope.verify.transformers_model import Trace
-from allotrope.verify.watch import Watch
 
 LIMITS = Limits(1e-3, "a test")
 

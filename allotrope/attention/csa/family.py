@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from allotrope.attention.backend import Backend, lazily, runs_anywhere, triton_reasons
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.csa import reference
 from allotrope.attention.csa.plan import build_plan
 from allotrope.attention.csa.rows import BLOCK, FP8
 from allotrope.attention.csa.spec import CsaSpec
+from allotrope.kernels.backend import lazily, runs_anywhere
+from allotrope.kernels.chip import Chip
+from allotrope.kernels.triton_version import triton_reasons
 
 
-def _triton_rejects(spec: CsaSpec, device: torch.device) -> list[str]:
-    reasons = triton_reasons(device)
+def _triton_rejects(spec: CsaSpec, chip: Chip) -> list[str]:
+    reasons = triton_reasons(chip)
     if not spec.rope.interleaved:
         reasons.append("rope.interleaved=False (needs True: pairs of neighbours)")
     dims = {"head_dim": spec.head_dim, "rope.dim": spec.rope.dim}
@@ -32,12 +35,12 @@ class CSA:
 
     name = "csa"
     backends = (
-        Backend(
+        AttentionBackend(
             "triton",
             _triton_rejects,
-            lazily("allotrope.attention.csa.triton", "build_plan"),
             lazily("allotrope.attention.csa.triton", "run"),
+            plan=lazily("allotrope.attention.csa.triton", "build_plan"),
             in_graphs=True,
         ),
-        Backend("reference", runs_anywhere, build_plan, reference.run),
+        AttentionBackend("reference", runs_anywhere, reference.run, plan=build_plan),
     )

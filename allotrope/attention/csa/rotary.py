@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from allotrope.attention.rope import RopeSpec, RopeTable, Rotation, rotate
+from allotrope.ops.rope.reference import RopeSpec, RopeTable, Rotation, rotate
 
 
 @functools.lru_cache(maxsize=16)

@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 
-from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex
-from allotrope.attention.csa import triton_attend, triton_index, triton_plan, triton_store
+from allotrope.attention.csa import triton_attend, triton_index, triton_store
 from allotrope.attention.csa.rows import FP8
 from allotrope.attention.csa.spec import CsaSpec
 from allotrope.attention.csa.triton_plan import Lists, make_lists
 from allotrope.attention.dsa.triton_topk import top_rows
 from allotrope.attention.family import CacheViews
-from allotrope.attention.mla.triton_decode import arch_of, slots_of
-from allotrope.attention.splits import cheapest_splits
-from allotrope.attention.tile_sizes import cdiv, next_power_of_2
+from allotrope.kernels.chip import Chip, chip_of
+from allotrope.kernels.split_kv import cheapest_splits
+from allotrope.kernels.tiles import cdiv, next_power_of_2
 
 # Bytes of scores that are held at once in a prefill.
 SCRATCH = 1 << 28
@@ -42,23 +41,23 @@ class CsaTritonPlan:
     lists: Lists
     bound: int
     splits: int
-    arch: str
+    chip: Chip
 
 
 def build_plan(spec: CsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> CsaTritonPlan:
     """Plan one step for every layer that has `spec`. `index` has an entry for each of the spec's caches."""
     paged = {name: entry for name, entry in index.items() if isinstance(entry, PageIndex)}
-    arch, longest = arch_of(batch.device), max(batch.seq_lens)
+    chip, longest = chip_of(batch.device), max(batch.seq_lens)
     bound = spec.visible_entries(longest)
     listed = min(bound, spec.indexer.topk) if spec.indexer is not None else bound
-    tile = triton_attend.config(arch, spec.head_dim, spec.num_heads, False, True)["TILE"]
+    tile = triton_attend.config(chip, spec.head_dim, spec.num_heads, False, True)["TILE"]
     tiles = sum(cdiv(n, tile) for n in (min(longest, spec.window), listed))
-    splits = split_count(batch.num_tokens * cdiv(spec.num_heads, 64), tiles, slots_of(batch.device))
+    splits = split_count(batch.num_tokens * cdiv(spec.num_heads, 64), tiles, chip.num_sms)
     entries = paged.get("compressed")
     lists = make_lists(
         spec, batch.tensors, paged["window"], entries, longest, listed=entries is not None and bound == listed
     )
-    return CsaTritonPlan(batch.tensors, paged, lists, bound, splits, arch)
+    return CsaTritonPlan(batch.tensors, paged, lists, bound, splits, chip)
 
 
 def split_count(programs: int, tiles: int, slots: int) -> int:
@@ -144,7 +143,7 @@ def _store(
     entries = _planes(spec, caches["compressed"]) if spec.ratio else _planes(spec, pools)
     keys = caches["index"]["k"] if spec.indexer is not None else pools[next(iter(pools))]
     index_dim = spec.indexer.head_dim if spec.indexer is not None else 0
-    launch = triton_store.config(plan.arch, spec.head_dim, spec.streams * spec.ratio)
+    launch = triton_store.config(plan.chip, spec.head_dim, spec.streams * spec.ratio)
     sizes = {name: plan.paged[name].page_size if name in plan.paged else 1 for name in ("state", "index_state")}
     turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     kinds = 3 + cdiv(spec.num_heads, launch["HEADS"])
@@ -172,18 +171,18 @@ def _pick(
     for first in range(0, len(q), step):
         tokens = min(step, len(q) - first)
         scores = triton_index.score(
-            spec.indexer, spec.rope.dim, plan.arch, plan.paged["index"], keys, q, weights,
+            spec.indexer, spec.rope.dim, plan.chip, plan.paged["index"], keys, q, weights,
             plan.tensors.request_of_token, plan.lists.visible, plan.lists.angles, first, tokens, plan.bound,
-            _precision(plan.arch, q.dtype),
+            _precision(plan.chip, q.dtype),
         )  # fmt: skip
         rows = slice(first, first + tokens)
-        top_rows(scores, plan.lists.visible[rows], spec.indexer.topk, plan.arch, picks[rows], None)
+        top_rows(scores, plan.lists.visible[rows], spec.indexer.topk, plan.chip, picks[rows], None)
     paged = plan.paged["compressed"]
     return triton_index.resolve(paged, paged.page_size // spec.ratio, plan.tensors.request_of_token, picks)
 
 
-def _precision(arch: str, dtype: torch.dtype) -> str:
-    return "tf32x3" if arch == "sm_90" and dtype == torch.float32 else "ieee"
+def _precision(chip: Chip, dtype: torch.dtype) -> str:
+    return "tf32x3" if chip.has_wgmma and dtype == torch.float32 else "ieee"
 
 
 def _attend(
@@ -203,14 +202,14 @@ def _attend(
     compressed = _planes(spec, caches["compressed"]) if spec.ratio else window
     lists = plan.lists
     listed = entries if entries is not None else lists.window_list
-    launch = triton_attend.config(plan.arch, dim, heads, exact, _format(spec) == triton_store.PLAIN.value)
+    launch = triton_attend.config(plan.chip, dim, heads, exact, _format(spec) == triton_store.PLAIN.value)
     sizes = {"H": heads, "D": dim, "R": spec.rope.dim, "BLOCK_D": next_power_of_2(dim), "SPLITS": splits}
     row_scale = kv_scale if _format(spec) == triton_store.PER_TENSOR.value else 1.0
     triton_attend.attend_kernel[(tokens, cdiv(heads, launch["BLOCK_H"]), splits)](
         q, out, partial, stats, sinks, *lists.angles, lists.window_list, lists.window_seen, listed, lists.entry_seen,
         *window[:3], *window[4::2], *compressed[:3], *compressed[4::2],
         lists.window_list.stride(0), listed.stride(0), spec.scale, row_scale,
-        FORMAT=_format(spec), PRECISION=_precision(plan.arch, q.dtype), **sizes, **launch,
+        FORMAT=_format(spec), PRECISION=_precision(plan.chip, q.dtype), **sizes, **launch,
     )  # fmt: skip
     if splits > 1:
         block = min(8, next_power_of_2(heads))
@@ -218,9 +217,3 @@ def _attend(
             partial, stats, sinks, *lists.angles, out, row_scale, BLOCK_H=block, num_warps=4, **sizes
         )
     return out
-
-
-def variants(arch: str) -> list[Variant]:
-    """Of all kernels."""
-    modules = (triton_plan, triton_store, triton_index, triton_attend)
-    return [found for module in modules for found in module.variants(arch)]

@@ -11,12 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from allotrope.attention.ahead import Variant
 from allotrope.attention.csa.rows import BLOCK
 from allotrope.attention.csa.triton_store import SCALED, pair_angles, turn
-from allotrope.attention.early import await_turn, early_jit
-from allotrope.attention.extremes import higher_of, highest
-from allotrope.attention.tile_sizes import next_power_of_2
+from allotrope.kernels.chip import Chip
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.propagate_nan import higher_of, highest
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.tiles import next_power_of_2
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _GROUP = tl.constexpr(BLOCK)
@@ -70,7 +71,7 @@ def _meet(q, k, valid, top, total, summed, scale, PRECISION: tl.constexpr):
     return best, total, summed
 
 
-@early_jit
+@pdl_jit
 def attend_kernel(
     q, out, partial, stats, sinks, cos, sin, window_list, window_seen, entry_list, entry_seen,
     w_codes, w_tail, w_factors, wc_row, wt_row, wf_row, e_codes, e_tail, e_factors, ec_row, et_row, ef_row,
@@ -81,7 +82,8 @@ def attend_kernel(
     """`q`: [T, H, D], rotated. `window_list`, `entry_list`: [T, .] int32 rows, of which the first `window_seen`,
     `entry_seen` [T] count, and -1. `row_scale`: of per-tensor FP8 rows.
     """
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     token, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n_window, n_entries = tl.load(window_seen + token), tl.load(entry_seen + token)
     window_tiles = tl.cdiv(n_window, TILE)
@@ -132,14 +134,15 @@ def attend_kernel(
         tl.store(to, o.to(dtype), mask=inside)
 
 
-@early_jit
+@pdl_jit
 def combine_kernel(
     partial, stats, sinks, cos, sin, out, row_scale,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of BLOCK_H heads of one query."""
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     token = tl.program_id(0)
     head, lane = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     in_head = head < H
@@ -165,12 +168,12 @@ def combine_kernel(
     tl.store(to, o.to(out.dtype.element_ty), mask=inside)
 
 
-def config(arch: str, dim: int, heads: int, exact: bool, plain: bool) -> dict[str, int]:
+def config(chip: Chip, dim: int, heads: int, exact: bool, plain: bool) -> dict[str, int]:
     """`exact`: rows and queries of fp32. `plain`: rows are copied as they are, the next tile on its way meanwhile."""
     block_h = max(16, next_power_of_2(heads))
-    if arch == "interpreter":
+    if chip.vendor == "cpu":
         return {"BLOCK_H": min(block_h, 16), "TILE": 16, "STAGES": 1, "num_warps": 4}
-    if arch != "sm_90":
+    if not chip.has_wgmma:
         return {"BLOCK_H": 16, "TILE": 16, "STAGES": 1, "num_warps": 4}
     if exact:
         return {"BLOCK_H": 16, "TILE": 16, "STAGES": 1, "num_warps": 4}
@@ -178,7 +181,8 @@ def config(arch: str, dim: int, heads: int, exact: bool, plain: bool) -> dict[st
     return {"BLOCK_H": block_h, "TILE": 64, "STAGES": 2 if plain else 1, "num_warps": 8 if block_h == 64 else 4}
 
 
-def variants(arch: str) -> list[Variant]:
+@specializations
+def released(chip: Chip) -> list[Specialization]:
     """64 heads of 512 on plain and scaled rows, and parts of a list; FP32 as `verify` runs it."""
     made = []
     for name, kind, row, plain in (
@@ -187,7 +191,7 @@ def variants(arch: str) -> list[Variant]:
         ("scaled", "*bf16:16", ("*fp8e4nv:16", "*bf16:16", "*u8:16"), False),
         ("fp32", "*fp32:16", ("*fp32:16",) * 3, True),
     ):
-        launch = config(arch, 512, 64, name == "fp32", plain)
+        launch = config(chip, 512, 64, name == "fp32", plain)
         warps = launch.pop("num_warps")
         signature = dict.fromkeys(("q", "out"), kind) | {"partial": "*fp16:16"}
         signature |= dict.fromkeys(("stats", "sinks", "cos", "sin"), "*fp32:16")
@@ -197,13 +201,15 @@ def variants(arch: str) -> list[Variant]:
             signature |= dict.fromkeys((f"{pool}{part}_row" for part in "ctf"), "i32:16")
         signature |= dict.fromkeys(("window_row", "entry_row"), "i32:16")
         signature |= dict.fromkeys(("scale", "row_scale"), "fp32")
-        precision = "tf32x3" if name == "fp32" and arch == "sm_90" else "ieee"
+        precision = "tf32x3" if name == "fp32" and chip.has_wgmma else "ieee"
         constants = {"H": 64, "D": 512, "R": 64, "BLOCK_D": 512, "SPLITS": 2, "PRECISION": precision}
         constants |= {"FORMAT": {"fp8": 1, "scaled": 2}.get(name, 0)}
         # In fp32 it only proves itself: how fast it is matters to nobody.
         spills = {"bf16": 256, "fp8": 1200, "scaled": 1200, "fp32": 6400}[name]
-        made.append(Variant(f"csa attend {name}", attend_kernel, signature, constants | launch, warps, 3, spills))
+        made.append(
+            Specialization(f"csa attend {name}", attend_kernel, signature, constants | launch, warps, 3, spills)
+        )
     signature = {"partial": "*fp16:16", "out": "*bf16:16", "row_scale": "fp32"}
     signature |= dict.fromkeys(("stats", "sinks", "cos", "sin"), "*fp32:16")
     constants = {"H": 64, "D": 512, "R": 64, "BLOCK_H": 8, "BLOCK_D": 512, "SPLITS": 2}
-    return [*made, Variant("csa combine", combine_kernel, signature, constants, 4, 3)]
+    return [*made, Specialization("csa combine", combine_kernel, signature, constants, 4, 3)]

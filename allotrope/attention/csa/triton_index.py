@@ -12,16 +12,17 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import PageIndex
 from allotrope.attention.csa.spec import IndexerSpec
 from allotrope.attention.csa.triton_store import pair_angles, turn
-from allotrope.attention.early import await_turn, early_jit
-from allotrope.attention.extremes import at_least
-from allotrope.attention.tile_sizes import cdiv, next_power_of_2
+from allotrope.kernels.chip import Chip
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.propagate_nan import at_least
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.tiles import cdiv, next_power_of_2
 
 
-@early_jit
+@pdl_jit
 def score_kernel(
     q, weights, keys, table, requests, seen, cos, sin, scores, first,
     q_token, q_head, weights_token, table_row, key_page, key_row, scores_token, topk, factor,
@@ -29,7 +30,8 @@ def score_kernel(
     BLOCK_D: tl.constexpr, ENTRIES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of the tokens from `first` on, whose scores begin at row 0. `seen`: [T] int32 entries that a query sees."""
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     token = first + tl.program_id(0)
     n, begin = tl.load(seen + token), tl.program_id(1) * ENTRIES
     if (n <= topk) | (begin >= n):
@@ -52,13 +54,14 @@ def score_kernel(
     tl.store(scores + tl.program_id(0).to(tl.int64) * scores_token + entry, score, mask=there)
 
 
-@early_jit
+@pdl_jit
 def resolve_kernel(
     picks, rows, table, requests, picks_token, rows_token, table_row, columns,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Numbers of entries to rows of their pool, -1 to -1. `picks`: [T, columns] int64. `rows`: [T, .] int32."""
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(picks + token * picks_token + column, mask=column < columns, other=-1)
     there = entry >= 0
@@ -68,15 +71,15 @@ def resolve_kernel(
     tl.store(rows + token * rows_token + column, row, mask=column < rows_token)
 
 
-def config(arch: str, exact: bool) -> dict[str, int]:
+def config(chip: Chip, exact: bool) -> dict[str, int]:
     """`exact`: products of fp32."""
-    if arch == "interpreter":
+    if chip.vendor == "cpu":
         return {"ENTRIES": 16, "num_warps": 4, "num_stages": 1}
     return {"ENTRIES": 32 if exact else 128, "num_warps": 4, "num_stages": 1}
 
 
 def score(
-    spec: IndexerSpec, rope_dim: int, arch: str, paged: PageIndex, keys: torch.Tensor, q: torch.Tensor,
+    spec: IndexerSpec, rope_dim: int, chip: Chip, paged: PageIndex, keys: torch.Tensor, q: torch.Tensor,
     weights: torch.Tensor, requests: torch.Tensor, seen: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor],
     first: int, tokens: int, bound: int, precision: str,
 ) -> torch.Tensor:  # fmt: skip
@@ -85,7 +88,7 @@ def score(
     `paged`, `keys`: where index keys lie, and their pool [P, rows, d]. `q`: [T, heads, d], not rotated. `weights`:
     [T, heads]. `seen`: [T] int32. `angles`: [T, R] cos and sin. `bound`: of what they see.
     """
-    launch = config(arch, q.dtype == torch.float32)
+    launch = config(chip, q.dtype == torch.float32)
     scores = torch.empty(tokens, bound, dtype=torch.float32, device=q.device)
     score_kernel[(tokens, cdiv(bound, launch["ENTRIES"]))](
         q, weights, keys, paged.table, requests, seen, *angles, scores, first,
@@ -110,9 +113,10 @@ def resolve(paged: PageIndex, per_page: int, requests: torch.Tensor, picks: torc
     return rows
 
 
-def variants(arch: str) -> list[Variant]:
+@specializations
+def released(chip: Chip) -> list[Specialization]:
     """64 heads of 128."""
-    launch = config(arch, False)
+    launch = config(chip, False)
     signature = dict.fromkeys(("q", "weights", "keys"), "*bf16:16") | dict.fromkeys(("table", "requests"), "*i64:16")
     signature |= {"seen": "*i32:16", "first": "i32", "table_row": "i32", "topk": "i32:16", "factor": "fp32"}
     signature |= dict.fromkeys(("cos", "sin", "scores"), "*fp32:16")
@@ -120,8 +124,8 @@ def variants(arch: str) -> list[Variant]:
     signature["scores_token"] = "i32"
     constants = {"ROWS": 64, "HEADS": 64, "D": 128, "R": 64, "BLOCK_H": 64, "BLOCK_D": 128, "PRECISION": "ieee"}
     constants["ENTRIES"] = launch["ENTRIES"]
-    made = [Variant("csa scores", score_kernel, signature, constants, launch["num_warps"], 1)]
+    made = [Specialization("csa scores", score_kernel, signature, constants, launch["num_warps"], 1)]
     signature = {"picks": "*i64:16", "rows": "*i32:16", "table": "*i64:16", "requests": "*i64:16"}
     signature |= dict.fromkeys(("picks_token", "rows_token", "columns"), "i32:16") | {"table_row": "i32"}
     constants = {"ROWS": 64, "BLOCK": 512}
-    return [*made, Variant("csa rows", resolve_kernel, signature, constants, 4, 1)]
+    return [*made, Specialization("csa rows", resolve_kernel, signature, constants, 4, 1)]

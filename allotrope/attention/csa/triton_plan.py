@@ -13,13 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import BatchTensors, PageIndex
 from allotrope.attention.csa.rotary import table
 from allotrope.attention.csa.spec import CsaSpec
-from allotrope.attention.early import await_turn, early_jit
-from allotrope.attention.rope_triton import rotation
-from allotrope.attention.tile_sizes import cdiv, next_power_of_2
+from allotrope.kernels.chip import Chip
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.tiles import cdiv, next_power_of_2
+from allotrope.ops.rope.triton import rotation
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -63,7 +64,7 @@ def _turned(position, freq, sign, factor, cos, sin, R: tl.constexpr, BLOCK_R: tl
     tl.store(sin + dim, s, mask=dim < R)
 
 
-@early_jit
+@pdl_jit
 def plan_kernel(
     positions, requests, seq_lens, freq, sign, factor, window_table, entry_table,
     cos, sin, first_cos, first_sin, window_list, window_seen, entry_list, entry_seen, visible,
@@ -74,7 +75,8 @@ def plan_kernel(
     """As `Lists`. `most`: entries that a query reads. `W_PAGE`, `E_PAGE`: rows of a page. RATIO 0 has no entries.
     `window_row`, `entry_row`: strides of the tables. `w_length`, `e_length`: of the lists.
     """
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position, request = tl.load(positions + token), tl.load(requests + token)
     seen = tl.where(tl.load(seq_lens + request) > 0, position + 1, 0)
@@ -133,7 +135,8 @@ def _filled(length: int) -> int:
     return -(-max(length, 1) // 4) * 4
 
 
-def variants(arch: str) -> list[Variant]:
+@specializations
+def released(chip: Chip) -> list[Specialization]:
     """Layers with a window alone, with entries that each layer picks, and with all entries."""
     made = []
     pointers = "positions requests window_table entry_table"
@@ -145,5 +148,5 @@ def variants(arch: str) -> list[Variant]:
     for name, ratio, listed in (("window", 0, False), ("picked", 4, False), ("all", 128, True)):
         constants = {"W_PAGE": 64, "E_PAGE": 64, "RATIO": ratio, "LISTED": listed}
         constants |= {"R": 64, "BLOCK_R": 64, "BLOCK": 128}
-        made.append(Variant(f"csa plan {name}", plan_kernel, signature, constants, 4, 1))
+        made.append(Specialization(f"csa plan {name}", plan_kernel, signature, constants, 4, 1))
     return made

@@ -14,13 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from allotrope.attention.ahead import Variant
 from allotrope.attention.csa.rows import BLOCK
-from allotrope.attention.early import await_turn, early_jit
-from allotrope.attention.extremes import clamped, higher_of, highest, largest_of
 from allotrope.attention.mla.rows import FP8_MAX
 from allotrope.attention.mla.triton_store import power_of_two
-from allotrope.attention.tile_sizes import next_power_of_2
+from allotrope.kernels.chip import Chip
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.propagate_nan import clamped, higher_of, highest, largest_of
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.tiles import next_power_of_2
 
 _LARGEST = tl.constexpr(FP8_MAX)
 _GROUP = tl.constexpr(BLOCK)
@@ -179,7 +180,7 @@ def _queries(
     tl.store(to, turn(x, c, s, HEADS, BLOCK_D).to(turned.dtype.element_ty), mask=inside)
 
 
-@early_jit
+@pdl_jit
 def store_kernel(
     q, turned, q_token, q_head,
     positions, requests, query_start, cos, sin, first_cos, first_sin, inverse, eps,
@@ -196,7 +197,8 @@ def store_kernel(
     """Of the token `program_id(0)`: 0 the window row, 1 the entry, 2 the index key, then its queries by HEADS. `cos`,
     `sin`: [T, R] at the token, `first_*` at the first token of its entry. `w_`, `e_`: window and entry pools as
     `_store_row` has them."""
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     token, what = tl.program_id(0), tl.program_id(1)
     if what == 0:
         _window_row(
@@ -223,15 +225,16 @@ def store_kernel(
             )  # fmt: skip
 
 
-def config(arch: str, dim: int, pooled: int) -> dict[str, int]:
+def config(chip: Chip, dim: int, pooled: int) -> dict[str, int]:
     """`pooled`: tokens of an entry."""
     members = min(max(2, next_power_of_2(pooled)), 8)
-    if pooled > 16 and arch == "sm_90":
+    if pooled > 16 and chip.has_wgmma:
         return {"MEMBERS": 16, "HEADS": 8, "num_warps": 8, "num_stages": 1}
     return {"MEMBERS": members, "HEADS": 4, "num_warps": 4 if dim > 128 else 2, "num_stages": 1}
 
 
-def variants(arch: str) -> list[Variant]:
+@specializations
+def released(chip: Chip) -> list[Specialization]:
     """Released sizes: entries of 4 tokens with an indexer, of 128 without, plain and scaled."""
     made = []
     for name, row, ratio, streams in (
@@ -239,7 +242,7 @@ def variants(arch: str) -> list[Variant]:
         ("4 scaled", ("*fp8e4nv:16", "*bf16:16", "*u8:16"), 4, 2),
         ("128 bf16", ("*bf16:16",) * 3, 128, 1),
     ):
-        launch = config(arch, 512, ratio * streams)
+        launch = config(chip, 512, ratio * streams)
         signature = dict.fromkeys(("positions", "requests", "window_slots", "entry_slots", "i_slots"), "*i64:16")
         signature |= dict.fromkeys(("state_slots", "state_table", "i_state_slots", "i_state_table"), "*i64:16")
         signature |= dict.fromkeys(("cos", "sin", "first_cos", "first_sin", "bias", "norm", "i_bias"), "*fp32:16")
@@ -262,5 +265,5 @@ def variants(arch: str) -> list[Variant]:
         constants |= {"RATIO": ratio, "STREAMS": streams, "D": 512, "R": 64, "BLOCK_D": 512, "BLOCK_I": 128}
         constants |= {"INDEX_D": 128 if ratio == 4 else 0, "FORMAT": 2 if "scaled" in name else 0}
         constants |= {"MEMBERS": launch["MEMBERS"], "HEADS": launch["HEADS"], "H": 64}
-        made.append(Variant(f"csa store {name}", store_kernel, signature, constants, launch["num_warps"], 1))
+        made.append(Specialization(f"csa store {name}", store_kernel, signature, constants, launch["num_warps"], 1))
     return made

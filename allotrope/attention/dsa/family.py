@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from allotrope.attention.backend import Backend, lazily, runs_anywhere
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.dsa import reference
 from allotrope.attention.dsa.plan import build_plan
 from allotrope.attention.mla.family import triton_rejects as latent_rejects
+from allotrope.kernels.backend import lazily, runs_anywhere
+from allotrope.kernels.chip import Chip
 
 MOST_PICKS = 4096
 
 
-def triton_rejects(spec: Any, device: torch.device) -> list[str]:
+def triton_rejects(spec: Any, chip: Chip) -> list[str]:
     """Why the Triton kernels cannot run a layer."""
-    reasons = latent_rejects(spec.mla, device)
+    reasons = latent_rejects(spec.mla, chip)
     if spec.topk > MOST_PICKS and spec.indexer is not None:
         reasons.append(f"topk={spec.topk} (needs at most {MOST_PICKS})")
     if spec.indexer is not None:
@@ -31,12 +31,12 @@ class DSA:
 
     name = "dsa"
     backends = (
-        Backend(
+        AttentionBackend(
             "triton",
             triton_rejects,
-            lazily("allotrope.attention.dsa.triton", "build_plan"),
             lazily("allotrope.attention.dsa.triton", "run"),
+            plan=lazily("allotrope.attention.dsa.triton", "build_plan"),
             in_graphs=True,
         ),
-        Backend("reference", runs_anywhere, build_plan, reference.run),
+        AttentionBackend("reference", runs_anywhere, reference.run, plan=build_plan),
     )

@@ -15,15 +15,15 @@ from functools import cached_property
 
 import torch
 
-from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.dsa import triton_index, triton_topk
 from allotrope.attention.dsa.spec import DsaSpec
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mla import triton as mla
-from allotrope.attention.mla import triton_decode, triton_store
+from allotrope.attention.mla import triton_store
 from allotrope.attention.mla.plan import Span, token_index
 from allotrope.attention.mla.triton import Absorbed
+from allotrope.kernels.chip import chip_of
 
 # Bytes of the scores of one contest of a prefill, and of the absorbed queries of one launch.
 SCRATCH = 1 << 28
@@ -163,7 +163,7 @@ def pick(
     assert spec.indexer is not None and plan.keys is not None
     if plan.decodes is None and not plan.contests:
         return plan.everything
-    arch = triton_decode.arch_of(q.device)
+    chip = chip_of(q.device)
     alone = plan.decodes is not None and plan.decodes.queries.seen.shape[0] == len(q)
     if alone:
         picks = torch.empty(len(q), plan.columns, dtype=torch.int64, device=q.device)
@@ -174,7 +174,7 @@ def pick(
         scores = triton_index.score_decodes(
             spec.indexer, pools, plan.keys, plan.decodes.queries, spec.topk, q[own], weights[own]
         )
-        triton_topk.top_rows(scores, plan.decodes.queries.seen, spec.topk, arch, picks, None)
+        triton_topk.top_rows(scores, plan.decodes.queries.seen, spec.topk, chip, picks, None)
     for contest in plan.contests:
         queries = contest.part.queries
         scores = triton_index.score_tiles(
@@ -182,10 +182,5 @@ def pick(
         )
         mine = contest.part.tokens
         into, listed = (picks[mine], None) if isinstance(mine, slice) else (picks, mine)
-        triton_topk.top_rows(scores, queries.seen, spec.topk, arch, into, listed)
+        triton_topk.top_rows(scores, queries.seen, spec.topk, chip, into, listed)
     return picks
-
-
-def variants(arch: str) -> list[Variant]:
-    """What this family compiles ahead of time, beyond what it shares with mla."""
-    return [*triton_index.variants(arch), *triton_topk.variants(arch)]

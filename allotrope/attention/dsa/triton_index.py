@@ -19,15 +19,16 @@ import torch
 import triton
 import triton.language as tl
 
-from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import PageIndex
 from allotrope.attention.dsa.spec import IndexerSpec
-from allotrope.attention.early import await_turn, early_jit
-from allotrope.attention.extremes import at_least, clamped, largest_of
 from allotrope.attention.mla.rows import FP8_MAX
-from allotrope.attention.mla.triton_decode import Queries, arch_of
+from allotrope.attention.mla.triton_decode import Queries
 from allotrope.attention.mla.triton_store import power_of_two
-from allotrope.attention.tile_sizes import cdiv, next_power_of_2
+from allotrope.kernels.chip import Chip, chip_of
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.propagate_nan import at_least, clamped, largest_of
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.tiles import cdiv, next_power_of_2
 
 _LARGEST = tl.constexpr(FP8_MAX)
 
@@ -52,19 +53,19 @@ class Config:
     native: bool = False
 
 
-def config(arch: str, dtype: torch.dtype) -> Config:
+def config(chip: Chip, dtype: torch.dtype) -> Config:
     """Launch parameters of a decode. `dtype`: of the queries."""
-    if arch == "interpreter":
+    if chip.vendor == "cpu":
         return Config(32, 64, 16, 4, 1)
     if dtype == torch.float32:
         return Config(32, 1024, 16, 4, 1)
-    return Config(64, 1024, 64, 4, 3, True) if arch == "sm_90" else Config(128, 1024, 64, 4, 1)
+    return Config(64, 1024, 64, 4, 3, True) if chip.has_wgmma else Config(128, 1024, 64, 4, 1)
 
 
-def prefill_config(arch: str, dtype: torch.dtype, scaled: bool) -> Config:
+def prefill_config(chip: Chip, dtype: torch.dtype, scaled: bool) -> Config:
     """As `config`, of a prefill: each tile of keys reads, and for scaled ones rounds, the queries of every head."""
-    chosen = config(arch, dtype)
-    if arch != "sm_90" or dtype == torch.float32:
+    chosen = config(chip, dtype)
+    if not chip.has_wgmma or dtype == torch.float32:
         return chosen
     return replace(chosen, keys=256, warps=8) if scaled else replace(chosen, keys=128)
 
@@ -75,13 +76,14 @@ def _codes(x, factor):
     return clamped(x / factor, _LARGEST).to(tl.float8e4nv)
 
 
-@early_jit
+@pdl_jit
 def store_kernel(
     k, pool, factors, slots, tokens, k_t, k_page, k_row, f_page, f_row,
     D: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """ROWS new keys to their slots."""
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
     kept = slot >= 0
@@ -126,7 +128,7 @@ def _keys(
     return found, factor
 
 
-@early_jit
+@pdl_jit
 def decode_kernel(
     q, weights, pool, factors, table, request, seen, scores,
     root, topk, span, q_t, q_h, w_t, k_page, k_row, f_page, f_row, table_b, scores_t,
@@ -134,7 +136,8 @@ def decode_kernel(
     KEYS: tl.constexpr, SCALED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """`span` keys of one query. Queries that see at most `topk` rows are not scored. NATIVE: codes are multiplied."""
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     query = tl.program_id(1).to(tl.int64)
     n = tl.load(seen + query)
     begin = tl.program_id(0) * span
@@ -164,7 +167,7 @@ def decode_kernel(
             tl.store(scores + query * scores_t + key, found, mask=key < end)
 
 
-@early_jit
+@pdl_jit
 def prefill_kernel(
     q, weights, pool, factors, table, tiles, scores,
     root, q_t, q_h, w_t, k_page, k_row, f_page, f_row, table_b, scores_t,
@@ -175,7 +178,8 @@ def prefill_kernel(
 
     `tiles`: [m, 5] int32: first row of `scores`, queries, first token, its position, request.
     """
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     tile = tiles + tl.program_id(1) // PARTS * 5
     part = tl.program_id(1) % PARTS * QUERIES
     begin = tl.program_id(0) * KEYS
@@ -237,7 +241,7 @@ def score_decodes(
 
     `q`: [t, heads, d]. `weights`: [t, heads].
     """
-    chosen = config(arch_of(q.device), q.dtype)
+    chosen = config(chip_of(q.device), q.dtype)
     scores = torch.empty(len(q), _width(queries.bound), dtype=torch.float32, device=q.device)
     pool, factors = pools["k"], pools.get("factor", pools["k"])
     span = _span(chosen, len(q), queries.bound)
@@ -263,7 +267,7 @@ def score_tiles(
     weights: torch.Tensor,
 ) -> torch.Tensor:
     """Scores [rows, bound] fp32 of the queries of `tiles` (`prefill_kernel`), of which `q` [T, heads, d] has all."""
-    chosen = prefill_config(arch_of(q.device), q.dtype, spec.key_format == "scaled")
+    chosen = prefill_config(chip_of(q.device), q.dtype, spec.key_format == "scaled")
     scores = torch.empty(rows, _width(bound), dtype=torch.float32, device=q.device)
     pool, factors = pools["k"], pools.get("factor", pools["k"])
     parts = TILE // chosen.queries
@@ -295,10 +299,11 @@ def _width(bound: int) -> int:
     return -(-bound // 16) * 16
 
 
-def variants(arch: str) -> list[Variant]:
+@specializations
+def released(chip: Chip) -> list[Specialization]:
     """64 heads of 128: plain keys in bf16, and scaled ones."""
     made = []
-    chosen = config(arch, torch.bfloat16)
+    chosen = config(chip, torch.bfloat16)
     numbers = ("q_t", "q_h", "w_t", "k_page", "k_row", "f_page", "f_row", "table_b", "scores_t")
     for name, pool, factors in (("bf16", "*bf16:16", "*bf16:16"), ("scaled", "*fp8e4nv:16", "*fp32:16")):
         signature = {"q": "*bf16:16", "weights": "*fp32:16", "pool": pool, "factors": factors, "table": "*i64:16"}
@@ -308,8 +313,12 @@ def variants(arch: str) -> list[Variant]:
         constants = {"HEADS": 64, "D": 128, "PAGE": 16, "BLOCK_D": 128, "KEYS": chosen.keys}
         constants |= {"SCALED": name == "scaled"}
         decode = {**constants, "BLOCK_H": 64, "NATIVE": chosen.native}
-        made.append(Variant(f"dsa scores decode {name}", decode_kernel, signature, decode, chosen.warps, chosen.stages))
-        wide = prefill_config(arch, torch.bfloat16, name == "scaled")
+        made.append(
+            Specialization(f"dsa scores decode {name}", decode_kernel, signature, decode, chosen.warps, chosen.stages)
+        )
+        wide = prefill_config(chip, torch.bfloat16, name == "scaled")
         prefill = {**constants, "KEYS": wide.keys, "PARTS": TILE // wide.queries, "QUERIES": wide.queries}
-        made.append(Variant(f"dsa scores prefill {name}", prefill_kernel, signature, prefill, wide.warps, wide.stages))
+        made.append(
+            Specialization(f"dsa scores prefill {name}", prefill_kernel, signature, prefill, wide.warps, wide.stages)
+        )
     return made

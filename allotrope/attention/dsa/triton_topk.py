@@ -15,12 +15,13 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from allotrope.attention.ahead import Variant
-from allotrope.attention.early import await_turn, early_jit
-from allotrope.attention.tile_sizes import cdiv, next_power_of_2
+from allotrope.kernels.chip import Chip
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.tiles import cdiv, next_power_of_2
 
 
-@early_jit
+@pdl_jit
 def topk_kernel(
     scores, named, seen, tokens, picks, topk, width, scores_t, named_t, picks_t, picks_b,
     GIVEN: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -30,7 +31,8 @@ def topk_kernel(
     With GIVEN, candidates are `named` [t, width], -1 for none; else the first `seen[i]` positions. LISTED: row i is
     written to row `tokens[i]` of `picks`.
     """
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     index = block * BLOCK + tl.arange(0, BLOCK)
@@ -74,20 +76,20 @@ def topk_kernel(
     tl.store(picks + column, left, mask=(column >= tl.minimum(candidates, topk)) & (column < COLUMNS))
 
 
-def config(arch: str, width: int, topk: int, named: bool) -> tuple[int, int]:
+def config(chip: Chip, width: int, topk: int, named: bool) -> tuple[int, int]:
     """Scores of a block, at least twice `topk` so that blocks grow fewer; and warps. `named`: as GIVEN, positions take
     registers then.
     """
-    if arch == "interpreter":
+    if chip.vendor == "cpu":
         return max(64, next_power_of_2(2 * topk)), 4
     # On AMD sixteen warps leave each too few registers.
-    hopper = arch == "sm_90"
+    hopper = chip.has_wgmma
     block = min(16384 if hopper and not named else 8192, max(2048, next_power_of_2(width)))
     return max(block, next_power_of_2(2 * topk)), 16 if block >= 8192 and hopper else 8
 
 
 def top_rows(
-    scores: torch.Tensor, seen: torch.Tensor, topk: int, arch: str, picks: torch.Tensor, tokens: torch.Tensor | None
+    scores: torch.Tensor, seen: torch.Tensor, topk: int, chip: Chip, picks: torch.Tensor, tokens: torch.Tensor | None
 ) -> None:
     """Write picks of each row of `scores` [t, L] into rows `tokens` (None: the first t) of `picks` [T, K] int64.
 
@@ -97,7 +99,7 @@ def top_rows(
     named: torch.Tensor | None = None
     width = scores.shape[1]
     while True:
-        block, warps = config(arch, width, topk, named is not None)
+        block, warps = config(chip, width, topk, named is not None)
         blocks = cdiv(width, block)
         last = blocks == 1
         columns = picks.shape[1] if last else topk
@@ -114,14 +116,15 @@ def top_rows(
         named, width = found, blocks * topk
 
 
-def variants(arch: str) -> list[Variant]:
+@specializations
+def released(chip: Chip) -> list[Specialization]:
     """The first and the last pass over a long row."""
     made = []
     for name, given in (("first", False), ("last", True)):
-        block, warps = config(arch, 131072, 2048, given)
+        block, warps = config(chip, 131072, 2048, given)
         signature = {"scores": "*fp32:16", "named": "*i32:16", "seen": "*i32:16", "tokens": "*i32:16"}
         signature |= {"picks": "*i64:16" if given else "*i32:16"}
         signature |= dict.fromkeys(("topk", "width", "scores_t", "named_t", "picks_t", "picks_b"), "i32:16")
         constants = {"GIVEN": given, "LISTED": False, "BLOCK": block, "COLUMNS": 2048, "BLOCK_K": 2048}
-        made.append(Variant(f"dsa top-k {name}", topk_kernel, signature, constants, warps, 1))
+        made.append(Specialization(f"dsa top-k {name}", topk_kernel, signature, constants, warps, 1))
     return made

@@ -15,7 +15,8 @@ from allotrope.attention.family import CacheViews
 from allotrope.attention.gdn import chunked, reference
 from allotrope.attention.gdn.plan import GdnPlan, build_plan
 from allotrope.attention.gdn.spec import GdnSpec
-from allotrope.cpu.compiler import CannotCompile, load
+from allotrope.kernels.c.compiler import CannotCompile, load
+from allotrope.kernels.chip import Chip
 
 _LANES = 16
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
@@ -31,9 +32,9 @@ class _Sizes(ctypes.Structure):
     )
 
 
-def rejects(spec: GdnSpec, device: torch.device) -> list[str]:
+def rejects(spec: GdnSpec, chip: Chip) -> list[str]:
     """Why this backend cannot run a layer."""
-    reasons = [] if device.type == "cpu" else [f"device={device.type} (needs cpu)"]
+    reasons = [] if chip.vendor == "cpu" else [f"chip={chip.arch} (needs cpu)"]
     for name, size in (("v_head_dim", spec.v_head_dim), ("conv_dim", spec.conv_dim)):
         if size % _LANES:
             reasons.append(f"{name}={size} (needs a multiple of {_LANES})")

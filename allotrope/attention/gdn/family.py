@@ -6,17 +6,20 @@ import functools
 
 import torch
 
-from allotrope.attention.backend import Backend, lazily, runs_anywhere, triton_reasons
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.gdn import chunked, compiled, reference
 from allotrope.attention.gdn.plan import build_plan
 from allotrope.attention.gdn.spec import GdnSpec
+from allotrope.kernels.backend import lazily, runs_anywhere
+from allotrope.kernels.chip import Chip
+from allotrope.kernels.triton_version import triton_reasons
 
 # A chunk of 64 keys, queries and the state's tile of a program have to fit into shared memory.
 MAX_HEAD_DIM = 256
 
 
-def _triton_rejects(spec: GdnSpec, device: torch.device) -> list[str]:
-    reasons = triton_reasons(device)
+def _triton_rejects(spec: GdnSpec, chip: Chip) -> list[str]:
+    reasons = triton_reasons(chip)
     if spec.k_head_dim > MAX_HEAD_DIM:
         reasons.append(f"k_head_dim={spec.k_head_dim} (allowed: at most {MAX_HEAD_DIM})")
     kinds = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,14 +34,16 @@ class GDN:
 
     name = "gdn"
     backends = (
-        Backend(
+        AttentionBackend(
             "triton",
             _triton_rejects,
-            lazily("allotrope.attention.gdn.triton", "build_plan"),
             lazily("allotrope.attention.gdn.triton", "run"),
+            plan=lazily("allotrope.attention.gdn.triton", "build_plan"),
             in_graphs=True,
         ),
-        Backend("compiled", compiled.rejects, compiled.plan, compiled.run),
-        Backend("chunked", runs_anywhere, build_plan, functools.partial(reference.run, core=chunked.advance)),
-        Backend("reference", runs_anywhere, build_plan, reference.run),
+        AttentionBackend("compiled", compiled.rejects, compiled.run, plan=compiled.plan),
+        AttentionBackend(
+            "chunked", runs_anywhere, functools.partial(reference.run, core=chunked.advance), plan=build_plan
+        ),
+        AttentionBackend("reference", runs_anywhere, reference.run, plan=build_plan),
     )

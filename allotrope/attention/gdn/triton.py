@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex
 from allotrope.attention.family import CacheViews
 from allotrope.attention.gdn import triton_conv, triton_decode, triton_pairs, triton_scan
 from allotrope.attention.gdn.reference import NORM_EPS
 from allotrope.attention.gdn.spec import GdnSpec
 from allotrope.attention.gdn.triton_conv import CHUNK, VALUE_SCALE
-from allotrope.attention.tile_sizes import cdiv
+from allotrope.kernels.chip import Chip, chip_of
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.tiles import cdiv
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def _prefill(
     assert plan.chunks is not None
     weight, bias, a_log, dt_bias = layer
     conv, ssm, chunks = pools["conv"], pools["ssm"], plan.chunks
-    arch = "gfx942" if torch.version.hip else "sm_90"
+    chip = chip_of(qkv.device)
     heads, tokens = spec.num_v_heads, qkv.shape[0]
     exact = qkv.dtype != torch.bfloat16
     # Types of what goes from kernel to kernel: see triton_conv.
@@ -112,7 +113,7 @@ def _prefill(
     value_scale = 1.0 if exact else VALUE_SCALE
     mixed = qkv.new_empty(tokens, spec.conv_dim, dtype=dtype)
     sizes = {"KEY_HEADS": spec.num_k_heads, "VALUE_HEADS": heads, "DK": spec.k_head_dim, "DV": spec.v_head_dim}
-    launch = triton_conv.config(arch, max(spec.k_head_dim, spec.v_head_dim))
+    launch = triton_conv.config(chip, max(spec.k_head_dim, spec.v_head_dim))
     triton_conv.conv_kernel[(2 * spec.num_k_heads + heads, len(chunks) * (CHUNK // launch["TOKENS"]))](
         qkv, weight, weight if bias is None else bias, conv, mixed, chunks, plan.query_start, plan.seq_lens, plan.slots,
         qkv.stride(0), weight.stride(0), weight.stride(1), conv.stride(0), conv.stride(1), spec.k_head_dim**-0.5,
@@ -126,9 +127,9 @@ def _prefill(
         WIDTH=spec.conv_width, BLOCK=1024, num_warps=4,
     )  # fmt: skip
     mix, scores = (qkv.new_empty(tokens, heads, CHUNK, dtype=dtype) for _ in range(2))
-    launch = triton_pairs.config(arch, spec.k_head_dim, spec.channel_decay)
+    launch = triton_pairs.config(chip, spec.k_head_dim, spec.channel_decay)
     strides = (b.stride(0), b.stride(1), a.stride(0), a.stride(1))
-    precision = _precision(arch, exact, spec.channel_decay)
+    precision = _precision(chip, exact, spec.channel_decay)
     unused = plan.query_start
     grown = rest = seen = queries = keys = last = unused
     if spec.channel_decay:
@@ -144,7 +145,7 @@ def _prefill(
             mixed, b, a, a_log, dt_bias, mix, scores, grown, rest, chunks, plan.query_start, plan.slots,
             *strides, CHUNK=CHUNK, **sizes, **precision, **launch,
         )  # fmt: skip
-    launch = triton_scan.config(arch, spec.k_head_dim, spec.v_head_dim, not exact)
+    launch = triton_scan.config(chip, spec.k_head_dim, spec.v_head_dim, not exact)
     assert plan.first_chunk is not None
     triton_scan.scan_kernel[(cdiv(spec.v_head_dim, launch["BLOCK_V"]), heads, len(slots))](
         mixed, mix, scores, grown, rest, seen, queries, keys, last, ssm, out, start, lens, slots,
@@ -153,20 +154,21 @@ def _prefill(
     )  # fmt: skip
 
 
-def _precision(arch: str, exact: bool, channel: bool) -> dict[str, Any]:
+def _precision(chip: Chip, exact: bool, channel: bool) -> dict[str, Any]:
     """How products are formed, where a chip has tf32: `exact` ones of fp32 as three of it, and the inverse, which is
     rounded to fp16 behind, as one, unless the kernel is large already (`channel`)."""
-    if arch != "sm_90":
+    if not chip.has_wgmma:
         return {"PRECISION": "ieee", "INVERSE": "ieee"}
     return {"PRECISION": "tf32x3" if exact else "ieee", "INVERSE": "ieee" if exact or channel else "tf32"}
 
 
-def variants(arch: str) -> list[Variant]:
+@specializations
+def released(chip: Chip) -> list[Specialization]:
     """The released size with each kind of decay; values on their way are fp16."""
     sizes = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "DK": 128, "DV": 128}
     place = {"chunks": "*i32:16", "query_start": "*i32:16", "seq_lens": "*i32:16", "slots": "*i64:16"}
     half, exact = "*fp16:16", "*fp32:16"
-    launch = triton_conv.config(arch, 128)
+    launch = triton_conv.config(chip, 128)
     signature = place | {"qkv": "*bf16:16", "weight": exact, "bias": exact, "conv": "*bf16:16", "mixed": half}
     signature |= dict.fromkeys(("scale", "eps", "value_scale"), "fp32") | {"weight_channel": "i32"}
     signature |= dict.fromkeys(("qkv_row", "weight_tap", "conv_slot", "conv_row", "channels"), "i32:16")
@@ -179,13 +181,12 @@ def variants(arch: str) -> list[Variant]:
     }
     kept = {"WIDTH": 4, "BLOCK": 1024}
     made = [
-        *triton_decode.variants(arch),
-        Variant("gdn convolution", triton_conv.conv_kernel, signature, constants, launch["num_warps"], 1),
-        Variant("gdn kept inputs", triton_conv.keep_kernel, signature, kept, 4, 1),
+        Specialization("gdn convolution", triton_conv.conv_kernel, signature, constants, launch["num_warps"], 1),
+        Specialization("gdn kept inputs", triton_conv.keep_kernel, signature, kept, 4, 1),
     ]
     for channel in (False, True):
         name = " by channel" if channel else ""
-        launch, precision = triton_pairs.config(arch, 128, channel), _precision(arch, False, channel)
+        launch, precision = triton_pairs.config(chip, 128, channel), _precision(chip, False, channel)
         signature = place | dict.fromkeys(("mixed", "mix", "scores", "seen_keys", "queries", "keys"), half)
         signature |= {"b": "*bf16:16", "a": "*bf16:16", "A_log": exact, "dt_bias": exact}
         signature |= dict.fromkeys(("grown", "rest", "last"), exact)
@@ -193,8 +194,8 @@ def variants(arch: str) -> list[Variant]:
         constants = sizes | precision | {"CHUNK": CHUNK, "BLOCK_K": launch["BLOCK_K"]}
         kernel = triton_pairs.channel_pairs_kernel if channel else triton_pairs.pairs_kernel
         spills = 2400 if channel else 256
-        made.append(Variant(f"gdn pairs{name}", kernel, signature, constants, launch["num_warps"], 1, spills))
-        launch = triton_scan.config(arch, 128, 128, True)
+        made.append(Specialization(f"gdn pairs{name}", kernel, signature, constants, launch["num_warps"], 1, spills))
+        launch = triton_scan.config(chip, 128, 128, True)
         signature |= {
             "ssm": exact,
             "out": "*bf16:16",
@@ -205,6 +206,8 @@ def variants(arch: str) -> list[Variant]:
         constants = sizes | {"CHUNK": CHUNK, "CHANNEL": channel, "PRECISION": precision["PRECISION"]}
         constants |= {key: launch[key] for key in ("BLOCK_K", "BLOCK_V", "STAGES")}
         made.append(
-            Variant(f"gdn scan{name}", triton_scan.scan_kernel, signature, constants, launch["num_warps"], 3, 256)
+            Specialization(
+                f"gdn scan{name}", triton_scan.scan_kernel, signature, constants, launch["num_warps"], 3, 256
+            )
         )
     return made

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from allotrope.attention.early import await_turn, early_jit
-from allotrope.attention.extremes import clamped
 from allotrope.attention.gdn.spec import KERNEL_CHUNK
 from allotrope.attention.gdn.triton_gates import silu
-from allotrope.attention.tile_sizes import next_power_of_2
+from allotrope.kernels.chip import Chip
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.propagate_nan import clamped
+from allotrope.kernels.tiles import next_power_of_2
 
 CHUNK = KERNEL_CHUNK
 VALUE_SCALE = 16.0
 
 
-@early_jit
+@pdl_jit
 def conv_kernel(
     qkv, weight, bias, conv, mixed, chunks, query_start, seq_lens, slots,
     qkv_row, weight_channel, weight_tap, conv_slot, conv_row, scale, eps, value_scale,
@@ -33,7 +34,8 @@ def conv_kernel(
     `mixed`: [T, conv_dim] output. `chunks`: [N, 2] int32, request and place of the chunk's first token in its step.
     """
     # Heads of the same tokens run side by side: their rows are one run of memory.
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     head, part = tl.program_id(0), tl.program_id(1)
     chunk = part // (CHUNK // TOKENS)
     request, place = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
@@ -77,7 +79,7 @@ def conv_kernel(
 
 
 # Prefills begin behind the decodes, so at any alignment: it must not matter which kernel is compiled.
-@early_jit(do_not_specialize_on_alignment=["query_start", "seq_lens", "slots"])
+@pdl_jit(do_not_specialize_on_alignment=["query_start", "seq_lens", "slots"])
 def keep_kernel(
     qkv, conv, query_start, seq_lens, slots, qkv_row, conv_slot, conv_row, channels,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -86,7 +88,8 @@ def keep_kernel(
 
     Kept row j comes from row j + length of what was kept, if that exists: never from one already overwritten.
     """
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     request = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
@@ -108,6 +111,6 @@ def keep_kernel(
         tl.store(kept + j * conv_row, x, mask=inside)
 
 
-def config(arch: str, dim: int) -> dict[str, int]:
+def config(chip: Chip, dim: int) -> dict[str, int]:
     """Of `conv_kernel`. `dim`: the larger of a key and a value head."""
     return {"BLOCK": max(16, next_power_of_2(dim)), "TOKENS": 16, "num_warps": 4, "num_stages": 1}

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from allotrope.attention.ahead import Variant
-from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.gdn.spec import GdnSpec
 from allotrope.attention.gdn.triton_gates import keep_newest, newest, softplus
-from allotrope.attention.tile_sizes import cdiv, next_power_of_2
+from allotrope.kernels.chip import Chip, chip_of
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.tiles import cdiv, next_power_of_2
 
 
-@early_jit
+@pdl_jit
 def decode_kernel(
     qkv, b, a, weight, bias, A_log, dt_bias, conv, ssm, out, slots, seq_lens, arrivals,
     qkv_row, b_row, b_head, a_row, a_rate, weight_channel, weight_tap, conv_slot, conv_row, ssm_slot, scale, eps,
@@ -30,7 +31,8 @@ def decode_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr, CHANNEL: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """`arrivals`: [B, KEY_HEADS] int32, zeros before and after. The rest as `reference.run`."""
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     part, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key_head = head // REPEAT
     key, value = tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -92,7 +94,7 @@ def decode_kernel(
         tl.store(counter, 0)
 
 
-def config(arch: str, key_dim: int, value_dim: int) -> dict[str, int]:
+def config(chip: Chip, key_dim: int, value_dim: int) -> dict[str, int]:
     """A tile of the state that leaves room for many programs on a multiprocessor."""
     block_k = max(16, next_power_of_2(key_dim))
     block_v = min(max(16, next_power_of_2(value_dim)), max(16, 8192 // block_k))
@@ -111,7 +113,7 @@ def decode(
     """
     weight, bias, a_log, dt_bias = layer
     conv, ssm = pools["conv"], pools["ssm"]
-    launch = launch or config("gfx942" if torch.version.hip else "sm_90", spec.k_head_dim, spec.v_head_dim)
+    launch = launch or config(chip_of(qkv.device), spec.k_head_dim, spec.v_head_dim)
     grid = (cdiv(spec.v_head_dim, launch["BLOCK_V"]), spec.num_v_heads, len(slots))
     decode_kernel[grid](
         qkv, b, a, weight, weight if bias is None else bias, a_log, dt_bias, conv, ssm, out, slots, seq_lens, arrivals,
@@ -122,9 +124,10 @@ def decode(
     )  # fmt: skip
 
 
-def variants(arch: str) -> list[Variant]:
+@specializations
+def released(chip: Chip) -> list[Specialization]:
     """The released size with each kind of decay."""
-    launch = config(arch, 128, 128)
+    launch = config(chip, 128, 128)
     made = []
     for channel in (False, True):
         signature = dict.fromkeys(("qkv", "b", "a", "conv", "out"), "*bf16:16") | {"ssm": "*fp32:16"}
@@ -135,5 +138,5 @@ def variants(arch: str) -> list[Variant]:
         constants = {"KEY_HEADS": 16, "REPEAT": 2, "DK": 128, "DV": 128, "WIDTH": 4, "CHANNEL": channel, "BIAS": False}
         constants |= {"BLOCK_K": launch["BLOCK_K"], "BLOCK_V": launch["BLOCK_V"]}
         name = f"gdn decode{' by channel' if channel else ''}"
-        made.append(Variant(name, decode_kernel, signature, constants, launch["num_warps"], 1))
+        made.append(Specialization(name, decode_kernel, signature, constants, launch["num_warps"], 1))
     return made

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from allotrope.attention.extremes import at_least
+from allotrope.kernels.propagate_nan import at_least
 
 
 @triton.jit

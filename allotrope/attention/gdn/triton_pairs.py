@@ -16,9 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from allotrope.attention.early import await_turn, early_jit
 from allotrope.attention.gdn.triton_gates import softplus
-from allotrope.attention.tile_sizes import next_power_of_2
+from allotrope.kernels.chip import Chip
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.tiles import next_power_of_2
 
 
 @triton.jit
@@ -57,7 +58,7 @@ def invert_unit_lower(A, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     return tl.reshape(tl.permute(tl.join(upper, lower), [3, 0, 2, 1]), [64, 64])
 
 
-@early_jit
+@pdl_jit
 def pairs_kernel(
     mixed, b, a, A_log, dt_bias, mix, scores, grown, rest, chunks, query_start, slots,
     b_row, b_head, a_row, a_rate,
@@ -68,7 +69,8 @@ def pairs_kernel(
 
     `PRECISION`: of products of `mixed`; `INVERSE`: of those in the inverse.
     """
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     head, chunk = tl.program_id(0), tl.program_id(1)
     request, place = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     if tl.load(slots + request) <= 0:
@@ -117,7 +119,7 @@ def _partners(x, HALF: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr)
     return tl.reshape(spread, [CHUNK, BLOCK_K])
 
 
-@early_jit
+@pdl_jit
 def channel_pairs_kernel(
     mixed, b, a, A_log, dt_bias, mix, scores, seen_keys, queries, keys, last, chunks, query_start, slots,
     b_row, b_head, a_row, a_rate,
@@ -129,7 +131,8 @@ def channel_pairs_kernel(
     `seen_keys`: [T, nv, dk] k e^G. `queries`: q e^G. `keys`: k e^(G_last - G). `last`: [N, nv, dk] fp32, e^(G_last).
     Sums of g are only ever added to, never subtracted: they keep their digits.
     """
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     head, chunk = tl.program_id(0), tl.program_id(1)
     request, place = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     if tl.load(slots + request) <= 0:
@@ -183,8 +186,8 @@ def channel_pairs_kernel(
     tl.store(last + to, tl.exp(tl.sum(g, axis=0)), mask=in_key)
 
 
-def config(arch: str, key_dim: int, channel: bool) -> dict[str, int]:
+def config(chip: Chip, key_dim: int, channel: bool) -> dict[str, int]:
     """Of `pairs_kernel`, or with `channel` of `channel_pairs_kernel`."""
     block_k = max(16, next_power_of_2(key_dim))
-    warps = 8 if channel else 2 if arch == "sm_90" else 4
+    warps = 8 if channel else 2 if chip.has_wgmma else 4
     return {"BLOCK_K": block_k, "num_warps": warps, "num_stages": 1}

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from allotrope.attention.early import in_turn_jit
-from allotrope.attention.tile_sizes import next_power_of_2
+from allotrope.kernels.chip import Chip
+from allotrope.kernels.pdl import no_pdl_jit
+from allotrope.kernels.tiles import next_power_of_2
 
 
 # Not launched early: its few long programs would begin beside the last of the kernel before, several of them on one
 # multiprocessor, and stay there. Prefills begin behind the decodes, so at any alignment: no kernel is compiled for one.
-@in_turn_jit(do_not_specialize_on_alignment=["query_start", "seq_lens", "slots"])
+@no_pdl_jit(do_not_specialize_on_alignment=["query_start", "seq_lens", "slots"])
 def scan_kernel(
     mixed, mix, scores, grown, rest, seen_keys, queries, keys, last, ssm, out, query_start, seq_lens, slots,
     first_chunk, ssm_slot, value_scale,
@@ -99,9 +100,9 @@ def scan_kernel(
     tl.store(cell, (state * value_scale).to(ssm.dtype.element_ty), mask=in_cell)
 
 
-def config(arch: str, key_dim: int, value_dim: int, half: bool) -> dict[str, int]:
+def config(chip: Chip, key_dim: int, value_dim: int, half: bool) -> dict[str, int]:
     """`half`: products of fp16. Narrow parts of the state: one long request has to fill the chip."""
     block_v = min(32, max(16, next_power_of_2(value_dim)))
     block_k = max(16, next_power_of_2(key_dim))
-    stages = 3 if arch == "sm_90" and half and block_k <= 128 else 1
+    stages = 3 if chip.has_wgmma and half and block_k <= 128 else 1
     return {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 4, "STAGES": stages}

@@ -20,7 +20,8 @@ from allotrope.attention.family import CacheViews
 from allotrope.attention.mha import cpu, reference
 from allotrope.attention.mha.plan import Part, build_plan, prefill_parts
 from allotrope.attention.mha.spec import MhaSpec
-from allotrope.cpu.compiler import UNSUITED, CannotCompile, load
+from allotrope.kernels.c.compiler import UNSUITED, CannotCompile, load
+from allotrope.kernels.chip import Chip
 
 _LANES = 16
 # Keys that one thread scores at a time.
@@ -34,9 +35,9 @@ class _Strides(ctypes.Structure):
     _fields_ = (("page", _LONG), ("row", _LONG), ("head", _LONG))
 
 
-def rejects(spec: MhaSpec, device: torch.device) -> list[str]:
+def rejects(spec: MhaSpec, chip: Chip) -> list[str]:
     """Why this backend cannot run a layer."""
-    reasons = cpu.rejects(spec, device)
+    reasons = cpu.rejects(spec, chip)
     for name, dim in (("head_dim", spec.head_dim), ("v_head_dim", spec.value_dim)):
         if dim % _LANES:
             reasons.append(f"{name}={dim} (needs a multiple of {_LANES})")
@@ -50,7 +51,7 @@ def rejects(spec: MhaSpec, device: torch.device) -> list[str]:
     return reasons
 
 
-def fallbacks(spec: MhaSpec, dtype: torch.dtype, device: torch.device) -> list[str]:
+def fallbacks(spec: MhaSpec, dtype: torch.dtype, chip: Chip) -> list[str]:
     """Which steps go the way of `cpu`, and why."""
     if dtype != spec.kv_dtype:
         return [f"every step runs as cpu: dtype={dtype} (needs kv_dtype={spec.kv_dtype})"]

@@ -10,6 +10,7 @@ import torch
 
 from allotrope.attention.mha.plan import Part
 from allotrope.attention.mha.spec import MhaSpec
+from allotrope.kernels.chip import Chip
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -17,11 +18,11 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BLOCK = 64
 
 
-def rejects(spec: MhaSpec, device: torch.device) -> list[str]:
+def rejects(spec: MhaSpec, chip: Chip) -> list[str]:
     """Why this backend cannot run a layer."""
     reasons = []
-    if device.type != "cpu":
-        reasons.append(f"device={device.type} (needs cpu)")
+    if chip.vendor != "cpu":
+        reasons.append(f"chip={chip.arch} (needs cpu)")
     if spec.softcap is not None:
         reasons.append(f"softcap={spec.softcap} (needs none)")
     if spec.value_dim != spec.head_dim:

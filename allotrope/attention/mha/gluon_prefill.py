@@ -26,16 +26,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from allotrope.attention.ahead import Variant
-from allotrope.attention.early import await_turn, early
-from allotrope.attention.gluon_extremes import higher_of, highest
-from allotrope.attention.gluon_ring import ring
-from allotrope.attention.gluon_versions import barrier, load_tile
-from allotrope.attention.gluon_zero import unknown_zero
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.attention.mha.triton_decode import EVERYTHING
 from allotrope.attention.mha.triton_prefill import Tiles, gathered, heads_of_a_tile
-from allotrope.attention.tile_sizes import next_power_of_2
+from allotrope.kernels.chip import Chip
+from allotrope.kernels.gluon.opaque_zero import unknown_zero
+from allotrope.kernels.gluon.propagate_nan import higher_of, highest
+from allotrope.kernels.gluon.ring import ring
+from allotrope.kernels.gluon.versions import barrier, load_tile
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, with_pdl
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.tiles import next_power_of_2
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LOWEST = gl.constexpr(-1.0e30)
@@ -199,7 +200,7 @@ def _advance(
     return _packed(following, kind), mixed, top, total
 
 
-@early
+@with_pdl
 @gluon.jit
 def prefill_kernel(
     q, k, v, records, sinks, out, scale, softcap, v_scale, window, rows, q_t, q_h, out_t, out_h,
@@ -209,7 +210,8 @@ def prefill_kernel(
 ):  # fmt: skip
     """As `triton_prefill.prefill_kernel` with GATHERED, for one of PARTS of the columns; two groups of BLOCK_M // 2
     rows and one warp that fetches."""
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     column = gl.program_id(0) % PARTS * BLOCK_DV
     tile = gl.program_id(0) // PARTS
     part = tile % (GROUPS * (R // HEADS))
@@ -293,10 +295,10 @@ class Config:
     parts: int = 1
 
 
-def config(arch: str, spec: MhaSpec, dtype: torch.dtype) -> Config | None:
+def config(chip: Chip, spec: MhaSpec, dtype: torch.dtype) -> Config | None:
     """Launch parameters; None where `triton_prefill` is to be taken. `dtype`: type of the queries."""
     widest = max(spec.head_dim, spec.value_dim)
-    if arch != "sm_90" or dtype not in _TYPES or widest <= 64:
+    if not chip.has_wgmma or dtype not in _TYPES or widest <= 64:
         return None
     if widest > 256:
         return Config(128, 64, 1, 240, parts=2 if spec.value_dim > 256 else 1)
@@ -343,12 +345,13 @@ def _descriptor(rows: torch.Tensor, dim: int, block_n: int, block_d: int) -> Any
     return TensorDescriptor(flat, [flat.shape[0], dim], [flat.stride(0), 1], [block_n, block_d], layout)
 
 
-def variants(arch: str) -> list[Variant]:
+@specializations
+def released(chip: Chip) -> list[Specialization]:
     """Heads of 128, of 256 with sinks, and of 512; nothing but for Hopper."""
     found = []
     for heads, groups, dim, sinks in ((64, 8, 128, False), (16, 2, 256, True), (32, 4, 512, False)):
         spec = MhaSpec(num_heads=heads, num_kv_heads=groups, head_dim=dim, scale=1.0, kv_dtype=torch.bfloat16)
-        how = config(arch, spec, torch.bfloat16)
+        how = config(chip, spec, torch.bfloat16)
         if how is None:
             return []
         rows = []
@@ -366,5 +369,5 @@ def variants(arch: str) -> list[Variant]:
         constants |= {"SOFTCAP": False, "SINKS": sinks}
         name = f"mha prefill {heads}/{groups} x {dim}, warps apart"
         # Triton 3.7 needs a register or two more than 3.6.
-        found.append(Variant(name, prefill_kernel, signature, constants, 4, 1, spills=8))
+        found.append(Specialization(name, prefill_kernel, signature, constants, 4, 1, spills=8))
     return found

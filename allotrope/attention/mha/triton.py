@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mha import gluon_prefill, triton_decode, triton_prefill, triton_store
 from allotrope.attention.mha.spec import MhaSpec
+from allotrope.kernels.chip import Chip, chip_of
 
 
 @dataclass(eq=False)
@@ -38,13 +38,6 @@ def build_plan(spec: MhaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     return TritonPlan(batch, paged, spec.window)
 
 
-def architecture(device: torch.device) -> str:
-    """Name of the chip as the launch parameters know it; "interpreter" without one."""
-    if device.type != "cuda":
-        return "interpreter"
-    return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0] if torch.version.hip else "sm_90"
-
-
 def run(
     spec: MhaSpec,
     plan: TritonPlan,
@@ -63,21 +56,21 @@ def run(
         triton_store.store(spec, paged.slots, pools, k, v, k_scale, v_scale)
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = q.new_empty(q.shape[0], spec.num_heads, spec.value_dim)
-    arch, decodes = architecture(q.device), batch.num_decodes
+    chip, decodes = chip_of(q.device), batch.num_decodes
     if decodes:
         triton_decode.decode(
-            spec, triton_decode.config(arch, spec, q.dtype), q[:decodes], pools, paged.table, batch.tensors.seq_lens,
+            spec, triton_decode.config(chip, spec, q.dtype), q[:decodes], pools, paged.table, batch.tensors.seq_lens,
             max(batch.seq_lens[:decodes]), sinks, out, k_scale, v_scale,
         )  # fmt: skip
     if decodes < batch.num_requests:
-        _prefill(spec, plan, arch, q, pools, sinks, out, k_scale, v_scale)
+        _prefill(spec, plan, chip, q, pools, sinks, out, k_scale, v_scale)
     return out
 
 
 def _prefill(
     spec: MhaSpec,
     plan: TritonPlan,
-    arch: str,
+    chip: Chip,
     q: torch.Tensor,
     pools: dict[str, torch.Tensor],
     sinks: torch.Tensor | None,
@@ -86,8 +79,8 @@ def _prefill(
     v_scale: float,
 ) -> None:
     """The prompts, by whichever kernel is fastest on the chip."""
-    how = triton_prefill.config(arch, spec, q.dtype)
-    specialized = gluon_prefill.config(arch, spec, q.dtype)
+    how = triton_prefill.config(chip, spec, q.dtype)
+    specialized = gluon_prefill.config(chip, spec, q.dtype)
     block_m = how.block_m if specialized is None else specialized.block_m
     cut = plan.tiles(block_m // triton_prefill.heads_of_a_tile(spec, block_m))
     rest = (q, pools, plan.paged.table, sinks, out, k_scale, v_scale)
@@ -99,9 +92,3 @@ def _prefill(
         triton_prefill.prefill(spec, how, cut, *rest)
     else:
         gluon_prefill.prefill(spec, specialized, cut, *rest)
-
-
-def variants(arch: str) -> list[Variant]:
-    """Every kernel of the family at released sizes."""
-    modules = (triton_store, triton_decode, triton_prefill, gluon_prefill)
-    return [variant for module in modules for variant in module.variants(arch)]

@@ -15,11 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
-from allotrope.attention.ahead import Variant
-from allotrope.attention.early import await_turn, early_jit
-from allotrope.attention.extremes import higher_of, highest
 from allotrope.attention.mha.spec import MhaSpec
-from allotrope.attention.tile_sizes import cdiv, next_power_of_2
+from allotrope.kernels.chip import Chip, chip_of
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.propagate_nan import higher_of, highest
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.tiles import cdiv, next_power_of_2
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Below any logit, yet finite: exp2 of a difference is never that of inf - inf.
@@ -40,18 +41,18 @@ class Config:
     programs: int
 
 
-def config(arch: str, spec: MhaSpec, dtype: torch.dtype) -> Config:
+def config(chip: Chip, spec: MhaSpec, dtype: torch.dtype) -> Config:
     """Launch parameters; `dtype`: type of the queries."""
     widest = max(next_power_of_2(spec.head_dim), next_power_of_2(spec.value_dim))
     repeat = spec.num_heads // spec.num_kv_heads
     # A chunk's result is `repeat` rows of fp32: few key/value heads need short chunks to fill a chip, many queries of
     # one head long ones.
     chunk = 1024 if spec.num_kv_heads >= 8 or repeat > 32 else 512
-    if arch == "interpreter":
+    if chip.vendor == "cpu":
         return Config(32, 32, 4, 1, 64)
     if dtype == torch.float32:
         return Config(32 if widest <= 128 else 16, chunk, 4, 1, 4096)
-    if arch.startswith("gfx"):
+    if chip.vendor == "amd":
         return Config(32 if widest <= 256 else 16, chunk, 4, 2 if widest <= 128 else 1, 4096)
     # Pages are looked up one stage ahead, so that of five stages two hold rows.
     few = widest * spec.kv_dtype.itemsize <= 128
@@ -87,7 +88,7 @@ def _capped(logits, scale, softcap, SOFTCAP: tl.constexpr):
     return logits * (scale * _LOG2E)
 
 
-@early_jit(do_not_specialize=["window", "splits", "capacity"])
+@pdl_jit(do_not_specialize=["window", "splits", "capacity"])
 def decode_kernel(
     q, k_pool, v_pool, table, seq_lens, sinks, partial, lse, out,
     scale, softcap, v_scale, window, splits, capacity,
@@ -101,7 +102,8 @@ def decode_kernel(
 
     Writes each chunk's normalised result and base-2 log-sum-exp; with DIRECT (one chunk at most) the output.
     """
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     split = tl.program_id(0)
     group = tl.program_id(1) // tl.cdiv(R, BLOCK_H)
     request = tl.program_id(2).to(tl.int64)
@@ -179,14 +181,15 @@ def decode_kernel(
             tl.store(to, mixed, mask=real[:, None] & in_value[None, :])
 
 
-@early_jit(do_not_specialize=["window", "capacity"])
+@pdl_jit(do_not_specialize=["window", "capacity"])
 def merge_kernel(
     partial, lse, seq_lens, sinks, out, window, capacity, out_t, out_h,
     H: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     MOST: tl.constexpr, STEP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """out = sum_c 2^lse_c o_c / (sum_c 2^lse_c + e^sink) of one request and head, chunk after chunk; 0 without keys."""
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, chunks = _chunks(tl.load(seq_lens + request), window, BLOCK_N, CHUNK, MOST)
     dim = tl.arange(0, BLOCK_DV)
@@ -249,7 +252,7 @@ def decode(
     if packed(spec, q.dtype):
         from allotrope.attention.mha import triton_decode_fp8
 
-        kernel, more = triton_decode_fp8.decode_kernel, {"NVIDIA": q.is_cuda and torch.version.hip is None}
+        kernel, more = triton_decode_fp8.decode_kernel, {"NVIDIA": chip_of(q.device).vendor == "nvidia"}
         k_pool, v_pool = k_pool.view(torch.int16), v_pool.view(torch.int16)
     kernel[(splits, tiles, requests)](
         q, k_pool, v_pool, table, seq_lens, out if sinks is None else sinks, partial, lse, out,
@@ -268,7 +271,8 @@ def decode(
         )  # fmt: skip
 
 
-def variants(arch: str) -> list[Variant]:
+@specializations
+def released(chip: Chip) -> list[Specialization]:
     """Released sizes: heads, key/value heads, head size, type of the cached rows, sinks."""
     from allotrope.attention.mha import triton_decode_fp8
 
@@ -280,7 +284,7 @@ def variants(arch: str) -> list[Variant]:
         (64, 8, 128, "i16", False),
     ):
         spec = MhaSpec(num_heads=heads, num_kv_heads=groups, head_dim=dim, scale=1.0, kv_dtype=torch.bfloat16)
-        how = config(arch, spec, torch.bfloat16)
+        how = config(chip, spec, torch.bfloat16)
         signature = {
             "q": "*bf16:16",
             "k_pool": f"*{kind}:16",
@@ -299,8 +303,8 @@ def variants(arch: str) -> list[Variant]:
         name = f"mha decode {heads}/{groups} x {dim} {kind}".replace("i16", "fp8")
         kernel = decode_kernel
         if kind == "i16":
-            kernel, constants["NVIDIA"] = triton_decode_fp8.decode_kernel, not arch.startswith("gfx")
-        found.append(Variant(name, kernel, signature, constants, how.warps, how.stages))
+            kernel, constants["NVIDIA"] = triton_decode_fp8.decode_kernel, chip.vendor != "amd"
+        found.append(Specialization(name, kernel, signature, constants, how.warps, how.stages))
     names = ("partial", "lse", "seq_lens", "sinks", "out", "window", "capacity", "out_t", "out_h")
     kinds = ("*fp32:16", "*fp32", "*i32", "*fp32", "*bf16:16", "i32", "i32", "i32:16", "i32:16")
     constants = {
@@ -313,4 +317,4 @@ def variants(arch: str) -> list[Variant]:
         "STEP": 16,
         "SINKS": True,
     }
-    return [*found, Variant("mha merge", merge_kernel, dict(zip(names, kinds, strict=True)), constants, 4, 1)]
+    return [*found, Specialization("mha merge", merge_kernel, dict(zip(names, kinds, strict=True)), constants, 4, 1)]

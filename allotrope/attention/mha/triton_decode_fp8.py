@@ -13,9 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from allotrope.attention.early import await_turn, early_jit
-from allotrope.attention.extremes import at_least, higher_of, highest, largest_of
 from allotrope.attention.mha.triton_decode import _LOG2E, _LOWEST, _capped, _chunks
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.propagate_nan import at_least, higher_of, highest, largest_of
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _unpacked(pairs, NVIDIA: tl.constexpr):
     return even.to(tl.int16).to(tl.float16, bitcast=True), odd.to(tl.int16).to(tl.float16, bitcast=True)
 
 
-@early_jit(do_not_specialize=["window", "splits", "capacity"])
+@pdl_jit(do_not_specialize=["window", "splits", "capacity"])
 def decode_kernel(
     q, k_pool, v_pool, table, seq_lens, sinks, partial, lse, out,
     scale, softcap, v_scale, window, splits, capacity,
@@ -68,7 +68,8 @@ def decode_kernel(
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr, DIRECT: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """As `triton_decode.decode_kernel`. `k_pool`, `v_pool`: int16 views, and their strides."""
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     split = tl.program_id(0)
     group = tl.program_id(1) // tl.cdiv(R, BLOCK_H)
     request = tl.program_id(2).to(tl.int64)

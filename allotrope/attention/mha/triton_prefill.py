@@ -17,13 +17,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import BatchLayout
-from allotrope.attention.early import await_turn, early_jit
-from allotrope.attention.extremes import higher_of, highest
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.attention.mha.triton_decode import _LOG2E, _LOWEST, EVERYTHING, _capped
-from allotrope.attention.tile_sizes import next_power_of_2
+from allotrope.kernels.chip import Chip
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.propagate_nan import higher_of, highest
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.tiles import next_power_of_2
 
 # Rows of one gathered block: a request's region of the scratch begins at a multiple, and is zeros to the next one.
 REGION = 128
@@ -43,14 +44,14 @@ class Config:
     gather: bool
 
 
-def config(arch: str, spec: MhaSpec, dtype: torch.dtype) -> Config:
+def config(chip: Chip, spec: MhaSpec, dtype: torch.dtype) -> Config:
     """Launch parameters; `dtype`: type of the queries."""
     widest = max(next_power_of_2(spec.head_dim), next_power_of_2(spec.value_dim))
-    if arch == "interpreter":
+    if chip.vendor == "cpu":
         return Config(64, 32, 4, 1, spec.num_kv_heads % 2 == 0)
     if dtype == torch.float32:
         return Config(32, 32, 4, 1, False) if widest <= 128 else Config(16, 16, 4, 1, False)
-    if arch.startswith("gfx"):
+    if chip.vendor == "amd":
         return Config(64, 32, 4, 1, False) if widest <= 256 else Config(32, 16, 4, 1, False)
     # Small tiles, so that several programs of a multiprocessor fill each other's gaps.
     if widest <= 128:
@@ -114,14 +115,15 @@ def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-@early_jit
+@pdl_jit
 def gather_kernel(
     k_pool, v_pool, table, blocks, k_rows, v_rows, rows, kp_p, kp_s, kp_g, vp_p, vp_s, vp_g, table_b,
     PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PITCH: tl.constexpr, PITCH_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, REGION: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Rows of one request and head into the scratch [G, rows, pitch]; zeros where the request has none."""
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     part, head = tl.program_id(0), tl.program_id(1)
     block = blocks + part // (REGION // BLOCK_T) * 4
     shift = part % (REGION // BLOCK_T) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -175,7 +177,7 @@ def _softmax(logits, top, total, scale, softcap, SOFTCAP: tl.constexpr):
     return weights, higher, total * fade + tl.sum(weights, 1), fade
 
 
-@early_jit
+@pdl_jit
 def prefill_kernel(
     q, k, v, table, records, sinks, out,
     scale, softcap, v_scale, window, rows,
@@ -189,7 +191,8 @@ def prefill_kernel(
     `k`, `v`: pools, or with GATHERED descriptors of the scratch [G * rows, D]. Key blocks that every row sees wholly
     need no mask; the others, at the window's edge and at the diagonal, come first.
     """
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     part = tl.program_id(0) % (GROUPS * (R // HEADS))
     record = records + tl.program_id(0) // (GROUPS * (R // HEADS)) * 5
     group = part // (R // HEADS)
@@ -348,12 +351,13 @@ def _descriptor(rows: torch.Tensor, dim: int, block_n: int, block_d: int) -> Ten
     return TensorDescriptor(flat, [flat.shape[0], dim], [flat.stride(0), 1], [block_n, block_d])
 
 
-def variants(arch: str) -> list[Variant]:
+@specializations
+def released(chip: Chip) -> list[Specialization]:
     """Released sizes: heads, key/value heads, head size, whether there are sinks and a window; and the gathering."""
     found = []
     for heads, groups, dim, sinks in ((64, 8, 128, False), (64, 8, 64, True), (32, 4, 512, False)):
         spec = MhaSpec(num_heads=heads, num_kv_heads=groups, head_dim=dim, scale=1.0, kv_dtype=torch.bfloat16)
-        how = config(arch, spec, torch.bfloat16)
+        how = config(chip, spec, torch.bfloat16)
         rows = f"tensordesc<bf16[{how.block_n},{dim}]>" if how.gather else "*bf16:16"
         signature = {"q": "*bf16:16", "k": rows, "v": rows, "table": "*i64", "records": "*i32", "sinks": "*fp32"}
         signature |= {"out": "*bf16:16"} | dict.fromkeys(("scale", "softcap", "v_scale"), "fp32")
@@ -364,5 +368,5 @@ def variants(arch: str) -> list[Variant]:
         constants |= {"D": dim, "DV": dim, "BLOCK_M": how.block_m, "BLOCK_N": how.block_n, "BLOCK_D": dim}
         constants |= {"BLOCK_DV": dim, "SOFTCAP": False, "SINKS": sinks, "SHARED": False, "GATHERED": how.gather}
         name = f"mha prefill {heads}/{groups} x {dim}"
-        found.append(Variant(name, prefill_kernel, signature, constants, how.warps, how.stages))
+        found.append(Specialization(name, prefill_kernel, signature, constants, how.warps, how.stages))
     return found

@@ -10,11 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from allotrope.attention.ahead import Variant
-from allotrope.attention.early import await_turn, early_jit
-from allotrope.attention.extremes import clamped
 from allotrope.attention.mha.spec import MhaSpec
-from allotrope.attention.tile_sizes import cdiv, next_power_of_2
+from allotrope.kernels.chip import Chip
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.propagate_nan import clamped
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.tiles import cdiv, next_power_of_2
 
 # Largest number of float8_e4m3fn.
 _LARGEST = tl.constexpr(448.0)
@@ -30,7 +31,7 @@ def _quantized(x, scale, FP8: tl.constexpr):
     return x
 
 
-@early_jit
+@pdl_jit
 def store_kernel(
     k, v, slots, k_pool, v_pool, k_scale, v_scale, tokens,
     k_t, k_h, v_t, v_h, kp_p, kp_s, kp_g, vp_p, vp_s, vp_g,
@@ -38,7 +39,8 @@ def store_kernel(
     BLOCK_T: tl.constexpr, FP8: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_T tokens of one key/value head: k and v to row `slots`; a token without a slot is not written."""
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1)
     slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
@@ -84,7 +86,8 @@ def store(
     )  # fmt: skip
 
 
-def variants(arch: str) -> list[Variant]:
+@specializations
+def released(chip: Chip) -> list[Specialization]:
     """Rows of 128 in their own type, and in FP8."""
     strides = dict.fromkeys(("k_t", "k_h", "v_t", "v_h", "kp_p", "kp_s", "kp_g", "vp_p", "vp_s", "vp_g"), "i32:16")
     found = []
@@ -99,5 +102,5 @@ def variants(arch: str) -> list[Variant]:
         signature |= {"k_scale": "fp32", "v_scale": "fp32", "tokens": "i32"} | strides
         constants = {"PAGE": 64, "D": 128, "DV": 128, "BLOCK_D": 128, "BLOCK_DV": 128, "BLOCK_T": _TOKENS}
         constants |= {"FP8": pool != "bf16", "SHARED": False}
-        found.append(Variant(f"mha store {pool}", store_kernel, signature, constants, 4, 1))
+        found.append(Specialization(f"mha store {pool}", store_kernel, signature, constants, 4, 1))
     return found

@@ -15,7 +15,8 @@ from allotrope.attention.family import CacheViews
 from allotrope.attention.mla import reference
 from allotrope.attention.mla.plan import MlaPlan, Span, build_plan, plan_reads
 from allotrope.attention.mla.spec import MlaSpec
-from allotrope.cpu.compiler import CannotCompile, load
+from allotrope.kernels.c.compiler import CannotCompile, load
+from allotrope.kernels.chip import Chip
 
 _LANES = 16
 # Keys that one thread scores at a time; as in C.
@@ -33,9 +34,9 @@ class _Sizes(ctypes.Structure):
     )
 
 
-def rejects(spec: MlaSpec, device: torch.device) -> list[str]:
+def rejects(spec: MlaSpec, chip: Chip) -> list[str]:
     """Why this backend cannot run a layer."""
-    reasons = [] if device.type == "cpu" else [f"device={device.type} (needs cpu)"]
+    reasons = [] if chip.vendor == "cpu" else [f"chip={chip.arch} (needs cpu)"]
     if spec.latent_dim % _LANES:
         reasons.append(f"latent_dim={spec.latent_dim} (needs a multiple of {_LANES})")
     if spec.row_format != "plain" or spec.kv_dtype not in _KINDS:
@@ -48,7 +49,7 @@ def rejects(spec: MlaSpec, device: torch.device) -> list[str]:
     return reasons
 
 
-def fallbacks(spec: MlaSpec, dtype: torch.dtype, device: torch.device) -> list[str]:
+def fallbacks(spec: MlaSpec, dtype: torch.dtype, chip: Chip) -> list[str]:
     """Which steps go the way of `reference`, and why. Prompts always do."""
     if dtype == spec.kv_dtype:
         return []

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from allotrope.attention.backend import Backend, lazily, runs_anywhere, triton_reasons
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.mla import compiled, reference
 from allotrope.attention.mla.plan import build_plan
+from allotrope.kernels.backend import lazily, runs_anywhere
+from allotrope.kernels.chip import Chip
+from allotrope.kernels.triton_version import triton_reasons
 
 # Channels of a latent row that one program can hold for the heads it serves.
 WIDEST_LATENT = 512
 
 
-def triton_rejects(spec: Any, device: torch.device) -> list[str]:
+def triton_rejects(spec: Any, chip: Chip) -> list[str]:
     """Why the Triton kernels cannot run a layer."""
-    reasons = triton_reasons(device)
+    reasons = triton_reasons(chip)
     if spec.latent_dim > WIDEST_LATENT:
         reasons.append(f"latent_dim={spec.latent_dim} (needs at most {WIDEST_LATENT})")
     if spec.row_format == "scaled" and spec.latent_dim & (spec.latent_dim - 1):
@@ -29,13 +30,13 @@ class MLA:
 
     name = "mla"
     backends = (
-        Backend(
+        AttentionBackend(
             "triton",
             triton_rejects,
-            lazily("allotrope.attention.mla.triton", "build_plan"),
             lazily("allotrope.attention.mla.triton", "run"),
+            plan=lazily("allotrope.attention.mla.triton", "build_plan"),
             in_graphs=True,
         ),
-        Backend("compiled", compiled.rejects, compiled.plan, compiled.run, fallbacks=compiled.fallbacks),
-        Backend("reference", runs_anywhere, build_plan, reference.run),
+        AttentionBackend("compiled", compiled.rejects, compiled.run, plan=compiled.plan, fallbacks=compiled.fallbacks),
+        AttentionBackend("reference", runs_anywhere, reference.run, plan=build_plan),
     )

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mla import triton_decode, triton_prefill, triton_store
@@ -170,8 +169,3 @@ def attend_absorbed(
         project_up(z, w_uv, out[mine])
     else:
         out[mine] = project_up(z, w_uv, out.new_empty(len(mine), *out.shape[1:]))
-
-
-def variants(arch: str) -> list[Variant]:
-    """What this family compiles ahead of time."""
-    return [*triton_store.variants(arch), *triton_decode.variants(arch), *triton_prefill.variants(arch)]

@@ -18,15 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
-from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import PageIndex
-from allotrope.attention.early import await_turn, early_jit
-from allotrope.attention.extremes import at_least, higher_of, highest
 from allotrope.attention.mla.rows import BLOCK
 from allotrope.attention.mla.spec import MlaSpec
 from allotrope.attention.mla.triton_store import planes
-from allotrope.attention.splits import cheapest_splits
-from allotrope.attention.tile_sizes import cdiv, next_power_of_2
+from allotrope.kernels.chip import Chip, chip_of
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.propagate_nan import at_least, higher_of, highest
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.split_kv import cheapest_splits
+from allotrope.kernels.tiles import cdiv, next_power_of_2
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _BLOCK = tl.constexpr(BLOCK)
@@ -61,15 +62,15 @@ class Config:
     hopper: bool = False
 
 
-def config(arch: str, spec: MlaSpec, dtype: torch.dtype, picked: bool) -> Config:
+def config(chip: Chip, spec: MlaSpec, dtype: torch.dtype, picked: bool) -> Config:
     """Launch parameters. `dtype`: of the queries. `picked`: whether rows are picked one by one."""
     heads = min(64, max(16, next_power_of_2(spec.num_heads)))
-    if arch == "interpreter":
+    if chip.vendor == "cpu":
         return Config(heads, 32, 4, 1, 1, heads < 64)
     if dtype == torch.float32:
         return Config(16, 16, 4, 1, 1)
-    if arch != "sm_90":
-        return Config(16, 32 if arch == "gfx950" else 16, 4, 1, 2)
+    if not chip.has_wgmma:
+        return Config(16, 32 if chip.arch == "gfx950" else 16, 4, 1, 2)
     fits = (spec.latent_dim, spec.rope_dim) == (512, 64) and (spec.kv_dtype == dtype or spec.row_format == "scaled")
     # Rows that are picked one by one are better fetched for heads that are not there than by fewer warps.
     if fits and (heads == 64 or picked):
@@ -121,7 +122,7 @@ def _place(table, picks, start, end, many, KEYS: tl.constexpr, PAGE: tl.constexp
     return key, page
 
 
-@early_jit
+@pdl_jit
 def attend_kernel(
     q, q_pe, c_pool, pe_pool, factors, table, request, seen, picks, partial, lse, out,
     scale, kv_scale, topk, splits,
@@ -138,7 +139,8 @@ def attend_kernel(
     With PICKED the keys of a query that sees more than `topk` are `picks` [t, topk], -1 for none. With DIRECT (one
     split) the output is written, else the split's normalised result and base-2 log-sum-exp.
     """
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     split = tl.program_id(1)
     query = tl.program_id(2).to(tl.int64)
@@ -218,14 +220,15 @@ def attend_kernel(
             tl.store(lse + place, found, mask=real)
 
 
-@early_jit
+@pdl_jit
 def join_kernel(
     partial, lse, seen, out, topk, splits, out_t, out_h,
     H: tl.constexpr, C: tl.constexpr, KEYS: tl.constexpr, BLOCK_C: tl.constexpr, STEP: tl.constexpr,
     PICKED: tl.constexpr,
 ):  # fmt: skip
     """One head of one query: the splits that have keys, weighed by their log-sum-exp; zero where none has."""
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     head = tl.program_id(0)
     query = tl.program_id(1).to(tl.int64)
     n = tl.load(seen + query)
@@ -264,20 +267,6 @@ def split_count(queries: int, groups: int, steps: int, slots: int) -> int:
     return cheapest_splits(queries * groups, steps, slots, most, begin=2.0, join=4.0, each=0.25)
 
 
-def arch_of(device: torch.device) -> str:
-    """The chip that launch parameters are chosen for."""
-    if device.type == "cpu":
-        return "interpreter"
-    if torch.version.hip:
-        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
-    return "sm_90"
-
-
-def slots_of(device: torch.device) -> int:
-    """Multiprocessors; a few where kernels are interpreted, so that splits are tested."""
-    return 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def attend(
     spec: MlaSpec,
     pools: Mapping[str, torch.Tensor],
@@ -295,11 +284,11 @@ def attend(
     """
     heads, count, latent = q.shape
     device = q.device
-    chosen = config(arch_of(device), spec, q.dtype, picks is not None)
+    chosen = config(chip_of(device), spec, q.dtype, picks is not None)
     groups = cdiv(heads, chosen.heads)
     bound = queries.bound if picks is None else min(queries.bound, topk)
     steps = next_power_of_2(cdiv(max(1, bound), chosen.keys))
-    splits = split_count(count, groups, steps, slots_of(device) * chosen.resident)
+    splits = split_count(count, groups, steps, chip_of(device).num_sms * chosen.resident)
     out = torch.empty(heads, count, latent, dtype=q.dtype, device=device)
     direct = splits == 1
     partial, lse = out, out
@@ -334,7 +323,8 @@ def attend(
     return out
 
 
-def variants(arch: str) -> list[Variant]:
+@specializations
+def released(chip: Chip) -> list[Specialization]:
     """Released sizes: few and many heads, bf16, FP8 and scaled rows, all rows and picked ones, and fp32."""
     made = []
     # What goes to the stack was measured to cost less than smaller tiles.
@@ -345,14 +335,14 @@ def variants(arch: str) -> list[Variant]:
         ("128 heads scaled picked", 128, "scaled", True, 0),
         ("4 heads fp32", 4, "fp32", False, 0),
     ):
-        made.append(_variant(arch, name, heads, kinds, picked, stack if arch == "sm_90" else 0))
+        made.append(_variant(chip, name, heads, kinds, picked, stack if chip.has_wgmma else 0))
     strides = dict.fromkeys(("topk", "splits", "out_t", "out_h"), "i32")
     signature = {"partial": "*fp32", "lse": "*fp32", "seen": "*i32", "out": "*bf16", **strides}
     constants = {"H": 128, "C": 512, "KEYS": 64, "BLOCK_C": 512, "STEP": 4, "PICKED": False}
-    return [*made, Variant("mla join", join_kernel, signature, constants, 4, 1)]
+    return [*made, Specialization("mla join", join_kernel, signature, constants, 4, 1)]
 
 
-def _variant(arch: str, name: str, heads: int, kinds: str, picked: bool, spills: int) -> Variant:
+def _variant(chip: Chip, name: str, heads: int, kinds: str, picked: bool, spills: int) -> Specialization:
     dtype = torch.float32 if kinds == "fp32" else torch.bfloat16
     kv_dtype = {"fp8": torch.float8_e4m3fn, "scaled": torch.float8_e4m3fn}.get(kinds, dtype)
     row_format = "scaled" if kinds == "scaled" else "plain"
@@ -360,7 +350,7 @@ def _variant(arch: str, name: str, heads: int, kinds: str, picked: bool, spills:
         num_heads=heads, latent_dim=512, rope_dim=64, nope_dim=128, v_head_dim=128, scale=0.07, kv_dtype=kv_dtype,
         row_format=row_format,
     )  # fmt: skip
-    chosen = config(arch, spec, dtype, picked)
+    chosen = config(chip, spec, dtype, picked)
     plain = "*fp32" if kinds == "fp32" else "*bf16"
     pool = "*fp8e4nv" if kv_dtype == torch.float8_e4m3fn else plain
     signature = {
@@ -383,4 +373,4 @@ def _variant(arch: str, name: str, heads: int, kinds: str, picked: bool, spills:
         constants |= {"TURNED": chosen.turned}
     loose = ("topk", "splits", "scale", "kv_scale")
     signature = {argument: kind if argument in loose else f"{kind}:16" for argument, kind in signature.items()}
-    return Variant(f"mla decode {name}", kernel, signature, constants, chosen.warps, chosen.stages, spills)
+    return Specialization(f"mla decode {name}", kernel, signature, constants, chosen.warps, chosen.stages, spills)

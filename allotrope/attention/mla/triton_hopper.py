@@ -27,11 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from allotrope.attention.early import await_turn, early
-from allotrope.attention.gluon_extremes import at_least, higher_of, highest
-from allotrope.attention.gluon_versions import barrier
-from allotrope.attention.gluon_zero import unknown_zero
 from allotrope.attention.mla.triton_hopper_rows import HALF, KEYS, READ, ROPE, read, read_scaled
+from allotrope.kernels.gluon.opaque_zero import unknown_zero
+from allotrope.kernels.gluon.propagate_nan import at_least, higher_of, highest
+from allotrope.kernels.gluon.versions import barrier
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, with_pdl
 
 # Heads of a program.
 _H = gl.constexpr(64)
@@ -205,7 +205,7 @@ def _finish(
         gl.store(lse + row, found, mask=kept)
 
 
-@early
+@with_pdl
 @gluon.jit
 def attend_kernel(
     q, q_pe, c_pool, pe_pool, factors, table, request, seen, picks, partial, lse, out,
@@ -214,7 +214,8 @@ def attend_kernel(
     H: gl.constexpr, PAGE: gl.constexpr, PICKED: gl.constexpr, SCALED: gl.constexpr, DIRECT: gl.constexpr,
 ):  # fmt: skip
     """64 heads of one query over one split of its keys, as in `triton_decode`."""
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     head = gl.program_id(0) * _H
     split = gl.program_id(1)
     query = gl.program_id(2).to(gl.int64)

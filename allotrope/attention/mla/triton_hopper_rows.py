@@ -14,8 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from allotrope.attention.gluon_versions import load_rows
 from allotrope.attention.mla.rows import BLOCK, scaled_bytes
+from allotrope.kernels.gluon.versions import load_rows
 
 _LATENT, _ROPE = 512, 64
 # Keys of a tile, and the one size of rows that fits: half of the channels, rotated ones.

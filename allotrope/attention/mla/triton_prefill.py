@@ -20,15 +20,16 @@ import triton
 import triton.language as tl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from allotrope.attention.ahead import Variant
 from allotrope.attention.batch import PageIndex
-from allotrope.attention.early import await_turn, early_jit
-from allotrope.attention.extremes import at_least, higher_of, highest
 from allotrope.attention.mla.plan import Span
 from allotrope.attention.mla.spec import MlaSpec
-from allotrope.attention.mla.triton_decode import _LOG2E, _LOWEST, _rows, arch_of
+from allotrope.attention.mla.triton_decode import _LOG2E, _LOWEST, _rows
 from allotrope.attention.mla.triton_store import planes
-from allotrope.attention.tile_sizes import next_power_of_2
+from allotrope.kernels.chip import Chip, chip_of
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.propagate_nan import at_least, higher_of, highest
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.tiles import next_power_of_2
 
 # Queries of a tile of a plan; a kernel may share it out among several programs.
 TILE = 128
@@ -88,14 +89,14 @@ class Config:
     stages: int
 
 
-def config(arch: str, spec: MlaSpec, dtype: torch.dtype) -> Config:
+def config(chip: Chip, spec: MlaSpec, dtype: torch.dtype) -> Config:
     """Launch parameters. `dtype`: of the queries."""
-    if arch == "interpreter":
+    if chip.vendor == "cpu":
         return Config(32, 32, 4, 1)
     if dtype == torch.float32:
         return Config(16, 32, 4, 1)
     wide = max(spec.nope_dim + spec.rope_dim, spec.v_head_dim) > 192
-    if arch != "sm_90":
+    if not chip.has_wgmma:
         return Config(64 if wide else 128, 32, 8, 1)
     return Config(128, 64, 8, 2) if wide else Config(128, 64, 8, 3)
 
@@ -156,14 +157,15 @@ def _table(rows: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
 
 def _cudnn_can(spec: MlaSpec, device: torch.device) -> bool:
     """Whether cuDNN has keys and values of these sizes, in half precision, and is faster: measured on Hopper."""
-    if device.type != "cuda" or torch.version.hip or not torch.backends.cudnn.is_available():
+    chip = chip_of(device)
+    if not chip.has_wgmma or not torch.backends.cudnn.is_available():
         return False
     sizes = (spec.nope_dim + spec.rope_dim, spec.v_head_dim)
     fits = all(size % 8 == 0 and 64 <= size <= 256 for size in sizes)
-    return fits and torch.cuda.get_device_capability(device)[0] == 9 and spec.kv_dtype != torch.float32
+    return fits and spec.kv_dtype != torch.float32
 
 
-@early_jit
+@pdl_jit
 def gather_kernel(
     c_pool, pe_pool, factors, table, blocks, latent, rope, kv_scale,
     c_page, c_row, pe_page, pe_row, f_page, f_row, table_b,
@@ -171,7 +173,8 @@ def gather_kernel(
     STEP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """STEP of a block's rows as numbers, side by side: `latent` [rows, C] and `rope` [rows, R]."""
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     block = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * STEP + tl.arange(0, STEP)
     request = tl.load(blocks + block * 4).to(tl.int64)
@@ -238,7 +241,7 @@ def _over_keys(
     return mixed, top, total
 
 
-@early_jit
+@pdl_jit
 def prefill_kernel(
     q, q_pe, k, rope, v, tiles, held, lse, out, scale, q_t, q_h, pe_t, pe_h, out_t, out_h,
     H: tl.constexpr, A: tl.constexpr, B: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
@@ -250,7 +253,8 @@ def prefill_kernel(
     `k`: [rows, H, A + B]. `rope`: [rows, R]. `v`: [rows, H, V]. With JOINED, `held` [T, H, V] fp32 and `lse` [T, H]
     (base 2) have what a tile found in the slices so far.
     """
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     tile = tiles + tl.program_id(0) // PARTS * 8
     part = tl.program_id(0) % PARTS * QUERIES
     head = tl.program_id(1)
@@ -329,7 +333,7 @@ def attend(
     if plan.joined:
         held = torch.empty(len(out), *out.shape[1:], dtype=torch.float32, device=out.device)
         lse = torch.empty(len(out), out.shape[1], dtype=torch.float32, device=out.device)
-    chosen = config(arch_of(out.device), spec, q_nope.dtype)
+    chosen = config(chip_of(out.device), spec, q_nope.dtype)
     for chunk in plan.chunks:
         latent, rope = read_back(spec, pools, paged, chunk, q_nope.dtype, kv_scale)
         k = torch.mm(latent, w_uk.flatten(0, 1).t())
@@ -412,7 +416,8 @@ def _parts(spec: MlaSpec) -> dict[str, int]:
     return {"A": a, "B": size - a, "BLOCK_A": _padded(a), "BLOCK_B": _padded(size - a)}
 
 
-def variants(arch: str) -> list[Variant]:
+@specializations
+def released(chip: Chip) -> list[Specialization]:
     """Released sizes in bf16: heads of 128 and 64 rotated, and of 192 and 64 with values of 256."""
     made = []
     for name, nope, values, joined in (("192/128", 128, 128, True), ("256/256", 192, 256, False)):
@@ -420,7 +425,7 @@ def variants(arch: str) -> list[Variant]:
             num_heads=128, latent_dim=512, rope_dim=64, nope_dim=nope, v_head_dim=values, scale=0.07,
             kv_dtype=torch.bfloat16,
         )  # fmt: skip
-        chosen = config(arch, spec, torch.bfloat16)
+        chosen = config(chip, spec, torch.bfloat16)
         signature = dict.fromkeys(("q", "q_pe", "k", "rope", "v", "out"), "*bf16")
         signature |= {"tiles": "*i32", "held": "*fp32", "lse": "*fp32", "scale": "fp32"}
         signature |= dict.fromkeys(("q_t", "q_h", "pe_t", "pe_h", "out_t", "out_h"), "i32")
@@ -430,5 +435,7 @@ def variants(arch: str) -> list[Variant]:
             "PARTS": TILE // chosen.queries, "QUERIES": chosen.queries, "KEYS": chosen.keys, "JOINED": joined,
             "PRECISION": "ieee",
         }  # fmt: skip
-        made.append(Variant(f"mla prefill {name}", prefill_kernel, signature, constants, chosen.warps, chosen.stages))
+        made.append(
+            Specialization(f"mla prefill {name}", prefill_kernel, signature, constants, chosen.warps, chosen.stages)
+        )
     return made

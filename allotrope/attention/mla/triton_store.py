@@ -12,12 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from allotrope.attention.ahead import Variant
-from allotrope.attention.early import await_turn, early_jit
-from allotrope.attention.extremes import at_least, clamped, largest_of
 from allotrope.attention.mla.rows import BLOCK, FP8_MAX
 from allotrope.attention.mla.spec import MlaSpec
-from allotrope.attention.tile_sizes import cdiv, next_power_of_2
+from allotrope.kernels.chip import Chip
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.propagate_nan import at_least, clamped, largest_of
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.tiles import cdiv, next_power_of_2
 
 _LARGEST = tl.constexpr(FP8_MAX)
 _BLOCK = tl.constexpr(BLOCK)
@@ -31,7 +32,7 @@ def power_of_two(largest):
     return (exponent << 23).to(tl.float32, bitcast=True)
 
 
-@early_jit
+@pdl_jit
 def store_kernel(
     c, k_pe, c_pool, pe_pool, factors, slots, tokens, inverse,
     c_t, pe_t, c_page, c_row, pe_page, pe_row, f_page, f_row, PAGE: tl.constexpr,
@@ -39,7 +40,8 @@ def store_kernel(
     SCALED: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Strides of pages and rows are in elements of each pool's own type; `inverse`: 1 / kv_scale."""
-    await_turn()
+    gdc_wait()
+    gdc_launch_dependents()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = token < tokens
     slot = tl.load(slots + token, mask=real, other=-1).to(tl.int64)
@@ -102,7 +104,8 @@ def store(
     )  # fmt: skip
 
 
-def variants(arch: str) -> list[Variant]:
+@specializations
+def released(chip: Chip) -> list[Specialization]:
     """Rows of the released sizes in bf16 and scaled."""
     made = []
     for name, kinds in (("bf16", ("*bf16",) * 3), ("scaled", ("*fp8e4nv", "*bf16", "*fp32"))):
@@ -111,5 +114,5 @@ def variants(arch: str) -> list[Variant]:
         signature |= dict.fromkeys(("c_t", "pe_t", "c_page", "c_row", "pe_page", "pe_row", "f_page", "f_row"), "i32")
         constants = {"PAGE": 16, "C": 512, "R": 64, "BLOCK_C": 512, "BLOCK_R": 64, "ROWS": 4}
         constants |= {"SCALED": name == "scaled", "FP8": False}
-        made.append(Variant(f"mla store {name}", store_kernel, signature, constants, 4, 1))
+        made.append(Specialization(f"mla store {name}", store_kernel, signature, constants, 4, 1))
     return made

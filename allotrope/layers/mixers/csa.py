@@ -7,16 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from allotrope.attention.backend import choose
 from allotrope.attention.csa import CsaSpec, IndexerSpec
 from allotrope.attention.registry import FAMILIES
-from allotrope.attention.rope import RopeSpec
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
+from allotrope.ops.rope.reference import RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +61,7 @@ class CsaMixer(nn.Module):
     def __init__(self, spec: CsaMixerSpec, build: Build) -> None:
         super().__init__()
         self.spec = attention_of(spec, build)
-        family = FAMILIES[self.spec.family]
-        self.backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
+        self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
         # Of FP8 rows, by the argument's name; none for others.
         self.row_scales: dict[str, float] = {}
         dim, indexer = spec.head_dim, spec.indexer

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from allotrope.attention.backend import choose
 from allotrope.attention.dsa import DsaSpec, IndexerSpec
 from allotrope.attention.registry import FAMILIES
-from allotrope.attention.rope import RopeSpec
 from allotrope.layers.build import Build
 from allotrope.layers.linear import RowLinear
 from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.mixers.mla import LatentProjection, MlaMixerSpec, Projected
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
-from allotrope.layers.turn import LayerNorm, turn
+from allotrope.ops.mla_rope.reference import LayerNorm, turn
+from allotrope.ops.rope.reference import RopeSpec
 
 PICKS = "picks"
 """The note under which a layer with an indexer leaves its picks to those behind it that have none."""
@@ -57,8 +56,7 @@ class DsaMixer(nn.Module):
     def __init__(self, spec: DsaMixerSpec, build: Build) -> None:
         super().__init__()
         self.spec = attention_of(spec, build)
-        family = FAMILIES[self.spec.family]
-        self.backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
+        self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
         # Of FP8 rows, by the argument's name; none for others.
         self.row_scales: dict[str, float] = {}
         from_x: tuple[Section, ...] = ()

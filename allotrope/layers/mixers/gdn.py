@@ -9,16 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from allotrope.attention.backend import choose
 from allotrope.attention.gdn import GdnSpec
 from allotrope.attention.registry import FAMILIES
-from allotrope.cpu.rows import rows
 from allotrope.layers.build import Build
-from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
+from allotrope.ops.device_kernels import device_kernels
+from allotrope.ops.rms_norm.cpu import rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +77,7 @@ class GdnMixer(nn.Module):
     def __init__(self, spec: GdnMixerSpec, build: Build) -> None:
         super().__init__()
         self.spec, self.norm_eps = attention_of(spec, build), spec.norm_eps
-        family = FAMILIES[self.spec.family]
-        self.backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
+        self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
         self.inputs = Linear(spec.hidden, spec.sections, build.at("inputs"))
         out = Section("", spec.num_v_heads * spec.v_head_dim, spec.v_head_dim)
         self.out = RowLinear(out, spec.hidden, build.at("out"))
@@ -116,7 +114,7 @@ class GdnMixer(nn.Module):
         Returns [T, value_dim] in the gate's type.
         """
         size = self.spec.v_head_dim
-        fused = device_kernels("norm", gate.device)
+        fused = device_kernels("rms_norm", gate.device)
         if fused is not None:
             gate = gate.unflatten(1, (-1, size))
             return fused.rms_norm(mixed, self.norm_factors, size * self.norm_eps, gate=gate, gate_kind=kind).flatten(1)

@@ -8,20 +8,21 @@ from typing import Literal
 import torch
 from torch import nn
 
-from allotrope.attention.backend import Backend, choose, lazily
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.mha import MhaSpec
 from allotrope.attention.registry import FAMILIES
-from allotrope.attention.rope import RopeSpec, rotate
-from allotrope.attention.rope_store import HeadSpec, Rows
+from allotrope.kernels.backend import lazily
 from allotrope.layers.build import Build
-from allotrope.layers.device_kernels import device_kernels
 from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
+from allotrope.ops.device_kernels import device_kernels
+from allotrope.ops.qk_norm_rope.reference import HeadSpec, Rows
+from allotrope.ops.rope.reference import RopeSpec, rotate
 
-_rope_store = lazily("allotrope.attention.rope_store_triton", "rope_store")
+_rope_store = lazily("allotrope.ops.qk_norm_rope.triton", "rope_store")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +79,7 @@ class MhaMixer(nn.Module):
         super().__init__()
         self.rope = spec.rope
         self.spec = attention_of(spec, build)
-        family = FAMILIES[self.spec.family]
-        backend = choose(family.name, family.backends, self.spec, build.device, build.backends.get(family.name))
+        backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
         # Of FP8 rows, by the argument's name; none for others.
         self.row_scales: dict[str, float] = {}
         heads, dim, value_dim = spec.num_heads, spec.head_dim, self.spec.value_dim
@@ -116,7 +116,7 @@ class MhaMixer(nn.Module):
         )
         self.use(backend)
 
-    def use(self, backend: Backend) -> None:
+    def use(self, backend: AttentionBackend) -> None:
         """Let `backend` attend. Before one of our kernels, one more does what else happens to heads."""
         self.backend = backend
         self.fused = backend.name == "triton" and not isinstance(self.q_norm, AllHeadsNorm)
@@ -149,7 +149,7 @@ class MhaMixer(nn.Module):
     def _out(self, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         attended = attended.flatten(1)
         if gate is not None:
-            fused = device_kernels("mlp", gate.device)
+            fused = device_kernels("gated_activation", gate.device)
             attended = attended * torch.sigmoid(gate) if fused is None else fused.opened(attended, gate)
         return self.out(attended)
 

@@ -47,7 +47,7 @@ def register() -> None:
 def _register_models() -> None:
     from vllm.model_executor.models import ModelRegistry
 
-    from allotrope.models.registry import ARCHITECTURES
+    from allotrope.architectures.registry import ARCHITECTURES
 
     # Names only: vLLM imports the module when a checkpoint asks for one of them.
     for architecture in ARCHITECTURES:

@@ -20,25 +20,26 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 
-from allotrope.attention.backend import parse_wanted
+from allotrope.architectures.kv_scales import FP8, WithoutRowScales, attention_specs, set_row_scales
+from allotrope.architectures.quantized_formats import kept_formats
+from allotrope.architectures.registry import Architecture, read_spec
 from allotrope.attention.batch import BatchLayout
 from allotrope.attention.cache_layout import Field, StateSlots, row_bytes
 from allotrope.attention.registry import FAMILIES
-from allotrope.attention.rehearsal import rehearse_steps
-from allotrope.attention.rope import RopeSpec, RopeTable
+from allotrope.checkpoint.checkpoint import Checkpoint, TensorHeader, open_checkpoint
+from allotrope.checkpoint.dequantize import dequantized
+from allotrope.checkpoint.weight_formats import quantization_of, weight_formats
+from allotrope.checkpoint.weights import Loader, fill_random, finish
 from allotrope.errors import ConfigError, ModelError
+from allotrope.kernels.backend import Chooser, parse_wanted
+from allotrope.kernels.chip import chip_of
+from allotrope.kernels.warmup import warm_up_steps
+from allotrope.layers.backend_report import backend_choices, uncaptured
 from allotrope.layers.build import Build
+from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.step import LayerStep, Step
-from allotrope.models.checkpoint import Checkpoint, TensorHeader, open_checkpoint
-from allotrope.models.choices import backend_choices, uncaptured
-from allotrope.models.dequantize import dequantized
-from allotrope.models.kept_formats import kept_formats
-from allotrope.models.registry import Architecture, read_spec
-from allotrope.models.row_scales import FP8, WithoutRowScales, attention_specs, set_row_scales
-from allotrope.models.spec import ModelSpec
-from allotrope.models.weight_formats import quantization_of, weight_formats
-from allotrope.models.weights import Loader, fill_random, finish
+from allotrope.ops.rope.reference import RopeSpec, RopeTable
 from allotrope.plugins.vllm.cache import HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
 from allotrope.plugins.vllm.translate import Order, arrange
@@ -153,12 +154,15 @@ def _build(vllm_config: VllmConfig) -> Build:
     if cache != "auto" and cache not in _KV_DTYPES:
         allowed = ", ".join(["auto", *_KV_DTYPES])
         raise ConfigError(f"kv_cache_dtype={cache!r} is not supported by Allotrope's models (allowed: {allowed}).")
+    device = torch.device(vllm_config.device_config.device_type)
     return Build(
         dtype,
         _KV_DTYPES.get(cache, dtype),
-        torch.device(vllm_config.device_config.device_type),
+        device,
         Parallel(group.rank_in_group, group.world_size, group.device_group),
-        parse_wanted(_options(vllm_config).get("attention_backend"), list(FAMILIES)),
+        Chooser(
+            chip_of(device), parse_wanted("attention_backend", _options(vllm_config).get("attention_backend"), FAMILIES)
+        ),
         # vLLM's name of rows with factors of their own.
         "scaled" if cache == "fp8_ds_mla" else "plain",
         _state_dtype(vllm_config),
@@ -244,14 +248,14 @@ class HostedModel(nn.Module):
             fill_random(self.decoder, self._seed, self.build.parallel)
             self._finish()
         if not BreakableCUDAGraphCapture.is_active():
-            self._rehearse(input_ids)
+            self._warm_up(input_ids)
             return self._compute(input_ids)
         out = torch.empty(len(input_ids), self.decoder.spec.hidden, dtype=self.build.dtype, device=self.build.device)
         # Which step it is shall be asked at every replay. Where vLLM captures whole steps, this is captured as well.
         eager_break_during_capture(self._write)(out, input_ids)
         return out
 
-    def _rehearse(self, input_ids: torch.Tensor) -> None:
+    def _warm_up(self, input_ids: torch.Tensor) -> None:
         """Of the first step of a kind, have the kernels compiled several at once; the step would do it one by one.
 
         vLLM's warm-up, which has steps of all sizes that are captured, is most of its start otherwise.
@@ -266,7 +270,7 @@ class HostedModel(nn.Module):
         by_kernels = self._numbers is not None
         if by_kernels and kind not in self._rehearsed and not captured:
             self._rehearsed.add(kind)
-            rehearse_steps(functools.partial(self._compute, input_ids), device, self.build.parallel.size, log)
+            warm_up_steps(functools.partial(self._compute, input_ids), device, self.build.parallel.size, log)
 
     def _write(self, out: torch.Tensor, input_ids: torch.Tensor) -> None:
         out.copy_(self._compute(input_ids))

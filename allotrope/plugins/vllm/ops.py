@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from vllm.forward_context import get_forward_context
 
-from allotrope.attention.backend import Backend
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.family import CacheViews, Spec
 from allotrope.attention.registry import FAMILIES
 from allotrope.plugins.vllm.cache import HostedCache
@@ -36,7 +36,7 @@ _SHAPES: dict[str, Callable[[Any], tuple[int, ...]]] = {
 class HostedLayer:
     """One layer's attention: its own or another layer's `caches`, and the `backend` that our library chose for it."""
 
-    def __init__(self, name: str, spec: Spec, backend: Backend, caches: dict[str, HostedCache]) -> None:
+    def __init__(self, name: str, spec: Spec, backend: AttentionBackend, caches: dict[str, HostedCache]) -> None:
         self.name, self.spec, self.backend, self.caches = name, spec, backend, caches
         self.home = next(iter(caches.values()))
         self.home.readers[name] = self

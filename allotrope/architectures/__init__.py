@@ -1,0 +1,1 @@
+"""One file per architecture: config to spec, weight rules, a tiny config."""

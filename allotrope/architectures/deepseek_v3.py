@@ -1,0 +1,63 @@
+"""DeepSeek V3, R1 and Kimi-K2: latent attention, sigmoid routing with a correction of the choice.
+
+Source: DeepSeek-AI 2024 (DeepSeek-V3); `modeling_deepseek_v3.py` of Transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from allotrope.architectures.deepseek_v2 import latent_model, latent_rules, read_latent, tiny_deepseek_v2
+from allotrope.architectures.registry import Architecture
+from allotrope.checkpoint.read_config import ConfigReader
+from allotrope.layers.model_spec import ModelSpec
+from allotrope.layers.router import RouterSpec
+
+
+def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
+    """V3's config.json; Kimi-K2's has one group of experts."""
+    return latent_model(
+        config, [read_latent(config)] * config.get("num_hidden_layers", int), read_corrected_router(config)
+    )
+
+
+def read_corrected_router(config: ConfigReader) -> RouterSpec:
+    """Sigmoid scores; a learned number per expert joins them for the choice, which is limited to the best groups."""
+    config.expect("topk_method", "noaux_tc", None)
+    config.expect("scoring_func", "sigmoid", None)
+    return RouterSpec(
+        experts=config.get("n_routed_experts", int),
+        topk=config.get("num_experts_per_tok", int),
+        score="sigmoid",
+        correction=True,
+        groups=config.get("n_group", int, 1),
+        top_groups=config.get("topk_group", int, 1),
+        normalize=config.get("norm_topk_prob", bool, True),
+        scale=config.get("routed_scaling_factor", float, 1.0),
+    )
+
+
+def tiny_deepseek_v3() -> dict[str, Any]:
+    """A V3 of 3 layers."""
+    return tiny_deepseek_v2() | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "n_shared_experts": 1,
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 32,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 64,
+        },
+    }
+
+
+DEEPSEEK_V3 = Architecture(read_deepseek_v3, latent_rules, tiny_deepseek_v3)

@@ -1,0 +1,69 @@
+"""DeepSeek V3.2: a V3 whose attention reads the rows that an indexer picks.
+
+Source: DeepSeek-AI 2025 (DeepSeek-V3.2); `modeling_deepseek_v32.py` of Transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from allotrope.architectures.deepseek_v2 import latent_model, latent_rules, read_latent
+from allotrope.architectures.deepseek_v3 import read_corrected_router, tiny_deepseek_v3
+from allotrope.architectures.registry import Architecture
+from allotrope.attention.dsa import IndexerSpec
+from allotrope.checkpoint.read_config import ConfigReader, layer_types
+from allotrope.checkpoint.weights import Rule
+from allotrope.layers.mixers.dsa import DsaMixerSpec
+from allotrope.layers.model_spec import ModelSpec
+
+FULL, SHARED = "full", "shared"
+
+
+def read_deepseek_v32(config: ConfigReader) -> ModelSpec:
+    """V3.2's config.json: every layer picks, and its indexer pairs rotated dims half-split."""
+    count = config.get("num_hidden_layers", int)
+    return read_sparse(config, [FULL] * count, interleaved=config.get("indexer_rope_interleave", bool, False))
+
+
+def read_sparse(config: ConfigReader, kinds: Sequence[str], *, interleaved: bool) -> ModelSpec:
+    """`kinds`: per layer, whether it picks ("full") or reuses ("shared"). `interleaved`: pairs of the indexer."""
+    mla = read_latent(config)
+    layer_types(config, len(kinds), ("indexed_attention",))
+    indexer = IndexerSpec(num_heads=config.get("index_n_heads", int), head_dim=config.get("index_head_dim", int))
+    full = DsaMixerSpec(
+        mla=mla,
+        topk=config.get("index_topk", int),
+        indexer=indexer,
+        index_rope=dataclasses.replace(mla.rope, interleaved=interleaved) if mla.rope is not None else None,
+    )
+    mixers = {FULL: full, SHARED: dataclasses.replace(full, indexer=None)}
+    return latent_model(config, [mixers[kind] for kind in kinds], read_corrected_router(config))
+
+
+def sparse_rules(spec: ModelSpec) -> list[Rule]:
+    """V3's names, and the indexer's."""
+    theirs, ours = "model.layers.{i}.self_attn.indexer.", "layers.{i}.mixer."
+    return [
+        *latent_rules(spec),
+        Rule(theirs + "wq_b.weight", ours + "latent.queries.weight", "index_q"),
+        Rule(theirs + "wk.weight", ours + "latent.inputs.weight", "index_k"),
+        Rule(theirs + "weights_proj.weight", ours + "latent.inputs.weight", "index_weights"),
+        Rule(theirs + "k_norm.weight", ours + "indexer.k_norm_weight"),
+        Rule(theirs + "k_norm.bias", ours + "indexer.k_norm_bias"),
+    ]
+
+
+def tiny_deepseek_v32() -> dict[str, Any]:
+    """A V3.2 of 3 layers that picks 32 rows."""
+    return tiny_deepseek_v3() | {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "index_n_heads": 32,
+        "index_head_dim": 32,
+        "index_topk": 32,
+    }
+
+
+DEEPSEEK_V32 = Architecture(read_deepseek_v32, sparse_rules, tiny_deepseek_v32)

@@ -1,0 +1,323 @@
+"""DeepSeek V4 (Flash and Pro): compressed sparse attention, hyper-connections, experts looked up in the first layers.
+
+Sources: DeepSeek-AI 2026 (DeepSeek-V4 technical report); `modeling_deepseek_v4.py` of Transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from allotrope.architectures.registry import Architecture
+from allotrope.attention.csa import IndexerSpec
+from allotrope.checkpoint.expert_rules import expert_rules, mlp_rules
+from allotrope.checkpoint.read_config import ConfigReader, layer_types, read_rope, rope_values
+from allotrope.checkpoint.weights import Rule, drop
+from allotrope.layers.build import Build
+from allotrope.layers.decoder import Decoder
+from allotrope.layers.hyper_connection import HyperConnection, HyperConnectionSpec, HyperHead, expand
+from allotrope.layers.mixers.csa import CsaMixerSpec
+from allotrope.layers.mlp import Gating, MlpSpec
+from allotrope.layers.model_spec import LayerSpec, ModelSpec
+from allotrope.layers.moe import MoeSpec
+from allotrope.layers.norm import RMSNorm
+from allotrope.layers.router import RouterSpec, Score
+from allotrope.layers.step import LayerStep, Step
+from allotrope.ops.rope.reference import RopeSpec
+
+# Kinds of layers as Transformers names them, and how many tokens make an entry where the config does not say.
+WINDOW, CHOSEN, ALL = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+RATES = {CHOSEN: 4, ALL: 128}
+SCORES: dict[str, Score] = {"sqrtsoftplus": "sqrt_softplus", "sigmoid": "sigmoid", "softmax": "softmax"}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all layers of the model have in common: `hyper`, their streams."""
+
+    hyper: HyperConnectionSpec
+
+
+class DeepseekV4Layer(nn.Module):
+    """Two sublayers between streams: x, post, C = collapse(X); X = post * sublayer(norm(x)) + C^T X."""
+
+    def __init__(self, spec: LayerSpec, model: ModelSpec, build: Build) -> None:
+        super().__init__()
+        assert isinstance(model.extra, Shared)
+        self.mixer_streams = HyperConnection(model.extra.hyper, build)
+        self.mixer_norm = RMSNorm(model.hidden, model.norm_eps, build)
+        self.mixer = spec.mixer.build(build.at("mixer"))
+        self.ffn_streams = HyperConnection(model.extra.hyper, build)
+        self.ffn_norm = RMSNorm(model.hidden, model.norm_eps, build)
+        self.ffn = spec.ffn.build(build.at("ffn"))
+
+    def forward(self, streams: torch.Tensor, here: LayerStep) -> torch.Tensor:
+        """`streams`: [T, N, hidden]. Returns the same shape."""
+        x, post, comb = self.mixer_streams.collapse(streams)
+        streams = expand(self.mixer(self.mixer_norm(x), here), streams, post, comb)
+        x, post, comb = self.ffn_streams.collapse(streams)
+        return expand(self.ffn(self.ffn_norm(x), here), streams, post, comb)
+
+
+class DeepseekV4Decoder(Decoder):
+    layer_class = DeepseekV4Layer
+
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
+        super().__init__(spec, build)
+        assert isinstance(spec.extra, Shared)
+        self.hyper = spec.extra.hyper
+        self.join = HyperHead(self.hyper, build)
+
+    def forward(self, step: Step) -> torch.Tensor:
+        """Hidden states [T, hidden] of the step's tokens: every stream starts as the embedding."""
+        streams = self.embedding(step.ids)[:, None].repeat(1, self.hyper.streams, 1)
+        for layer, here in zip(self.layers, step.layers, strict=True):
+            streams = layer(streams, here)
+        return self.norm(self.join(streams))
+
+
+def read_deepseek_v4(config: ConfigReader) -> ModelSpec:
+    """DeepSeek V4's config.json. The kinds of layers are read, never derived from their numbers."""
+    hidden, count = config.get("hidden_size", int), config.get("num_hidden_layers", int)
+    eps = config.get("rms_norm_eps", float)
+    config.expect("hidden_act", "silu")
+    config.expect("attention_bias", False, None)
+    config.expect("mlp_bias", False, None)
+    config.expect("num_key_value_heads", 1)
+    # Layers that draft tokens come after these, and are not loaded; packed experts are read as plain ones.
+    config.ignore("num_nextn_predict_layers", "expert_dtype")
+    mixers, ffns = _mixers(config, count, eps), _ffns(config, count)
+    hyper = HyperConnectionSpec(
+        streams=config.get("hc_mult", int),
+        hidden=hidden,
+        iterations=config.get("hc_sinkhorn_iters", int),
+        eps=config.get("hc_eps", float),
+        norm_eps=eps,
+    )
+    return ModelSpec(
+        vocab_size=config.get("vocab_size", int),
+        hidden=hidden,
+        context=config.get("max_position_embeddings", int),
+        norm_eps=eps,
+        layers=tuple(LayerSpec(mixer=mixer, ffn=ffn) for mixer, ffn in zip(mixers, ffns, strict=True)),
+        tied=config.get("tie_word_embeddings", bool, False),
+        extra=Shared(hyper),
+    )
+
+
+def _mixers(config: ConfigReader, count: int, eps: float) -> list[CsaMixerSpec]:
+    dim = config.get("head_dim", int)
+    plain, stretched = _ropes(config, dim)
+    indexer = IndexerSpec(
+        num_heads=config.get("index_n_heads", int),
+        head_dim=config.get("index_head_dim", int),
+        topk=config.get("index_topk", int),
+    )
+    base = CsaMixerSpec(
+        hidden=config.get("hidden_size", int),
+        num_heads=config.get("num_attention_heads", int),
+        head_dim=dim,
+        q_rank=config.get("q_lora_rank", int),
+        out_groups=config.get("o_groups", int),
+        out_rank=config.get("o_lora_rank", int),
+        window=config.get("sliding_window", int),
+        rope=plain,
+        norm_eps=eps,
+    )
+    by_kind = {WINDOW: base}
+    entries = dataclasses.replace(base, rope=stretched)
+    kinds = _kinds(config, count)
+    for kind, ratio in kinds:
+        if kind == CHOSEN:
+            by_kind[kind] = dataclasses.replace(entries, ratio=ratio, overlap=True, indexer=indexer)
+        elif kind == ALL:
+            by_kind[kind] = dataclasses.replace(entries, ratio=ratio)
+    return [by_kind[kind] for kind, _ in kinds]
+
+
+def _kinds(config: ConfigReader, count: int) -> list[tuple[str, int]]:
+    """Kind and tokens per entry of each layer, from either spelling."""
+    rates = RATES | dict(config.get("compress_rates", dict, None) or {})
+    ratios = config.get("compress_ratios", list, None)
+    if ratios is None:
+        kinds = layer_types(config, count, (WINDOW, *RATES))
+        if kinds is None:
+            config.refuse("config has neither 'compress_ratios' nor usable 'layer_types'")
+        return [(kind, rates.get(kind, 0)) for kind in kinds or [WINDOW] * count]
+    known = {0: WINDOW} | {rate: kind for kind, rate in rates.items()}
+    unknown = sorted({str(ratio) for ratio in ratios if ratio not in known})
+    if unknown or len(ratios) < count:
+        config.refuse(
+            f"config compress_ratios has {len(ratios)} entries (needs {count} or more), unknown ones {unknown} "
+            f"(allowed: {', '.join(map(str, sorted(known)))})"
+        )
+        return [(WINDOW, 0)] * count
+    return [(known[ratio], ratio) for ratio in ratios[:count]]
+
+
+def _ropes(config: ConfigReader, dim: int) -> tuple[RopeSpec, RopeSpec]:
+    """The rotation of layers without entries, and of all else; the latter is stretched without a change of scale."""
+    values = rope_values(config)
+    rotated = config.get("qk_rope_head_dim", int, None)
+    plain_theta, theta = config.get("rope_theta", float, 10000.0), config.get("compress_rope_theta", float, 160000.0)
+    key, part = "compress_rope_theta", config.get("partial_rotary_factor", float, None)
+    if "compress" in values:
+        plain = read_rope(config, dim, kind="main", default_theta=plain_theta, interleaved=True)
+        stretched = read_rope(config, dim, kind="compress", theta_key=key, default_theta=theta, interleaved=True)
+        values, part = values["compress"], plain.dim / dim
+    else:
+        if rotated is None:
+            config.refuse("config has no 'qk_rope_head_dim' (needs int)")
+        plain = RopeSpec(dim=rotated or dim, theta=plain_theta, interleaved=True)
+        stretched = read_rope(config, dim, theta_key=key, default_theta=theta, interleaved=True)
+        stretched = dataclasses.replace(stretched, dim=rotated or dim)
+    if rotated is not None and part is not None and rotated != round(dim * part):
+        config.refuse(f"config qk_rope_head_dim={rotated}, but {part} of head_dim={dim} are rotated: give one of them")
+    if "attention_factor" not in values:
+        scaling = dataclasses.replace(stretched.scaling, attention_factor=1.0)
+        stretched = dataclasses.replace(stretched, scaling=scaling)
+    return plain, stretched
+
+
+def _ffns(config: ConfigReader, count: int) -> list[MoeSpec]:
+    """Experts of every layer: looked up by token in the first ones, chosen by score in the others."""
+    hidden, width = config.get("hidden_size", int), config.get("moe_intermediate_size", int)
+    limit, shared = config.get("swiglu_limit", float, None), config.get("n_shared_experts", int, 0)
+    config.expect("topk_method", "noaux_tc", None)
+    score = config.get("scoring_func", str)
+    if score not in SCORES:
+        config.refuse(f"config scoring_func={score!r} (allowed: {', '.join(SCORES)})")
+    router = RouterSpec(
+        experts=config.get("n_routed_experts", int),
+        topk=config.get("num_experts_per_tok", int),
+        score=SCORES.get(score, "sqrt_softplus"),
+        correction=True,
+        normalize=config.get("norm_topk_prob", bool, True),
+        scale=config.get("routed_scaling_factor", float, 1.0),
+    )
+    looked_up = dataclasses.replace(router, correction=False, table=config.get("vocab_size", int))
+    first = config.get("num_hash_layers", int, None)
+    stated = config.get("mlp_layer_types", list, None)
+    if stated is None and first is None:
+        config.refuse("config has neither 'num_hash_layers' nor 'mlp_layer_types'")
+    hashed = [kind == "hash_moe" for kind in stated or []] or [i < (first or 0) for i in range(count)]
+    unknown = sorted(set(stated or []) - {"hash_moe", "moe"})
+    if unknown or len(hashed) != count:
+        config.refuse(f"config mlp_layer_types has {len(hashed)} entries (needs {count}), unknown kinds {unknown}")
+        hashed = [False] * count
+    layer = MoeSpec(
+        hidden=hidden,
+        width=width,
+        router=router,
+        gating=Gating(limit=limit),
+        shared=MlpSpec(hidden=hidden, width=width * shared, limit=limit) if shared else None,
+    )
+    return [dataclasses.replace(layer, router=looked_up if here else router) for here in hashed]
+
+
+def deepseek_v4_rules(spec: ModelSpec) -> list[Rule]:
+    """The released names."""
+    theirs, ours = "layers.{i}.attn.", "layers.{i}.mixer."
+    renamed = {
+        "embed.weight": "embedding.weight",
+        "norm.weight": "norm.weight",
+        "layers.{i}.attn_norm.weight": "layers.{i}.mixer_norm.weight",
+        "layers.{i}.ffn_norm.weight": "layers.{i}.ffn_norm.weight",
+        theirs + "q_norm.weight": ours + "q_a_norm.weight",
+        theirs + "kv_norm.weight": ours + "kv_norm.weight",
+        theirs + "wo_a.weight": ours + "grouped.weight",
+        theirs + "wo_b.weight": ours + "out.weight",
+        theirs + "attn_sink": ours + "sinks",
+    }
+    for part in ("fn", "base", "scale"):
+        renamed[f"hc_head_{part}"] = f"join.{part}"
+        renamed[f"layers.{{i}}.hc_attn_{part}"] = f"layers.{{i}}.mixer_streams.{part}"
+        renamed[f"layers.{{i}}.hc_ffn_{part}"] = f"layers.{{i}}.ffn_streams.{part}"
+    rules = [Rule(name, target) for name, target in renamed.items()]
+    fused = {
+        "wq_a": ("inputs", "q_a"),
+        "wkv": ("inputs", "kv"),
+        "indexer.weights_proj": ("inputs", "index_weights"),
+        "wq_b": ("queries", "q"),
+        "indexer.wq_b": ("queries", "index_q"),
+    }
+    rules += [Rule(f"{theirs}{name}.weight", f"{ours}{to}.weight", part) for name, (to, part) in fused.items()]
+    for name, prefix in (("compressor.", ""), ("indexer.compressor.", "index_")):
+        projection = ours + "compressor.projection.weight"
+        rules += [
+            Rule(theirs + name + "wkv.weight", projection, prefix + "kv"),
+            Rule(theirs + name + "wgate.weight", projection, prefix + "score"),
+            Rule(theirs + name + "ape", ours + "compressor." + prefix + "position_bias"),
+            Rule(theirs + name + "norm.weight", ours + "compressor." + prefix + "norm"),
+        ]
+    head = drop("head.weight", "tied to the embedding") if spec.tied else Rule("head.weight", "head.weight")
+    return [*rules, *_ffn_rules(), head, drop("mtp.*", "layers that draft tokens are not supported")]
+
+
+def _ffn_rules() -> list[Rule]:
+    theirs, ours, names = "layers.{i}.ffn.", "layers.{i}.ffn.", ("w1", "w3", "w2")
+    return [
+        Rule(theirs + "gate.weight", ours + "router.gate.weight"),
+        Rule(theirs + "gate.bias", ours + "router.correction"),
+        Rule(theirs + "gate.tid2eid", ours + "router.table"),
+        *expert_rules(theirs + "experts.", ours + "experts.", names),
+        *mlp_rules(theirs + "shared_experts.", ours + "shared.", names),
+    ]
+
+
+def tiny_deepseek_v4() -> dict[str, Any]:
+    """One layer of each kind and a second that chooses; experts looked up in the first layer."""
+    return {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "qk_rope_head_dim": 16,
+        "q_lora_rank": 32,
+        "o_groups": 2,
+        "o_lora_rank": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "sliding_window": 16,
+        "compress_ratios": [0, 4, 128, 4, 0],
+        "compress_rope_theta": 160000,
+        "index_head_dim": 32,
+        "index_n_heads": 32,
+        "index_topk": 8,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "num_hash_layers": 1,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 10.0,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "num_nextn_predict_layers": 1,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 16,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    }
+
+
+DEEPSEEK_V4 = Architecture(read_deepseek_v4, deepseek_v4_rules, tiny_deepseek_v4, DeepseekV4Decoder)

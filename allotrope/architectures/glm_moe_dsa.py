@@ -1,0 +1,68 @@
+"""GLM-5: sparse latent attention as in DeepSeek V3.2; later releases let some layers reuse the picks of others.
+
+Source: `modeling_glm_moe_dsa.py` of Transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from allotrope.architectures.deepseek_v32 import FULL, SHARED, read_sparse, sparse_rules, tiny_deepseek_v32
+from allotrope.architectures.registry import Architecture
+from allotrope.checkpoint.read_config import ConfigReader, agreeing_layers
+from allotrope.layers.model_spec import ModelSpec
+
+
+def read_glm_moe_dsa(config: ConfigReader) -> ModelSpec:
+    """GLM-5's config.json: the indexer pairs rotated dims as the main rotation does, interleaved."""
+    kinds = _indexer_kinds(config, config.get("num_hidden_layers", int))
+    # Of drafting layers, which are not used.
+    config.ignore("index_share_for_mtp_iteration")
+    return read_sparse(config, kinds, interleaved=config.get("indexer_rope_interleave", bool, True))
+
+
+def _indexer_kinds(config: ConfigReader, count: int) -> list[str]:
+    """Which layers pick: stated by a list or a string of F and S, or every `index_topk_freq`-th of the later ones."""
+    stated = config.get("indexer_types", list, None)
+    pattern = config.values.get("index_topk_pattern")
+    period, offset = config.get("index_topk_freq", int, 1), config.get("index_skip_topk_offset", int, 2)
+    config.ignore("index_topk_pattern")
+    if pattern is not None:
+        spelled = [{"F": FULL, "S": SHARED}.get(kind, kind) for kind in pattern]
+        stated = agreeing_layers(config, "index_topk_pattern", stated, spelled)
+    if stated is None:
+        return [FULL if max(i - offset + 1, 0) % max(period, 1) == 0 else SHARED for i in range(count)]
+    kinds = [str(kind) for kind in stated]
+    if len(kinds) != count or not set(kinds) <= {FULL, SHARED} or kinds[:1] != [FULL]:
+        config.refuse(f"config indexer_types={kinds} (needs {count} entries, each full or shared, the first full)")
+        return [FULL] * count
+    return kinds
+
+
+def tiny_glm_moe_dsa() -> dict[str, Any]:
+    """A GLM-5 of 5 layers, of which the third and the fifth reuse picks."""
+    tiny = tiny_deepseek_v32()
+    for key in ("rope_scaling", "rope_theta"):
+        del tiny[key]
+    return tiny | {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "num_hidden_layers": 5,
+        "qk_nope_head_dim": 24,
+        "qk_head_dim": 40,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-5,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_interleave": True,
+        "indexer_rope_interleave": True,
+        "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+        "index_topk_freq": 2,
+        "index_skip_topk_offset": 2,
+        "indexer_types": [FULL, FULL, SHARED, FULL, SHARED],
+    }
+
+
+GLM_MOE_DSA = Architecture(read_glm_moe_dsa, sparse_rules, tiny_glm_moe_dsa)

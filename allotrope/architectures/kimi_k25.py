@@ -1,0 +1,68 @@
+"""Kimi-K2.5, its text part: a DeepSeek V3 inside of a wrapper that also sees images.
+
+Source: `modeling_kimi_k25.py` of Transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from allotrope.architectures.deepseek_v2 import latent_rules
+from allotrope.architectures.deepseek_v3 import read_deepseek_v3, tiny_deepseek_v3
+from allotrope.architectures.registry import Architecture
+from allotrope.checkpoint.read_config import ConfigReader
+from allotrope.checkpoint.weights import Rule, drop
+from allotrope.layers.model_spec import ModelSpec
+
+
+def read_kimi_k25(config: ConfigReader) -> ModelSpec:
+    """The wrapper's config.json."""
+    text = config.section("text_config")
+    config.ignore("vision_config", "projection_hidden_size", "ignore_index", "media_placeholder_token_id")
+    config.ignore("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    config.ignore("use_unified_vision_chunk", "video_placeholder", "projection_layer_norm_eps")
+    # The text part decides: Transformers saves a default of its own here, and loading asks for the head.
+    config.ignore("tie_word_embeddings")
+    spec = read_deepseek_v3(text)
+    text.refuse_unread("config text_config")
+    return spec
+
+
+def kimi_k25_rules(spec: ModelSpec) -> list[Rule]:
+    """The language model inside of the wrapper."""
+    return [
+        *latent_rules(spec, "language_model.model.", "language_model.lm_head.weight"),
+        drop("vision_tower.*", "images are not supported"),
+        drop("mm_projector.*", "images are not supported"),
+    ]
+
+
+def tiny_kimi_k25() -> dict[str, Any]:
+    """A Kimi-K2.5 of 3 layers with one group of experts."""
+    text = tiny_deepseek_v3() | {
+        "model_type": "kimi_k2",
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.827,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 50000.0,
+    }
+    return {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "text_config": text,
+        "vision_config": {
+            "model_type": "kimi_k25_vision",
+            "patch_size": 14,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "merge_kernel_size": [2, 2],
+        },
+    }
+
+
+KIMI_K25 = Architecture(read_kimi_k25, kimi_k25_rules, tiny_kimi_k25)

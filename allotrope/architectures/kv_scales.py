@@ -1,0 +1,142 @@
+"""What FP8 rows of the caches are divided by: the checkpoint's own scales where it brings some, else 1.
+
+Released checkpoints hold one number per layer for keys and one for values (`k_scale`, `v_scale`), or one for both
+(`kv_scale`), below the layer's attention. Where rows are not FP8 they are read by nobody, and said to be left out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from allotrope.attention.cache_layout import CacheLayout
+from allotrope.attention.family import Spec
+from allotrope.attention.gdn import GdnSpec
+from allotrope.attention.registry import FAMILIES
+from allotrope.checkpoint.checkpoint import Checkpoint, TensorHeader
+from allotrope.errors import ConfigError, ModelError
+from allotrope.layers.build import Build
+from allotrope.layers.decoder import Decoder
+from allotrope.layers.mixers.mixer import attention_of
+from allotrope.layers.model_spec import ModelSpec
+
+FP8 = torch.float8_e4m3fn
+_NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\..*\.(q|k|v|kv)_scale")
+
+
+class WithoutRowScales:
+    """A checkpoint whose scales of cached rows are taken out: its other tensors are those of any release.
+
+    `scales`: layer -> "k", "v" or "kv" -> name of the tensor.
+    """
+
+    def __init__(self, inner: Checkpoint) -> None:
+        self.inner = inner
+        self.source, self.config = inner.source, inner.config
+        self.generation_config, self.tokenizer_path = inner.generation_config, inner.tokenizer_path
+        self.has_weights = inner.has_weights
+        self.scales: dict[int, dict[str, str]] = {}
+        self._kept: dict[str, TensorHeader] = {}
+        for name, header in inner.headers().items():
+            found = _NAME.fullmatch(name)
+            if found is None:
+                self._kept[name] = header
+            elif found[2] != "q":
+                self.scales.setdefault(int(found[1]), {})[found[2]] = name
+
+    def headers(self) -> dict[str, TensorHeader]:
+        """As `Checkpoint.headers`."""
+        return self._kept
+
+    def read(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.read`."""
+        return self.inner.read(name)
+
+    def scale(self, layer: int, *kinds: str) -> float | None:
+        """The first of `kinds` that the layer has. Raises ModelError where it is no number to divide by."""
+        of_layer = self.scales.get(layer, {})
+        name = next((of_layer[kind] for kind in kinds if kind in of_layer), None)
+        if name is None:
+            return None
+        values = self.inner.read(name).float().unique().tolist()
+        if len(values) != 1 or not math.isfinite(values[0]) or values[0] <= 0:
+            raise ModelError(self.source, [f"{name} is {values[:4]}; one number above 0 is needed"])
+        return float(values[0])
+
+
+def attention_specs(spec: ModelSpec, build: Build, source: str) -> tuple[Spec, ...]:
+    """Per layer, its attention on this rank. `source`: of the checkpoint, for messages.
+
+    Raises ModelError where it cannot be as `build` wants it, ConfigError where rows are to be FP8 and their family
+    stores none, or states are to have a type and there are none.
+    """
+    try:
+        specs = tuple(attention_of(layer.mixer, build) for layer in spec.layers)
+    except ValueError as error:
+        raise ModelError(source, [str(error)]) from error
+    _refuse_fp8(specs)
+    if build.state_dtype != torch.float32 and not any(isinstance(one, GdnSpec) for one in specs):
+        families = ", ".join(sorted({one.family for one in specs}))
+        raise ConfigError(f"state_dtype: {families} keeps no recurrent state. Leave it out.")
+    return specs
+
+
+def _refuse_fp8(specs: Sequence[Spec]) -> None:
+    families = {spec.family for spec in specs if _has_fp8(spec.caches()) and not _arguments(spec.family)}
+    if families:
+        raise ConfigError(
+            f"kv_cache_dtype='fp8': {', '.join(sorted(families))} stores no FP8 rows. Try --kv-cache-dtype auto."
+        )
+
+
+def set_row_scales(model: Decoder, checkpoint: WithoutRowScales | None) -> str:
+    """Give each layer with FP8 rows its scales. `checkpoint`: None if there is none to ask.
+
+    Returns one line on where they come from, for the host's log; empty where there is nothing to say.
+    """
+    mixers: list[Any] = [layer.mixer for layer in model.layers]
+    shares = [layer.mixer.shares_cache_of for layer in model.spec.layers]
+    stated, fp8 = 0, 0
+    values: list[float] = []
+    for number, (mixer, shared) in enumerate(zip(mixers, shares, strict=True)):
+        owner = number if shared is None else shared
+        if _is_scaled(mixer.spec) or not _has_fp8(mixers[owner].spec.caches()):
+            continue
+        fp8 += 1
+        scales = {}
+        for name in _arguments(mixer.spec.family):
+            kind = name.removesuffix("_scale")
+            found = None if checkpoint is None else checkpoint.scale(owner, kind, "kv")
+            stated += found is not None
+            scales[name] = 1.0 if found is None else found
+        values += scales.values()
+        mixer.row_scales = scales
+    if fp8 and stated:
+        return f"FP8 rows of {fp8} layers: scales {min(values):.3g} to {max(values):.3g}, from the checkpoint"
+    if any(_is_scaled(mixer.spec) for mixer in mixers):
+        return "FP8 rows carry factors of their own"
+    if fp8:
+        return f"FP8 rows of {fp8} layers: scale 1, as the checkpoint brings none"
+    if checkpoint is not None and checkpoint.scales:
+        return "the checkpoint's scales of FP8 rows are not used: rows are not FP8 (--kv-cache-dtype fp8)"
+    return ""
+
+
+def _is_scaled(spec: Any) -> bool:
+    """Whether rows carry factors of their own."""
+    return getattr(getattr(spec, "mla", spec), "row_format", "plain") == "scaled"
+
+
+def _has_fp8(caches: Mapping[str, CacheLayout]) -> bool:
+    return any(field.dtype == FP8 for layout in caches.values() for field in layout.fields)
+
+
+def _arguments(family: str) -> list[str]:
+    """The arguments of a family's `run` that are scales of rows."""
+    found = inspect.signature(FAMILIES[family].backends[-1].run).parameters
+    return [name for name in found if name in ("k_scale", "v_scale", "kv_scale")]

@@ -1,0 +1,88 @@
+"""Which weights of a model stay quantized: found by its rules, from what is stored or else from what its config says.
+
+Must not know how products are made; layers decide what they can keep.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from allotrope.architectures.registry import Architecture
+from allotrope.checkpoint.checkpoint import Checkpoint
+from allotrope.checkpoint.dequantize import QuantizedView, dequantized
+from allotrope.checkpoint.weight_formats import WeightFormats, weight_formats
+from allotrope.checkpoint.weights import Rule, filled
+from allotrope.layers.build import Build, Formats
+from allotrope.layers.model_spec import ModelSpec
+from allotrope.ops.matmul.quantized_weight import Format
+
+# Experts of a layer are alike: the first stands for all.
+_LATER_EXPERT = re.compile(r"\.experts\.(?!0\.)\d+\.")
+
+
+def kept_formats(checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, build: Build) -> Formats:
+    """Weights that stay quantized where a device keeps them so. `checkpoint`: as it stands, scales included."""
+    rules = architecture.rules(spec)
+    stated = weight_formats(checkpoint.config, checkpoint.source)
+    if checkpoint.has_weights or stated is None:
+        return stored_formats(dequantized(checkpoint), rules)
+    model = architecture.decoder(spec, dataclasses.replace(build, device=torch.device("meta")))
+    return stated_formats(stated, rules, [name for name, _ in model.named_parameters()])
+
+
+def stored_formats(checkpoint: Checkpoint, rules: Sequence[Rule]) -> Formats:
+    """Our weights and sections whose tensors are all stored in one format that can be kept."""
+    if not isinstance(checkpoint, QuantizedView):
+        return {}
+    patterns = [(rule.pattern(), rule) for rule in rules if rule.target is not None]
+    found: dict[tuple[str, str], set[Format | None]] = {}
+    for name in checkpoint.headers():
+        if _LATER_EXPERT.search(name):
+            continue
+        for pattern, rule in patterns:
+            match = pattern.fullmatch(name)
+            if match is not None:
+                found.setdefault((filled(rule, match), rule.section), set()).add(checkpoint.format(name))
+    return _alike(found)
+
+
+def stated_formats(stated: WeightFormats, rules: Sequence[Rule], parameters: Iterable[str]) -> Formats:
+    """The same for a checkpoint without weights. `parameters`: names of ours, as if none were quantized.
+
+    Places that no quantized product reads, such as norms, are among them: their modules do not ask.
+    """
+    found: dict[tuple[str, str], set[Format | None]] = {}
+    for place, source in _sources(rules, list(parameters)):
+        scheme = stated.scheme(source)
+        found.setdefault(place, set()).add(None if scheme is None else scheme.format)
+    return _alike(found)
+
+
+def _alike(found: Mapping[tuple[str, str], set[Format | None]]) -> Formats:
+    """Places whose tensors are all in one format; sections of one product are kept in one format, or not at all."""
+    alike = {place: next(iter(formats)) for place, formats in found.items() if len(formats) == 1}
+    kept = {place: format for place, format in alike.items() if format is not None}
+    of_weight: dict[str, set[Format]] = {}
+    for (weight, _), format in kept.items():
+        of_weight.setdefault(weight, set()).add(format)
+    return {place: format for place, format in kept.items() if len(of_weight[place[0]]) == 1}
+
+
+def _sources(rules: Sequence[Rule], parameters: Sequence[str]) -> Iterator[tuple[tuple[str, str], str]]:
+    """Each of our places with the name of a tensor that would fill it."""
+    for rule in rules:
+        if rule.target is None:
+            continue
+        pattern = Rule(rule.target, None).pattern()
+        for name in parameters:
+            match = pattern.fullmatch(name)
+            if match is not None:
+                source = rule.source
+                for hole, number in match.groupdict().items():
+                    source = source.replace("{" + hole + "}", number)
+                # The first expert, where ours are stacked.
+                yield (name, rule.section), re.sub(r"\{\w+\}", "0", source)

@@ -1,0 +1,148 @@
+"""Qwen3.5, dense and with experts: Qwen3-Next with the projections of the delta rule apart, inside a model that also
+sees images. The text part alone is served.
+
+Source: Qwen Team 2026 (Qwen3.5); `modeling_qwen3_5.py` and `modeling_qwen3_5_moe.py` of Transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from allotrope.architectures.qwen3_next import hybrid, hybrid_rules, read_mixers, read_moe, tiny_qwen3_next
+from allotrope.architectures.registry import Architecture
+from allotrope.checkpoint.interleaved import parts
+from allotrope.checkpoint.read_config import ConfigReader, wrapper_is_tied
+from allotrope.checkpoint.weights import Rule, drop
+from allotrope.layers.mixers.gdn import GdnMixerSpec
+from allotrope.layers.mlp import MlpSpec
+from allotrope.layers.model_spec import FfnSpec, ModelSpec
+
+
+def read_qwen3_5(config: ConfigReader) -> ModelSpec:
+    """The text config; layers have experts if it has `num_experts`."""
+    config.expect("attn_output_gate", True, None)
+    # The recurrent state is always fp32, the safe choice; so is what the released configs ask for.
+    config.expect("mamba_ssm_dtype", "float32", None)
+    # Layers that draft tokens come after these; they are not loaded.
+    config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+    mixers, hidden = read_mixers(config), config.get("hidden_size", int)
+    ffn: FfnSpec
+    if config.has("num_experts"):
+        ffn = read_moe(config, hidden, normalize=True)
+    else:
+        ffn = MlpSpec(hidden=hidden, width=config.get("intermediate_size", int))
+    return hybrid(config, mixers, [ffn] * len(mixers))
+
+
+def read_wrapper(config: ConfigReader) -> ModelSpec:
+    """The text part of the model that also sees images and films."""
+    text = config.section("text_config")
+    config.ignore("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    spec = read_qwen3_5(text)
+    text.refuse_unread("config text_config")
+    return dataclasses.replace(spec, tied=wrapper_is_tied(config, text, spec.tied))
+
+
+def qwen3_5_rules(spec: ModelSpec, prefix: str = "model.") -> list[Rule]:
+    """Names of the language model under `prefix`: q, k and v come as one tensor, z, b and a each as their own."""
+    rules = hybrid_rules(spec, prefix)
+    mixer = next((layer.mixer for layer in spec.layers if isinstance(layer.mixer, GdnMixerSpec)), None)
+    if mixer is None:
+        return rules
+    theirs, target = prefix + "layers.{i}.linear_attn.", "layers.{i}.mixer.inputs.weight"
+    rows = tuple(section.size for section in mixer.inner_sections)
+    for name, part in zip("qkv", parts(1, rows), strict=True):
+        rules.append(Rule(theirs + "in_proj_qkv.weight", target, name, transform=part))
+    return rules + [Rule(f"{theirs}in_proj_{name}.weight", target, name) for name in "zba"]
+
+
+def wrapper_rules(spec: ModelSpec) -> list[Rule]:
+    """The language model inside the wrapper, and what sees images."""
+    return [*qwen3_5_rules(spec, "model.language_model."), drop("model.visual.*", "images are not supported")]
+
+
+def tiny_qwen3_5() -> dict[str, Any]:
+    """Five layers, the fourth of full attention."""
+    tiny = tiny_qwen3_next()
+    for key in list(tiny):
+        if "expert" in key or key in ("moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "rope_theta"):
+            del tiny[key]
+    for key in ("decoder_sparse_step", "rope_scaling", "partial_rotary_factor"):
+        del tiny[key]
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+    }
+    return tiny | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention"] * 3 + ["full_attention", "linear_attention"],
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 0,
+        "rope_parameters": rope,
+    }
+
+
+def tiny_qwen3_5_moe() -> dict[str, Any]:
+    """The same with experts in every layer."""
+    tiny = tiny_qwen3_5()
+    del tiny["intermediate_size"]
+    return tiny | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+    }
+
+
+def _wrapped(text: dict[str, Any], name: str, kind: str) -> dict[str, Any]:
+    """`text` inside the wrapper, with a small vision part."""
+    vision = {
+        "model_type": kind,
+        "depth": 1,
+        "hidden_size": 32,
+        "hidden_act": "gelu_pytorch_tanh",
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "in_channels": 3,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [],
+    }
+    return {
+        "architectures": [name],
+        "model_type": kind,
+        "tie_word_embeddings": False,
+        "image_token_id": 320,
+        "video_token_id": 321,
+        "vision_start_token_id": 322,
+        "vision_end_token_id": 323,
+        "text_config": {key: value for key, value in text.items() if key != "architectures"},
+        "vision_config": vision,
+    }
+
+
+def tiny_wrapper() -> dict[str, Any]:
+    """The dense one as released."""
+    return _wrapped(tiny_qwen3_5(), "Qwen3_5ForConditionalGeneration", "qwen3_5")
+
+
+def tiny_moe_wrapper() -> dict[str, Any]:
+    """The one with experts as released."""
+    return _wrapped(tiny_qwen3_5_moe(), "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe")
+
+
+QWEN3_5 = Architecture(read_qwen3_5, qwen3_5_rules, tiny_qwen3_5)
+QWEN3_5_MOE = Architecture(read_qwen3_5, qwen3_5_rules, tiny_qwen3_5_moe)
+QWEN3_5_WRAPPER = Architecture(read_wrapper, wrapper_rules, tiny_wrapper)
+QWEN3_5_MOE_WRAPPER = Architecture(read_wrapper, wrapper_rules, tiny_moe_wrapper)

@@ -1,0 +1,80 @@
+"""The architectures, by the name that config.json gives them. One row here and one file beside it add a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from allotrope.checkpoint.read_config import ConfigReader
+from allotrope.checkpoint.weights import Rule
+from allotrope.errors import ModelError
+from allotrope.layers.decoder import Decoder
+from allotrope.layers.model_spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`read`: config to spec. `rules`: checkpoint names to parameters. `tiny`: a small config for tests."""
+
+    read: Callable[[ConfigReader], ModelSpec]
+    rules: Callable[[ModelSpec], Sequence[Rule]]
+    tiny: Callable[[], dict[str, Any]]
+    decoder: type[Decoder] = Decoder
+
+
+ARCHITECTURES: dict[str, str] = {
+    "DeepseekV2ForCausalLM": "deepseek_v2:DEEPSEEK_V2",
+    "DeepseekV32ForCausalLM": "deepseek_v32:DEEPSEEK_V32",
+    "DeepseekV3ForCausalLM": "deepseek_v3:DEEPSEEK_V3",
+    "DeepseekV4ForCausalLM": "deepseek_v4:DEEPSEEK_V4",
+    "Gemma3ForCausalLM": "gemma3:GEMMA3",
+    "Gemma3ForConditionalGeneration": "gemma3:GEMMA3_WRAPPER",
+    "Gemma4ForCausalLM": "gemma4:GEMMA4",
+    "Gemma4ForConditionalGeneration": "gemma4:GEMMA4_WRAPPER",
+    "Glm4MoeForCausalLM": "glm4_moe:GLM4_MOE",
+    "GlmMoeDsaForCausalLM": "glm_moe_dsa:GLM_MOE_DSA",
+    "GptOssForCausalLM": "gpt_oss:GPT_OSS",
+    "KimiK25ForConditionalGeneration": "kimi_k25:KIMI_K25",
+    "Kimi_K25ForConditionalGeneration": "kimi_k25:KIMI_K25",
+    "KimiLinearForCausalLM": "kimi_linear:KIMI_LINEAR",
+    "LlamaForCausalLM": "llama:LLAMA",
+    "MiniMaxM2ForCausalLM": "minimax_m2:MINIMAX_M2",
+    "MiMoV2FlashForCausalLM": "mimo_v2_flash:MIMO_V2_FLASH",
+    "MistralForCausalLM": "llama:MISTRAL",
+    "Qwen3ForCausalLM": "qwen3:QWEN3",
+    "Qwen3NextForCausalLM": "qwen3_next:QWEN3_NEXT",
+    "Qwen3_5ForCausalLM": "qwen3_5:QWEN3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5:QWEN3_5_WRAPPER",
+    "Qwen3_5MoeForCausalLM": "qwen3_5:QWEN3_5_MOE",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5:QWEN3_5_MOE_WRAPPER",
+    "Qwen3MoeForCausalLM": "qwen3_moe:QWEN3_MOE",
+}
+
+
+def find_architecture(config: dict[str, Any], source: str) -> Architecture:
+    """The architecture of a config.json. Raises ModelError naming what is known if it is none of ours."""
+    names = config.get("architectures") or []
+    for name in names:
+        if name in ARCHITECTURES:
+            module, _, row = ARCHITECTURES[name].partition(":")
+            found = getattr(import_module(f"allotrope.architectures.{module}"), row)
+            assert isinstance(found, Architecture)
+            return found
+    known = ", ".join(sorted(ARCHITECTURES))
+    raise ModelError(source, [f"config architectures={names!r} (supported: {known})"])
+
+
+def read_spec(config: dict[str, Any], source: str) -> tuple[Architecture, ModelSpec]:
+    """Config to spec, strictly. Raises ModelError with every value that is missing, wrong or not understood."""
+    architecture = find_architecture(config, source)
+    reader = ConfigReader(config, source)
+    try:
+        spec = architecture.read(reader)
+    except (ValueError, ZeroDivisionError) as error:
+        # A value that reads well but makes no sense with the others; what was found before it comes first.
+        reader.refuse(str(error))
+        raise ModelError(source, reader.reasons) from error
+    reader.finish()
+    return architecture, spec

@@ -1,0 +1,1 @@
+"""Checkpoints: safetensors and GGUF, weight rules, dequantization."""

@@ -1,0 +1,56 @@
+"""Weight rules of mixtures of experts, in both layouts that checkpoints have: a tensor per expert, or all in one."""
+
+from __future__ import annotations
+
+import torch
+
+from allotrope.checkpoint.weights import Rule, drop
+
+Names = tuple[str, str, str]
+"""What a checkpoint calls the gate, up and down projections."""
+
+PROJECTIONS: Names = ("gate_proj", "up_proj", "down_proj")
+
+
+def mlp_rules(theirs: str, ours: str, names: Names = PROJECTIONS) -> list[Rule]:
+    """A gated feed-forward block. `theirs`, `ours`: names up to and including the last dot before the projection."""
+    gate, up, down = names
+    return [
+        Rule(f"{theirs}{gate}.weight", ours + "gate_up.weight", "gate"),
+        Rule(f"{theirs}{up}.weight", ours + "gate_up.weight", "up"),
+        Rule(f"{theirs}{down}.weight", ours + "down.weight"),
+    ]
+
+
+def expert_rules(theirs: str, ours: str, names: Names = PROJECTIONS) -> list[Rule]:
+    """The routed experts, unfused (`theirs` + "{e}.gate_proj.weight") and fused (`theirs` + "gate_up_proj").
+
+    A fused `gate_up_proj` is [E, 2 * width, hidden], gate first.
+    """
+    gate, up, down = names
+    return [
+        Rule(f"{theirs}{{e}}.{gate}.weight", ours + "gate_up", "gate", expert="e"),
+        Rule(f"{theirs}{{e}}.{up}.weight", ours + "gate_up", "up", expert="e"),
+        Rule(f"{theirs}{{e}}.{down}.weight", ours + "down", expert="e"),
+        Rule(f"{theirs}gate_up_proj", ours + "gate_up", "gate", transform=first_half),
+        Rule(f"{theirs}gate_up_proj", ours + "gate_up", "up", transform=second_half),
+        Rule(f"{theirs}down_proj", ours + "down"),
+    ]
+
+
+def first_half(fused: torch.Tensor) -> torch.Tensor:
+    """[E, 2 * n, ...] to the first n of each expert."""
+    return fused[:, : fused.shape[1] // 2]
+
+
+def second_half(fused: torch.Tensor) -> torch.Tensor:
+    """[E, 2 * n, ...] to the last n of each expert."""
+    return fused[:, fused.shape[1] // 2 :]
+
+
+def drafting_rules(prefix: str, layers: int, drafting: int) -> list[Rule]:
+    """Leave out the `drafting` layers that stand behind the `layers` of the model."""
+    return [
+        drop(f"{prefix}layers.{i}.*", "predicts further tokens, which is not used")
+        for i in range(layers, layers + drafting)
+    ]

@@ -1,0 +1,234 @@
+"""Which weights of a checkpoint are quantized, and how: its `quantization_config`, read once for all who ask.
+
+The memory plan, dummy weights and the loader read one `WeightFormats`. Owns the words of each producer's config. It
+must not read a tensor, and knows no architecture.
+
+Sources: `quantization_config` as written by Transformers (fp8, fbgemm_fp8, mxfp4), compressed-tensors, AMD Quark and
+NVIDIA ModelOpt, and as read by vLLM's `model_executor/layers/quantization`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from allotrope.errors import ModelError
+from allotrope.ops.matmul.quantized_weight import FP4_RUN, Format
+
+EVERY = "*"
+# No producer quantizes these, named in the config or not.
+_NEVER = re.compile(r"(^|\.)(embed|embed_tokens|lm_head|head|gate|shared_expert_gate|router|weights_proj|conv1d)$")
+_EXPERTS = r"re:.*\.experts(\.|$)"
+# Where configs list what is not quantized.
+_EXCLUSIONS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules")
+_INT4_REASON = (
+    "its weights are 4-bit integers (compressed-tensors pack-quantized), which no product of this version multiplies. "
+    "Take a release in FP8, MXFP4 or bf16; `allotrope plan` shows what this one will take"
+)
+_TAKE = "Take a release in FP8, MXFP4 or bf16"
+_REFUSED = {
+    "awq": f"AWQ stores 4-bit integers with zero points, which no product of this version multiplies. {_TAKE}",
+    "gptq": f"GPTQ stores integers with zero points, which no product of this version multiplies. {_TAKE}",
+    "bitsandbytes": f"bitsandbytes' types are not read. {_TAKE}",
+}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one weight is stored. `block`: rows and inputs that share an FP8 scale, () for a scale per row or tensor."""
+
+    format: Format
+    block: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class WeightFormats:
+    """`groups`: patterns of modules and their scheme, the first match decides. `excluded`: modules that stay plain.
+
+    `unloadable`: why such weights can be planned but not loaded; empty if they can.
+    """
+
+    method: str
+    groups: tuple[tuple[tuple[str, ...], Scheme | None], ...]
+    excluded: tuple[str, ...] = ()
+    unloadable: str = ""
+
+    def scheme(self, name: str) -> Scheme | None:
+        """How the weight `name` of the checkpoint is stored, None for a plain one. A stack of experts has one name."""
+        module = name.removesuffix(".weight")
+        if _NEVER.search(module) or _names(self.excluded, module):
+            return None
+        return next((scheme for patterns, scheme in self.groups if _names(patterns, module)), None)
+
+    def block(self, name: str) -> tuple[int, ...]:
+        """Rows and inputs that share a scale of the FP8 weight `name`."""
+        blocks = [one.block for _, one in self.groups if one is not None and one.format.kind == "fp8"]
+        if len(set(blocks)) > 1:
+            found = self.scheme(name)
+            if found is not None and found.format.kind == "fp8":
+                return found.block
+        # Where the stored tensor is FP8 and the config does not say so, it is in blocks as the others are.
+        return blocks[0] if blocks else ()
+
+
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config's statement of how weights are quantized, {} for none."""
+    stated = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    return dict(stated or {})
+
+
+def weight_formats(config: Mapping[str, Any], source: str) -> WeightFormats | None:
+    """What `config` says; None for a checkpoint that is not quantized. `source`: of the checkpoint, for messages.
+
+    Raises ModelError with the reason for a quantization that is not known.
+    """
+    stated = quantization_of(config)
+    if not stated:
+        return None
+    method = str(stated.get("quant_method"))
+    if method not in _READERS:
+        allowed = f"quant_method={method!r} is not supported (allowed: {', '.join(_READERS)})"
+        raise ModelError(source, [f"{allowed}: {_REFUSED[method]}" if method in _REFUSED else allowed])
+    try:
+        groups = _READERS[method](stated)
+    except _UnknownFormat as error:
+        raise ModelError(source, [f"quant_method={method!r}: {error}"]) from error
+    text = config.get("text_config") or {}
+    if "fp4" in (config.get("expert_dtype"), text.get("expert_dtype")):
+        groups = [((_EXPERTS,), _MXFP4), *groups]
+    excluded = tuple(str(entry) for key in _EXCLUSIONS for entry in _modelopt(stated).get(key) or ())
+    kinds = {scheme.format.kind for _, scheme in groups if scheme is not None}
+    return WeightFormats(method, tuple(groups), excluded, _INT4_REASON if "int4" in kinds else "")
+
+
+class _UnknownFormat(Exception):
+    """A config's format that is not read; the text is the reason."""
+
+
+_Groups = list[tuple[tuple[str, ...], Scheme | None]]
+_MXFP4 = Scheme(Format("mxfp4", FP4_RUN))
+_OF_TENSOR, _OF_ROW = Scheme(Format("fp8", 0, rows=0)), Scheme(Format("fp8", 0))
+
+
+def _of_block(block: Any) -> Scheme:
+    if isinstance(block, str):
+        block = block.split("x")
+    try:
+        rows, inputs = (int(size) for size in block)
+    except (TypeError, ValueError) as error:
+        raise _UnknownFormat(f"blocks of {block!r} (needs two numbers: rows and inputs)") from error
+    return Scheme(Format("fp8", inputs, rows=rows), (rows, inputs))
+
+
+def _read_fp8(stated: Mapping[str, Any]) -> _Groups:
+    block = stated.get("weight_block_size")
+    return [((EVERY,), _of_block(block) if block else _OF_TENSOR)]
+
+
+def _read_fbgemm(stated: Mapping[str, Any]) -> _Groups:
+    return [((EVERY,), _OF_ROW)]
+
+
+def _read_mxfp4(stated: Mapping[str, Any]) -> _Groups:
+    return [((_EXPERTS,), _MXFP4)]
+
+
+def _read_compressed(stated: Mapping[str, Any]) -> _Groups:
+    sparse = (stated.get("sparsity_config") or {}).get("format", "dense")
+    if sparse != "dense":
+        raise _UnknownFormat(f"sparsity_config format={sparse!r} is not supported (allowed: dense)")
+    groups: _Groups = []
+    for group in (stated.get("config_groups") or {}).values():
+        # A class of modules means all of them: others are not quantized.
+        targets = tuple(EVERY if target == "Linear" else str(target) for target in group.get("targets") or ())
+        weights = group.get("weights")
+        if weights:
+            groups.append((targets, _compressed_scheme(weights, group.get("format") or stated.get("format"))))
+    return groups
+
+
+def _compressed_scheme(weights: Mapping[str, Any], form: object) -> Scheme:
+    kind, strategy = (weights.get("type"), weights.get("num_bits")), weights.get("strategy")
+    run, order = weights.get("group_size"), weights.get("actorder")
+    if kind == ("float", 8) and form in ("float-quantized", "naive-quantized", None):
+        if strategy == "block":
+            return _of_block(weights.get("block_structure"))
+        found = {"tensor": _OF_TENSOR, "channel": _OF_ROW}.get(str(strategy))
+        if found is not None:
+            return found
+    symmetric = bool(weights.get("symmetric", True)) and order in (None, "static", "weight")
+    if kind == ("int", 4) and form == "pack-quantized" and strategy in ("group", "channel") and symmetric:
+        return Scheme(Format("int4", int(run or 0) if strategy == "group" else 0))
+    raise _UnknownFormat(
+        f"weights of type={kind[0]!r}, num_bits={kind[1]!r}, strategy={strategy!r}, group_size={run!r}, "
+        f"symmetric={weights.get('symmetric')!r}, actorder={order!r}, format={form!r} are not supported "
+        f"(allowed: float-quantized of 8 bits by tensor, channel or block). {_TAKE}"
+    )
+
+
+def _read_quark(stated: Mapping[str, Any]) -> _Groups:
+    groups: _Groups = []
+    for pattern, layer in (stated.get("layer_quant_config") or {}).items():
+        groups.append(((str(pattern),), _quark_scheme((layer or {}).get("weight"))))
+    if stated.get("layer_type_quant_config"):
+        raise _UnknownFormat(f"layer_type_quant_config={stated['layer_type_quant_config']!r} is not supported")
+    return [*groups, ((EVERY,), _quark_scheme((stated.get("global_quant_config") or {}).get("weight")))]
+
+
+def _quark_scheme(weight: Any) -> Scheme | None:
+    if weight is None:
+        return None
+    stages = weight if isinstance(weight, list) else [weight]
+    one = stages[0]
+    kind, scheme, run = one.get("dtype"), one.get("qscheme"), one.get("group_size")
+    if len(stages) == 1:
+        if (kind, scheme, run) == ("fp4", "per_group", FP4_RUN) and one.get("scale_format", "e8m0") == "e8m0":
+            return _MXFP4
+        if kind == "fp8_e4m3" and scheme in ("per_tensor", "per_channel"):
+            return _OF_TENSOR if scheme == "per_tensor" else _OF_ROW
+    raise _UnknownFormat(
+        f"weights of {len(stages)} stage(s), dtype={kind!r}, qscheme={scheme!r}, group_size={run!r}, "
+        f"scale_format={one.get('scale_format')!r} are not supported (allowed: fp8_e4m3 per_tensor or per_channel, "
+        f"fp4 per_group of {FP4_RUN} with scale_format e8m0). {_TAKE}"
+    )
+
+
+def _modelopt(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """The statement itself, with the values of ModelOpt's older nesting."""
+    inner = stated.get("quantization")
+    return {**stated, **inner} if isinstance(inner, Mapping) else dict(stated)
+
+
+def _read_modelopt(stated: Mapping[str, Any]) -> _Groups:
+    algorithm = str(_modelopt(stated).get("quant_algo", "")).upper()
+    found = {"FP8": _OF_TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": _OF_ROW, "FP8_PB_WO": _of_block((128, 128))}
+    if algorithm not in found:
+        raise _UnknownFormat(f"quant_algo={algorithm!r} is not supported (allowed: {', '.join(found)}). {_TAKE}")
+    return [((EVERY,), found[algorithm])]
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], _Groups]] = {
+    "fp8": _read_fp8,
+    "fbgemm_fp8": _read_fbgemm,
+    "compressed-tensors": _read_compressed,
+    "quark": _read_quark,
+    "modelopt": _read_modelopt,
+    "mxfp4": _read_mxfp4,
+}
+FP8_METHODS = tuple(method for method in _READERS if method != "mxfp4")
+"""Methods whose weights have their own names, with scales beside them."""
+
+
+def _names(entries: tuple[str, ...], module: str) -> bool:
+    """Whether a module, or one around it, is listed: by name, its end, a pattern, or "re:" and a regular expression."""
+    around = [module[: match.start()] for match in re.finditer(r"\.|$", module)]
+    for entry in entries:
+        if entry.startswith("re:"):
+            if re.match(entry[3:], module):
+                return True
+        elif any(fnmatch.fnmatchcase(name, entry) or name.endswith("." + entry) for name in around):
+            return True
+    return False

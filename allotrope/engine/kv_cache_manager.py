@@ -1,0 +1,162 @@
+"""Gives pages and slots to sequences, takes them back, and offers what they computed for reuse.
+
+Owns the bookkeeping of every cache group. Must not know in which order sequences run.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+
+from allotrope.cache.groups import CacheGroup
+from allotrope.cache.memory import MemoryPlan
+from allotrope.cache.pages import PagePool
+from allotrope.cache.prefix import Match, PrefixCache
+from allotrope.engine.sequence import Sequence
+
+CopyPage = Callable[[int, int, int], None]
+
+
+class KVCacheManager:
+    """`copy_page(group, source, target)` copies a state slot on the device(s)."""
+
+    def __init__(self, plan: MemoryPlan, copy_page: CopyPage, *, reuse: bool) -> None:
+        self.groups = [entry.group for entry in plan.groups]
+        self.pools = [PagePool(entry.pages) for entry in plan.groups]
+        self.prefix = PrefixCache(self.groups, self.pools)
+        self.reuse = reuse
+        self._copy_page = copy_page
+        self._has_state = any(group.kind == "state" for group in self.groups)
+
+    def fits_alone(self, tokens: int, chunk: int) -> bool:
+        """Whether one sequence of `tokens` tokens could run with nothing beside it."""
+        return all(group.live_pages(tokens, chunk) <= pool.total for group, pool in self._pairs())
+
+    def begin(self, seq: Sequence) -> bool:
+        """Attach what the prefix cache has, and a state slot where the model has state.
+
+        Returns False, with nothing taken, if there is no slot. Pages come with `reserve`.
+        """
+        if any(group.kind == "state" and not pool.available for group, pool in self._pairs()):
+            return False
+        match = self._match(seq)
+        seq.computed, seq.pages = match.tokens, [array("q", pages) for pages in match.pages]
+        seq.published = [len(pages) for pages in seq.pages]
+        seq.slots = [0] * len(self.groups)
+        for index, (group, pool) in enumerate(self._pairs()):
+            for page in seq.pages[index]:
+                if page >= 0:
+                    pool.hold(page)
+            if group.kind == "state":
+                self._take_slot(seq, index, match.states[index])
+        if not seq.started:
+            seq.cached_tokens, seq.cache_lost = match.tokens, match.lost
+        self._plan_cuts(seq, match.wanted)
+        return True
+
+    def _match(self, seq: Sequence) -> Match:
+        if self.reuse and not seq.wants_prompt_logprobs:
+            return self.prefix.match(seq.ids, seq.chain)
+        return Match(0, ((),) * len(self.groups), (0,) * len(self.groups))
+
+    def _take_slot(self, seq: Sequence, index: int, state: int) -> None:
+        """A slot of its own for `seq`, with a copy of the checkpoint `state` if there is one."""
+        pool = self.pools[index]
+        if state:
+            # Held, so that making room for the slot cannot give up the very checkpoint.
+            pool.hold(state)
+        if pool.available:
+            seq.slots[index] = pool.take()
+            if state:
+                self._copy_page(index, state, seq.slots[index])
+                pool.release(state)
+            return
+        # The checkpoint is the last slot there is: it becomes the sequence's own.
+        pool.forget(state)
+        seq.slots[index] = state
+
+    def _pairs(self) -> Iterator[tuple[CacheGroup, PagePool]]:
+        return zip(self.groups, self.pools, strict=True)
+
+    def _plan_cuts(self, seq: Sequence, wanted: int) -> None:
+        """Keep a state where another prompt diverged from a cached one, and where this prompt's last full page ends."""
+        if self._has_state and self.reuse:
+            unit = self.prefix.unit
+            ends = {wanted, (seq.prompt_len - 1) // unit * unit}
+            seq.cuts = sorted(end for end in ends if end > seq.computed)
+
+    def reserve(self, seq: Sequence, tokens: int, spare: int = 0) -> bool:
+        """Make room for `tokens` more tokens, leaving `spare` pages in each group.
+
+        Returns False, with nothing taken, where some group has too few.
+        """
+        wanted = [
+            0 if group.kind == "state" else group.pages_for(seq.computed + tokens) - len(pages)
+            for group, pages in zip(self.groups, seq.pages, strict=True)
+        ]
+        if any(count > 0 and count + spare > pool.available for count, pool in zip(wanted, self.pools, strict=True)):
+            return False
+        for index, count in enumerate(wanted):
+            seq.pages[index].extend(self.pools[index].take() for _ in range(count))
+        return True
+
+    def advance(self, seq: Sequence, tokens: int) -> None:
+        """Account for `tokens` more stored tokens: offer what is full for reuse, give up what is out of sight."""
+        seq.computed += tokens
+        if self.reuse:
+            self._publish(seq)
+            self._checkpoint(seq)
+        for (group, pool), pages in zip(self._pairs(), seq.pages, strict=True):
+            for j in range(group.dead_pages(seq.computed) - 1, -1, -1):
+                if pages[j] < 0:
+                    break
+                pool.release(pages[j])
+                pages[j] = -1
+
+    def _publish(self, seq: Sequence) -> None:
+        for index, (group, pool) in enumerate(self._pairs()):
+            pages = seq.pages[index]
+            if group.kind == "state":
+                continue
+            full = seq.computed // group.page_size
+            for j in range(seq.published[index], full):
+                if pages[j] >= 0 and self.prefix.is_useful(index, j):
+                    pool.publish(pages[j], seq.chain.key(seq.ids, (j + 1) * group.page_size))
+            seq.published[index] = full
+
+    def _checkpoint(self, seq: Sequence) -> None:
+        if not seq.cuts or seq.computed != seq.cuts[0]:
+            return
+        key = seq.chain.key(seq.ids, seq.cuts.pop(0))
+        for index, (group, pool) in enumerate(self._pairs()):
+            if group.kind != "state" or pool.find(key) is not None or not pool.available:
+                continue
+            copy = pool.take()
+            self._copy_page(index, seq.slots[index], copy)
+            pool.publish(copy, key)
+            pool.release(copy)
+
+    def end(self, seq: Sequence, *, forget: bool = False) -> None:
+        """Take back all that `seq` holds. `forget`: what it computed is not to be reused, nor what it found."""
+        if forget:
+            # Pages that it gave up and states that were kept of it are not in its tables.
+            for pool in self.pools:
+                for page in filter(None, map(pool.find, seq.chain.made)):
+                    pool.forget(page)
+        for pool, pages, slot in zip(self.pools, seq.pages, seq.slots, strict=True):
+            # The end of a sequence is the least likely to be asked for again: it is given up first.
+            for j in range(len(pages) - 1, -1, -1):
+                if pages[j] >= 0:
+                    pool.release(pages[j])
+            if slot:
+                pool.release(slot)
+        seq.pages = [array("q") for _ in self.groups]
+        seq.slots = [0] * len(self.groups)
+        seq.published = [0] * len(self.groups)
+        seq.cuts = []
+        seq.computed = 0
+
+    def forget_all(self) -> None:
+        """Nothing computed so far is to be reused."""
+        for pool in self.pools:
+            pool.forget_all()

@@ -1,0 +1,1 @@
+"""What Gluon kernels share."""

@@ -1,0 +1,65 @@
+"""The kernels there are: each module registers the specializations that releases of models need.
+
+A module of kernels is one whose name begins with `triton` or `gluon`. Importing it registers them, so that no list is
+kept by hand. Must not know: what a kernel computes, or how it is compiled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from allotrope.kernels.chip import Chip
+
+
+@dataclass(frozen=True)
+class Specialization:
+    """One kernel at one signature.
+
+    `name`: for people, unique. `kernel`: the `@triton.jit` or `@gluon.jit` function. `signature`: argument -> Triton
+    type ("*bf16", "i32", ...; "*bf16:16", "i32:16" where the launcher will see a multiple of 16, as for rows that are
+    loaded whole), "constexpr" for those in `constants`. `num_warps`, `num_stages`: as it is launched. `spills`:
+    registers that may go to memory, where the kernel is known to be faster so.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    spills: int = 0
+
+
+Specializations = Callable[[Chip], list[Specialization]]
+
+_REGISTERED: dict[str, list[Specializations]] = {}
+
+
+def specializations(function: Specializations) -> Specializations:
+    """Register what a module's kernels are compiled for on a chip: its released sizes, launched as they would be."""
+    _REGISTERED.setdefault(function.__module__, []).append(function)
+    return function
+
+
+def kernel_modules(packages: Sequence[str] = ("allotrope.ops", "allotrope.attention")) -> list[str]:
+    """Every module of kernels, by name, sorted. The packages that hold them are imported, the modules are not."""
+    found = [
+        one.name
+        for package in packages
+        for one in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
+    ]
+    return sorted(name for name in found if name.rpartition(".")[2].startswith(("triton", "gluon")))
+
+
+def every_specialization(chip: Chip, modules: Sequence[str] | None = None) -> list[Specialization]:
+    """What all modules of kernels, or those named, register for a chip."""
+    made = []
+    for module in kernel_modules() if modules is None else modules:
+        importlib.import_module(module)
+        for function in _REGISTERED.get(module, ()):
+            made.extend(function(chip))
+    return made

@@ -1,0 +1,148 @@
+"""Rehearsals of steps to come: their kernels are compiled, several at once, and none of them is launched.
+
+A rehearsed step runs as it is, with the shapes, types and strides of a true one: a kernel that has been through `early`
+is compiled in the background for exactly what it is given. Owns: who rehearses, the threads that compile, and what is
+found where kernels would have written. Must not know: which steps there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from allotrope.kernels.chip import chip_of
+from allotrope.kernels.triton_version import triton_reasons
+from allotrope.logs import one_line
+
+_warming_up: ContextVar[bool] = ContextVar("rehearsing", default=False)
+
+_aten = torch.ops.aten
+# Of more threads that compile, each would wait for Python most of the time.
+_MOST_THREADS = 16
+_UNWRITTEN = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+
+
+@dataclass
+class Compiled:
+    """What became of a rehearsal, once it is over. `failed`: kernels that were not compiled; a launch will say why."""
+
+    kernels: int = 0
+    failed: int = 0
+
+
+def warming_up() -> bool:
+    """Whether the steps of this thread are rehearsed: then nothing is to be launched, or agreed on with other ranks."""
+    return _warming_up.get()
+
+
+def warm_up_steps(steps: Callable[[], object], device: torch.device, ranks: int, log: logging.Logger) -> None:
+    """Rehearse what `steps` runs on `device`, which each of `ranks` does at once, and say in `log` what came of it.
+
+    Does nothing where Triton does not run. Where it fails kernels are compiled as they are first launched.
+    """
+    if triton_reasons(chip_of(device)):
+        return
+    threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // ranks))
+    started = time.monotonic()
+    try:
+        with warmup(threads, device) as compiled:
+            steps()
+    except Exception as error:
+        # Whatever it was, the start does not depend on it.
+        reason = one_line(f"{type(error).__name__}: {error}")
+        log.warning("steps cannot be rehearsed, kernels are compiled as they are first launched: %s", reason)
+        return
+    level, seconds = logging.INFO if compiled.kernels else logging.DEBUG, time.monotonic() - started
+    log.log(level, "compiled %d kernels in %.1f s, %d at once", compiled.kernels, seconds, threads)
+    if compiled.failed:
+        log.warning("%d kernels cannot be compiled: they fail if they are launched", compiled.failed)
+
+
+@contextlib.contextmanager
+def warmup(threads: int, device: torch.device) -> Iterator[Compiled]:
+    """Rehearse the steps inside; at the end every kernel that they would launch has been compiled, `threads` at once,
+    and on a GPU is loaded, with the host's code that launches it, which is compiled as well.
+
+    Operations of torch do run. Memory that they find where a kernel was to write holds zeros, which are good places to
+    read from: page, slot and row 0 always exist. What comes out of a rehearsed step means nothing. A kernel that cannot
+    be compiled is passed over: it will fail where it is launched.
+    """
+    compiled = Compiled()
+    with _pool(threads, device) as pool, _mode(pool, device) as mode:
+        token = _warming_up.set(True)
+        try:
+            with _Zeroed():  # type: ignore[no-untyped-call]
+                yield compiled
+        finally:
+            _warming_up.reset(token)
+            # From Triton 3.9 on the mode forgets them at its end.
+            futures = list(mode.raw_futures)
+    compiled.failed = sum(future.exception() is not None for future in futures)
+    compiled.kernels = len(futures) - compiled.failed
+
+
+def _pool(threads: int, device: torch.device) -> ThreadPoolExecutor:
+    if device.type == "cpu":
+        return ThreadPoolExecutor(threads, "compile")
+    # Which GPU is meant is known thread by thread.
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return ThreadPoolExecutor(threads, "compile", torch.cuda.set_device, (number,))
+
+
+def _mode(pool: Executor, device: torch.device) -> Any:
+    from triton import AsyncCompileMode
+
+    class Loading(AsyncCompileMode):
+        """Kernels are loaded where they were compiled, not one by one as they are launched."""
+
+        # What follows is Triton's own: what it does with a kernel that is there, and from 3.9 on with one that is not.
+        def submit(self, key: Any, compile_fn: Callable[[], Any], *others: Callable[[Any], None]) -> Any:
+            def loaded() -> Any:
+                kernel = compile_fn()
+                _ = kernel.run
+                return kernel
+
+            return super().submit(key, loaded, *others)
+
+    return (AsyncCompileMode if device.type == "cpu" else Loading)(pool, ignore_errors=True)
+
+
+def report_late_kernels(device: torch.device, log: logging.Logger) -> None:
+    """From now on say in `log` which kernel is compiled, and for how long all wait for it: it was not warmed up."""
+    if triton_reasons(chip_of(device)):
+        return
+    from triton import knobs
+
+    def listener(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        name = getattr(src, "name", None) or getattr(getattr(src, "fn", None), "__name__", "?")
+        how = "found compiled" if cache_hit else "compiled"
+        log.info("kernel %s was not warmed up: %s in %.0f ms while requests are served", name, how, times.total / 1e3)
+
+    knobs.compilation.listener = listener
+
+
+def compile_for(launch: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """What a rehearsal does in place of `launch(*args, **options)`, which is Triton's `run` of a kernel."""
+    kernel = launch(*args, **{**options, "warmup": True})
+    # One that is ready by now goes where launches look first: layers that follow ask for it again and again.
+    future = getattr(kernel, "future", None)
+    if future is not None and future.done():
+        kernel.result(ignore_errors=True)
+
+
+class _Zeroed(TorchDispatchMode):
+    """Memory that is handed out uninitialised elsewhere holds zeros."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.zero_() if func.overloadpacket in _UNWRITTEN else made

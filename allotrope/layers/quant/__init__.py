@@ -1,1 +1,0 @@
-"""Products with weights that stay quantized: formats, their reference, and Triton kernels."""

@@ -1,0 +1,1 @@
+"""Products of sorted tokens with the weights of their experts."""

@@ -1,0 +1,1 @@
+"""Mixing of residual streams (hyper-connections)."""

@@ -1,0 +1,191 @@
+"""How a quantized product is launched: what was measured to be fastest, by chip and shape, else a rule of thumb.
+
+Measured launches lie in `tuned/<chip>.json`; `bench/tune_products.py` writes them. Must not know Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from allotrope.kernels.chip import Chip
+from allotrope.ops.matmul.quantized_weight import ACTIVATION_RUN, Kind
+
+FOLDER = Path(__file__).parent / "tuned"
+# Rows of FP8 weights in blocks from which PyTorch's product was the fastest of every shape tried.
+_LIBRARY_ROWS = 1024
+# Rows of which more would be launched alike.
+_MANY = 8192
+# Rows up to which one plain weight may not be left to PyTorch; numbers from which an unmeasured one is not, and outputs
+# from which that holds for all those rows.
+FEW_PLAIN_ROWS, _LARGE_PLAIN, _VOCABULARY = 64, 1 << 24, 1 << 16
+# Outputs up to which tiles are few, and inputs from which they are worth sharing out.
+FEW_OUTPUTS = 1024
+# Programs that keep a chip of today busy.
+_PROGRAMS = 264
+INTERPRETER = "interpreter"
+# Chips of one architecture: where one has not been measured, what the H200 does is far better than a rule of thumb.
+_HOPPER = ("h100", "h200", "h800", "h20", "gh200")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A product but for its rows. `kind`: of the weights, "plain" for those of 16 bits, "fp32" where any but FP8 ones
+    meet fp32 rows. `experts`: 0 for one weight. `outputs`: of the result; `gated`: of two weights.
+    """
+
+    kind: Kind | Literal["plain", "fp32"]
+    experts: int
+    outputs: int
+    inputs: int
+    gated: bool
+
+    @property
+    def key(self) -> str:
+        experts = f"{self.experts}x" if self.experts else ""
+        return f"{self.kind} {experts}{self.outputs}x{self.inputs}{' gated' if self.gated else ''}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """`rows`, `columns`: of a program's tile. `splits`: programs that share the inputs. `left`: the weights are the
+    left operand. `quantize`: FP8 activations are rounded in the product, not before it. `depth`: inputs of a step, but
+    for FP8 weights. `library`: PyTorch's product does it all. `groups`: experts where groups of warps take turns, on
+    chips that know how; its tiles have sizes of their own.
+    """
+
+    rows: int
+    columns: int
+    splits: int = 1
+    left: bool = True
+    quantize: bool = True
+    warps: int = 4
+    stages: int = 4
+    depth: int = 128
+    library: bool = False
+    groups: bool = False
+
+
+PYTORCH = Launch(128, 128, left=False, quantize=False, warps=8, stages=3, library=True)
+"""What `library` goes with: the same tiles where PyTorch does not know how."""
+GROUPS = Launch(128, 128, left=False, quantize=False, warps=8, stages=3, groups=True)
+"""What `groups` goes with: the same tiles where the chip does not know how."""
+
+
+def bucket(rows: int) -> int:
+    """The power of two that is measured in place of `rows`."""
+    return 1 << max(rows - 1, 0).bit_length()
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def launch_for(shape: Shape, rows: int, chip: str) -> Launch:
+    """`rows`: of the product, the pairs of token and expert where there are experts. More rows than were measured go as
+    the most that were, where that were many: their tiles are full.
+    """
+    found = tuned(chip).get(shape.key, {})
+    above = [measured for measured in map(int, found) if measured >= bucket(rows)]
+    many = [measured for measured in map(int, found) if measured >= _MANY]
+    if not above and not many:
+        return rule_of_thumb(shape, rows, chip)
+    return found[str(min(above) if above else max(many))]
+
+
+@functools.cache
+def tuned(chip: str) -> dict[str, dict[str, Launch]]:
+    """Shape -> bucket of rows -> launch, as measured on a chip or one like it; empty where nothing was."""
+    return {
+        key: {rows: Launch(**launch) for rows, launch in buckets.items()} for key, buckets in _measured(chip).items()
+    }
+
+
+def _measured(chip: str) -> dict[str, dict[str, dict[str, Any]]]:
+    paths = [FOLDER / f"{chip}.json", *([FOLDER / "h200.json"] if chip.startswith(_HOPPER) else [])]
+    found = next((path for path in paths if path.is_file()), None)
+    return {} if found is None else json.loads(found.read_text())
+
+
+def write_tuned(chip: str, found: dict[str, dict[str, Launch]]) -> Path:
+    """Put measured launches beside those that the chip has used so far."""
+    path, whole = FOLDER / f"{chip}.json", _measured(chip)
+    for key, buckets in found.items():
+        whole.setdefault(key, {}).update({rows: asdict(launch) for rows, launch in buckets.items()})
+    lines = [f"  {json.dumps(key)}: {json.dumps(whole[key])}" for key in sorted(whole)]
+    FOLDER.mkdir(exist_ok=True)
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    forget()
+    return path
+
+
+def forget() -> None:
+    """What is measured is read again."""
+    tuned.cache_clear()
+    launch_for.cache_clear()
+
+
+def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
+    """Tiles as high as an expert's usual rows; wide ones of many rows; inputs shared where tiles are few."""
+    if chip == INTERPRETER:
+        return Launch(16, 32, 1 if shape.gated else 2, left=rows % 2 == 0, quantize=rows < 8, stages=1)
+    amd = chip.startswith("gfx")
+    stages = 2 if amd else 4
+    usual = max(1, -(-rows // shape.experts)) if shape.experts else rows
+    if shape.kind == "fp32":
+        # For checking, not for speed: what fits into the memory of a program.
+        few = usual <= 16
+        return Launch(16 if few else 32, 64, left=False, warps=4 if few or amd else 8, stages=1 if amd else 2)
+    if shape.kind == "plain" and not shape.experts:
+        return PYTORCH if amd else _of_plain(shape, rows)
+    four_bits = shape.kind == "mxfp4" and not amd
+    if four_bits and shape.experts and usual > 32 and chip.startswith(_HOPPER):
+        return GROUPS
+    if usual > 64 and four_bits:
+        return Launch(128, 64, warps=4, stages=2) if shape.gated else Launch(128, 256, warps=8, stages=3)
+    if usual > 64:
+        if shape.kind == "fp8" and not shape.experts and not amd and rows >= _LIBRARY_ROWS:
+            return PYTORCH
+        narrow = shape.gated or (amd and shape.kind == "plain")
+        return Launch(128, 64 if narrow else 128, left=False, quantize=False, warps=8, stages=2 if amd else 3)
+    height = 16 if usual <= 16 else 32 if usual <= 32 else 64
+    if shape.experts or shape.gated:
+        if four_bits and usual <= 4:
+            return Launch(8, 64, stages=3, depth=256) if shape.gated else Launch(8, 128)
+        if four_bits:
+            # Steps of 256 inputs for few rows, for more of them there are not enough registers.
+            return Launch(
+                height, 32 if shape.gated and height == 16 else 64, stages=3, depth=256 if height < 64 else 128
+            )
+        if shape.kind == "fp8" and not amd and shape.inputs >= 2048:
+            # Rounding in the product costs every step a barrier.
+            return Launch(height, 64, quantize=False, stages=5)
+        return Launch(height, 64, left=not amd, stages=stages)
+    columns = 128 if shape.outputs >= 128 * _PROGRAMS else 64
+    tiles = -(-shape.outputs // columns)
+    splits = max(1, min(_PROGRAMS // tiles, -(-shape.inputs // ACTIVATION_RUN) // 4, 8))
+    # A barrier there does not wait until the parts that its waves have stored can be seen by other programs.
+    return Launch(height, columns, 1 if amd else splits, left=not amd, stages=stages)
+
+
+def _of_plain(shape: Shape, rows: int) -> Launch:
+    """How PyTorch multiplies small weights is hard to beat, and medium ones by more than 16 rows; the rest is a
+    matter of reading. So few outputs as of a router are little to multiply: its inputs are shared out.
+    """
+    height = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    if shape.outputs <= FEW_OUTPUTS and shape.inputs >= FEW_OUTPUTS and rows <= FEW_PLAIN_ROWS:
+        return Launch(height, 16, 8 if shape.inputs >= 2048 else 4, left=False)
+    most = FEW_PLAIN_ROWS if shape.outputs >= _VOCABULARY else 16
+    if shape.outputs * shape.inputs < _LARGE_PLAIN or rows > most:
+        return PYTORCH
+    if rows > 16:
+        return Launch(height, 128, warps=8, stages=3, depth=64)
+    tiles = -(-shape.outputs // 64)
+    return Launch(16, 64, max(1, min(4, 336 // tiles)), stages=3)
+
+
+def tuned_name(chip: Chip) -> str:
+    """The name under which launches measured on a chip are kept."""
+    if not chip.is_gpu:
+        return INTERPRETER
+    return chip.arch if chip.vendor == "amd" else chip.product.removeprefix("nvidia_")

@@ -1,0 +1,493 @@
+"""Products of rows with quantized weights, or plain ones: one weight or one per expert, in one kernel.
+
+    y_i = act(W_e x_i + b_e) for row i of expert e; W = value(code) * scale
+
+A program owns ROWS rows of one expert by COLUMNS outputs and walks along the inputs, 128 at a time. For few rows the
+weights are the left operand of the product, whose rows the tensor cores want in large numbers, and the inputs may be
+shared by several programs; the last to finish adds their parts, in order. Memory traffic: the codes and scales of
+chosen experts once per tile of their rows.
+
+Plain weights are multiplied as they are; so are FP8 ones, by activations that are rounded here or were before. 4-bit
+weights become bf16 in registers, which is exact (`triton_fp4`).
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from allotrope.kernels.chip import Chip, chip_of
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.side_stream import is_beside
+from allotrope.kernels.tiles import cdiv, next_power_of_2
+from allotrope.ops.gated_activation.triton import ACTIVATIONS, gate
+from allotrope.ops.grouped_matmul import gluon as gluon_experts
+from allotrope.ops.grouped_matmul import gluon_fp4
+from allotrope.ops.grouped_matmul.triton_tile_table import most_tiles, table_of_tiles, tiles_of_experts
+from allotrope.ops.matmul.launch import INTERPRETER, Launch, Shape, launch_for, rule_of_thumb, tuned_name
+from allotrope.ops.matmul.packed_weight import Prepared
+from allotrope.ops.matmul.pytorch import in_library, scaled_product
+from allotrope.ops.matmul.triton_fp4 import walk_fp4
+from allotrope.ops.matmul.triton_quantize import quantize_rows, to_codes
+
+if TYPE_CHECKING:
+    from allotrope.layers.mlp import Gating
+    from allotrope.ops.matmul.product import Tables
+
+
+@triton.jit
+def _add_fp8(total, a, a_scale, w, w_scale, LEFT: tl.constexpr, UPCAST: tl.constexpr, ONE_SCALE: tl.constexpr):
+    """`w_scale`: [COLUMNS], or with ONE_SCALE one number."""
+    if UPCAST:
+        a, w = a.to(tl.bfloat16), w.to(tl.bfloat16)
+    if LEFT:
+        if ONE_SCALE:
+            total += tl.dot(w, tl.trans(a)) * (w_scale * a_scale)[None, :]
+        else:
+            total += tl.dot(w, tl.trans(a)) * (w_scale[:, None] * a_scale[None, :])
+    else:
+        if ONE_SCALE:
+            total += tl.dot(a, tl.trans(w)) * (a_scale * w_scale)[:, None]
+        else:
+            total += tl.dot(a, tl.trans(w)) * (a_scale[:, None] * w_scale[None, :])
+    return total
+
+
+@triton.jit
+def _walk_fp8(
+    total, x, x_scales, row_mask, near, far, near_scales, far_scales, column_mask, begin, stop, inputs, x_scale_stride,
+    scale_run, GATED: tl.constexpr, QUANTIZE: tl.constexpr, LEFT: tl.constexpr, UPCAST: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Inputs from `begin` to `stop`. `x`: pointers [ROWS, 1]; `x_scales`: [ROWS]; `near`, `far`: [COLUMNS, 1];
+    `near_scales`, `far_scales`: [COLUMNS], or with ONE_SCALE one. Returns the sums of the near weights and of the far.
+    """
+    other = total
+    depth = tl.arange(0, 128)
+    row_there = tl.max(row_mask.to(tl.int32), 1) > 0
+    there = tl.max(column_mask.to(tl.int32), 1) > 0
+    if ONE_SCALE:
+        there = begin < stop
+    next_near = tl.load(near_scales + begin // 128 * scale_run, mask=there, other=0.0)
+    next_far = next_near
+    if GATED:
+        next_far = tl.load(far_scales + begin // 128 * scale_run, mask=there, other=0.0)
+    next_a = tl.zeros(row_there.shape, tl.float32)
+    if not QUANTIZE:
+        next_a = tl.load(x_scales + begin // 128 * x_scale_stride, mask=row_there, other=0.0)
+    for k in range(begin, stop, 128):
+        near_scale, far_scale, a_scale = next_near, next_far, next_a
+        ahead = k // 128 + 1
+        more = there & (k + 128 < stop)
+        next_near = tl.load(near_scales + ahead * scale_run, mask=more, other=0.0)
+        if GATED:
+            next_far = tl.load(far_scales + ahead * scale_run, mask=more, other=0.0)
+        if QUANTIZE:
+            inside = row_mask & (k + depth < inputs)[None, :]
+            a, a_scale = to_codes(tl.load(x + (k + depth)[None, :], mask=inside, other=0.0).to(tl.float32))
+        else:
+            next_a = tl.load(x_scales + ahead * x_scale_stride, mask=row_there & (k + 128 < stop), other=0.0)
+            a = tl.load(x + (k + depth)[None, :], mask=row_mask, other=0.0)
+        w = tl.load(near + (k + depth)[None, :], mask=column_mask, other=0.0)
+        total = _add_fp8(total, a, a_scale, w, near_scale, LEFT, UPCAST, ONE_SCALE)
+        if GATED:
+            w = tl.load(far + (k + depth)[None, :], mask=column_mask, other=0.0)
+            other = _add_fp8(other, a, a_scale, w, far_scale, LEFT, UPCAST, ONE_SCALE)
+    return total, other
+
+
+@triton.jit
+def _walk_plain(
+    total, x, row_mask, near, far, column_mask, begin, stop, inputs, GATED: tl.constexpr, LEFT: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """As `_walk_fp8`, with weights that are not quantized, DEPTH inputs at a time."""
+    other = total
+    depth = tl.arange(0, DEPTH)
+    for k in range(begin, stop, DEPTH):
+        inside = (k + depth < inputs)[None, :]
+        a = tl.load(x + (k + depth)[None, :], mask=row_mask & inside, other=0.0)
+        w = tl.load(near + (k + depth)[None, :], mask=column_mask & inside, other=0.0)
+        if LEFT:
+            total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
+        else:
+            total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
+        if GATED:
+            w = tl.load(far + (k + depth)[None, :], mask=column_mask & inside, other=0.0)
+            if LEFT:
+                other = tl.dot(w, tl.trans(a), other, input_precision="ieee")
+            else:
+                other = tl.dot(a, tl.trans(w), other, input_precision="ieee")
+    return total, other
+
+
+# Numbers of rows change from step to step: none of them is worth a kernel of its own.
+@pdl_jit(do_not_specialize=["rows", "x_scale_stride"])
+def product_kernel(
+    x,
+    x_scales,
+    source,
+    codes,
+    scales,
+    bias,
+    ends,
+    table,
+    out,
+    parts,
+    arrivals,
+    rows,
+    experts,
+    outputs,
+    inputs,
+    padded,
+    x_stride,
+    x_scale_stride,
+    expert_stride,
+    code_stride,
+    scale_expert,
+    scale_row,
+    scale_run,
+    bias_stride,
+    out_stride,
+    slope,
+    limit,
+    offset,
+    KIND: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TABLE: tl.constexpr,
+    GATHER: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    HOPPER: tl.constexpr,
+    UPCAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEFT: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """`x`: [.., inputs]; row i is row `source[i]` of it with GATHER. `codes`: [experts, outputs (twice that with an
+    ACTIVATION, gates first), padded], or tiles of 4-bit ones. `ends`: [experts] int32, none if EXPERTS is 0. `table`:
+    what `tiles_kernel` wrote, with TABLE. `outputs`: columns of `out`. ACTIVATION -1: none. `parts`, `arrivals`: of the
+    SPLITS programs of each tile; arrivals end as they begin, 0.
+    """
+    gdc_wait()
+    gdc_launch_dependents()
+    # Of experts, neighbours share rows and walk along an expert's weights; of one weight, they share its columns.
+    tile, block = tl.program_id(1 if EXPERTS else 0), tl.program_id(0 if EXPERTS else 1)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    expert = tl.full((), 0, tl.int32)
+    first = tile * ROWS
+    end = rows
+    if TABLE:
+        expert = tl.load(table + 2 * tile)
+        first = tl.load(table + 2 * tile + 1)
+        end = tl.load(ends + tl.minimum(expert, experts - 1))
+        first = tl.where(expert < experts, first, end)
+    elif EXPERTS:
+        start_of, end_of, behind, tiles_of = tiles_of_experts(ends, experts, EXPERTS, ROWS)
+        expert = tl.sum((behind <= tile).to(tl.int32), 0)
+        mine = tl.arange(0, EXPERTS) == expert
+        first = tl.sum(tl.where(mine, start_of + (tile - (behind - tiles_of)) * ROWS, 0), 0)
+        end = tl.sum(tl.where(mine, end_of, 0), 0)
+    if first < end:
+        row = first + tl.arange(0, ROWS)
+        # Rows behind the last are read as the last, and not written.
+        token = tl.minimum(row, end - 1)
+        if GATHER:
+            token = tl.load(source + token)
+        row_mask = (row < end)[:, None]
+        column_mask = (column < outputs)[:, None]
+        a = x + token.to(tl.int64)[:, None] * x_stride
+        own = codes + expert.to(tl.int64) * expert_stride
+        w = own + column.to(tl.int64)[:, None] * code_stride
+        v = w + tl.cast(outputs, tl.int64) * code_stride
+        s = scales + expert.to(tl.int64) * scale_expert
+        scaled = block * COLUMNS if ONE_SCALE else column
+        near = s + (scaled // SCALE_ROWS).to(tl.int64) * scale_row
+        far = s + ((scaled + outputs) // SCALE_ROWS).to(tl.int64) * scale_row
+        total = tl.zeros((COLUMNS, ROWS) if LEFT else (ROWS, COLUMNS), tl.float32)
+        steps = tl.cdiv(tl.cdiv(padded, 128), SPLITS) * 128
+        begin = tl.program_id(2) * steps
+        stop = tl.minimum(begin + steps, padded)
+        GATED: tl.constexpr = ACTIVATION >= 0
+        if KIND == "fp8":
+            # Not read where activations are rounded here.
+            taken = a if QUANTIZE else x_scales + token
+            total, other = _walk_fp8(
+                total, a, taken, row_mask, w, v, near, far, column_mask, begin, stop, inputs, x_scale_stride,
+                0 if ROW_SCALES else scale_run, GATED, QUANTIZE, LEFT, UPCAST, ONE_SCALE,
+            )  # fmt: skip
+        elif KIND == "plain":
+            total, other = _walk_plain(
+                total, a, row_mask, w, v, column_mask, begin, stop, inputs, GATED, LEFT, DEPTH
+            )  # fmt: skip
+        else:
+            total, other = walk_fp4(
+                a, row_mask, own, s, block * COLUMNS, outputs, inputs, padded, begin, stop,
+                GATED, HOPPER, LEFT, ROWS, COLUMNS, DEPTH,
+            )  # fmt: skip
+        last = True
+        if SPLITS > 1:
+            place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+            inside = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+            if not LEFT:
+                inside = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            part = parts + (place.to(tl.int64) * SPLITS) * (ROWS * COLUMNS) + inside
+            tl.store(part + tl.program_id(2) * (ROWS * COLUMNS), total)
+            # All threads have written before the program says so.
+            tl.debug_barrier()
+            last = tl.atomic_add(arrivals + place, 1, sem="acq_rel") == SPLITS - 1
+            if last:
+                tl.debug_barrier()
+                total = tl.load(part, cache_modifier=".cg")
+                for i in tl.static_range(1, SPLITS):
+                    total += tl.load(part + i * (ROWS * COLUMNS), cache_modifier=".cg")
+                tl.store(arrivals + place, 0)
+        if last:
+            if BIAS:
+                more = tl.load(bias + expert.to(tl.int64) * bias_stride + column, mask=column < outputs, other=0.0)
+                total += more.to(tl.float32)[:, None] if LEFT else more.to(tl.float32)[None, :]
+            if ACTIVATION >= 0:
+                if BIAS:
+                    up = bias + expert.to(tl.int64) * bias_stride + outputs + column
+                    more = tl.load(up, mask=column < outputs, other=0.0)
+                    other += more.to(tl.float32)[:, None] if LEFT else more.to(tl.float32)[None, :]
+                total = gate(total, other, slope, limit, offset, ACTIVATION, LIMIT)
+            if LEFT:
+                place_out = out + row.to(tl.int64)[None, :] * out_stride + column[:, None]
+                tl.store(place_out, total.to(out.dtype.element_ty), mask=(row < end)[None, :] & column_mask)
+            else:
+                place_out = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+                tl.store(place_out, total.to(out.dtype.element_ty), mask=row_mask & (column < outputs)[None, :])
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: Prepared,
+    *,
+    bias: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
+    source: torch.Tensor | None = None,
+    gating: Gating | None = None,
+    out: torch.Tensor | None = None,
+    tables: Tables | None = None,
+    launch: Launch | None = None,
+) -> torch.Tensor:
+    """y_i = act(W_e x_i + b_e). Asks the device nothing.
+
+    `x`: [n, inputs]. `bias`: [outputs], or [E, outputs]. `ends`: [E] int32, where each expert's rows end; `source`:
+    [n] rows of x in the order of experts, None if x has it. `gating`: of gates, then ups; halves the outputs. `out`:
+    [n, outputs] to write into, of any row stride; of fp32 where sums are not to be rounded. `tables`: of tiles of these
+    ends, by their height; one that is made here is put there. `launch`: default: what is known to be fast.
+    """
+    rows = len(x) if source is None else len(source)
+    outputs = weight.outputs // 2 if gating else weight.outputs
+    assert launch is None or launch.splits == 1 or not gating
+    if x.shape[1] != weight.inputs:
+        raise ValueError(f"rows of {x.shape[1]} numbers for a weight of {weight.inputs} inputs")
+    if not rows:
+        return x.new_empty((0, outputs)) if out is None else out
+    chip = tuned_name(chip_of(x.device))
+    kind = "fp32" if x.dtype == torch.float32 and weight.kind != "fp8" else weight.kind
+    shape = Shape(kind, weight.experts, outputs, weight.inputs, gating is not None)
+    launch = launch or launch_for(shape, rows, chip)
+    if launch.library and in_library(weight):
+        return scaled_product(x, weight, bias, out)
+    if launch.library and weight.kind == "plain" and ends is None:
+        return _in_torch(x, weight.codes[0], bias, out)
+    if out is None:
+        out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    if launch.groups and ends is not None and gluon_experts.knows(weight, gating, bias):
+        tiles_of = table_of_tiles(rows, ends, gluon_experts.ROWS, tables)
+        gluon_experts.multiply(*quantize_rows(x, source=source), weight, ends, tiles_of, out)
+        return out
+    if launch.groups and ends is not None and gluon_fp4.knows(x, weight, gating):
+        tiles_of = table_of_tiles(rows, ends, gluon_fp4.ROWS, tables)
+        inner = x if source is None else x.index_select(0, source)
+        gluon_fp4.multiply(inner, weight, ends, tiles_of, out, bias, gating)
+        return out
+    fp8 = weight.kind == "fp8"
+    x_scales = None
+    if fp8 and not launch.quantize:
+        x, x_scales = quantize_rows(x)
+    tiles = cdiv(rows, launch.rows) if ends is None else most_tiles(rows, ends, launch.rows)
+    blocks = cdiv(outputs, launch.columns)
+    table = None
+    if ends is not None and tiles * blocks > _SEARCHED:
+        table = table_of_tiles(rows, ends, launch.rows, tables)
+    parts, arrivals = None, None
+    if launch.splits > 1:
+        if tiles * blocks > _TILES or tiles * blocks * launch.splits * launch.rows * launch.columns > _PARTS:
+            launch = replace(launch, splits=1)
+        else:
+            parts, arrivals = _scratch(x.device, is_beside(x.device))
+    grid = (tiles, blocks) if ends is None else (blocks, tiles)
+    product_kernel[*grid, launch.splits](
+        x,
+        x_scales,
+        source,
+        weight.codes,
+        weight.scales,
+        bias,
+        ends,
+        table,
+        out,
+        parts,
+        arrivals,
+        rows,
+        weight.experts,
+        outputs,
+        weight.inputs,
+        weight.padded,
+        x.stride(0),
+        x_scales.stride(1) if x_scales is not None else 0,
+        weight.codes.stride(0),
+        weight.codes.stride(1),
+        weight.scales.stride(0),
+        weight.scales.stride(1),
+        weight.scales.stride(2),
+        bias.stride(0) if bias is not None and bias.dim() == 2 else 0,
+        out.stride(0),
+        gating.slope if gating else 0.0,
+        (gating.limit if gating else None) or 0.0,
+        gating.offset if gating else 0.0,
+        TABLE=table is not None,
+        GATHER=source is not None,
+        BIAS=bias is not None,
+        ACTIVATION=ACTIVATIONS[gating.activation] if gating else -1,
+        LIMIT=gating is not None and gating.limit is not None,
+        **_constants(weight, outputs, launch, chip),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+    return out
+
+
+def _in_torch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """PyTorch's product with a plain weight, into `out` where it is given; on NVIDIA chips not rounded before that."""
+    if out is None or out.dtype == x.dtype or torch.version.cuda is None:
+        y = F.linear(x, weight, bias)
+        return y if out is None else out.copy_(y)
+    torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+    return out if bias is None else out.add_(bias)
+
+
+def _constants(weight: Prepared, outputs: int, launch: Launch, chip: str) -> dict[str, Any]:
+    whole_tiles = weight.scale_rows % launch.columns == 0 and outputs % launch.columns == 0
+    return {
+        "KIND": weight.kind,
+        "EXPERTS": next_power_of_2(weight.experts) if weight.experts else 0,
+        "QUANTIZE": launch.quantize and weight.kind == "fp8",
+        "SCALE_ROWS": weight.scale_rows,
+        "ONE_SCALE": weight.kind == "fp8" and whole_tiles,
+        "ROW_SCALES": weight.row_scales,
+        "HOPPER": weight.fast and chip != INTERPRETER and not chip.startswith("gfx"),
+        # This chip's e4m3 has another bias.
+        "UPCAST": chip == "gfx942",
+        "ROWS": launch.rows,
+        "COLUMNS": launch.columns,
+        "SPLITS": launch.splits,
+        "LEFT": launch.left,
+        "DEPTH": launch.depth if weight.kind != "fp8" else 128,
+    }
+
+
+# Programs up to which each finds its expert by itself; for more, a table that is made first was faster.
+_SEARCHED = 4096
+
+# Numbers and tiles that programs which share inputs have room for.
+_PARTS, _TILES = 1 << 23, 1 << 13
+
+
+@functools.cache
+def _scratch(device: torch.device, beside: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parts and arrivals: products follow each other, but for those that run beside others. Of one size for good, for
+    graphs hold on to them.
+    """
+    return torch.empty(_PARTS, device=device), torch.zeros(_TILES, dtype=torch.int32, device=device)
+
+
+@specializations
+def released(chip: Chip) -> list[Specialization]:
+    """Few and many rows of one weight and of experts, in both formats."""
+    made = []
+    tuned = "nvidia_h200" if chip.arch == "sm_90" else chip.arch
+    cases: tuple[tuple[str, Any, int, int, bool], ...] = (
+        ("fp8 few rows", "fp8", 0, 16, False),
+        ("fp8 64 rows", "fp8", 0, 64, False),
+        ("fp8 many rows", "fp8", 0, 8192, False),
+        ("fp8 experts few rows gated", "fp8", 256, 128, True),
+        ("fp8 experts many rows gated", "fp8", 256, 65536, True),
+        ("mxfp4 experts few rows", "mxfp4", 128, 64, False),
+        ("mxfp4 experts few rows gated", "mxfp4", 128, 64, True),
+        ("mxfp4 experts many rows", "mxfp4", 128, 32768, False),
+        ("plain few rows", "plain", 0, 16, False),
+        ("plain 64 rows", "plain", 0, 64, False),
+        ("plain few outputs", "plain", 0, 16, False),
+        ("plain experts few rows gated", "plain", 128, 64, True),
+        ("plain experts many rows", "plain", 128, 32768, False),
+        ("fp32 experts few rows gated", "fp32", 128, 64, True),
+        ("fp32 experts many rows gated", "fp32", 128, 32768, True),
+    )
+    for name, kind, experts, rows, gated in cases:
+        outputs = 131072 if kind == "plain" and not experts else 12288
+        if name == "plain few outputs":
+            outputs = 128
+        launch = rule_of_thumb(Shape(kind, experts, outputs, 2048, gated), rows, tuned)
+        if launch.library and kind == "plain":
+            # There is nothing of ours to compile.
+            continue
+        rounded = kind == "fp8" and not launch.quantize
+        none = torch.empty(0)
+        stored: Any = "plain" if kind == "fp32" else kind
+        weight = Prepared(stored, none, none, outputs, 2048, 2048, 128 if kind == "fp8" else 1, False, experts, True)
+        numbers = "*fp32:16" if kind == "fp32" else "*bf16:16"
+        signature = {"x": "*fp8e4nv:16" if rounded else numbers, "ends": "*i32:16", "out": numbers}
+        signature |= {"codes": {"fp8": "*fp8e4nv:16", "mxfp4": "*i16:16"}.get(kind, numbers)}
+        signature |= {"scales": {"fp8": "*fp32:16", "mxfp4": "*i32:16"}.get(kind, numbers)}
+        signature |= dict.fromkeys(("rows", "experts", "x_scale_stride", "scale_expert", "scale_row"), "i32")
+        signature |= dict.fromkeys(("outputs", "inputs", "padded", "x_stride"), "i32:16")
+        signature |= dict.fromkeys(("expert_stride", "code_stride", "out_stride"), "i32:16")
+        signature |= dict.fromkeys(("slope", "limit", "offset"), "fp32")
+        constants: dict[str, Any] = {
+            "TABLE": rows > 1024 and experts > 0,
+            "GATHER": experts > 0,
+            "BIAS": kind == "mxfp4",
+            "LIMIT": kind == "mxfp4",
+        }
+        constants |= {"ACTIVATION": ACTIVATIONS["silu"] if gated else -1}
+        constants |= {"scale_run": 1, "bias_stride": 1} | _constants(weight, outputs, launch, tuned)
+        for present, names, kinds in (
+            (rounded, ("x_scales",), "*fp32:16"),
+            (experts > 0, ("source",), "*i32:16"),
+            (rows > 1024 and experts > 0, ("table",), "*i32:16"),
+            (kind == "mxfp4", ("bias",), "*bf16:16"),
+            (launch.splits > 1, ("parts",), "*fp32:16"),
+            (launch.splits > 1, ("arrivals",), "*i32:16"),
+        ):
+            where = signature if present else constants
+            where |= dict.fromkeys(names, kinds if present else None)
+        if not experts:
+            del signature["ends"]
+            constants["ends"] = None
+        if kind == "mxfp4":
+            del constants["bias_stride"]
+            signature["bias_stride"] = "i32"
+        made.append(Specialization(name, product_kernel, signature, constants, launch.warps, launch.stages))
+    return made

@@ -1,0 +1,99 @@
+"""Activations as e4m3, each run of 128 numbers of a row with a scale of its own.
+
+    scale = max |x| / 448;  code = x / scale
+
+A program owns a few runs, of as many rows as have them. Bytes moved: x once, codes and scales once.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from allotrope.attention.mla.rows import FP8_MAX
+from allotrope.kernels.chip import Chip
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.propagate_nan import at_least, largest_of
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.tiles import cdiv
+from allotrope.ops.matmul.quantized_weight import ACTIVATION_RUN, SMALLEST_SCALE
+
+_MANY_RUNS = 1 << 15
+_LARGEST, _SMALLEST = tl.constexpr(FP8_MAX), tl.constexpr(SMALLEST_SCALE)
+
+
+@triton.jit
+def to_codes(x):
+    """`x`: [n, 128] fp32. Returns codes and scales [n]. What `format.quantize_rows` does to runs."""
+    scale = at_least(largest_of(x, 1) / _LARGEST, _SMALLEST)
+    return (x / scale[:, None]).to(tl.float8e4nv), scale
+
+
+@pdl_jit(do_not_specialize=["tokens", "scale_stride"])
+def quantize_kernel(
+    x, source, codes, scales, tokens, inputs, runs, x_stride, code_stride, scale_stride, RUNS: tl.constexpr,
+    GATHER: tl.constexpr,
+):  # fmt: skip
+    """Row i is row `source[i]` of `x` with GATHER. `scales`: the runs of a row lie `scale_stride` apart, rows side by
+    side."""
+    gdc_wait()
+    gdc_launch_dependents()
+    # Runs are counted through all rows: neither short rows nor long ones leave a part of a program without work.
+    one = tl.program_id(0) * RUNS + tl.arange(0, RUNS)
+    row, run = (one // runs).to(tl.int64), one % runs
+    there = row < tokens
+    token = row
+    if GATHER:
+        token = tl.load(source + row, mask=there, other=0).to(tl.int64)
+    column = run[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = there[:, None] & (column < inputs)
+    values = tl.load(x + token[:, None] * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    code, scale = to_codes(values)
+    tl.store(codes + row[:, None] * code_stride + column, code, mask=there[:, None])
+    tl.store(scales + run.to(tl.int64) * scale_stride + row, scale, mask=there)
+
+
+def quantize_rows(
+    x: torch.Tensor, *, source: torch.Tensor | None = None, whole: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `format.quantize_rows`. `x`: any row stride. The scales are a view whose rows lie side by side in memory.
+
+    `source`: which rows of x, all in their order if None. `whole`: rows are rounded up to fours, with anything in those
+    that are not in x.
+    """
+    if x.shape[1] == 1:
+        # Triton makes a constant of a 1, and of columns that are zero by that ptxas 12.8 leaves half of the codes as
+        # they were in its registers.
+        x = torch.nn.functional.pad(x, (0, 1))
+    tokens, inputs = len(x) if source is None else len(source), x.shape[1]
+    runs = cdiv(inputs, ACTIVATION_RUN)
+    rows = -(-tokens // 4) * 4
+    codes = torch.empty((rows, runs * ACTIVATION_RUN), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((runs, rows), dtype=torch.float32, device=x.device)
+    if tokens:
+        # Of many runs a thread asks for 64 bytes at once; few are shared out to as many programs as can be.
+        each, warps = (16, 2) if tokens * runs >= _MANY_RUNS else (8, 4)
+        quantize_kernel[(cdiv(tokens * runs, each),)](
+            x, source, codes, scales, tokens, inputs, runs, x.stride(0), codes.stride(0), scales.stride(0),
+            RUNS=each, GATHER=source is not None, num_warps=warps,
+        )  # fmt: skip
+    if whole or rows == tokens:
+        return codes, scales.t()
+    return codes[:tokens], scales[:, :tokens].t()
+
+
+@specializations
+def released(chip: Chip) -> list[Specialization]:
+    """Of bf16 activations."""
+    signature = {"x": "*bf16:16", "codes": "*fp8e4nv:16", "scales": "*fp32:16"}
+    signature |= dict.fromkeys(("tokens", "inputs", "runs"), "i32") | {"x_stride": "i32:16", "code_stride": "i32:16"}
+    signature |= {"scale_stride": "i32"}
+    constants = {"GATHER": False, "source": None}
+    return [
+        Specialization(
+            f"activations to e4m3, {name} rows", quantize_kernel, signature, constants | {"RUNS": runs}, warps, 1
+        )
+        for name, runs, warps in (("few", 8, 4), ("many", 16, 2))
+    ]

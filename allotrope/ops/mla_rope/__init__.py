@@ -1,0 +1,1 @@
+"""Rotation of latent attention's queries and of the rope key that is cached."""

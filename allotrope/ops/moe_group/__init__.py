@@ -1,0 +1,1 @@
+"""Tokens sorted by expert."""

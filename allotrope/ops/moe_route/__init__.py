@@ -1,0 +1,1 @@
+"""Experts of each token and their weights; the weighted sum of experts' outputs."""

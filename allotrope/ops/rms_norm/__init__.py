@@ -1,0 +1,1 @@
+"""Root-mean-square norm, alone and after a residual sum."""

@@ -1,0 +1,203 @@
+"""RMS norms in one launch, with what stands before and behind them: y = x / sqrt(sum(x^2) + floor) * factors.
+
+With floor = size * eps and factors = sqrt(size) w that is x / sqrt(mean(x^2) + eps) * w.
+
+A program owns a few whole rows: it reads each number once, sums in fp32, and rounds once. Bytes moved: x and y, with a
+residual also the residual and the sum, with a gate also the gate.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import triton.language as tl
+
+from allotrope.kernels.chip import Chip, chip_of
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.tiles import cdiv, next_power_of_2
+
+GateKind = Literal["silu", "sigmoid"]
+_GATES = {"": 0, "silu": 1, "sigmoid": 2}
+# Numbers that a program holds of short rows, and that a thread holds at once.
+_PROGRAM = 1024
+_THREAD = 8
+
+
+@pdl_jit
+def norm_kernel(
+    x,
+    residual,
+    inner,
+    scale,
+    factors,
+    gate,
+    total,
+    out,
+    rows,
+    heads,
+    x_token,
+    x_head,
+    residual_token,
+    gate_token,
+    gate_head,
+    floor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    INNER: tl.constexpr,
+    SCALE: tl.constexpr,
+    GATE: tl.constexpr,
+):
+    """Rows are heads of tokens: row r is head r % heads of token r // heads. `total` and `out` are contiguous."""
+    gdc_wait()
+    gdc_launch_dependents()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    there = (row < rows) & (column < SIZE)
+    token = (row // heads).to(tl.int64)
+    head = row % heads
+    value = tl.load(x + token * x_token + head * x_head + column, mask=there, other=0.0).to(tl.float32)
+    if INNER:
+        length = tl.sum(value * value, axis=1)[:, None] + floor
+        factor = tl.load(inner + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        value = (value * tl.rsqrt(length) * factor).to(x.dtype.element_ty).to(tl.float32)
+    place = row.to(tl.int64) * SIZE + column
+    if RESIDUAL:
+        value += tl.load(residual + token * residual_token + column, mask=there, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        if SCALE:
+            rounded = (rounded.to(tl.float32) * tl.load(scale).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + place, rounded, mask=there)
+        value = rounded.to(tl.float32)
+    length = tl.sum(value * value, axis=1)[:, None] + floor
+    value = value * tl.rsqrt(length)
+    value *= tl.load(factors + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    if GATE != 0:
+        z = tl.load(gate + token * gate_token + head * gate_head + column, mask=there, other=0.0).to(tl.float32)
+        opened = tl.sigmoid(z)
+        value *= z * opened if GATE == 1 else opened
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=there)
+
+
+def config(chip: Chip, size: int) -> dict[str, int]:
+    """Launch parameters by row size alone, so that a row's sum does not depend on how many rows there are."""
+    block = next_power_of_2(size)
+    rows = max(1, _PROGRAM // block)
+    wave = 64 if chip.vendor == "amd" else 32
+    warps = max(1, min(16 * 32 // wave, block * rows // (_THREAD * wave)))
+    return {"BLOCK": block, "ROWS": rows, "num_warps": next_power_of_2(warps), "num_stages": 1}
+
+
+def rms_norm(
+    x: torch.Tensor,
+    factors: torch.Tensor,
+    floor: float,
+    *,
+    gate: torch.Tensor | None = None,
+    gate_kind: GateKind = "silu",
+) -> torch.Tensor:
+    """y = norm(x), times silu or sigmoid of a gate.
+
+    `x`: [..., size], where of three dimensions the first two may have any strides. `factors`: [size] fp32. `gate`: as
+    `x`, and of the type that is returned; else that is x's. Returns x's shape, contiguous.
+    """
+    view = x if x.dim() == 3 else _as_rows(x)
+    out = torch.empty(x.shape, dtype=x.dtype if gate is None else gate.dtype, device=x.device)
+    if out.numel():
+        opened = None if gate is None else gate.view(view.shape)
+        _launch(view, None, None, None, factors, opened, None, out, floor, gate_kind)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    factors: torch.Tensor,
+    floor: float,
+    inner: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """s = (residual + x) * scale; y = norm(s). With `inner`, x is itself normed first, with these factors.
+
+    `x`, `residual`: [T, size]. `factors`, `inner`: [size] fp32. `scale`: [1]; None is 1. Each of the steps rounds to
+    x's type, as they do apart. Returns s and y, contiguous.
+    """
+    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    if out.numel():
+        _launch(x[:, None], residual, inner, scale, factors, None, total, out, floor, "silu")
+    return total, out
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, 1, x.shape[-1])
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    inner: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    factors: torch.Tensor,
+    gate: torch.Tensor | None,
+    total: torch.Tensor | None,
+    out: torch.Tensor,
+    floor: float,
+    gate_kind: GateKind,
+) -> None:
+    """`x`: [T, heads, size]. Absent tensors are passed as `x`, and never read."""
+    tokens, heads, size = x.shape
+    assert x.stride(-1) == 1 and (gate is None or gate.stride(-1) == 1)
+    launch = config(chip_of(x.device), size)
+    rows = tokens * heads
+    norm_kernel[(cdiv(rows, launch["ROWS"]),)](
+        x,
+        x if residual is None else residual,
+        x if inner is None else inner,
+        x if scale is None else scale,
+        factors,
+        x if gate is None else gate,
+        x if total is None else total,
+        out,
+        rows,
+        heads,
+        x.stride(0),
+        x.stride(1),
+        0 if residual is None else residual.stride(0),
+        0 if gate is None else gate.stride(0),
+        0 if gate is None else gate.stride(1),
+        floor,
+        SIZE=size,
+        RESIDUAL=residual is not None,
+        INNER=inner is not None,
+        SCALE=scale is not None,
+        GATE=_GATES["" if gate is None else gate_kind],
+        **launch,
+    )
+
+
+@specializations
+def released(chip: Chip) -> list[Specialization]:
+    """Released sizes: a residual of 4096 and 7168, Gemma's three steps and four, heads of a gated rule."""
+    made = []
+    for name, size, kind, flags in (
+        ("norm residual 4096", 4096, "*bf16", {"RESIDUAL": True}),
+        ("norm residual 7168", 7168, "*fp16", {"RESIDUAL": True}),
+        ("norm sandwich 5376", 5376, "*bf16", {"RESIDUAL": True, "INNER": True}),
+        ("norm sandwich scaled 5376", 5376, "*bf16", {"RESIDUAL": True, "INNER": True, "SCALE": True}),
+        ("norm gated 128", 128, "*bf16", {"GATE": 1}),
+    ):
+        chosen: dict[str, Any] = {"SIZE": size, "RESIDUAL": False, "INNER": False}
+        chosen |= {"SCALE": False, "GATE": 0, **flags}
+        launch = config(chip, size)
+        chosen |= {key: launch[key] for key in ("BLOCK", "ROWS")}
+        signature = dict.fromkeys(("x", "residual", "scale", "gate", "total", "out"), kind)
+        signature |= dict.fromkeys(("inner", "factors"), "*fp32")
+        strides = ("x_token", "x_head", "residual_token", "gate_token", "gate_head")
+        signature |= dict.fromkeys(("rows", "heads", *strides), "i32")
+        signature |= {"floor": "fp32"}
+        made.append(Specialization(name, norm_kernel, signature, chosen, launch["num_warps"], launch["num_stages"]))
+    return made

@@ -1,0 +1,146 @@
+"""Weights that stay quantized are, cut and reordered, the numbers that the same checkpoint has when it is unpacked."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_twins import write_twin
+from torch import nn
+
+from allotrope.architectures.registry import find_architecture
+from allotrope.checkpoint.dequantize import dequantized
+from allotrope.checkpoint.weights import Loader
+from allotrope.config import EngineConfig
+from allotrope.engine.load import LoadPlan, load_model, resolve_load_plan
+from allotrope.layers.parallel import Parallel, placement_of
+from allotrope.ops.matmul.product import CODES, SCALES
+from allotrope.ops.matmul.quantized_weight import Format, Quantized
+from allotrope.verify.options import VerifyOptions
+from allotrope.verify.random_checkpoint import write_random
+from allotrope.verify.run import verify
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+NAMES = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    "DeepseekV32ForCausalLM",
+    "DeepseekV4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "KimiLinearForCausalLM",
+    "MiniMaxM2ForCausalLM",
+)
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {}
+
+
+@pytest.fixture
+def twin(request: pytest.FixtureRequest, twins: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    name = request.param
+    if name not in twins:
+        folder = tmp_path_factory.mktemp(name)
+        write_random(tiny(name), folder / "plain", None, 0)
+        twins[name] = write_twin(folder / "plain", folder / "twin", mxfp4=name == "GptOssForCausalLM")
+    return twins[name]
+
+
+def tiny(name: str) -> dict[str, Any]:
+    return find_architecture({"architectures": [name]}, name).tiny()
+
+
+def loaded(load_plan: LoadPlan, keep: bool) -> nn.Module:
+    build = load_plan.build if keep else dataclasses.replace(load_plan.build, formats={})
+    model = load_plan.architecture.decoder(load_plan.spec, build)
+    rules = load_plan.architecture.rules(load_plan.spec)
+    Loader(model, rules, build.parallel).load(dequantized(load_plan.checkpoint))
+    return model
+
+
+def effective(model: nn.Module, name: str, section: str, parallel: Parallel) -> tuple[torch.Tensor, bool]:
+    """A section of a weight as plain numbers, and whether it is kept quantized."""
+    parameters = dict(model.named_parameters())
+    kept = next((one for one in (name, name + CODES) if one in parameters and has(parameters[one], section)), None)
+    assert kept is not None, (name, section)
+    plain = cut(parameters[kept], section, parallel)
+    if kept == name:
+        return plain.float(), False
+    scales = parameters[name + SCALES]
+    taken = cut(scales, section, parallel) if has(scales, section) else scales.data
+    packed = plain.dtype == torch.uint8
+    run = 0 if scales.shape[-1] == 1 and not packed else 32 if packed else 16
+    return Quantized(Format("mxfp4" if packed else "fp8", run), plain, taken).dequantized(), True
+
+
+def has(parameter: nn.Parameter, section: str) -> bool:
+    return any(one.name == section for one in placement_of(parameter).sections)
+
+
+def cut(parameter: nn.Parameter, section: str, parallel: Parallel) -> torch.Tensor:
+    placement = placement_of(parameter)
+    one, index = placement.section(section)
+    first = sum(before.local(parallel) for before in placement.sections[:index])
+    return parameter.data.narrow(placement.dim + bool(placement.experts), first, one.local(parallel))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("twin", NAMES, indirect=True)
+def test_every_section_is_what_the_plain_one_is(twin: Path, size: int) -> None:
+    for rank in range(size):
+        parallel = Parallel(rank, size)
+        config = EngineConfig(model=str(twin), quantized_weights="keep", dtype="float32", device="cpu")
+        load_plan = resolve_load_plan(config, parallel)
+        plain, kept = loaded(load_plan, False), loaded(load_plan, True)
+        found = {}
+        for name, parameter in plain.named_parameters():
+            for section in placement_of(parameter).sections:
+                want = cut(parameter, section.name, parallel).float()
+                got, found[name, section.name] = effective(kept, name, section.name, parallel)
+                assert torch.equal(got, want), (name, section.name)
+        # Projections and experts are kept; what makes heads of latents, norms, routers and embeddings are not.
+        quantized = {name for (name, _), one in found.items() if one}
+        assert (
+            any(".mixer." in name for name in quantized) or "GptOss" in load_plan.checkpoint.config["architectures"][0]
+        )
+        assert any("experts.down" in name for name in quantized)
+        assert not any("router" in name or "embedding" in name or "norm" in name for name in quantized)
+
+
+@pytest.mark.parametrize("twin", NAMES[:1], indirect=True)
+def test_scales_of_rows(twin: Path, tmp_path: Path) -> None:
+    channel = write_twin(twin.parent / "plain", tmp_path / "channel", scheme="channel")
+    config = EngineConfig(model=str(channel), quantized_weights="keep", dtype="float32", device="cpu")
+    load_plan = resolve_load_plan(config)
+    plain, kept = loaded(load_plan, False), loaded(load_plan, True)
+    got, quantized = effective(kept, "layers.0.mixer.out.weight", "", Parallel())
+    assert quantized
+    assert torch.equal(got, dict(plain.named_parameters())["layers.0.mixer.out.weight"])
+
+
+def sizes(load_plan: LoadPlan) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (one.shape, one.dtype) for name, one in load_plan.meta_model().named_parameters()}
+
+
+@pytest.mark.parametrize("twin", NAMES, indirect=True)
+def test_without_weights_the_config_says_the_same(twin: Path) -> None:
+    """A dummy model of the same config is made of the same parameters, and the plan counts them alike."""
+    options = {"model": str(twin), "quantized_weights": "keep", "dtype": "float32", "device": "cpu"}
+    stored = resolve_load_plan(EngineConfig(**options))  # type: ignore[arg-type]
+    stated = resolve_load_plan(EngineConfig(load_format="dummy", **options))  # type: ignore[arg-type]
+    assert sizes(stated) == sizes(stored)
+    assert stated.weight_bytes == stored.weight_bytes
+    model = load_model(stated, 0)
+    assert all(bool(torch.isfinite(p.data.float()).all()) for p in model.parameters() if p.is_floating_point())
+
+
+@pytest.mark.parametrize("twin", ["GptOssForCausalLM"], indirect=True)
+def test_four_bit_weights_are_exact(twin: Path) -> None:
+    report = verify(EngineConfig(model=str(twin), quantized_weights="keep", device="cpu"), VerifyOptions())
+    assert report.passed, report.verdict()

@@ -1,0 +1,198 @@
+"""No value of a config is dropped in silence: it changes the model, is refused, or is known to change nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allotrope.architectures.registry import ARCHITECTURES, find_architecture, read_spec
+from allotrope.checkpoint.checkpoint import open_checkpoint
+from allotrope.checkpoint.read_config import BOOKKEEPING
+from allotrope.errors import ModelError
+from allotrope.layers.mixers.mha import MhaMixerSpec
+from allotrope.ops.rope.reference import RopeSpec
+
+LATENT = ("Deepseek", "GlmMoeDsa", "Kimi")
+# Last part of a key's path -> why its value changes nothing, and in which models.
+HARMLESS = {
+    "num_key_value_heads": ("latent attention has no heads of keys", LATENT),
+    "head_dim": ("latent attention has sizes of its own", LATENT),
+    "num_nextn_predict_layers": ("layers that draft are not loaded", ("DeepseekV4",)),
+    "mtp_num_hidden_layers": ("layers that draft are not loaded", ("Qwen3_5",)),
+    "_sliding_window_pattern": ("saved by default beside the list that decides", ("Gemma3",)),
+    "tie_word_embeddings": ("the text part decides, and its head has to be loaded", ("KimiK25", "Kimi_K25")),
+    "mrope_interleaved": ("a text token has one position on all axes", ("Qwen3_5",)),
+    "use_double_wide_mlp": ("of layers that share rows, and there are none", ("Gemma4",)),
+    "vocab_size_per_layer_input": ("of inputs per layer, and there are none", ("Gemma4",)),
+    "index_topk_freq": ("of a schedule in whose place layers are listed", ("GlmMoeDsa",)),
+    "index_skip_topk_offset": ("of a schedule in whose place layers are listed", ("GlmMoeDsa",)),
+    "rope_theta": ("nothing is rotated", ("KimiLinear",)),
+    "attention_chunk_size": ("no layer is chunked", ("MiMo",)),
+    "sliding_window": ("released as the window, saved as the window with the query's own key", ("MiMo",)),
+    "use_sliding_window": ("there is no window", ("Qwen3",)),
+    "max_window_layers": ("there is no window", ("Qwen3",)),
+}
+
+
+def other(value: Any) -> Any:
+    """Another value of the type; None for one that is left alone."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    return value * 1.5 + 0.25 if isinstance(value, float) else None
+
+
+def numbers(config: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Paths of the numbers of a config, but those of the parts that see and hear, with other values."""
+    for key, value in config.items():
+        if key in BOOKKEEPING or key in ("vision_config", "audio_config") or key.startswith(("mm_", "projection_")):
+            continue
+        if isinstance(value, dict):
+            yield from numbers(value, (*path, key))
+        elif other(value) is not None and not key.endswith(("_token_id", "_token_index")):
+            yield (*path, key), other(value)
+
+
+def silent(config: dict[str, Any], name: str) -> list[str]:
+    """Numbers that can be changed without a change of the model."""
+    spec = read_spec(config, name)[1]
+    found = []
+    for path, value in numbers(config):
+        changed = copy.deepcopy(config)
+        inner = changed
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = value
+        try:
+            same = read_spec(changed, name)[1] == spec
+        except ModelError:
+            continue
+        if same and not name.startswith(HARMLESS.get(path[-1], ("", ()))[1]):
+            found.append(".".join(path))
+    return found
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_number_counts(name: str) -> None:
+    assert silent(find_architecture({"architectures": [name]}, name).tiny(), name) == []
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_number_that_transformers_writes_counts(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    (tmp_path / "config.json").write_text(json.dumps(find_architecture({"architectures": [name]}, name).tiny()))
+    written = transformers.AutoConfig.from_pretrained(tmp_path).to_dict() | {"architectures": [name]}
+    assert silent(json.loads(json.dumps(written, default=str)), name) == []
+
+
+def rope(config: dict[str, Any]) -> RopeSpec:
+    mixer = read_spec(config, "tiny")[1].layers[-1].mixer
+    assert isinstance(mixer, MhaMixerSpec) and mixer.rope is not None
+    return mixer.rope
+
+
+def qwen3(**changes: Any) -> dict[str, Any]:
+    config = find_architecture({"architectures": ["Qwen3ForCausalLM"]}, "").tiny()
+    return {key: value for key, value in config.items() if not key.startswith("rope")} | changes
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+BOTH = {
+    "all in each": {
+        "rope_scaling": LINEAR | {"rope_theta": 7e5},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
+    "base outside": {
+        "rope_theta": 7e5,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+    },
+    "nothing stretched": {"rope_theta": 7e5, "rope_scaling": {"rope_type": "default"}, "rope_parameters": LINEAR},
+    "an empty one": {"rope_scaling": {}, "rope_parameters": LINEAR | {"rope_theta": 5e5}},
+}
+
+
+@pytest.mark.parametrize("case", BOTH)
+def test_rope_scaling_stands_in_place_of_rope_parameters(case: str, tmp_path: Path) -> None:
+    """As in Transformers, number for number."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers import AutoConfig
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    from allotrope.ops.rope.reference import inverse_frequencies
+
+    (tmp_path / "config.json").write_text(json.dumps(qwen3(**BOTH[case])))
+    theirs = Qwen3RotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
+    torch.testing.assert_close(inverse_frequencies(rope(qwen3(**BOTH[case]))), theirs)
+
+
+PARAMETERS = {"rope_type": "default", "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rope_parameters": PARAMETERS, "rope_scaling": LINEAR}, "write rope_theta into rope_scaling"),
+        (
+            {"rope_theta": 7e5, "rope_parameters": PARAMETERS | {"partial_rotary_factor": 0.5}, "rope_scaling": LINEAR},
+            "write partial_rotary_factor into rope_scaling",
+        ),
+        (
+            {"rope_parameters": {"full_attention": PARAMETERS}, "rope_scaling": LINEAR},
+            "write the scaling into rope_parameters",
+        ),
+        ({"rope_parameters": PARAMETERS, "rope_theta": 1e6}, r"rope_theta=1000000\.0, but its rotation has"),
+        (
+            {"rope_parameters": PARAMETERS | {"partial_rotary_factor": 0.5}, "partial_rotary_factor": 0.25},
+            r"partial_rotary_factor=0\.25, but its rotation has",
+        ),
+        ({"rope_theta": 5e5, "rope_scaling": {"factor": 4.0}}, r"factor=4\.0 is not supported"),
+        ({"rope_theta": 5e5, "rope_scaling": LINEAR | {"type": "yarn"}}, "type='yarn' is not supported"),
+    ],
+)
+def test_values_of_a_rotation_that_would_be_lost_are_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        read_spec(qwen3(**changes), "tiny")
+
+
+def test_an_override_replaces_the_other_spelling(tmp_path: Path) -> None:
+    stored, wanted = qwen3(rope_theta=5e5, rope_scaling=LINEAR), {"rope_type": "linear", "factor": 8.0}
+    (tmp_path / "config.json").write_text(json.dumps(stored | {"text_config": stored}))
+    for given in ({"rope_parameters": wanted}, {"rope_scaling": wanted}):
+        overrides = json.dumps(given | {"text_config": given})
+        config = open_checkpoint(str(tmp_path), load_format="dummy", hf_overrides=overrides).config
+        assert rope(config | {"text_config": None}).scaling.factor == 8.0
+        assert rope(config["text_config"]).scaling.factor == 8.0
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("GptOssForCausalLM", {"experts_per_token": 5}),
+        ("GptOssForCausalLM", {"initial_context_length": 129}),
+        ("DeepseekV32ForCausalLM", {"mlp_layer_types": ["sparse"] * 4}),
+        ("GlmMoeDsaForCausalLM", {"index_topk_pattern": "FFFFF"}),
+        (
+            "Gemma3ForConditionalGeneration",
+            {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}},
+        ),
+        ("MiMoV2FlashForCausalLM", {"rms_norm_eps": 1e-6}),
+        ("MiMoV2FlashForCausalLM", {"layer_types": ["full_attention"] * 6}),
+        ("MiniMaxM2ForCausalLM", {"partial_rotary_factor": 0.25}),
+        ("DeepseekV4ForCausalLM", {"partial_rotary_factor": 0.3}),
+        ("Qwen3_5ForCausalLM", {"full_attention_interval": 2}),
+    ],
+)
+def test_two_values_that_differ_are_refused(name: str, changes: dict[str, Any]) -> None:
+    config = find_architecture({"architectures": [name]}, name).tiny()
+    for key, value in changes.items():
+        config[key] = config[key] | value if isinstance(value, dict) else value
+    with pytest.raises(ModelError):
+        read_spec(config, name)

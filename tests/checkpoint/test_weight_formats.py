@@ -1,0 +1,198 @@
+"""Every released format of quantized weights: plan, dummy weights and engine agree, and the numbers are right."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoints import write_tiny
+from torch import nn
+from weight_formats import FORMATS, INT4, KIMI, MXFP4, compressed, float8, quark, write_released
+
+from allotrope.architectures.registry import find_architecture
+from allotrope.checkpoint.checkpoint import open_checkpoint
+from allotrope.checkpoint.dequantize import QuantizedView, dequantized
+from allotrope.checkpoint.weight_formats import weight_formats
+from allotrope.checkpoint.weights import Loader
+from allotrope.config import EngineConfig
+from allotrope.engine.load import load_model, resolve_load_plan
+from allotrope.engine.plan_report import report_model
+from allotrope.errors import ModelError
+from allotrope.ops.matmul.product import CODES
+from allotrope.ops.matmul.quantized_weight import Quantized
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+INTEGERS = "compressed-tensors int4"
+LOADED = [name for name in FORMATS if name != INTEGERS]
+MODELS = {"dense": "LlamaForCausalLM", "experts": "Qwen3MoeForCausalLM"}
+CASES = [(kind, name) for name in LOADED for kind in MODELS if kind == "experts" or not FORMATS[name].experts_alone]
+# Heads and experts of whole blocks of 128.
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories of the unquantized models."""
+    made = {}
+    for kind, name in MODELS.items():
+        tiny = find_architecture({"architectures": [name]}, name).tiny()
+        sizes = {key: size for key, size in SIZES.items() if key in tiny or key == "head_dim"}
+        made[kind] = write_tiny(tiny | sizes, tmp_path_factory.mktemp(kind)).directory
+    return made
+
+
+@pytest.fixture
+def released(request: pytest.FixtureRequest, plain: dict[str, Path], tmp_path: Path) -> Path:
+    """The directory of a case; its twin stands beside it."""
+    kind, name = request.param
+    write_released(plain[kind], tmp_path / "released", FORMATS[name])
+    return tmp_path / "released"
+
+
+def config(directory: Path, mode: str = "keep", **more: Any) -> EngineConfig:
+    return EngineConfig(model=str(directory), quantized_weights=mode, dtype="float32", device="cpu", **more)  # type: ignore[arg-type]
+
+
+def loaded(options: EngineConfig) -> nn.Module:
+    """The model with its weights as they are loaded, before any product takes them."""
+    load_plan = resolve_load_plan(options)
+    model = load_plan.architecture.decoder(load_plan.spec, load_plan.build)
+    Loader(model, load_plan.architecture.rules(load_plan.spec), load_plan.build.parallel).load(
+        dequantized(load_plan.checkpoint)
+    )
+    return model
+
+
+def held_bytes(thing: object, seen: set[int] | None = None) -> int:
+    """Bytes of the memory that a model's weights take, wherever they went."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen:
+        return 0
+    seen.add(id(thing))
+    if isinstance(thing, torch.Tensor):
+        # Numbers of experts and bounds of norms are no weights.
+        if thing.dtype == torch.int64 or thing.dim() == 0 or thing.untyped_storage().data_ptr() in seen:
+            return 0
+        seen.add(thing.untyped_storage().data_ptr())
+        return thing.untyped_storage().nbytes()
+    parts: list[object] = []
+    if isinstance(thing, dict):
+        parts = list(thing.values())
+    elif isinstance(thing, list | tuple):
+        parts = list(thing)
+    elif isinstance(thing, functools.partial):
+        parts = list(thing.args)
+    elif isinstance(thing, nn.Module) or type(thing).__module__.startswith("allotrope"):
+        parts = list(getattr(thing, "__dict__", {}).values())
+    return sum(held_bytes(part, seen) for part in parts)
+
+
+@pytest.mark.parametrize("released", CASES, indirect=True, ids=": ".join)
+def test_stored_numbers_are_those_of_the_format(released: Path) -> None:
+    twin = dict(loaded(config(released.with_name("released-plain"))).named_parameters())
+    for name, parameter in loaded(config(released, "unpack")).named_parameters():
+        assert torch.equal(parameter, twin[name]), name
+    view = dequantized(open_checkpoint(str(released)))
+    assert isinstance(view, QuantizedView)
+    formats = {name: view.format(name) for name in view.headers()}
+    assert any(formats.values())
+    for name, format in formats.items():
+        if format is not None:
+            assert torch.equal(Quantized(format, *view.packed(name)).dequantized(), view.read(name)), name
+
+
+@pytest.mark.parametrize("mode", ["keep", "unpack"])
+@pytest.mark.parametrize("released", CASES, indirect=True, ids=": ".join)
+def test_the_plan_is_what_the_engine_and_dummy_weights_take(released: Path, mode: str) -> None:
+    stored, stated = config(released, mode), config(released, mode, load_format="dummy")
+    report = report_model(stored, 1 << 30)
+    wanted = report.weight_bytes
+    assert report.formats_from == "the checkpoint"
+    assert held_bytes(load_model(resolve_load_plan(stored), 0)) == wanted
+    assert held_bytes(load_model(resolve_load_plan(stated), 0)) == wanted
+    kept = [name for name, _ in resolve_load_plan(stored).meta_model().named_parameters() if name.endswith(CODES)]
+    assert bool(kept) == (mode == "keep")
+    # From the config alone, as of a hub id whose weights are elsewhere.
+    (released / "model.safetensors").unlink()
+    alone = report_model(stored, 1 << 30)
+    assert (alone.weight_bytes, alone.formats_from) == (wanted, "config.json")
+
+
+@pytest.mark.parametrize("released", [("experts", INTEGERS)], indirect=True, ids=": ".join)
+def test_integers_are_planned_as_released_and_refused(released: Path, tmp_path: Path) -> None:
+    headers = open_checkpoint(str(released)).headers()
+    plain = sum(header.stored_bytes for name, header in headers.items() if not name.endswith("_shape"))
+    for mode in ("auto", "keep"):
+        report = report_model(config(released, mode), 1 << 30)
+        assert report.weight_bytes == plain
+        assert report.unloadable is not None and "4-bit integers" in report.unloadable
+        assert any(line.startswith("cannot be loaded: its weights are 4-bit integers") for line in report.lines())
+    for options in (config(released), config(released, "unpack"), config(released, load_format="dummy")):
+        with pytest.raises(ModelError, match="4-bit integers"):
+            load_model(resolve_load_plan(options), 0)
+    shutil.copy(released / "config.json", tmp_path)
+    assert report_model(config(tmp_path), 1 << 30).weight_bytes == plain
+
+
+def test_the_text_part_of_a_wrapper_states_its_formats(tmp_path: Path) -> None:
+    """As Kimi-K2.5 is released: integers in the routed experts, and plain weights in all else."""
+    wrapper = find_architecture({"architectures": ["KimiK25ForConditionalGeneration"]}, "").tiny()
+    wrapper["text_config"]["quantization_config"] = compressed(INT4, "pack-quantized", KIMI)
+    (tmp_path / "config.json").write_text(json.dumps(wrapper))
+    load_plan = resolve_load_plan(config(tmp_path, "auto", load_format="dummy"))
+    names = [name for name, _ in load_plan.meta_model().named_parameters() if name.endswith(CODES)]
+    assert names and all(".ffn.experts." in name for name in names)
+    assert "4-bit integers" in load_plan.unloadable
+
+
+@pytest.mark.parametrize(
+    ("stated", "reason"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "'awq' is not supported.*AWQ stores 4-bit integers"),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "'gptq' is not supported.*GPTQ stores integers"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes' types are not read"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4' is not supported"),
+        (compressed(INT4 | {"symmetric": False}, "pack-quantized", []), "symmetric=False"),
+        (compressed(INT4 | {"num_bits": 8}, "int-quantized", []), "type='int', num_bits=8"),
+        (compressed(INT4 | {"type": "float", "group_size": 16}, "nvfp4-pack-quantized", []), "nvfp4-pack-quantized"),
+        (float8("block", block_structure=None), "blocks of None"),
+        (quark(MXFP4 | {"dtype": "int4"}, []), "dtype='int4'"),
+        (quark([MXFP4, MXFP4], []), r"2 stage\(s\)"),  # type: ignore[arg-type]
+    ],
+)
+def test_other_formats_are_refused_by_plan_and_engine(
+    plain: dict[str, Path], tmp_path: Path, stated: dict[str, Any], reason: str
+) -> None:
+    source = write_released(
+        plain["dense"], tmp_path / "released", dataclasses.replace(FORMATS["fp8 tensor"], stated=stated)
+    ).with_name("released")
+    for options in (config(source), config(source, load_format="dummy")):
+        with pytest.raises(ModelError, match=reason):
+            resolve_load_plan(options)
+    with pytest.raises(ModelError, match=reason):
+        report_model(config(source), 1 << 30)
+
+
+def test_layers_of_their_own_and_lists_of_what_stays_plain() -> None:
+    layers = {"*lm_head": {"weight": None}, "*self_attn*": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}}
+    formats = weight_formats(
+        {"quantization_config": quark(MXFP4, ["re:.*layers\\.0\\."]) | {"layer_quant_config": layers}}, ""
+    )
+    assert formats is not None
+
+    def kind(name: str) -> str | None:
+        scheme = formats.scheme(name)
+        return None if scheme is None else f"{scheme.format.kind} {scheme.format.run}"
+
+    assert kind("model.layers.1.self_attn.q_proj.weight") == "fp8 0"
+    assert kind("model.layers.1.mlp.experts.0.up_proj.weight") == "mxfp4 32"
+    assert kind("model.layers.0.mlp.experts.0.up_proj.weight") is None
+    assert kind("model.layers.1.mlp.gate.weight") is None
+    assert kind("lm_head.weight") is None

@@ -1,0 +1,194 @@
+"""An engine whose steps were rehearsed says what it would have said, and keeps nothing of the rehearsal."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.test_decode import static
+from engine.watching import GREEDY, Watch, assert_same, assert_same_logits, engine, request, run
+from tiny_checkpoints import prompts, write_tiny
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from triton.runtime import interpreter
+
+from allotrope.architectures.llama import tiny_llama
+from allotrope.architectures.qwen3_moe import tiny_qwen3_moe
+from allotrope.architectures.qwen3_next import tiny_qwen3_next
+from allotrope.config import EngineConfig
+from allotrope.engine import warmup as warmup_module
+from allotrope.engine.engine import Engine
+from allotrope.engine.executor import InProcess
+from allotrope.engine.load import resolve_load_plan
+from allotrope.engine.step import DecodeShape
+from allotrope.engine.warmup import warm_up
+from allotrope.ops import device_kernels
+from allotrope.request import SamplingParams
+
+CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
+    "llama": tiny_llama,
+    "experts": tiny_qwen3_moe,
+    "hybrid": tiny_qwen3_next,
+}
+OPTIONS = {"device": "cpu", "max_num_seqs": 5, "max_num_batched_tokens": 48, "page_size": 4, "max_model_len": 96}
+DRAWN = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=6, seed=3)
+ASKED = [request(f"r{i}", ids, (GREEDY, DRAWN)[i % 2]) for i, ids in enumerate(prompts((5, 33, 7, 60)))]
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return write_tiny(CONFIGS[request.param](), tmp_path_factory.mktemp("tiny")).directory
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are rehearsed on this CPU."""
+    monkeypatch.setattr("allotrope.kernels.warmup.triton_reasons", lambda device: [])
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Kernels run on this CPU, in Triton's interpreter; filled with the names of those that are launched."""
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU kernels are not interpreted")
+    launched: list[str] = []
+    plain = interpreter.GridExecutor.__call__
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        launched.append(self.fn.__name__)
+        plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+    for name in ("ops.device_kernels", "ops.rope.reference", "attention.mha.family", "attention.gdn.family"):
+        monkeypatch.setattr(f"allotrope.{name}.triton_reasons", lambda device: [])
+    device_kernels.device_kernels.cache_clear()
+    yield launched
+    device_kernels.device_kernels.cache_clear()
+
+
+def warmed_up(running: Engine, decode: DecodeShape | None = None) -> None:
+    executor: Any = running._executor
+    warm_up(executor.model, executor._blueprint, executor._config, decode)
+
+
+def assert_untouched(running: Engine) -> None:
+    """No byte of the caches was written."""
+    runner = running._executor.runner  # type: ignore[attr-defined]
+    written = [
+        (layer, cache, field)
+        for layer, caches in enumerate(runner.arena.layers)
+        for cache, fields in caches.items()
+        for field, view in fields.items()
+        if view.contiguous().view(torch.uint8).any()
+    ]
+    assert not written
+
+
+def test_a_rehearsal_leaves_nothing(model: Path, here: None, caplog: pytest.LogCaptureFixture) -> None:
+    want, got = Watch(), Watch()
+    tokens = run(engine(model, want, **OPTIONS), ASKED)
+    running = engine(model, got, **OPTIONS)
+    state = torch.get_rng_state()
+    held = {name: tensor.clone() for name, tensor in running.model.state_dict().items()}
+    with caplog.at_level(logging.DEBUG, "allotrope"):
+        warmed_up(running)
+    assert "compiled 0 kernels in" in caplog.text and "cannot be rehearsed" not in caplog.text
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, held[name]) for name, tensor in running.model.state_dict().items())
+    assert_untouched(running)
+    assert_same(run(running, ASKED), tokens)
+    assert_same_logits(got, want)
+
+
+def test_kernels_are_launched_after_it_only(model: Path, here: None, kernels: list[str]) -> None:
+    """Kernels that were skipped have left nothing where later ones read: tables, scratch, states."""
+    options = OPTIONS | {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 16}
+    asked = [request(f"r{i}", ids, replace(ASKED[i].params, max_tokens=2)) for i, ids in enumerate(prompts((3, 5)))]
+    want, got = Watch(), Watch()
+    tokens = run(engine(model, want, **options), asked)
+    assert {"norm_kernel", "peaks_kernel", "decode_kernel"} <= set(kernels)
+    running = engine(model, got, **options)
+    kernels.clear()
+    warmed_up(running)
+    assert not kernels
+    assert_untouched(running)
+    assert_same(run(running, asked), tokens)
+    assert_same_logits(got, want)
+    assert kernels
+
+
+def test_static_steps_are_rehearsed_on_buffers_of_their_own(tmp_path: Path, here: None) -> None:
+    model = write_tiny(tiny_llama(), tmp_path).directory
+    plain = engine(model, **OPTIONS)
+    static(plain, 5)
+    tokens = run(plain, ASKED)
+    running = engine(model, **OPTIONS)
+    runner = static(running, 5)
+    warmed_up(running, DecodeShape(5, 96, capture=False))
+    assert runner.graphs is not None and runner.buffers is not None
+    assert (runner.graphs.eager, runner.graphs.replays) == (0, 0)
+    assert not runner.buffers._heads.any() and not runner.buffers.hidden.any()
+    assert_untouched(running)
+    assert_same(run(running, ASKED), tokens)
+
+
+def test_a_rehearsal_that_fails_is_told_and_the_engine_goes_on(
+    model: Path, here: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such\nluck")
+
+    tokens = run(engine(model, **OPTIONS), ASKED)
+    running = engine(model, **OPTIONS)
+    monkeypatch.setattr(warmup_module, "sample", fail)
+    with caplog.at_level(logging.INFO, "allotrope"):
+        warmed_up(running)
+    (told,) = [record for record in caplog.records if "rehearsed" in record.getMessage()]
+    assert told.levelno == logging.WARNING and told.getMessage().endswith("launched: RuntimeError: no such luck")
+    assert_untouched(running)
+    assert_same(run(running, ASKED), tokens)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"max_model_len": 1},
+        {"max_num_batched_tokens": 5},
+        {"max_model_len": 20},
+        {"max_model_len": 128},
+        {"max_model_len": 128, "max_num_seqs": 1, "max_num_batched_tokens": 1},
+    ],
+)
+def test_steps_of_every_length_are_rehearsed(
+    model: Path, option: dict[str, int], here: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = OPTIONS | option
+    config = EngineConfig(model=str(model), dtype="float32", kv_cache_memory_bytes=1 << 22, **options)
+    with caplog.at_level(logging.DEBUG, "allotrope"):
+        memory = InProcess(resolve_load_plan(config), config).plan()
+    assert memory.tokens and "compiled 0 kernels in" in caplog.text
+
+
+def test_nothing_is_rehearsed_where_no_kernel_runs(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "allotrope"):
+        warmed_up(engine(model, **OPTIONS))
+    assert " kernels in " not in caplog.text and "rehearsed" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([1], [1]),
+        ([1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64], [1, 2, 4, 8, 16, 24, 32, 56, 64]),
+        ([1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100], [1, 2, 4, 8, 16, 24, 32, 56, 64, 96, 100]),
+    ],
+)
+def test_one_size_stands_for_those_launched_alike(sizes: list[int], expected: list[int]) -> None:
+    assert warmup_module._unlike(sizes) == expected

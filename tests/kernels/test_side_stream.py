@@ -1,0 +1,48 @@
+"""Work beside other work: the same numbers as one after the other, in graphs and without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from allotrope.kernels.side_stream import FEW_ROWS, beside, is_beside
+from allotrope.ops.matmul.product import QuantizedProduct
+from allotrope.ops.matmul.quantized_weight import Format, quantize
+
+
+def test_waits_on_a_cpu_until_it_is_wanted() -> None:
+    asked: list[int] = []
+    wait = beside(lambda: asked.append(1), torch.zeros(2, 3))
+    assert not asked
+    wait()
+    assert asked == [1]
+    assert not is_beside(torch.device("cpu"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("rows", [1, 64, FEW_ROWS + 1])
+def test_products_that_share_inputs_do_not_meet(rows: int) -> None:
+    """Both take programs that add up parts of one another, in memory that they leave as it was."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    products = [
+        QuantizedProduct(quantize(torch.randn(512, 4096, generator=generator, device="cuda"), Format("fp8", 128)))
+        for _ in range(2)
+    ]
+    x = torch.randn(rows, 4096, generator=generator, device="cuda").bfloat16()
+    wanted = [product(x) for product in products]
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def both() -> tuple[torch.Tensor, torch.Tensor]:
+        wait = beside(lambda: products[0](x), x)
+        second = products[1](x)
+        return wait(), second
+
+    for _ in range(20):
+        found.append(both())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [both() for _ in range(3)]
+    graph.replay()
+    torch.cuda.synchronize()
+    for pair in (*found, *captured):
+        assert all(torch.equal(one, whole) for one, whole in zip(pair, wanted, strict=True))

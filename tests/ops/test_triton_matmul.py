@@ -1,0 +1,339 @@
+"""Products with quantized weights against their plain twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from device_under_test import DEVICE
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from allotrope.attention.check import KINDS, compare
+from allotrope.layers.mlp import Gating
+from allotrope.ops.matmul import triton_quantize
+from allotrope.ops.matmul.launch import GROUPS, PYTORCH, Launch
+from allotrope.ops.matmul.packed_weight import prepare, prepare_plain
+from allotrope.ops.matmul.quantized_weight import (
+    ACTIVATION_RUN,
+    Format,
+    Quantized,
+    as_multiplied,
+    quantize,
+    quantize_rows,
+)
+from allotrope.ops.matmul.triton import multiply
+
+TYPES = {kind: dtype for dtype, kind in KINDS.items()}
+BLOCK, CHANNEL, MXFP4 = Format("fp8", 128), Format("fp8", 0), Format("mxfp4", 32)
+
+
+def weight_of(format: Format, *shape: int, rows: int = 1) -> Quantized:
+    made = quantize(torch.randn(shape) / shape[-1] ** 0.5, format, rows)
+    return Quantized(format, made.codes.to(DEVICE), made.scales.to(DEVICE))
+
+
+LAUNCHES = {
+    "weights left": Launch(16, 32),
+    "weights left, rounded before": Launch(16, 32, quantize=False),
+    "rows left": Launch(16, 32, left=False, quantize=False),
+    "rows left, rounded here": Launch(16, 32, left=False),
+    "long steps": Launch(16, 32, depth=256),
+    "shared inputs": Launch(16, 32, splits=3),
+    "shared inputs, rows left": Launch(16, 32, splits=2, left=False),
+}
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("inputs", [128, 300, 1, 1100])
+def test_activations_are_rounded_as_the_twin_does(inputs: int, many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one run and of several, of which a program has parts."""
+    if many:
+        monkeypatch.setattr(triton_quantize, "_MANY_RUNS", 1)
+    torch.manual_seed(0)
+    x = torch.randn(5, inputs + 3, device=DEVICE).bfloat16()[:, :inputs]
+    x[2] = 0
+    codes, scales = triton_quantize.quantize_rows(x)
+    want, factors = quantize_rows(x)
+    assert torch.equal(scales, factors)
+    # Division rounds in its own way on a chip: a code may be the neighbour of one that is nearly as near.
+    near = (codes.float() * scales.repeat_interleave(ACTIVATION_RUN, 1) - x_padded(x)).abs()
+    assert bool((near <= 32.5 * scales.repeat_interleave(ACTIVATION_RUN, 1)).all())
+    assert float((codes.float() != want.float()).float().mean()) < 0.01
+    # Of rows in another order, the same.
+    order = torch.tensor([4, 0, 0], device=DEVICE)
+    taken, its_scales = triton_quantize.quantize_rows(x, source=order)
+    assert torch.equal(taken.float(), codes.float()[order]) and torch.equal(its_scales, scales[order])
+
+
+def x_padded(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(x.float(), (0, -x.shape[1] % ACTIVATION_RUN))
+
+
+def gated(y: torch.Tensor, gating: Gating | None) -> torch.Tensor:
+    """What is wanted of products `y`, gates before ups."""
+    if gating is None:
+        return y
+    gate, up = y.chunk(2, dim=1)
+    if gating.limit is not None:
+        gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+    return gate * torch.sigmoid(gating.slope * gate) * (up + gating.offset)
+
+
+def check(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert (found := compare(got, want, "bf16")), str(found)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
+@pytest.mark.parametrize(
+    ("format", "rows"), [(BLOCK, 128), (BLOCK, 1), (CHANNEL, 1), (MXFP4, 1)], ids=["block", "rows", "channel", "mxfp4"]
+)
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 128, 384), (19, 41, 448)])
+def test_one_weight(format: Format, rows: int, tokens: int, outputs: int, inputs: int, launch: Launch) -> None:
+    """Odd sizes, x and y cut out of wider memory, nothing beyond read or written."""
+    torch.manual_seed(tokens)
+    weight, bias = weight_of(format, outputs, inputs, rows=rows), torch.randn(outputs, device=DEVICE).bfloat16()
+    memory = torch.full((tokens + 2, inputs + 8), torch.nan, device=DEVICE).bfloat16()
+    x = memory[:tokens, :inputs]
+    x.copy_(torch.randn(x.shape))
+    out = torch.full((tokens, outputs + 5), 7.0, device=DEVICE).bfloat16()
+    want = as_multiplied(x, format.kind) @ weight.dequantized().T + bias.float()
+    prepared = prepare(weight)
+    got = multiply(x, prepared, bias=bias, out=out[:, :outputs], launch=launch)
+    check(got, want)
+    assert bool((out[:, outputs:] == 7).all())
+    again = multiply(x, prepared, bias=bias, launch=launch)
+    assert torch.equal(again, got)
+
+
+@pytest.mark.parametrize("launch", [LAUNCHES["weights left"], LAUNCHES["rows left"]], ids=["left", "right"])
+@pytest.mark.parametrize("format", [BLOCK, MXFP4], ids=["block", "mxfp4"])
+@pytest.mark.parametrize(
+    "gating", [None, Gating(), Gating(slope=1.702, limit=1.0, offset=1.0)], ids=["plain", "silu", "clamped"]
+)
+@pytest.mark.parametrize("sizes", [[5, 0, 17, 1], [0, 0, 1, 0], [0, 33, 0, 0]], ids=str)
+def test_experts(sizes: list[int], gating: Gating | None, format: Format, launch: Launch) -> None:
+    """Empty experts and one that has all rows; rows of x taken in any order; biases and gates in the same launch."""
+    torch.manual_seed(0)
+    count, outputs, inputs, tokens = len(sizes), 64, 192, 7
+    weight = weight_of(format, count, outputs, inputs)
+    bias = torch.randn(count, outputs, device=DEVICE).bfloat16()
+    x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
+    source = torch.randint(tokens, (sum(sizes),), device=DEVICE, dtype=torch.int32)
+    ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    plain, seen = weight.dequantized(), as_multiplied(x, format.kind)[source]
+    parts = [seen[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True)]
+    want = torch.cat([part @ plain[e].T + bias[e].float() for e, part in enumerate(parts)])
+    want = gated(want, gating)
+    check(multiply(x, prepare(weight), bias=bias, ends=ends, source=source, gating=gating, launch=launch), want)
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        Launch(16, 64),
+        Launch(16, 64, splits=3),
+        Launch(16, 64, depth=256, stages=3),
+        Launch(64, 32),
+        Launch(32, 32, left=False),
+    ],
+    ids=["16 rows", "parts", "long steps", "64 rows", "rows left"],
+)
+@pytest.mark.parametrize("gating", [None, Gating()], ids=["plain", "silu"])
+@pytest.mark.parametrize("sizes", [[1, 0, 2], [0, 64, 0, 7], [0, 0, 33]], ids=str)
+def test_four_bits_for_few_rows(sizes: list[int], gating: Gating | None, launch: Launch) -> None:
+    """Odd sizes and numbers of steps, rows of all magnitudes. A row that is not finite spoils itself and no other."""
+    if gating is not None and launch.splits > 1:
+        pytest.skip("gates want whole sums")
+    torch.manual_seed(0)
+    rows, outputs, inputs = sum(sizes), 90, 32 * 13
+    weight, bias = weight_of(MXFP4, len(sizes), outputs, inputs), torch.randn(len(sizes), outputs, device=DEVICE)
+    x, ends = torch.randn(rows, inputs, device=DEVICE).bfloat16(), torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    x *= torch.exp2(torch.randint(-30, 5, (rows, 1), device=DEVICE))
+    given = {"weight": prepare(Quantized(MXFP4, weight.codes.clone(), weight.scales)), "bias": bias.bfloat16()}
+    got = multiply(x, ends=ends, gating=gating, launch=launch, **given)
+    parts = zip(x.float().split(sizes), weight.dequantized(), bias.bfloat16().float(), strict=True)
+    want = torch.cat([part @ plain.T + more for part, plain, more in parts])
+    want = gated(want, gating)
+    for row in range(rows):
+        check(got[row], want[row])
+    x[rows // 2, 17] = torch.nan
+    spoiled = multiply(x, ends=ends, gating=gating, launch=launch, **given)
+    others = torch.arange(rows, device=DEVICE) != rows // 2
+    assert bool(spoiled[rows // 2].isnan().all()) and torch.equal(spoiled[others], got[others])
+
+
+@pytest.mark.parametrize("launch", [LAUNCHES["weights left"], LAUNCHES["rows left"]], ids=["left", "right"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("format", [BLOCK, MXFP4], ids=["block", "mxfp4"])
+def test_other_types_of_activations(format: Format, dtype: torch.dtype, launch: Launch) -> None:
+    """4-bit weights round nothing, whatever the type."""
+    torch.manual_seed(0)
+    weight, x = weight_of(format, 40, 256), torch.randn(5, 256, device=DEVICE).to(dtype)
+    want = as_multiplied(x, format.kind) @ weight.dequantized().T
+    got = multiply(x, prepare(weight), launch=launch)
+    # A code of FP8 activations that falls the other way shows in fp32.
+    kind = "bf16" if format is BLOCK else KINDS[dtype]
+    assert (found := compare(got.to(TYPES[kind]), want, kind)), str(found)
+
+
+def test_a_table_of_tiles_says_what_programs_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weight, sizes = prepare(weight_of(BLOCK, 5, 32, 128)), torch.tensor([0, 33, 1, 0, 20], device=DEVICE)
+    x, ends = torch.randn(54, 128, device=DEVICE).bfloat16(), sizes.cumsum(0).int()
+    want = multiply(x, weight, ends=ends)
+    monkeypatch.setattr("allotrope.ops.matmul.triton._SEARCHED", 0)
+    assert torch.equal(multiply(x, weight, ends=ends), want)
+
+
+def test_products_of_the_same_rows_share_their_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each height of tiles."""
+    torch.manual_seed(0)
+    monkeypatch.setattr("allotrope.ops.matmul.triton._SEARCHED", 0)
+    x, ends = torch.randn(21, 64, device=DEVICE).bfloat16(), torch.tensor([20, 20, 21], device=DEVICE).int()
+    weights = [prepare_plain(torch.randn(3, outputs, 64, device=DEVICE).bfloat16()) for outputs in (32, 48)]
+    tables: dict[int, torch.Tensor] = {}
+    for rows in (16, 32):
+        found = [multiply(x, weight, ends=ends, launch=Launch(rows, 32), tables=tables) for weight in weights]
+        made = tables[rows]
+        for weight, y in zip(weights, found, strict=True):
+            assert torch.equal(multiply(x, weight, ends=ends, launch=Launch(rows, 32), tables=tables), y)
+            assert torch.equal(multiply(x, weight, ends=ends, launch=Launch(rows, 32)), y)
+        assert tables[rows] is made
+    assert sorted(tables) == [16, 32]
+
+
+@pytest.mark.parametrize("gating", [None, Gating()], ids=["plain", "silu"])
+@pytest.mark.parametrize("sizes", [[5, 0, 300, 1], [0, 128, 0, 65], [129, 64]], ids=str)
+def test_groups_of_warps_say_the_same(sizes: list[int], gating: Gating | None) -> None:
+    """On Hopper; elsewhere the same launch is one of `product_kernel`. Blocks of outputs and steps of odd numbers."""
+    torch.manual_seed(0)
+    count, outputs, inputs, tokens = len(sizes), 384 * (2 if gating else 1), 5 * 128, 40
+    weight = weight_of(BLOCK, count, outputs, inputs, rows=128)
+    x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
+    source = torch.randint(tokens, (sum(sizes),), device=DEVICE, dtype=torch.int32)
+    ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    rows = as_multiplied(x, "fp8")[source].split(sizes)
+    want = torch.cat([part @ plain.T for part, plain in zip(rows, weight.dequantized(), strict=True)])
+    want = gated(want, gating)
+    memory = torch.full((len(want), want.shape[1] + 8), 7.0, device=DEVICE).bfloat16()
+    out = memory[:, : want.shape[1]]
+    given = {"weight": prepare(weight), "ends": ends, "gating": gating, "launch": GROUPS}
+    check(multiply(x, source=source, out=out, **given), want)
+    assert bool((memory[:, want.shape[1] :] == 7).all())
+    # The same rows, in order already.
+    assert torch.equal(multiply(x[source], **given), out)
+
+
+@pytest.mark.parametrize(
+    "gating", [None, Gating(), Gating(slope=1.702, limit=1.0, offset=1.0)], ids=["plain", "silu", "clamped"]
+)
+@pytest.mark.parametrize("sizes", [[5, 0, 300, 1], [0, 128, 0, 65], [129, 64]], ids=str)
+def test_groups_of_warps_take_four_bits_apart(sizes: list[int], gating: Gating | None) -> None:
+    """As above. Outputs and inputs that end within a block and a step, with a bias and without."""
+    torch.manual_seed(0)
+    count, outputs, inputs, tokens = len(sizes), 192 * 2 if gating else 208, 5 * 128 + 32, 40
+    weight = weight_of(MXFP4, count, outputs, inputs)
+    x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
+    source = torch.randint(tokens, (sum(sizes),), device=DEVICE, dtype=torch.int32)
+    ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    bias = torch.randn(count, outputs, device=DEVICE).bfloat16() if gating != Gating() else None
+    parts = zip(x.float()[source].split(sizes), weight.dequantized(), strict=True)
+    want = torch.cat(
+        [part @ plain.T + (0 if bias is None else bias[i].float()) for i, (part, plain) in enumerate(parts)]
+    )
+    want = gated(want, gating)
+    memory = torch.full((len(want), want.shape[1] + 16), 7.0, device=DEVICE).bfloat16()
+    out = memory[:, : want.shape[1]]
+    given = {"weight": prepare(weight), "ends": ends, "bias": bias, "gating": gating, "launch": GROUPS}
+    check(multiply(x, source=source, out=out, **given), want)
+    assert bool((memory[:, want.shape[1] :] == 7).all())
+    # The same rows, in order already.
+    assert torch.equal(multiply(x[source], **given), out)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="PyTorch multiplies blocks on a GPU only")
+@pytest.mark.parametrize("tokens", [1, 130, 256])
+def test_the_library_says_the_same(tokens: int) -> None:
+    torch.manual_seed(0)
+    weight = weight_of(BLOCK, 384, 640, rows=128)
+    x, bias = torch.randn(tokens, 640, device=DEVICE).bfloat16(), torch.randn(384, device=DEVICE).bfloat16()
+    want = as_multiplied(x, "fp8") @ weight.dequantized().T + bias.float()
+    check(multiply(x, prepare(weight), bias=bias, launch=Launch(128, 128, library=True)), want)
+
+
+def test_nothing_to_multiply() -> None:
+    weight = prepare(weight_of(BLOCK, 32, 128))
+    assert multiply(torch.empty(0, 128, device=DEVICE).bfloat16(), weight).shape == (0, 32)
+    with pytest.raises(ValueError, match="rows of 64 numbers for a weight of 128 inputs"):
+        multiply(torch.empty(1, 64, device=DEVICE).bfloat16(), weight)
+
+
+def test_scales_too_large_for_the_fast_way_are_right() -> None:
+    torch.manual_seed(0)
+    weight = weight_of(MXFP4, 32, 128)
+    weight = Quantized(MXFP4, weight.codes, weight.scales + 20)
+    x = torch.randn(3, 128, device=DEVICE).bfloat16()
+    want = x.float() @ weight.dequantized().T
+    check(multiply(x, prepare(weight)), want)
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [Launch(16, 64, depth=64), Launch(32, 64, 4, depth=128), Launch(16, 128, 2, left=False, depth=64), PYTORCH],
+    ids=["weights left", "parts", "rows left", "PyTorch"],
+)
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 128, 512), (35, 41, 456)])
+def test_one_plain_weight(tokens: int, outputs: int, inputs: int, launch: Launch) -> None:
+    """Odd sizes, x and y cut out of wider memory, nothing beyond read or written."""
+    torch.manual_seed(tokens)
+    weight = torch.randn(outputs, inputs, device=DEVICE).div_(inputs**0.5).bfloat16()
+    bias, memory = torch.randn(outputs, device=DEVICE).bfloat16(), torch.full((tokens, inputs + 8), torch.nan)
+    memory = memory.bfloat16().to(DEVICE)
+    x = memory[:, :inputs]
+    x.copy_(torch.randn(x.shape))
+    out = torch.full((tokens, outputs + 5), 7.0, device=DEVICE).bfloat16()
+    got = multiply(x, prepare_plain(weight), bias=bias, out=out[:, :outputs], launch=launch)
+    check(got, x.float() @ weight.float().T + bias.float())
+    assert bool((out[:, outputs:] == 7).all())
+    assert torch.equal(multiply(x, prepare_plain(weight), bias=bias, launch=launch), got)
+    assert multiply(x[:0], prepare_plain(weight), bias=bias, launch=launch).shape == (0, outputs)
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [Launch(16, 64, 8, depth=64), Launch(16, 32, 2, left=False, stages=3), Launch(16, 128), PYTORCH],
+    ids=["many parts", "rows left", "one part", "PyTorch"],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_sums_that_are_not_rounded(bias: bool, launch: Launch) -> None:
+    """Products of bf16 are exact in fp32: logits of experts want them so."""
+    if launch.library and DEVICE == "cpu":
+        pytest.skip("PyTorch has no product of bf16 in fp32 on a CPU")
+    torch.manual_seed(0)
+    weight, x = torch.randn(40, 456, device=DEVICE).div_(456**0.5).bfloat16(), torch.randn(5, 456, device=DEVICE)
+    added, out = torch.randn(40, device=DEVICE) if bias else None, torch.empty(5, 40, device=DEVICE)
+    got = multiply(x.bfloat16(), prepare_plain(weight), bias=added, out=out, launch=launch)
+    assert got is out
+    want = x.bfloat16().double() @ weight.double().T + (0.0 if added is None else added.double())
+    torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("sizes", [[5, 0, 17, 1, 0, 16], [0, 0, 1], [40], [0, 33, 0, 0, 2]], ids=str)
+def test_plain_experts(sizes: list[int], left: bool, dtype: torch.dtype) -> None:
+    """Odd widths, rows cut out of wider ones; a row's result does not depend on its neighbours."""
+    torch.manual_seed(0)
+    inputs, outputs = 50, 41
+    memory = torch.full((sum(sizes) + 3, inputs + 6), torch.nan, device=DEVICE).to(dtype)
+    rows = memory[: sum(sizes), :inputs]
+    rows.copy_(torch.randn(rows.shape))
+    weights = (torch.randn(len(sizes), outputs, inputs, device=DEVICE) / 7).to(dtype)
+    ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    want = torch.cat([r.float() @ w.float().T for r, w in zip(rows.split(sizes), weights, strict=True)])
+    launch, prepared = Launch(16, 32, left=left), prepare_plain(weights)
+    got = multiply(rows, prepared, ends=ends, launch=launch)
+    assert (found := compare(got, want, KINDS[dtype])), str(found)
+    last = [index for index, size in enumerate(sizes) if size][-1]
+    alone = (torch.arange(len(sizes), device=DEVICE) >= last).int()
+    assert torch.equal(multiply(rows[-1:], prepared, ends=alone, launch=launch)[0], got[-1])
