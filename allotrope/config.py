@@ -78,6 +78,9 @@ class EngineConfig:
     attention_backend: str | None = option(
         "Backend per family, such as 'mha=reference'; default: the first that can run each layer.", None
     )
+    op_backend: str | None = option(
+        "Backend per operation, such as 'rms_norm=reference'; default: the first that can run each.", None
+    )
     cuda_graphs: bool = option("Capture decode steps as CUDA graphs, while requests are served.", True)
     overlap: Literal["auto", "on", "off"] = option(
         "Prepare a step while the one before it runs, learning its tokens one step late; 'auto': on a GPU.", "auto"

@@ -48,17 +48,18 @@ LAUNCH_METADATA = (
 
 def specializations(chip: str, modules: Sequence[str]) -> list[Any]:
     """The specializations of `modules` (all if empty) for a chip, each with a unique `name`."""
-    from allotrope.attention.ahead import variants
-    from allotrope.layers.ahead import MODULES
+    from allotrope.kernels.chip import CHIPS
+    from allotrope.kernels.registry import every_specialization
 
-    return variants(chip, modules or MODULES)
+    return every_specialization(CHIPS[chip], modules or None)
 
 
 def compile_for(specialization: Any, chip: str) -> None:
     """Compile for a chip that need not be here. The result lands in Triton's cache."""
-    from allotrope.attention.ahead import compile_variant
+    from allotrope.kernels.aot import compile_for_chip
+    from allotrope.kernels.chip import CHIPS
 
-    compile_variant(specialization, chip)
+    compile_for_chip(specialization, CHIPS[chip])
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from allotrope.attention.ahead import Variant
+from allotrope.kernels.registry import Specialization
 
 COMMAND = Path(__file__).parent.parent / "bench" / "compiled_code.py"
 CHIPS = ("sm_90", "gfx942")
@@ -21,7 +21,7 @@ MODULE = f"""
 import triton
 import triton.language as tl
 
-from {Variant.__module__} import {Variant.__name__} as Specialization
+from {Specialization.__module__} import Specialization, specializations
 
 
 @triton.jit(noinline=True)
@@ -39,7 +39,8 @@ def scale_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + offsets, x * total, mask=offsets < n)
 
 
-def variants(chip):
+@specializations
+def released(chip):
     signature = {{"x_ptr": "*fp32:16", "out_ptr": "*fp32:16", "n": "i32"}}
     return [Specialization("scale", scale_kernel, signature, {{"BLOCK": 256}}, num_warps=4, num_stages=1)]
 """

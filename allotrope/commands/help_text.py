@@ -26,8 +26,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "enable_prefix_caching",
     ),
     "Steps": (
-        "max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "attention_backend", "cuda_graphs", "overlap",
-        "step_log_seconds",
+        "max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "attention_backend", "op_backend", "cuda_graphs",
+        "overlap", "step_log_seconds",
     ),
 }  # fmt: skip
 GENERAL = "General"

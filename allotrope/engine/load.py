@@ -34,6 +34,7 @@ from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.moe import Experts
 from allotrope.layers.parallel import Parallel
 from allotrope.ops.matmul.product import lasting_bytes
+from allotrope.ops.registry import registered_ops
 
 log = logging.getLogger("allotrope.engine")
 
@@ -102,7 +103,11 @@ def resolve_load_plan(
         kv_dtype,
         device,
         parallel,
-        Chooser(chip_of(device), parse_wanted("attention_backend", config.attention_backend, FAMILIES)),
+        Chooser(
+            chip_of(device),
+            parse_wanted("attention_backend", config.attention_backend, FAMILIES)
+            | parse_wanted("op_backend", config.op_backend, registered_ops()),
+        ),
         "scaled" if config.kv_cache_dtype == "fp8_scaled" else "plain",
         _DTYPES.get(config.state_dtype, torch.float32),
     )

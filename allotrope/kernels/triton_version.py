@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import re
+from typing import Any
 
 from allotrope.kernels.chip import Chip
 
@@ -15,6 +16,11 @@ log = logging.getLogger("allotrope.kernels")
 
 # The oldest and the newest Triton that the kernels are tested with.
 TRITON_VERSIONS = ((3, 6), (3, 9))
+
+
+def needs_triton(spec: Any, chip: Chip) -> list[str]:
+    """`Backend.rejects` of Triton kernels that take any spec."""
+    return triton_reasons(chip)
 
 
 def triton_reasons(chip: Chip) -> list[str]:

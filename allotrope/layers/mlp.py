@@ -16,8 +16,8 @@ from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.parallel import Section
 from allotrope.layers.step import LayerStep
 from allotrope.ops.device_kernels import device_kernels
+from allotrope.ops.gated_activation import cpu
 from allotrope.ops.gated_activation.c_struct import CompiledGating
-from allotrope.ops.rms_norm.cpu import rows
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -44,9 +44,9 @@ class Gating:
         fused = device_kernels("gated_activation", gate_up.device)
         if fused is not None:
             return fused.gated(gate_up, self.activation, self.slope, self.limit, self.offset)
-        compiled = rows(gate_up.dtype, gate_up.device)
-        if compiled is not None and compiled.gates(gate_up):
-            return compiled.gate(gate_up, self.compiled)
+        result = cpu.gated_activation(gate_up, self.compiled)
+        if result is not None:
+            return result
         gate, up = gate_up.chunk(2, dim=-1)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)

@@ -9,8 +9,7 @@ from torch import nn
 
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section, parameter
-from allotrope.ops.device_kernels import device_kernels
-from allotrope.ops.rms_norm.cpu import rows
+from allotrope.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMSNormSpec
 
 
 class RMSNorm(nn.Module):
@@ -18,49 +17,32 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, build: Build, *, offset: float = 0.0, weighted: bool = True) -> None:
         super().__init__()
-        self.size, self.eps, self.offset = size, eps, offset
+        self.size, self.floor, self.offset = size, size * eps, offset
         self.weight = None
         if weighted:
             self.weight = parameter((size,), Placement((Section("", size),)), build.dtype, build.device)
-        # Of the sum of squares, where eps is of their mean.
-        self.floor = torch.tensor(math.sqrt(size * eps), dtype=torch.float32, device=build.device)
-        self.factors = torch.full((size,), math.sqrt(size), dtype=torch.float32, device=build.device)
+        self.scaled_weight = torch.full((size,), math.sqrt(size), dtype=torch.float32, device=build.device)
+        spec = RMSNormSpec(size, build.dtype)
+        self._norm = build.chooser.choose(RMS_NORM, spec).run
+        self._add_norm = build.chooser.choose(ADD_RMS_NORM, spec).run
 
     def finish_loading(self) -> None:
         """Fold the offset and the mean's root into the weight, and keep it in fp32, once all weights are in."""
         if self.weight is not None:
             self.weight.data = (self.weight.data.float() + self.offset) * math.sqrt(self.size)
-            self.factors = self.weight.data
+            self.scaled_weight = self.weight.data
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: [..., size]. Returns the same shape and type."""
-        fused = device_kernels("rms_norm", x.device)
-        if fused is not None:
-            return fused.rms_norm(x, self.factors, self.size * self.eps)
-        compiled = rows(x.dtype, x.device)
-        if compiled is not None and compiled.normalizes(x):
-            return compiled.normalize(x, self.factors, self.size * self.eps)
-        exact = x.float()
-        # sqrt(sum x^2 + size eps), the mean's root times sqrt(size): few passes, where torch's own norm takes seven.
-        length = torch.hypot(torch.linalg.vector_norm(exact, 2, -1, True), self.floor)
-        if x.dtype == torch.float32:
-            return (exact / length).mul_(self.factors)
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        return torch.mul(exact.div_(length), self.factors, out=out)
+        return self._norm(x, self.scaled_weight, self.floor)
 
     def add(
         self, y: torch.Tensor, x: torch.Tensor, inner: RMSNorm | None = None, scale: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """s = (x + y) * `scale`, or (x + `inner`(y)) * `scale`, and the norm of s. `y`, `x`: [T, size]. `scale`: [1],
         or None for 1. Returns s and its norm: one launch where there are kernels."""
-        fused = device_kernels("rms_norm", x.device)
-        if fused is not None:
-            factors = None if inner is None else inner.factors
-            return fused.add_rms_norm(y, x, self.factors, self.size * self.eps, factors, scale)
-        total = x + (y if inner is None else inner(y))
-        if scale is not None:
-            total = total * scale
-        return total, self(total)
+        inner_weight = None if inner is None else inner.scaled_weight
+        return self._add_norm(y, x, self.scaled_weight, self.floor, inner_weight, scale)
 
 
 class AllHeadsNorm(nn.Module):

@@ -16,8 +16,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from triton.runtime import interpreter
 
-from allotrope.ops.rms_norm import triton as norm_triton
-
 # Variant, and the part of a layer that works last before its end.
 LAST_PART = {
     "gemma 3": "ffn",
@@ -47,7 +45,7 @@ def test_a_layer_ends_in_one_kernel(variant: str, tmp_path: Path, monkeypatch: p
         found.names[before:] = [self.fn.__name__]
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
-    monkeypatch.setattr("allotrope.layers.norm.device_kernels", lambda name, device: norm_triton)
+    monkeypatch.setattr("allotrope.kernels.triton_version.triton_reasons", lambda chip: [])
     running = engine(directory, fused, **options)
     last: list[int] = []
     ends: list[list[str]] = []

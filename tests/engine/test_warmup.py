@@ -66,7 +66,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         plain(self, *args, **kwargs)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
-    for name in ("ops.device_kernels", "ops.rope.reference", "attention.mha.family", "attention.gdn.family"):
+    for name in (
+        "kernels.triton_version",
+        "ops.device_kernels",
+        "ops.rope.reference",
+        "attention.mha.family",
+        "attention.gdn.family",
+    ):
         monkeypatch.setattr(f"allotrope.{name}.triton_reasons", lambda device: [])
     device_kernels.device_kernels.cache_clear()
     yield launched

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from allotrope.attention.check import KINDS, compare
 from allotrope.layers.mlp import Gating
 from allotrope.ops.gated_activation.triton import gated, opened
-from allotrope.ops.rms_norm.triton import add_rms_norm, rms_norm
+from allotrope.ops.rms_norm.triton import add_rms_norm, gated_rms_norm, rms_norm
 
 FLOOR = 0.1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,10 +64,11 @@ def test_residual_and_norm(inner: bool, scaled: bool, dtype: torch.dtype) -> Non
 def test_gated_norm_of_heads(kind: str, dtype: torch.dtype) -> None:
     """x of one type, a gate cut out of a projection."""
     x = _random(dtype, 5, 3, 16)
-    z = _random(dtype, 5, 9, 16)[:, 3:6]
+    gate = _random(dtype, 5, 3 * 16 + 8)[:, 8:]
+    z = gate.unflatten(1, (3, 16))
     factors = 1 + _random(torch.float32, 16)
     opened = F.silu(z.float()) if kind == "silu" else torch.sigmoid(z.float())
-    _same(rms_norm(x, factors, FLOOR, gate=z, gate_kind=kind), _plain(x, factors) * opened, dtype)
+    _same(gated_rms_norm(x, factors, FLOOR, gate, kind), (_plain(x, factors) * opened).flatten(1), dtype)
 
 
 def test_a_row_alone_is_the_row_in_company() -> None:

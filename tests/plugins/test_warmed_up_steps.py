@@ -45,7 +45,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ops.device_kernels", "ops.rope.reference", "kernels.warmup", "attention.mha.family"):
+    for name in (
+        "kernels.triton_version",
+        "ops.device_kernels",
+        "ops.rope.reference",
+        "kernels.warmup",
+        "attention.mha.family",
+    ):
         monkeypatch.setattr(f"allotrope.{name}.triton_reasons", lambda device: [])
     device_kernels.device_kernels.cache_clear()
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from allotrope.attention.gdn import GdnSpec
@@ -16,8 +15,7 @@ from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
-from allotrope.ops.device_kernels import device_kernels
-from allotrope.ops.rms_norm.cpu import rows
+from allotrope.ops.rms_norm import GATED_RMS_NORM, RMSNormSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +74,7 @@ class GdnMixerSpec:
 class GdnMixer(nn.Module):
     def __init__(self, spec: GdnMixerSpec, build: Build) -> None:
         super().__init__()
-        self.spec, self.norm_eps = attention_of(spec, build), spec.norm_eps
+        self.spec = attention_of(spec, build)
         self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
         self.inputs = Linear(spec.hidden, spec.sections, build.at("inputs"))
         out = Section("", spec.num_v_heads * spec.v_head_dim, spec.v_head_dim)
@@ -88,12 +86,14 @@ class GdnMixer(nn.Module):
         self.A_log = parameter((self.spec.num_v_heads,), heads, torch.float32, build.device)
         self.dt_bias = parameter((self.spec.decay_dim,), Placement((spec.rates,)), torch.float32, build.device)
         self.norm = parameter((spec.v_head_dim,), whole, torch.float32, build.device)
-        self.norm_factors = self.norm.data
+        self.norm_weight, self.norm_floor = self.norm.data, spec.v_head_dim * spec.norm_eps
+        norm_spec = RMSNormSpec(spec.v_head_dim, build.dtype)
+        self._gated_norm = build.chooser.choose(GATED_RMS_NORM, norm_spec).run
 
     def finish_loading(self) -> None:
         """Lay the convolution's weight out as the family reads it, one factor of all channels after another."""
         self.conv_weight.data = self.conv_weight.data.float().t().contiguous().t()
-        self.norm_factors = self.norm.data * self.spec.v_head_dim**0.5
+        self.norm_weight = self.norm.data * self.spec.v_head_dim**0.5
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
@@ -113,14 +113,4 @@ class GdnMixer(nn.Module):
 
         Returns [T, value_dim] in the gate's type.
         """
-        size = self.spec.v_head_dim
-        fused = device_kernels("rms_norm", gate.device)
-        if fused is not None:
-            gate = gate.unflatten(1, (-1, size))
-            return fused.rms_norm(mixed, self.norm_factors, size * self.norm_eps, gate=gate, gate_kind=kind).flatten(1)
-        compiled = rows(gate.dtype, gate.device)
-        if compiled is not None and mixed.dtype == gate.dtype and compiled.opens(mixed, gate):
-            return compiled.open(mixed, self.norm_factors, gate, size * self.norm_eps, kind == "silu")
-        normed = F.rms_norm(mixed.float(), (size,), self.norm, self.norm_eps).flatten(1)
-        factor = F.silu(gate.float()) if kind == "silu" else torch.sigmoid(gate.float())
-        return (normed * factor).to(gate.dtype)
+        return self._gated_norm(mixed, self.norm_weight, self.norm_floor, gate, kind)

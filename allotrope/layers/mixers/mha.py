@@ -165,7 +165,7 @@ class MhaMixer(nn.Module):
             rows = Rows(pools["k"], pools.get("v"), paged.slots, **self.row_scales)
         rotation = None if self.rope is None else here.step.rotation(self.rope, projected.dtype)
         norms = (self.q_norm, self.k_norm)
-        factors = (norm.factors if isinstance(norm, RMSNorm) else None for norm in norms)
+        factors = (norm.scaled_weight if isinstance(norm, RMSNorm) else None for norm in norms)
         return _rope_store(self.heads, projected, rotation, *factors, rows)
 
     def _values(self, qk: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ residual also the residual and the sum, with a gate also the gate.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -18,8 +18,8 @@ from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv, next_power_of_2
+from allotrope.ops.rms_norm.reference import GateActivation
 
-GateKind = Literal["silu", "sigmoid"]
 _GATES = {"": 0, "silu": 1, "sigmoid": 2}
 # Numbers that a program holds of short rows, and that a thread holds at once.
 _PROGRAM = 1024
@@ -92,48 +92,39 @@ def config(chip: Chip, size: int) -> dict[str, int]:
     return {"BLOCK": block, "ROWS": rows, "num_warps": next_power_of_2(warps), "num_stages": 1}
 
 
-def rms_norm(
-    x: torch.Tensor,
-    factors: torch.Tensor,
-    floor: float,
-    *,
-    gate: torch.Tensor | None = None,
-    gate_kind: GateKind = "silu",
-) -> torch.Tensor:
-    """y = norm(x), times silu or sigmoid of a gate.
-
-    `x`: [..., size], where of three dimensions the first two may have any strides. `factors`: [size] fp32. `gate`: as
-    `x`, and of the type that is returned; else that is x's. Returns x's shape, contiguous.
-    """
-    view = x if x.dim() == 3 else _as_rows(x)
-    out = torch.empty(x.shape, dtype=x.dtype if gate is None else gate.dtype, device=x.device)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, floor: float) -> torch.Tensor:
+    """As `reference.rms_norm`; of three dimensions the first two may have any strides."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        opened = None if gate is None else gate.view(view.shape)
-        _launch(view, None, None, None, factors, opened, None, out, floor, gate_kind)
+        view = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
+        _launch(view, None, None, None, weight, None, None, out, floor, "silu")
     return out
+
+
+def gated_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, floor: float, gate: torch.Tensor, activation: GateActivation
+) -> torch.Tensor:
+    """As `reference.gated_rms_norm`; `x` and `gate` may have any strides but the last."""
+    gate = gate.unflatten(1, x.shape[1:])
+    out = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
+    if out.numel():
+        _launch(x, None, None, None, weight, gate, None, out, floor, activation)
+    return out.flatten(1)
 
 
 def add_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
-    factors: torch.Tensor,
+    weight: torch.Tensor,
     floor: float,
     inner: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """s = (residual + x) * scale; y = norm(s). With `inner`, x is itself normed first, with these factors.
-
-    `x`, `residual`: [T, size]. `factors`, `inner`: [size] fp32. `scale`: [1]; None is 1. Each of the steps rounds to
-    x's type, as they do apart. Returns s and y, contiguous.
-    """
+    """As `reference.add_rms_norm`."""
     total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     if out.numel():
-        _launch(x[:, None], residual, inner, scale, factors, None, total, out, floor, "silu")
+        _launch(x[:, None], residual, inner, scale, weight, None, total, out, floor, "silu")
     return total, out
-
-
-def _as_rows(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, 1, x.shape[-1])
 
 
 def _launch(
@@ -146,7 +137,7 @@ def _launch(
     total: torch.Tensor | None,
     out: torch.Tensor,
     floor: float,
-    gate_kind: GateKind,
+    activation: GateActivation,
 ) -> None:
     """`x`: [T, heads, size]. Absent tensors are passed as `x`, and never read."""
     tokens, heads, size = x.shape
@@ -174,7 +165,7 @@ def _launch(
         RESIDUAL=residual is not None,
         INNER=inner is not None,
         SCALE=scale is not None,
-        GATE=_GATES["" if gate is None else gate_kind],
+        GATE=_GATES["" if gate is None else activation],
         **launch,
     )
 

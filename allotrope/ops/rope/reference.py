@@ -19,7 +19,7 @@ import torch
 from allotrope.kernels.backend import lazily
 from allotrope.kernels.chip import chip_of
 from allotrope.kernels.triton_version import triton_reasons
-from allotrope.ops.rms_norm.cpu import rows
+from allotrope.ops.rope import cpu
 
 _angles = lazily("allotrope.ops.rope.triton", "angles")
 
@@ -143,9 +143,9 @@ class RopeTable:
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotate the first R dims of every head; the others pass through. `x`: [T, heads, D]. Returns a new tensor."""
-    compiled = rows(x.dtype, x.device)
-    if compiled is not None and compiled.rotates(x, rotation.cos):
-        return compiled.rotate(x, rotation.cos, rotation.sin, rotation.interleaved)
+    result = cpu.rotate(x, rotation.cos, rotation.sin, rotation.interleaved)
+    if result is not None:
+        return result
     dim = rotation.cos.shape[-1]
     head = x if dim == x.shape[-1] else x[..., :dim]
     if rotation.interleaved:
