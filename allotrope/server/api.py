@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 import allotrope
 from allotrope.errors import AllotropeError
+from allotrope.server.drain_request import ReadToTheEnd
 from allotrope.server.errors import HttpError, as_http, error_response
 from allotrope.server.guard import Guard
-from allotrope.server.head import HeadAsGet
+from allotrope.server.head_requests import HeadAsGet
 from allotrope.server.openapi import describe_api
-from allotrope.server.read_to_end import ReadToTheEnd
 from allotrope.server.request_log import RequestLog
 from allotrope.server.routes import build_router
 from allotrope.server.state import ServerState

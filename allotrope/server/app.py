@@ -43,7 +43,7 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
     if missing:
         raise ConfigError(f"the server needs {', '.join(missing)}. Run: pip install 'allotrope[server]'")
     from allotrope.engine.client import EngineClient
-    from allotrope.server.repeats import limit_repeated_errors
+    from allotrope.server.log_limiter import limit_repeated_errors
 
     configure_logging()
     limit_repeated_errors()

@@ -31,8 +31,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if declared.isdecimal() and int(declared) > max_bytes:
         raise too_large
     data = bytearray()
-    async for piece in request.stream():
-        data += piece
+    async for delta in request.stream():
+        data += delta
         if len(data) > max_bytes:
             raise too_large
     return bytes(data)

@@ -10,16 +10,16 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from allotrope.errors import InvalidRequest
 from allotrope.request import Request, SamplingParams
 from allotrope.server.answers import Answer, ChatAnswer, CompletionAnswer
-from allotrope.server.generation import Generation, Piece, merged
+from allotrope.server.generation import Delta, Generation, merge
 from allotrope.server.logprobs import Report
 from allotrope.server.protocol import ChatRequest, CompletionRequest, Prompt
 from allotrope.server.request_log import note_prompt
-from allotrope.server.respond import Generated
+from allotrope.server.respond import GenerationResponse
 from allotrope.server.sampling import chat_length, chat_sampling, completion_sampling
 from allotrope.server.state import ServerState, Serving
 
 
-async def answer_chat(state: ServerState, body: ChatRequest, headers: Mapping[str, str]) -> Generated:
+async def answer_chat(state: ServerState, body: ChatRequest, headers: Mapping[str, str]) -> GenerationResponse:
     """The answer to a conversation. Raises `InvalidRequest`."""
     serving = state.ready()
     params = chat_sampling(body, serving.limits.sampling_defaults)
@@ -36,11 +36,13 @@ async def answer_chat(state: ServerState, body: ChatRequest, headers: Mapping[st
     _note_prompt(state, ids)
     generation = Generation(request, serving.tokenizer, continues_text=body.continue_final_message or False)
     answer = ChatAnswer(state.model_name, [generation], serving.tokenizer, _report(body, params.logprobs))
-    pieces = generation.pieces(serving.engine, serving.metrics)
-    return _generated(state, body, headers, answer, pieces)
+    deltas = generation.deltas(serving.engine, serving.metrics)
+    return _response(state, body, headers, answer, deltas)
 
 
-async def answer_completion(state: ServerState, body: CompletionRequest, headers: Mapping[str, str]) -> Generated:
+async def answer_completion(
+    state: ServerState, body: CompletionRequest, headers: Mapping[str, str]
+) -> GenerationResponse:
     """The continuations of one prompt or several. Raises `InvalidRequest`."""
     serving = state.ready()
     params = completion_sampling(body, serving.limits.sampling_defaults)
@@ -52,9 +54,9 @@ async def answer_completion(state: ServerState, body: CompletionRequest, headers
         generations.append(await _read_completion(serving, body, params, prompt, len(generations)))
         _note_prompt(state, generations[-1].request.prompt_ids)
     answer = CompletionAnswer(state.model_name, generations, serving.tokenizer, _report(body, params.logprobs))
-    streams = [generation.pieces(serving.engine, serving.metrics) for generation in generations]
-    pieces = streams[0] if len(streams) == 1 else merged(streams)
-    return _generated(state, body, headers, answer, pieces)
+    streams = [generation.deltas(serving.engine, serving.metrics) for generation in generations]
+    deltas = streams[0] if len(streams) == 1 else merge(streams)
+    return _response(state, body, headers, answer, deltas)
 
 
 async def _read_completion(
@@ -73,21 +75,23 @@ async def _read_completion(
         serving.tokenizer,
         continues_text=True,
         echo=echo,
-        silent=body.max_tokens == 0,
+        no_new_tokens=body.max_tokens == 0,
         first_index=place * params.n,
     )
 
 
-def _generated(
+def _response(
     state: ServerState,
     body: ChatRequest | CompletionRequest,
     headers: Mapping[str, str],
     answer: Answer,
-    pieces: AsyncGenerator[Piece, None],
-) -> Generated:
-    """The response that sends `answer` as its `pieces` come, streamed if `body` asks for it."""
+    deltas: AsyncGenerator[Delta, None],
+) -> GenerationResponse:
+    """The response that sends `answer` as its `deltas` come, streamed if `body` asks for it."""
     keep_alive = state.config.sse_keep_alive_interval
-    return Generated(answer, pieces, stream=body.stream or False, headers=headers, keep_alive_seconds=keep_alive)
+    return GenerationResponse(
+        answer, deltas, stream=body.stream or False, headers=headers, keep_alive_seconds=keep_alive
+    )
 
 
 def _note_prompt(state: ServerState, ids: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from allotrope.request import TokenLogprobs
-from allotrope.server.generation import Generation, Scored
+from allotrope.server.generation import Generation, TokenScore
 
 if TYPE_CHECKING:
     from allotrope.text.tokenizer import Tokenizer
@@ -48,10 +48,10 @@ class TokenWriter:
     def text(self, token: int) -> str:
         return f"token_id:{token}" if self._report.ids_as_tokens else self._tokenizer.token_text(token)
 
-    def chat_logprobs(self, tokens: Sequence[Scored]) -> Json:
+    def chat_logprobs(self, tokens: Sequence[TokenScore]) -> Json:
         return {"content": [self._chat_entry(token) for token in tokens], "refusal": None}
 
-    def _chat_entry(self, token: Scored) -> Json:
+    def _chat_entry(self, token: TokenScore) -> Json:
         scores = token.logprobs
         if scores is None:
             raise RuntimeError(f"token {token.id} came without the log-probabilities that were asked for")
@@ -62,7 +62,7 @@ class TokenWriter:
         bytes_ = list(self._tokenizer.token_bytes(token))
         return {"token": self.text(token), "logprob": _finite(logprob), "bytes": bytes_}
 
-    def legacy_logprobs(self, tokens: Sequence[Scored], offset: int) -> Json:
+    def legacy_logprobs(self, tokens: Sequence[TokenScore], offset: int) -> Json:
         """`offset`: characters of the answer before the first of `tokens`."""
         texts = [self.text(token.id) for token in tokens]
         offsets = []

@@ -94,7 +94,7 @@ class RequestTimer:
         self._instruments = instruments
         self._request = request
         self._last: dict[int, float] = {}
-        self._generated = 0
+        self._response = 0
         self._ended = 0
 
     def tokens(self, index: int, count: int) -> None:
@@ -109,7 +109,7 @@ class RequestTimer:
         elif index in self._last:
             self._instruments.between_tokens.observe(now - self._last[index])
         self._last[index] = now
-        self._generated += count
+        self._response += count
         self._instruments.generation_tokens.inc(count)
 
     def queued(self, seconds: float) -> None:
@@ -126,7 +126,7 @@ class RequestTimer:
         for _ in range(self._request.params.n - self._ended):
             self.ended(why)
         self._instruments.whole.observe(time.monotonic() - self._request.arrival)
-        self._instruments.answer_size.observe(self._generated)
+        self._instruments.answer_size.observe(self._response)
 
 
 class _EngineCollector(Collector):

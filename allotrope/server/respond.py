@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from allotrope.errors import AllotropeError
 from allotrope.server.answers import Answer
 from allotrope.server.errors import as_http, error_body, error_response
-from allotrope.server.generation import Piece
+from allotrope.server.generation import Delta
 from allotrope.server.request_log import note
 
 log = logging.getLogger("allotrope.server")
@@ -25,10 +25,10 @@ _DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
 
 
-class Generated(Response):
-    """The answer that `pieces` make, in the form of `answer`.
+class GenerationResponse(Response):
+    """The answer that `deltas` make, in the form of `answer`.
 
-    No byte is sent before the first piece has come, so that a request that fails until then gets a plain HTTP error.
+    No byte is sent before the first delta has come, so that a request that fails until then gets a plain HTTP error.
     But a stream begins once `keep_alive_seconds` have passed without one (0: it waits), and a comment is sent each time
     that they pass: clients and what stands between give up on connections on which nothing happens.
     """
@@ -36,7 +36,7 @@ class Generated(Response):
     def __init__(
         self,
         answer: Answer,
-        pieces: AsyncGenerator[Piece, None],
+        deltas: AsyncGenerator[Delta, None],
         *,
         stream: bool,
         headers: Mapping[str, str],
@@ -44,7 +44,7 @@ class Generated(Response):
     ) -> None:
         super().__init__()
         self._answer = answer
-        self._pieces = pieces
+        self._deltas = deltas
         self._stream = stream
         self._extra_headers = headers
         self._keep_alive_seconds = keep_alive_seconds
@@ -64,23 +64,23 @@ class Generated(Response):
             raise outcomes[0]
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._pieces):
+        async with aclosing(self._deltas):
             try:
-                await self._send_pieces(scope, receive, send)
+                await self._send_deltas(scope, receive, send)
             finally:
                 usage = self._answer.usage()
                 note(prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"])
 
-    async def _send_pieces(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_deltas(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._stream:
             await self._send_stream(scope, receive, send)
             return
         try:
-            pieces = [piece async for piece in self._pieces]
+            deltas = [delta async for delta in self._deltas]
         except AllotropeError as error:
             await error_response(as_http(error), self._extra_headers)(scope, receive, send)
             return
-        body = _encode(self._answer.whole(pieces))
+        body = _encode(self._answer.whole(deltas))
         await Response(body, headers=dict(self._extra_headers), media_type="application/json")(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,9 +88,9 @@ class Generated(Response):
         beats = asyncio.create_task(events.keep_alive(self._keep_alive_seconds))
         opening = self._answer.opening
         try:
-            async for piece in self._pieces:
-                # What the opening tells is known with the first piece only.
-                await events.send([*opening(), *self._answer.chunks(piece)])
+            async for delta in self._deltas:
+                # What the opening tells is known with the first delta only.
+                await events.send([*opening(), *self._answer.chunks(delta)])
                 opening = list
             await events.send(self._answer.closing())
         except AllotropeError as error:

@@ -18,7 +18,7 @@ from allotrope.server.handlers import answer_chat, answer_completion
 from allotrope.server.openapi import accepts
 from allotrope.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from allotrope.server.state import ServerState, Serving
-from allotrope.server.telling import add_telling_routes, json_response
+from allotrope.server.status_routes import add_status_routes, json_response
 from allotrope.server.values import header_value
 
 M = TypeVar("M", bound=BaseModel)
@@ -28,7 +28,7 @@ log = logging.getLogger("allotrope.server")
 def build_router(state: ServerState) -> APIRouter:
     """All routes of the server whose state this is."""
     router = APIRouter()
-    for routes in (_generating_routes, _token_routes, _model_routes, add_telling_routes):
+    for routes in (_generating_routes, _token_routes, _model_routes, add_status_routes):
         routes(router, state)
     return router
 

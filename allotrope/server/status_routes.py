@@ -28,7 +28,7 @@ def json_response(value: Any, headers: Mapping[str, str] | None = None) -> Respo
     return Response(msgspec.json.encode(value), headers=dict(headers or {}), media_type="application/json")
 
 
-def add_telling_routes(router: APIRouter, state: ServerState) -> None:
+def add_status_routes(router: APIRouter, state: ServerState) -> None:
     """Add to `router` the routes that tell about the server whose state this is."""
 
     @router.get(PROBES[0])

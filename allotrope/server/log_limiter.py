@@ -15,7 +15,7 @@ _SECONDS = 1.0
 _MAX_KINDS = 256
 # The packages beneath the server, whose loggers have no handler of their own.
 _FOREIGN = ("uvicorn", "asyncio")
-_TOLD = "allotrope_repeats_told"
+_LIMITED = "allotrope_log_limited"
 
 _KindKey = tuple[str, int, str, str]
 
@@ -55,7 +55,7 @@ class RepeatFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether `record` is written now."""
         foreign = record.name.partition(".")[0] in _FOREIGN
-        if hasattr(record, _TOLD) or record.levelno < (logging.WARNING if foreign else logging.ERROR):
+        if hasattr(record, _LIMITED) or record.levelno < (logging.WARNING if foreign else logging.ERROR):
             return True
         key = _key(record)
         now = time.monotonic()
@@ -80,7 +80,7 @@ class RepeatFilter(logging.Filter):
         # The traceback was written with the first one.
         text = f"{record.getMessage().partition(chr(10))[0]} ({count} more of this kind)"
         told = logging.LogRecord(record.name, record.levelno, record.pathname, record.lineno, text, None, None)
-        setattr(told, _TOLD, True)
+        setattr(told, _LIMITED, True)
         self._handler.handle(told)
 
     def _forget_oldest(self) -> None:
