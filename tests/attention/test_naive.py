@@ -61,6 +61,12 @@ def test_a_definition_fits_on_a_screen_and_knows_nothing_but_its_spec(family: st
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_familys_page_opens_with_its_definition(family: str) -> None:
+    _, opening, *_ = (FOLDER / family / "README.md").read_text().split("\n\n")
+    assert "`naive.py`" in opening
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_definition_takes_the_arguments_of_a_backend_without_plan_and_caches(family: str) -> None:
     definition, reference = (
         importlib.import_module(f"allotrope.attention.{family}.{name}") for name in ("naive", "reference")
