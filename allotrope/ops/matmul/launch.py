@@ -1,6 +1,6 @@
 """How a quantized product is launched: what was measured to be fastest, by chip and shape, else a rule of thumb.
 
-Measured launches lie in `tuned/<chip>.json`; `bench/tune_products.py` writes them. Must not know Triton.
+Measured launches lie in `tuned/<chip>.json`; `bench/kernels/tune_products.py` writes them. Must not know Triton.
 """
 
 from __future__ import annotations
