@@ -1,6 +1,7 @@
 """Small named cases of an operation: what tests and `verify` run every backend of it with.
 
-Each folder's `cases.py` holds `CASES`: name of the operation -> name of the case -> `OpCase`. Must not know: what is close.
+Each folder's `cases.py` holds `CASES`: name of the operation -> name of the case -> `OpCase`. Must not know:
+tolerances.
 """
 
 from __future__ import annotations
