@@ -23,7 +23,8 @@ class OpCase:
     arguments of `Backend.run`; two calls with generators of one seed return equal arguments. A backend may write into
     them. The generator is the CPU's, so that every device gets the same numbers. `dtypes`: of the activations.
     `tolerance`: dtype whose tolerance holds every floating-point output; None: that of each output's own dtype.
-    Integers must be equal.
+    Integers must be equal. What is wanted of a backend is what the reference returns for arguments of `dtype` that are
+    widened to fp32.
     """
 
     spec: Callable[[torch.dtype], Any]
