@@ -19,11 +19,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from allotrope.attention.batch import BatchLayout
 from allotrope.attention.mha.spec import MhaSpec
-from allotrope.attention.mha.triton_decode import _LOG2E, _LOWEST, EVERYTHING, _capped
+from allotrope.attention.mha.triton_decode import EVERYTHING
 from allotrope.kernels.chip import Chip
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import higher_of, highest
 from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.softmax import LOG2E, LOWEST, logits_to_base_2
 from allotrope.kernels.tiles import next_power_of_2
 
 # Rows of one gathered block: a request's region of the scratch begins at a multiple, and is zeros to the next one.
@@ -167,12 +168,12 @@ def _rows(pool, scratch_row, start, n, table, dim, stride_p, stride_s, PAGE: tl.
 def _softmax(logits, top, total, scale, softcap, SOFTCAP: tl.constexpr):
     """Weights of one tile against the running maximum; returns them, the new maximum and sum, and how the old fade."""
     if SOFTCAP:
-        logits = _capped(logits, scale, softcap, True)
+        logits = logits_to_base_2(logits, scale, softcap, True)
         higher = higher_of(top, highest(logits, 1))
         weights = tl.exp2(logits - higher[:, None])
     else:
-        higher = higher_of(top, highest(logits, 1) * (scale * _LOG2E))
-        weights = tl.exp2(logits * (scale * _LOG2E) - higher[:, None])
+        higher = higher_of(top, highest(logits, 1) * (scale * LOG2E))
+        weights = tl.exp2(logits * (scale * LOG2E) - higher[:, None])
     fade = tl.exp2(top - higher)
     return weights, higher, total * fade + tl.sum(weights, 1), fade
 
@@ -218,7 +219,7 @@ def prefill_kernel(
     high = tl.maximum((position + 1) // BLOCK_N * BLOCK_N, low)
     ahead = (low - first) // BLOCK_N
     masked = ahead + tl.cdiv(tl.maximum(n - high, 0), BLOCK_N)
-    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for i in range(masked):
@@ -228,9 +229,9 @@ def prefill_kernel(
         logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         behind = at[:, None] - (start + tl.arange(0, BLOCK_N))[None, :]
         if SOFTCAP:
-            logits = _capped(logits, scale, softcap, True)
+            logits = logits_to_base_2(logits, scale, softcap, True)
             logits = tl.where((behind >= 0) & (behind < window), logits, float("-inf"))
-            weights, top, total, fade = _softmax(logits, top, total, 1.0 / _LOG2E, softcap, False)
+            weights, top, total, fade = _softmax(logits, top, total, 1.0 / LOG2E, softcap, False)
         else:
             logits = tl.where((behind >= 0) & (behind < window), logits, float("-inf"))
             weights, top, total, fade = _softmax(logits, top, total, scale, softcap, False)
@@ -256,7 +257,7 @@ def prefill_kernel(
             values = values.to(queries.dtype)
         mixed = tl.dot(weights.to(queries.dtype), values, mixed * fade[:, None], input_precision="ieee")
     if SINKS:
-        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * _LOG2E
+        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2E
         higher = higher_of(top, sink)
         fade = tl.exp2(top - higher)
         total = total * fade + tl.exp2(sink - higher)

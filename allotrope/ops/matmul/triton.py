@@ -381,7 +381,7 @@ def _in_torch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
     """PyTorch's product with a plain weight, into `out` where it is given; on NVIDIA chips not rounded before that."""
-    if out is None or out.dtype == x.dtype or torch.version.cuda is None:
+    if out is None or out.dtype == x.dtype or chip_of(x.device).vendor != "nvidia":
         y = F.linear(x, weight, bias)
         return y if out is None else out.copy_(y)
     torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
