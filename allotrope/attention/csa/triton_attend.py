@@ -201,7 +201,7 @@ def released(chip: Chip) -> list[Specialization]:
             signature |= dict.fromkeys((f"{pool}{part}_row" for part in "ctf"), "i32:16")
         signature |= dict.fromkeys(("window_row", "entry_row"), "i32:16")
         signature |= dict.fromkeys(("scale", "row_scale"), "fp32")
-        precision = "tf32x3" if name == "fp32" and chip.has_wgmma else "ieee"
+        precision = "tf32x3" if name == "fp32" and chip.has_tf32 else "ieee"
         constants = {"H": 64, "D": 512, "R": 64, "BLOCK_D": 512, "SPLITS": 2, "PRECISION": precision}
         constants |= {"FORMAT": {"fp8": 1, "scaled": 2}.get(name, 0)}
         # In fp32 it only proves itself: how fast it is matters to nobody.

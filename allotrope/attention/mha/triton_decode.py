@@ -55,7 +55,21 @@ def config(chip: Chip, spec: MhaSpec, dtype: torch.dtype) -> Config:
         return Config(32 if widest <= 256 else 16, chunk, 4, 2 if widest <= 128 else 1, 4096)
     # Pages are looked up one stage ahead, so that of five stages two hold rows.
     few = widest * spec.kv_dtype.itemsize <= 128
-    return Config(64 if widest <= 128 else 32 if widest <= 256 else 16, chunk, 2 if few else 4, 5, 4096)
+    block_n = 64 if widest <= 128 else 32 if widest <= 256 else 16
+    while block_n > 16 and _shared_memory(spec, dtype, widest, block_n) > chip.shared_memory:
+        block_n //= 2
+    return Config(block_n, chunk, 2 if few else 4, 5, 4096)
+
+
+def _shared_memory(spec: MhaSpec, dtype: torch.dtype, widest: int, block_n: int) -> int:
+    """Bytes of shared memory of a program, about: its queries, two stages of keys and values, and page numbers."""
+    queries = _block_h(spec.num_heads // spec.num_kv_heads) * widest * dtype.itemsize
+    return queries + 2 * 2 * block_n * widest * spec.kv_dtype.itemsize + 4096
+
+
+def _block_h(repeat: int) -> int:
+    """Query heads of one key/value head that a program takes."""
+    return min(64, max(16, next_power_of_2(repeat)))
 
 
 def packed(spec: MhaSpec, dtype: torch.dtype) -> bool:
@@ -232,7 +246,7 @@ def decode(
     reach = min(longest, window + how.block_n - 1)
     capacity = min(most, cdiv(reach, how.chunk))
     direct = capacity == 1
-    block_h = min(64, max(16, next_power_of_2(repeat)))
+    block_h = _block_h(repeat)
     tiles = groups * cdiv(repeat, block_h)
     splits = min(capacity, max(1, cdiv(how.programs, tiles * requests)))
     partial = out if direct else q.new_empty((requests, heads, capacity, value_dim), dtype=torch.float32)
@@ -273,6 +287,8 @@ def released(chip: Chip) -> list[Specialization]:
         (32, 4, 512, "bf16", False),
         (64, 8, 128, "i16", False),
     ):
+        if kind == "i16" and not chip.triton_has_e4m3fn:
+            continue
         spec = MhaSpec(num_heads=heads, num_kv_heads=groups, head_dim=dim, scale=1.0, kv_dtype=torch.bfloat16)
         how = config(chip, spec, torch.bfloat16)
         signature = {

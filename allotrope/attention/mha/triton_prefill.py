@@ -56,16 +56,30 @@ def config(chip: Chip, spec: MhaSpec, dtype: torch.dtype) -> Config:
         return Config(64, 32, 4, 1, False) if widest <= 256 else Config(32, 16, 4, 1, False)
     # Small tiles, so that several programs of a multiprocessor fill each other's gaps.
     if widest <= 128:
-        return Config(64, 64, 4, 2 if widest <= 64 else 3, True)
-    return Config(128, 64, 8, 2, True) if widest <= 256 else Config(64, 32, 8, 2, True)
+        how = Config(64, 64, 4, 2 if widest <= 64 else 3, True)
+    else:
+        how = Config(128, 64, 8, 2, True) if widest <= 256 else Config(64, 32, 8, 2, True)
+    # Queries, and keys and values of each stage, two bytes a number; barriers take a little more.
+    needed = 2 * widest * (how.block_m + 2 * how.block_n * how.stages) + 2048
+    return how if chip.has_tma and needed <= chip.shared_memory else _by_pointers(widest)
 
 
-def paged(spec: MhaSpec, how: Config) -> Config:
+def _by_pointers(widest: int) -> Config:
+    """Launch parameters of NVIDIA's chips without Hopper's shared memory or its copy engine: within 99 KiB."""
+    if widest <= 128:
+        return Config(128, 32, 8, 5, False)
+    return Config(64, 32, 8, 3, False) if widest <= 256 else Config(32, 32, 8, 2, False)
+
+
+def paged(chip: Chip, spec: MhaSpec, how: Config) -> Config:
     """Launch parameters of the same layer without gathering."""
-    if not how.gather or max(spec.head_dim, spec.value_dim) > 256:
+    widest = max(spec.head_dim, spec.value_dim)
+    if how.gather and chip.vendor == "nvidia" and not chip.has_wgmma:
+        return _by_pointers(next_power_of_2(widest))
+    if not how.gather or widest > 256:
         return replace(how, gather=False)
     # Pages are looked up a stage ahead of their rows.
-    return Config(128, 64, 8, 5 if max(spec.head_dim, spec.value_dim) <= 128 else 3, False)
+    return Config(128, 64, 8, 5 if widest <= 128 else 3, False)
 
 
 @dataclass(frozen=True)
@@ -356,7 +370,11 @@ def _descriptor(rows: torch.Tensor, dim: int, block_n: int, block_d: int) -> Ten
 def released(chip: Chip) -> list[Specialization]:
     """Released sizes: heads, key/value heads, head size, whether there are sinks and a window; and the gathering."""
     found = []
-    for heads, groups, dim, sinks in ((64, 8, 128, False), (64, 8, 64, True), (32, 4, 512, False)):
+    sizes = [(64, 8, 128, False), (64, 8, 64, True), (32, 4, 512, False)]
+    if chip.vendor == "nvidia" and not chip.has_wgmma:
+        # Elsewhere these are another kernel's, or tiles as small as those of 512.
+        sizes.append((16, 2, 256, True))
+    for heads, groups, dim, sinks in sizes:
         spec = MhaSpec(num_heads=heads, num_kv_heads=groups, head_dim=dim, scale=1.0, kv_dtype=torch.bfloat16)
         how = config(chip, spec, torch.bfloat16)
         rows = f"tensordesc<bf16[{how.block_n},{dim}]>" if how.gather else "*bf16:16"

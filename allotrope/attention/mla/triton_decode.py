@@ -30,6 +30,9 @@ from allotrope.kernels.softmax import LOG2E, LOWEST
 from allotrope.kernels.split_kv import cheapest_splits
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 
+# Bytes of shared memory of a program with 16 heads and 16 keys of the largest rows.
+_SMALL_TILES = 52 * 1024
+
 
 @dataclass(frozen=True)
 class Queries:
@@ -65,8 +68,11 @@ def config(chip: Chip, spec: MlaSpec, dtype: torch.dtype, picked: bool) -> Confi
         return Config(heads, 32, 4, 1, 1, heads < 64)
     if dtype == torch.float32:
         return Config(16, 16, 4, 1, 1)
-    if not chip.has_wgmma:
+    if chip.vendor == "amd":
         return Config(16, 32 if chip.arch == "gfx950" else 16, 4, 1, 2)
+    if not chip.has_wgmma:
+        # Small tiles, which leave registers free; a program takes about 50 KiB.
+        return Config(16, 16, 4, 1, 2 if chip.shared_memory >= 2 * _SMALL_TILES else 1)
     fits = (spec.latent_dim, spec.rope_dim) == (512, 64) and (spec.kv_dtype == dtype or spec.row_format == "scaled")
     # Rows that are picked one by one are better fetched for heads that are not there than by fewer warps.
     if fits and (heads == 64 or picked):

@@ -97,8 +97,11 @@ def config(chip: Chip, spec: MlaSpec, dtype: torch.dtype) -> Config:
     if dtype == torch.float32:
         return Config(16, 32, 4, 1)
     wide = max(spec.nope_dim + spec.rope_dim, spec.v_head_dim) > 192
-    if not chip.has_wgmma:
+    if chip.vendor == "amd":
         return Config(64 if wide else 128, 32, 8, 1)
+    if not chip.has_wgmma:
+        # Two stages of keys and values beside the queries are less than 99 KiB.
+        return Config(64, 32, 8, 2) if wide else Config(128, 64, 8, 2)
     return Config(128, 64, 8, 2) if wide else Config(128, 64, 8, 3)
 
 
