@@ -16,8 +16,6 @@ from allotrope.kernels.triton_version import e4m3fn_reasons, triton_reasons
 
 _TRITON = "allotrope.attention.mha.triton"
 _TRITON_ROWS = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
-# Numbers of a row of which queries, keys and values fit into a chip's shared memory together.
-_MAX_HEAD_DIM = 512
 
 
 def _triton_rejects(spec: MhaSpec, chip: Chip) -> list[str]:
@@ -25,9 +23,6 @@ def _triton_rejects(spec: MhaSpec, chip: Chip) -> list[str]:
     if spec.kv_dtype not in _TRITON_ROWS:
         reasons.append(f"kv_dtype={spec.kv_dtype} (needs one of {', '.join(str(dtype) for dtype in _TRITON_ROWS)})")
     reasons += e4m3fn_reasons("kv_dtype", spec.kv_dtype, chip)
-    for name, dim in (("head_dim", spec.head_dim), ("v_head_dim", spec.value_dim)):
-        if dim > _MAX_HEAD_DIM:
-            reasons.append(f"{name}={dim} (needs at most {_MAX_HEAD_DIM})")
     return reasons
 
 
