@@ -113,8 +113,8 @@ class DeviceStack:
 
 
 def has_grouped_product(device: torch.device) -> bool:
-    """Whether torch multiplies groups of rows on this GPU without asking it for their sizes."""
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 9
+    """Whether torch multiplies groups of rows on this GPU without asking it for their sizes: sm_90 and sm_100."""
+    return chip_of(device).capability[0] in (9, 10)
 
 
 Stack = DeviceStack | QuantizedStack

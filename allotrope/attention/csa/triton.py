@@ -182,7 +182,7 @@ def _pick(
 
 
 def _precision(chip: Chip, dtype: torch.dtype) -> str:
-    return "tf32x3" if chip.has_wgmma and dtype == torch.float32 else "ieee"
+    return "tf32x3" if chip.has_tf32 and dtype == torch.float32 else "ieee"
 
 
 def _attend(

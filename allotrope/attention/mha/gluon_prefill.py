@@ -36,10 +36,8 @@ from allotrope.kernels.gluon.ring import ring
 from allotrope.kernels.gluon.versions import barrier, load_tile
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, with_pdl
 from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.softmax import LOG2E, LOWEST
 from allotrope.kernels.tiles import next_power_of_2
-
-_LOG2E = gl.constexpr(1.4426950408889634)
-_LOWEST = gl.constexpr(-1.0e30)
 
 
 @gluon.jit
@@ -76,10 +74,10 @@ def _weigh(logits, top, total, at, start, scale, softcap, window, MASK: gl.const
     """Weights of one block; returns them, the new maximum and sum, and how the old ones fade."""
     if SOFTCAP:
         x = logits * (scale / softcap)
-        logits = (softcap * _LOG2E) * (1.0 - 2.0 / (gl.exp2(x * (2.0 * _LOG2E)) + 1.0))
+        logits = (softcap * LOG2E) * (1.0 - 2.0 / (gl.exp2(x * (2.0 * LOG2E)) + 1.0))
         factor = 1.0
     else:
-        factor = scale * _LOG2E
+        factor = scale * LOG2E
     if MASK:
         key = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
         behind = gl.expand_dims(at, 1) - gl.expand_dims(key, 0)
@@ -127,7 +125,7 @@ def _attend(
     lane = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores))
     at = position + lane // HEADS
     none = gl.zeros([ROWS, BLOCK_N], gl.float32, scores)
-    top = gl.full([ROWS], _LOWEST, gl.float32, gl.SliceLayout(1, scores))
+    top = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, scores))
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, scores))
     mixed = gl.zeros([ROWS, BLOCK_DV], gl.float32, mixes)
     mbarrier.wait(ready.index(0), 0)
@@ -155,7 +153,7 @@ def _attend(
     mixed = warpgroup_mma(_unpacked(weights, kind, given), v_tiles.index(slot), mixed)
     if SINKS:
         real = lane // HEADS < count
-        sink = gl.load(sinks + part * HEADS + lane % HEADS, mask=real, other=0.0).to(gl.float32) * _LOG2E
+        sink = gl.load(sinks + part * HEADS + lane % HEADS, mask=real, other=0.0).to(gl.float32) * LOG2E
         higher = higher_of(top, sink)
         fade = gl.exp2(top - higher)
         total = total * fade + gl.exp2(sink - higher)

@@ -85,7 +85,7 @@ def _prefill(
     cut = plan.tiles(block_m // triton_prefill.heads_of_a_tile(spec, block_m))
     rest = (q, pools, plan.paged.table, sinks, out, k_scale, v_scale)
     if not triton_prefill.fits(spec, cut, q.dtype):
-        how = triton_prefill.paged(spec, how)
+        how = triton_prefill.paged(chip, spec, how)
         cut = plan.tiles(how.block_m // triton_prefill.heads_of_a_tile(spec, how.block_m))
         triton_prefill.prefill(spec, how, cut, *rest)
     elif specialized is None:

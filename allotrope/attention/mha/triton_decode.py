@@ -2,8 +2,9 @@
 
 Owns: the two kernels of a decode. Must not know: how pages were filled.
 
-A request's chunks depend on its own length alone (`_chunks`), whatever the batch, the grid or the bound that a captured
-graph was sized by: its result has the same bits in all of them. How many programs share its chunks changes none.
+A request's chunks depend on its own length alone (`kv_chunks`), whatever the batch, the grid or the bound that a
+captured graph was sized by: its result has the same bits in all of them. How many programs share its chunks changes
+none.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -20,11 +21,9 @@ from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import higher_of, highest
 from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.softmax import LOG2E, LOWEST, logits_to_base_2
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 
-_LOG2E = tl.constexpr(1.4426950408889634)
-# Below any logit, yet finite: exp2 of a difference is never that of inf - inf.
-_LOWEST = tl.constexpr(-1.0e30)
 EVERYTHING = 2**31 - 1
 """`window` of a layer that has none."""
 
@@ -56,7 +55,21 @@ def config(chip: Chip, spec: MhaSpec, dtype: torch.dtype) -> Config:
         return Config(32 if widest <= 256 else 16, chunk, 4, 2 if widest <= 128 else 1, 4096)
     # Pages are looked up one stage ahead, so that of five stages two hold rows.
     few = widest * spec.kv_dtype.itemsize <= 128
-    return Config(64 if widest <= 128 else 32 if widest <= 256 else 16, chunk, 2 if few else 4, 5, 4096)
+    block_n = 64 if widest <= 128 else 32 if widest <= 256 else 16
+    while block_n > 16 and _shared_memory(spec, dtype, widest, block_n) > chip.shared_memory:
+        block_n //= 2
+    return Config(block_n, chunk, 2 if few else 4, 5, 4096)
+
+
+def _shared_memory(spec: MhaSpec, dtype: torch.dtype, widest: int, block_n: int) -> int:
+    """Bytes of shared memory of a program, about: its queries, two stages of keys and values, and page numbers."""
+    queries = _block_h(spec.num_heads // spec.num_kv_heads) * widest * dtype.itemsize
+    return queries + 2 * 2 * block_n * widest * spec.kv_dtype.itemsize + 4096
+
+
+def _block_h(repeat: int) -> int:
+    """Query heads of one key/value head that a program takes."""
+    return min(64, max(16, next_power_of_2(repeat)))
 
 
 def packed(spec: MhaSpec, dtype: torch.dtype) -> bool:
@@ -65,27 +78,18 @@ def packed(spec: MhaSpec, dtype: torch.dtype) -> bool:
     return spec.kv_dtype == torch.float8_e4m3fn and dtype.itemsize == 2 and even
 
 
-def most_chunks(spec: MhaSpec) -> int:
+def mostkv_chunks(spec: MhaSpec) -> int:
     """Chunks of a request, at most: longer requests have larger chunks. Enough for one request to fill a chip."""
     return min(128, max(32, next_power_of_2(256 // spec.num_kv_heads)))
 
 
 @triton.jit
-def _chunks(n, window, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr):
+def kv_chunks(n, window, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr):
     """Of a request of n keys: first key seen, the block boundary at or below it, keys a chunk, chunks."""
     first = tl.maximum(n - window, 0)
     aligned = first // BLOCK_N * BLOCK_N
     size = tl.maximum(CHUNK, tl.cdiv(tl.cdiv(n - aligned, MOST), BLOCK_N) * BLOCK_N)
     return first, aligned, size, tl.cdiv(n - aligned, size)
-
-
-@triton.jit
-def _capped(logits, scale, softcap, SOFTCAP: tl.constexpr):
-    """scale * logits, capped, in units of log 2."""
-    if SOFTCAP:
-        x = logits * (scale / softcap)
-        return (softcap * _LOG2E) * (1.0 - 2.0 / (tl.exp2(x * (2.0 * _LOG2E)) + 1.0))
-    return logits * (scale * _LOG2E)
 
 
 @pdl_jit(do_not_specialize=["window", "splits", "capacity"])
@@ -111,7 +115,7 @@ def decode_kernel(
     head = group * R + inner
     real = inner < R
     n = tl.load(seq_lens + request)
-    first, aligned, size, chunks = _chunks(n, window, BLOCK_N, CHUNK, MOST)
+    first, aligned, size, chunks = kv_chunks(n, window, BLOCK_N, CHUNK, MOST)
     dim, value_dim = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     in_dim, in_value = dim < D, value_dim < DV
     here = q + request * q_t + head[:, None] * q_h + dim[None, :]
@@ -126,7 +130,7 @@ def decode_kernel(
     for chunk in range(split, chunks, splits):
         begin = aligned + chunk * size
         end = tl.minimum(begin + size, n)
-        top = tl.full([BLOCK_H], _LOWEST, tl.float32)
+        top = tl.full([BLOCK_H], LOWEST, tl.float32)
         total = tl.zeros([BLOCK_H], tl.float32)
         mixed = tl.zeros([BLOCK_H, BLOCK_DV], tl.float32)
         for start in range(begin, end, BLOCK_N):
@@ -147,7 +151,7 @@ def decode_kernel(
                 keys = tl.load(k_pool + row[:, None] + dim[None, :], mask=held[:, None] & in_dim[None, :], other=0.0)
             keys = keys.to(queries.dtype)
             logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-            logits = tl.where(seen[None, :], _capped(logits, scale, softcap, SOFTCAP), float("-inf"))
+            logits = tl.where(seen[None, :], logits_to_base_2(logits, scale, softcap, SOFTCAP), float("-inf"))
             higher = higher_of(top, highest(logits, 1))
             weights = tl.exp2(logits - higher[:, None])
             fade = tl.exp2(top - higher)
@@ -168,7 +172,7 @@ def decode_kernel(
         level = top + tl.log2(total)
         if DIRECT:
             if SINKS:
-                sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * _LOG2E
+                sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2E
                 higher = higher_of(level, sink)
                 weight = tl.exp2(level - higher)
                 mixed = mixed * weight[:, None] / (weight + tl.exp2(sink - higher))[:, None]
@@ -191,14 +195,14 @@ def merge_kernel(
     gdc_wait()
     gdc_launch_dependents()
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, _, _, chunks = _chunks(tl.load(seq_lens + request), window, BLOCK_N, CHUNK, MOST)
+    _, _, _, chunks = kv_chunks(tl.load(seq_lens + request), window, BLOCK_N, CHUNK, MOST)
     dim = tl.arange(0, BLOCK_DV)
     place = (request * H + head) * capacity
     every = tl.arange(0, MOST)
-    top = highest(tl.load(lse + place + every, mask=every < chunks, other=_LOWEST), 0)
+    top = highest(tl.load(lse + place + every, mask=every < chunks, other=LOWEST), 0)
     total = 0.0
     if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * _LOG2E
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         top = higher_of(top, sink)
     mixed = tl.zeros([BLOCK_DV], tl.float32)
     for start in range(0, chunks, STEP):
@@ -237,12 +241,12 @@ def decode(
     repeat = heads // groups
     k_pool = pools["k"]
     v_pool = k_pool if spec.values_are_keys else pools["v"]
-    most = most_chunks(spec)
+    most = mostkv_chunks(spec)
     window = EVERYTHING if spec.window is None else spec.window
     reach = min(longest, window + how.block_n - 1)
     capacity = min(most, cdiv(reach, how.chunk))
     direct = capacity == 1
-    block_h = min(64, max(16, next_power_of_2(repeat)))
+    block_h = _block_h(repeat)
     tiles = groups * cdiv(repeat, block_h)
     splits = min(capacity, max(1, cdiv(how.programs, tiles * requests)))
     partial = out if direct else q.new_empty((requests, heads, capacity, value_dim), dtype=torch.float32)
@@ -283,6 +287,8 @@ def released(chip: Chip) -> list[Specialization]:
         (32, 4, 512, "bf16", False),
         (64, 8, 128, "i16", False),
     ):
+        if kind == "i16" and not chip.triton_has_e4m3fn:
+            continue
         spec = MhaSpec(num_heads=heads, num_kv_heads=groups, head_dim=dim, scale=1.0, kv_dtype=torch.bfloat16)
         how = config(chip, spec, torch.bfloat16)
         signature = {
@@ -299,7 +305,7 @@ def released(chip: Chip) -> list[Specialization]:
         signature |= dict.fromkeys(("vp_p", "vp_s", "vp_g", "out_t", "out_h"), "i32:16")
         constants = {"H": heads, "R": heads // groups, "PAGE": 64, "D": dim, "DV": dim, "BLOCK_H": 16}
         constants |= {"BLOCK_N": how.block_n, "BLOCK_D": dim, "BLOCK_DV": dim, "CHUNK": how.chunk}
-        constants |= {"MOST": most_chunks(spec), "SOFTCAP": False, "SINKS": sinks, "SHARED": False, "DIRECT": False}
+        constants |= {"MOST": mostkv_chunks(spec), "SOFTCAP": False, "SINKS": sinks, "SHARED": False, "DIRECT": False}
         name = f"mha decode {heads}/{groups} x {dim} {kind}".replace("i16", "fp8")
         kernel = decode_kernel
         if kind == "i16":

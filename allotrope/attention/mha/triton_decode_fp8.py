@@ -13,9 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from allotrope.attention.mha.triton_decode import _LOG2E, _LOWEST, _capped, _chunks
+from allotrope.attention.mha.triton_decode import kv_chunks
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import at_least, higher_of, highest, largest_of
+from allotrope.kernels.softmax import LOG2E, LOWEST, logits_to_base_2
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def decode_kernel(
     head = group * R + inner
     real = inner < R
     n = tl.load(seq_lens + request)
-    first, aligned, size, chunks = _chunks(n, window, BLOCK_N, CHUNK, MOST)
+    first, aligned, size, chunks = kv_chunks(n, window, BLOCK_N, CHUNK, MOST)
     word, value_word = tl.arange(0, BLOCK_D // 2), tl.arange(0, BLOCK_DV // 2)
     in_dim, in_value = word < D // 2, value_word < DV // 2
     here = q + request * q_t + head[:, None] * q_h + 2 * word[None, :]
@@ -100,7 +101,7 @@ def decode_kernel(
     for chunk in range(split, chunks, splits):
         begin = aligned + chunk * size
         end = tl.minimum(begin + size, n)
-        top = tl.full([BLOCK_H], _LOWEST, tl.float32)
+        top = tl.full([BLOCK_H], LOWEST, tl.float32)
         total = tl.zeros([BLOCK_H], tl.float32)
         even = tl.zeros([BLOCK_H, BLOCK_DV // 2], tl.float32)
         odd = tl.zeros([BLOCK_H, BLOCK_DV // 2], tl.float32)
@@ -122,7 +123,7 @@ def decode_kernel(
             k_even, k_odd = _unpacked(tl.load(k_pool + row[:, None] + word[None, :], mask=mask, other=0), NVIDIA)
             logits = tl.dot(q_even, tl.trans(k_even))
             logits = tl.dot(q_odd, tl.trans(k_odd), logits) * power[:, None]
-            logits = tl.where(seen[None, :], _capped(logits, scale, softcap, SOFTCAP), float("-inf"))
+            logits = tl.where(seen[None, :], logits_to_base_2(logits, scale, softcap, SOFTCAP), float("-inf"))
             higher = higher_of(top, highest(logits, 1))
             weights = tl.exp2(logits - higher[:, None])
             fade = tl.exp2(top - higher)
@@ -146,7 +147,7 @@ def decode_kernel(
         level = top + tl.log2(total)
         if DIRECT:
             if SINKS:
-                sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * _LOG2E
+                sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2E
                 higher = higher_of(level, sink)
                 weight = tl.exp2(level - higher)
                 share = weight + tl.exp2(sink - higher)

@@ -19,11 +19,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from allotrope.attention.batch import BatchLayout
 from allotrope.attention.mha.spec import MhaSpec
-from allotrope.attention.mha.triton_decode import _LOG2E, _LOWEST, EVERYTHING, _capped
+from allotrope.attention.mha.triton_decode import EVERYTHING
 from allotrope.kernels.chip import Chip
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import higher_of, highest
 from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.softmax import LOG2E, LOWEST, logits_to_base_2
 from allotrope.kernels.tiles import next_power_of_2
 
 # Rows of one gathered block: a request's region of the scratch begins at a multiple, and is zeros to the next one.
@@ -55,16 +56,30 @@ def config(chip: Chip, spec: MhaSpec, dtype: torch.dtype) -> Config:
         return Config(64, 32, 4, 1, False) if widest <= 256 else Config(32, 16, 4, 1, False)
     # Small tiles, so that several programs of a multiprocessor fill each other's gaps.
     if widest <= 128:
-        return Config(64, 64, 4, 2 if widest <= 64 else 3, True)
-    return Config(128, 64, 8, 2, True) if widest <= 256 else Config(64, 32, 8, 2, True)
+        how = Config(64, 64, 4, 2 if widest <= 64 else 3, True)
+    else:
+        how = Config(128, 64, 8, 2, True) if widest <= 256 else Config(64, 32, 8, 2, True)
+    # Queries, and keys and values of each stage, two bytes a number; barriers take a little more.
+    needed = 2 * widest * (how.block_m + 2 * how.block_n * how.stages) + 2048
+    return how if chip.has_tma and needed <= chip.shared_memory else _by_pointers(widest)
 
 
-def paged(spec: MhaSpec, how: Config) -> Config:
+def _by_pointers(widest: int) -> Config:
+    """Launch parameters of NVIDIA's chips without Hopper's shared memory or its copy engine: within 99 KiB."""
+    if widest <= 128:
+        return Config(128, 32, 8, 5, False)
+    return Config(64, 32, 8, 3, False) if widest <= 256 else Config(32, 32, 8, 2, False)
+
+
+def paged(chip: Chip, spec: MhaSpec, how: Config) -> Config:
     """Launch parameters of the same layer without gathering."""
-    if not how.gather or max(spec.head_dim, spec.value_dim) > 256:
+    widest = max(spec.head_dim, spec.value_dim)
+    if how.gather and chip.vendor == "nvidia" and not chip.has_wgmma:
+        return _by_pointers(next_power_of_2(widest))
+    if not how.gather or widest > 256:
         return replace(how, gather=False)
     # Pages are looked up a stage ahead of their rows.
-    return Config(128, 64, 8, 5 if max(spec.head_dim, spec.value_dim) <= 128 else 3, False)
+    return Config(128, 64, 8, 5 if widest <= 128 else 3, False)
 
 
 @dataclass(frozen=True)
@@ -167,12 +182,12 @@ def _rows(pool, scratch_row, start, n, table, dim, stride_p, stride_s, PAGE: tl.
 def _softmax(logits, top, total, scale, softcap, SOFTCAP: tl.constexpr):
     """Weights of one tile against the running maximum; returns them, the new maximum and sum, and how the old fade."""
     if SOFTCAP:
-        logits = _capped(logits, scale, softcap, True)
+        logits = logits_to_base_2(logits, scale, softcap, True)
         higher = higher_of(top, highest(logits, 1))
         weights = tl.exp2(logits - higher[:, None])
     else:
-        higher = higher_of(top, highest(logits, 1) * (scale * _LOG2E))
-        weights = tl.exp2(logits * (scale * _LOG2E) - higher[:, None])
+        higher = higher_of(top, highest(logits, 1) * (scale * LOG2E))
+        weights = tl.exp2(logits * (scale * LOG2E) - higher[:, None])
     fade = tl.exp2(top - higher)
     return weights, higher, total * fade + tl.sum(weights, 1), fade
 
@@ -218,7 +233,7 @@ def prefill_kernel(
     high = tl.maximum((position + 1) // BLOCK_N * BLOCK_N, low)
     ahead = (low - first) // BLOCK_N
     masked = ahead + tl.cdiv(tl.maximum(n - high, 0), BLOCK_N)
-    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for i in range(masked):
@@ -228,9 +243,9 @@ def prefill_kernel(
         logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         behind = at[:, None] - (start + tl.arange(0, BLOCK_N))[None, :]
         if SOFTCAP:
-            logits = _capped(logits, scale, softcap, True)
+            logits = logits_to_base_2(logits, scale, softcap, True)
             logits = tl.where((behind >= 0) & (behind < window), logits, float("-inf"))
-            weights, top, total, fade = _softmax(logits, top, total, 1.0 / _LOG2E, softcap, False)
+            weights, top, total, fade = _softmax(logits, top, total, 1.0 / LOG2E, softcap, False)
         else:
             logits = tl.where((behind >= 0) & (behind < window), logits, float("-inf"))
             weights, top, total, fade = _softmax(logits, top, total, scale, softcap, False)
@@ -256,7 +271,7 @@ def prefill_kernel(
             values = values.to(queries.dtype)
         mixed = tl.dot(weights.to(queries.dtype), values, mixed * fade[:, None], input_precision="ieee")
     if SINKS:
-        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * _LOG2E
+        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2E
         higher = higher_of(top, sink)
         fade = tl.exp2(top - higher)
         total = total * fade + tl.exp2(sink - higher)
@@ -355,7 +370,11 @@ def _descriptor(rows: torch.Tensor, dim: int, block_n: int, block_d: int) -> Ten
 def released(chip: Chip) -> list[Specialization]:
     """Released sizes: heads, key/value heads, head size, whether there are sinks and a window; and the gathering."""
     found = []
-    for heads, groups, dim, sinks in ((64, 8, 128, False), (64, 8, 64, True), (32, 4, 512, False)):
+    sizes = [(64, 8, 128, False), (64, 8, 64, True), (32, 4, 512, False)]
+    if chip.vendor == "nvidia" and not chip.has_wgmma:
+        # Elsewhere these are another kernel's, or tiles as small as those of 512.
+        sizes.append((16, 2, 256, True))
+    for heads, groups, dim, sinks in sizes:
         spec = MhaSpec(num_heads=heads, num_kv_heads=groups, head_dim=dim, scale=1.0, kv_dtype=torch.bfloat16)
         how = config(chip, spec, torch.bfloat16)
         rows = f"tensordesc<bf16[{how.block_n},{dim}]>" if how.gather else "*bf16:16"
