@@ -1,7 +1,7 @@
-"""How an answer looks in JSON: OpenAI's chat completions and text completions, whole or in chunks.
+"""Writes an answer as JSON: OpenAI's chat completions and text completions, whole or in chunks.
 
-Each class folds the same deltas: `chunks` turns one into stream events, `whole` joins all into one body. It must not
-know the engine or HTTP.
+Each class reads the same deltas: `chunks` turns one into stream events, `whole` joins all of them into one body. This
+module must not know the engine or HTTP.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 class Answer(Protocol):
-    """One route's way to write deltas."""
+    """Writes deltas in the JSON form of one route."""
 
     def opening(self) -> list[Json]:
         """Stream events before the first delta."""
@@ -48,7 +48,7 @@ class Answer(Protocol):
 
 @dataclass
 class _Accumulated:
-    """All deltas of one sequence."""
+    """The joined deltas of one sequence."""
 
     text: str = ""
     tokens: list[TokenScore] = field(default_factory=list)
@@ -70,7 +70,7 @@ def _accumulate(deltas: Sequence[Delta], count: int) -> list[_Accumulated]:
 
 
 class _Common:
-    """What both routes share: the frame around choices, and the usage."""
+    """The parts that both routes share: the object around the choices, and the usage."""
 
     prefix: str
     object_whole: str
@@ -114,7 +114,7 @@ class _Common:
         details: Json = {"cached_tokens": sum(generation.cached_tokens for generation in self._generations)}
         lost: Counter[str] = sum((Counter(generation.cache_lost) for generation in self._generations), Counter())
         if lost:
-            # Not OpenAI's: why tokens that had been cached were computed again.
+            # OpenAI has no such field. It says why cached tokens were computed again.
             details["cache_lost_tokens"] = dict(lost)
         return {
             "prompt_tokens": prompt,

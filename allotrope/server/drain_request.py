@@ -1,8 +1,8 @@
-"""Lets a client read an answer that came before the end of its request.
+"""Reads a request's body to its end, so that the client can read an early answer.
 
-An answer such as 413 or 401 is known before the body has arrived. If the connection closed then, the bytes that still
-come would make the system reset it, and the client would often see the reset and never the answer. Plain ASGI; it must
-not know routes.
+The server knows an answer such as 413 or 401 before the body has arrived. If it closed the connection then, the
+arriving bytes would make the system reset it, and the client would often see the reset and lose the answer. Plain
+ASGI; this module must not know routes.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class ReadToTheEnd:
-    """Wraps the application `app`: an answer ends only when the request has, whose rest is read and dropped.
+    """Wraps the application `app`: reads and drops the rest of the request before it ends the answer.
 
-    The whole answer has been sent by then. The connection's own deadline bounds the wait.
+    The client has the whole answer by then. The connection's own deadline bounds the wait.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what comes and goes, holding back the answer's end."""
+        """Pass messages on, and hold the answer's end back until the request has ended."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # Set once the request has come whole, or its client has gone.
+        # Set once the whole request has arrived or its client has disconnected.
         ended = asyncio.Event()
 
         async def watched() -> Message:

@@ -1,7 +1,7 @@
-"""One prompt on its way through the engine: sequence outputs in, deltas of text out.
+"""Runs one prompt in the engine, and turns its sequence outputs into deltas of text.
 
-Both kinds of answer are made of the same deltas: a stream sends each, a whole answer accumulates them. It must not
-know HTTP or any JSON form.
+Both kinds of answer are made of the same deltas: a stream sends each one, a whole answer accumulates them. This module
+must not know HTTP or any JSON form.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class GenerationFailed(AllotropeError):
-    """The engine gave up on this request; others go on."""
+    """The engine dropped this request; other requests continue."""
 
 
 class TokenScore(NamedTuple):
-    """A token and, where asked for, its log-probabilities."""
+    """A token and, if requested, its log-probabilities."""
 
     id: int
     logprobs: TokenLogprobs | None
@@ -35,9 +35,9 @@ class TokenScore(NamedTuple):
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new in sequence `index` of an answer.
+    """The text and tokens that sequence `index` of an answer gains.
 
-    `tokens`: those that `text` was made of, and any that gave none. `echoed`: this is the prompt, not the answer.
+    `tokens`: the tokens of `text`, with those that add no text. `echoed`: the delta repeats the prompt.
     """
 
     index: int
@@ -51,6 +51,7 @@ class Delta:
 @dataclass
 class _Sequence:
     stream: TextStream
+    # Tokens whose text is not sent yet.
     held: list[TokenScore] = field(default_factory=list)
     done: bool = False
 
@@ -58,10 +59,11 @@ class _Sequence:
 class Generation:
     """The answer to one prompt: `request.params.n` sequences.
 
-    `continues_text`: the answer goes on where the prompt's text stops (a completion), rather than being a text of its
-    own. `echo`: text of the prompt, where each sequence begins with it. `no_new_tokens`: `max_tokens=0`, though the
-    engine always makes one. `first_index`: index of the first sequence, where one answer covers several prompts.
-    `cached_tokens`, `cache_lost`, `prompt_logprobs` and `completion_tokens` are filled as outputs arrive.
+    `continues_text`: the answer continues the prompt's text (a completion); a chat answer starts a text of its own.
+    `echo`: text of the prompt with which each sequence begins, or None. `no_new_tokens`: the client sent
+    `max_tokens=0`, so the one token that the engine generates is dropped. `first_index`: index of the first sequence
+    in an answer that covers several prompts. Arriving outputs fill `cached_tokens`, `cache_lost`, `prompt_logprobs`
+    and `completion_tokens`.
     """
 
     def __init__(
@@ -90,13 +92,13 @@ class Generation:
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of the answer so far, of all its sequences."""
+        """The number of tokens generated so far, over all sequences."""
         return 0 if self._no_new_tokens else self._completion_tokens
 
     async def deltas(self, engine: EngineClient, metrics: Metrics) -> AsyncGenerator[Delta, None]:
-        """Run the request and yield its deltas. Closing the generator aborts what still runs.
+        """Run the request and yield its deltas. Closing the generator aborts the sequences that still run.
 
-        Raises `GenerationFailed` if the engine gave up on a sequence, and whatever `EngineClient.generate` raises.
+        Raises `GenerationFailed` if the engine dropped a sequence, and every error of `EngineClient.generate`.
         """
         with metrics.track(self.request) as timer:
             async with aclosing(engine.generate(self.request)) as outputs:
@@ -113,13 +115,14 @@ class Generation:
                     if all(sequence.done for sequence in self._sequences):
                         break
                     if self._sequences[output.index].done and output.finish_reason is None:
-                        # Its text was stopped here, which the engine cannot know; its siblings go on.
+                        # A stop string ended this sequence. The engine matches stop ids only, so it is told to abort
+                        # it; the other sequences continue.
                         engine.abort(self.request.request_id, output.index)
 
     def take(self, output: SequenceOutput) -> list[Delta]:
-        """The deltas that `output` adds; none where its text must wait for more, or its sequence has ended.
+        """The deltas that `output` adds. There are none if its text is held back, or its sequence has ended.
 
-        Raises `GenerationFailed` if the engine gave up on the sequence.
+        Raises `GenerationFailed` if the engine dropped the sequence.
         """
         sequence = self._sequences[output.index]
         if sequence.done:
@@ -135,7 +138,7 @@ class Generation:
         return deltas
 
     def _begin(self, output: SequenceOutput) -> list[Delta]:
-        """Take what only the first output brings; the echoed prompt, once for each sequence."""
+        """Store the fields of the first output. Returns the echoed prompt once for each sequence."""
         self._started = True
         self.cached_tokens, self.cache_lost = output.cached_tokens, output.cache_lost
         self.prompt_logprobs = output.prompt_logprobs
@@ -147,17 +150,17 @@ class Generation:
         return [Delta(index, self._echo, tokens, echoed=True) for index in indices]
 
     def _advance(self, sequence: _Sequence, output: SequenceOutput) -> Delta:
-        """Token by token, so that the answer does not depend on how many tokens one step brought."""
+        """The delta of `output`. Tokens are read one by one, so the text is the same for any number of them a step."""
         params = self.request.params
         tokens, text = sequence.held, ""
         held, sequence.held = len(tokens), []
         reason, stop_reason = output.finish_reason, output.stop_reason
-        # The engine knows stop ids only: where it stopped, the last token is one, and shown only on request.
-        unseen = len(output.token_ids) - 1 if reason == "stop" and not params.include_stop_str_in_output else -1
+        # The engine stops at stop ids only, so the last token of reason "stop" is one. Its text is left out by default.
+        omitted = len(output.token_ids) - 1 if reason == "stop" and not params.include_stop_str_in_output else -1
         scores = output.logprobs or [None] * len(output.token_ids)
-        for place, (token, score) in enumerate(zip(output.token_ids, scores, strict=True)):
+        for offset, (token, score) in enumerate(zip(output.token_ids, scores, strict=True)):
             tokens.append(TokenScore(token, score))
-            if place != unseen:
+            if offset != omitted:
                 text += sequence.stream.push([token])
             if sequence.stream.stopped_by is not None:
                 reason, stop_reason = "stop", sequence.stream.stopped_by
@@ -173,7 +176,10 @@ class Generation:
 
 
 async def merge(sources: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
-    """The deltas of several generations as they come. The first that fails fails all; closing closes all."""
+    """The deltas of several generations as they arrive.
+
+    The first error is raised and ends all of them. Closing this generator closes all of them.
+    """
     arrived: asyncio.Queue[Delta | None] = asyncio.Queue()
 
     async def forward(source: AsyncGenerator[Delta, None]) -> None:

@@ -1,4 +1,4 @@
-"""HEAD requests: the headers of what GET would answer. It must not know routes."""
+"""Answers HEAD with the headers of GET. This module must not know routes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class HeadAsGet:
-    """Wraps the application `app`, which sees GET where the client asked HEAD; the server beneath drops the body."""
+    """Wraps the application `app`: turns HEAD into GET. Uvicorn drops the body of the answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -14,6 +14,6 @@ class HeadAsGet:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on."""
         if scope["type"] == "http" and scope["method"] == "HEAD":
-            # A copy: the server reads the method of its own when it sends the answer.
+            # The scope is copied, because uvicorn reads its method again when it sends the answer.
             scope = {**scope, "method": "GET"}
         await self._app(scope, receive, send)

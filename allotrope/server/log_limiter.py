@@ -1,6 +1,6 @@
-"""A log that a flood of equal errors cannot fill: one line a second for each kind of error, with a count.
+"""Limits repeated errors in the log to one line a second for each kind of error, with a count.
 
-It must not know what the errors are about.
+It must not know the meaning of the errors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 _SECONDS = 1.0
 _MAX_KINDS = 256
-# The packages beneath the server, whose loggers have no handler of their own.
+# Packages that the server uses; their loggers have no handler of their own.
 _FOREIGN = ("uvicorn", "asyncio")
 _LIMITED = "allotrope_log_limited"
 
@@ -21,7 +21,7 @@ _KindKey = tuple[str, int, str, str]
 
 
 def limit_repeated_errors() -> None:
-    """Let each kind of error appear once a second in this process's log, and its packages' errors go there too."""
+    """Log each kind of error once a second in this process. Errors of uvicorn and asyncio go to the same log."""
     for handler in logging.getLogger("allotrope").handlers:
         handler.addFilter(RepeatFilter(handler))
         for name in _FOREIGN:
@@ -39,10 +39,10 @@ class _Kind:
 
 
 class RepeatFilter(logging.Filter):
-    """Passes the first error of a kind in each second, holds the others back and tells of them as one line.
+    """Passes the first error of each kind in a second, and summarizes the others in one line.
 
-    A kind is the logger, the level, the first line of the message before its arguments are filled in, and the class of
-    the exception. Records below ERROR pass freely, but for those of foreign packages from WARNING on.
+    Errors are of one kind if they have the same logger, level, exception class, and first line of the message before
+    formatting. Records below ERROR pass freely (of uvicorn and asyncio, below WARNING).
     """
 
     def __init__(self, handler: logging.Handler, seconds: float = _SECONDS) -> None:
@@ -68,20 +68,20 @@ class RepeatFilter(logging.Filter):
             kind.held = [record]
             kind.count += 1
             if kind.count == 1:
-                timer = threading.Timer(max(0.0, kind.last + self._seconds - now), self._tell, (kind,))
+                timer = threading.Timer(max(0.0, kind.last + self._seconds - now), self._summarize, (kind,))
                 timer.daemon = True
                 timer.start()
         return False
 
-    def _tell(self, kind: _Kind) -> None:
+    def _summarize(self, kind: _Kind) -> None:
         with self._lock:
             (record,), count = kind.held, kind.count
             kind.last, kind.held, kind.count = time.monotonic(), [], 0
-        # The traceback was written with the first one.
+        # The first record of this kind has written its traceback.
         text = f"{record.getMessage().partition(chr(10))[0]} ({count} more of this kind)"
-        told = logging.LogRecord(record.name, record.levelno, record.pathname, record.lineno, text, None, None)
-        setattr(told, _LIMITED, True)
-        self._handler.handle(told)
+        summary = logging.LogRecord(record.name, record.levelno, record.pathname, record.lineno, text, None, None)
+        setattr(summary, _LIMITED, True)
+        self._handler.handle(summary)
 
     def _forget_oldest(self) -> None:
         while len(self._kinds) > _MAX_KINDS:

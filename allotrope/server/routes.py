@@ -1,4 +1,4 @@
-"""The routes: each reads and checks its body, and leaves the work to others."""
+"""The routes: each one reads and checks its body, then calls the handler that does the work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("allotrope.server")
 
 
 def build_router(state: ServerState) -> APIRouter:
-    """All routes of the server whose state this is."""
+    """All routes of the server. `state`: the state that they share."""
     router = APIRouter()
     for routes in (_generating_routes, _token_routes, _model_routes, add_status_routes):
         routes(router, state)
@@ -42,7 +42,7 @@ def _generating_routes(router: APIRouter, state: ServerState) -> None:
 
     @router.post("/v1/completions", openapi_extra=accepts(CompletionRequest))
     async def completions(http: HttpRequest) -> Response:
-        """Continue one prompt or several."""
+        """Continue one or more prompts."""
         body, headers = await _read(http, state, CompletionRequest, fields.COMPLETIONS)
         return await answer_completion(state, body, headers)
 

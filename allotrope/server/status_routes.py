@@ -1,4 +1,4 @@
-"""The routes that tell about the server: health, load, metrics, how it was started, and a page about its API."""
+"""Routes that report the server's state: health, load, metrics, configuration, and a page about its API."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def json_response(value: Any, headers: Mapping[str, str] | None = None) -> Respo
 
 
 def add_status_routes(router: APIRouter, state: ServerState) -> None:
-    """Add to `router` the routes that tell about the server whose state this is."""
+    """Add to `router` the routes that report `state`."""
 
     @router.get(PROBES[0])
     async def health() -> Response:
@@ -56,7 +56,7 @@ def add_status_routes(router: APIRouter, state: ServerState) -> None:
 
     @router.get("/server_info")
     async def server_info() -> Response:
-        """Versions, options and limits; of keys only how many there are."""
+        """Versions, options and limits. Of keys it shows only their number."""
         return json_response(_describe(state))
 
     @router.get(METRICS)
@@ -67,7 +67,7 @@ def add_status_routes(router: APIRouter, state: ServerState) -> None:
     @router.get(DOCS, include_in_schema=False)
     async def docs() -> Response:
         """A page that shows /openapi.json and sends requests."""
-        # The page says by itself that a browser may fetch nothing from elsewhere.
+        # The content security policy forbids the browser to load anything from other hosts.
         nonce = secrets.token_urlsafe(16)
         policy = (
             f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; "
@@ -85,7 +85,7 @@ def _describe(state: ServerState) -> dict[str, Any]:
     return {
         "version": allotrope.__version__,
         "python": platform.python_version(),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
+        "packages": {name: installed for name in _PACKAGES if (installed := _version(name)) is not None},
         "started": state.created,
         "model_names": state.model_names,
         "default_max_tokens": state.default_max_tokens,
