@@ -157,7 +157,7 @@ def test_views_of_larger_tensors(gather: bool, monkeypatch: pytest.MonkeyPatch) 
 def test_many_rows_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     case = dataclasses.replace(CASES["grouped_4"], lengths=(33, 70))
     want = Replay(case, TRITON, DEVICE).play(whole(case.lengths))
-    monkeypatch.setattr(triton_prefill, "_MOST_GATHERED", 0)
+    monkeypatch.setattr(triton_prefill, "_MAX_SCRATCH_BYTES", 0)
     assert (found := compare(Replay(case, TRITON, DEVICE).play(whole(case.lengths)), want, "fp32")), found
 
 
