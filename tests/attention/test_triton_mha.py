@@ -19,7 +19,7 @@ from allotrope.kernels.chip import CPU as CPU_CHIP
 from allotrope.kernels.triton_version import triton_reasons
 
 REFERENCE = MHA.backends[-1]
-TRITON = AttentionBackend("triton", lambda spec, chip: [], triton.build_plan, triton.run, in_graphs=True)
+TRITON = AttentionBackend("triton", lambda spec, chip: [], plan=triton.build_plan, run=triton.run, in_graphs=True)
 CASES = cases("mha")
 FP8 = torch.float8_e4m3fn
 
