@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allotrope.kernels.side_stream import FEW_ROWS, beside, is_beside
+from allotrope.kernels.side_stream import MAX_OVERLAPPED_TOKENS, beside, is_beside
 from allotrope.ops.matmul.product import QuantizedProduct
 from allotrope.ops.matmul.quantized_weight import Format, quantize
 
@@ -20,7 +20,7 @@ def test_waits_on_a_cpu_until_it_is_wanted() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("rows", [1, 64, FEW_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 64, MAX_OVERLAPPED_TOKENS + 1])
 def test_products_that_share_inputs_do_not_meet(rows: int) -> None:
     """Both take programs that add up parts of one another, in memory that they leave as it was."""
     generator = torch.Generator("cuda").manual_seed(0)
