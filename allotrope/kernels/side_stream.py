@@ -18,7 +18,7 @@ T = TypeVar("T")
 MAX_OVERLAPPED_TOKENS = 256
 
 
-def beside(work: Callable[[], T], rows: torch.Tensor) -> Callable[[], T]:
+def overlap(work: Callable[[], T], rows: torch.Tensor) -> Callable[[], T]:
     """Launch `work()`, which reads `rows`, on the side stream. Returns a function that waits for its result: call it
     once, on the same stream.
 
@@ -38,7 +38,7 @@ def beside(work: Callable[[], T], rows: torch.Tensor) -> Callable[[], T]:
     return wait
 
 
-def is_beside(device: torch.device) -> bool:
+def on_side_stream(device: torch.device) -> bool:
     """Whether the current stream is the side stream: a launch then needs scratch memory of its own."""
     return device.type == "cuda" and torch.cuda.current_stream(device) == _side(device)
 
