@@ -1,4 +1,4 @@
-"""What is chosen on each chip for released sizes: a kernel that it runs, or a reason with the value needed."""
+"""What is chosen on each chip for layers of released sizes: a kernel that it runs, or a reason with what it needs."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import at_least, higher_of, highest
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.softmax import LOG2E, LOWEST
-from allotrope.kernels.split_kv import cheapest_splits
+from allotrope.kernels.split_kv import num_splits
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 
 # Bytes of shared memory of a program with 16 heads and 16 keys of the largest rows.
@@ -241,7 +241,7 @@ def split_count(queries: int, groups: int, steps: int, slots: int) -> int:
     `groups`: programs of one split of a query. `steps`: of the longest query.
     """
     most = min(64, max(1, steps // 4), max(1, 2 * slots // max(1, queries * groups)))
-    return cheapest_splits(queries * groups, steps, slots, most, begin=2.0, join=4.0, each=0.25)
+    return num_splits(queries * groups, steps, slots, most, start=2.0, merge=4.0, per_split=0.25)
 
 
 def attend(

@@ -26,7 +26,7 @@ import triton.language as tl
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.registry import Specialization, specializations
-from allotrope.kernels.side_stream import is_beside
+from allotrope.kernels.side_stream import on_side_stream
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.gated_activation.triton import ACTIVATIONS, gate
@@ -334,7 +334,7 @@ def multiply(
         if tiles * blocks > _TILES or tiles * blocks * launch.splits * launch.rows * launch.columns > _PARTS:
             launch = replace(launch, splits=1)
         else:
-            parts, arrivals = _scratch(x.device, is_beside(x.device))
+            parts, arrivals = _scratch(x.device, on_side_stream(x.device))
     grid = (tiles, blocks) if ends is None else (blocks, tiles)
     product_kernel[*grid, launch.splits](
         x,
