@@ -175,7 +175,7 @@ def _rope_store(tokens: int, heads: int, groups: int, dim: int, rotated: int, no
 
     def make(device: torch.device) -> Any:
         from allotrope.ops.qk_norm_rope.reference import HeadSpec, Rows
-        from allotrope.ops.rope.reference import RopeSpec, RopeTable
+        from allotrope.ops.rope import RopeSpec, RopeTable
 
         spec = HeadSpec(heads=heads, kv_heads=groups, dim=dim, v_dim=dim, qk_norm=normed)
         projected = _normal(device, dtype, tokens, spec.width)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from allotrope.attention.csa import CsaSpec
-from allotrope.ops.rope.reference import inverse_frequencies
+from allotrope.ops.rope import inverse_frequencies
 
 
 @dataclass(frozen=True)

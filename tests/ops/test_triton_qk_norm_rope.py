@@ -14,7 +14,7 @@ from allotrope.attention.check import KINDS, compare
 from allotrope.ops.qk_norm_rope import triton as rope_store_triton
 from allotrope.ops.qk_norm_rope.reference import HeadSpec, Rows, rope_store
 from allotrope.ops.qk_norm_rope.triton import rope_store as fused
-from allotrope.ops.rope.reference import RopeScaling, RopeSpec, RopeTable, Rotation
+from allotrope.ops.rope import RopeScaling, RopeSpec, RopeTable, Rotation
 
 HEADS = HeadSpec(heads=6, kv_heads=3, dim=16, v_dim=16)
 NORMED = dataclasses.replace(HEADS, qk_norm=True)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from allotrope.ops.rope.reference import Rotation, rotate
+from allotrope.ops.rope import Rotation
+from allotrope.ops.rope.reference import apply_rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +72,11 @@ def rope_store(
     Returns q [T, H, D], and k [T, G, D] and v [T, G, Dv] or None.
     """
     tokens, border = len(projected), spec.heads * spec.dim
-    q = _turned(spec, projected[:, :border].view(tokens, spec.heads, spec.dim), q_factors, rotation)
+    q = _rotated(spec, projected[:, :border].view(tokens, spec.heads, spec.dim), q_factors, rotation)
     if not spec.kv_heads:
         return q, None, None
     keys = projected[:, border : border + spec.kv_heads * spec.dim].view(tokens, spec.kv_heads, spec.dim)
-    k = _turned(spec, keys, k_factors, rotation)
+    k = _rotated(spec, keys, k_factors, rotation)
     start = border + spec.kv_heads * spec.dim
     values = keys.float()
     if not spec.values_from_keys:
@@ -103,8 +104,8 @@ def _normed(x: torch.Tensor, factors: torch.Tensor | None, eps: float) -> torch.
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + size * eps) * (size**0.5 if factors is None else factors)
 
 
-def _turned(spec: HeadSpec, x: torch.Tensor, factors: torch.Tensor | None, rotation: Rotation | None) -> torch.Tensor:
+def _rotated(spec: HeadSpec, x: torch.Tensor, factors: torch.Tensor | None, rotation: Rotation | None) -> torch.Tensor:
     exact = _normed(x.float(), factors, spec.eps) if spec.qk_norm else x.float()
     if rotation is not None:
-        exact = rotate(exact, Rotation(rotation.cos.float(), rotation.sin.float(), rotation.interleaved))
+        exact = apply_rope(exact, Rotation(rotation.cos.float(), rotation.sin.float(), rotation.interleaved))
     return exact.to(x.dtype)

@@ -19,7 +19,7 @@ from allotrope.kernels.propagate_nan import clamped
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 from allotrope.ops.qk_norm_rope.reference import HeadSpec, Rows
-from allotrope.ops.rope.reference import Rotation
+from allotrope.ops.rope import Rotation
 
 _FP8_MAX = tl.constexpr(448.0)
 
