@@ -19,7 +19,7 @@ from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
 from allotrope.ops.gated_activation import SIGMOID_GATE, SigmoidGateSpec
-from allotrope.ops.qk_norm_rope.reference import HeadSpec, Rows
+from allotrope.ops.qk_norm_rope import HeadSpec, Rows
 from allotrope.ops.rope import APPLY_ROPE, ROPE_COS_SIN, ApplyRopeSpec, RopeSpec
 
 _rope_store = lazily("allotrope.ops.qk_norm_rope.triton", "rope_store")
