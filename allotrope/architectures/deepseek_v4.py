@@ -29,7 +29,7 @@ from allotrope.layers.router import RouterSpec, Score
 from allotrope.layers.step import LayerStep, Step
 from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.hyper_connection import HyperConnectionSpec
-from allotrope.ops.rope.reference import RopeSpec
+from allotrope.ops.rope import RopeSpec
 
 # Kinds of layers as Transformers names them, and how many tokens make an entry where the config does not say.
 WINDOW, CHOSEN, ALL = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

@@ -32,7 +32,7 @@ from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep, Step
 from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.gated_activation.reference import activate
-from allotrope.ops.rope.reference import RopeSpec
+from allotrope.ops.rope import RopeSpec
 
 PER_LAYER = "per_layer_inputs"
 

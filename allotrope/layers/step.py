@@ -11,12 +11,13 @@ import torch
 
 from allotrope.attention.batch import BatchLayout
 from allotrope.attention.family import CacheViews
-from allotrope.ops.rope.reference import RopeSpec, RopeTable, Rotation
+from allotrope.ops.rope import RopeSpec, RopeTables, Rotation
 
 
 @dataclass
 class Step:
-    """One forward pass. `ids`: [T] token ids. `layers`: what each layer attends with.
+    """One forward pass. `ids`: [T] token ids. `layers`: what each layer attends with. `tables`: of rotations, which
+    outlive the step; None for ones of the step's own.
 
     `notes`: results that a later layer reads (such as an indexer's picks); empty at the start of each step.
     """
@@ -24,7 +25,7 @@ class Step:
     ids: torch.Tensor
     batch: BatchLayout
     layers: Sequence[LayerStep]
-    tables: dict[RopeSpec, RopeTable] = field(default_factory=dict)
+    tables: RopeTables | None = None
     notes: dict[str, Any] = field(default_factory=dict)
     _rotations: dict[tuple[RopeSpec, torch.dtype], Rotation] = field(default_factory=dict)
 
@@ -33,11 +34,11 @@ class Step:
             layer.belongs_to(self)
 
     def rotation(self, spec: RopeSpec, dtype: torch.dtype) -> Rotation:
-        """cos and sin of the step's positions; made once per step and kind. `tables` outlives the step."""
+        """cos and sin of the step's positions; made once per step and kind."""
         key = (spec, dtype)
         if key not in self._rotations:
-            if spec not in self.tables:
-                self.tables[spec] = RopeTable(spec, self.batch.device)
+            if self.tables is None:
+                self.tables = RopeTables(self.batch.device)
             self._rotations[key] = self.tables[spec].at(self.batch.positions, dtype)
         return self._rotations[key]
 

@@ -69,7 +69,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     for name in (
         "kernels.triton_version",
         "ops.device_kernels",
-        "ops.rope.reference",
         "attention.mha.family",
         "attention.gdn.family",
     ):

@@ -22,7 +22,7 @@ from allotrope.kernels.chip import CHIPS, Chip
 from allotrope.kernels.registry import every_specialization
 from allotrope.kernels.triton_version import e4m3fn_reasons
 from allotrope.ops.registry import registered_cases, registered_ops
-from allotrope.ops.rope.reference import RopeSpec
+from allotrope.ops.rope import RopeSpec
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 TOO_OLD_FOR_FP8 = "kv_dtype=float8_e4m3fn on sm_80 (needs sm_89 or newer)"

@@ -174,8 +174,8 @@ def _rope_store(tokens: int, heads: int, groups: int, dim: int, rotated: int, no
     dtype = torch.float32 if rows == "fp32" else torch.bfloat16
 
     def make(device: torch.device) -> Any:
-        from allotrope.ops.qk_norm_rope.reference import HeadSpec, Rows
-        from allotrope.ops.rope.reference import RopeSpec, RopeTable
+        from allotrope.ops.qk_norm_rope import HeadSpec, Rows
+        from allotrope.ops.rope import RopeSpec, RopeTable
 
         spec = HeadSpec(heads=heads, kv_heads=groups, dim=dim, v_dim=dim, qk_norm=normed)
         projected = _normal(device, dtype, tokens, spec.width)
