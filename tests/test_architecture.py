@@ -184,3 +184,35 @@ def test_files_that_are_no_code_are_packaged() -> None:
     others = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix in (".c", ".h", ".json", ".typed")]
     packaged = {path for pattern in stated["allotrope"] for path in PACKAGE.glob(pattern)}
     assert others and set(others) <= packaged
+
+
+def _importers(source: str, name: str) -> set[str]:
+    """The modules that import `name` from `source`."""
+    return {
+        module
+        for module, path in _modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == source and name in {alias.name for alias in node.names}
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("checkpoint.weights", "Loader"),
+        ("checkpoint.weights", "fill_random"),
+        ("checkpoint.weights", "finish"),
+        ("architectures.kv_scales", "set_row_scales"),
+        ("architectures.quantized_formats", "kept_formats"),
+        ("layers.backend_report", "backend_choices"),
+    ],
+)
+def test_loading_is_told_once(source: str, name: str) -> None:
+    """One rank, several ranks and the plugins load through `load_decoder`: each part of it is used there alone."""
+    assert _importers(f"allotrope.{source}", name) == {"allotrope.architectures.load"}
+
+
+def test_every_host_loads_through_one_function() -> None:
+    importers = _importers("allotrope.architectures.load", "load_decoder")
+    assert importers == {"allotrope.engine.load", "allotrope.plugins.vllm.model"}
+    assert _importers("allotrope.engine.load", "load_model") == {"allotrope.engine.executor"}

@@ -299,7 +299,7 @@ def test_roofline_steps_are_what_was_asked_for(engine: Any, tmp_path: Path, monk
     from launches import Launch, Span
 
     from allotrope.config import EngineConfig
-    from allotrope.engine.load import resolve_load_plan
+    from allotrope.engine.load_plan import resolve_load_plan
 
     def unprofiled(running: Any, spans: Any) -> tuple[list[Launch], list[Span]]:
         with spans(running.model):

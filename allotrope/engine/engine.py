@@ -13,17 +13,18 @@ import torch
 
 from allotrope.checkpoint.checkpoint import Checkpoint, locate
 from allotrope.config import EngineConfig
+from allotrope.engine.cache_plan import plan_caches
 from allotrope.engine.executor import Executor, InProcess
 from allotrope.engine.in_flight import Flight, send_off
 from allotrope.engine.inputs import StepPlan, StepRow
 from allotrope.engine.kv_cache_manager import KVCacheManager
-from allotrope.engine.load import eos_ids, plan_caches, resolve_load_plan
+from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.multiprocess_executor import OnDeath, Ranks, share_threads
 from allotrope.engine.observer import Observer
 from allotrope.engine.plan_report import ModelReport, describe
 from allotrope.engine.report import EngineLimits, EngineStats, numbered
 from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_scores
-from allotrope.engine.sampling_defaults import Defaults, read_sampling_defaults, values_not_taken
+from allotrope.engine.sampling_defaults import Defaults, eos_ids, read_sampling_defaults, values_not_taken
 from allotrope.engine.scheduler import Row, Scheduler
 from allotrope.engine.seeds import derive_seed
 from allotrope.engine.sequence import Sequence

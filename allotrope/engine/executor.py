@@ -11,8 +11,10 @@ import torch
 from allotrope.cache.arena import Arena
 from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
+from allotrope.engine.cache_plan import plan_caches
 from allotrope.engine.inputs import StepPlan
-from allotrope.engine.load import LoadPlan, load_model, plan_caches
+from allotrope.engine.load import load_model
+from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.profile import measure_peak, plan_device
 from allotrope.engine.step import Runner, decode_shape
 from allotrope.engine.warmup import warm_up

@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from allotrope.config import EngineConfig
+from allotrope.engine.cache_plan import plan_caches
 from allotrope.engine.executor import InProcess
 from allotrope.engine.inputs import StepPlan
-from allotrope.engine.load import LoadPlan, plan_caches, resolve_load_plan
+from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.env import cpu_quota, keep_freed_memory, spin_setting, thread_count
 from allotrope.errors import ConfigError, EngineDead
 from allotrope.layers.decoder import Decoder

@@ -11,8 +11,10 @@ from allotrope.cache.arena import Arena
 from allotrope.cache.groups import CacheGroup
 from allotrope.cache.memory import GroupPlan, MemoryPlan, group_bytes
 from allotrope.config import EngineConfig
+from allotrope.engine.cache_plan import plan_within
 from allotrope.engine.inputs import StepPlan, StepRow
-from allotrope.engine.load import LoadPlan, plan_within, utilization
+from allotrope.engine.load_plan import LoadPlan
+from allotrope.engine.memory import utilization
 from allotrope.engine.scheduler import SCORED_AT_ONCE
 from allotrope.engine.step import Runner
 from allotrope.layers.decoder import Decoder

@@ -13,7 +13,7 @@ import torch
 
 from allotrope.engine.executor import Executor
 from allotrope.engine.inputs import StepPlan
-from allotrope.engine.load import LoadPlan
+from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.step_cost import StepWork, Work
 
 log = logging.getLogger("allotrope.engine")

@@ -16,7 +16,7 @@ from allotrope.cache.memory import GroupPlan, MemoryPlan, group_bytes
 from allotrope.config import EngineConfig
 from allotrope.engine.graphs import decode_sizes
 from allotrope.engine.inputs import StepPlan, StepRow
-from allotrope.engine.load import LoadPlan
+from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.profile import largest_lengths, widest
 from allotrope.engine.step import DecodeShape, Runner
 from allotrope.kernels.warmup import warm_up_steps

@@ -16,7 +16,7 @@ from tiny_checkpoints import TinyCheckpoint, prompts, write_tiny
 from allotrope.architectures.qwen3_moe import tiny_qwen3_moe
 from allotrope.config import EngineConfig
 from allotrope.engine import step_log
-from allotrope.engine.load import resolve_load_plan
+from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.step_cost import Work, step_work
 from allotrope.errors import ConfigError
 

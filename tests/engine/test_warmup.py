@@ -25,7 +25,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine import warmup as warmup_module
 from allotrope.engine.engine import Engine
 from allotrope.engine.executor import InProcess
-from allotrope.engine.load import resolve_load_plan
+from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.step import DecodeShape
 from allotrope.engine.warmup import warm_up
 from allotrope.ops import device_kernels
