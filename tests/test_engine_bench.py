@@ -309,7 +309,7 @@ def test_roofline_steps_are_what_was_asked_for(engine: Any, tmp_path: Path, monk
     monkeypatch.setattr(roofline, "record", unprofiled)
     monkeypatch.setattr(roofline, "our_kernels", frozenset)
     (tmp_path / "config.json").write_text(json.dumps(tiny("Qwen3MoeForCausalLM")))
-    options = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "threads": 1, "overlap": "on"}
+    options = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "threads": 1, "async_scheduling": "on"}
     sizes = roofline.Sizes(requests=3, context=20, prefill=50, runs=2)
 
     def prompts(what: str, count: int, length: int) -> list[list[int]]:

@@ -30,7 +30,7 @@ from allotrope.layers.parallel import Parallel
 from allotrope.ops.registry import registered_ops
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_KV_DTYPES = {**_DTYPES, "fp8": torch.float8_e4m3fn, "fp8_scaled": torch.float8_e4m3fn}
+_KV_DTYPES = {**_DTYPES, "fp8": torch.float8_e4m3fn, "fp8_ds_mla": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint) -> 
         device,
         parallel,
         Chooser(chip_of(device), wanted),
-        "scaled" if config.kv_cache_dtype == "fp8_scaled" else "plain",
+        "scaled" if config.kv_cache_dtype == "fp8_ds_mla" else "plain",
         _DTYPES.get(config.state_dtype, torch.float32),
     )
 
