@@ -20,11 +20,10 @@ from allotrope.cache.groups import CacheGroup, group_caches
 from allotrope.cache.memory import Demand, MemoryPlan, plan_memory
 from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.checkpoint.dequantize import dequantized
-from allotrope.checkpoint.weight_formats import weight_formats
 from allotrope.checkpoint.weights import Loader, fill_random, finish
 from allotrope.config import EngineConfig
 from allotrope.engine.step_limits import GPU_TOKENS, StepLimits, StepRoom, cpu_limits, gpu_limits
-from allotrope.errors import ConfigError, ModelError
+from allotrope.errors import ConfigError
 from allotrope.kernels.backend import Chooser, parse_wanted
 from allotrope.kernels.chip import chip_of
 from allotrope.layers.backend_report import backend_choices
@@ -33,7 +32,7 @@ from allotrope.layers.decoder import Decoder
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.moe import Experts
 from allotrope.layers.parallel import Parallel
-from allotrope.ops.matmul.product import lasting_bytes
+from allotrope.layers.weights import packed_bytes
 from allotrope.ops.registry import registered_ops
 
 log = logging.getLogger("allotrope.engine")
@@ -48,7 +47,7 @@ class LoadPlan:
 
     `build`: how layers are made on this rank. `specs`: per layer, its attention on this rank. `shares`: layer ->
     earlier layer whose cache it reads. `max_model_len`: longest sequence. `limits`: of a step. `weight_bytes`: of the
-    weights that one rank holds. `unloadable`: why the weights can be planned but not loaded, empty if they can.
+    weights that one rank holds.
     """
 
     checkpoint: Checkpoint
@@ -61,7 +60,6 @@ class LoadPlan:
     max_model_len: int
     limits: StepLimits
     weight_bytes: int
-    unloadable: str = ""
 
     @property
     def step_tokens(self) -> int:
@@ -117,11 +115,7 @@ def resolve_load_plan(
             f"was made for. Give at most that."
         )
     specs = attention_specs(spec, build, checkpoint.source)
-    stated = weight_formats(checkpoint.config, checkpoint.source)
-    unloadable = stated.unloadable if stated is not None else ""
-    # What is planned alone is planned as it is released.
-    wanted = build.device.type == "cuda" or bool(unloadable)
-    if config.quantized_weights == "keep" or (config.quantized_weights == "auto" and wanted):
+    if config.quantized_weights == "keep" or (config.quantized_weights == "auto" and build.device.type == "cuda"):
         formats = kept_formats(WithoutRowScales(checkpoint), architecture, spec, build)
         build = dataclasses.replace(build, formats=formats)
     shares = {i: layer.mixer.shares_cache_of for i, layer in enumerate(spec.layers)}
@@ -129,7 +123,7 @@ def resolve_load_plan(
     caches = [{} if i in owners else one.caches() for i, one in enumerate(specs)]
     groups = group_caches(caches, config.page_size)
     longest = config.max_model_len or spec.context
-    weight_bytes = _weight_bytes(_hollow(architecture, spec, build), build.device)
+    weight_bytes = _weight_bytes(_hollow(architecture, spec, build))
     if build.device.type == "cuda":
         free = free_memory(build.device) if available is None else available
         room = StepRoom(
@@ -142,19 +136,17 @@ def resolve_load_plan(
         limits = gpu_limits(config, room, preferred_tokens)
     else:
         limits = cpu_limits(config)
-    return LoadPlan(
-        checkpoint, architecture, spec, build, specs, owners, groups, longest, limits, weight_bytes, unloadable
-    )
+    return LoadPlan(checkpoint, architecture, spec, build, specs, owners, groups, longest, limits, weight_bytes)
 
 
 def _hollow(architecture: Architecture, spec: ModelSpec, build: Build) -> Decoder:
     return architecture.decoder(spec, dataclasses.replace(build, device=torch.device("meta")))
 
 
-def _weight_bytes(model: Decoder, device: torch.device) -> int:
-    """Bytes of a rank's weights on `device`. `model`: made without memory."""
-    copies = sum(module.copied_bytes(device) for module in model.modules() if isinstance(module, Experts))
-    return copies + sum(lasting_bytes(name, one, device) for name, one in model.named_parameters())
+def _weight_bytes(model: Decoder) -> int:
+    """Bytes of a rank's weights. `model`: made without memory."""
+    copies = sum(module.copied_bytes() for module in model.modules() if isinstance(module, Experts))
+    return copies + sum(packed_bytes(one) for one in model.parameters())
 
 
 def plan_caches(load_plan: LoadPlan, config: EngineConfig, available: int | None = None) -> MemoryPlan:
@@ -209,10 +201,8 @@ def load_model(load_plan: LoadPlan, seed: int, asked: str = "auto") -> Decoder:
     """Make the model and fill it: from the checkpoint, or with random weights where it brings none.
 
     `asked`: the option `quantized_weights`, which the log names where weights are dequantized. Raises ModelError for
-    weights that can only be planned, and for those that do not fit the architecture.
+    weights that do not fit the architecture.
     """
-    if load_plan.unloadable:
-        raise ModelError(f"cannot load {load_plan.checkpoint.source}", [load_plan.unloadable])
     build = load_plan.build
     started = time.monotonic()
     model = load_plan.architecture.decoder(load_plan.spec, build)
