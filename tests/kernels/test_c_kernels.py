@@ -22,7 +22,7 @@ from allotrope.kernels.c import compiler
 from allotrope.kernels.chip import CPU as CPU_CHIP
 from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.hyper_connection.cpu import stream_functions
-from allotrope.ops.matmul.cpu import library_reasons, matmul, multiply_experts, pack
+from allotrope.ops.matmul.cpu import SOURCE, library_reasons, matmul, multiply_experts, pack
 from allotrope.ops.matmul.plain import PlainWeight
 from allotrope.ops.moe_route.cpu import SCORES, expert_functions
 from allotrope.ops.rms_norm.cpu import Rows, rows
@@ -189,7 +189,7 @@ def test_grouped_product(dtype: torch.dtype, outputs: int, inputs: int) -> None:
 def test_products_are_compiled_only_where_they_are_used(dtype: torch.dtype) -> None:
     """Elsewhere the compiler would spend 20 seconds on code that nothing calls."""
     try:
-        library = compiler.load(Path(compiler.__file__).with_name("product.c"), dtype)
+        library = compiler.load(SOURCE, dtype)
     except compiler.CannotCompile as reason:
         pytest.skip(str(reason))
     assert bool(library.suits()) == hasattr(library, "product") == hasattr(library, "grouped_product")

@@ -13,6 +13,7 @@ from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.matmul import pack_for_kernels as pack
 from allotrope.ops.matmul import triton_quantize
 from allotrope.ops.matmul.fp8 import ACTIVATION_GROUP, Fp8, quantize_rows
+from allotrope.ops.matmul.int4 import Int4
 from allotrope.ops.matmul.launch import GROUPS, PYTORCH, Launch
 from allotrope.ops.matmul.mxfp4 import MXFP4
 from allotrope.ops.matmul.plain import pack_plain
@@ -21,6 +22,7 @@ from allotrope.ops.matmul.weight import Format, QuantizedWeight
 
 TYPES = {kind: dtype for dtype, kind in KINDS.items()}
 BLOCK, CHANNEL = Fp8(128), Fp8(0)
+INT4, INT4_BY_128, INT4_CHANNEL = Int4(32), Int4(128), Int4(0)
 
 
 def weight_of(format: Format, *shape: int, rows: int = 1) -> QuantizedWeight:
@@ -81,7 +83,9 @@ def check(got: torch.Tensor, want: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 @pytest.mark.parametrize(
-    ("format", "rows"), [(BLOCK, 128), (BLOCK, 1), (CHANNEL, 1), (MXFP4, 1)], ids=["block", "rows", "channel", "mxfp4"]
+    ("format", "rows"),
+    [(BLOCK, 128), (BLOCK, 1), (CHANNEL, 1), (MXFP4, 1), (INT4, 1), (INT4_BY_128, 1), (INT4_CHANNEL, 1)],
+    ids=["block", "rows", "channel", "mxfp4", "int4", "int4 by 128", "int4 channel"],
 )
 @pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 128, 384), (19, 41, 448)])
 def test_one_weight(format: Format, rows: int, tokens: int, outputs: int, inputs: int, launch: Launch) -> None:
@@ -102,7 +106,7 @@ def test_one_weight(format: Format, rows: int, tokens: int, outputs: int, inputs
 
 
 @pytest.mark.parametrize("launch", [LAUNCHES["weights left"], LAUNCHES["rows left"]], ids=["left", "right"])
-@pytest.mark.parametrize("format", [BLOCK, MXFP4], ids=["block", "mxfp4"])
+@pytest.mark.parametrize("format", [BLOCK, MXFP4, INT4], ids=["block", "mxfp4", "int4"])
 @pytest.mark.parametrize(
     "gating",
     [None, GatedActivation(), GatedActivation(slope=1.702, limit=1.0, offset=1.0)],
@@ -162,7 +166,7 @@ def test_four_bits_for_few_rows(sizes: list[int], gating: GatedActivation | None
 
 @pytest.mark.parametrize("launch", [LAUNCHES["weights left"], LAUNCHES["rows left"]], ids=["left", "right"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("format", [BLOCK, MXFP4], ids=["block", "mxfp4"])
+@pytest.mark.parametrize("format", [BLOCK, MXFP4, INT4], ids=["block", "mxfp4", "int4"])
 def test_other_types_of_activations(format: Format, dtype: torch.dtype, launch: Launch) -> None:
     """4-bit weights round nothing, whatever the type."""
     torch.manual_seed(0)
