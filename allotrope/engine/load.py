@@ -6,7 +6,6 @@ import logging
 
 from allotrope.architectures.load import load_decoder, make_decoder
 from allotrope.engine.load_plan import LoadPlan
-from allotrope.errors import ModelError
 from allotrope.layers.decoder import Decoder
 
 log = logging.getLogger("allotrope.engine")
@@ -19,8 +18,6 @@ def load_model(load_plan: LoadPlan, seed: int, quantized_weights: str = "auto") 
     that can only be planned, and for those that do not fit the architecture.
     """
     checkpoint = load_plan.checkpoint
-    if load_plan.unloadable:
-        raise ModelError(f"cannot load {checkpoint.source}", [load_plan.unloadable])
     return load_decoder(
         make_decoder(load_plan.architecture, load_plan.spec, load_plan.build),
         load_plan.architecture,

@@ -16,7 +16,6 @@ from allotrope.attention.family import Spec
 from allotrope.attention.registry import FAMILIES
 from allotrope.cache.groups import CacheGroup, group_caches
 from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from allotrope.checkpoint.weight_formats import weight_formats
 from allotrope.config import EngineConfig
 from allotrope.engine.memory import free_memory, utilization, weight_bytes_of
 from allotrope.engine.step_limits import GPU_TOKENS, StepLimits, StepRoom, cpu_limits, gpu_limits
@@ -39,7 +38,7 @@ class LoadPlan:
 
     `build`: how layers are made on this rank. `specs`: per layer, its attention on this rank. `shares`: layer ->
     earlier layer whose cache it reads. `max_model_len`: longest sequence. `limits`: of a step. `weight_bytes`: of the
-    weights that one rank holds. `unloadable`: why the weights can be planned but not loaded, empty if they can.
+    weights that one rank holds.
     """
 
     checkpoint: Checkpoint
@@ -52,7 +51,6 @@ class LoadPlan:
     max_model_len: int
     limits: StepLimits
     weight_bytes: int
-    unloadable: str = ""
 
     @property
     def step_tokens(self) -> int:
@@ -93,18 +91,14 @@ def resolve_load_plan(
             f"was made for. Give at most that."
         )
     specs = attention_specs(spec, build, checkpoint.source)
-    stated = weight_formats(checkpoint.config, checkpoint.source)
-    unloadable = stated.unloadable if stated is not None else ""
-    # Weights that can only be planned are planned as they are released.
-    released = bool(unloadable) and config.quantized_weights == "auto"
-    if released or keeps_quantized(config.quantized_weights, build.device):
+    if keeps_quantized(config.quantized_weights, build.device):
         build = quantized_build(checkpoint, architecture, spec, build)
     shares = {i: layer.mixer.shares_cache_of for i, layer in enumerate(spec.layers)}
     owners = {i: owner for i, owner in shares.items() if owner is not None}
     caches = [{} if i in owners else one.caches() for i, one in enumerate(specs)]
     groups = group_caches(caches, config.page_size)
     max_model_len = config.max_model_len or spec.context
-    weight_bytes = weight_bytes_of(make_meta_decoder(architecture, spec, build), build.device)
+    weight_bytes = weight_bytes_of(make_meta_decoder(architecture, spec, build))
     limits = cpu_limits(config)
     if build.device.type == "cuda":
         free = free_memory(build.device) if available is None else available
@@ -116,9 +110,7 @@ def resolve_load_plan(
             groups=groups,
         )
         limits = gpu_limits(config, room, preferred_tokens)
-    return LoadPlan(
-        checkpoint, architecture, spec, build, specs, owners, groups, max_model_len, limits, weight_bytes, unloadable
-    )
+    return LoadPlan(checkpoint, architecture, spec, build, specs, owners, groups, max_model_len, limits, weight_bytes)
 
 
 def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint) -> Build:

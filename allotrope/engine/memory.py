@@ -14,13 +14,13 @@ from allotrope.config import EngineConfig
 from allotrope.kernels.chip import free_memory as free_device_memory
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.moe import Experts
-from allotrope.ops.matmul.product import lasting_bytes
+from allotrope.layers.weights import packed_bytes
 
 
-def weight_bytes_of(model: Decoder, device: torch.device) -> int:
-    """Bytes of a rank's weights on `device`. `model`: made without memory."""
-    copies = sum(module.copied_bytes(device) for module in model.modules() if isinstance(module, Experts))
-    return copies + sum(lasting_bytes(name, one, device) for name, one in model.named_parameters())
+def weight_bytes_of(model: Decoder) -> int:
+    """Bytes of a rank's weights. `model`: made without memory."""
+    copies = sum(module.copied_bytes() for module in model.modules() if isinstance(module, Experts))
+    return copies + sum(packed_bytes(one) for one in model.parameters())
 
 
 def utilization(config: EngineConfig, device: torch.device) -> float:

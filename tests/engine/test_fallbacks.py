@@ -15,7 +15,7 @@ from quantized_twins import write_twin
 from tiny_checkpoints import prompts, write_tiny
 
 from allotrope.architectures.llama import tiny_llama
-from allotrope.ops.matmul import product
+from allotrope.layers import weights
 
 OPTIONS = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 96}
 
@@ -93,12 +93,12 @@ def test_weights_that_are_dequantized_on_load_say_why(
 def test_weights_that_are_kept_say_that_each_product_dequantizes_them(
     quantized: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    product._say.cache_clear()
+    weights._warn.cache_clear()
     with caplog.at_level(logging.INFO, "allotrope"):
         engine(quantized, quantized_weights="keep", **OPTIONS)
     assert not said(caplog, "dequantized on load")
     (line,) = said(caplog, "fp8 weights are dequantized anew for every product")
-    assert "device=cpu (needs cuda)" in line
+    assert "chip=cpu (needs a GPU)" in line
 
 
 def test_weights_that_cannot_be_kept_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -118,9 +118,8 @@ def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint) -> None:
         "measuring scales of FP8 rows": getattr(cache, "calculate_kv_scales", False),
     }
     reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]
-    formats = weight_formats(checkpoint.config, config.model)
-    if formats is not None and formats.unloadable:
-        reasons.append(formats.unloadable)
+    # Raises for a quantization that is not known.
+    weight_formats(checkpoint.config, config.model)
     if reasons:
         raise ModelError(config.model, [*reasons, "ALLOTROPE_VLLM=0 gives vLLM's own models"])
 
