@@ -52,7 +52,7 @@ _OPTIONS = {"attention_backend", "quantized_weights"}
 log = logging.getLogger("vllm.allotrope")
 
 
-class GivenWeights:
+class StreamedWeights:
     """vLLM's stream of weights as a checkpoint. CPU tensors of safetensors files stay mapped: they take no memory."""
 
     def __init__(self, checkpoint: Checkpoint, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -308,10 +308,10 @@ class HostedModel(nn.Module):
         if self.finished:
             raise ModelError(self.checkpoint.source, ["weights cannot be loaded a second time; start vLLM anew"])
         names = {name for name, _ in self.named_parameters()}
-        self._load(GivenWeights(self.checkpoint, weights))
+        self._load(StreamedWeights(self.checkpoint, weights))
         return names
 
-    def _load(self, weights: GivenWeights | None) -> None:
+    def _load(self, weights: StreamedWeights | None) -> None:
         """Load `weights`; None: random ones."""
         load_decoder(
             *(self.decoder, self.architecture, self.build, weights),
