@@ -214,7 +214,7 @@ class HostedModel(nn.Module):
         self.decoder = make_decoder(self.architecture, spec, self.build)
         self.finished, self._seed = False, vllm_config.model_config.seed or 0
         self._tables: dict[RopeSpec, RopeTable] = {}
-        self._rehearsed: set[tuple[bool, bool, int, bool]] = set()
+        self._warmed_up: set[tuple[bool, bool, int, bool]] = set()
         self.layers = _host(self.decoder, prefix or "model", vllm_config)
         # Of steps that can be captured; none otherwise.
         self._numbers: torch.Tensor | None = None
@@ -263,10 +263,10 @@ class HostedModel(nn.Module):
         # Sizes whose kernels are launched alike.
         kind, device = (bool(steps), decodes, (tokens - 1).bit_length(), tokens % 16 == 0), self.build.device
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        # Operations of torch do run in a rehearsal: a state that they write would move on twice.
+        # Operations of torch do run in a warm-up: a state that they write would move on twice.
         by_kernels = self._numbers is not None
-        if by_kernels and kind not in self._rehearsed and not captured:
-            self._rehearsed.add(kind)
+        if by_kernels and kind not in self._warmed_up and not captured:
+            self._warmed_up.add(kind)
             warm_up_steps(functools.partial(self._compute, input_ids), device, self.build.parallel.size, log)
 
     def _write(self, out: torch.Tensor, input_ids: torch.Tensor) -> None:
