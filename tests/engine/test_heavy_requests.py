@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_prompt_logprobs_share_a_bound(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of many prompts at once would not fit: a step computes the logits of so many prompt tokens, whoever asks for them."""
+    """Logits of many prompts at once would not fit: a step computes those of so many prompt tokens in all."""
     options = {"max_num_batched_tokens": 2048, "max_num_seqs": 16, "enable_prefix_caching": False}
     asked = [request(str(i), ids, WITH_PROMPT_LOGPROBS) for i, ids in enumerate(prompts((150,) * 6))]
     alone = [outputs(engine(model, **options), [one])[0].prompt_logprobs for one in asked]
