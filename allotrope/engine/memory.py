@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from allotrope.config import EngineConfig
+from allotrope.kernels.chip import free_memory as free_device_memory
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.moe import Experts
 from allotrope.ops.matmul.product import lasting_bytes
@@ -31,7 +32,7 @@ def utilization(config: EngineConfig, device: torch.device) -> float:
 
 def free_memory(device: torch.device) -> int:
     """Bytes that are free on the device now."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory()
+    return free_device_memory(device) if device.type == "cuda" else available_memory()
 
 
 def available_memory() -> int:

@@ -17,6 +17,7 @@ from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.memory import utilization
 from allotrope.engine.scheduler import PROMPT_LOGPROBS_CHUNK
 from allotrope.engine.step import Runner
+from allotrope.kernels.chip import free_memory
 from allotrope.layers.decoder import Decoder
 from allotrope.ops.sampling.reference import RandomRows, SamplingStep, sample
 
@@ -51,7 +52,7 @@ def plan_device(load_plan: LoadPlan, config: EngineConfig, free: int, peak: int)
     Raises ConfigError where no sequence of full length fits.
     """
     device = load_plan.build.device
-    free_now = int(torch.cuda.mem_get_info(device)[0])
+    free_now = free_memory(device)
     share = utilization(config, device)
     used = free - free_now
     room = int(free * share) - used - peak

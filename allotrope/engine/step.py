@@ -21,7 +21,7 @@ from allotrope.engine.inputs import Inputs, StepPlan, known_ids, pack
 from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.step import LayerStep, Step
-from allotrope.ops.rope.reference import RopeSpec, RopeTable
+from allotrope.ops.rope import RopeTables
 
 log = logging.getLogger("allotrope.engine")
 
@@ -53,7 +53,7 @@ class Runner:
     ) -> None:
         self.model, self.arena, self.device = model, arena, device
         self.groups = groups
-        self._tables: dict[RopeSpec, RopeTable] = {}
+        self._tables = RopeTables(device, model.chooser)
         # Per layer: its spec, its backend and the group of each of its caches; layers alike share one plan.
         group_ids: list[dict[str, int]] = [{} for _ in specs]
         for index, group in enumerate(groups):

@@ -23,6 +23,7 @@ from allotrope.engine.rank_group import RankGroup
 from allotrope.engine.step import Runner, decode_shape
 from allotrope.engine.warmup import warm_up
 from allotrope.env import cpu_quota, keep_freed_memory, thread_count
+from allotrope.kernels.chip import free_memory
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.parallel import Parallel
 
@@ -136,7 +137,7 @@ class Worker:
 
 def _free(device: torch.device) -> int:
     """Bytes that are free on a GPU before anything of ours is there; 0 for a CPU, whose plan is made before loading."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
+    return free_memory(device) if device.type == "cuda" else 0
 
 
 def _share_threads(config: EngineConfig) -> None:

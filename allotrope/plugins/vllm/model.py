@@ -37,7 +37,7 @@ from allotrope.layers.build import Build
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.step import LayerStep, Step
-from allotrope.ops.rope.reference import RopeSpec, RopeTable
+from allotrope.ops.rope import RopeTables
 from allotrope.plugins.vllm.cache import HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
 from allotrope.plugins.vllm.translate import Order, arrange
@@ -213,7 +213,7 @@ class HostedModel(nn.Module):
             self.build = quantized_build(self.checkpoint, self.architecture, spec, self.build)
         self.decoder = make_decoder(self.architecture, spec, self.build)
         self.finished, self._seed = False, vllm_config.model_config.seed or 0
-        self._tables: dict[RopeSpec, RopeTable] = {}
+        self._tables = RopeTables(self.build.device, self.build.chooser)
         self._warmed_up: set[tuple[bool, bool, int, bool]] = set()
         self.layers = _host(self.decoder, prefix or "model", vllm_config)
         # Of steps that can be captured; none otherwise.
