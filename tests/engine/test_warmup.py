@@ -195,5 +195,5 @@ def test_nothing_is_warmed_up_where_no_kernel_runs(model: Path, caplog: pytest.L
         ([1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100], [1, 2, 4, 8, 16, 24, 32, 56, 64, 96, 100]),
     ],
 )
-def test_one_size_stands_for_those_launched_alike(sizes: list[int], expected: list[int]) -> None:
+def test_one_size_stands_for_each_kind_of_launch(sizes: list[int], expected: list[int]) -> None:
     assert warmup_module._launched_differently(sizes) == expected
