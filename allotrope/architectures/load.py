@@ -83,8 +83,8 @@ def _read_lines(report: LoadReport, build: Build, seconds: float, quantized_weig
     lines = [
         f"read {report.tensors} tensors, {report.bytes / 1e6:.1f} MB in {seconds:.1f} s; dropped {len(report.dropped)}"
     ]
-    if report.unpacked:
-        names = ", ".join(sorted(report.unpacked))
+    if report.dequantized:
+        names = ", ".join(sorted(report.dequantized))
         lines.append(f"dequantized on load, kept as {build.dtype}: {names}: {_why(quantized_weights, build.device)}")
     return lines
 

@@ -1,4 +1,4 @@
-"""Which caches share pages: layers whose rows live and die together form a group with one page table.
+"""Cache groups: layers whose rows are allocated and freed together share one page table.
 
 Members of a group may differ in row size: each has its own pool, and a page id means the same tokens in all of them,
 so nothing is padded to a common size.

@@ -1,4 +1,4 @@
-"""The memory plan: how many pages of each group fit into a number of bytes, and how many tokens that serves.
+"""The memory plan: the pages of each group that fit into a number of bytes, and the tokens that these serve.
 
 The engine allocates by this plan and `allotrope plan` prints it: there is no second formula.
 """
@@ -66,7 +66,7 @@ def plan_memory(groups: Sequence[CacheGroup], demand: Demand, budget: int) -> Me
     """Fit windows and states of as many sequences, then as many tokens, as `budget` bytes hold.
 
     One sequence of `demand.context` tokens always has room: with little memory, fewer than `demand.sequences` windows
-    and states are made. Never more is taken than a full batch of the longest context needs. Raises ConfigError if not
+    and states are made. The plan never exceeds a full batch of the longest context. Raises ConfigError if not
     even one such sequence fits, saying what would.
     """
 

@@ -17,7 +17,7 @@ class PagePool:
 
     def __init__(self, pages: int) -> None:
         self.total = pages - 1
-        # The lowest is taken first: pages used before are in memory already, and neighbours are read faster.
+        # The lowest is allocated first: pages used before are in memory already, and neighbours are read faster.
         self._free = list(range(1, pages))
         self._refs = [0] * pages
         self._key: list[bytes | None] = [None] * pages

@@ -1,4 +1,4 @@
-"""Which part of a prompt is already cached, and why the rest is not.
+"""The prefix cache: the part of a prompt that is cached, and the reasons that the rest is not.
 
 A page's key is the hash of all tokens up to its end, so that equal keys mean equal prefixes. A prefix of L tokens can
 be reused if, in every group, what a query at position L reads is there: all pages (paged), the pages that reach back
@@ -74,7 +74,7 @@ class PrefixCache:
         return KeyChain(self.step)
 
     def is_useful(self, index: int, page: int) -> bool:
-        """Whether some reusable length needs page number `page` of group `index`: a window reads few before each."""
+        """Whether some reusable length needs page number `page` of group `index`; a window reads few pages."""
         group = self.groups[index]
         end = -(-(page + 1) * group.page_size // self.unit) * self.unit
         return page >= group.out_of_window_pages(end)

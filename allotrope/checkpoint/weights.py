@@ -80,13 +80,13 @@ def filled(rule: Rule, match: re.Match[str]) -> str:
 class LoadReport:
     """What loading did: tensors read, bytes, and tensors dropped with their reasons.
 
-    `unpacked`: weights that are stored quantized and were not kept so, with `*` for numbers.
+    `dequantized`: weights that are stored quantized and were not kept so, with `*` for numbers.
     """
 
     tensors: int = 0
     bytes: int = 0
     dropped: dict[str, str] = field(default_factory=dict)
-    unpacked: set[str] = field(default_factory=set)
+    dequantized: set[str] = field(default_factory=set)
 
 
 class Loader:
@@ -151,7 +151,7 @@ class Loader:
                 plain = checkpoint.read(name)
                 report.bytes += plain.nbytes
             if view is not None and name in view.made:
-                report.unpacked.add(re.sub(r"\d+", "*", target))
+                report.dequantized.add(re.sub(r"\d+", "*", target))
             self._place(name, plain, target, match, rule)
 
     def _keeps(self, target: str, section: str) -> bool:

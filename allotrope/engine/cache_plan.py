@@ -1,4 +1,4 @@
-"""How many pages the caches get: the memory plan under the options, on a CPU and on a GPU.
+"""The number of pages of the caches: the memory plan under the options, on a CPU and on a GPU.
 
 Owns the refusal of a model that does not fit. Must not run a step: `profile` measures what one takes.
 """

@@ -1,4 +1,4 @@
-"""Static buffers of a decode step: what a captured graph reads, refreshed before each replay.
+"""Static buffers of a decode step, which a captured graph reads: refreshed before each replay.
 
 A step of b requests runs at the next captured size n; the n - b rows behind are padding rows (seq_lens 0, slots -1,
 state slot 0, the null page). Eager steps go the same way, so that they compute exactly what a graph does. Host integers
@@ -30,7 +30,7 @@ class DecodeBuffers:
         device: torch.device,
     ) -> None:
         self.groups, self.size, self.context, self.device = groups, size, context, device
-        # One region for all that has one number a request, at 16-byte steps: a refresh is one copy.
+        # One region for every array with one number a request, at 16-byte steps: a refresh is one copy.
         self._stride = size + size % 2
         self._heads = torch.zeros((4 + len(groups)) * self._stride, dtype=torch.int64, device=device)
         named = [self._heads[i * self._stride :][:size] for i in range(4 + len(groups))]

@@ -7,7 +7,7 @@ computes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence as Many
+from collections import abc
 
 import torch
 
@@ -85,7 +85,7 @@ class Engine:
         """Queue a request. Raises InvalidRequest if it can never run, Overloaded if the queue is full."""
         self._requests.add(request)
 
-    def abort(self, request_ids: Many[str]) -> None:
+    def abort(self, request_ids: abc.Sequence[str]) -> None:
         """End requests at once, in whatever phase they are; no output follows. Unknown ids are ignored."""
         self._requests.abort(request_ids)
 

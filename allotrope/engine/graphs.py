@@ -1,7 +1,6 @@
 """Captured decode steps: one CUDA graph per batch size, captured one by one while requests are served eagerly.
 
-Owns sizes, capture and replay. Must not know what a step computes: it is given a body that reads and writes static
-buffers.
+Owns sizes, capture and replay. Must not know a step: its body reads and writes static buffers.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class DecodeGraphs:
         self.replays = self.eager = 0
 
     def padded(self, requests: int) -> int:
-        """The size at which a step of so many requests runs."""
+        """The size at which a step of `requests` requests runs."""
         return self.sizes[bisect.bisect_left(self.sizes, requests)]
 
     @property

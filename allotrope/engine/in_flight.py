@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections import abc
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -43,7 +43,7 @@ class InFlightStep:
         return self.batch.read(self.sampled)
 
 
-def start_copy(seqs: Many[Sequence], batch: SamplingBatch, sampled: Sampled) -> InFlightStep:
+def start_copy(seqs: abc.Sequence[Sequence], batch: SamplingBatch, sampled: Sampled) -> InFlightStep:
     """Start copying the sampled tokens to the host, and append a placeholder token to each sequence."""
     indices = tuple(seq.append_placeholder() for seq in seqs)
     if sampled.token_ids.device.type != "cuda":

@@ -1,6 +1,6 @@
 """A step plan as index tensors: packed into one host buffer, so that a device gets it in one asynchronous copy.
 
-Owns which integers kernels see of a step. Must not know models or what a kernel does with them.
+Owns the integers of a step that kernels read. Must not know models or kernels.
 """
 
 from __future__ import annotations

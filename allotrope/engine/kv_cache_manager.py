@@ -88,7 +88,7 @@ class KVCacheManager:
     def reserve(self, seq: Sequence, tokens: int, spare: int = 0) -> bool:
         """Make room for `tokens` more tokens, leaving `spare` pages in each group.
 
-        Returns False, with nothing allocated, where some group has too few.
+        Returns False, with nothing allocated, where a group has fewer.
         """
         missing = [
             0 if group.kind == "state" else group.pages_for(seq.computed + tokens) - len(pages)
@@ -144,7 +144,7 @@ class KVCacheManager:
                 for page in filter(None, map(pool.find, seq.chain.keys)):
                     pool.evict(page)
         for pool, pages, slot in zip(self.pools, seq.pages, seq.slots, strict=True):
-            # The end of a sequence is the least likely to be asked for again: it is evicted first.
+            # The last pages of a sequence are the least likely to be reused: they are evicted first.
             for j in range(len(pages) - 1, -1, -1):
                 if pages[j] >= 0:
                     pool.decref(pages[j])

@@ -1,4 +1,4 @@
-"""What config.json and the options decide before a weight is read: the `LoadPlan` of one rank.
+"""The load plan of one rank: everything that config.json and the options decide before a weight is read.
 
 Owns types, device, attention specs, cache groups and limits of a step. Must not read a weight or allocate memory.
 """

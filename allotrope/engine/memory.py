@@ -1,4 +1,4 @@
-"""How a device's memory is shared out: bytes that are free, bytes of the weights, and the share that may be used.
+"""The memory of a device: bytes that are free, bytes of the weights, and the share that may be used.
 
 Owns the questions to the device and to the system. Must not know config.json or how caches are laid out.
 """

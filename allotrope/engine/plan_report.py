@@ -1,8 +1,8 @@
-"""What a model will take of a device, from its config alone: weights per rank, each cache group, and whether it fits;
-and what a decode step must at least move and compute.
+"""The report on a model's memory, from its config alone: weights per rank, each cache group, and whether it fits; and
+the roofline cost of a decode step.
 
 Owns the figures that `allotrope plan` shows and the server logs at its start. Sizes come from the cache layouts and
-the model's own parameters (made without memory), never from a formula of its own. It must not read a weight.
+the model's own parameters (made without memory), never from a formula of its own. Must not read a weight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from allotrope.engine.step_cost import Work, step_work
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.layers.parallel import Parallel
 
-_MOST_RANKS = 64
+_MAX_RANKS = 64
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class DecodeReport:
-    """What one rank must at least move and compute, by class, to decode a token of each of `requests` requests that see
-    `context` tokens."""
+    """The roofline cost for one rank, by class, of decoding a token of each of `requests` requests that see `context`
+    tokens."""
 
     requests: int
     context: int
@@ -92,7 +92,7 @@ class ModelReport:
         return {**asdict(self), "fits": self.refusal is None}
 
     def summary(self) -> tuple[str, str]:
-        """Which model runs, and the memory it has, for somebody who has not read of caches."""
+        """The model and its memory, for readers who know nothing of caches."""
         memory = f"memory: {_size(self.weight_bytes)} of weights on each of {self.ranks} rank(s)"
         if self.tokens is not None and self.cache_bytes is not None:
             memory += (
@@ -139,28 +139,28 @@ class ModelReport:
 
 
 def report_model(config: EngineConfig, memory: int | None = None) -> ModelReport:
-    """What `config` will take on a device with `memory` bytes; default: what is free on the device now.
+    """The memory that `config` takes on a device with `memory` bytes; default: what is free on the device now.
 
     Raises ModelError or ConfigError if the model cannot be served at all, whatever the memory.
     """
     if not _has_weights(config):
         # Those of a hub id need not be downloaded for this.
         config = dataclasses.replace(config, load_format="dummy")
-    found = _try(config, config.tensor_parallel_size, memory)
-    if found.refusal is None:
-        return found
+    report = _try(config, config.tensor_parallel_size, memory)
+    if report.refusal is None:
+        return report
     ranks = config.tensor_parallel_size * 2
-    while ranks <= _MOST_RANKS:
+    while ranks <= _MAX_RANKS:
         try:
             more = _try(config, ranks, memory)
         except AllotropeError:
             # Its heads cannot be shared by so many; there is nothing to advise.
             break
         if more.refusal is None:
-            either = "Or" if "Try" in found.refusal else "Try"
-            return dataclasses.replace(found, refusal=f"{found.refusal} {either} --tensor-parallel-size {ranks}.")
+            either = "Or" if "Try" in report.refusal else "Try"
+            return dataclasses.replace(report, refusal=f"{report.refusal} {either} --tensor-parallel-size {ranks}.")
         ranks *= 2
-    return found
+    return report
 
 
 def _has_weights(config: EngineConfig) -> bool:

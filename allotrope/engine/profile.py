@@ -26,7 +26,7 @@ log = logging.getLogger("allotrope.engine")
 
 @torch.inference_mode()
 def measure_peak(model: Decoder, load_plan: LoadPlan, config: EngineConfig) -> int:
-    """Bytes that a step of the most tokens takes for a while, and one that samples a full batch."""
+    """Peak bytes of two steps beside weights and caches: one of the most tokens, and one that samples a full batch."""
     device = load_plan.build.device
     lengths = longest_prompts(load_plan.step_tokens, load_plan.max_model_len)
     rows, memory = _rows(load_plan.groups, lengths)
@@ -96,7 +96,7 @@ def _rows(groups: tuple[CacheGroup, ...], lengths: list[int]) -> tuple[tuple[Ste
 
 
 def largest_sampling_step(rows: int, device: torch.device) -> SamplingStep:
-    """Sampling that looks at the whole vocabulary, in its order, for every row."""
+    """The sampling step that takes the most memory: every row sorts the whole vocabulary."""
 
     def column(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((rows, 1), value, dtype=dtype, device=device)

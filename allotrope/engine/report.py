@@ -1,6 +1,6 @@
-"""What an engine tells about itself, as plain data that may cross a process border.
+"""Limits and counts of an engine, as plain data that may cross a process border.
 
-It must not import torch: the server's process reads these without loading a model library.
+Must not import torch: the server's process reads these without loading a model library.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """What the loaded model and its caches allow; fixed from start to end.
+    """The limits of the loaded model and its caches; fixed from start to end.
 
     `vocab_size`: ids that the output layer scores. `eos_ids`: ids that end a sequence by the checkpoint's word.
     `device_type`: kind of device, such as "cpu" or "cuda".
@@ -28,10 +28,10 @@ class EngineLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Where the engine stands after a step. Counts with no unit in the name are requests or events since the start.
+    """The counts of an engine after a step. Counts with no unit in the name are requests or events since the start.
 
     `pages_used`, `pages_total`: pages per cache group. Pages that only the prefix cache holds count as free.
-    `prefix_queries`, `prefix_hits`: prompt tokens looked up in the prefix cache and found there.
+    `prefix_queries`, `prefix_hits`: prompt tokens looked up in the prefix cache, and those it had.
     `prefix_lost`: prompt tokens that were computed again although they had been cached, by reason.
     """
 
@@ -46,5 +46,5 @@ class EngineStats:
 
 
 def numbered(names: list[str]) -> list[str]:
-    """The names, numbered where two are alike."""
+    """The names, with numbers where two are equal."""
     return [name if names.count(name) == 1 else f"{name} #{names[: i + 1].count(name)}" for i, name in enumerate(names)]

@@ -58,7 +58,7 @@ class RowSampling:
             # Only the repetition penalty looks at the prompt.
             prompt = self.prompt_ids if self.params.repetition_penalty != 1.0 else ()
             self._seen = _SeenTokens(prompt)
-        self._seen.follow(self.output_ids)
+        self._seen.update(self.output_ids)
         return self._seen
 
 
@@ -74,11 +74,11 @@ class _SeenTokens:
         self._place = {token: place for place, token in enumerate(distinct)}
         self._ids = np.array(distinct, dtype=np.int64)
         self._counts = np.zeros(len(distinct), dtype=np.float32)
-        self._followed = 0
+        self._num_counted = 0
 
-    def follow(self, output_ids: Sequence[int]) -> None:
+    def update(self, output_ids: Sequence[int]) -> None:
         """Count the tokens that `output_ids` has gained since the last call."""
-        for token in output_ids[self._followed :]:
+        for token in output_ids[self._num_counted :]:
             place = self._place.setdefault(token, len(self._place))
             if place == len(self._ids):
                 spare = max(64, place)
@@ -86,7 +86,7 @@ class _SeenTokens:
                 self._counts = np.concatenate([self._counts, np.zeros(spare, dtype=np.float32)])
             self._ids[place] = token
             self._counts[place] += 1
-        self._followed = len(output_ids)
+        self._num_counted = len(output_ids)
 
     @property
     def ids(self) -> NDArray[np.int64]:

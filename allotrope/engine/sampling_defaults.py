@@ -1,4 +1,4 @@
-"""What a checkpoint's `generation_config.json` says: sampling defaults of requests, and the ids that end a sequence.
+"""Values of a checkpoint's `generation_config.json`: sampling defaults of requests, and the ids that end a sequence.
 
 Owns which of its values are taken and how they are checked. Must not know requests beyond `SamplingParams`.
 """

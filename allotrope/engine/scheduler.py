@@ -1,4 +1,4 @@
-"""Which sequences run in the next step, and how many tokens of each.
+"""The scheduler chooses the sequences of the next step, and the number of tokens of each.
 
 Rules: a decoding sequence always gets its token; what is left of the token budget goes to prompts in order of arrival,
 no single one taking more than half of it while others wait; if pages run out, the sequence that arrived last is
@@ -27,7 +27,7 @@ class Row:
 
 
 class Scheduler:
-    """`max_sequences`: most in one step. `max_tokens`: most tokens in one step."""
+    """`max_sequences`, `max_tokens`: limits of one step."""
 
     def __init__(self, kv_cache_manager: KVCacheManager, *, max_sequences: int, max_tokens: int) -> None:
         self.kv_cache_manager = kv_cache_manager

@@ -17,7 +17,7 @@ class Sequence:
     """Sequence `index` of a request.
 
     `sampling`: its parameters and output, as sampling sees them. `ids`: prompt and output so far. `computed`: tokens
-    whose rows and state are stored. `pages`: per group, the page of each run of tokens, -1 once it is given up.
+    whose rows and state are stored. `pages`: per group, the page of each run of tokens, -1 once out of the window.
     `slots`: per group, the state slot (0: none). `num_cached_blocks`: per group, pages that the prefix cache has seen.
     `checkpoint_positions`: lengths at which a state checkpoint is to be kept. `parent`: the sequence with the same
     prompt that goes first. `max_output_len`: output tokens after which it ends.

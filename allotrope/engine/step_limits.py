@@ -1,7 +1,7 @@
-"""How many sequences and tokens a step may have where the options do not say: what memory serves.
+"""The limits of a step where the options give none: the sequences and tokens that memory serves.
 
-Owns the defaults of `--max-num-seqs` and `--max-num-batched-tokens`. Must not ask a device anything: it is told how
-many bytes there are.
+Owns the defaults of `--max-num-seqs` and `--max-num-batched-tokens`. Must not ask a device
+anything: callers give the free bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from allotrope.errors import ConfigError
 CPU_SEQUENCES = 64
 CPU_TOKENS = 2048
 GPU_TOKENS = 8192
-"""Many tokens make the most of a GPU's matrix products; more of them make running requests wait longer."""
+"""So many tokens fill a GPU's matrix products; more of them make running requests wait longer."""
 
 # What is tried on a GPU, largest first.
 _SEQUENCES = (512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1)
@@ -46,7 +46,7 @@ class StepLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRoom:
-    """What a GPU has for steps and caches. `bytes`: free beside the weights. `hidden`: bytes of a hidden vector.
+    """The memory of a GPU for steps and caches. `bytes`: free beside the weights. `hidden`: bytes of a hidden vector.
 
     `vocabulary`: logits of a token. `context`: longest sequence.
     """
@@ -80,7 +80,7 @@ def cpu_limits(config: EngineConfig) -> StepLimits:
 def gpu_limits(config: EngineConfig, room: StepRoom, preferred_tokens: int = GPU_TOKENS) -> StepLimits:
     """Most tokens first, up to `preferred_tokens`; then most sequences that caches and sampling have room for.
 
-    An option that is given is never changed. Where not even one sequence fits the limits are the smallest: the memory
+    An option that is set stays as it is. Where not even one sequence fits the limits are the smallest: the memory
     plan says then what is missing.
     """
     chosen = []
@@ -91,8 +91,8 @@ def gpu_limits(config: EngineConfig, room: StepRoom, preferred_tokens: int = GPU
     sequences = config.max_num_seqs
     if sequences is None:
         chosen.insert(0, "sequences")
-        given = config.max_num_batched_tokens
-        allowed = [count for count in _SEQUENCES if given is None or count <= given]
+        limit = config.max_num_batched_tokens
+        allowed = [count for count in _SEQUENCES if limit is None or count <= limit]
         sequences = next((count for count in allowed if _serves(config, room, count, tokens)), 1)
     return StepLimits(sequences, max(tokens, sequences), tuple(chosen))
 

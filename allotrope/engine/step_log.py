@@ -1,7 +1,7 @@
 """The step log: on demand, every so many seconds a line with a step's time beside its roofline cost.
 
 Steps that only decode and steps with prompts have lines of their own. A step that is timed begins when the device has
-done all before it, and is waited for. Owns when that happens, and the line. Must not know what a step consists of.
+done all before it, and is waited for. Owns the moment and the line. Must not know the parts of a step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StepLog:
 
 
 def format_cost(classes: dict[str, Work], seconds: float) -> str:
-    """The least work by class, and the rates that this and the time make."""
+    """The roofline cost by class, and the rates that it and the time give."""
     by_class = [f"{kind} {work.bytes / 1e9:.3g} GB {work.flops / 1e9:.3g} GFLOP" for kind, work in classes.items()]
     total = sum(classes.values(), Work())
     rates = f"{total.bytes / seconds / 1e12:.3g} TB/s, {total.flops / seconds / 1e12:.3g} TFLOP/s"

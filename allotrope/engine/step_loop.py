@@ -6,7 +6,7 @@ Owns the in-flight step. Must not know how requests arrive or how a layer comput
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence as Many
+from collections import abc
 
 import torch
 
@@ -77,7 +77,7 @@ class StepLoop:
         self._executor.capture_next()
         return outputs
 
-    def _launch(self, rows: Many[Row], before: InFlightStep | None) -> InFlightStep | None:
+    def _launch(self, rows: abc.Sequence[Row], before: InFlightStep | None) -> InFlightStep | None:
         """Start the pass and sample from it. Returns None if no sequence has all its tokens computed."""
         copies = tuple(self._copies)
         self._copies.clear()
@@ -93,7 +93,7 @@ class StepLoop:
             self._requests.start(row.seq)
         return self._sample(rows, logits_of_rows, logits)
 
-    def _commit(self, rows: Many[Row]) -> None:
+    def _commit(self, rows: abc.Sequence[Row]) -> None:
         for row in rows:
             if not row.seq.done:
                 self._requests.kv_cache_manager.commit(row.seq, row.tokens)
@@ -110,7 +110,7 @@ class StepLoop:
             return row.tokens
         return int(row.end == len(row.seq.ids))
 
-    def _read_prompt_logits(self, rows: Many[Row], logits_of_rows: Many[torch.Tensor]) -> None:
+    def _read_prompt_logits(self, rows: abc.Sequence[Row], logits_of_rows: abc.Sequence[torch.Tensor]) -> None:
         """Show logits to the observer, and record prompt log-probabilities for the sequences that ask for them."""
         for row, logits in zip(rows, logits_of_rows, strict=True):
             seq = row.seq
@@ -123,7 +123,9 @@ class StepLoop:
                 scores = score_tokens(logits[: len(targets)], torch.tensor(targets, device=logits.device), count)
                 seq.prompt_logprobs.update(enumerate(read_logprobs(scores, [count] * len(targets)), start))
 
-    def _sample(self, rows: Many[Row], logits_of_rows: Many[torch.Tensor], logits: torch.Tensor) -> InFlightStep | None:
+    def _sample(
+        self, rows: abc.Sequence[Row], logits_of_rows: abc.Sequence[torch.Tensor], logits: torch.Tensor
+    ) -> InFlightStep | None:
         """Sample a token for every sequence whose tokens are all computed. `logits_of_rows`: `logits`, row by row."""
         ready = [
             (row.seq, own[-1:]) for row, own in zip(rows, logits_of_rows, strict=True) if row.end == len(row.seq.ids)

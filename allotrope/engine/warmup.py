@@ -25,16 +25,15 @@ from allotrope.ops.sampling.reference import sample
 
 log = logging.getLogger("allotrope.engine")
 
-# Tokens of a chunk beside or behind others, and of what is before it: how many keys it sees decides how wide the tiles
-# of their scores are.
+# Tokens of a chunk, and of the context before it: the number of keys decides the width of the tiles of their scores.
 _CHUNK = 1000
 _PREFIXES = (3000, 7000, 15000, 100_000)
-# Tokens before the one of a decoding sequence: few are attended to at once, many in parts.
+# Context of a decoding sequence: short ones are attended to at once, long ones in KV splits.
 _CONTEXTS = (1000, 100)
 
 
 def warm_up(model: Decoder, load_plan: LoadPlan, config: EngineConfig, decode: DecodeShape | None) -> None:
-    """Compile the kernels of prompts, decode steps and sampling; nothing but these is left behind.
+    """Compile the kernels of prompts, decode steps and sampling; nothing else remains.
 
     `decode`: how decode steps will run.
     """

@@ -26,7 +26,7 @@ def test_random_use(actions: list[tuple[str, int]], pages: int) -> None:
         page = mine[number % len(mine)] if mine else None
         if action == "allocate" and pool.available:
             taken = pool.allocate()
-            assert taken != 0, "page 0 is nobody's"
+            assert taken != 0, "page 0 is the null page"
             assert not held[taken], "a page that is held was given out again"
             held[taken] += 1
             named = {k: p for k, p in named.items() if p != taken}

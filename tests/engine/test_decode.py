@@ -156,7 +156,7 @@ def test_async_scheduling_with_aborts_and_states(hybrid: Path) -> None:
 
 
 def test_an_ending_learnt_late_is_not_passed(model: Path) -> None:
-    """The token computed behind a stop token is nobody's: not given out, not cached, its page given back."""
+    """The token computed behind a stop token is dropped: not returned, not cached, its page freed."""
     (ids,) = prompts((14,))
     plain = run(engine(model), [request("plain", ids)])["plain"]
     params = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=(plain[3],))

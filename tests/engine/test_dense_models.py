@@ -72,11 +72,11 @@ def test_warm_equals_cold_at_every_cut(
     tiny: TinyCheckpoint, ids: dict[str, list[int]], want: dict[str, list[int]], page_size: int
 ) -> None:
     prompt = ids["p64"]
-    strangers = prompts((40, 3), seed=7)
+    background = prompts((40, 3), seed=7)
     for cut in (*range(1, 64, 5), 16, 32, 48, 63, 64):
         running = engine(tiny.directory, page_size=page_size, max_num_seqs=8, max_model_len=256)
-        run(running, [request("warm", [*prompt[:cut], *strangers[0]])])
-        for output in outputs(running, [request("p64", prompt), request("other", strangers[1])]):
+        run(running, [request("warm", [*prompt[:cut], *background[0]])])
+        for output in outputs(running, [request("p64", prompt), request("other", background[1])]):
             if output.request_id == "p64" and output.finish_reason is None:
                 assert output.cached_tokens <= min(cut, 63) // page_size * page_size
         tokens = run(running, [request("again", prompt)])

@@ -15,7 +15,7 @@ from allotrope.architectures.llama import tiny_llama
 from allotrope.architectures.qwen3_next import tiny_qwen3_next
 from allotrope.engine.scheduler import PROMPT_LOGPROBS_CHUNK
 
-SCORED = replace(GREEDY, prompt_logprobs=2, max_tokens=3)
+WITH_PROMPT_LOGPROBS = replace(GREEDY, prompt_logprobs=2, max_tokens=3)
 
 
 @pytest.fixture(scope="module")
@@ -24,22 +24,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tiny_llama(), tmp_path_factory.mktemp("tiny")).directory
 
 
-def test_scored_prompts_share_a_bound(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of many prompts at once would not fit: steps score so many tokens of prompts, whoever asks for them."""
+def test_prompt_logprobs_share_a_bound(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of many prompts at once would not fit: a step computes those of so many prompt tokens in all."""
     options = {"max_num_batched_tokens": 2048, "max_num_seqs": 16, "enable_prefix_caching": False}
-    asked = [request(str(i), ids, SCORED) for i, ids in enumerate(prompts((150,) * 6))]
+    asked = [request(str(i), ids, WITH_PROMPT_LOGPROBS) for i, ids in enumerate(prompts((150,) * 6))]
     alone = [outputs(engine(model, **options), [one])[0].prompt_logprobs for one in asked]
     running = engine(model, **options)
-    scored: list[int] = []
+    num_logits: list[int] = []
     inner = running._executor.run
 
     def counted(plan, prev_sampled=None):
-        scored.append(sum(row.num_logits for row in plan.rows if len(row.ids) > 1))
+        num_logits.append(sum(row.num_logits for row in plan.rows if len(row.ids) > 1))
         return inner(plan, prev_sampled)
 
     monkeypatch.setattr(running._executor, "run", counted)
     found = {one.request_id: one.prompt_logprobs for one in outputs(running, asked) if one.prompt_logprobs}
-    assert max(scored) == PROMPT_LOGPROBS_CHUNK and sum(scored) >= 6 * 149
+    assert max(num_logits) == PROMPT_LOGPROBS_CHUNK and sum(num_logits) >= 6 * 149
     for i, want in enumerate(alone):
         got = found[str(i)]
         assert want is not None and got is not None
@@ -50,7 +50,7 @@ def test_scored_prompts_share_a_bound(model: Path, monkeypatch: pytest.MonkeyPat
 def test_the_first_of_several_tells_the_prompts_scores(model: Path, caching: bool) -> None:
     (ids,) = prompts((PROMPT_LOGPROBS_CHUNK + 40,))
     running = engine(model, enable_prefix_caching=caching)
-    first = outputs(running, [request("r", ids, replace(SCORED, n=2))])[0]
+    first = outputs(running, [request("r", ids, replace(WITH_PROMPT_LOGPROBS, n=2))])[0]
     assert first.index == 0 and first.prompt_logprobs is not None and len(first.prompt_logprobs) == len(ids)
 
 

@@ -72,8 +72,8 @@ def start(path: str, **options: object) -> Engine:
     return engine(path, max_model_len=512, **{"max_num_seqs": 16, **options})
 
 
-def strangers(count: int) -> dict[str, list[int]]:
-    return {f"stranger{i}": p for i, p in enumerate(prompts([5 + 37 * i for i in range(count)], 40000, seed=3))}
+def background(count: int) -> dict[str, list[int]]:
+    return {f"background{i}": p for i, p in enumerate(prompts([5 + 37 * i for i in range(count)], 40000, seed=3))}
 
 
 def asked(ids: Mapping[str, Sequence[int]], length: int = LENGTH) -> list:
@@ -89,11 +89,11 @@ def test_alone(smollm2_path: str, ids: Mapping[str, list[int]], want: Mapping[st
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 2048])
-def test_batched_with_strangers_and_chunked(
+def test_batched_with_background_requests_and_chunked(
     smollm2_path: str, ids: Mapping[str, list[int]], want: Mapping[str, list[int]], chunk: int
 ) -> None:
     running = start(smollm2_path, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 16))
-    mixed = [*asked(strangers(3), 20), *asked(ids)]
+    mixed = [*asked(background(3), 20), *asked(ids)]
     assert_same(run(running, mixed), want)
     assert_idle(running)
 

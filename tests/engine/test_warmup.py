@@ -1,4 +1,4 @@
-"""An engine whose steps were rehearsed says what it would have said, and keeps nothing of the rehearsal."""
+"""A warmed-up engine gives the tokens that it would have given, and keeps nothing of the warm-up."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are rehearsed on this CPU."""
+    """Kernels are warmed up on this CPU."""
     monkeypatch.setattr("allotrope.kernels.warmup.triton_reasons", lambda device: [])
 
 
@@ -96,7 +96,7 @@ def assert_untouched(running: Engine) -> None:
     assert not written
 
 
-def test_a_rehearsal_leaves_nothing(model: Path, here: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warm_up_leaves_nothing(model: Path, here: None, caplog: pytest.LogCaptureFixture) -> None:
     want, got = Watch(), Watch()
     tokens = run(engine(model, want, **OPTIONS), ASKED)
     running = engine(model, got, **OPTIONS)
@@ -129,7 +129,7 @@ def test_kernels_are_launched_after_it_only(model: Path, here: None, kernels: li
     assert kernels
 
 
-def test_static_steps_are_rehearsed_on_buffers_of_their_own(tmp_path: Path, here: None) -> None:
+def test_static_steps_are_warmed_up_on_buffers_of_their_own(tmp_path: Path, here: None) -> None:
     model = write_tiny(tiny_llama(), tmp_path).directory
     plain = engine(model, **OPTIONS)
     static(plain, 5)
@@ -144,7 +144,7 @@ def test_static_steps_are_rehearsed_on_buffers_of_their_own(tmp_path: Path, here
     assert_same(run(running, ASKED), tokens)
 
 
-def test_a_rehearsal_that_fails_is_told_and_the_engine_goes_on(
+def test_a_warm_up_that_fails_is_logged_and_the_engine_goes_on(
     model: Path, here: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
@@ -171,7 +171,7 @@ def test_a_rehearsal_that_fails_is_told_and_the_engine_goes_on(
         {"max_model_len": 128, "max_num_seqs": 1, "max_num_batched_tokens": 1},
     ],
 )
-def test_steps_of_every_length_are_rehearsed(
+def test_steps_of_every_length_are_warmed_up(
     model: Path, option: dict[str, int], here: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = OPTIONS | option
@@ -181,7 +181,7 @@ def test_steps_of_every_length_are_rehearsed(
     assert memory.tokens and "compiled 0 kernels in" in caplog.text
 
 
-def test_nothing_is_rehearsed_where_no_kernel_runs(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_warmed_up_where_no_kernel_runs(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "allotrope"):
         warmed_up(engine(model, **OPTIONS))
     assert " kernels in " not in caplog.text and "warm-up" not in caplog.text
@@ -195,5 +195,5 @@ def test_nothing_is_rehearsed_where_no_kernel_runs(model: Path, caplog: pytest.L
         ([1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100], [1, 2, 4, 8, 16, 24, 32, 56, 64, 96, 100]),
     ],
 )
-def test_one_size_stands_for_those_launched_alike(sizes: list[int], expected: list[int]) -> None:
+def test_one_size_stands_for_each_kind_of_launch(sizes: list[int], expected: list[int]) -> None:
     assert warmup_module._launched_differently(sizes) == expected

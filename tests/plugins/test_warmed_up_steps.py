@@ -56,7 +56,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "GptOssForCausalLM"])
-def test_steps_of_a_kind_are_rehearsed_once(
+def test_steps_of_a_kind_are_warmed_up_once(
     architecture: str, kernels: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = find_architecture({"architectures": [architecture]}, architecture).tiny()
@@ -76,13 +76,13 @@ def test_steps_of_a_kind_are_rehearsed_once(
         assert len(kernels) == before
         warmed_up.append(steps)
 
-    monkeypatch.setattr(model, "rehearse_steps", warm_up)
+    monkeypatch.setattr(model, "warm_up_steps", warm_up)
     try:
         with monkeypatch.context() as patched:
             interpreted(patched)
             with hosted(tmp_path, **options) as running:
                 found = running.answers(ASKED, 3)
-                kinds = running.runner.model._rehearsed
+                kinds = running.runner.model._warmed_up
                 running.assert_ours()
                 again = running.answers(ASKED, 3)
                 # Prompts, and decodes.

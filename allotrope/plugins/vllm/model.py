@@ -52,7 +52,7 @@ _OPTIONS = {"attention_backend", "quantized_weights"}
 log = logging.getLogger("vllm.allotrope")
 
 
-class GivenWeights:
+class StreamedWeights:
     """vLLM's stream of weights as a checkpoint. CPU tensors of safetensors files stay mapped: they take no memory."""
 
     def __init__(self, checkpoint: Checkpoint, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -213,7 +213,7 @@ class HostedModel(nn.Module):
         self.decoder = make_decoder(self.architecture, spec, self.build)
         self.finished, self._seed = False, vllm_config.model_config.seed or 0
         self._tables = RopeTables(self.build.device, self.build.chooser)
-        self._rehearsed: set[tuple[bool, bool, int, bool]] = set()
+        self._warmed_up: set[tuple[bool, bool, int, bool]] = set()
         self.layers = _host(self.decoder, prefix or "model", vllm_config)
         # Of steps that can be captured; none otherwise.
         self._numbers: torch.Tensor | None = None
@@ -262,10 +262,10 @@ class HostedModel(nn.Module):
         # Sizes whose kernels are launched alike.
         kind, device = (bool(steps), decodes, (tokens - 1).bit_length(), tokens % 16 == 0), self.build.device
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        # Operations of torch do run in a rehearsal: a state that they write would move on twice.
+        # Operations of torch do run in a warm-up: a state that they write would move on twice.
         by_kernels = self._numbers is not None
-        if by_kernels and kind not in self._rehearsed and not captured:
-            self._rehearsed.add(kind)
+        if by_kernels and kind not in self._warmed_up and not captured:
+            self._warmed_up.add(kind)
             warm_up_steps(functools.partial(self._compute, input_ids), device, self.build.parallel.size, log)
 
     def _write(self, out: torch.Tensor, input_ids: torch.Tensor) -> None:
@@ -307,10 +307,10 @@ class HostedModel(nn.Module):
         if self.finished:
             raise ModelError(self.checkpoint.source, ["weights cannot be loaded a second time; start vLLM anew"])
         names = {name for name, _ in self.named_parameters()}
-        self._load(GivenWeights(self.checkpoint, weights))
+        self._load(StreamedWeights(self.checkpoint, weights))
         return names
 
-    def _load(self, weights: GivenWeights | None) -> None:
+    def _load(self, weights: StreamedWeights | None) -> None:
         """Load `weights`; None: random ones."""
         load_decoder(
             *(self.decoder, self.architecture, self.build, weights),
