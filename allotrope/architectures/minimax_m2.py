@@ -1,4 +1,4 @@
-"""MiniMax-M2: full attention with one norm over all heads of q and of k, sigmoid routing, no shared expert.
+"""MiniMax-M2: full attention, whose q norm and k norm each span all heads, and sigmoid routing without shared experts.
 
 Source: `modeling_minimax_m2.py` of Transformers.
 """
@@ -21,7 +21,7 @@ from allotrope.ops.rope.reference import RopeSpec
 
 
 def read_minimax_m2(config: ConfigReader) -> ModelSpec:
-    """MiniMax-M2's config.json; `rotary_dim` is how many dims of a head are rotated."""
+    """Reads MiniMax-M2's config.json. `rotary_dim` is the number of dims of a head that rope rotates."""
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
     count, eps = config.get("num_hidden_layers", int), config.get("rms_norm_eps", float)
     dim = config.get("head_dim", int, None) or hidden // heads
@@ -62,7 +62,7 @@ def read_minimax_m2(config: ConfigReader) -> ModelSpec:
 
 
 def _read_rope(config: ConfigReader, dim: int) -> RopeSpec:
-    """Rotated dims are counted by `rotary_dim`, or given as a part of the head."""
+    """Reads the rope, whose dims are given as `rotary_dim` or as `partial_rotary_factor`."""
     rotated = config.get("rotary_dim", int, None)
     part = rope_values(config).get("partial_rotary_factor") or config.get("partial_rotary_factor", float, None)
     rope = read_rope(config, dim if part else rotated or dim, default_theta=5000000.0)
@@ -72,7 +72,7 @@ def _read_rope(config: ConfigReader, dim: int) -> RopeSpec:
 
 
 def _refuse_other_layers(config: ConfigReader, count: int) -> None:
-    """The config can name kinds of layers that no released M2 has."""
+    """Refuse layer types that the config can name and no released M2 has."""
     config.expect("hidden_act", "silu")
     config.expect("scoring_func", "sigmoid", None)
     config.expect("use_routing_bias", True, None)
@@ -84,7 +84,7 @@ def _refuse_other_layers(config: ConfigReader, count: int) -> None:
 
 
 def minimax_m2_rules(spec: ModelSpec) -> list[Rule]:
-    """The dense names with norms of q and k, and the experts'."""
+    """Weight rules: Qwen3's names, and those of experts."""
     theirs, ours = "model.layers.{i}.block_sparse_moe.", "layers.{i}.ffn."
     rules = [
         *qwen3_rules(spec),
@@ -98,7 +98,7 @@ def minimax_m2_rules(spec: ModelSpec) -> list[Rule]:
 
 
 def tiny_minimax_m2() -> dict[str, Any]:
-    """A MiniMax-M2 of 3 layers."""
+    """Config of a MiniMax-M2 with 3 layers."""
     return {
         "architectures": ["MiniMaxM2ForCausalLM"],
         "model_type": "minimax_m2",
