@@ -19,7 +19,7 @@ def configure_logging(level: str = "WARNING") -> None:
     logger.setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
 
 
-def log_more() -> None:
+def log_info() -> None:
     """Log from INFO on, in this process and its children. ALLOTROPE_LOGGING_LEVEL overrides the level."""
     os.environ.setdefault(LEVEL_VARIABLE, "INFO")
     configure_logging()

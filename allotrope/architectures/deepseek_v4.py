@@ -88,7 +88,7 @@ def read_deepseek_v4(config: ConfigReader) -> ModelSpec:
     config.expect("attention_bias", False, None)
     config.expect("mlp_bias", False, None)
     config.expect("num_key_value_heads", 1)
-    # Multi-token-prediction layers are not loaded. The loader finds the experts' format by their tensors.
+    # Multi-token-prediction layers are not loaded. `checkpoint.weight_formats` reads expert_dtype.
     config.ignore("num_nextn_predict_layers", "expert_dtype")
     mixers, ffns = _mixers(config, count, eps), _ffns(config, count)
     hyper = HyperConnectionSpec(
