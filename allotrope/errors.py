@@ -31,17 +31,16 @@ class BackendError(AllotropeError):
 class InvalidRequest(AllotropeError):
     """A request cannot be served.
 
-    `param`: the request field at fault, in the client's spelling. `status`: the HTTP status.
+    `param`: the request field at fault, in the client's spelling.
     """
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+    def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
-        self.status = status
 
 
 class Overloaded(AllotropeError):
-    """The waiting queue is full. The client should retry later (HTTP 429)."""
+    """The waiting queue is full. The client should retry later."""
 
 
 class EngineDead(AllotropeError):

@@ -16,7 +16,9 @@ from typing import Any
 from allotrope.cache.memory import GroupPlan, MemoryPlan
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.config import EngineConfig
-from allotrope.engine.load import LoadPlan, free_memory, plan_caches, resolve_load_plan
+from allotrope.engine.cache_plan import plan_caches
+from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
+from allotrope.engine.memory import free_memory
 from allotrope.engine.step_cost import Work, step_work
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.layers.parallel import Parallel

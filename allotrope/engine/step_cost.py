@@ -23,7 +23,7 @@ from allotrope.attention.gdn import GdnSpec
 from allotrope.attention.gdn.spec import KERNEL_CHUNK
 from allotrope.attention.mha import MhaSpec
 from allotrope.attention.mla import MlaSpec
-from allotrope.engine.load import LoadPlan
+from allotrope.engine.load_plan import LoadPlan
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.embedding import Embedding, Head
 from allotrope.layers.linear import Linear, RowLinear

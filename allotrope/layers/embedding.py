@@ -9,7 +9,7 @@ from torch import nn
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Product
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
-from allotrope.ops.device_kernels import device_kernels
+from allotrope.ops.softcap import SOFTCAP, SoftcapSpec
 
 
 def _vocabulary(size: int, parallel: Parallel) -> Section:
@@ -49,6 +49,7 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         self.parallel, self.softcap = build.parallel, softcap
+        self._softcap = None if softcap is None else build.chooser.choose(SOFTCAP, SoftcapSpec(softcap)).run
         if tied is not None:
             self.weight: torch.Tensor | None = tied.weight
             self.whole = tied.whole
@@ -72,9 +73,6 @@ class Head(nn.Module):
         logits = self.product(x)
         if not self.whole:
             logits = self.parallel.all_gather(logits)
-        if self.softcap is None:
+        if self._softcap is None:
             return logits.float()
-        fused = device_kernels("softcap", logits.device)
-        if fused is not None:
-            return fused.capped(logits, self.softcap)
-        return self.softcap * torch.tanh(logits.float() / self.softcap)
+        return self._softcap(logits, self.softcap)

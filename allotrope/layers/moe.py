@@ -15,14 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from allotrope.kernels.side_stream import beside
+from allotrope.kernels.backend import choose
+from allotrope.kernels.chip import chip_of
+from allotrope.kernels.side_stream import overlap
 from allotrope.layers.build import Build
 from allotrope.layers.linear import SMALLEST_PACKED, Linear, Product, worth_packing
-from allotrope.layers.mlp import Gating, MlpSpec
+from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep
 from allotrope.ops.device_kernels import device_kernels
+from allotrope.ops.gated_activation import GATED_ACTIVATION, GatedActivation, GatedActivationSpec
 from allotrope.ops.matmul.cpu import PackedStack, packed_bytes, packs
 from allotrope.ops.matmul.packed_weight import prepare_plain
 from allotrope.ops.matmul.product import QuantizedStack, Tables, declare, divides, multiply, taken
@@ -91,7 +94,7 @@ class DeviceStack:
         ends: torch.Tensor,
         source: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
-        gating: Gating | None = None,
+        gating: GatedActivation | None = None,
         tables: Tables | None = None,
     ) -> torch.Tensor:
         """As `QuantizedStack`."""
@@ -99,15 +102,19 @@ class DeviceStack:
         if bias is None and self.in_torch and rows >= _TORCH_ROWS:
             rows_of = x if source is None else x.index_select(0, source)
             y = F.grouped_mm(rows_of, self.prepared.codes.transpose(1, 2), offs=ends)
-            return y if gating is None else gating(y)
+            if gating is None:
+                return y
+            spec = GatedActivationSpec(gating, y.dtype)
+            activated: torch.Tensor = choose(GATED_ACTIVATION, spec, chip_of(y.device)).backend.run(y, gating)
+            return activated
         given = {"bias": bias, "ends": ends, "source": source, "gating": gating, "tables": tables}
         found: torch.Tensor = multiply(x, self.prepared, **given)
         return found
 
 
 def has_grouped_product(device: torch.device) -> bool:
-    """Whether torch multiplies groups of rows on this GPU without asking it for their sizes."""
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 9
+    """Whether torch multiplies groups of rows on this GPU without asking it for their sizes: sm_90 and sm_100."""
+    return chip_of(device).capability[0] in (9, 10)
 
 
 Stack = DeviceStack | QuantizedStack
@@ -122,9 +129,12 @@ class Experts(nn.Module):
     weights are given up for their `StackedProduct` once loading has finished.
     """
 
-    def __init__(self, count: int, hidden: int, width: int, gating: Gating, build: Build, *, bias: bool) -> None:
+    def __init__(
+        self, count: int, hidden: int, width: int, gating: GatedActivation, build: Build, *, bias: bool
+    ) -> None:
         super().__init__()
         self.count, self.gating, self.parallel = count, gating, build.parallel
+        self._activate = build.chooser.choose(GATED_ACTIVATION, GatedActivationSpec(gating, build.dtype)).run
         local = build.parallel.shard("moe_intermediate_size", width)
         inner = Placement((Section("gate", width, 1), Section("up", width, 1)), experts=count)
         outer = Placement((Section("", width, 1),), dim=1, experts=count)
@@ -238,7 +248,7 @@ class Experts(nn.Module):
         inner = gate_up(x.index_select(0, source), ends)
         if self.gate_up_bias is not None:
             inner += self.gate_up_bias.index_select(0, owner)
-        results = down(self.gating(inner), ends)
+        results = down(self._activate(inner, self.gating), ends)
         if compiled is not None:
             return compiled.combine(results, weights, place, experts, down_bias)
         return self._combine(results, weights, experts, place, down_bias).to(x.dtype)
@@ -279,7 +289,7 @@ class MoeSpec:
     hidden: int
     width: int
     router: RouterSpec
-    gating: Gating = Gating()
+    gating: GatedActivation = GatedActivation()
     bias: bool = False
     shared: MlpSpec | None = None
     shared_gate: bool = False
@@ -304,7 +314,7 @@ class Moe(nn.Module):
         added: Callable[[], Added] = functools.partial(self._added, x, here)
         if self.shared is not None and self.experts.parallel.size == 1:
             # Ranks that talk to each other need one order for all they say.
-            added = beside(added, x)
+            added = overlap(added, x)
         weights, experts = self.router(x, here.step.ids)
         return self.experts(x, weights, experts, added)
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.checkpoint.dequantize import QuantizedView, dequantized
 from allotrope.checkpoint.weights import filled
-from allotrope.engine.load import LoadPlan
+from allotrope.engine.load_plan import LoadPlan
 from allotrope.layers.parallel import placement_of
 from allotrope.ops.matmul.product import CODES
 from allotrope.ops.matmul.quantized_weight import as_multiplied

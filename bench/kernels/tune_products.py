@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 from allotrope.attention.check import TOLERANCES, compare
 from allotrope.kernels.chip import chip_of
-from allotrope.layers.mlp import Gating
+from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.matmul.launch import (
     FEW_OUTPUTS,
     FEW_PLAIN_ROWS,
@@ -50,7 +50,7 @@ from allotrope.ops.matmul.quantized_weight import Quantized, as_multiplied
 from bench.kernels.cases.products import BLOCK, MXFP4, _codes
 from bench.kernels.timing import Stopwatch
 
-GATING = Gating()
+GATING = GatedActivation()
 # Microseconds from which a launch from Python tells who may be the fastest.
 ROUGH = 150.0
 # Microseconds that a kernel of PyTorch's costs a decode step beyond its own: it begins when the one before it has

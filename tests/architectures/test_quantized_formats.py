@@ -15,7 +15,8 @@ from allotrope.architectures.registry import find_architecture
 from allotrope.checkpoint.dequantize import dequantized
 from allotrope.checkpoint.weights import Loader
 from allotrope.config import EngineConfig
-from allotrope.engine.load import LoadPlan, load_model, resolve_load_plan
+from allotrope.engine.load import load_model
+from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.layers.parallel import Parallel, placement_of
 from allotrope.ops.matmul.product import CODES, SCALES
 from allotrope.ops.matmul.quantized_weight import Format, Quantized

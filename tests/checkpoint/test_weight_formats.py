@@ -21,7 +21,8 @@ from allotrope.checkpoint.dequantize import QuantizedView, dequantized
 from allotrope.checkpoint.weight_formats import weight_formats
 from allotrope.checkpoint.weights import Loader
 from allotrope.config import EngineConfig
-from allotrope.engine.load import load_model, resolve_load_plan
+from allotrope.engine.load import load_model
+from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.plan_report import report_model
 from allotrope.errors import ModelError
 from allotrope.ops.matmul.product import CODES

@@ -18,7 +18,7 @@ from allotrope.architectures.registry import find_architecture
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.checkpoint.dequantize import dequantized
 from allotrope.config import EngineConfig
-from allotrope.engine.load import resolve_load_plan
+from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.errors import ModelError
 from allotrope.ops.matmul.product import taken
 from allotrope.ops.matmul.quantized_weight import Format, Quantized
@@ -127,7 +127,7 @@ def test_faults_are_found(
         taken_over[len(models)] += 1
         return change(weight) if count == fault.nth else weight
 
-    from allotrope.engine import load
+    from allotrope.architectures import load
 
     finish = load.finish
 

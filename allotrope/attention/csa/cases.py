@@ -9,7 +9,7 @@ import torch
 
 from allotrope.attention.check import Case, Inputs
 from allotrope.attention.csa.spec import CsaSpec, IndexerSpec
-from allotrope.ops.rope.reference import RopeScaling, RopeSpec
+from allotrope.ops.rope import RopeScaling, RopeSpec
 
 PAGE = 16
 # Around entries of 4 tokens, the window, and where there are more entries than the top-k.

@@ -27,7 +27,7 @@ import torch
 from torch.nn.functional import pad
 
 from allotrope.attention.csa.spec import CsaSpec
-from allotrope.ops.rope.reference import inverse_frequencies
+from allotrope.ops.rope import inverse_frequencies
 
 
 def rope(spec: CsaSpec, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,9 @@ from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
-from allotrope.ops.device_kernels import device_kernels
-from allotrope.ops.qk_norm_rope.reference import HeadSpec, Rows
-from allotrope.ops.rope.reference import RopeSpec, rotate
+from allotrope.ops.gated_activation import SIGMOID_GATE, SigmoidGateSpec
+from allotrope.ops.qk_norm_rope import HeadSpec, Rows
+from allotrope.ops.rope import APPLY_ROPE, ROPE_COS_SIN, ApplyRopeSpec, RopeSpec
 
 _rope_store = lazily("allotrope.ops.qk_norm_rope.triton", "rope_store")
 
@@ -78,6 +78,10 @@ class MhaMixer(nn.Module):
     def __init__(self, spec: MhaMixerSpec, build: Build) -> None:
         super().__init__()
         self.rope = spec.rope
+        self._apply_rope = None
+        if spec.rope is not None:
+            build.chooser.choose(ROPE_COS_SIN, spec.rope)
+            self._apply_rope = build.chooser.choose(APPLY_ROPE, ApplyRopeSpec(build.dtype)).run
         self.spec = attention_of(spec, build)
         backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
         # Of FP8 rows, by the argument's name; none for others.
@@ -89,6 +93,9 @@ class MhaMixer(nn.Module):
         self.owns_rows, self.values_from_keys = spec.shares_cache_of is None, spec.values_from_keys
         self.value_scale = spec.value_scale
         self.gate_size = self.spec.num_heads * value_dim if spec.output_gate else 0
+        self._apply_gate = (
+            build.chooser.choose(SIGMOID_GATE, SigmoidGateSpec(build.dtype)).run if self.gate_size else None
+        )
         self.v_norm = RMSNorm(value_dim, spec.norm_eps, build, weighted=False) if spec.v_norm else None
         self.q_norm: RMSNorm | AllHeadsNorm | None = None
         self.k_norm: RMSNorm | AllHeadsNorm | None = None
@@ -140,17 +147,16 @@ class MhaMixer(nn.Module):
             qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), dim=1)
         elif self.q_norm is not None:
             qk = self.q_norm(qk)
-        if self.rope is not None:
-            qk = rotate(qk, here.step.rotation(self.rope, x.dtype))
+        if self.rope is not None and self._apply_rope is not None:
+            qk = self._apply_rope(qk, here.step.rotation(self.rope, x.dtype))
         k = qk[:, heads:] if self.owns_rows else None
         attended = self.backend.run(spec, here.plan, here.caches, qk[:, :heads], k, v, self.sinks, **self.row_scales)
         return self._out(attended, gate)
 
     def _out(self, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         attended = attended.flatten(1)
-        if gate is not None:
-            fused = device_kernels("gated_activation", gate.device)
-            attended = attended * torch.sigmoid(gate) if fused is None else fused.opened(attended, gate)
+        if gate is not None and self._apply_gate is not None:
+            attended = self._apply_gate(attended, gate)
         return self.out(attended)
 
     def _turn_and_store(

@@ -22,7 +22,7 @@ from allotrope.attention.csa.cases import draw
 from allotrope.attention.csa.indexer import scores
 from allotrope.attention.csa.plan import CsaPlan
 from allotrope.attention.csa.rotary import rotate_tail
-from allotrope.ops.rope.reference import RopeSpec
+from allotrope.ops.rope import RopeSpec
 from bench.kernels.cases.case import KernelCase, Timed, prefill_batch
 
 DTYPE = torch.bfloat16

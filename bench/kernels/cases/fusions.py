@@ -126,14 +126,17 @@ def _fla_gated(inputs: Any) -> Timed:
     return lambda: rms_norm_gated(x, z, weight, None, eps=EPS)
 
 
-def _activation(tokens: int, width: int, activation: str, limit: float | None) -> KernelCase:
+def _activation(tokens: int, width: int, activation: Any, limit: float | None) -> KernelCase:
     def make(device: torch.device) -> Any:
         return (torch.rand(tokens, 2 * width, device=device) * 8 - 4).to(torch.bfloat16)
 
     def ours(x: Any) -> Timed:
-        from allotrope.ops.gated_activation.triton import gated
+        from allotrope.ops.gated_activation import GatedActivation
+        from allotrope.ops.gated_activation.triton import gated_activation
 
-        return lambda: gated(x, activation, 1.702 if limit else 1.0, limit, 1.0 if limit else 0.0)
+        slope, offset = (1.702, 1.0) if limit else (1.0, 0.0)
+        how = GatedActivation(activation=activation, slope=slope, limit=limit, offset=offset)
+        return lambda: gated_activation(x, how)
 
     def reference(x: Any) -> Any:
         gate, up = x.float().chunk(2, dim=-1)
@@ -171,8 +174,8 @@ def _rope_store(tokens: int, heads: int, groups: int, dim: int, rotated: int, no
     dtype = torch.float32 if rows == "fp32" else torch.bfloat16
 
     def make(device: torch.device) -> Any:
-        from allotrope.ops.qk_norm_rope.reference import HeadSpec, Rows
-        from allotrope.ops.rope.reference import RopeSpec, RopeTable
+        from allotrope.ops.qk_norm_rope import HeadSpec, Rows
+        from allotrope.ops.rope import RopeSpec, RopeTable
 
         spec = HeadSpec(heads=heads, kv_heads=groups, dim=dim, v_dim=dim, qk_norm=normed)
         projected = _normal(device, dtype, tokens, spec.width)
