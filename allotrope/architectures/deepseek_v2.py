@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from allotrope.architectures.registry import Architecture
-from allotrope.checkpoint.expert_rules import drafting_rules, expert_rules, mlp_rules
+from allotrope.checkpoint.expert_rules import expert_rules, mlp_rules, mtp_rules
 from allotrope.checkpoint.read_config import ConfigReader, agreeing_layers, read_rope, rope_values, yarn_scale
 from allotrope.checkpoint.weights import Rule, drop
 from allotrope.layers.mixers.dsa import DsaMixerSpec
@@ -28,7 +28,7 @@ LATENT_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class Drafting:
+class MtpLayers:
     """Multi-token-prediction layers after the model's own. `layers`: their number. They are not loaded."""
 
     layers: int
@@ -66,7 +66,7 @@ def latent_model(config: ConfigReader, mixers: Sequence[MixerSpec], router: Rout
         router=router,
         shared=MlpSpec(hidden=hidden, width=width * shared) if shared else None,
     )
-    drafting = config.get("num_nextn_predict_layers", int, 0)
+    mtp_layers = config.get("num_nextn_predict_layers", int, 0)
     return ModelSpec(
         vocab_size=config.get("vocab_size", int),
         hidden=hidden,
@@ -77,7 +77,7 @@ def latent_model(config: ConfigReader, mixers: Sequence[MixerSpec], router: Rout
             for mixer, sparse in zip(mixers, sparse_layers(config, len(mixers)), strict=True)
         ),
         tied=config.get("tie_word_embeddings", bool, False),
-        extra=Drafting(drafting),
+        extra=MtpLayers(mtp_layers),
     )
 
 
@@ -145,8 +145,8 @@ def latent_rules(spec: ModelSpec, prefix: str = "model.", head: str = "lm_head.w
     mla = mixer.mla if isinstance(mixer, DsaMixerSpec) else mixer
     assert isinstance(mla, MlaMixerSpec)
     rules += latent_attention_rules(mla, layer + "self_attn.", ours + "mixer.")
-    if isinstance(spec.extra, Drafting):
-        rules += drafting_rules(prefix, len(spec.layers), spec.extra.layers)
+    if isinstance(spec.extra, MtpLayers):
+        rules += mtp_rules(prefix, len(spec.layers), spec.extra.layers)
     return rules
 
 

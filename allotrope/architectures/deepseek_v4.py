@@ -257,7 +257,7 @@ def deepseek_v4_rules(spec: ModelSpec) -> list[Rule]:
             Rule(theirs + name + "norm.weight", ours + "compressor." + prefix + "norm"),
         ]
     head = drop("head.weight", "tied to the embedding") if spec.tied else Rule("head.weight", "head.weight")
-    return [*rules, *_ffn_rules(), head, drop("mtp.*", "layers that draft tokens are not supported")]
+    return [*rules, *_ffn_rules(), head, drop("mtp.*", "multi-token prediction is not supported")]
 
 
 def _ffn_rules() -> list[Rule]:

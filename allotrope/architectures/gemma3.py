@@ -154,7 +154,7 @@ def _kv_rules(spec: ModelSpec, prefix: str) -> list[Rule]:
     for i, layer in enumerate(spec.layers):
         theirs, ours = f"{prefix}layers.{i}.self_attn.", f"layers.{i}.mixer."
         if layer.mixer.shares_cache_of is not None:
-            reason = f"the layer reads the rows of layer {layer.mixer.shares_cache_of}"
+            reason = f"the layer shares the KV cache of layer {layer.mixer.shares_cache_of}"
             rules += [drop(theirs + name + ".*", reason) for name in ("k_proj", "v_proj", "k_norm")]
             continue
         rules.append(Rule(theirs + "k_norm.weight", ours + "k_norm.weight"))

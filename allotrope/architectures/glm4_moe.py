@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from allotrope.architectures.deepseek_v2 import Drafting, latent_model
+from allotrope.architectures.deepseek_v2 import MtpLayers, latent_model
 from allotrope.architectures.deepseek_v3 import read_corrected_router
 from allotrope.architectures.llama import dense_rules
 from allotrope.architectures.qwen3 import qwen3_rules
 from allotrope.architectures.registry import Architecture
-from allotrope.checkpoint.expert_rules import drafting_rules, expert_rules, mlp_rules
+from allotrope.checkpoint.expert_rules import expert_rules, mlp_rules, mtp_rules
 from allotrope.checkpoint.read_config import ConfigReader, read_rope
 from allotrope.checkpoint.weights import Rule
 from allotrope.layers.mixers.mha import MhaMixerSpec
@@ -49,8 +49,8 @@ def glm4_moe_rules(spec: ModelSpec) -> list[Rule]:
         *mlp_rules(theirs + "shared_experts.", ours + "shared."),
         *expert_rules(theirs + "experts.", ours + "experts."),
     ]
-    if isinstance(spec.extra, Drafting):
-        rules += drafting_rules("model.", len(spec.layers), spec.extra.layers)
+    if isinstance(spec.extra, MtpLayers):
+        rules += mtp_rules("model.", len(spec.layers), spec.extra.layers)
     return rules
 
 

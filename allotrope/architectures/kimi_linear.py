@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from allotrope.architectures.deepseek_v2 import Drafting, latent_attention_rules, read_latent, sparse_layers
+from allotrope.architectures.deepseek_v2 import MtpLayers, latent_attention_rules, read_latent, sparse_layers
 from allotrope.architectures.registry import Architecture
-from allotrope.checkpoint.expert_rules import drafting_rules, expert_rules, mlp_rules
+from allotrope.checkpoint.expert_rules import expert_rules, mlp_rules, mtp_rules
 from allotrope.checkpoint.read_config import ConfigReader, layer_types
 from allotrope.checkpoint.weights import Rule
 from allotrope.layers.mixers.kda import KdaMixerSpec
@@ -43,7 +43,7 @@ def read_kimi_linear(config: ConfigReader) -> ModelSpec:
             LayerSpec(mixer=mixers[kind], ffn=sparse if has_experts else dense)
             for kind, has_experts in zip(_kinds(config, count), sparse_layers(config, count), strict=True)
         ),
-        extra=Drafting(config.get("num_nextn_predict_layers", int, 0)),
+        extra=MtpLayers(config.get("num_nextn_predict_layers", int, 0)),
     )
 
 
@@ -144,8 +144,8 @@ def kimi_linear_rules(spec: ModelSpec) -> list[Rule]:
             rules += latent_attention_rules(layer_spec.mixer, theirs, target)
         else:
             rules += _linear_rules(theirs, target)
-    if isinstance(spec.extra, Drafting):
-        rules += drafting_rules("model.", len(spec.layers), spec.extra.layers)
+    if isinstance(spec.extra, MtpLayers):
+        rules += mtp_rules("model.", len(spec.layers), spec.extra.layers)
     return rules
 
 

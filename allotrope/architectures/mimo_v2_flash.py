@@ -141,7 +141,7 @@ def mimo_v2_flash_rules(spec: ModelSpec) -> list[Rule]:
         Rule("model.layers.{i}.self_attn.attention_sink_bias", "layers.{i}.mixer.sinks"),
         Rule(theirs + "gate.weight", ours + "router.gate.weight"),
         Rule(theirs + "gate.e_score_correction_bias", ours + "router.correction"),
-        drop("model.mtp.*", "layers that draft tokens are not supported"),
+        drop("model.mtp.*", "multi-token prediction is not supported"),
     ]
     return [*dense_rules(spec), *rules, *expert_rules(theirs + "experts.", ours + "experts.")]
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from allotrope.architectures.deepseek_v2 import Drafting
+from allotrope.architectures.deepseek_v2 import MtpLayers
 from allotrope.architectures.qwen3 import qwen3_rules
 from allotrope.architectures.registry import Architecture
-from allotrope.checkpoint.expert_rules import drafting_rules, expert_rules
+from allotrope.checkpoint.expert_rules import expert_rules, mtp_rules
 from allotrope.checkpoint.read_config import ConfigReader, read_rope, rope_values
 from allotrope.checkpoint.weights import Rule
 from allotrope.layers.mixers.mha import MhaMixerSpec
@@ -48,7 +48,7 @@ def read_minimax_m2(config: ConfigReader) -> ModelSpec:
             ),
         ),
     )
-    drafting = config.get("num_mtp_modules", int, 0)
+    mtp_layers = config.get("num_mtp_modules", int, 0)
     config.ignore("use_mtp", "mtp_transformer_layers")
     return ModelSpec(
         vocab_size=config.get("vocab_size", int),
@@ -57,7 +57,7 @@ def read_minimax_m2(config: ConfigReader) -> ModelSpec:
         norm_eps=eps,
         layers=(layer,) * count,
         tied=config.get("tie_word_embeddings", bool, False),
-        extra=Drafting(drafting),
+        extra=MtpLayers(mtp_layers),
     )
 
 
@@ -92,8 +92,8 @@ def minimax_m2_rules(spec: ModelSpec) -> list[Rule]:
         Rule(theirs + "e_score_correction_bias", ours + "router.correction"),
         *expert_rules(theirs + "experts.", ours + "experts.", ("w1", "w3", "w2")),
     ]
-    if isinstance(spec.extra, Drafting):
-        rules += drafting_rules("model.", len(spec.layers), spec.extra.layers)
+    if isinstance(spec.extra, MtpLayers):
+        rules += mtp_rules("model.", len(spec.layers), spec.extra.layers)
     return rules
 
 

@@ -133,7 +133,7 @@ def hybrid_rules(spec: ModelSpec, prefix: str) -> list[Rule]:
         Rule(prefix + "norm.weight", "norm.weight"),
         Rule(layer + "input_layernorm.weight", ours + "mixer_norm.weight"),
         Rule(layer + "post_attention_layernorm.weight", ours + "ffn_norm.weight"),
-        drop("mtp.*", "layers that draft tokens are not supported"),
+        drop("mtp.*", "multi-token prediction is not supported"),
         drop("lm_head.weight", "tied to the embedding") if spec.tied else Rule("lm_head.weight", "head.weight"),
     ]
     for mixer in {layer.mixer for layer in spec.layers}:

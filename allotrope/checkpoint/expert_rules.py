@@ -48,9 +48,9 @@ def second_half(fused: torch.Tensor) -> torch.Tensor:
     return fused[:, fused.shape[1] // 2 :]
 
 
-def drafting_rules(prefix: str, layers: int, drafting: int) -> list[Rule]:
-    """Drop the multi-token-prediction layers. `layers`: number of the model's own. `drafting`: number of those."""
+def mtp_rules(prefix: str, layers: int, mtp_layers: int) -> list[Rule]:
+    """Drop the multi-token-prediction layers. `layers`: number of the model's own. `mtp_layers`: number of those."""
     return [
-        drop(f"{prefix}layers.{i}.*", "predicts further tokens, which is not used")
-        for i in range(layers, layers + drafting)
+        drop(f"{prefix}layers.{i}.*", "multi-token prediction is not supported")
+        for i in range(layers, layers + mtp_layers)
     ]
