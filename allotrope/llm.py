@@ -38,7 +38,7 @@ class Completion:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its `params.n` continuations. `cached_tokens`: prompt tokens taken from the prefix cache."""
+    """A prompt and its `params.n` continuations. `cached_tokens`: prompt tokens read from the prefix cache."""
 
     prompt_token_ids: list[int]
     outputs: list[Completion]
@@ -170,7 +170,7 @@ def _has_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> bool:
 
 
 def _tokenizer_path(config: EngineConfig, checkpoint: Checkpoint) -> str:
-    """The path of the model's tokenizer. Raises ModelError if it brings none and the options give none."""
+    """The path of the model's tokenizer. Raises ModelError if neither the checkpoint nor --tokenizer gives one."""
     if config.tokenizer is not None:
         return str(locate(config.tokenizer, with_weights=False))
     if checkpoint.tokenizer_path is None:

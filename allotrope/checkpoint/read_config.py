@@ -98,9 +98,9 @@ class ConfigReader:
             if value is not None and key not in self._read and key not in BOOKKEEPING
         )
 
-    def refuse_unread(self, what: str = "config") -> None:
+    def refuse_unread(self, prefix: str = "config") -> None:
         """Add a reason for every unread value. A `section` needs this call after its last read."""
-        self.reasons.extend(f"{what} {key}={self.values[key]!r} is not understood" for key in self.unread())
+        self.reasons.extend(f"{prefix} {key}={self.values[key]!r} is not understood" for key in self.unread())
 
     def finish(self) -> None:
         """Raise ModelError if there are reasons or unread values."""

@@ -71,6 +71,6 @@ def _show(host: dict[str, Any]) -> None:
         symbols.add_row(finding["path"], finding["reason"] or "holds")
     models = Table("architecture", "families", "taken over", "limits")
     for model in host["models"]:
-        taken = "yes" if model["taken"] else "no"
-        models.add_row(model["architecture"], ", ".join(model["families"]), taken, "; ".join(model["limits"]))
+        taken_over = "yes" if model["taken"] else "no"
+        models.add_row(model["architecture"], ", ".join(model["families"]), taken_over, "; ".join(model["limits"]))
     console.print(symbols, models)

@@ -61,7 +61,7 @@ class LocalModel:
             while engine.has_work():
                 for output in engine.step():
                     if output.error is not None:
-                        raise AllotropeError(f"the engine gave up the request: {output.error}")
+                        raise AllotropeError(f"the engine dropped the request: {output.error}")
                     self.last_tokens += len(output.token_ids)
                     delta = text.push(output.token_ids, final=output.finish_reason is not None)
                     if delta:
