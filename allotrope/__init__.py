@@ -1,7 +1,7 @@
 """Allotrope: one attention stack for hybrid language models.
 
-`from allotrope import LLM, SamplingParams` is all that offline use needs. Importing the package loads neither torch
-nor a server package: names are resolved when first used.
+For offline use, write `from allotrope import LLM, SamplingParams`. Importing the package loads neither torch nor a
+server package: each name is imported at its first use.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
-_HOME = {"LLM": "allotrope.llm", "SamplingParams": "allotrope.request"}
+_MODULES = {"LLM": "allotrope.llm", "SamplingParams": "allotrope.request"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
+    if name in _MODULES:
         with spinning_briefly():
-            return getattr(import_module(_HOME[name]), name)
+            return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'allotrope' has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """The `allotrope` command: turns errors into one line and an exit status.
 
-Exit status: 0 done, 1 an error, 2 a bad command line. It must not know what any command does.
+Exit status: 0 success, 1 an error, 2 a bad command line. It must not know any command.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from allotrope.logs import configure_logging
 
 
 def main() -> None:
-    """Run the command in `sys.argv`; the exit status is documented with the module."""
-    # Before a command imports torch: the process is ours, so are those that it starts.
+    """Run the command in `sys.argv`. The module's docstring lists the exit statuses."""
+    # The variables must be set before a command imports torch. Child processes inherit them.
     os.environ.update(spin_setting())
     try:
         from allotrope.commands.app import run

@@ -1,6 +1,6 @@
-"""The errors of Allotrope, each for one kind of reader.
+"""Exceptions of Allotrope.
 
-A message states what failed, each fact with its value and what is allowed, then what to do.
+A message states what failed, each fact with its value and the allowed values, and then what to do.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 
 class AllotropeError(Exception):
-    """Any error that Allotrope raises on purpose; its text is fit to show to a user as it is."""
+    """Base of all errors that Allotrope raises. Its text is written for users."""
 
 
 class ConfigError(AllotropeError):
-    """The options given at start cannot work (alone or together)."""
+    """The options given at start are invalid, alone or together."""
 
 
 class ModelError(AllotropeError):
-    """The checkpoint or its config cannot be served; lists every reason that was found."""
+    """The checkpoint or its config cannot be served. The error lists every reason."""
 
     def __init__(self, subject: str, reasons: Sequence[str]) -> None:
         self.reasons = list(reasons)
@@ -25,13 +25,13 @@ class ModelError(AllotropeError):
 
 
 class BackendError(AllotropeError):
-    """No attention backend can run a layer; carries every backend's reasons."""
+    """No attention backend can run a layer. The error lists the reasons of every backend."""
 
 
 class InvalidRequest(AllotropeError):
-    """One request cannot be served as it stands.
+    """A request cannot be served.
 
-    `param` names the request field at fault (as the client spells it).
+    `param`: the request field at fault, in the client's spelling.
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -40,8 +40,8 @@ class InvalidRequest(AllotropeError):
 
 
 class Overloaded(AllotropeError):
-    """The waiting queue is full; the client should retry later."""
+    """The waiting queue is full. The client should retry later."""
 
 
 class EngineDead(AllotropeError):
-    """The engine process has ended; nothing more can be generated."""
+    """The engine process has ended."""

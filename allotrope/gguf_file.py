@@ -1,8 +1,8 @@
-"""Reads the header of a GGUF file: its metadata and where each tensor lies. Owns the file format and nothing else.
+"""Reads the header of a GGUF file: its metadata, and the offset of each tensor. Owns the file format only.
 
-It must not know what the metadata means: model code reads the hyperparameters from it, text code the tokenizer. Both
-need it, so it depends on nothing but the standard library and numpy. A whole header with a vocabulary of 50 000 tokens
-takes some tens of milliseconds, because strings are sliced from one mapping and nothing is kept but the values.
+It must not know the meaning of the metadata: `checkpoint` reads the hyperparameters from it, `text` the tokenizer. Both
+import this module, so it depends on the standard library and numpy only. A header with a vocabulary of 50 000 tokens
+takes some tens of milliseconds, because strings are sliced from one mapping.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -25,13 +25,13 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 
-# Ids under which a file names the tokens that end a reply: end of sequence, of turn, of message.
+# Metadata keys of the tokens that end a reply: end of sequence, of turn, of message.
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where one tensor lies. `shape`: slowest dimension first, as torch has it; `kind`: the ggml type number."""
+    """Name, shape and offset of one tensor. `shape`: slowest dimension first, as in torch. `kind`: ggml type number."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,9 +40,9 @@ class GgufTensor:
 
 
 class GgufFile:
-    """The header of one file, parsed. `metadata`: key → value; `tensors`: name → place, in file order.
+    """The parsed header of one file. `metadata`: key → value. `tensors`: name → `GgufTensor`, in file order.
 
-    Raises `ModelError` if the file is not GGUF, is of a version or byte order that is not read, or ends too early.
+    Raises `ModelError` if the file is not GGUF, has an unsupported version or byte order, or is truncated.
     """
 
     def __init__(self, path: str) -> None:
@@ -56,19 +56,19 @@ class GgufFile:
             raise ModelError(f"cannot read {path}", [str(error)]) from error
 
     def raw(self, tensor: GgufTensor, size: int) -> np.ndarray:
-        """uint8 [size]: the stored bytes of `tensor`, mapped read-only; they must lie within `self.size`."""
+        """uint8 [size]: the stored bytes of `tensor`, mapped read-only. They must end within `self.size`."""
         mapped = np.memmap(self.path, dtype=np.uint8, mode="r", offset=tensor.offset, shape=(size,))
-        # As a plain array: each small slice of a memmap costs more than the arithmetic on it.
+        # The view is a plain array: slicing a memmap costs more than the arithmetic on a small slice.
         return mapped.view(np.ndarray)
 
     def end_ids(self) -> tuple[int, ...]:
-        """Token ids that end a reply, by the file's own word, without repeats."""
+        """Token ids that the metadata marks as ends of a reply, without repeats."""
         ids = (self.metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS)
         return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
 
 
 class _Reader:
-    """A cursor over the header bytes; every read checks that the file is long enough."""
+    """A cursor over the header bytes. Every read checks the length of the file."""
 
     def __init__(self, path: str, data: mmap.mmap) -> None:
         self._path = path
@@ -89,13 +89,13 @@ class _Reader:
         for _ in range(key_count):
             key = self._string()
             metadata[key] = self._value(self._scalar("I"))
-        places = [self._tensor() for _ in range(tensor_count)]
+        relative = [self._tensor() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self._bad(f"general.alignment={alignment}; a power of two is needed")
         start = -(-self._at // alignment) * alignment
-        tensors = {p.name: GgufTensor(p.name, p.shape, p.kind, start + p.offset) for p in places}
-        if len(tensors) != len(places):
+        tensors = {t.name: GgufTensor(t.name, t.shape, t.kind, start + t.offset) for t in relative}
+        if len(tensors) != len(relative):
             raise self._bad("two tensors have the same name")
         return metadata, tensors
 
@@ -123,10 +123,10 @@ class _Reader:
         return self._scalar(_SCALARS[kind])
 
     def _strings(self, count: int) -> list[str]:
-        # The hot loop of the header: a vocabulary and its merges are some hundred thousand strings.
+        # This is the hot loop of the header: a vocabulary and its merges have some hundred thousand strings.
         data, at, end = self._data, self._at, len(self._data)
         length_at = struct.Struct("<Q").unpack_from
-        found = []
+        strings = []
         for _ in range(count):
             self._at = at
             if at + 8 > end:
@@ -135,9 +135,9 @@ class _Reader:
             at += 8 + length
             if at > end:
                 raise self._short(8 + length)
-            found.append(data[at - length : at])
+            strings.append(data[at - length : at])
         self._at = at
-        return [self._text(raw) for raw in found]
+        return [self._text(raw) for raw in strings]
 
     def _string(self) -> str:
         return self._text(self._take(self._scalar("Q")))

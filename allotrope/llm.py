@@ -20,13 +20,13 @@ log = logging.getLogger("allotrope.llm")
 
 Prompt = str | Sequence[int]
 
-# Most tokens in one step on a GPU: twice as many as where somebody waits for the next token.
+# Preferred max_num_batched_tokens on a GPU. It is twice the server's value, because no client waits for a next token.
 _STEP_TOKENS = 16384
 
 
 @dataclass
 class Completion:
-    """One continuation. `logprobs`: one record per token, where asked for."""
+    """One continuation. `logprobs`: one entry per token, if requested."""
 
     index: int
     text: str = ""
@@ -38,7 +38,7 @@ class Completion:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its `params.n` continuations. `cached_tokens`: prompt tokens taken from the prefix cache."""
+    """A prompt and its `params.n` continuations. `cached_tokens`: prompt tokens read from the prefix cache."""
 
     prompt_token_ids: list[int]
     outputs: list[Completion]
@@ -47,15 +47,15 @@ class RequestOutput:
 
 
 class LLM:
-    """A model to generate with. Options are those of `EngineConfig`, by name."""
+    """A loaded model that generates in this process. Its options are the fields of `EngineConfig`."""
 
     def __init__(self, model: str, **options: Any) -> None:
-        """Load `model`. Raises ConfigError or ModelError with every reason why it cannot be."""
+        """Load `model`. Raises ConfigError or ModelError with every reason if it cannot be loaded."""
         self.config = EngineConfig(model=model, **options)
         self.engine = Engine(self.config, preferred_tokens=_STEP_TOKENS)
         self._tokenizer: Tokenizer | None = None
         self._count = 0
-        self._told_defaults = False
+        self._logged_defaults = False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -66,15 +66,15 @@ class LLM:
 
     @property
     def sampling_defaults(self) -> Defaults:
-        """Fields of `SamplingParams` that the checkpoint's generation_config.json sets; the first look is logged."""
+        """Fields of `SamplingParams` that the checkpoint's generation_config.json sets. The first access logs them."""
         defaults = self.engine.limits.sampling_defaults
-        if defaults and not self._told_defaults:
-            self._told_defaults = True
+        if defaults and not self._logged_defaults:
+            self._logged_defaults = True
             log.warning("%s", describe_defaults(defaults))
         return defaults
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What calls without parameters use: `SamplingParams()` with the values of generation_config.json."""
+        """The parameters of calls that pass none: `SamplingParams()` with the values of generation_config.json."""
         return SamplingParams(**self.sampling_defaults)  # type: ignore[arg-type]
 
     def generate(
@@ -82,37 +82,38 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt (text or token ids).
 
-        `params`: for all prompts, or one each; default: `get_default_sampling_params()`. Returns one output per prompt,
-        in order. Raises InvalidRequest for a prompt or parameters that cannot be served, before anything runs.
+        `params`: for all prompts, or one for each; default: `get_default_sampling_params()`. Returns one output per
+        prompt, in order. Raises InvalidRequest before the first step if a prompt or its parameters cannot be served.
         """
-        listed: Sequence[Prompt] = [prompts] if _is_one(prompts) else prompts  # type: ignore[list-item, assignment]
-        given = self.get_default_sampling_params() if params is None else params
-        each = list(given) if isinstance(given, Sequence) else [given] * len(listed)
-        if len(each) != len(listed):
-            raise InvalidRequest(f"{len(each)} sampling parameters were given for {len(listed)} prompts.", "params")
-        requests = [self._request(prompt, own, fit=params is None) for prompt, own in zip(listed, each, strict=True)]
+        batch: Sequence[Prompt] = [prompts] if _is_one(prompts) else prompts  # type: ignore[list-item, assignment]
+        sampling = self.get_default_sampling_params() if params is None else params
+        each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(batch)
+        if len(each) != len(batch):
+            raise InvalidRequest(f"{len(each)} sampling parameters were given for {len(batch)} prompts.", "params")
+        requests = [self._request(prompt, own, fit=params is None) for prompt, own in zip(batch, each, strict=True)]
         return self._run(requests, continues_text=True)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **template: Any
     ) -> RequestOutput:
-        """Answer a conversation, laid out by the model's chat template. `template`: variables for it.
+        """Answer a conversation that the model's chat template renders. `template`: variables of the template.
 
-        `params`: default: `get_default_sampling_params()`, as long as the context allows where that has no length.
+        `params`: default: `get_default_sampling_params()`. If generation_config.json sets no length, the context
+        limits the default's answer.
         """
         ids = self.tokenizer.apply_chat_template([dict(message) for message in messages], **template)
-        given = params
-        if given is None:
-            given = SamplingParams(**{"max_tokens": None, **self.sampling_defaults})  # type: ignore[arg-type]
-        request = self._request(ids, given, fit=params is None)
+        sampling = params
+        if sampling is None:
+            sampling = SamplingParams(**{"max_tokens": None, **self.sampling_defaults})  # type: ignore[arg-type]
+        request = self._request(ids, sampling, fit=params is None)
         return self._run([request], continues_text=False)[0]
 
     def close(self) -> None:
-        """Let go of the model and its memory."""
+        """Free the model and its memory."""
         self.engine.close()
 
     def _request(self, prompt: Prompt, params: SamplingParams, *, fit: bool) -> Request:
-        """`fit`: cut the length that is asked for to what the context leaves."""
+        """`fit`: lower `max_tokens` to the space that the prompt leaves in the context."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if fit:
             params = params.fitted(len(ids), self.engine.limits.max_model_len)
@@ -126,35 +127,39 @@ class LLM:
         return request
 
     def _run(self, requests: Sequence[Request], *, continues_text: bool) -> list[RequestOutput]:
-        """`continues_text`: the answer goes on where the prompt's text stops, rather than being a text of its own."""
+        """`continues_text`: the answer continues the prompt's text; a chat answer starts a text of its own."""
         accumulators = {
-            one.request_id: _Accumulator(one, self._text(), continues_text=continues_text) for one in requests
+            request.request_id: _Accumulator(request, self._text(), continues_text=continues_text)
+            for request in requests
         }
         waiting = list(requests)
         live = set(accumulators)
         try:
             while live:
-                while waiting and self._takes(waiting[0]):
+                while waiting and self._has_room_for(waiting[0]):
                     self.engine.add(waiting.pop(0))
                 for output in self.engine.step():
                     accumulator = accumulators[output.request_id]
                     accumulator.take(output)
                     if output.finish_reason is None and accumulator.ended(output.index):
-                        # A stop string, which the engine cannot know, ended this sequence; its siblings go on.
+                        # A stop string ended this sequence. The engine matches stop ids only, so it is told to abort
+                        # it; the other sequences continue.
                         self.engine.abort_sequence(output.request_id, output.index)
                     if accumulator.finished:
                         live.discard(output.request_id)
         except BaseException:
-            # Whatever stopped us, an interrupt included, the engine must not go on with requests nobody reads.
+            # After any error or interrupt, the engine drops the requests whose outputs nobody reads.
             self.engine.abort(list(live))
             raise
         return [accumulators[request.request_id].output for request in requests]
 
-    def _takes(self, request: Request) -> bool:
-        """Whether the engine's queue has room. One that it never has room for is for the engine to refuse."""
+    def _has_room_for(self, request: Request) -> bool:
+        """Whether the engine's queue has room for `request`. An empty queue passes every request to the engine, which
+        refuses one that is larger than the queue.
+        """
         queued = self.engine.stats().waiting
-        most = self.config.max_num_waiting - request.params.n
-        return queued == 0 or (queued < self.engine.limits.max_num_seqs and queued <= most)
+        max_queued = self.config.max_num_waiting - request.params.n
+        return queued == 0 or (queued < self.engine.limits.max_num_seqs and queued <= max_queued)
 
     def _text(self) -> Tokenizer | None:
         return self.tokenizer if _has_tokenizer(self.config, self.engine.checkpoint) else None
@@ -165,7 +170,7 @@ def _has_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> bool:
 
 
 def _tokenizer_path(config: EngineConfig, checkpoint: Checkpoint) -> str:
-    """The path of the model's tokenizer. Raises ModelError if it brings none and the options give none."""
+    """The path of the model's tokenizer. Raises ModelError if neither the checkpoint nor --tokenizer gives one."""
     if config.tokenizer is not None:
         return str(locate(config.tokenizer, with_weights=False))
     if checkpoint.tokenizer_path is None:
@@ -174,7 +179,7 @@ def _tokenizer_path(config: EngineConfig, checkpoint: Checkpoint) -> str:
 
 
 class _Accumulator:
-    """Collects what the engine says about one request."""
+    """Accumulates the outputs of one request."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, *, continues_text: bool) -> None:
         params = request.params
@@ -214,7 +219,7 @@ class _Accumulator:
         stream = self._streams[output.index]
         ids = output.token_ids
         if output.finish_reason == "stop" and not self._shows_stop:
-            # The engine knows stop ids only: where it stopped, the last token is one and not part of the text.
+            # The engine stops at stop ids only, so the last token is one, and its text is left out.
             ids = ids[:-1]
         completion.text += stream.push(ids, final=output.finish_reason is not None)
         if stream.stopped_by is not None:

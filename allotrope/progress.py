@@ -1,7 +1,7 @@
-"""How far the loading of weights is: told by whoever reads them, shown by a command or the engine's process.
+"""Progress of loading weights: the loader reports it, and a command or the engine's process displays it.
 
-Owns the channel between the two, a logger of its own to which nobody listens by default, and how it looks. It must not
-know what is read.
+Owns the channel between the two (a logger of its own, without a handler by default) and the display. It must not know
+checkpoints.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ _CLEAR = "\r\x1b[K"
 
 
 def report_bytes(done: int, total: int) -> None:
-    """`done` of `total` bytes of weights are read; equal at the end."""
+    """Report that `done` of `total` bytes of weights are read."""
     _channel.debug("read %d of %d bytes", done, total, extra={"done": done, "total": total})
 
 
 def show_progress() -> None:
-    """Show from now on how far loading is, on what is standard error then."""
+    """Display progress on standard error from now on."""
     _channel.handlers = [ProgressDisplay(lambda: sys.stderr)]
     _channel.setLevel(logging.DEBUG)
 
 
 class ProgressDisplay(logging.Handler):
-    """On a terminal a bar that is gone in the end, elsewhere a line every 10 seconds."""
+    """Displays a bar on a terminal, and removes it at the end. Elsewhere it writes a line every 10 seconds."""
 
     def __init__(self, stream: Callable[[], TextIO], clock: Callable[[], float] = time.monotonic) -> None:
-        """`stream`: where to write, asked anew each time. `clock`: seconds from any moment on."""
+        """`stream`: returns the output stream, called for each record. `clock`: returns monotonic seconds."""
         super().__init__()
         self._stream, self._clock = stream, clock
         self._started: float | None = None
         self._due = 0.0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a record of `report_bytes`, where enough time has passed since the last one shown."""
+        """Display a record of `report_bytes`, if the last one is long enough ago."""
         done, total = int(record.__dict__["done"]), int(record.__dict__["total"])
         now = self._clock()
         stream = self._stream()
@@ -68,7 +68,7 @@ def _write(stream: TextIO, text: str) -> None:
         stream.write(text)
         stream.flush()
     except (OSError, ValueError):
-        # Nobody reads any more; loading goes on.
+        # The stream is closed; loading continues without a display.
         pass
 
 

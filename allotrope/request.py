@@ -1,7 +1,7 @@
-"""What is asked of the engine and what comes back, as plain data.
+"""Requests to the engine and their outputs, as plain data.
 
-These types cross the process border between server and engine, so they hold integers, floats and
-strings only: never a tensor, a tokenizer or text that the engine would have to interpret.
+These types cross the process border between server and engine, so they hold integers, floats and strings only: never a
+tensor, a tokenizer or text that the engine would have to interpret.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
-# Far smaller ones overflow what they divide.
+# Logits are divided by the penalty, and overflow if it is far smaller.
 MIN_REPETITION_PENALTY = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the next tokens of one request are chosen. `temperature` 0 means greedy.
+    """Sampling parameters of one request. `temperature` 0 is greedy.
 
-    Disabled values: `top_p` 1, `top_k` 0, `min_p` 0, penalties 0 (repetition 1), `max_tokens` None
-    (as far as the context allows).
+    These values disable a parameter: `top_p` 1, `top_k` 0, `min_p` 0, penalties 0 (repetition 1), `max_tokens` None
+    (only the context limits the answer).
     """
 
     n: int = 1
@@ -51,9 +51,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def fitted(self, prompt_tokens: int, max_model_len: int) -> SamplingParams:
-        """The same with `max_tokens` lowered to what the context leaves: for a length that nobody asked for.
+        """These parameters with `max_tokens` lowered to the space in the context, for a default that no client set.
 
-        `prompt_tokens`: length of the prompt. `max_model_len`: context of the model. It stays at `min_tokens` at least.
+        `prompt_tokens`: length of the prompt. `max_model_len`: context of the model. `max_tokens` stays at least
+        `min_tokens`.
         """
         if self.max_tokens is None:
             return self
@@ -63,7 +64,7 @@ class SamplingParams:
     def check(self, vocab_size: int) -> None:
         """Raise `InvalidRequest` naming the first field that is out of its range.
 
-        `vocab_size`: number of ids the model's output layer scores.
+        `vocab_size`: number of ids that the model's output layer scores.
         """
         _in_range("n", self.n, 1, 128)
         _in_range("temperature", self.temperature, 0.0, 100.0)
@@ -115,7 +116,7 @@ def _in_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt and how to continue it. The engine answers with `params.n` sequences.
+    """One prompt and its sampling parameters. The engine answers with `params.n` sequences.
 
     `request_id`: unique among live requests. `prompt_ids`: token ids of the prompt, at least one.
     `eos_ids`: ids that end a sequence unless `params.ignore_eos`. `arrival`: seconds (time.monotonic).
@@ -128,7 +129,7 @@ class Request:
     arrival: float = 0.0
 
     def check(self, vocab_size: int, max_model_len: int) -> None:
-        """Raise `InvalidRequest` if this request could never run on a model of these limits."""
+        """Raise `InvalidRequest` if a model with these limits can never run this request."""
         if not self.prompt_ids:
             raise InvalidRequest("the prompt is empty; at least one token is needed.", "prompt")
         _in_vocabulary("prompt", self.prompt_ids, vocab_size)
@@ -140,16 +141,16 @@ class Request:
                 f"(--max-model-len), of which at least one must be left to generate.",
                 "prompt",
             )
-        wanted = self.params.max_tokens
-        if wanted is not None and len(self.prompt_ids) + wanted > max_model_len:
+        max_tokens = self.params.max_tokens
+        if max_tokens is not None and len(self.prompt_ids) + max_tokens > max_model_len:
             raise InvalidRequest(
-                f"the prompt has {len(self.prompt_ids)} tokens and max_tokens is {wanted}; together they exceed the "
-                f"context of {max_model_len} tokens. Ask for at most {max_model_len - len(self.prompt_ids)}.",
+                f"the prompt has {len(self.prompt_ids)} tokens and max_tokens is {max_tokens}; together they exceed "
+                f"the context of {max_model_len} tokens. Ask for at most {max_model_len - len(self.prompt_ids)}.",
                 "max_tokens",
             )
 
     def _check_choice(self, vocab_size: int) -> None:
-        """Below `min_tokens` no token may end the sequence; refuse where that leaves none to choose."""
+        """Refuse a request whose allowed tokens all end the sequence: before `min_tokens`, none may be chosen."""
         params = self.params
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}
         allowed = params.allowed_token_ids
@@ -163,9 +164,9 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at one position, of the raw model distribution (before temperature and penalties).
+    """Log-probabilities at one position, from the model's raw distribution (before temperature and penalties).
 
-    `logprob` and `rank` (1 = most likely) belong to `token_id`; `top`: the most likely (id, logprob), best first.
+    `logprob` and `rank` (1 = most likely) belong to `token_id`. `top`: the most likely (id, logprob), best first.
     """
 
     token_id: int
@@ -176,13 +177,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class SequenceOutput:
-    """What one step added to sequence `index` (0 to n-1) of a request.
+    """The tokens that one step adds to sequence `index` (0 to n-1) of a request.
 
-    `token_ids`: new ids, possibly none. `logprobs`: one per new id, where asked for. `prompt_logprobs`: sent once,
-    with the first output; its first entry is None (nothing precedes the first token). `cached_tokens`: prompt tokens
-    taken from the prefix cache. `cache_lost`: prompt tokens that had been cached and were computed again, by reason;
-    sent once, with the first output. `queued_seconds`: from arrival to the first step, sent with the first output.
-    `stop_reason`: the stop id that ended it, if one did. `error`: why, where `finish_reason` is "error".
+    `token_ids`: new ids, possibly none. `logprobs`: one entry per new id, if requested. `cached_tokens`: number of
+    prompt tokens read from the prefix cache. `stop_reason`: the stop id that ended the sequence, if one did. `error`:
+    the reason of `finish_reason` "error".
+    The first output alone has these: `prompt_logprobs` (its first entry is None, as nothing precedes the first token),
+    `cache_lost` (number of prompt tokens that were cached once and are computed again, by reason), and `queued_seconds`
+    (from arrival to the first step).
     """
 
     request_id: str

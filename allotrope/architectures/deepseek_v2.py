@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V2-Lite: latent attention, softmax routing within groups of experts, shared experts.
+"""DeepSeek V2 and V2-Lite: latent attention (MLA), group-limited softmax routing, shared experts.
 
 Source: DeepSeek-AI 2024 (DeepSeek-V2); `modeling_deepseek_v2.py` of Transformers.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from allotrope.architectures.registry import Architecture
-from allotrope.checkpoint.expert_rules import drafting_rules, expert_rules, mlp_rules
+from allotrope.checkpoint.expert_rules import expert_rules, mlp_rules, mtp_rules
 from allotrope.checkpoint.read_config import ConfigReader, agreeing_layers, read_rope, rope_values, yarn_scale
 from allotrope.checkpoint.weights import Rule, drop
 from allotrope.layers.mixers.dsa import DsaMixerSpec
@@ -23,19 +23,19 @@ from allotrope.layers.model_spec import LayerSpec, ModelSpec
 from allotrope.layers.moe import MoeSpec
 from allotrope.layers.router import RouterSpec
 
-# Norms inside of attention keep this, whatever the config's rms_norm_eps says.
+# The norms inside attention have this eps; the config's rms_norm_eps holds for the others.
 LATENT_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class Drafting:
-    """`layers`: how many layers for drafting stand behind the model's own in its checkpoint; they are not used."""
+class MtpLayers:
+    """Multi-token-prediction layers after the model's own. `layers`: their number. They are not loaded."""
 
     layers: int
 
 
 def read_deepseek_v2(config: ConfigReader) -> ModelSpec:
-    """V2's config.json; `q_lora_rank` null (V2-Lite) makes queries from x."""
+    """Reads V2's config.json. If `q_lora_rank` is null (V2-Lite), one projection maps x to queries."""
     config.expect("topk_method", "greedy", "group_limited_greedy")
     config.expect("scoring_func", "softmax", None)
     config.expect("norm_topk_prob", False, None)
@@ -54,7 +54,7 @@ def read_deepseek_v2(config: ConfigReader) -> ModelSpec:
 
 
 def latent_model(config: ConfigReader, mixers: Sequence[MixerSpec], router: RouterSpec) -> ModelSpec:
-    """The model around a lineage's mixers: a few dense layers, then mixtures with shared experts."""
+    """The spec of a DeepSeek model with these mixers: dense layers first, then MoE layers with shared experts."""
     hidden, width = config.get("hidden_size", int), config.get("moe_intermediate_size", int)
     config.expect("hidden_act", "silu")
     config.expect("mlp_bias", False, None)
@@ -66,7 +66,7 @@ def latent_model(config: ConfigReader, mixers: Sequence[MixerSpec], router: Rout
         router=router,
         shared=MlpSpec(hidden=hidden, width=width * shared) if shared else None,
     )
-    drafting = config.get("num_nextn_predict_layers", int, 0)
+    mtp_layers = config.get("num_nextn_predict_layers", int, 0)
     return ModelSpec(
         vocab_size=config.get("vocab_size", int),
         hidden=hidden,
@@ -77,12 +77,12 @@ def latent_model(config: ConfigReader, mixers: Sequence[MixerSpec], router: Rout
             for mixer, sparse in zip(mixers, sparse_layers(config, len(mixers)), strict=True)
         ),
         tied=config.get("tie_word_embeddings", bool, False),
-        extra=Drafting(drafting),
+        extra=MtpLayers(mtp_layers),
     )
 
 
 def sparse_layers(config: ConfigReader, count: int) -> list[bool]:
-    """Which layers have experts: stated one by one, or all but the first ones."""
+    """Whether each layer has experts. `mlp_layer_types` lists them; without it, the first layers are dense."""
     first = config.get("first_k_dense_replace", int, 0)
     config.expect("moe_layer_freq", 1, None)
     stated = config.get("mlp_layer_types", list, None)
@@ -96,11 +96,11 @@ def sparse_layers(config: ConfigReader, count: int) -> list[bool]:
 
 
 def read_latent(config: ConfigReader) -> MlaMixerSpec:
-    """The numbers of latent attention, with the temperature that belongs to a stretched context."""
+    """Reads latent attention. Its softmax scale includes YaRN's mscale."""
     rope_dim, nope_dim = config.get("qk_rope_head_dim", int), config.get("qk_nope_head_dim", int)
     config.expect("attention_bias", False, None)
     config.expect("qk_head_dim", rope_dim + nope_dim, None)
-    # Keys and values have no heads of their own, and "head_dim" repeats one of the sizes above.
+    # MLA has no KV heads, and "head_dim" repeats one of the sizes above.
     config.ignore("num_key_value_heads", "head_dim")
     return MlaMixerSpec(
         hidden=config.get("hidden_size", int),
@@ -109,15 +109,15 @@ def read_latent(config: ConfigReader) -> MlaMixerSpec:
         rope_dim=rope_dim,
         nope_dim=nope_dim,
         v_head_dim=config.get("v_head_dim", int),
-        scale=(nope_dim + rope_dim) ** -0.5 * _temperature(config),
+        scale=(nope_dim + rope_dim) ** -0.5 * _yarn_mscale(config),
         rope=read_rope(config, rope_dim, default_theta=10000.0, interleaved=config.get("rope_interleave", bool, True)),
         q_rank=config.get("q_lora_rank", int, None),
         norm_eps=LATENT_NORM_EPS,
     )
 
 
-def _temperature(config: ConfigReader) -> float:
-    """The square of 0.1 m ln(factor) + 1, where a stretched rotation has an m for all dims; else 1."""
+def _yarn_mscale(config: ConfigReader) -> float:
+    """(0.1 m ln(factor) + 1)^2 for a scaled rope with m = `mscale_all_dim`; else 1."""
     rope = rope_values(config)
     all_dims = rope.get("mscale_all_dim")
     if rope.get("rope_type", rope.get("type", "default")) == "default" or not all_dims:
@@ -126,7 +126,7 @@ def _temperature(config: ConfigReader) -> float:
 
 
 def latent_rules(spec: ModelSpec, prefix: str = "model.", head: str = "lm_head.weight") -> list[Rule]:
-    """Names of this lineage. `prefix`: of the decoder. `head`: of the output head."""
+    """Weight rules of DeepSeek models. `prefix`: name of the decoder. `head`: name of the output head."""
     layer, ours = prefix + "layers.{i}.", "layers.{i}."
     rules = [
         Rule(prefix + "embed_tokens.weight", "embedding.weight"),
@@ -145,13 +145,13 @@ def latent_rules(spec: ModelSpec, prefix: str = "model.", head: str = "lm_head.w
     mla = mixer.mla if isinstance(mixer, DsaMixerSpec) else mixer
     assert isinstance(mla, MlaMixerSpec)
     rules += latent_attention_rules(mla, layer + "self_attn.", ours + "mixer.")
-    if isinstance(spec.extra, Drafting):
-        rules += drafting_rules(prefix, len(spec.layers), spec.extra.layers)
+    if isinstance(spec.extra, MtpLayers):
+        rules += mtp_rules(prefix, len(spec.layers), spec.extra.layers)
     return rules
 
 
 def latent_attention_rules(mla: MlaMixerSpec, theirs: str, ours: str) -> list[Rule]:
-    """Latent attention itself. `theirs`, `ours`: names up to and including the dot before the projections."""
+    """Weight rules of latent attention. `theirs`, `ours`: prefixes of the projections' names, with the last dot."""
     heads, keys = mla.num_heads, mla.nope_dim
     latent = ours + "latent."
     return [
@@ -168,12 +168,12 @@ def latent_attention_rules(mla: MlaMixerSpec, theirs: str, ours: str) -> list[Ru
 
 
 def rows_of_heads(heads: int, rows: slice) -> Callable[[torch.Tensor], torch.Tensor]:
-    """[heads * n, C] to [heads, len(rows), C], the `rows` of every head."""
+    """[heads * n, C] to [heads, len(rows), C]: selects `rows` of each head."""
     return lambda weight: weight.unflatten(0, (heads, -1))[:, rows]
 
 
 def tiny_deepseek_v2() -> dict[str, Any]:
-    """A V2 of 3 layers: the first dense, the others with 2 of 4 groups of experts."""
+    """Config of a V2 with 3 layers: the first is dense, the others route to 2 of 4 expert groups."""
     return {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",

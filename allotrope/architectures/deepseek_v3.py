@@ -1,4 +1,4 @@
-"""DeepSeek V3, R1 and Kimi-K2: latent attention, sigmoid routing with a correction of the choice.
+"""DeepSeek V3, R1 and Kimi-K2: latent attention (MLA), sigmoid routing with a score correction bias.
 
 Source: DeepSeek-AI 2024 (DeepSeek-V3); `modeling_deepseek_v3.py` of Transformers.
 """
@@ -15,14 +15,14 @@ from allotrope.layers.router import RouterSpec
 
 
 def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
-    """V3's config.json; Kimi-K2's has one group of experts."""
+    """Reads V3's config.json. Kimi-K2's has one expert group."""
     return latent_model(
         config, [read_latent(config)] * config.get("num_hidden_layers", int), read_corrected_router(config)
     )
 
 
 def read_corrected_router(config: ConfigReader) -> RouterSpec:
-    """Sigmoid scores; a learned number per expert joins them for the choice, which is limited to the best groups."""
+    """Router with sigmoid scores. A correction bias per expert joins them for the top-k in the best expert groups."""
     config.expect("topk_method", "noaux_tc", None)
     config.expect("scoring_func", "sigmoid", None)
     return RouterSpec(
@@ -38,7 +38,7 @@ def read_corrected_router(config: ConfigReader) -> RouterSpec:
 
 
 def tiny_deepseek_v3() -> dict[str, Any]:
-    """A V3 of 3 layers."""
+    """Config of a V3 with 3 layers."""
     return tiny_deepseek_v2() | {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",

@@ -1,4 +1,4 @@
-"""DeepSeek V3.2: a V3 whose attention reads the rows that an indexer picks.
+"""DeepSeek V3.2: V3 with sparse attention (DSA); an indexer chooses the top-k cache entries of each query.
 
 Source: DeepSeek-AI 2025 (DeepSeek-V3.2); `modeling_deepseek_v32.py` of Transformers.
 """
@@ -22,13 +22,17 @@ FULL, SHARED = "full", "shared"
 
 
 def read_deepseek_v32(config: ConfigReader) -> ModelSpec:
-    """V3.2's config.json: every layer picks, and its indexer pairs rotated dims half-split."""
+    """Reads V3.2's config.json. Every layer has an indexer, whose rope is half-split by default."""
     count = config.get("num_hidden_layers", int)
     return read_sparse(config, [FULL] * count, interleaved=config.get("indexer_rope_interleave", bool, False))
 
 
 def read_sparse(config: ConfigReader, kinds: Sequence[str], *, interleaved: bool) -> ModelSpec:
-    """`kinds`: per layer, whether it picks ("full") or reuses ("shared"). `interleaved`: pairs of the indexer."""
+    """The spec of a sparse MLA model.
+
+    `kinds`: per layer, "full" (it has an indexer) or "shared" (it reuses the top-k indices of the layer before).
+    `interleaved`: whether the indexer's rope pairs neighbouring dims.
+    """
     mla = read_latent(config)
     layer_types(config, len(kinds), ("indexed_attention",))
     indexer = IndexerSpec(num_heads=config.get("index_n_heads", int), head_dim=config.get("index_head_dim", int))
@@ -43,7 +47,7 @@ def read_sparse(config: ConfigReader, kinds: Sequence[str], *, interleaved: bool
 
 
 def sparse_rules(spec: ModelSpec) -> list[Rule]:
-    """V3's names, and the indexer's."""
+    """Weight rules: V3's, and the indexer's."""
     theirs, ours = "model.layers.{i}.self_attn.indexer.", "layers.{i}.mixer."
     return [
         *latent_rules(spec),
@@ -56,7 +60,7 @@ def sparse_rules(spec: ModelSpec) -> list[Rule]:
 
 
 def tiny_deepseek_v32() -> dict[str, Any]:
-    """A V3.2 of 3 layers that picks 32 rows."""
+    """Config of a V3.2 with 3 layers and top-k 32."""
     return tiny_deepseek_v3() | {
         "architectures": ["DeepseekV32ForCausalLM"],
         "model_type": "deepseek_v32",

@@ -1,4 +1,4 @@
-"""DeepSeek V4 (Flash and Pro): compressed sparse attention, hyper-connections, experts looked up in the first layers.
+"""DeepSeek V4 (Flash and Pro): compressed sparse attention, hyper-connections, hash routing in the first layers.
 
 Sources: DeepSeek-AI 2026 (DeepSeek-V4 technical report); `modeling_deepseek_v4.py` of Transformers.
 """
@@ -31,21 +31,21 @@ from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.hyper_connection import HyperConnectionSpec
 from allotrope.ops.rope import RopeSpec
 
-# Kinds of layers as Transformers names them, and how many tokens make an entry where the config does not say.
-WINDOW, CHOSEN, ALL = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
-RATES = {CHOSEN: 4, ALL: 128}
+# Layer types of Transformers, and their default compression ratios (tokens per compressed KV entry).
+WINDOW, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+RATES = {CSA: 4, HCA: 128}
 SCORES: dict[str, Score] = {"sqrtsoftplus": "sqrt_softplus", "sigmoid": "sigmoid", "softmax": "softmax"}
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What all layers of the model have in common: `hyper`, their streams."""
+    """Settings that all layers share. `hyper`: the hyper-connections."""
 
     hyper: HyperConnectionSpec
 
 
 class DeepseekV4Layer(nn.Module):
-    """Two sublayers between streams: x, post, C = pre(X); X = post * sublayer(norm(x)) + C^T X."""
+    """Mixer and FFN with hyper-connections: x, post, C = pre(X); X = post * sublayer(norm(x)) + C^T X."""
 
     def __init__(self, spec: LayerSpec, model: ModelSpec, build: Build) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class DeepseekV4Decoder(Decoder):
         self.join = HyperHead(self.hyper, build)
 
     def forward(self, step: Step) -> torch.Tensor:
-        """Hidden states [T, hidden] of the step's tokens: every stream starts as the embedding."""
+        """Hidden states [T, hidden] of the step's tokens. Every stream starts as the embedding."""
         streams = self.embedding(step.ids)[:, None].repeat(1, self.hyper.streams, 1)
         for layer, here in zip(self.layers, step.layers, strict=True):
             streams = layer(streams, here)
@@ -83,14 +83,14 @@ class DeepseekV4Decoder(Decoder):
 
 
 def read_deepseek_v4(config: ConfigReader) -> ModelSpec:
-    """DeepSeek V4's config.json. The kinds of layers are read, never derived from their numbers."""
+    """Reads DeepSeek V4's config.json. Layer types come from the config, never from layer indices."""
     hidden, count = config.get("hidden_size", int), config.get("num_hidden_layers", int)
     eps = config.get("rms_norm_eps", float)
     config.expect("hidden_act", "silu")
     config.expect("attention_bias", False, None)
     config.expect("mlp_bias", False, None)
     config.expect("num_key_value_heads", 1)
-    # Layers that draft tokens come after these, and are not loaded; packed experts are read as plain ones.
+    # Multi-token-prediction layers are not loaded. `checkpoint.weight_formats` reads expert_dtype.
     config.ignore("num_nextn_predict_layers", "expert_dtype")
     mixers, ffns = _mixers(config, count, eps), _ffns(config, count)
     hyper = HyperConnectionSpec(
@@ -113,7 +113,7 @@ def read_deepseek_v4(config: ConfigReader) -> ModelSpec:
 
 def _mixers(config: ConfigReader, count: int, eps: float) -> list[CsaMixerSpec]:
     dim = config.get("head_dim", int)
-    plain, stretched = _ropes(config, dim)
+    window_rope, compressed_rope = _ropes(config, dim)
     indexer = IndexerSpec(
         num_heads=config.get("index_n_heads", int),
         head_dim=config.get("index_head_dim", int),
@@ -127,22 +127,22 @@ def _mixers(config: ConfigReader, count: int, eps: float) -> list[CsaMixerSpec]:
         out_groups=config.get("o_groups", int),
         out_rank=config.get("o_lora_rank", int),
         window=config.get("sliding_window", int),
-        rope=plain,
+        rope=window_rope,
         norm_eps=eps,
     )
-    by_kind = {WINDOW: base}
-    entries = dataclasses.replace(base, rope=stretched)
-    kinds = _kinds(config, count)
-    for kind, ratio in kinds:
-        if kind == CHOSEN:
-            by_kind[kind] = dataclasses.replace(entries, ratio=ratio, overlap=True, indexer=indexer)
-        elif kind == ALL:
-            by_kind[kind] = dataclasses.replace(entries, ratio=ratio)
-    return [by_kind[kind] for kind, _ in kinds]
+    by_type = {WINDOW: base}
+    compressed = dataclasses.replace(base, rope=compressed_rope)
+    types = _layer_types(config, count)
+    for layer_type, ratio in types:
+        if layer_type == CSA:
+            by_type[layer_type] = dataclasses.replace(compressed, ratio=ratio, overlap=True, indexer=indexer)
+        elif layer_type == HCA:
+            by_type[layer_type] = dataclasses.replace(compressed, ratio=ratio)
+    return [by_type[layer_type] for layer_type, _ in types]
 
 
-def _kinds(config: ConfigReader, count: int) -> list[tuple[str, int]]:
-    """Kind and tokens per entry of each layer, from either spelling."""
+def _layer_types(config: ConfigReader, count: int) -> list[tuple[str, int]]:
+    """Type and compression ratio of each layer, from `compress_ratios` or `layer_types`."""
     rates = RATES | dict(config.get("compress_rates", dict, None) or {})
     ratios = config.get("compress_ratios", list, None)
     if ratios is None:
@@ -162,7 +162,7 @@ def _kinds(config: ConfigReader, count: int) -> list[tuple[str, int]]:
 
 
 def _ropes(config: ConfigReader, dim: int) -> tuple[RopeSpec, RopeSpec]:
-    """The rotation of layers without entries, and of all else; the latter is stretched without a change of scale."""
+    """The ropes of window layers and of compressed layers. The latter has YaRN with an attention factor of 1."""
     values = rope_values(config)
     rotated = config.get("qk_rope_head_dim", int, None)
     plain_theta, theta = config.get("rope_theta", float, 10000.0), config.get("compress_rope_theta", float, 160000.0)
@@ -186,7 +186,7 @@ def _ropes(config: ConfigReader, dim: int) -> tuple[RopeSpec, RopeSpec]:
 
 
 def _ffns(config: ConfigReader, count: int) -> list[MoeSpec]:
-    """Experts of every layer: looked up by token in the first ones, chosen by score in the others."""
+    """Experts of each layer: the first layers have hash routing, the others route by score."""
     hidden, width = config.get("hidden_size", int), config.get("moe_intermediate_size", int)
     limit, shared = config.get("swiglu_limit", float, None), config.get("n_shared_experts", int, 0)
     config.expect("topk_method", "noaux_tc", None)
@@ -201,7 +201,7 @@ def _ffns(config: ConfigReader, count: int) -> list[MoeSpec]:
         normalize=config.get("norm_topk_prob", bool, True),
         scale=config.get("routed_scaling_factor", float, 1.0),
     )
-    looked_up = dataclasses.replace(router, correction=False, table=config.get("vocab_size", int))
+    hash_router = dataclasses.replace(router, correction=False, table=config.get("vocab_size", int))
     first = config.get("num_hash_layers", int, None)
     stated = config.get("mlp_layer_types", list, None)
     if stated is None and first is None:
@@ -218,11 +218,11 @@ def _ffns(config: ConfigReader, count: int) -> list[MoeSpec]:
         gating=GatedActivation(limit=limit),
         shared=MlpSpec(hidden=hidden, width=width * shared, limit=limit) if shared else None,
     )
-    return [dataclasses.replace(layer, router=looked_up if here else router) for here in hashed]
+    return [dataclasses.replace(layer, router=hash_router if is_hashed else router) for is_hashed in hashed]
 
 
 def deepseek_v4_rules(spec: ModelSpec) -> list[Rule]:
-    """The released names."""
+    """Weight rules of the released names."""
     theirs, ours = "layers.{i}.attn.", "layers.{i}.mixer."
     renamed = {
         "embed.weight": "embedding.weight",
@@ -257,7 +257,7 @@ def deepseek_v4_rules(spec: ModelSpec) -> list[Rule]:
             Rule(theirs + name + "norm.weight", ours + "compressor." + prefix + "norm"),
         ]
     head = drop("head.weight", "tied to the embedding") if spec.tied else Rule("head.weight", "head.weight")
-    return [*rules, *_ffn_rules(), head, drop("mtp.*", "layers that draft tokens are not supported")]
+    return [*rules, *_ffn_rules(), head, drop("mtp.*", "multi-token prediction is not supported")]
 
 
 def _ffn_rules() -> list[Rule]:
@@ -272,7 +272,7 @@ def _ffn_rules() -> list[Rule]:
 
 
 def tiny_deepseek_v4() -> dict[str, Any]:
-    """One layer of each kind and a second that chooses; experts looked up in the first layer."""
+    """Config of 4 layers: each type once and CSA twice; the first layer has hash routing."""
     return {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",

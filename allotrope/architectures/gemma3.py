@@ -1,4 +1,4 @@
-"""Gemma 3 (text): a norm before and after each sublayer, five sliding layers to a full one, two rope bases.
+"""Gemma 3 (text): a norm before and after each sublayer, one full layer after five sliding ones, two rope bases.
 
 Sources: Gemma Team 2025 (Gemma 3 technical report); `modeling_gemma3.py` of Transformers.
 """
@@ -52,12 +52,12 @@ class Gemma3Decoder(Decoder):
 
 
 def read_gemma3(config: ConfigReader) -> ModelSpec:
-    """Gemma 3's config.json. Values that are absent are those of the 4B text model: released configs leave them out."""
+    """Reads Gemma 3's config.json. Released configs leave values out; the defaults are those of the 4B text model."""
     hidden, count = config.get("hidden_size", int), config.get("num_hidden_layers", int)
     dim = config.get("head_dim", int, 256)
     config.expect("hidden_activation", "gelu_pytorch_tanh", None)
     config.expect("use_bidirectional_attention", False, None)
-    # No release has it, and Transformers passes over it.
+    # No release sets it, and Transformers ignores it.
     config.expect("attn_logit_softcapping", None)
     ropes = {FULL: read_rope(config, dim, kind=FULL, default_theta=1_000_000.0), SLIDING: _local_rope(config, dim)}
     window, bias = config.get("sliding_window", int, 4096), config.get("attention_bias", bool, False)
@@ -99,16 +99,16 @@ def read_gemma3(config: ConfigReader) -> ModelSpec:
 
 
 def gemma_kinds(config: ConfigReader, count: int) -> list[str]:
-    """The kind of each layer: stated, or every `sliding_window_pattern`-th one full."""
+    """The type of each layer. `layer_types` lists them; else every `sliding_window_pattern`-th layer is full."""
     pattern = config.get("sliding_window_pattern", int, None) or config.get("_sliding_window_pattern", int, 6)
-    # Transformers saves its default under this name, whatever it lists.
+    # Transformers saves its default under this name, even if `layer_types` differs.
     config.ignore("_sliding_window_pattern")
     derived = [FULL if (i + 1) % pattern == 0 else SLIDING for i in range(count)]
     return agreeing_layers(config, "sliding_window_pattern", layer_types(config, count, (SLIDING, FULL)), derived)
 
 
 def _local_rope(config: ConfigReader, dim: int) -> RopeSpec:
-    """Sliding layers: their own base, never scaled."""
+    """The rope of sliding layers: its own base, without scaling."""
     theta = config.get("rope_local_base_freq", float, 10000.0)
     if SLIDING not in rope_values(config):
         return RopeSpec(dim=dim, theta=theta)
@@ -116,7 +116,7 @@ def _local_rope(config: ConfigReader, dim: int) -> RopeSpec:
 
 
 def read_gemma3_wrapper(config: ConfigReader) -> ModelSpec:
-    """The text part of the model that also sees images."""
+    """Reads the text part of the multimodal model's config."""
     text = config.section("text_config")
     config.ignore("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
     spec = read_gemma3(text)
@@ -125,7 +125,7 @@ def read_gemma3_wrapper(config: ConfigReader) -> ModelSpec:
 
 
 def gemma_rules(spec: ModelSpec, prefix: str = "model.") -> list[Rule]:
-    """Names of the language model under `prefix`."""
+    """Weight rules of the language model. `prefix`: name of the decoder."""
     layer, ours = prefix + "layers.{i}.", "layers.{i}."
     renamed = {
         "input_layernorm": "mixer_norm",
@@ -139,7 +139,7 @@ def gemma_rules(spec: ModelSpec, prefix: str = "model.") -> list[Rule]:
     rules = [Rule(layer + theirs + ".weight", ours + name + ".weight") for theirs, name in renamed.items()]
     for kind in ("weight", "bias"):
         rules.append(Rule(layer + "self_attn.q_proj." + kind, ours + "mixer.qkv." + kind, "q"))
-    rules += _row_rules(spec, prefix)
+    rules += _kv_rules(spec, prefix)
     rules.append(Rule(layer + "self_attn.o_proj.bias", ours + "mixer.out.bias"))
     rules += fuse(layer + "mlp.{}.weight", ours + "ffn.gate_up.weight", ("gate_proj", "up_proj"))
     rules += [Rule(prefix + "embed_tokens.weight", "embedding.weight"), Rule(prefix + "norm.weight", "norm.weight")]
@@ -148,13 +148,13 @@ def gemma_rules(spec: ModelSpec, prefix: str = "model.") -> list[Rule]:
     return rules
 
 
-def _row_rules(spec: ModelSpec, prefix: str) -> list[Rule]:
-    """Keys and values, layer by layer: a layer that reads another's rows has none, though files may hold some."""
+def _kv_rules(spec: ModelSpec, prefix: str) -> list[Rule]:
+    """Weight rules of keys and values. A layer that shares another's KV cache has none, though files may hold some."""
     rules = []
     for i, layer in enumerate(spec.layers):
         theirs, ours = f"{prefix}layers.{i}.self_attn.", f"layers.{i}.mixer."
         if layer.mixer.shares_cache_of is not None:
-            reason = f"the layer reads the rows of layer {layer.mixer.shares_cache_of}"
+            reason = f"the layer shares the KV cache of layer {layer.mixer.shares_cache_of}"
             rules += [drop(theirs + name + ".*", reason) for name in ("k_proj", "v_proj", "k_norm")]
             continue
         rules.append(Rule(theirs + "k_norm.weight", ours + "k_norm.weight"))
@@ -164,7 +164,7 @@ def _row_rules(spec: ModelSpec, prefix: str) -> list[Rule]:
 
 
 def wrapper_rules(spec: ModelSpec) -> list[Rule]:
-    """The language model inside the wrapper, under its old name and its new one."""
+    """Weight rules of the language model inside the multimodal model, by its old name and its new one."""
     rules = [*gemma_rules(spec, "language_model.model."), *gemma_rules(spec, "model.language_model.")]
     for part in ("vision_tower", "multi_modal_projector"):
         rules += [drop(f"{outer}{part}.*", "images are not supported") for outer in ("", "model.")]
@@ -172,7 +172,7 @@ def wrapper_rules(spec: ModelSpec) -> list[Rule]:
 
 
 def tiny_gemma3() -> dict[str, Any]:
-    """A Gemma 3 of 4 layers with a window of 32."""
+    """Config of a Gemma 3 with 4 layers and a window of 32."""
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -199,7 +199,7 @@ def tiny_gemma3() -> dict[str, Any]:
 
 
 def tiny_gemma3_wrapper() -> dict[str, Any]:
-    """The same inside the wrapper."""
+    """`tiny_gemma3` inside the config of the multimodal model."""
     text = tiny_gemma3()
     names = text.pop("architectures")
     assert names == ["Gemma3ForCausalLM"]

@@ -1,5 +1,7 @@
-"""Gemma 4 (text): heads of two sizes, values from keys in full layers, a scalar per layer; in one model experts beside
-the dense block, in the small ones embeddings per layer and layers that read an earlier layer's rows.
+"""Gemma 4 (text): two head sizes, values from keys in full layers, and a scalar per layer.
+
+One model has experts in parallel with the dense MLP. The small models have per-layer embeddings, and layers that share
+the KV cache of an earlier layer.
 
 Source: `modeling_gemma4.py` of Transformers.
 """
@@ -37,7 +39,7 @@ from allotrope.ops.rope import RopeSpec
 
 @dataclass(frozen=True)
 class PerLayerInputs:
-    """Each layer of `layers` gets `width` numbers of its own per token, from a second embedding of `vocab_size` ids."""
+    """Per-layer embeddings: a second embedding of `vocab_size` ids gives each layer `width` values per token."""
 
     vocab_size: int
     width: int
@@ -45,8 +47,8 @@ class PerLayerInputs:
 
 
 @dataclass(frozen=True)
-class ExpertsBeside:
-    """Experts of `width` that work beside the dense block."""
+class ParallelExpertsSpec:
+    """Experts in parallel with the dense MLP. `width`: intermediate size of each."""
 
     router: RouterSpec
     width: int
@@ -54,24 +56,24 @@ class ExpertsBeside:
 
 @dataclass(frozen=True)
 class Gemma4Extra:
-    """`index`: of the layer. `per_layer`: width of its own input, 0 for none. `experts`: None for none."""
+    """`index`: index of the layer. `per_layer`: width of the per-layer embedding, or 0. `experts`: or None."""
 
     index: int
     per_layer: int
-    experts: ExpertsBeside | None
+    experts: ParallelExpertsSpec | None
 
 
 def _replicated(inputs: int, outputs: int, build: Build) -> Linear:
     return Linear(inputs, (Section("", outputs),), build)
 
 
-class Beside(nn.Module):
-    """norm(dense) + norm(experts(norm(x))): experts read what the dense block read, before its norm.
+class ParallelExperts(nn.Module):
+    """norm(dense) + norm(experts(norm(x))): the experts read the input of the dense MLP's norm.
 
-    They are chosen by rms(x) * scale / sqrt(hidden), and their weights have a factor each.
+    The router reads rms(x) * scale / sqrt(hidden), and multiplies each routing weight by the expert's scale.
     """
 
-    def __init__(self, spec: ExpertsBeside, model: ModelSpec, build: Build) -> None:
+    def __init__(self, spec: ParallelExpertsSpec, model: ModelSpec, build: Build) -> None:
         super().__init__()
         hidden, eps, count = model.hidden, model.norm_eps, spec.router.experts
         self.dense_norm, self.in_norm, self.out_norm = (RMSNorm(hidden, eps, build) for _ in range(3))
@@ -84,15 +86,16 @@ class Beside(nn.Module):
         self.experts = Experts(count, hidden, spec.width, gating, build.at("experts"), bias=False)
 
     def forward(self, x: torch.Tensor, dense: torch.Tensor, here: LayerStep) -> torch.Tensor:
-        """`x`: [T, hidden], what both blocks read. `dense`: [T, hidden], what the dense one returned."""
+        """`x`: [T, hidden] residual stream. `dense`: [T, hidden] output of the dense MLP. Returns [T, hidden]."""
         weights, experts = self.router(self.router_norm(x) * self.router_scale * self.root, here.step.ids)
         routed = self.experts(self.in_norm(x), weights * self.expert_scale[experts], experts)
         return self.dense_norm(dense) + self.out_norm(routed)
 
 
 class Gemma4Layer(SandwichLayer):
-    """The sandwich, perhaps with experts beside its dense block; then x += norm(up(gelu(down(x)) * own input)); then
-    all of it times a scalar.
+    """A sandwich layer, with parallel experts if the model has them.
+
+    With per-layer embeddings, x += norm(up(gelu(down(x)) * embedding)) follows. The output is x * scalar.
     """
 
     def __init__(self, spec: LayerSpec, model: ModelSpec, build: Build) -> None:
@@ -101,7 +104,7 @@ class Gemma4Layer(SandwichLayer):
         assert isinstance(extra, Gemma4Extra)
         self.index, self.per_layer = extra.index, extra.per_layer
         self.scalar = parameter((1,), Placement((Section("", 1),)), build.dtype, build.device)
-        self.beside = Beside(extra.experts, model, build.at("beside")) if extra.experts is not None else None
+        self.beside = ParallelExperts(extra.experts, model, build.at("beside")) if extra.experts is not None else None
         if extra.per_layer:
             self.per_layer_gate = _replicated(model.hidden, extra.per_layer, build.at("per_layer_gate"))
             self.per_layer_out = _replicated(extra.per_layer, model.hidden, build.at("per_layer_out"))
@@ -126,7 +129,7 @@ class Gemma4Layer(SandwichLayer):
 
 
 class PerLayerEmbedding(nn.Module):
-    """own = (norm(project(x) / sqrt(hidden)) + sqrt(width) * embed(id)) / sqrt(2), for all layers at once."""
+    """(norm(project(x) / sqrt(hidden)) + sqrt(width) * embed(id)) / sqrt(2), for all layers at once."""
 
     def __init__(self, spec: PerLayerInputs, model: ModelSpec, build: Build) -> None:
         super().__init__()
@@ -137,7 +140,7 @@ class PerLayerEmbedding(nn.Module):
         self.norm = RMSNorm(spec.width, model.norm_eps, build)
 
     def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """`ids`: [T]. `x`: [T, hidden], their scaled embeddings. Returns [T, layers, width]."""
+        """`ids`: [T] token ids. `x`: [T, hidden] their scaled embeddings. Returns [T, layers, width]."""
         projected = self.norm((self.projection(x) * self.scale).unflatten(-1, (self.layers, -1)))
         return (projected + self.embedding(ids).unflatten(-1, (self.layers, -1))) * 2.0**-0.5
 
@@ -161,7 +164,7 @@ class Gemma4Decoder(Decoder):
 
 
 def read_gemma4(config: ConfigReader) -> ModelSpec:
-    """Gemma 4's text config."""
+    """Reads Gemma 4's text config."""
     hidden, count = config.get("hidden_size", int), config.get("num_hidden_layers", int)
     config.expect("hidden_activation", "gelu_pytorch_tanh")
     config.expect("use_bidirectional_attention", None, "vision")
@@ -195,16 +198,19 @@ def read_gemma4(config: ConfigReader) -> ModelSpec:
     )
 
 
-def _experts(config: ConfigReader) -> ExpertsBeside | None:
+def _experts(config: ConfigReader) -> ParallelExpertsSpec | None:
     if not config.get("enable_moe_block", bool, False):
         config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
         return None
     router = RouterSpec(experts=config.get("num_experts", int), topk=config.get("top_k_experts", int))
-    return ExpertsBeside(router, config.get("moe_intermediate_size", int))
+    return ParallelExpertsSpec(router, config.get("moe_intermediate_size", int))
 
 
 def _cache_owners(config: ConfigReader, kinds: list[str]) -> list[int | None]:
-    """Per layer, the earlier layer whose rows it reads: the last ones read the last own rows of their kind."""
+    """The earlier layer whose KV cache each layer reads, or None.
+
+    Each of the last `num_kv_shared_layers` layers reads the last layer of its type that has a cache.
+    """
     first = len(kinds) - config.get("num_kv_shared_layers", int, 0)
     owners: list[int | None] = []
     for i, kind in enumerate(kinds):
@@ -247,7 +253,7 @@ def _mixers(config: ConfigReader, kinds: list[str], owners: list[int | None]) ->
 
 
 def _head_shapes(config: ConfigReader, kinds: list[str], values_from_keys: bool) -> list[tuple[int, int]]:
-    """Per layer, size of a head and number of key/value heads, in the released spelling or as overrides per layer."""
+    """Head size and number of KV heads of each layer, from the released keys or from `per_layer_config`."""
     dim, groups = config.get("head_dim", int), config.get("num_key_value_heads", int)
     stated: dict[str, dict[str, int]] | None = config.get("per_layer_config", dict, None)
     if stated is None:
@@ -267,7 +273,7 @@ def _head_shapes(config: ConfigReader, kinds: list[str], values_from_keys: bool)
 
 
 def read_gemma4_wrapper(config: ConfigReader) -> ModelSpec:
-    """The text part of the model that also sees images and hears."""
+    """Reads the text part of the multimodal model's config."""
     text = config.section("text_config")
     config.ignore("vision_config", "audio_config", "vision_soft_tokens_per_image")
     config.ignore(*(key for key in config.values if key.endswith(("_token_id", "_token_index"))))
@@ -277,7 +283,7 @@ def read_gemma4_wrapper(config: ConfigReader) -> ModelSpec:
 
 
 def gemma4_rules(spec: ModelSpec, prefix: str = "model.") -> list[Rule]:
-    """Gemma 3's names, and what is new."""
+    """Weight rules: Gemma 3's, and those of the new parts."""
     layer, ours = prefix + "layers.{i}.", "layers.{i}."
     renamed = {
         layer + "layer_scalar": ours + "scalar",
@@ -302,7 +308,7 @@ def gemma4_rules(spec: ModelSpec, prefix: str = "model.") -> list[Rule]:
 
 
 def gemma4_wrapper_rules(spec: ModelSpec) -> list[Rule]:
-    """The language model inside the wrapper."""
+    """Weight rules of the language model inside the multimodal model."""
     rules = gemma4_rules(spec, "model.language_model.")
     for part in ("vision_tower", "embed_vision"):
         rules.append(drop(f"model.{part}.*", "images are not supported"))
@@ -312,7 +318,7 @@ def gemma4_wrapper_rules(spec: ModelSpec) -> list[Rule]:
 
 
 def tiny_gemma4() -> dict[str, Any]:
-    """A Gemma 4 of 5 layers with heads of 16 and 32, values from keys in full layers."""
+    """Config of a Gemma 4 with 5 layers, head sizes 16 and 32, and values from keys in full layers."""
     tiny = tiny_gemma3()
     for key in (
         "query_pre_attn_scalar",
@@ -343,7 +349,7 @@ def tiny_gemma4() -> dict[str, Any]:
 
 
 def tiny_gemma4_wrapper() -> dict[str, Any]:
-    """The small kind, in the wrapper: an input of its own for each layer, and layers that read earlier rows."""
+    """Config of a small multimodal Gemma 4, with per-layer embeddings and layers that share a KV cache."""
     text = tiny_gemma4() | {
         "num_hidden_layers": 8,
         "layer_types": [SLIDING, SLIDING, FULL, SLIDING, FULL, SLIDING, SLIDING, FULL],

@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7: grouped queries with half of each head rotated, routing and shared experts as in DeepSeek V3.
+"""GLM-4.5 to 4.7: grouped-query attention with rope on half of each head, routing and shared experts of DeepSeek V3.
 
 Source: Zeng et al. 2025 (GLM-4.5); `modeling_glm4_moe.py` of Transformers.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from allotrope.architectures.deepseek_v2 import Drafting, latent_model
+from allotrope.architectures.deepseek_v2 import MtpLayers, latent_model
 from allotrope.architectures.deepseek_v3 import read_corrected_router
 from allotrope.architectures.llama import dense_rules
 from allotrope.architectures.qwen3 import qwen3_rules
 from allotrope.architectures.registry import Architecture
-from allotrope.checkpoint.expert_rules import drafting_rules, expert_rules, mlp_rules
+from allotrope.checkpoint.expert_rules import expert_rules, mlp_rules, mtp_rules
 from allotrope.checkpoint.read_config import ConfigReader, read_rope
 from allotrope.checkpoint.weights import Rule
 from allotrope.layers.mixers.mha import MhaMixerSpec
@@ -20,7 +20,7 @@ from allotrope.layers.model_spec import ModelSpec
 
 
 def read_glm4_moe(config: ConfigReader) -> ModelSpec:
-    """GLM-4.5's config.json; the Air model has no norm of q and k."""
+    """Reads GLM-4.5's config.json. The Air model has no q and k norm."""
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
     dim = config.get("head_dim", int, None) or hidden // heads
     mixer = MhaMixerSpec(
@@ -38,7 +38,7 @@ def read_glm4_moe(config: ConfigReader) -> ModelSpec:
 
 
 def glm4_moe_rules(spec: ModelSpec) -> list[Rule]:
-    """The dense names, and the experts'."""
+    """Weight rules: Llama's names, and those of experts."""
     mixer = spec.layers[0].mixer
     assert isinstance(mixer, MhaMixerSpec)
     theirs, ours = "model.layers.{i}.mlp.", "layers.{i}.ffn."
@@ -49,13 +49,13 @@ def glm4_moe_rules(spec: ModelSpec) -> list[Rule]:
         *mlp_rules(theirs + "shared_experts.", ours + "shared."),
         *expert_rules(theirs + "experts.", ours + "experts."),
     ]
-    if isinstance(spec.extra, Drafting):
-        rules += drafting_rules("model.", len(spec.layers), spec.extra.layers)
+    if isinstance(spec.extra, MtpLayers):
+        rules += mtp_rules("model.", len(spec.layers), spec.extra.layers)
     return rules
 
 
 def tiny_glm4_moe() -> dict[str, Any]:
-    """A GLM-4.5 of 3 layers, the first of them dense."""
+    """Config of a GLM-4.5 with 3 layers; the first is dense."""
     return {
         "architectures": ["Glm4MoeForCausalLM"],
         "model_type": "glm4_moe",

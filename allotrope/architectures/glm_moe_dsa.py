@@ -1,4 +1,4 @@
-"""GLM-5: sparse latent attention as in DeepSeek V3.2; later releases let some layers reuse the picks of others.
+"""GLM-5: sparse attention (DSA) of DeepSeek V3.2. In later releases some layers reuse the top-k indices of others.
 
 Source: `modeling_glm_moe_dsa.py` of Transformers.
 """
@@ -14,15 +14,19 @@ from allotrope.layers.model_spec import ModelSpec
 
 
 def read_glm_moe_dsa(config: ConfigReader) -> ModelSpec:
-    """GLM-5's config.json: the indexer pairs rotated dims as the main rotation does, interleaved."""
+    """Reads GLM-5's config.json. The indexer's rope is interleaved by default, as the main rope is."""
     kinds = _indexer_kinds(config, config.get("num_hidden_layers", int))
-    # Of drafting layers, which are not used.
+    # The key belongs to multi-token-prediction layers, which are not loaded.
     config.ignore("index_share_for_mtp_iteration")
     return read_sparse(config, kinds, interleaved=config.get("indexer_rope_interleave", bool, True))
 
 
 def _indexer_kinds(config: ConfigReader, count: int) -> list[str]:
-    """Which layers pick: stated by a list or a string of F and S, or every `index_topk_freq`-th of the later ones."""
+    """Per layer, "full" (with an indexer) or "shared".
+
+    `indexer_types` lists them, or `index_topk_pattern` spells them as F and S. Else the first layers and every
+    `index_topk_freq`-th later one are full.
+    """
     stated = config.get("indexer_types", list, None)
     pattern = config.values.get("index_topk_pattern")
     period, offset = config.get("index_topk_freq", int, 1), config.get("index_skip_topk_offset", int, 2)
@@ -40,7 +44,7 @@ def _indexer_kinds(config: ConfigReader, count: int) -> list[str]:
 
 
 def tiny_glm_moe_dsa() -> dict[str, Any]:
-    """A GLM-5 of 5 layers, of which the third and the fifth reuse picks."""
+    """Config of a GLM-5 with 5 layers; the third and the fifth reuse top-k indices."""
     tiny = tiny_deepseek_v32()
     for key in ("rope_scaling", "rope_theta"):
         del tiny[key]

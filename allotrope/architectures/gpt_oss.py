@@ -1,4 +1,4 @@
-"""gpt-oss (20b and 120b): experts with clamped, shifted gates; a learned sink per head; windows in every other layer.
+"""gpt-oss (20b and 120b): experts with a clamped SwiGLU, a sink per head, a sliding window in every other layer.
 
 Sources: OpenAI 2025 (gpt-oss model card); `modeling_gpt_oss.py` of Transformers.
 """
@@ -23,13 +23,13 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_gpt_oss(config: ConfigReader) -> ModelSpec:
-    """gpt-oss's config.json; without `layer_types`, even layers have the window."""
+    """Reads gpt-oss's config.json. Without `layer_types`, layers of even index have the window."""
     hidden, count = config.get("hidden_size", int), config.get("num_hidden_layers", int)
     dim, bias = config.get("head_dim", int), config.get("attention_bias", bool, True)
     heads, groups = config.get("num_attention_heads", int), config.get("num_key_value_heads", int)
     config.expect("hidden_act", "silu")
     rope, window = read_rope(config, dim, default_theta=150000.0), config.get("sliding_window", int)
-    # Both say again what another value says.
+    # Each of these keys repeats another value.
     config.expect("experts_per_token", config.get("num_experts_per_tok", int), None)
     if rope.scaling.original_length:
         config.expect("initial_context_length", rope.scaling.original_length, None)
@@ -37,7 +37,7 @@ def read_gpt_oss(config: ConfigReader) -> ModelSpec:
     ffn = MoeSpec(
         hidden=hidden,
         width=config.get("intermediate_size", int),
-        # A softmax over the chosen logits is a softmax over all, divided by the sum of the chosen.
+        # gpt-oss applies the softmax to the top-k logits. This equals the normalized top-k of a softmax over all.
         router=RouterSpec(
             experts=config.get("num_local_experts", int), topk=config.get("num_experts_per_tok", int), bias=True
         ),
@@ -75,7 +75,7 @@ def read_gpt_oss(config: ConfigReader) -> ModelSpec:
 
 
 def gpt_oss_rules(spec: ModelSpec) -> list[Rule]:
-    """The dense names, and experts as one tensor with inputs before outputs, gates and ups in turn."""
+    """Weight rules: Llama's names, and experts stacked as [E, in, out] with interleaved gate and up outputs."""
     theirs, ours = "model.layers.{i}.mlp.", "layers.{i}.ffn."
     rules = [Rule("model.layers.{i}.self_attn.sinks", "layers.{i}.mixer.sinks")]
     for kind in ("weight", "bias"):
@@ -89,7 +89,7 @@ def gpt_oss_rules(spec: ModelSpec) -> list[Rule]:
 
 
 def _outputs_first(weight: torch.Tensor) -> torch.Tensor:
-    """[E, out, in] of [E, in, out]."""
+    """[E, in, out] to [E, out, in]."""
     return weight.transpose(1, 2)
 
 
@@ -110,7 +110,7 @@ def _odd(bias: torch.Tensor) -> torch.Tensor:
 
 
 def tiny_gpt_oss() -> dict[str, Any]:
-    """A gpt-oss of 4 layers with a window of 32 in two of them."""
+    """Config of a gpt-oss with 4 layers; two have a window of 32."""
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",

@@ -1,4 +1,4 @@
-"""Kimi-K2.5, its text part: a DeepSeek V3 inside of a wrapper that also sees images.
+"""Kimi-K2.5 (text): a DeepSeek V3 inside a multimodal model.
 
 Source: `modeling_kimi_k25.py` of Transformers.
 """
@@ -16,12 +16,12 @@ from allotrope.layers.model_spec import ModelSpec
 
 
 def read_kimi_k25(config: ConfigReader) -> ModelSpec:
-    """The wrapper's config.json."""
+    """Reads the text part of the multimodal model's config.json."""
     text = config.section("text_config")
     config.ignore("vision_config", "projection_hidden_size", "ignore_index", "media_placeholder_token_id")
     config.ignore("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     config.ignore("use_unified_vision_chunk", "video_placeholder", "projection_layer_norm_eps")
-    # The text part decides: Transformers saves a default of its own here, and loading asks for the head.
+    # The text part's value holds: Transformers saves its own default here, and the checkpoint has an output head.
     config.ignore("tie_word_embeddings")
     spec = read_deepseek_v3(text)
     text.refuse_unread("config text_config")
@@ -29,7 +29,7 @@ def read_kimi_k25(config: ConfigReader) -> ModelSpec:
 
 
 def kimi_k25_rules(spec: ModelSpec) -> list[Rule]:
-    """The language model inside of the wrapper."""
+    """Weight rules of the language model inside the multimodal model."""
     return [
         *latent_rules(spec, "language_model.model.", "language_model.lm_head.weight"),
         drop("vision_tower.*", "images are not supported"),
@@ -38,7 +38,7 @@ def kimi_k25_rules(spec: ModelSpec) -> list[Rule]:
 
 
 def tiny_kimi_k25() -> dict[str, Any]:
-    """A Kimi-K2.5 of 3 layers with one group of experts."""
+    """Config of a Kimi-K2.5 with 3 layers and one expert group."""
     text = tiny_deepseek_v3() | {
         "model_type": "kimi_k2",
         "n_routed_experts": 8,

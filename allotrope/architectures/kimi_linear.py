@@ -1,5 +1,4 @@
-"""Kimi-Linear: delta-rule layers with a decay per channel, latent attention without rotation between them, experts
-routed as in DeepSeek V3.
+"""Kimi-Linear: Kimi delta attention (KDA, a decay per channel), MLA without rope, and DeepSeek V3's routing.
 
 Source: Kimi Team 2025 (Kimi Linear); `modeling_kimi_linear.py` of Transformers.
 """
@@ -11,9 +10,9 @@ from typing import Any
 
 import torch
 
-from allotrope.architectures.deepseek_v2 import Drafting, latent_attention_rules, read_latent, sparse_layers
+from allotrope.architectures.deepseek_v2 import MtpLayers, latent_attention_rules, read_latent, sparse_layers
 from allotrope.architectures.registry import Architecture
-from allotrope.checkpoint.expert_rules import drafting_rules, expert_rules, mlp_rules
+from allotrope.checkpoint.expert_rules import expert_rules, mlp_rules, mtp_rules
 from allotrope.checkpoint.read_config import ConfigReader, layer_types
 from allotrope.checkpoint.weights import Rule
 from allotrope.layers.mixers.kda import KdaMixerSpec
@@ -28,7 +27,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 
 def read_kimi_linear(config: ConfigReader) -> ModelSpec:
-    """Kimi-Linear's config.json: the linear layers in `linear_attn_config`, or spelled out as Transformers does."""
+    """Reads Kimi-Linear's config.json, with the released `linear_attn_config` or Transformers' `layer_types`."""
     hidden, count = config.get("hidden_size", int), config.get("num_hidden_layers", int)
     config.expect("hidden_act", "silu")
     config.expect("tie_word_embeddings", False, None)
@@ -44,12 +43,12 @@ def read_kimi_linear(config: ConfigReader) -> ModelSpec:
             LayerSpec(mixer=mixers[kind], ffn=sparse if has_experts else dense)
             for kind, has_experts in zip(_kinds(config, count), sparse_layers(config, count), strict=True)
         ),
-        extra=Drafting(config.get("num_nextn_predict_layers", int, 0)),
+        extra=MtpLayers(config.get("num_nextn_predict_layers", int, 0)),
     )
 
 
 def _linear(config: ConfigReader) -> KdaMixerSpec:
-    """Queries, keys and values have equally many heads of one size, which is also the size of both latents."""
+    """Reads KDA. q, k and v have the same heads. The rank of both low-rank projections is the head size."""
     stated = config.has("linear_attn_config")
     inner = config.section("linear_attn_config") if stated else config
     prefix = "" if stated else "linear_"
@@ -73,7 +72,7 @@ def _linear(config: ConfigReader) -> KdaMixerSpec:
 
 
 def _full(config: ConfigReader) -> MlaMixerSpec:
-    """The dims that others rotate are used as they are, so nothing may be said about how they turn."""
+    """Reads MLA without rope. A config with rope parameters is refused."""
     config.expect("mla_use_nope", True, None)
     config.expect("rope_scaling", None)
     config.expect("rope_parameters", None)
@@ -81,12 +80,15 @@ def _full(config: ConfigReader) -> MlaMixerSpec:
 
 
 def _kinds(config: ConfigReader, count: int) -> list[str]:
-    """What each layer is: two lists of layers counted from 1, or a word per layer; where both are there, they agree."""
-    words = layer_types(config, count, (LINEAR, FULL))
+    """The type of each layer, from the lists in `linear_attn_config` (counted from 1) or from `layer_types`.
+
+    A config in which the two differ is refused.
+    """
+    stated = layer_types(config, count, (LINEAR, FULL))
     if not config.has("linear_attn_config"):
-        if words is None:
+        if stated is None:
             config.refuse("config has neither 'linear_attn_config' nor a valid 'layer_types' to say what layers are")
-        return words or [LINEAR] * count
+        return stated or [LINEAR] * count
     lists = config.section("linear_attn_config")
     full, linear = lists.get("full_attn_layers", list), lists.get("kda_layers", list)
     numbered = [FULL if i in full else LINEAR for i in range(1, count + 1)]
@@ -95,8 +97,8 @@ def _kinds(config: ConfigReader, count: int) -> list[str]:
             f"config linear_attn_config full_attn_layers={full!r} and kda_layers={linear!r} "
             f"(together they need each of the layers 1 to {count} once)"
         )
-    elif words is not None and words != numbered:
-        config.refuse(f"config layer_types={words!r} but linear_attn_config says {numbered!r}")
+    elif stated is not None and stated != numbered:
+        config.refuse(f"config layer_types={stated!r} but linear_attn_config says {numbered!r}")
     return numbered
 
 
@@ -119,7 +121,7 @@ def _experts(config: ConfigReader, hidden: int) -> MoeSpec:
 
 
 def kimi_linear_rules(spec: ModelSpec) -> list[Rule]:
-    """The released names, and what Transformers saves: there the plain block of a layer bears the experts' name."""
+    """Weight rules of the released names and of Transformers', which give a dense MLP the experts' name."""
     layer, ours = "model.layers.{i}.", "layers.{i}."
     sparse = layer + "block_sparse_moe."
     rules = [
@@ -135,15 +137,15 @@ def kimi_linear_rules(spec: ModelSpec) -> list[Rule]:
         *mlp_rules(sparse + "shared_experts.", ours + "ffn.shared."),
         *expert_rules(sparse + "experts.", ours + "ffn.experts.", ("w1", "w3", "w2")),
     ]
-    # By number, for both kinds of layers have a q_proj.
-    for i, one in enumerate(spec.layers):
+    # Each layer has rules of its own, because both layer types have a q_proj.
+    for i, layer_spec in enumerate(spec.layers):
         theirs, target = f"model.layers.{i}.self_attn.", f"layers.{i}.mixer."
-        if isinstance(one.mixer, MlaMixerSpec):
-            rules += latent_attention_rules(one.mixer, theirs, target)
+        if isinstance(layer_spec.mixer, MlaMixerSpec):
+            rules += latent_attention_rules(layer_spec.mixer, theirs, target)
         else:
             rules += _linear_rules(theirs, target)
-    if isinstance(spec.extra, Drafting):
-        rules += drafting_rules("model.", len(spec.layers), spec.extra.layers)
+    if isinstance(spec.extra, MtpLayers):
+        rules += mtp_rules("model.", len(spec.layers), spec.extra.layers)
     return rules
 
 
@@ -160,12 +162,12 @@ def _linear_rules(theirs: str, ours: str) -> list[Rule]:
 
 
 def _taps(weight: torch.Tensor) -> torch.Tensor:
-    """A depthwise convolution's [channels, 1, width] to [channels, width]."""
+    """[channels, 1, width] of a depthwise convolution to [channels, width]."""
     return weight.squeeze(1)
 
 
 def tiny_kimi_linear() -> dict[str, Any]:
-    """Five layers, the fourth of latent attention; the first without experts."""
+    """Config of 5 layers: the fourth has MLA, the first has no experts."""
     return {
         "architectures": ["KimiLinearForCausalLM"],
         "model_type": "kimi_linear",

@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x, and Mistral: dense decoders with grouped queries, Mistral's with a sliding window.
+"""Llama 2 and 3.x, and Mistral: dense decoders with grouped-query attention; Mistral has a sliding window.
 
 Sources: Touvron et al. 2023; Jiang et al. 2023; `modeling_llama.py` and `modeling_mistral.py` of Transformers.
 """
@@ -46,17 +46,17 @@ def _read_dense(config: ConfigReader, window: int | None, attention_bias: bool) 
 
 
 def read_llama(config: ConfigReader) -> ModelSpec:
-    """Llama's config.json."""
+    """Reads Llama's config.json."""
     return _read_dense(config, None, config.get("attention_bias", bool, False))
 
 
 def read_mistral(config: ConfigReader) -> ModelSpec:
-    """Mistral's config.json; `sliding_window` null is full attention."""
+    """Reads Mistral's config.json. If `sliding_window` is null, attention is full."""
     return _read_dense(config, config.get("sliding_window", int, None), False)
 
 
 def dense_rules(spec: ModelSpec) -> list[Rule]:
-    """Names shared by the dense decoders of this lineage."""
+    """Weight rules that all decoders with Llama's names share."""
     layer, ours = "model.layers.{i}.", "layers.{i}."
     attention = layer + "self_attn."
     rules = [
@@ -79,7 +79,7 @@ def dense_rules(spec: ModelSpec) -> list[Rule]:
 
 
 def tiny_llama() -> dict[str, Any]:
-    """A Llama of 2 layers with llama3 rope scaling."""
+    """Config of a Llama with 2 layers and llama3 rope scaling."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -108,7 +108,7 @@ def tiny_llama() -> dict[str, Any]:
 
 
 def tiny_mistral() -> dict[str, Any]:
-    """A Mistral of 2 layers with a window of 32."""
+    """Config of a Mistral with 2 layers and a window of 32."""
     tiny = tiny_llama()
     for key in ("attention_bias", "mlp_bias", "rope_scaling"):
         del tiny[key]

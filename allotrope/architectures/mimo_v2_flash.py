@@ -1,5 +1,4 @@
-"""MiMo-V2-Flash: full layers among windowed ones with heads of their own shape, sinks in the windowed ones, experts
-chosen by sigmoid.
+"""MiMo-V2-Flash: full and sliding-window layers with head shapes of their own, sinks in window layers, sigmoid routing.
 
 Sources: Xiaomi 2025 (MiMo-V2-Flash technical report); `modeling_mimo_v2_flash.py` of Transformers.
 """
@@ -24,10 +23,10 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_mimo_v2_flash(config: ConfigReader) -> ModelSpec:
-    """MiMo-V2-Flash's config.json."""
+    """Reads MiMo-V2-Flash's config.json."""
     hidden, count = config.get("hidden_size", int), config.get("num_hidden_layers", int)
     config.expect("hidden_act", "silu")
-    # Windowed layers are not chunked, whatever this says.
+    # The model has no chunked attention, and Transformers ignores this key.
     config.ignore("attention_chunk_size")
     eps = config.get("layernorm_epsilon", float, None) or config.get("rms_norm_eps", float)
     config.expect("rms_norm_eps", eps, None)
@@ -66,11 +65,11 @@ def _sparse(config: ConfigReader, count: int) -> list[bool]:
     """Whether each layer has experts."""
     frequency, kinds = config.get("moe_layer_freq", list, None), config.get("mlp_layer_types", list, None)
     stated = None if kinds is None else [kind == "sparse" for kind in kinds]
-    found = agreeing_layers(config, "moe_layer_freq", stated, [bool(one) for one in frequency or []])
-    if len(found) != count:
+    sparse = agreeing_layers(config, "moe_layer_freq", stated, [bool(flag) for flag in frequency or []])
+    if len(sparse) != count:
         config.refuse(f"config moe_layer_freq={frequency!r} (needs {count} of 0 for dense and 1 for experts)")
         return [True] * count
-    return found
+    return sparse
 
 
 def _mixer(config: ConfigReader, kind: str, eps: float) -> MhaMixerSpec:
@@ -107,13 +106,13 @@ def _rope(config: ConfigReader, dim: int, kind: str) -> RopeSpec:
 
 
 def _window(config: ConfigReader) -> int:
-    """Keys that a query sees: `sliding_window_size` ones before it, and its own."""
+    """The number of keys that a query sees: `sliding_window_size` earlier ones and its own."""
     before, stated = config.get("sliding_window_size", int, None), config.get("sliding_window", int, None)
     if before is None and stated is None:
         config.refuse("config has neither 'sliding_window_size' nor 'sliding_window' (needs int)")
     if before is None:
         return stated or 1
-    # Released configs say the same number twice, Transformers counts the query's own key in one of them.
+    # Released configs hold the same number twice. In Transformers, `sliding_window` counts the query's own key.
     config.expect("sliding_window", before, before + 1, None)
     return before + 1
 
@@ -136,19 +135,19 @@ def _experts(config: ConfigReader, hidden: int) -> MoeSpec:
 
 
 def mimo_v2_flash_rules(spec: ModelSpec) -> list[Rule]:
-    """The dense names, sinks, and one tensor per expert."""
+    """Weight rules: Llama's names, sinks, and one tensor per expert."""
     theirs, ours = "model.layers.{i}.mlp.", "layers.{i}.ffn."
     rules = [
         Rule("model.layers.{i}.self_attn.attention_sink_bias", "layers.{i}.mixer.sinks"),
         Rule(theirs + "gate.weight", ours + "router.gate.weight"),
         Rule(theirs + "gate.e_score_correction_bias", ours + "router.correction"),
-        drop("model.mtp.*", "layers that draft tokens are not supported"),
+        drop("model.mtp.*", "multi-token prediction is not supported"),
     ]
     return [*dense_rules(spec), *rules, *expert_rules(theirs + "experts.", ours + "experts.")]
 
 
 def tiny_mimo_v2_flash() -> dict[str, Any]:
-    """Windowed layers between two full ones; the first layer is dense."""
+    """Config of 6 layers: window layers between two full ones; the first layer is dense."""
     return {
         "architectures": ["MiMoV2FlashForCausalLM"],
         "model_type": "mimo_v2_flash",

@@ -1,4 +1,4 @@
-"""MiniMax-M2: full attention with one norm over all heads of q and of k, sigmoid routing, no shared expert.
+"""MiniMax-M2: full attention, whose q norm and k norm each span all heads, and sigmoid routing without shared experts.
 
 Source: `modeling_minimax_m2.py` of Transformers.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from allotrope.architectures.deepseek_v2 import Drafting
+from allotrope.architectures.deepseek_v2 import MtpLayers
 from allotrope.architectures.qwen3 import qwen3_rules
 from allotrope.architectures.registry import Architecture
-from allotrope.checkpoint.expert_rules import drafting_rules, expert_rules
+from allotrope.checkpoint.expert_rules import expert_rules, mtp_rules
 from allotrope.checkpoint.read_config import ConfigReader, read_rope, rope_values
 from allotrope.checkpoint.weights import Rule
 from allotrope.layers.mixers.mha import MhaMixerSpec
@@ -21,7 +21,7 @@ from allotrope.ops.rope import RopeSpec
 
 
 def read_minimax_m2(config: ConfigReader) -> ModelSpec:
-    """MiniMax-M2's config.json; `rotary_dim` is how many dims of a head are rotated."""
+    """Reads MiniMax-M2's config.json. `rotary_dim` is the number of dims of a head that rope rotates."""
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
     count, eps = config.get("num_hidden_layers", int), config.get("rms_norm_eps", float)
     dim = config.get("head_dim", int, None) or hidden // heads
@@ -48,7 +48,7 @@ def read_minimax_m2(config: ConfigReader) -> ModelSpec:
             ),
         ),
     )
-    drafting = config.get("num_mtp_modules", int, 0)
+    mtp_layers = config.get("num_mtp_modules", int, 0)
     config.ignore("use_mtp", "mtp_transformer_layers")
     return ModelSpec(
         vocab_size=config.get("vocab_size", int),
@@ -57,12 +57,12 @@ def read_minimax_m2(config: ConfigReader) -> ModelSpec:
         norm_eps=eps,
         layers=(layer,) * count,
         tied=config.get("tie_word_embeddings", bool, False),
-        extra=Drafting(drafting),
+        extra=MtpLayers(mtp_layers),
     )
 
 
 def _read_rope(config: ConfigReader, dim: int) -> RopeSpec:
-    """Rotated dims are counted by `rotary_dim`, or given as a part of the head."""
+    """Reads the rope, whose dims are given as `rotary_dim` or as `partial_rotary_factor`."""
     rotated = config.get("rotary_dim", int, None)
     part = rope_values(config).get("partial_rotary_factor") or config.get("partial_rotary_factor", float, None)
     rope = read_rope(config, dim if part else rotated or dim, default_theta=5000000.0)
@@ -72,7 +72,7 @@ def _read_rope(config: ConfigReader, dim: int) -> RopeSpec:
 
 
 def _refuse_other_layers(config: ConfigReader, count: int) -> None:
-    """The config can name kinds of layers that no released M2 has."""
+    """Refuse layer types that the config can name and no released M2 has."""
     config.expect("hidden_act", "silu")
     config.expect("scoring_func", "sigmoid", None)
     config.expect("use_routing_bias", True, None)
@@ -84,7 +84,7 @@ def _refuse_other_layers(config: ConfigReader, count: int) -> None:
 
 
 def minimax_m2_rules(spec: ModelSpec) -> list[Rule]:
-    """The dense names with norms of q and k, and the experts'."""
+    """Weight rules: Qwen3's names, and those of experts."""
     theirs, ours = "model.layers.{i}.block_sparse_moe.", "layers.{i}.ffn."
     rules = [
         *qwen3_rules(spec),
@@ -92,13 +92,13 @@ def minimax_m2_rules(spec: ModelSpec) -> list[Rule]:
         Rule(theirs + "e_score_correction_bias", ours + "router.correction"),
         *expert_rules(theirs + "experts.", ours + "experts.", ("w1", "w3", "w2")),
     ]
-    if isinstance(spec.extra, Drafting):
-        rules += drafting_rules("model.", len(spec.layers), spec.extra.layers)
+    if isinstance(spec.extra, MtpLayers):
+        rules += mtp_rules("model.", len(spec.layers), spec.extra.layers)
     return rules
 
 
 def tiny_minimax_m2() -> dict[str, Any]:
-    """A MiniMax-M2 of 3 layers."""
+    """Config of a MiniMax-M2 with 3 layers."""
     return {
         "architectures": ["MiniMaxM2ForCausalLM"],
         "model_type": "minimax_m2",

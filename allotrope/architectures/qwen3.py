@@ -1,4 +1,4 @@
-"""Qwen3, dense: grouped queries with a norm on every head of q and k.
+"""Qwen3, dense: grouped-query attention with a norm on each head of q and k.
 
 Source: Yang et al. 2025 (Qwen3 technical report); `modeling_qwen3.py` of Transformers.
 """
@@ -17,7 +17,7 @@ from allotrope.layers.model_spec import LayerSpec, ModelSpec
 
 
 def read_qwen3(config: ConfigReader) -> ModelSpec:
-    """Qwen3's config.json. With `use_sliding_window`, layers from `max_window_layers` on have the window."""
+    """Reads Qwen3's config.json. With `use_sliding_window`, layers from `max_window_layers` on have the window."""
     hidden, count = config.get("hidden_size", int), config.get("num_hidden_layers", int)
     heads = config.get("num_attention_heads", int)
     dim = config.get("head_dim", int, None) or hidden // heads
@@ -68,7 +68,7 @@ def qwen_windows(config: ConfigReader, count: int) -> list[int | None]:
 
 
 def qwen3_rules(spec: ModelSpec) -> list[Rule]:
-    """The dense names, and the two head norms."""
+    """Weight rules: Llama's names, and the q and k norms."""
     norms = [
         Rule(f"model.layers.{{i}}.self_attn.{name}.weight", f"layers.{{i}}.mixer.{name}.weight")
         for name in ("q_norm", "k_norm")
@@ -77,7 +77,7 @@ def qwen3_rules(spec: ModelSpec) -> list[Rule]:
 
 
 def tiny_qwen3() -> dict[str, Any]:
-    """A Qwen3 of 2 layers with tied embeddings."""
+    """Config of a Qwen3 with 2 layers and tied embeddings."""
     tiny = tiny_llama()
     for key in ("mlp_bias", "rope_scaling"):
         del tiny[key]

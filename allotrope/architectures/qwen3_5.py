@@ -1,5 +1,6 @@
-"""Qwen3.5, dense and with experts: Qwen3-Next with the projections of the delta rule apart, inside a model that also
-sees images. The text part alone is served.
+"""Qwen3.5, dense and MoE: Qwen3-Next with separate projections of the delta rule, inside a multimodal model.
+
+Only the text part is served.
 
 Source: Qwen Team 2026 (Qwen3.5); `modeling_qwen3_5.py` and `modeling_qwen3_5_moe.py` of Transformers.
 """
@@ -20,11 +21,11 @@ from allotrope.layers.model_spec import FfnSpec, ModelSpec
 
 
 def read_qwen3_5(config: ConfigReader) -> ModelSpec:
-    """The text config; layers have experts if it has `num_experts`."""
+    """Reads the text config. Layers have experts if it has `num_experts`."""
     config.expect("attn_output_gate", True, None)
-    # The recurrent state is always fp32, the safe choice; so is what the released configs ask for.
+    # Released configs ask for a recurrent state in fp32, which is also the engine's default.
     config.expect("mamba_ssm_dtype", "float32", None)
-    # Layers that draft tokens come after these; they are not loaded.
+    # Multi-token-prediction layers are not loaded.
     config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     mixers, hidden = read_mixers(config), config.get("hidden_size", int)
     ffn: FfnSpec
@@ -36,7 +37,7 @@ def read_qwen3_5(config: ConfigReader) -> ModelSpec:
 
 
 def read_wrapper(config: ConfigReader) -> ModelSpec:
-    """The text part of the model that also sees images and films."""
+    """Reads the text part of the multimodal model's config."""
     text = config.section("text_config")
     config.ignore("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     spec = read_qwen3_5(text)
@@ -45,7 +46,7 @@ def read_wrapper(config: ConfigReader) -> ModelSpec:
 
 
 def qwen3_5_rules(spec: ModelSpec, prefix: str = "model.") -> list[Rule]:
-    """Names of the language model under `prefix`: q, k and v come as one tensor, z, b and a each as their own."""
+    """Weight rules of the language model. q, k and v are one tensor; z, b and a are one each."""
     rules = hybrid_rules(spec, prefix)
     mixer = next((layer.mixer for layer in spec.layers if isinstance(layer.mixer, GdnMixerSpec)), None)
     if mixer is None:
@@ -58,12 +59,12 @@ def qwen3_5_rules(spec: ModelSpec, prefix: str = "model.") -> list[Rule]:
 
 
 def wrapper_rules(spec: ModelSpec) -> list[Rule]:
-    """The language model inside the wrapper, and what sees images."""
+    """Weight rules of the language model inside the multimodal model. The vision part is dropped."""
     return [*qwen3_5_rules(spec, "model.language_model."), drop("model.visual.*", "images are not supported")]
 
 
 def tiny_qwen3_5() -> dict[str, Any]:
-    """Five layers, the fourth of full attention."""
+    """Config of 5 layers; the fourth has full attention."""
     tiny = tiny_qwen3_next()
     for key in list(tiny):
         if "expert" in key or key in ("moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "rope_theta"):
@@ -89,7 +90,7 @@ def tiny_qwen3_5() -> dict[str, Any]:
 
 
 def tiny_qwen3_5_moe() -> dict[str, Any]:
-    """The same with experts in every layer."""
+    """`tiny_qwen3_5` with experts in every layer."""
     tiny = tiny_qwen3_5()
     del tiny["intermediate_size"]
     return tiny | {
@@ -103,7 +104,7 @@ def tiny_qwen3_5_moe() -> dict[str, Any]:
 
 
 def _wrapped(text: dict[str, Any], name: str, kind: str) -> dict[str, Any]:
-    """`text` inside the wrapper, with a small vision part."""
+    """The text config inside a multimodal config, with a small vision part."""
     vision = {
         "model_type": kind,
         "depth": 1,
@@ -133,12 +134,12 @@ def _wrapped(text: dict[str, Any], name: str, kind: str) -> dict[str, Any]:
 
 
 def tiny_wrapper() -> dict[str, Any]:
-    """The dense one as released."""
+    """Config of the dense multimodal model."""
     return _wrapped(tiny_qwen3_5(), "Qwen3_5ForConditionalGeneration", "qwen3_5")
 
 
 def tiny_moe_wrapper() -> dict[str, Any]:
-    """The one with experts as released."""
+    """Config of the multimodal model with experts."""
     return _wrapped(tiny_qwen3_5_moe(), "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe")
 
 

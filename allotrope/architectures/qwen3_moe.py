@@ -1,4 +1,4 @@
-"""Qwen3, mixture of experts: the dense model's attention, softmax routing, no shared expert.
+"""Qwen3, mixture of experts: the dense model's attention, softmax routing without shared experts.
 
 Source: Yang et al. 2025 (Qwen3 technical report); `modeling_qwen3_moe.py` of Transformers.
 """
@@ -19,7 +19,10 @@ from allotrope.layers.router import RouterSpec
 
 
 def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
-    """Qwen3-MoE's config.json: every `decoder_sparse_step`-th layer has experts, but for `mlp_only_layers`."""
+    """Reads Qwen3-MoE's config.json.
+
+    Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`.
+    """
     dense = read_qwen3(config)
     count_key = "num_experts" if config.has("num_experts") else "num_local_experts"
     moe = MoeSpec(
@@ -31,16 +34,16 @@ def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
             normalize=config.get("norm_topk_prob", bool, False),
         ),
     )
-    step, without = config.get("decoder_sparse_step", int, 1), config.get("mlp_only_layers", list, [])
+    step, mlp_only = config.get("decoder_sparse_step", int, 1), config.get("mlp_only_layers", list, [])
     layers = tuple(
-        layer if i in without or (i + 1) % step else dataclasses.replace(layer, ffn=moe)
+        layer if i in mlp_only or (i + 1) % step else dataclasses.replace(layer, ffn=moe)
         for i, layer in enumerate(dense.layers)
     )
     return dataclasses.replace(dense, layers=layers)
 
 
 def qwen3_moe_rules(spec: ModelSpec) -> list[Rule]:
-    """The dense names, and the experts'."""
+    """Weight rules: Qwen3's names, and those of experts."""
     theirs, ours = "model.layers.{i}.mlp.", "layers.{i}.ffn."
     return [
         *qwen3_rules(spec),
@@ -50,7 +53,7 @@ def qwen3_moe_rules(spec: ModelSpec) -> list[Rule]:
 
 
 def tiny_qwen3_moe() -> dict[str, Any]:
-    """A Qwen3-MoE of 3 layers, the second of them dense."""
+    """Config of a Qwen3-MoE with 3 layers; the second is dense."""
     return tiny_qwen3() | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",

@@ -1,4 +1,4 @@
-"""Qwen3-Next: three gated-delta-rule layers to one of gated full attention, experts in every layer.
+"""Qwen3-Next: one gated full-attention layer after every three layers of gated delta rule, experts in every layer.
 
 Source: Qwen Team 2025 (Qwen3-Next); `modeling_qwen3_next.py` of Transformers.
 """
@@ -24,19 +24,22 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 
 def read_qwen3_next(config: ConfigReader) -> ModelSpec:
-    """Qwen3-Next's config.json. Layers on `mlp_only_layers`, and those between the sparse ones, have no experts."""
+    """Reads Qwen3-Next's config.json.
+
+    Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`.
+    """
     mixers = read_mixers(config)
     hidden, step = config.get("hidden_size", int), config.get("decoder_sparse_step", int, 1)
-    plain = set(config.get("mlp_only_layers", list, []))
+    mlp_only = set(config.get("mlp_only_layers", list, []))
     width = config.get("intermediate_size", int)
     sparse = read_moe(config, hidden, normalize=config.get("norm_topk_prob", bool, True))
     dense = MlpSpec(hidden=hidden, width=width)
-    ffns = [dense if i in plain or (i + 1) % step else sparse for i in range(len(mixers))]
+    ffns = [dense if i in mlp_only or (i + 1) % step else sparse for i in range(len(mixers))]
     return hybrid(config, mixers, ffns)
 
 
 def hybrid(config: ConfigReader, mixers: Sequence[MixerSpec], ffns: Sequence[FfnSpec]) -> ModelSpec:
-    """The rest of a hybrid Qwen: norms whose weights are around 0, and the sizes that all layers share."""
+    """The spec of a hybrid Qwen with these layers. Its norms multiply by 1 + weight."""
     config.expect("hidden_act", "silu")
     return ModelSpec(
         vocab_size=config.get("vocab_size", int),
@@ -50,7 +53,7 @@ def hybrid(config: ConfigReader, mixers: Sequence[MixerSpec], ffns: Sequence[Ffn
 
 
 def read_mixers(config: ConfigReader) -> list[MixerSpec]:
-    """The mixer of each layer: full attention where `layer_types` says so, else in every `full_attention_interval`."""
+    """The mixer of each layer. `layer_types` lists them; without it, every `full_attention_interval`-th one is full."""
     count, interval = config.get("num_hidden_layers", int), config.get("full_attention_interval", int, 4)
     derived = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(count)]
     stated = layer_types(config, count, (LINEAR, FULL))
@@ -91,7 +94,7 @@ def _linear(config: ConfigReader) -> GdnMixerSpec:
 
 
 def read_moe(config: ConfigReader, hidden: int, *, normalize: bool) -> MoeSpec:
-    """Experts chosen by softmax, and one that every token takes as far as its gate lets it."""
+    """Experts with softmax routing, and a shared expert with a gate."""
     return MoeSpec(
         hidden=hidden,
         width=config.get("moe_intermediate_size", int),
@@ -104,7 +107,7 @@ def read_moe(config: ConfigReader, hidden: int, *, normalize: bool) -> MoeSpec:
 
 
 def qwen3_next_rules(spec: ModelSpec) -> list[Rule]:
-    """The released names. Projections of the delta rule come key head by key head: [q | k | v.. | z..], [b.. | a..]."""
+    """Weight rules. The delta rule's projections interleave each key head: [q | k | v.. | z..] and [b.. | a..]."""
     rules = hybrid_rules(spec, "model.")
     mixer = next((layer.mixer for layer in spec.layers if isinstance(layer.mixer, GdnMixerSpec)), None)
     if mixer is None:
@@ -113,24 +116,24 @@ def qwen3_next_rules(spec: ModelSpec) -> list[Rule]:
     values = repeat * mixer.v_head_dim
     theirs, target = "model.layers.{i}.linear_attn.", "layers.{i}.mixer.inputs.weight"
     qkvz = parts(groups, (mixer.k_head_dim, mixer.k_head_dim, values, values))
-    rules += _taken(theirs + "in_proj_qkvz.weight", target, "qkvz", qkvz)
-    return rules + _taken(theirs + "in_proj_ba.weight", target, "ba", parts(groups, (repeat, repeat)))
+    rules += _section_rules(theirs + "in_proj_qkvz.weight", target, "qkvz", qkvz)
+    return rules + _section_rules(theirs + "in_proj_ba.weight", target, "ba", parts(groups, (repeat, repeat)))
 
 
-def _taken(source: str, target: str, names: str, taken: tuple[Part, ...]) -> list[Rule]:
-    """One rule per section (a letter of `names`) of a tensor that holds several."""
-    return [Rule(source, target, name, transform=part) for name, part in zip(names, taken, strict=True)]
+def _section_rules(source: str, target: str, names: str, sections: tuple[Part, ...]) -> list[Rule]:
+    """One rule for each section of a fused tensor. `names`: one letter per section."""
+    return [Rule(source, target, name, transform=part) for name, part in zip(names, sections, strict=True)]
 
 
 def hybrid_rules(spec: ModelSpec, prefix: str) -> list[Rule]:
-    """Names under `prefix` that all hybrid Qwens share: everything but the input projections of the delta rule."""
+    """Weight rules that all hybrid Qwens share: all but the delta rule's input projections. `prefix`: the decoder's."""
     layer, ours = prefix + "layers.{i}.", "layers.{i}."
     rules = [
         Rule(prefix + "embed_tokens.weight", "embedding.weight"),
         Rule(prefix + "norm.weight", "norm.weight"),
         Rule(layer + "input_layernorm.weight", ours + "mixer_norm.weight"),
         Rule(layer + "post_attention_layernorm.weight", ours + "ffn_norm.weight"),
-        drop("mtp.*", "layers that draft tokens are not supported"),
+        drop("mtp.*", "multi-token prediction is not supported"),
         drop("lm_head.weight", "tied to the embedding") if spec.tied else Rule("lm_head.weight", "head.weight"),
     ]
     for mixer in {layer.mixer for layer in spec.layers}:
@@ -151,12 +154,12 @@ def _linear_rules(mixer: GdnMixerSpec, theirs: str, ours: str) -> list[Rule]:
 
 
 def _taps(take: Part) -> Transform:
-    """A section of a depthwise convolution's [channels, 1, width]."""
+    """[channels, 1, width] of a depthwise convolution to the [channels, width] of one section."""
     return lambda weight: take(weight.squeeze(1))
 
 
 def _full_rules(mixer: MhaMixerSpec, theirs: str, ours: str) -> list[Rule]:
-    """Head by head, the query projection comes as [q | gate]."""
+    """Weight rules of gated attention. The query projection interleaves [q | gate] in each head."""
     rules = [Rule(f"{theirs}{name}.weight", f"{ours}{name}.weight") for name in ("q_norm", "k_norm")]
     gated = parts(mixer.num_heads, (mixer.head_dim, mixer.head_dim))
     for kind in ("weight", "bias"):
@@ -169,7 +172,7 @@ def _full_rules(mixer: MhaMixerSpec, theirs: str, ours: str) -> list[Rule]:
 
 
 def _ffn_rules(theirs: str, ours: str) -> list[Rule]:
-    """Experts one by one or stacked, the shared one, and the plain block of layers without experts."""
+    """Weight rules of experts (one tensor each, or stacked), the shared expert, and the MLP of dense layers."""
     rules = [
         Rule(theirs + "gate.weight", ours + "router.gate.weight"),
         Rule(theirs + "shared_expert_gate.weight", ours + "shared_gate.weight"),
@@ -190,12 +193,12 @@ def _ffn_rules(theirs: str, ours: str) -> list[Rule]:
 
 
 def _half(index: int) -> Transform:
-    """Of every expert's rows."""
+    """The first (0) or second (1) half of each expert's rows."""
     return lambda stacked: stacked.chunk(2, dim=1)[index]
 
 
 def tiny_qwen3_next() -> dict[str, Any]:
-    """Five layers, the fourth of full attention; the third without experts."""
+    """Config of 5 layers: the fourth has full attention, the third has no experts."""
     return {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",

@@ -1,4 +1,4 @@
-"""The architectures, by the name that config.json gives them. One row here and one file beside it add a model."""
+"""The architectures by their names in config.json. A new model needs one row here and one file in this folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from allotrope.layers.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class Architecture:
-    """`read`: config to spec. `rules`: checkpoint names to parameters. `tiny`: a small config for tests."""
+    """`read`: config to spec. `rules`: weight rules of the checkpoint's names. `tiny`: a small config for tests."""
 
     read: Callable[[ConfigReader], ModelSpec]
     rules: Callable[[ModelSpec], Sequence[Rule]]
@@ -54,26 +54,26 @@ ARCHITECTURES: dict[str, str] = {
 
 
 def find_architecture(config: dict[str, Any], source: str) -> Architecture:
-    """The architecture of a config.json. Raises ModelError naming what is known if it is none of ours."""
+    """The architecture of a config.json. Raises ModelError with the supported names if it is unknown."""
     names = config.get("architectures") or []
     for name in names:
         if name in ARCHITECTURES:
             module, _, row = ARCHITECTURES[name].partition(":")
-            found = getattr(import_module(f"allotrope.architectures.{module}"), row)
-            assert isinstance(found, Architecture)
-            return found
+            architecture = getattr(import_module(f"allotrope.architectures.{module}"), row)
+            assert isinstance(architecture, Architecture)
+            return architecture
     known = ", ".join(sorted(ARCHITECTURES))
     raise ModelError(source, [f"config architectures={names!r} (supported: {known})"])
 
 
 def read_spec(config: dict[str, Any], source: str) -> tuple[Architecture, ModelSpec]:
-    """Config to spec, strictly. Raises ModelError with every value that is missing, wrong or not understood."""
+    """Read a config into a spec. Raises ModelError with every value that is missing, wrong or unknown."""
     architecture = find_architecture(config, source)
     reader = ConfigReader(config, source)
     try:
         spec = architecture.read(reader)
     except (ValueError, ZeroDivisionError) as error:
-        # A value that reads well but makes no sense with the others; what was found before it comes first.
+        # The spec refused a value that contradicts others. The reader's own reasons come first.
         reader.refuse(str(error))
         raise ModelError(source, reader.reasons) from error
     reader.finish()

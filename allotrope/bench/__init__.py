@@ -1,4 +1,4 @@
-"""Measurement: what is recorded of each request, and how it is summed up and shown.
+"""Benchmarks: they record each request, summarize the records and show the figures.
 
-It must not know the command line. Offline runs drive an `Engine`; runs against a server know only its HTTP API.
+It must not know the command line. Offline runs drive an `Engine`. Runs against a server use only its HTTP API.
 """

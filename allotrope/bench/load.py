@@ -1,6 +1,6 @@
-"""Load on a running server: requests sent at their times, and what came back when.
+"""Load test of a running server: sends requests at given times, and records when their output arrives.
 
-Owns the client side of a streamed completion; it knows the server by its HTTP API only.
+Owns the client side of a streamed completion. It uses only the server's HTTP API.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """A model on a server: `url` without /v1, the name the server knows the model by, and the key it asks for."""
+    """A model on a server. `url`: address without /v1. `model`: the model's name in the API."""
 
     url: str
     model: str
@@ -31,8 +31,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Traffic:
-    """How requests come: `rate` a second on average (Poisson; infinite sends all at once), never more than
-    `max_concurrency` at a time, each asking for `output_len` tokens."""
+    """Arrival process and size of requests.
+
+    `output_len`: tokens to generate for each. `rate`: average requests a second (Poisson; infinite: all at once).
+    `max_concurrency`: largest number of requests in flight, or None.
+    """
 
     output_len: int
     rate: float = float("inf")
@@ -45,8 +48,8 @@ async def run_load(
 ) -> tuple[list[RequestRecord], float]:
     """Send every prompt (token ids) and wait for all answers.
 
-    `on_done` is called as each request ends. Returns the records in the order of `prompts` and the seconds from the
-    first request sent to the last one done. A request that fails has its reason in its record.
+    `on_done` is called as each request ends. Returns the records in the order of `prompts`, and the seconds from the
+    start of the first request to the end of the last. The record of a failed request holds the reason.
     """
     import httpx
 
@@ -55,7 +58,7 @@ async def run_load(
     pool = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=target.url, headers=headers, timeout=None, limits=pool) as client:
 
-        async def one(prompt: Sequence[int]) -> RequestRecord:
+        async def run_one(prompt: Sequence[int]) -> RequestRecord:
             async with limit:
                 record = await _complete(client, target.model, prompt, traffic.output_len)
             on_done(record)
@@ -65,13 +68,13 @@ async def run_load(
         tasks = []
         for prompt, at in zip(prompts, send_times(len(prompts), traffic), strict=True):
             await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
-            tasks.append(asyncio.create_task(one(prompt)))
+            tasks.append(asyncio.create_task(run_one(prompt)))
         records = await asyncio.gather(*tasks)
         return records, time.perf_counter() - begin
 
 
 def send_times(count: int, traffic: Traffic) -> list[float]:
-    """Seconds after the begin at which each request is sent; the first at 0."""
+    """The send time of each request in seconds; the first is 0."""
     if traffic.rate == float("inf"):
         return [0.0] * count
     gaps = np.random.default_rng(traffic.seed).exponential(1 / traffic.rate, size=count)
@@ -108,7 +111,7 @@ async def _complete(client: httpx.AsyncClient, model: str, prompt: Sequence[int]
 
 
 def _note(record: RequestRecord, event: dict[str, Any]) -> None:
-    """Add one event of the stream to its record."""
+    """Add one event of a stream to the request's record."""
     if "error" in event:
         record.error = str(event["error"].get("message", event["error"]))
     if any(choice.get("text") for choice in event.get("choices", ())):

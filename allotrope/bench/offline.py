@@ -1,6 +1,6 @@
 """Timed runs of an engine in this process.
 
-Owns how requests are fed to the engine and timed; it must not know HTTP or text.
+Owns how requests are added to the engine and timed. It must not know HTTP or text.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def run_batch(
     queue: int,
     on_done: Callable[[RequestRecord], None],
 ) -> tuple[list[RequestRecord], float]:
-    """Generate `output_len` tokens for every prompt, greedily and past any end token.
+    """Generate `output_len` tokens for every prompt, greedily, ignoring end-of-sequence tokens.
 
-    `prompts`: token ids. `queue`: most requests in the engine at a time; each counts from the moment it is added.
-    `on_done` is called as each request ends. Returns the records in the order of `prompts` and the seconds of the
+    `prompts`: token ids. `queue`: largest number of requests in the engine; a request's time starts when it is added.
+    `on_done` is called as each request ends. Returns the records in the order of `prompts`, and the seconds of the
     whole run. Raises `AllotropeError` if a request fails.
     """
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)

@@ -1,6 +1,6 @@
-"""What was seen of one request, the figures made from it, and the prompts that requests are made of.
+"""Records of requests, the latency figures of a run, and random prompts.
 
-Owns the definitions of TTFT, TPOT, ITL and E2E; it must not know where the times come from.
+Owns the definitions of TTFT, TPOT, ITL and E2E. It must not know how the times are measured.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 
 @dataclass
 class RequestRecord:
-    """One request as its client saw it; all times in seconds of one clock.
+    """Times of one request at its client, in seconds of one clock.
 
-    `started`: when it was sent. `arrivals`: when each piece of output came. `output_tokens`: tokens in all pieces.
-    `error`: why it failed, if it did; such a request counts in no figure.
+    `started`: time of sending. `arrivals`: time of each delta. `output_tokens`: tokens in all deltas. `error`: reason
+    of a failure, or None; failed requests count in no figure.
     """
 
     prompt_tokens: int
@@ -40,13 +40,13 @@ class RequestRecord:
         return (self.e2e() - self.ttft()) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     def itl(self) -> list[float]:
-        """Inter-token latency: gaps between arrivals (a piece with several tokens counts once)."""
+        """Inter-token latency: gaps between arrivals. A delta with several tokens counts once."""
         return [after - before for before, after in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """One figure over many samples, in milliseconds."""
+    """Mean and percentiles of one latency, in milliseconds."""
 
     mean_ms: float
     p50_ms: float
@@ -55,9 +55,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Summary:
-    """A whole run: counts, rates per second of `duration_s`, and the spread of each latency.
+    """Summary of a run: counts, rates per second of `duration_s`, and the spread of each latency.
 
-    `latency`: figure name -> spread; a figure without samples is left out. `errors`: distinct reasons of failures.
+    `latency`: name of a latency -> spread, without latencies that have no samples. `errors`: distinct reasons of
+    failures.
     """
 
     completed: int
@@ -72,24 +73,24 @@ class Summary:
     errors: list[str]
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain data for a JSON file."""
+        """The summary as plain data for a JSON file."""
         return asdict(self)
 
 
 def samples(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
-    """Every sample of each figure, in seconds, of the requests that succeeded: name -> values, none left empty."""
+    """Name of a latency -> its samples in seconds, from the requests that succeeded. Empty ones are left out."""
     good = [record for record in records if record.error is None and record.arrivals]
-    found = {
+    latencies = {
         "TTFT": [record.ttft() for record in good],
         "TPOT": [tpot for record in good if (tpot := record.tpot()) is not None],
         "ITL": [gap for record in good for gap in record.itl()],
         "E2E": [record.e2e() for record in good],
     }
-    return {name: values for name, values in found.items() if values}
+    return {name: values for name, values in latencies.items() if values}
 
 
 def summarize(records: Sequence[RequestRecord], duration_s: float) -> Summary:
-    """The summary of `records`, which ran within `duration_s` seconds."""
+    """The summary of the `records` of a run of `duration_s` seconds."""
     good = [record for record in records if record.error is None]
     prompt = sum(record.prompt_tokens for record in good)
     output = sum(record.output_tokens for record in good)
@@ -113,6 +114,6 @@ def _spread(seconds: Sequence[float]) -> Spread:
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """`count` prompts of `length` ids, uniform over [0, vocab_size); equal seeds give equal prompts."""
+    """`count` prompts of `length` ids, uniform over [0, vocab_size). Equal seeds give equal prompts."""
     ids = np.random.default_rng(seed).integers(0, vocab_size, size=(count, length))
     return [[int(token) for token in row] for row in ids]

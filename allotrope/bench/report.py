@@ -1,6 +1,6 @@
-"""A run made readable: a table for the terminal, a JSON file, and a plot.
+"""Shows a run: tables for the terminal, a JSON file, and a plot.
 
-Owns how figures look; it must not know how they were measured.
+Owns the format of figures. It must not know how they are measured.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _right(name: str) -> Any:
 
 
 def write_json(path: Path, settings: Mapping[str, Any], summary: Summary, records: Sequence[RequestRecord]) -> None:
-    """Write settings, summary and every request's own figures (milliseconds) to `path`."""
+    """Write settings, summary and the latencies of every request (milliseconds) to `path`."""
     requests = [
         {
             "prompt_tokens": record.prompt_tokens,
@@ -73,9 +73,9 @@ def write_json(path: Path, settings: Mapping[str, Any], summary: Summary, record
 
 
 def write_plot(path: Path, title: str, records: Sequence[RequestRecord]) -> None:
-    """Draw one cumulative distribution per latency to the PNG file `path`, with the median and p99 marked.
+    """Draw the cumulative distribution of each latency to the PNG file `path`, with marks at the median and p99.
 
-    Raises `ConfigError` where matplotlib is missing or no request succeeded.
+    Raises `ConfigError` if matplotlib is missing or no request succeeded.
     """
     try:
         import matplotlib
@@ -84,15 +84,15 @@ def write_plot(path: Path, title: str, records: Sequence[RequestRecord]) -> None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    found = samples(records)
-    if not found:
+    latencies = samples(records)
+    if not latencies:
         raise ConfigError(f"nothing to plot in {path}: no request succeeded.")
-    rows = (len(found) + 1) // 2
+    rows = (len(latencies) + 1) // 2
     figure, grid = pyplot.subplots(rows, 2, figsize=(9.6, 3.6 * rows), sharey=True, squeeze=False, layout="constrained")
     panels = [panel for row in grid for panel in row]
-    for panel, (name, seconds) in zip(panels, found.items(), strict=False):
+    for panel, (name, seconds) in zip(panels, latencies.items(), strict=False):
         _draw(panel, name, 1000 * np.sort(np.asarray(seconds)))
-    for panel in panels[len(found) :]:
+    for panel in panels[len(latencies) :]:
         panel.set_axis_off()
     figure.supylabel("share of samples at or below", fontsize=10)
     figure.suptitle(title, fontsize=11)
@@ -101,7 +101,7 @@ def write_plot(path: Path, title: str, records: Sequence[RequestRecord]) -> None
 
 
 def _draw(panel: Any, name: str, values: np.ndarray) -> None:
-    """One cumulative distribution. `values`: [samples] milliseconds, ascending."""
+    """Draw one cumulative distribution. `values`: [samples] milliseconds, ascending."""
     share = np.arange(1, len(values) + 1) / len(values)
     panel.step(np.concatenate([values[:1], values]), np.concatenate([[0.0], share]), where="post", color="#1f5fa8")
     for percent, colour in ((50, "#d1700b"), (99, "#b3202c")):

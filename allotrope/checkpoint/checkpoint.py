@@ -1,7 +1,7 @@
-"""Where a model's config and weights come from: one view of Hugging Face directories, GGUF files and hub ids.
+"""Opens checkpoints: one interface to Hugging Face directories, GGUF files and hub ids.
 
-Owns finding, opening and checking checkpoints. It must not know any architecture: it hands out the config as it stands
-and tensors under their checkpoint names, and never decides what they are for.
+Owns finding, opening and checking checkpoints. It must not know any architecture: it returns the config unchanged, and
+tensors by their names in the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from allotrope.errors import ConfigError, ModelError
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What is known of a tensor before it is read: `shape` and `dtype` of what `read` returns, and bytes on disk."""
+    """Header of a tensor: `shape` and `dtype` of the tensor that `read` returns, and its bytes on disk."""
 
     name: str
     shape: tuple[int, ...]
@@ -28,12 +28,12 @@ class TensorHeader:
 
 
 class Checkpoint(Protocol):
-    """A model at rest.
+    """A stored model.
 
-    `source`: path, for messages. `config`: contents of `config.json` (for other formats: the same facts under the same
-    names), with overrides applied. `generation_config`: contents of `generation_config.json`, {} where there is none.
-    `tokenizer_path`: what `allotrope.text.load_tokenizer` takes, None where the checkpoint brings no tokenizer.
-    `has_weights`: False where none are wanted (`load_format='dummy'`); `headers` is then empty.
+    `source`: path, for messages. `config`: contents of `config.json` with overrides applied (other formats are
+    converted to the same keys). `generation_config`: contents of `generation_config.json`, or {}. `tokenizer_path`:
+    argument of `allotrope.text.tokenizer.load_tokenizer`, or None if the checkpoint has no tokenizer. `has_weights`:
+    False with `load_format='dummy'`; `headers` is then empty.
     """
 
     source: str
@@ -43,11 +43,11 @@ class Checkpoint(Protocol):
     has_weights: bool
 
     def headers(self) -> dict[str, TensorHeader]:
-        """Header of every tensor by its Hugging Face name; no weight is read. Raises `ModelError` on damaged files."""
+        """Header of every tensor by its Hugging Face name, without reading weights. Raises `ModelError` on damage."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU. Raises `ModelError` if there is none of that name."""
+        """One tensor, on the CPU. Raises `ModelError` if no tensor has that name."""
         ...
 
 
@@ -56,10 +56,10 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open `model`: a directory with `config.json`, a `.gguf` file, or a hub id.
 
-    `revision`: branch, tag or commit of a hub id. `load_format`: `auto` takes the weights that are there; `safetensors`
-    and `gguf` insist on theirs; `dummy` reads no weights (`has_weights` is False), and nothing else does without them.
-    `hf_overrides`: JSON object merged over the config (see `override_config`).
-    Raises `ModelError` with every reason why the model cannot be opened, `ConfigError` for options that make no sense.
+    `revision`: branch, tag or commit of a hub id. `load_format`: `auto` reads either format; `safetensors` and `gguf`
+    require theirs; `dummy` reads no weights (`has_weights` is False). `hf_overrides`: JSON object merged over the
+    config (see `override_config`).
+    Raises `ModelError` with every reason if the model cannot be opened, and `ConfigError` for contradictory options.
     """
     path = locate(model, revision=revision, with_weights=load_format != "dummy")
     checkpoint = _open_file(path, load_format) if path.is_file() else _open_directory(path, load_format)
@@ -69,9 +69,9 @@ def open_checkpoint(
 
 
 def locate(model: str, *, revision: str | None = None, with_weights: bool = True) -> Path:
-    """The directory or file that `model` names; a hub id is looked up in the cache, and downloaded unless offline.
+    """The directory or file of `model`. A hub id is searched in the local cache, and downloaded unless offline.
 
-    `with_weights`: False leaves weight files out of a download. Raises `ModelError` if nothing is found.
+    `with_weights`: False leaves weight files out of a download. Raises `ModelError` if the model is not found.
     """
     path = Path(model).expanduser()
     if path.exists():
@@ -84,9 +84,9 @@ def locate(model: str, *, revision: str | None = None, with_weights: bool = True
 
 
 def override_config(config: dict[str, Any], overrides: str) -> dict[str, Any]:
-    """`config` with the JSON object `overrides` put over it: values replace, objects under `*_config` keys are merged.
+    """`config` with the values of the JSON object `overrides`. Objects under `*_config` keys are merged.
 
-    Other objects are replaced whole: half of an old `rope_scaling` under a new one would be neither.
+    Other objects are replaced whole, because a mixture of an old and a new `rope_scaling` would be neither.
     Raises `ConfigError` if `overrides` is not a JSON object.
     """
     try:
@@ -105,7 +105,7 @@ def _merged(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]
         nested = key.endswith("_config") and isinstance(old, dict) and isinstance(value, dict)
         merged[key] = _merged(old, value) if nested and isinstance(old, dict) else value
     if "rope_parameters" in overrides and "rope_scaling" not in overrides:
-        # The released spelling of the same, which would win.
+        # `rope_scaling` is the older spelling of the same, and would take precedence.
         merged.pop("rope_scaling", None)
     return merged
 
@@ -133,9 +133,9 @@ def _open_directory(path: Path, load_format: LoadFormat) -> Checkpoint:
     from allotrope.checkpoint.directory import DirectoryCheckpoint
 
     if load_format == "gguf":
-        found = ", ".join(sorted(p.name for p in path.glob("*.gguf"))) or "none"
+        files = ", ".join(sorted(p.name for p in path.glob("*.gguf"))) or "none"
         raise ModelError(
-            f"cannot load {path}", [f"load_format='gguf' needs the .gguf file itself; in this directory: {found}"]
+            f"cannot load {path}", [f"load_format='gguf' needs the .gguf file itself; in this directory: {files}"]
         )
     checkpoint = DirectoryCheckpoint(path, with_weights=load_format != "dummy")
     if load_format != "dummy" and not checkpoint.has_weights:

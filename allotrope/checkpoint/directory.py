@@ -1,7 +1,7 @@
-"""A Hugging Face directory as a checkpoint: config.json beside safetensors, in one file or in shards.
+"""Checkpoint in a Hugging Face directory: config.json, and safetensors in one file or in shards.
 
-Owns the directory layout and the safetensors header. Weights are mapped, not loaded: a tensor that `read` returns is
-backed by the file, so memory holds only the pages that are touched.
+Owns the directory layout and the safetensors header. A tensor that `read` returns is mapped from the file, so memory
+holds only the pages that are read.
 
 Header format: https://github.com/huggingface/safetensors#format
 """
@@ -44,13 +44,14 @@ _DTYPES = {
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
 _MAX_HEADER = 100_000_000
+# Messages list at most this many names.
 _SHOWN = 5
 
 
 class DirectoryCheckpoint:
-    """See `Checkpoint` for the members. `no_weights`: why there is nothing to read, where that is so.
+    """See `Checkpoint` for the members. `no_weights`: the reason why there are no weights, if there are none.
 
-    Raises `ModelError` if `config.json` is missing or broken, or if shards that the index names are not there.
+    Raises `ModelError` if `config.json` is missing or broken, or shards of the index are missing.
     """
 
     def __init__(self, path: Path, *, with_weights: bool = True) -> None:
@@ -91,10 +92,10 @@ class DirectoryCheckpoint:
     def _config(self) -> dict[str, Any]:
         file = self._path / "config.json"
         if file.is_file():
-            config, beside = read_json_object(file), self._path / "hf_quant_config.json"
-            if "quantization_config" not in config and beside.is_file():
-                # Where ModelOpt puts its statement.
-                config["quantization_config"] = {"quant_method": "modelopt", **read_json_object(beside)}
+            config, modelopt = read_json_object(file), self._path / "hf_quant_config.json"
+            if "quantization_config" not in config and modelopt.is_file():
+                # ModelOpt writes its quantization config to a file of its own.
+                config["quantization_config"] = {"quant_method": "modelopt", **read_json_object(modelopt)}
             return config
         reasons = ["config.json is missing"]
         others = sorted(p.name for p in self._path.glob("*.gguf"))
@@ -107,7 +108,7 @@ class DirectoryCheckpoint:
         raise ModelError(f"cannot load {self.source}", reasons)
 
     def _find_shards(self) -> list[Path]:
-        """Weight files in a fixed order; raises `ModelError` naming those that the index has and the disk has not."""
+        """Weight files in a fixed order. Raises `ModelError` with the files of the index that are missing."""
         index = self._path / _INDEX
         if not index.is_file():
             single = self._path / "model.safetensors"
@@ -125,7 +126,7 @@ class DirectoryCheckpoint:
         return shards
 
     def _why_none(self) -> str:
-        """Which weights were looked for, what lies there instead, and what to do."""
+        """The expected weight files, the files that are there instead, and the remedy."""
         missing = f"there is no model.safetensors, no model-*.safetensors and no {_INDEX} in {self.source}"
         pickles, tensors, gguf = (
             sorted(file.name for pattern in patterns for file in self._path.glob(pattern))
@@ -144,7 +145,7 @@ class DirectoryCheckpoint:
         return f"{missing}. Download the weights, or give --load-format dummy for random ones"
 
     def _read_headers(self) -> dict[str, TensorHeader]:
-        found: dict[str, TensorHeader] = {}
+        all_headers: dict[str, TensorHeader] = {}
         reasons: list[str] = []
         for shard in self._shards:
             try:
@@ -152,21 +153,21 @@ class DirectoryCheckpoint:
             except ModelError as error:
                 reasons += [f"{shard.name}: {reason}" for reason in error.reasons]
                 continue
-            twice = sorted(headers.keys() & found.keys())
+            twice = sorted(headers.keys() & all_headers.keys())
             reasons += [f"{name} is in {self._shard_of[name].name} and in {shard.name}" for name in twice[:_SHOWN]]
-            found.update(headers)
+            all_headers.update(headers)
             self._shard_of.update(dict.fromkeys(headers, shard))
         if not reasons:
-            absent = sorted(name for name in self._indexed if name not in found)
+            absent = sorted(name for name in self._indexed if name not in all_headers)
             if absent:
                 reasons.append(f"{len(absent)} tensors of {_INDEX} are in no shard: {_some(absent)}")
         if reasons:
             raise ModelError(f"cannot load {self.source}", reasons)
-        return found
+        return all_headers
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`. Raises `ModelError` if it holds anything else."""
+    """The JSON object in `file`. Raises `ModelError` for other contents."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -179,7 +180,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
 def read_safetensors_headers(file: Path) -> dict[str, TensorHeader]:
     """Headers of the tensors in `file`, from its first bytes alone.
 
-    Raises `ModelError` if the header is damaged, the file is shorter than it says, or a dtype is not known.
+    Raises `ModelError` if the header is damaged, the file is truncated, or a dtype is unknown.
     """
     try:
         size = file.stat().st_size
@@ -216,7 +217,7 @@ def read_safetensors_headers(file: Path) -> dict[str, TensorHeader]:
 
 
 def _shape_in_memory(stored: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    # torch counts pairs of four-bit values as one element.
+    # In torch, one element of float4_e2m1fn_x2 holds two four-bit values.
     return (*shape[:-1], math.ceil(shape[-1] / 2)) if stored == "F4" and shape else shape
 
 

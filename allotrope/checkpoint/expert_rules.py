@@ -1,4 +1,4 @@
-"""Weight rules of mixtures of experts, in both layouts that checkpoints have: a tensor per expert, or all in one."""
+"""Weight rules of mixtures of experts, for both layouts of checkpoints: one tensor per expert, or one for all."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 from allotrope.checkpoint.weights import Rule, drop
 
 Names = tuple[str, str, str]
-"""What a checkpoint calls the gate, up and down projections."""
+"""A checkpoint's names of the gate, up and down projections."""
 
 PROJECTIONS: Names = ("gate_proj", "up_proj", "down_proj")
 
 
 def mlp_rules(theirs: str, ours: str, names: Names = PROJECTIONS) -> list[Rule]:
-    """A gated feed-forward block. `theirs`, `ours`: names up to and including the last dot before the projection."""
+    """Weight rules of a gated MLP. `theirs`, `ours`: prefixes of the projections' names, with the last dot."""
     gate, up, down = names
     return [
         Rule(f"{theirs}{gate}.weight", ours + "gate_up.weight", "gate"),
@@ -23,7 +23,7 @@ def mlp_rules(theirs: str, ours: str, names: Names = PROJECTIONS) -> list[Rule]:
 
 
 def expert_rules(theirs: str, ours: str, names: Names = PROJECTIONS) -> list[Rule]:
-    """The routed experts, unfused (`theirs` + "{e}.gate_proj.weight") and fused (`theirs` + "gate_up_proj").
+    """Weight rules of routed experts, unfused (`theirs{e}.gate_proj.weight`) and fused (`theirs` + `gate_up_proj`).
 
     A fused `gate_up_proj` is [E, 2 * width, hidden], gate first.
     """
@@ -48,9 +48,9 @@ def second_half(fused: torch.Tensor) -> torch.Tensor:
     return fused[:, fused.shape[1] // 2 :]
 
 
-def drafting_rules(prefix: str, layers: int, drafting: int) -> list[Rule]:
-    """Leave out the `drafting` layers that stand behind the `layers` of the model."""
+def mtp_rules(prefix: str, layers: int, mtp_layers: int) -> list[Rule]:
+    """Drop the multi-token-prediction layers. `layers`: number of the model's own. `mtp_layers`: number of those."""
     return [
-        drop(f"{prefix}layers.{i}.*", "predicts further tokens, which is not used")
-        for i in range(layers, layers + drafting)
+        drop(f"{prefix}layers.{i}.*", "multi-token prediction is not supported")
+        for i in range(layers, layers + mtp_layers)
     ]

@@ -1,7 +1,7 @@
-"""A GGUF file as a checkpoint: Hugging Face names and config, weights dequantised on reading.
+"""Checkpoint in a GGUF file, with Hugging Face names and config. `read` dequantises weights.
 
-Owns the way from a stored block to a tensor. What the metadata means is `gguf_architectures`' knowledge. The `gguf`
-package is imported only here, so that other checkpoints need it not.
+Owns the conversion of stored blocks to tensors. `gguf_architectures` knows the meaning of the metadata. Only this
+module imports the `gguf` package, so that other checkpoints do not need it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from allotrope.checkpoint.gguf_architectures import ROPE_FACTORS, hf_config, hf_
 from allotrope.errors import ModelError
 from allotrope.gguf_file import GgufFile, GgufTensor
 
-# Stored as they are; every other kind is quantised and comes out of `read` as float32.
+# ggml types without quantisation. Every other type is quantised, and `read` returns it as float32.
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
 
 class GgufCheckpoint:
-    """See `Checkpoint` for the members. Raises `ModelError` for a file that cannot be read or is not understood."""
+    """See `Checkpoint` for the members. Raises `ModelError` for a damaged file and for unknown metadata or tensors."""
 
     def __init__(self, path: str, *, with_weights: bool = True) -> None:
         self._file = GgufFile(path)
@@ -64,9 +64,9 @@ class GgufCheckpoint:
         return _as_tensor(values if heads is None else _split_halves(values, heads))
 
     def _heads_to_split(self, name: str, rows: int) -> int | None:
-        """How many heads' rows are to be put back in order, None where the file keeps them in order."""
+        """The number of heads whose rows the file stores as rotation pairs, or None if it stores them as halves."""
         counts = {".self_attn.q_proj.": "num_attention_heads", ".self_attn.k_proj.": "num_key_value_heads"}
-        key = next((count for place, count in counts.items() if place in name), None)
+        key = next((count for projection, count in counts.items() if projection in name), None)
         if key is None or not self._interleaved:
             return None
         heads: int = self.config[key]
@@ -92,7 +92,7 @@ class GgufCheckpoint:
         return values.reshape(tensor.shape)
 
     def _named_tensors(self) -> dict[str, GgufTensor]:
-        """Hugging Face name → place. Raises `ModelError` naming every tensor that no rule knows."""
+        """Hugging Face name → `GgufTensor`. Raises `ModelError` with every tensor that no rule covers."""
         named, unknown = {}, []
         for tensor in self._file.tensors.values():
             name = hf_tensor_name(tensor.name)
@@ -105,7 +105,7 @@ class GgufCheckpoint:
         return named
 
     def _check_storage(self) -> None:
-        """Raise `ModelError` naming every kind of block that cannot be read and every tensor beyond the file's end."""
+        """Raise `ModelError` with every ggml type that cannot be read, or with tensors beyond the file's end."""
         reasons = [reason for kind in sorted({t.kind for t in self._tensors.values()}) if (reason := _refusal(kind))]
         if not reasons:
             reasons = [
@@ -118,14 +118,14 @@ class GgufCheckpoint:
             raise ModelError(f"cannot load {self.source}", reasons)
 
     def _weight_dtype(self) -> str:
-        """The dtype that all matrices are stored in, or float32 where they are quantised or of several kinds."""
+        """The dtype in which all matrices are stored, or float32 if they are quantised or have several types."""
         kinds = {tensor.kind for tensor in self._tensors.values() if len(tensor.shape) > 1}
         plain = _PLAIN.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
         return str(plain).removeprefix("torch.")
 
 
 def _refusal(kind: int) -> str | None:
-    """Why tensors of this ggml type cannot be read, or None."""
+    """The reason why tensors of this ggml type cannot be read, or None."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -133,11 +133,11 @@ def _refusal(kind: int) -> str | None:
         return None
     if kind not in set(GGMLQuantizationType):
         return f"tensors are stored as ggml type {kind}, which the installed gguf package does not know"
-    named = GGMLQuantizationType(kind)
+    ggml_type = GGMLQuantizationType(kind)
     try:
-        dequantize(np.zeros((1, GGML_QUANT_SIZES[named][1]), np.uint8), named)
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[ggml_type][1]), np.uint8), ggml_type)
     except NotImplementedError:
-        return f"tensors are stored as {named.name}, which the installed gguf package cannot dequantise"
+        return f"tensors are stored as {ggml_type.name}, which the installed gguf package cannot dequantise"
     return None
 
 
@@ -149,16 +149,16 @@ def _stored_bytes(tensor: GgufTensor) -> int:
 
 
 def _split_halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from rotation pairs (0, 1), (2, 3), ... to halves: out[h, i, j] = in[h, j, i], i < 2, j < D/2.
+    """Reorder each head's rows from rotation pairs (0, 1), (2, 3), ... to halves.
 
-    rows: [H*D, ...] of a projection's weight or bias.
+    out[h, i, j] = rows[h, j, i] for i < 2, j < D/2. `rows`: [H*D, ...] of a projection's weight or bias.
     """
     pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _as_tensor(values: np.ndarray) -> torch.Tensor:
-    """A tensor of its own memory: mapped pages are read-only, which torch cannot express."""
+    """`values` as a tensor. Read-only mapped pages are copied, because torch has no read-only tensors."""
     if values.flags.writeable and values.flags.c_contiguous:
         return torch.from_numpy(values)
     return torch.from_numpy(np.array(values, order="C"))

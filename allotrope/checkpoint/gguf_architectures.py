@@ -1,9 +1,9 @@
-"""What a GGUF file of each known architecture says, in the terms of a Hugging Face checkpoint.
+"""Maps the metadata and tensor names of GGUF files to those of Hugging Face checkpoints, for each known architecture.
 
-Owns the tables from metadata keys to config entries and from tensor names to tensor names. It reads no weight but the
-small one that carries rope factors, and it must not know how the model that comes of it is run.
+Owns the tables from metadata keys to config entries, and from tensor names to tensor names. It must not know how the
+model runs.
 
-A metadata key of the architecture that no rule reads is an error: a value that changes the model must not be ignored.
+A metadata key of the architecture that no rule reads is an error, because it could change the model.
 Key and tensor names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -26,8 +26,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 class GgufArchitecture:
     """One value of `general.architecture`.
 
-    `interleaved_rope`: the file keeps each query and key head's rows as rotation pairs (0, 1), (2, 3), ... where the
-    Hugging Face layout pairs row i with row i + D/2; the rows are put back on reading.
+    `interleaved_rope`: the file stores the rows of each query and key head as rotation pairs (0, 1), (2, 3), ...; the
+    Hugging Face layout pairs row i with row i + D/2. `GgufCheckpoint.read` reorders them.
     """
 
     model_type: str
@@ -55,22 +55,22 @@ _LAYER_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 
-# How trained-in rope factors were made, where a file gives only the factors themselves.
+# Parameters of the llama3 rope rule. A file stores only the factors that result from them.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def hf_tensor_name(name: str) -> str | None:
-    """The Hugging Face name of the GGUF tensor `name`, or None if no rule knows it."""
+    """The Hugging Face name of the GGUF tensor `name`, or None if no rule covers it."""
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if layer is not None:
-        place = _LAYER_TENSORS.get(layer[2])
-        return None if place is None else f"model.layers.{layer[1]}.{place}.{layer[3]}"
+        module = _LAYER_TENSORS.get(layer[2])
+        return None if module is None else f"model.layers.{layer[1]}.{module}.{layer[3]}"
     stem, _, kind = name.rpartition(".")
     return f"{_TENSORS[stem]}.{kind}" if stem in _TENSORS and kind in ("weight", "bias") else None
 
 
 def read_architecture(file: GgufFile) -> GgufArchitecture:
-    """The architecture row of `file`. Raises `ModelError` naming the known ones if it is not one of them."""
+    """The architecture of `file`. Raises `ModelError` with the known names if it is unknown."""
     name = file.metadata.get("general.architecture")
     if name not in ARCHITECTURES:
         raise ModelError(
@@ -81,10 +81,10 @@ def read_architecture(file: GgufFile) -> GgufArchitecture:
 
 
 def hf_config(file: GgufFile, rope_factors: np.ndarray | None) -> dict[str, Any]:
-    """The contents that `config.json` would have for `file`, but for the dtype.
+    """The `config.json` of `file`, without the dtype.
 
-    rope_factors: [D/2] what each inverse frequency is divided by, where the file has such a tensor.
-    Raises `ModelError` with every metadata key that is missing, not understood or not supported.
+    `rope_factors`: [D/2] divisor of each inverse frequency, or None if the file has no such tensor. Raises `ModelError`
+    with every metadata key that is missing, unknown or unsupported.
     """
     architecture = read_architecture(file)
     keys = _Keys(file)
@@ -103,7 +103,7 @@ def hf_config(file: GgufFile, rope_factors: np.ndarray | None) -> dict[str, Any]
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
     }
     if embeddings is not None:
-        # The tensor counts padding rows that the key may not.
+        # The tensor includes padding rows, which the key may leave out.
         config["vocab_size"] = embeddings.shape[0]
     if architecture.model_type == "llama":
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
@@ -120,7 +120,7 @@ def hf_config(file: GgufFile, rope_factors: np.ndarray | None) -> dict[str, Any]
 
 
 class _Keys:
-    """Metadata keys of one architecture, each read at most once; `finish` raises for all that went wrong."""
+    """Metadata keys of one architecture, each read at most once. `finish` raises with every reason at once."""
 
     def __init__(self, file: GgufFile) -> None:
         self.prefix = file.metadata["general.architecture"]
@@ -130,7 +130,7 @@ class _Keys:
         self._left = {k[start:]: v for k, v in file.metadata.items() if k.startswith(f"{self.prefix}.")}
 
     def take(self, key: str, default: Any) -> Any:
-        """The value of `key`, or `default`; a list (one value per layer) counts as its one value."""
+        """The value of `key`, or `default`. A list (one value per layer) must hold equal values, and stands for one."""
         value = self._left.pop(key, default)
         if isinstance(value, list):
             if len(set(value)) != 1:
@@ -139,7 +139,7 @@ class _Keys:
         return value
 
     def need(self, key: str) -> Any:
-        """The value of `key`, which must be there; a stand-in of 1 keeps the search for reasons going."""
+        """The value of the required `key`. If it is missing, 1 stands for it, so that later reasons are found too."""
         if key not in self._left:
             self.reasons.append(f"{self.prefix}.{key} is missing")
         return self.take(key, 1)
@@ -174,7 +174,7 @@ def _rope(keys: _Keys, head_dim: int, factors: np.ndarray | None) -> dict[str, A
     kind = keys.take("rope.scaling.type", "none")
     factor = keys.take("rope.scaling.factor", None)
     original = keys.take("rope.scaling.original_context_length", None)
-    # Says only that the model was trained at the scaled length.
+    # The key says that the model was trained at the scaled length; it changes no computation.
     keys.take("rope.scaling.finetuned", None)
     scaling: dict[str, Any] | None = None
     if factors is not None:
@@ -197,9 +197,9 @@ def _rope(keys: _Keys, head_dim: int, factors: np.ndarray | None) -> dict[str, A
 
 
 def llama3_rope_factors(theta: float, head_dim: int, scaling: dict[str, Any]) -> np.ndarray:
-    """float64 [D/2]: what the `llama3` rule divides each inverse frequency 1/theta^(2i/D) by.
+    """float64 [D/2]: divisor of each inverse frequency 1/theta^(2i/D) by the `llama3` rule.
 
-    `factor` for wavelengths above original/low, 1 below original/high, and in between
+    It is `factor` for wavelengths above original/low, 1 below original/high, and in between
     1 / ((1 - s)/factor + s) with s = (original/wavelength - low) / (high - low).
     """
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
@@ -210,7 +210,7 @@ def llama3_rope_factors(theta: float, head_dim: int, scaling: dict[str, Any]) ->
 
 
 def _llama3_scaling(keys: _Keys, theta: float, factors: np.ndarray) -> dict[str, Any] | None:
-    """The `llama3` rope entry that makes `factors`: the file has the outcome, the config needs the rule."""
+    """The `llama3` entry of `rope_scaling` that results in `factors`: the file has the factors, the config the rule."""
     scaling = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3_ROPE}
     if np.allclose(llama3_rope_factors(theta, 2 * len(factors), scaling), factors, rtol=1e-4):
         return scaling
@@ -221,7 +221,7 @@ def _llama3_scaling(keys: _Keys, theta: float, factors: np.ndarray) -> dict[str,
 
 
 def _windowed(architecture: GgufArchitecture, window: int, keys: _Keys) -> dict[str, Any]:
-    # The same layers with a window go by another name among Hugging Face configs.
+    # Hugging Face configs name the same layers with a window Mistral.
     if architecture.model_type == "llama":
         return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
     keys.reasons.append(f"{keys.prefix}.attention.sliding_window={window}; only llama files may have one")

@@ -1,7 +1,7 @@
-"""Finds a hub id in the local Hugging Face cache, and downloads it where that is allowed.
+"""Finds a hub id in the local Hugging Face cache, or downloads it.
 
-Owns what is fetched and what a failure says. `HF_HOME`, `HF_HUB_CACHE` and `HF_HUB_OFFLINE` are honoured by
-`huggingface_hub` itself.
+Owns the choice of files and the message of a failure. `huggingface_hub` itself reads `HF_HOME`, `HF_HUB_CACHE` and
+`HF_HUB_OFFLINE`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
 def find_snapshot(model: str, revision: str | None, *, with_weights: bool) -> Path:
-    """The directory that holds hub repository `model` at `revision` (None: its main branch).
+    """The directory of the hub repository `model` at `revision` (None: its main branch).
 
-    Raises `ModelError` naming the id, where was looked and what to do, if it is not in the cache and cannot be fetched.
+    Raises `ModelError` with the cache's path and the remedy if the repository is neither cached nor downloadable.
     """
     if _REPOSITORY.fullmatch(model) is None or model.endswith(".gguf"):
         raise ModelError(f"cannot find the model {model!r}", ["there is no such file or directory"])
@@ -32,12 +32,12 @@ def find_snapshot(model: str, revision: str | None, *, with_weights: bool) -> Pa
             model,
             revision=revision,
             allow_patterns=_SMALL_FILES + (_WEIGHT_FILES if with_weights else []),
-            # Weights in other formats and copies for other tools, which some repositories keep in sub-folders.
+            # Some repositories have other formats, and copies for other tools, in sub-folders.
             ignore_patterns=["*/*", "consolidated*"],
             local_files_only=offline,
         )
     except (HfHubHTTPError, OSError, ValueError) as error:
-        # LocalEntryNotFoundError is an OSError, a malformed id a ValueError; network trouble comes as either of these.
+        # LocalEntryNotFoundError is an OSError, and a malformed id raises a ValueError. Network errors may be either.
         at = f" at revision {revision!r}" if revision is not None else ""
         why = "HF_HUB_OFFLINE is set, so nothing is downloaded" if offline else f"the download failed: {_brief(error)}"
         raise ModelError(

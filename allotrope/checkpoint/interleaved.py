@@ -1,7 +1,7 @@
-"""Taking one section out of a checkpoint tensor that holds several, group after group.
+"""De-interleaves a checkpoint tensor whose row groups each hold several parts.
 
-A tensor's rows come in equal groups, each [part 0 | part 1 | ...]. Loading gathers part i of every group into one
-contiguous section, so that a forward pass splits its projection into views and copies nothing.
+The tensor's rows are equal groups, each [part 0 | part 1 | ...]. Loading gathers part i of every group into one
+contiguous section, so that a forward pass splits its projection into views without a copy.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import torch
 
 @dataclass(frozen=True)
 class Part:
-    """Part `index` of each of `groups` groups of rows, whose parts have `sizes` rows.
+    """Selects part `index` of each row group. `groups`: number of groups. `sizes`: rows of each part of a group.
 
-    As a rule's transform it takes the whole tensor; ranks cut their share from the section that comes out, which is the
-    same as taking the part of a rank's share of the groups.
+    As the transform of a `Rule` it reads the whole tensor, and each rank cuts its share from the resulting section.
     """
 
     groups: int
@@ -36,5 +35,5 @@ class Part:
 
 
 def parts(groups: int, sizes: tuple[int, ...]) -> tuple[Part, ...]:
-    """All parts, in order."""
+    """All parts of a group, in order."""
     return tuple(Part(groups, sizes, index) for index in range(len(sizes)))

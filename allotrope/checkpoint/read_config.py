@@ -1,7 +1,7 @@
-"""Reading a checkpoint's config.json strictly: every value that is read has a type, every key is read or refused.
+"""Reads a checkpoint's config.json strictly: every value has its type, and every key is read or refused.
 
-Both spellings of Hugging Face configs are understood: the released one (`rope_theta`, `rope_scaling`) and that of
-Transformers 5 (`rope_parameters`).
+It reads both spellings of Hugging Face configs: the older one (`rope_theta`, `rope_scaling`) and that of Transformers 5
+(`rope_parameters`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from allotrope.ops.rope import RopeScaling, RopeSpec, ScalingKind
 
 T = TypeVar("T")
 
-# Keys that say nothing about the function being computed: bookkeeping, training, and tokens that the tokenizer owns.
+# Keys that do not change the computed function: bookkeeping, training, and tokens that the tokenizer owns.
 BOOKKEEPING = frozenset(
     """
     architectures model_type torch_dtype dtype transformers_version _name_or_path auto_map use_cache
@@ -32,9 +32,9 @@ _REQUIRED: Any = object()
 
 
 class ConfigReader:
-    """Typed reads of one JSON object that remember what was read and what was wrong.
+    """Typed reads of one JSON object. The reader records the keys that are read and the reasons of refusals.
 
-    Wrong or missing values do not raise at once: `finish()` raises one ModelError with every reason.
+    `finish()` raises one ModelError with every wrong, missing or unread value.
     """
 
     def __init__(self, values: Mapping[str, Any], subject: str) -> None:
@@ -43,7 +43,7 @@ class ConfigReader:
         self._read: set[str] = set()
 
     def has(self, key: str) -> bool:
-        """Whether the key is there with a value other than null."""
+        """Whether the key has a value other than null."""
         return self.values.get(key) is not None
 
     @overload
@@ -53,7 +53,7 @@ class ConfigReader:
     @overload
     def get(self, key: str, kind: type[T], default: T) -> T: ...
     def get(self, key: str, kind: type[T], default: Any = _REQUIRED) -> Any:
-        """The value of `key`, which must be a `kind` (an int passes for a float); null counts as absent."""
+        """The value of `key`, of type `kind` (an int is valid as a float). null counts as absent."""
         self._read.add(key)
         value = self.values.get(key)
         if value is None:
@@ -69,66 +69,66 @@ class ConfigReader:
         return value
 
     def expect(self, key: str, *allowed: object) -> None:
-        """Refuse any value of `key` but these; an absent key counts as None."""
+        """Refuse a value of `key` that is not in `allowed`. An absent key counts as None."""
         self._read.add(key)
         if self.values.get(key) not in allowed:
-            found, listed = self.values.get(key), ", ".join(repr(value) for value in allowed if value is not None)
-            self.reasons.append(f"config {key}={found!r} is not supported (allowed: {listed or 'absent'})")
+            actual, listed = self.values.get(key), ", ".join(repr(value) for value in allowed if value is not None)
+            self.reasons.append(f"config {key}={actual!r} is not supported (allowed: {listed or 'absent'})")
 
     def ignore(self, *keys: str) -> None:
-        """Declare that keys do not change what this model computes."""
+        """Mark keys that do not change this model's function as read."""
         self._read.update(keys)
 
     def section(self, key: str) -> ConfigReader:
-        """A reader of the object at `key`; its reasons join these."""
+        """A reader of the object at `key`. It shares this reader's list of reasons."""
         child = ConfigReader(self.get(key, dict), f"{self.subject} {key}")
         child.reasons = self.reasons
         return child
 
     def refuse(self, reason: str) -> None:
-        """Add a reason of the caller's own, once."""
+        """Add a reason, once."""
         if reason not in self.reasons:
             self.reasons.append(reason)
 
     def unread(self) -> list[str]:
-        """Keys with a value that nobody read."""
+        """Keys that have a value and are unread."""
         return sorted(
             key
             for key, value in self.values.items()
             if value is not None and key not in self._read and key not in BOOKKEEPING
         )
 
-    def refuse_unread(self, what: str = "config") -> None:
-        """Add a reason for every value left unread; for a `section`, once all of it is read."""
-        self.reasons.extend(f"{what} {key}={self.values[key]!r} is not understood" for key in self.unread())
+    def refuse_unread(self, prefix: str = "config") -> None:
+        """Add a reason for every unread value. A `section` needs this call after its last read."""
+        self.reasons.extend(f"{prefix} {key}={self.values[key]!r} is not understood" for key in self.unread())
 
     def finish(self) -> None:
-        """Raise ModelError if anything was wrong or a value was left unread."""
+        """Raise ModelError if there are reasons or unread values."""
         self.refuse_unread()
         if self.reasons:
             raise ModelError(self.subject, self.reasons)
 
 
 def layer_types(config: ConfigReader, count: int, allowed: Iterable[str]) -> list[str] | None:
-    """The config's `layer_types`, checked to be one allowed word per layer; None if it has none."""
-    found = config.get("layer_types", list, None)
-    if found is None:
+    """The config's `layer_types`, or None without them. A list with other words or another length is refused."""
+    stated = config.get("layer_types", list, None)
+    if stated is None:
         return None
     known = set(allowed)
-    wrong = sorted({str(kind) for kind in found} - known)
-    if wrong or len(found) != count:
+    wrong = sorted({str(kind) for kind in stated} - known)
+    if wrong or len(stated) != count:
         config.refuse(
-            f"config layer_types has {len(found)} entries (needs {count}), unknown kinds {wrong} "
+            f"config layer_types has {len(stated)} entries (needs {count}), unknown kinds {wrong} "
             f"(allowed: {', '.join(sorted(known))})"
         )
         return None
-    return [str(kind) for kind in found]
+    return [str(kind) for kind in stated]
 
 
 def agreeing_layers(config: ConfigReader, key: str, stated: list[Any] | None, derived: list[Any]) -> list[Any]:
-    """What each layer is: as `stated` layer by layer, else as `derived` from the value of `key`.
+    """The type of each layer: `stated` by a list in the config, else `derived` from the value of `key`.
 
-    A value of `key` that says otherwise than the stated list is refused: one of the two would be lost.
+    If the two differ, the config is refused.
     """
     if stated is None:
         return derived
@@ -138,9 +138,9 @@ def agreeing_layers(config: ConfigReader, key: str, stated: list[Any] | None, de
 
 
 def wrapper_is_tied(config: ConfigReader, text: ConfigReader, tied: bool) -> bool:
-    """Whether the head of a model inside of a wrapper is its embedding; refused where the two configs differ.
+    """Whether a multimodal model's output head is tied to its embedding. It is refused if the two configs differ.
 
-    `tied`: as read from the text part.
+    `config`: of the whole model. `text`, `tied`: config of the text part, and the value read from it.
     """
     stated = config.get("tie_word_embeddings", bool, tied)
     if text.has("tie_word_embeddings") and stated != tied:
@@ -158,10 +158,11 @@ def read_rope(
     interleaved: bool = False,
     default_part: float = 1.0,
 ) -> RopeSpec:
-    """The rotation of heads of `dim` dims, from either spelling.
+    """The rope of heads with `dim` dims, from either spelling.
 
-    `kind`: key of `rope_parameters` where it is given per layer type. `theta_key`: where the config itself has the
-    base. `dim` shrinks by `partial_rotary_factor`, else by `default_part` (but for proportional scaling).
+    `kind`: layer type, if `rope_parameters` has an entry for each type. `theta_key`: key of the base in the config
+    itself. The rope rotates `partial_rotary_factor` (default: `default_part`) of the dims; with proportional scaling
+    the spec keeps all dims.
     """
     values = rope_values(config, theta_key)
     if kind is not None and kind in values:
@@ -175,12 +176,12 @@ def read_rope(
     theta = reader.get("rope_theta", float)
     part = reader.get("partial_rotary_factor", float, None) or partial or default_part
     name = reader.get("rope_type", str, None) or reader.get("type", str, "default")
-    # The old key beside the new one; "mrope" is how the old one calls positions on several axes.
+    # `type` is the older key of `rope_type`. Its "mrope" means positions on several axes.
     reader.expect("type", name, None, *(("mrope",) if name == "default" else ()))
     # A text token has one position on all three axes of an image, so splitting the pairs among them changes nothing.
     reader.ignore("mrope_section", "mrope_interleaved")
     if name == "proportional":
-        # Frequencies are those of the whole head; only the first pairs turn.
+        # The frequencies span the whole head, and only the first pairs are rotated.
         scaling = RopeScaling(
             kind="proportional", factor=reader.get("factor", float, 1.0), rotated=int(part * dim // 2)
         )
@@ -192,10 +193,10 @@ def read_rope(
 
 
 def rope_values(config: ConfigReader, theta_key: str = "rope_theta") -> dict[str, Any]:
-    """What the config says of its rotation: `rope_scaling`, else `rope_parameters`, flat or per layer type.
+    """The config's `rope_scaling`, else its `rope_parameters`, which are flat or per layer type.
 
-    Where both are there, Transformers takes `rope_scaling` alone. Values that would be lost by that are refused.
-    `theta_key`: as of `read_rope`.
+    If a config has both, Transformers reads `rope_scaling` alone. A config that would lose values so is refused.
+    `theta_key`: see `read_rope`.
     """
     parameters = config.get("rope_parameters", dict, None) or {}
     scaling = config.get("rope_scaling", dict, None) or {}
@@ -216,7 +217,7 @@ def rope_values(config: ConfigReader, theta_key: str = "rope_theta") -> dict[str
 
 
 def _refuse_another(config: ConfigReader, outside: str, key: str, values: Mapping[str, Any]) -> None:
-    """Refuse a value of the config that says otherwise than the rotation's own `key`."""
+    """Refuse a config whose value of `outside` differs from the value of `key` in the rope's own object."""
     stated, own = config.values.get(outside), values.get(key)
     if stated is not None and own is not None and stated != own:
         config.refuse(f"config {outside}={stated!r}, but its rotation has {key}={own!r}: give one value")
@@ -224,7 +225,7 @@ def _refuse_another(config: ConfigReader, outside: str, key: str, values: Mappin
 
 def _read_scaling(reader: ConfigReader, name: str, config: ConfigReader) -> RopeScaling:
     if name in ("default", "none"):
-        # Where nothing is stretched, the length before stretching is the context.
+        # Without scaling, the original length is the context.
         reader.expect("factor", 1, None)
         reader.ignore("original_max_position_embeddings")
         return RopeScaling()
@@ -247,7 +248,7 @@ def _read_scaling(reader: ConfigReader, name: str, config: ConfigReader) -> Rope
 
 
 def _read_yarn(reader: ConfigReader, config: ConfigReader) -> RopeScaling:
-    """YaRN; without an explicit attention factor it is 0.1 ln(factor) + 1, or the ratio of DeepSeek's two scales."""
+    """Reads YaRN. The default attention factor is 0.1 ln(factor) + 1, or the ratio of DeepSeek's two mscales."""
     original = reader.get("original_max_position_embeddings", int, None)
     if original is None:
         original = config.get("original_max_position_embeddings", int, None)
@@ -272,5 +273,5 @@ def _read_yarn(reader: ConfigReader, config: ConfigReader) -> RopeScaling:
 
 
 def yarn_scale(factor: float, mscale: float | None = 1.0) -> float:
-    """0.1 m ln(factor) + 1 above factor 1."""
+    """0.1 m ln(factor) + 1 for factors above 1, else 1."""
     return 1.0 if factor <= 1.0 else 0.1 * (1.0 if mscale is None else mscale) * math.log(factor) + 1.0

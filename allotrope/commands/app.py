@@ -1,4 +1,4 @@
-"""The command line as a whole. Adding a command is one function and one row here."""
+"""The whole command line. A new command is one function and one row here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from allotrope.commands.plan import plan
 from allotrope.commands.serve import serve
 from allotrope.commands.verify import verify
 from allotrope.commands.version import version
-from allotrope.logs import log_more
+from allotrope.logs import log_info
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -41,7 +41,7 @@ BENCHMARKS: dict[str, Callable[..., None]] = {
 
 def build_app() -> typer.Typer:
     """The application with every command of the tables above."""
-    # Plain help: the boxes of rich cut long flags off at 80 columns.
+    # Help is plain text, because the boxes of rich cut long flags off at 80 columns.
     app = typer.Typer(
         cls=HelpGroup,
         rich_markup_mode=None,
@@ -62,8 +62,8 @@ def build_app() -> typer.Typer:
 
 
 def run() -> int:
-    """Run the command line in `sys.argv` and return its exit status: 2, and one line, where it cannot be read."""
-    # The class that typer refuses a command line with; it has no public name.
+    """Run the command line in `sys.argv` and return its exit status. An invalid one prints its fault and returns 2."""
+    # typer's class for invalid command lines has no public name.
     refusal: Any = typer.BadParameter.__bases__[0]
     try:
         return int(build_app()(prog_name="allotrope", standalone_mode=False) or 0)
@@ -89,6 +89,6 @@ def _root(
         bool, typer.Option("-V", "--version", help="Print the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """The flags before the command; `--debug` is read by `allotrope.cli.main`."""
+    """The flags before the command. `allotrope.cli.main` reads `--debug`."""
     if verbose:
-        log_more()
+        log_info()

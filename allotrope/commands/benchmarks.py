@@ -1,6 +1,6 @@
 """`allotrope bench latency|throughput|serve`.
 
-Owns the options and the progress bar of each benchmark; what is measured and shown is in `allotrope.bench`.
+Owns the options and the progress bar of each benchmark. `allotrope.bench` measures and shows the results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Where results go besides the terminal."""
+    """Files to which results are written."""
 
     output_json: Path | None = option("Also write settings, summary and every request's figures to this file.", None)
     plot: Path | None = option("Also draw the distribution of each latency to this PNG file.", None)
@@ -29,7 +29,7 @@ class ReportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyOptions:
-    """One batch at a time, so that the time of a single batch is seen."""
+    """Batches that run one after the other, to measure the time of a single batch."""
 
     batch_size: int = option("Requests that run together.", 1)
     input_len: int = option("Tokens of each prompt.", 256)
@@ -43,7 +43,7 @@ class LatencyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputOptions:
-    """All requests at once, so that the engine is always full."""
+    """Requests that are all added at once, to keep the engine full."""
 
     num_prompts: int = option("Number of requests.", 32)
     input_len: int = option("Tokens of each prompt.", 256)
@@ -55,7 +55,7 @@ class ThroughputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Requests over HTTP, as clients send them."""
+    """Requests over HTTP to a running server."""
 
     url: str = option("Address of the server.", "http://127.0.0.1:8000")
     model_name: str | None = option("Model to ask for; default: the first that the server lists.", None)
@@ -77,9 +77,9 @@ class LoadOptions:
 
 
 def _at_least_one(options: Any, *names: str) -> None:
-    given = {name: getattr(options, name) for name in names}
+    values = {name: getattr(options, name) for name in names}
     wrong = [
-        f"{name}={value}; at least 1 is needed" for name, value in given.items() if value is not None and value < 1
+        f"{name}={value}; at least 1 is needed" for name, value in values.items() if value is not None and value < 1
     ]
     if wrong:
         raise ConfigError("bad options: " + "; ".join(wrong) + ".")
@@ -101,9 +101,9 @@ def bench_latency(engine: EngineConfig, options: LatencyOptions, report: ReportO
     with _progress("batches", options.warmup + options.iterations) as advance:
         for number in range(options.warmup + options.iterations):
             batch = prompts[number * size : (number + 1) * size]
-            seen, seconds = run_batch(runner, batch, options.output_len, size, lambda record: None)
+            batch_records, seconds = run_batch(runner, batch, options.output_len, size, lambda record: None)
             if number >= options.warmup:
-                records += seen
+                records += batch_records
                 duration += seconds
             advance()
     title = f"latency: batch {size}, {options.input_len} tokens in, {options.output_len} out"
@@ -149,14 +149,14 @@ def bench_serve(options: LoadOptions, report: ReportOptions) -> None:
 
 
 def _settings(options: Any) -> dict[str, Any]:
-    """The options for the JSON file: plain data, without the key."""
+    """The options as plain data for the JSON file, without the API key."""
     plain = {name: value for name, value in dataclasses.asdict(options).items() if name != "api_key"}
     return {name: str(value) if value == float("inf") else value for name, value in plain.items()}
 
 
 @contextmanager
 def _progress(noun: str, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr; yields the function that moves it by one."""
+    """A progress bar on stderr. Yields a function that advances it by one."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -169,7 +169,7 @@ def _progress(noun: str, total: int) -> Iterator[Callable[[], None]]:
 def _show(
     title: str, settings: dict[str, Any], records: list[RequestRecord], duration: float, report: ReportOptions
 ) -> None:
-    """Print the tables and write the files that were asked for; raises `AllotropeError` if every request failed."""
+    """Print the tables and write the requested files. Raises `AllotropeError` if every request failed."""
     from rich.console import Console
 
     from allotrope.bench.record import summarize

@@ -1,6 +1,6 @@
 """`allotrope chat`: a conversation in the terminal.
 
-Owns the dialogue: its history, its few slash commands, what is printed. Where answers come from is a `ChatModel`.
+Owns the dialogue: its history, slash commands and output. A `ChatModel` gives the answers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HELP = "/clear forgets the conversation, /quit (or end of input) leaves; Ctrl-C
 
 
 class ChatModel(Protocol):
-    """What answers: a model in this process or on a server. `last_tokens`: length of the latest answer."""
+    """A model in this process or on a server. `last_tokens`: number of tokens of the latest answer."""
 
     last_tokens: int
 
@@ -55,7 +55,7 @@ def chat(
 
 
 class Conversation:
-    """Turns of user and model with their history, read from stdin until its end."""
+    """A conversation whose user turns are read from stdin until its end."""
 
     def __init__(self, model: ChatModel, sampling: SamplingOptions, system: str | None) -> None:
         self.model = model
@@ -66,7 +66,7 @@ class Conversation:
     def run(self) -> None:
         """Answer line by line."""
         if sys.stdin.isatty():
-            # Line editing and history of what was typed come with the import alone.
+            # Importing readline gives `input` line editing and history.
             import readline  # noqa: F401
         while True:
             try:
@@ -84,7 +84,7 @@ class Conversation:
                 self.turn(line)
 
     def turn(self, text: str) -> None:
-        """Ask `text`, print the answer as it comes, and keep both; a refused question is not kept."""
+        """Send `text`, print the streamed answer, and add both to the history. A refused text is removed again."""
         self.history.append({"role": "user", "content": text})
         pieces: list[str] = []
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`allotrope compat`: which other engines are installed here, and what of them would run Allotrope's models."""
+"""`allotrope compat`: shows the installed host engines, and the models that Allotrope's plugins run in them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import typer
 
 from allotrope.config import option
 
-# One module a host, with `HOST`, `LIMITS`, `installed()`, `probe()` and `refusals()`.
+# One module for each host. It has `HOST`, `LIMITS`, `installed()`, `probe()` and `refusals()`.
 CONTRACTS = ("allotrope.plugins.vllm.contract",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompatOptions:
-    """How it is shown."""
+    """Output format."""
 
     json: bool = option("Print JSON.", False)
 
@@ -28,14 +28,14 @@ def compat(options: CompatOptions) -> None:
     if options.json:
         print(json.dumps(reports, indent=1))
     else:
-        for one in reports:
-            _show(one)
-    if any(one["version"] is not None and one["refusals"] for one in reports):
+        for host in reports:
+            _show(host)
+    if any(host["version"] is not None and host["refusals"] for host in reports):
         raise typer.Exit(1)
 
 
 def report(name: str) -> dict[str, Any]:
-    """Everything about one host. `name`: module of its contract."""
+    """The report of one host. `name`: module of its contract."""
     from importlib import import_module
 
     from allotrope.commands.catalogue import catalogue
@@ -56,21 +56,21 @@ def report(name: str) -> dict[str, Any]:
     }
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(host: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    console.print(f"{found['host']}: {found['version'] or 'not installed'}", highlight=False)
-    if found["version"] is None:
+    console.print(f"{host['host']}: {host['version'] or 'not installed'}", highlight=False)
+    if host["version"] is None:
         return
-    for reason in found["refusals"]:
+    for reason in host["refusals"]:
         console.print(f"  refused: {reason}", highlight=False)
     symbols = Table("host symbol", "state")
-    for finding in found["symbols"]:
+    for finding in host["symbols"]:
         symbols.add_row(finding["path"], finding["reason"] or "holds")
     models = Table("architecture", "families", "taken over", "limits")
-    for model in found["models"]:
-        taken = "yes" if model["taken"] else "no"
-        models.add_row(model["architecture"], ", ".join(model["families"]), taken, "; ".join(model["limits"]))
+    for model in host["models"]:
+        taken_over = "yes" if model["taken"] else "no"
+        models.add_row(model["architecture"], ", ".join(model["families"]), taken_over, "; ".join(model["limits"]))
     console.print(symbols, models)

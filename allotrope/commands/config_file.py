@@ -1,6 +1,6 @@
-"""`--config FILE`: a YAML or JSON file whose values stand in for flags that the command line leaves out.
+"""`--config FILE`: a YAML or JSON file with values for flags that the command line leaves out.
 
-Owns how a file is read and held against a command's flags. It must not know what any option means.
+Owns the reading of the file and the check of its keys by a command's flags. It must not know the meaning of an option.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from allotrope.commands.foreign_flags import plain_value
 from allotrope.commands.refusals import refusal
 from allotrope.errors import ConfigError
 
-# Options whose text is JSON: in a file they may be written as a mapping.
+# The text of these options is JSON; in a file they may also be a mapping.
 _JSON_OPTIONS = ("hf_overrides",)
 
 
 def use_config_file(ctx: typer.Context, path: str | None, hints: Mapping[str, Any]) -> str | None:
-    """Make the values of the file the defaults of the command's flags, and return `path`.
+    """Make the file's values the defaults of the command's flags, and return `path`.
 
-    `hints`: type of each parameter of the command. The command line wins over the environment, and that over the file.
-    Raises `typer.BadParameter` with every key and value that the command cannot take.
+    `hints`: type of each parameter of the command. The command line overrides the environment, and the environment
+    overrides the file. Raises `typer.BadParameter` with every key and value that the command does not accept.
     """
     if path is None:
         return None
@@ -34,14 +34,14 @@ def use_config_file(ctx: typer.Context, path: str | None, hints: Mapping[str, An
     reasons = []
     for key, value in read_mapping(path).items():
         try:
-            name, taken = _option_value(ctx, str(key), value, hints)
+            name, default = _option_value(ctx, str(key), value, hints)
         except ValueError as error:
             reasons.append(str(error))
             continue
         if name in defaults:
             reasons.append(f"{key}: the option is there under two names")
-        if taken is not None:
-            defaults[name] = taken
+        if default is not None:
+            defaults[name] = default
     if reasons:
         raise typer.BadParameter(f"{path}: " + "; ".join(reasons) + ".")
     ctx.default_map = {**(ctx.default_map or {}), **defaults}
@@ -49,7 +49,7 @@ def use_config_file(ctx: typer.Context, path: str | None, hints: Mapping[str, An
 
 
 def _option_value(ctx: typer.Context, key: str, value: Any, hints: Mapping[str, Any]) -> tuple[str, Any]:
-    """The parameter that `key` names and its value, None for one that counts as left out. Raises `ValueError`."""
+    """The parameter of `key` and its value; None if the value is null. Raises `ValueError` for a wrong key or value."""
     flag = "--" + key.replace("_", "-").removeprefix("--")
     params = {name: p for p in ctx.command.params for name in (*p.opts, *p.secondary_opts)}
     # The model is an argument, and its name has no dashes.
@@ -69,7 +69,7 @@ def _option_value(ctx: typer.Context, key: str, value: Any, hints: Mapping[str, 
     elif isinstance(value, list | dict):
         raise ValueError(f"{key}={json.dumps(value, default=str)}: one value is needed")
     for item in value if isinstance(value, list) else [value]:
-        # YAML reads on, 1.10 and 2026-01-01 as something else than their text.
+        # YAML reads on, 1.10 and 2026-01-01 as a boolean, a number and a date.
         if _is_text(hints[param.name]) and not isinstance(item, str):
             raise ValueError(f"{key}={item!r}: a text is needed; put it in quotes")
         if isinstance(item, bool):
@@ -84,7 +84,7 @@ def _option_value(ctx: typer.Context, key: str, value: Any, hints: Mapping[str, 
 
 
 def _is_text(hint: Any) -> bool:
-    """Whether a parameter of this type takes its text as it stands."""
+    """Whether a parameter of this type is plain text."""
     if get_origin(hint) in (Annotated, Union, UnionType, list):
         return any(_is_text(inner) for inner in get_args(hint))
     return hint in (str, Path) or get_origin(hint) is Literal
@@ -98,40 +98,40 @@ def _unknown(flag: str, known: list[str]) -> str:
 
 
 def read_mapping(path: str) -> dict[str, Any]:
-    """The one mapping that the file holds: JSON if its name ends so, else YAML. Raises `typer.BadParameter`."""
+    """The mapping in the file, which is JSON if its name ends in .json, else YAML. Raises `typer.BadParameter`."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{path} cannot be read: {error}.") from error
     try:
-        found = json.loads(text, object_pairs_hook=_without_repeats) if path.endswith(".json") else _read_yaml(text)
+        mapping = json.loads(text, object_pairs_hook=_without_repeats) if path.endswith(".json") else _read_yaml(text)
     except ValueError as error:
         raise typer.BadParameter(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
-    if found is None:
+    if mapping is None:
         return {}
-    if not isinstance(found, dict):
-        raise typer.BadParameter(f"{path} holds a {type(found).__name__}; lines such as `port: 8001` are needed.")
-    return found
+    if not isinstance(mapping, dict):
+        raise typer.BadParameter(f"{path} holds a {type(mapping).__name__}; lines such as `port: 8001` are needed.")
+    return mapping
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in mapping:
             raise ValueError(f"{key} is there twice")
-        found[key] = value
-    return found
+        mapping[key] = value
+    return mapping
 
 
 def _read_yaml(text: str) -> Any:
-    """What `text` holds. Raises `ValueError` for what is no YAML, and for a key that is there twice."""
+    """The value of the YAML in `text`. Raises `ValueError` for invalid YAML and for a repeated key."""
     try:
         import yaml
     except ModuleNotFoundError as error:
         raise ConfigError("a YAML file needs PyYAML. Run: pip install 'allotrope[cli]'") from error
 
     class Loader(yaml.SafeLoader):
-        """Refuses repeated keys, of which YAML's own loader takes the last."""
+        """Refuses repeated keys. YAML's own loader would take the last one."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
             pairs = [(self.construct_object(key, deep=True), None) for key, _ in node.value]

@@ -1,7 +1,7 @@
-"""Command-line flags made from the fields of config dataclasses.
+"""Turns the fields of config dataclasses into command-line flags.
 
-Owns how a field becomes a flag and how a command line is read back into the dataclass. It must not know what any
-option means.
+Owns the conversion of fields to flags, and of a command line back to the dataclass. It must not know the meaning of an
+option.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from allotrope.commands.foreign_flags import ALIASES, OPPOSITES, plain_value
 from allotrope.commands.help_text import GENERAL, HelpCommand, heading_of
 from allotrope.commands.refusals import refusal
 
-# Fields whose flag also reads 32k, 1.5GiB and the like, beside those named *_bytes.
+# Flags of these fields, and of fields named *_bytes, accept sizes such as 32k and 1.5GiB.
 _COUNTS = ("max_model_len", "max_num_batched_tokens", "memory")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _ENVIRONMENT = {"api_key": "ALLOTROPE_API_KEY", "metrics_api_key": "ALLOTROPE_METRICS_API_KEY"}
-# A field that may be given several times.
+# The type of a field whose flag may be repeated.
 _LIST = tuple[str, ...]
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgtKMGT]?)(iB|B|)")
 
 
 def parse_size(text: str | int) -> int:
-    """The number that `text` writes: digits, perhaps a fraction, perhaps a suffix.
+    """The number in `text`: digits with an optional fraction and an optional suffix.
 
-    k, m, g, t and kB, MB, GB, TB are powers of 1000; K, M, G, T and KiB, MiB, GiB, TiB powers of 1024. Raises
-    `typer.BadParameter` for anything else and for a number that is not whole.
+    k, m, g, t and kB, MB, GB, TB are powers of 1000; K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024. Raises
+    `typer.BadParameter` for other text and for fractional results.
     """
-    # A default comes through here as the number it is.
+    # typer passes a default as an int.
     match = _SIZE.fullmatch(str(text).strip())
     if match is None:
         raise typer.BadParameter(f"{text!r} is not a number such as 4096, 32k, 32K or 8GiB.")
@@ -50,7 +50,7 @@ def parse_size(text: str | int) -> int:
 
 
 def read_list(values: Sequence[str]) -> tuple[str, ...]:
-    """The texts that `values` give: each is one, or a JSON list of some. Raises `typer.BadParameter`."""
+    """The texts in `values`, each of which is a text or a JSON list of texts. Raises `typer.BadParameter`."""
     texts: list[str] = []
     for value in values:
         if not value.startswith("["):
@@ -67,11 +67,11 @@ def read_list(values: Sequence[str]) -> tuple[str, ...]:
 
 
 def expand_configs(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with each parameter that is a config dataclass replaced by one flag per field.
+    """`command` with one flag for each field of its parameters that are config dataclasses.
 
-    A field `model` becomes the positional argument MODEL; where the parameter is `Config | None`, MODEL may be left
-    out and the parameter is then None. Booleans get --name/--no-name, `Literal` fields their choices. `--config FILE`
-    gives values to flags that are left out.
+    A field `model` becomes the positional argument MODEL. If the parameter is `Config | None`, MODEL is optional, and
+    the parameter is None without it. Booleans get --name/--no-name, `Literal` fields their choices. `--config FILE`
+    gives values to flags that the command line leaves out.
     """
     hints = get_type_hints(command, include_extras=True)
     configs = {name: config for name, hint in hints.items() if (config := _config_of(hint)) is not None}
@@ -81,19 +81,19 @@ def expand_configs(command: Callable[..., None]) -> Callable[..., None]:
         optional = hints[name] != config
         for parameter in _parameters(config, model_optional=optional):
             (positional if parameter.name == "model" else flags).append(parameter)
-    given = inspect.signature(command).parameters.items()
-    own = [p.replace(annotation=hints[name], kind=_KEYWORD) for name, p in given if name not in configs]
+    signature = inspect.signature(command).parameters.items()
+    own = [p.replace(annotation=hints[name], kind=_KEYWORD) for name, p in signature if name not in configs]
 
     @functools.wraps(command)
     def expanded(**values: Any) -> None:
-        # What the file says has become the values of the other parameters.
+        # The file's values are already the defaults of the other parameters.
         values.pop("config_file", None)
         for name, config in configs.items():
-            taken = {field.name: values.pop(field.name) for field in dataclasses.fields(config)}
+            options = {field.name: values.pop(field.name) for field in dataclasses.fields(config)}
             for field_name, hint in get_type_hints(config).items():
                 if hint == _LIST:
-                    taken[field_name] = read_list(taken[field_name] or [])
-            values[name] = None if taken.get("model", "") is None else config(**taken)
+                    options[field_name] = read_list(options[field_name] or [])
+            values[name] = None if options.get("model", "") is None else config(**options)
         command(**values)
 
     parameters = [*positional, *own, *flags]
@@ -105,7 +105,7 @@ def expand_configs(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _config_file(hints: dict[str, Any]) -> inspect.Parameter:
-    """The flag `--config`, which is read before all others. `hints`: types of the command's parameters."""
+    """The flag `--config`. typer reads it before all others. `hints`: types of the command's parameters."""
 
     def read(ctx: typer.Context, value: str | None) -> str | None:
         return use_config_file(ctx, value, hints)
@@ -130,7 +130,7 @@ def _config_of(hint: Any) -> type | None:
 
 def _parameters(config: type, *, model_optional: bool) -> list[inspect.Parameter]:
     hints = get_type_hints(config)
-    made = []
+    parameters = []
     hint: Any
     for field in dataclasses.fields(config):
         default: Any = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
@@ -143,38 +143,38 @@ def _parameters(config: type, *, model_optional: bool) -> list[inspect.Parameter
             hint = list[str] if hints[field.name] == _LIST else hints[field.name]
             default = list(default) if isinstance(default, tuple) else default
         annotation: Any = Annotated[hint, info]
-        made.append(inspect.Parameter(field.name, _KEYWORD, default=default, annotation=annotation))
-    return made
+        parameters.append(inspect.Parameter(field.name, _KEYWORD, default=default, annotation=annotation))
+    return parameters
 
 
 def _option(field: dataclasses.Field[Any], hint: Any, panel: str) -> Any:
     """The typer option of one config field."""
     names = flag_names(field)
-    more: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if hint is bool:
         opposites = [f" /{name}" for name in OPPOSITES.get(field.name, ())]
         names = [f"{names[0]}/--no-{names[0][2:]}", *names[1:], *opposites]
     elif field.name.endswith("_bytes") or field.name in _COUNTS:
-        more = {"parser": parse_size, "metavar": "SIZE"}
+        settings = {"parser": parse_size, "metavar": "SIZE"}
     return typer.Option(
-        *names, help=field.metadata["help"], rich_help_panel=panel, envvar=_ENVIRONMENT.get(field.name), **more
+        *names, help=field.metadata["help"], rich_help_panel=panel, envvar=_ENVIRONMENT.get(field.name), **settings
     )
 
 
 def flag_names(field: dataclasses.Field[Any]) -> list[str]:
-    """Every spelling of a field's flag, the one that help shows first: --its-name, its short form, aliases."""
+    """Every spelling of a field's flag: --its-name, its short form, aliases. Help shows the first."""
     short = field.metadata.get("short")
     return [f"--{field.name.replace('_', '-')}", *([short] if short else []), *ALIASES.get(field.name, ())]
 
 
 class FlagCommand(HelpCommand):
-    """A command that also reads --snake_case, and refuses another engine's flags by name."""
+    """A command that also accepts --snake_case, and refuses another engine's flags with a reason."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name: p for p in self.params for name in (*p.opts, *p.secondary_opts) if name.startswith("-")}
         end = args.index("--") if "--" in args else len(args)
         head: list[str] = []
-        # The parameter whose value the next argument is.
+        # The parameter that reads the next argument as its value.
         awaiting: Any = None
         for arg in args[:end]:
             if awaiting is not None:
@@ -206,7 +206,7 @@ class FlagCommand(HelpCommand):
 
     @staticmethod
     def _spelled(arg: str, known: Container[str]) -> str:
-        """`arg` with the name of its flag in kebab case, if that names a flag; else as it is."""
+        """`arg` with its flag in kebab case, if that is a known flag; else unchanged."""
         flag, equals, value = arg.partition("=")
         kebab = flag.replace("_", "-")
         if flag.startswith("--") and "_" in flag and (kebab in known or refusal(kebab)):
@@ -215,10 +215,10 @@ class FlagCommand(HelpCommand):
 
 
 def _repeat_flags(args: list[str], lists: set[str], with_value: set[str]) -> list[str]:
-    """`args` with `--name a b` written as `--name a --name b`, for flags in `lists`.
+    """Rewrite `--name a b` as `--name a --name b`, for flags in `lists`.
 
-    Only after a first argument that is no flag's: before it, the next one may be meant to be that. `with_value`: flags
-    that take a value.
+    This starts after the first positional argument: before it, `b` may be that argument. `with_value`: flags that
+    take a value.
     """
     spread: list[str] = []
     flag, value_next, has_argument = "", False, False

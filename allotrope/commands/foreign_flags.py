@@ -1,6 +1,6 @@
-"""Flags of vLLM and SGLang as data: those that name one of our options, and those that name nothing here.
+"""Tables of vLLM's and SGLang's flags: aliases of our options, and flags that are refused.
 
-Owns the spellings only; it must not know how a command line is read.
+Owns the spellings only. It must not know how a command line is read.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import typer
 
 from allotrope.config import RENAMED_VALUES
 
-# Our field -> other spellings of its flag. On a CPU our share of memory does not count the weights.
-# The last rows are those of vLLM's `bench serve`.
+# Our field -> other spellings of its flag. On a CPU, our memory_utilization does not count the weights.
+# The last rows are flags of vLLM's `bench serve`.
 ALIASES: dict[str, tuple[str, ...]] = {
     "tensor_parallel_size": ("--tp", "--tp-size"),
     "max_model_len": ("--context-length",),
@@ -60,7 +60,7 @@ _STATES = "states are kept as the model needs them; see --state-dtype for their 
 _NO_OFFLOAD = "caches stay in the device's own memory; see --kv-cache-memory-bytes"
 _HUB = "set the environment variable HF_HOME to choose where hub files lie"
 
-# Flag of vLLM -> why it is refused and what to do. `refusals` adds those that few people write.
+# Flag of vLLM -> reason of the refusal and the remedy. `refusals` adds rarely used flags.
 UNSUPPORTED: dict[str, str] = {
     "--model": "give the model as the first argument",
     "--pipeline-parallel-size": _PARALLEL,
@@ -171,7 +171,7 @@ UNSUPPORTED: dict[str, str] = {
 
 
 def plain_value(field: str, text: str) -> str:
-    """`text` as our own spelling of a value of `field`. Raises `typer.BadParameter` for a value under its old name."""
+    """Our spelling of the value `text` of `field`. Raises `typer.BadParameter` for the old name of a value."""
     if new := RENAMED_VALUES.get((field, text)):
         raise typer.BadParameter(f"{text!r} is now {new!r}: write {new}.")
     return VALUES.get(field, {}).get(text, text)

@@ -1,4 +1,4 @@
-"""How help looks: options in groups, examples below them, colours on a terminal.
+"""Formats help: options in groups, examples below them, colours on a terminal.
 
 Owns the groups, the examples and the colours. It must not know how an option is read.
 """
@@ -13,9 +13,9 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from allotrope.logs import log_more
+from allotrope.logs import log_info
 
-# Fields of configs by the heading of their flags; a field in none is under the name of its config.
+# Heading -> fields whose flags are under it. The flag of another field is under the name of its config.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
         "tokenizer", "revision", "hf_overrides", "load_format", "dtype", "quantized_weights", "device", "seed",
@@ -53,33 +53,33 @@ _BOLD, _NAME, _PLAIN = "\x1b[1m", "\x1b[36m", "\x1b[0m"
 
 
 def heading_of(field: str, config: str) -> str:
-    """The heading of a field's flag. `config`: name of its class."""
+    """The heading of a field's flag. `config`: name of the field's class."""
     own = next((heading for heading, fields in GROUPS.items() if field in fields), None)
     return own or config.removesuffix("Config").removesuffix("Options")
 
 
 def colours() -> bool:
-    """Whether standard output is a terminal that wants colours (https://no-color.org)."""
+    """Whether standard output is a terminal with colours (https://no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def painted(text: str) -> str:
-    """Help with bold headings, and names of options and commands in a colour."""
-    text = re.sub(r"^(\S[^\n]*:)$|^(Usage:)", lambda found: f"{_BOLD}{found[0]}{_PLAIN}", text, flags=re.MULTILINE)
+    """`text` with bold headings, and coloured names of options and commands."""
+    text = re.sub(r"^(\S[^\n]*:)$|^(Usage:)", lambda match: f"{_BOLD}{match[0]}{_PLAIN}", text, flags=re.MULTILINE)
     return re.sub(r"^(  )(-\S.*?|[a-z]+)(?=  |$)", rf"\1{_NAME}\2{_PLAIN}", text, flags=re.MULTILINE)
 
 
 def _examples(ctx: Any, formatter: Any) -> None:
     words = ctx.command_path.split()
-    found = EXAMPLES.get(" ".join(words[-2:])) or EXAMPLES.get(words[-1], ())
-    if found:
+    examples = EXAMPLES.get(" ".join(words[-2:])) or EXAMPLES.get(words[-1], ())
+    if examples:
         with formatter.section("Examples"):
-            for line in found:
+            for line in examples:
                 formatter.write(f"{' ' * formatter.current_indent}{line}\n")
 
 
 class HelpGroup(TyperGroup):
-    """A group of commands; without a command it shows its help."""
+    """A group of commands. Without a command it shows its help."""
 
     def get_help(self, ctx: Any) -> str:
         text = super().get_help(ctx)
@@ -96,7 +96,7 @@ class HelpGroup(TyperGroup):
 
 
 class HelpCommand(TyperCommand):
-    """A command that also takes --verbose, with its options in groups."""
+    """A command that also accepts --verbose and shows its options in groups."""
 
     def get_help(self, ctx: Any) -> str:
         text = super().get_help(ctx)
@@ -115,7 +115,7 @@ class HelpCommand(TyperCommand):
                 heading = getattr(parameter, "rich_help_panel", None) or "Command"
                 groups.setdefault(GENERAL if parameter.name == "help" else heading, []).append(record)
         groups.setdefault(GENERAL, []).extend(_GENERAL_RECORDS)
-        # What every command has comes last.
+        # The options of every command come last.
         groups[GENERAL] = groups.pop(GENERAL)
         for heading, records in (("Arguments", arguments), *groups.items()):
             if records:
@@ -126,7 +126,7 @@ class HelpCommand(TyperCommand):
         _examples(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Without --debug, which `allotrope.cli` reads, and --verbose, wherever they stand."""
+        """Parse `args` without --debug and --verbose, at any position. `allotrope.cli` reads --debug."""
         with_value = {name for p in self.params for name in p.opts if not getattr(p, "is_flag", True)}
         end = args.index("--") if "--" in args else len(args)
         kept = []
@@ -134,7 +134,7 @@ class HelpCommand(TyperCommand):
             if before in with_value or arg not in ("--debug", "-v", "--verbose"):
                 kept.append(arg)
             elif arg != "--debug":
-                log_more()
+                log_info()
         return super().parse_args(ctx, [*kept, *args[end:]])
 
 

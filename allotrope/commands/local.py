@@ -1,4 +1,4 @@
-"""A model in this process as a command sees it: text streams out, token by token."""
+"""Streams text from a model in this process, for `generate` and `chat`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LocalModel:
-    """The engine of `config` and its tokenizer. `last_tokens`: length in tokens of the latest answer."""
+    """A model loaded by `config`. `last_tokens`: number of tokens of the latest answer."""
 
     def __init__(self, config: EngineConfig) -> None:
         from allotrope.llm import LLM
@@ -29,17 +29,17 @@ class LocalModel:
         self._names = (f"cli-{number}" for number in itertools.count())
 
     def stream(self, messages: list[dict[str, str]], sampling: SamplingOptions) -> Iterator[str]:
-        """The answer to chat `messages`, piece by piece. Raises `InvalidRequest` if it cannot be asked."""
+        """Stream the answer to chat `messages`. Raises `InvalidRequest` if the request is invalid."""
         ids = self.llm.tokenizer.apply_chat_template(list(messages))
         return self._stream(ids, self.params(ids, sampling), continues_text=False)
 
     def continue_text(self, prompt: str, sampling: SamplingOptions) -> Iterator[str]:
-        """The continuation of `prompt`, piece by piece. Raises `InvalidRequest` if it cannot be asked."""
+        """Stream the continuation of `prompt`. Raises `InvalidRequest` if the request is invalid."""
         ids = self.llm.tokenizer.encode(prompt)
         return self._stream(ids, self.params(ids, sampling), continues_text=True)
 
     def params(self, prompt_ids: list[int], sampling: SamplingOptions) -> SamplingParams:
-        """How the answer to a prompt is sampled: the options, and what the checkpoint says where they say nothing."""
+        """Sampling parameters of a prompt's answer. The checkpoint's defaults fill the options that are left out."""
         return sampling.as_params(self.llm.sampling_defaults, len(prompt_ids), self.llm.engine.limits.max_model_len)
 
     def _stream(self, prompt_ids: list[int], params: SamplingParams, *, continues_text: bool) -> Iterator[str]:
@@ -61,11 +61,11 @@ class LocalModel:
             while engine.has_work():
                 for output in engine.step():
                     if output.error is not None:
-                        raise AllotropeError(f"the engine gave up the request: {output.error}")
+                        raise AllotropeError(f"the engine dropped the request: {output.error}")
                     self.last_tokens += len(output.token_ids)
-                    piece = text.push(output.token_ids, final=output.finish_reason is not None)
-                    if piece:
-                        yield piece
+                    delta = text.push(output.token_ids, final=output.finish_reason is not None)
+                    if delta:
+                        yield delta
                     if text.stopped_by is not None:
                         return
         finally:

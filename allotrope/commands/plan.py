@@ -1,4 +1,4 @@
-"""`allotrope plan`: what a model takes of memory, before it is loaded."""
+"""`allotrope plan`: shows the memory that a model needs, without loading it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from allotrope.config import EngineConfig, option
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """For which device, and how it is shown."""
+    """Memory of the device, and output format."""
 
     memory: int | None = option("Memory of each device, such as 80GiB; default: what is free on this machine.", None)
     json: bool = option("Print JSON.", False)

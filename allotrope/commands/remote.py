@@ -1,4 +1,4 @@
-"""A running server as a command sees it: which model it serves, and chat answers as a stream of text."""
+"""Client of a running server, for commands: it reads the served model and streams chat answers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def server_root(url: str) -> str:
-    """`url` without the /v1 that clients of the OpenAI API put at its end."""
+    """`url` without a final /v1, which clients of the OpenAI API append."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 def connect(url: str, api_key: str | None) -> httpx.Client:
-    """A client of the server at `url`; raises `ConfigError` where httpx is missing."""
+    """A client of the server at `url`. Raises `ConfigError` if httpx is missing."""
     try:
         import httpx
     except ModuleNotFoundError as error:
@@ -31,12 +31,12 @@ def connect(url: str, api_key: str | None) -> httpx.Client:
 
 
 def served_model(url: str, api_key: str | None) -> str:
-    """The first model that the server at `url` lists; raises `AllotropeError` if it cannot be asked."""
+    """The name of the first model that the server at `url` lists. Raises `AllotropeError` if the request fails."""
     return str(served_card(url, api_key)["id"])
 
 
 def served_card(url: str, api_key: str | None) -> dict[str, Any]:
-    """What the server at `url` says of its first model; raises `AllotropeError` if it cannot be asked."""
+    """The server's description of its first model. Raises `AllotropeError` if the request fails."""
     with connect(url, api_key) as client:
         listed = _answer(client, "/v1/models")["data"]
     if not listed:
@@ -58,7 +58,7 @@ def _answer(client: httpx.Client, path: str) -> dict[str, Any]:
 
 @dataclass
 class RemoteChat:
-    """Chat with the model `name` of the server at `url`. `set_by_server`: sampling values that the server has set."""
+    """Chats with model `name` of the server at `url`. `set_by_server`: sampling parameters with a default there."""
 
     url: str
     name: str
@@ -67,9 +67,9 @@ class RemoteChat:
     last_tokens: int = 0
 
     def stream(self, messages: list[dict[str, str]], sampling: SamplingOptions) -> Iterator[str]:
-        """The answer to `messages`, piece by piece; its length in tokens is then in `last_tokens`.
+        """Stream the answer to `messages`, and store its number of tokens in `last_tokens`.
 
-        Raises `AllotropeError` if the server refuses or breaks off.
+        Raises `AllotropeError` if the server refuses the request or the connection breaks.
         """
         import httpx
 
@@ -84,11 +84,11 @@ class RemoteChat:
                     raise AllotropeError(_reason(response.status_code, response.read()))
                 for line in response.iter_lines():
                     if line.startswith("data: ") and line != "data: [DONE]":
-                        yield from self._pieces(json.loads(line.removeprefix("data: ")))
+                        yield from self._deltas(json.loads(line.removeprefix("data: ")))
         except httpx.HTTPError as error:
             raise AllotropeError(f"the connection to {self.url} failed: {error}.") from error
 
-    def _pieces(self, event: dict[str, Any]) -> Iterator[str]:
+    def _deltas(self, event: dict[str, Any]) -> Iterator[str]:
         if "error" in event:
             raise AllotropeError(str(event["error"].get("message", event["error"])))
         if event.get("usage"):
@@ -99,7 +99,7 @@ class RemoteChat:
 
 
 def _reason(status: int, body: bytes) -> str:
-    """The message of an error answer, or its beginning where it has none."""
+    """The message of an error answer, or the beginning of its body if it has none."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

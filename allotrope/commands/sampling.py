@@ -1,4 +1,4 @@
-"""How a command's answers are sampled: the flags that `generate` and `chat` share."""
+"""Sampling flags that `generate` and `chat` share."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 512}
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """Choice of the next token, and when to end. `--seed` of the engine seeds these too.
+    """Sampling options. `--seed` of the engine seeds the sampling too.
 
-    What is left out is the checkpoint's (`generation_config.json`), or a server's; then the likeliest token is taken.
+    The checkpoint's `generation_config.json`, or the server, gives the values that are left out. Without one, sampling
+    is greedy.
     """
 
     temperature: float | None = option(
@@ -31,21 +32,21 @@ class SamplingOptions:
     stop: list[str] | None = option("End before this text; may be given several times.", None)
 
     def as_params(self, defaults: Defaults, prompt_tokens: int, max_model_len: int) -> SamplingParams:
-        """The same for the engine.
+        """These options as `SamplingParams`.
 
-        `defaults`: of the checkpoint. `prompt_tokens`, `max_model_len`: where no length was given, it is what they
-        leave at most.
+        `defaults`: sampling defaults of the checkpoint. A default `max_tokens` is lowered to the space that
+        `prompt_tokens` leave in `max_model_len`.
         """
-        chosen = {**_DEFAULTS, **defaults, **self._given()}
-        params = SamplingParams(**chosen, stop=tuple(self.stop or ()))
+        values = {**_DEFAULTS, **defaults, **self._set_options()}
+        params = SamplingParams(**values, stop=tuple(self.stop or ()))
         return params if self.max_tokens is not None else params.fitted(prompt_tokens, max_model_len)
 
     def as_request_fields(self, set_by_server: Collection[str] = ()) -> dict[str, Any]:
-        """The same for a server: what was given, and our defaults but for those that it has set."""
+        """These options as fields of a request. The defaults of `set_by_server` are left to the server."""
         ours = {name: value for name, value in _DEFAULTS.items() if name not in set_by_server}
-        fields = {**ours, **self._given()}
+        fields = {**ours, **self._set_options()}
         return {**fields, "stop": self.stop} if self.stop else fields
 
-    def _given(self) -> dict[str, Any]:
+    def _set_options(self) -> dict[str, Any]:
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
         return {name: value for name in names if (value := getattr(self, name)) is not None}

@@ -80,8 +80,8 @@ class Connection(_Protocol):
                 self.transport.abort()
         elif self._head_since is not None:
             if now - self._head_since > self._deadlines.head:
-                what = "the line and headers of the request" if self.cycle is None else "the next request's headers"
-                self._give_up(what, f"{self._deadlines.head:g} s", "--header-timeout", now)
+                part = "the line and headers of the request" if self.cycle is None else "the next request's headers"
+                self._time_out(part, f"{self._deadlines.head:g} s", "--header-timeout", now)
         elif self.cycle.more_body:
             self._check_body(now)
 
@@ -93,10 +93,10 @@ class Connection(_Protocol):
             return
         allowed = self._deadlines.body + self._body_bytes / _BYTES_PER_SECOND
         if now - self._body_since > allowed:
-            self._give_up(f"the body ({self._body_bytes} bytes so far)", f"{allowed:.0f} s", "--body-timeout", now)
+            self._time_out(f"the body ({self._body_bytes} bytes so far)", f"{allowed:.0f} s", "--body-timeout", now)
 
-    def _give_up(self, what: str, allowed: str, option: str, now: float) -> None:
-        self._answer_and_close(HttpError(408, f"{what} did not arrive within {allowed} ({option})."), now)
+    def _time_out(self, part: str, allowed: str, option: str, now: float) -> None:
+        self._answer_and_close(HttpError(408, f"{part} did not arrive within {allowed} ({option})."), now)
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are not HTTP; uvicorn calls this."""

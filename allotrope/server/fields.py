@@ -19,7 +19,7 @@ from allotrope.server.rules import Honoured, Misplaced, Only, Rule, WithoutEffec
 from allotrope.server.values import describe_value
 
 _NO_TOOLS = "this server does not call tools"
-_NO_GRAMMAR = "output cannot be held to a schema or grammar by this server"
+_NO_GRAMMAR = "this server cannot constrain output to a schema or grammar"
 _NO_BEAM = "beam search is not offered"
 
 _SAMPLING: dict[str, Rule] = {
@@ -50,7 +50,7 @@ _SAMPLING: dict[str, Rule] = {
     "bad_words": Only(([],), "words cannot be banned; give their tokens a logit_bias of -100"),
     "spaces_between_special_tokens": Only((True,), "special tokens are always set apart as the tokenizer does"),
     "logits_processors": Only(([],), "code in requests is not run"),
-    "thinking_token_budget": Only((), "reasoning is not told apart from the answer"),
+    "thinking_token_budget": Only((), "reasoning is not separated from the answer"),
 }
 
 _COMMON: dict[str, Rule] = {
@@ -88,17 +88,17 @@ _CHAT: dict[str, Rule] = {
     "echo": Only((False,), "a chat answer does not repeat the prompt; ask for return_token_ids"),
     "metadata": WithoutEffect("object", "it labels stored completions, and none are stored"),
     "safety_identifier": WithoutEffect("string", "it names the end user for records that this server does not keep"),
-    "prompt_cache_key": WithoutEffect("string", "the prefix cache finds equal beginnings by itself"),
+    "prompt_cache_key": WithoutEffect("string", "the prefix cache finds equal prefixes without a key"),
     "parallel_tool_calls": WithoutEffect("boolean", "no tools are called, in parallel or not"),
     "store": Only((False,), "completions are not stored"),
     "service_tier": Only(("auto", "default"), "there is one tier of service"),
     "prompt_cache_retention": Only(("in_memory",), "the prefix cache lives in memory only"),
-    "prompt_cache_options": Only(({}, {"mode": "implicit"}), "the prefix cache works by itself"),
+    "prompt_cache_options": Only(({}, {"mode": "implicit"}), "the prefix cache has no options in a request"),
     "modalities": Only((["text"],), "this server writes text only"),
     "verbosity": Only(("medium",), "say it in the prompt"),
     "reasoning_effort": Only((), "pass it in chat_template_kwargs if the model's template reads it"),
     "reasoning": Only((), "pass it in chat_template_kwargs if the model's template reads it"),
-    "include_reasoning": Only((True,), "reasoning is not told apart from the answer"),
+    "include_reasoning": Only((True,), "reasoning is not separated from the answer"),
     "tools": Only(([],), _NO_TOOLS),
     "tool_choice": Only(("none", "auto"), _NO_TOOLS),
     "functions": Only(([],), _NO_TOOLS),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from allotrope.server.rules import Misplaced, Only, Renamed, Rule
 
-_NO_GRAMMAR = "output cannot be held to a schema or grammar by this server"
+_NO_GRAMMAR = "this server cannot constrain output to a schema or grammar"
 _NO_BEAM = "beam search is not offered"
 _NO_ADAPTER = "adapters are not loaded; serve a checkpoint into which it is merged"
 _NO_MEDIA = "this server reads text only"
@@ -19,15 +19,15 @@ _NO_XTC = "XTC is not offered; see temperature and min_p"
 _NO_MIROSTAT = "Mirostat is not offered; see temperature, top_p and min_p"
 _NO_DYNAMIC = "the temperature is the same for every token"
 _NO_SMOOTHING = "smoothing is not offered; see temperature"
-_NO_TAIL = "this way to cut the tail is not offered; see top_p, top_k and min_p"
+_NO_TAIL = "this truncation of the distribution is not offered; see top_p, top_k and min_p"
 _NO_GUIDANCE = "classifier-free guidance is not offered"
 _NO_REPORT = "this server does not report it"
 _ALL_TOKENS = "penalties look at all tokens so far"
 _FIXED_ORDER = "samplers run in one order: penalties, temperature, top_k, top_p, min_p"
 _NO_BANS = "words cannot be banned; give their tokens a logit_bias of -100"
 _NO_SEARCH = "this server calls no tools"
-_NO_REASONING = "reasoning is not told apart from the answer"
-_ONLY_LIKELIEST = "log-probabilities are those of the likeliest tokens"
+_NO_REASONING = "reasoning is not separated from the answer"
+_ONLY_LIKELIEST = "log-probabilities are those of the most likely tokens"
 _KEPT_PROMPT = "a prompt is never shortened unless truncate_prompt_tokens says so"
 _TEMPLATE = Misplaced("write it in chat_template_kwargs, if the model's template reads it")
 _IN_THE_BODY = "write its fields in the body itself"
@@ -55,7 +55,7 @@ _ANY_ROUTE: dict[str, Rule] = {
     "temp": Renamed("temperature"),
     "random_seed": Renamed("seed"),
     "num_return_sequences": Renamed("n"),
-    "do_sample": Only((True,), "write temperature=0 for the likeliest tokens"),
+    "do_sample": Only((True,), "write temperature=0 for greedy sampling"),
     **dict.fromkeys(("repeat_last_n", "penalty_last_n"), Only((-1,), _ALL_TOKENS)),
     **dict.fromkeys(("repetition_penalty_range", "rep_pen_range"), Only((0,), _ALL_TOKENS)),
     **dict.fromkeys(("penalize_nl", "penalize_newline"), Only((True,), "line ends are penalized as other tokens are")),
@@ -63,7 +63,7 @@ _ANY_ROUTE: dict[str, Rule] = {
     "rep_pen_slope": Only((0, 1.0), _ALL_TOKENS),
     "repetition_decay": Only((0,), _ALL_TOKENS),
     "no_repeat_ngram_size": Only((0,), "n-grams may repeat; see repetition_penalty"),
-    "exponential_decay_length_penalty": Only((), "ends are not made likelier with the length"),
+    "exponential_decay_length_penalty": Only((), "the length does not raise the probability of end tokens"),
     **dict.fromkeys(("typical_p", "typical"), Only((1.0,), _NO_TAIL)),
     **dict.fromkeys(("tfs_z", "tfs"), Only((1.0,), _NO_TAIL)),
     **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "skew", "top_p_min"), Only((0,), _NO_TAIL)),

@@ -65,7 +65,7 @@ class Guard:
         return None if reason is None else HttpError(503, reason)
 
     def _may_ask(self, path: str, authorization: str) -> bool:
-        # The page tells nothing of the model, and a browser that opens it cannot send a key.
+        # The page holds no data of the model, and a browser that opens it cannot send a key.
         if path == DOCS:
             return True
         keys = [*self._keys, *self._metrics_keys] if path == METRICS else self._keys

@@ -141,7 +141,7 @@ class _EngineCollector(Collector):
         labels = [self._model_name]
         for name, help, value in (
             ("num_requests_running", "Sequences that take part in steps.", stats.running),
-            ("num_requests_waiting", "Sequences that wait for pages or a place in the batch.", stats.waiting),
+            ("num_requests_waiting", "Sequences that wait for pages or room in the batch.", stats.waiting),
         ):
             gauge = GaugeMetricFamily(_PREFIX + name, help, labels=["model_name"])
             gauge.add_metric(labels, value)
@@ -149,7 +149,7 @@ class _EngineCollector(Collector):
         for name, help, value in (
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
-            ("num_preemptions", "Sequences put back to wait because pages ran out.", stats.preemptions),
+            ("num_preemptions", "Sequences preempted because pages ran out.", stats.preemptions),
         ):
             counter = CounterMetricFamily(_PREFIX + name, help, labels=["model_name"])
             counter.add_metric(labels, value)

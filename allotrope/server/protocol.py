@@ -90,13 +90,13 @@ class _Generation(_Body):
     """Fields of both generating routes: sampling, limits and reports."""
 
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; 1 where left out.")
-    top_p: float | None = Field(None, gt=0, le=1, description="Sample among the most likely that hold this mass.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Sample among the most likely that reach this mass.")
     top_k: int | None = Field(None, ge=-1, le=_INT32, description="Sample among this many; -1 or 0 for all.")
     min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens below this share of the most likely one.")
-    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Taken off tokens already written.")
-    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Taken off once per time written.")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Subtracted from logits of generated tokens.")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Subtracted once per occurrence.")
     repetition_penalty: float | None = Field(
-        None, ge=MIN_REPETITION_PENALTY, le=100, description="Divides the odds of seen tokens."
+        None, ge=MIN_REPETITION_PENALTY, le=100, description="Lowers logits of tokens so far."
     )
     seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED, description="Makes sampling repeatable.")
     stop: Annotated[
@@ -105,7 +105,7 @@ class _Generation(_Body):
         WithJsonSchema(_STOP_SCHEMA),
     ] = Field(None, description="Text that ends the answer and is not part of it.")
     stop_token_ids: list[TokenId] | None = Field(None, description="Token ids that end the answer.")
-    include_stop_str_in_output: bool | None = Field(None, description="Keep what ended the answer in it.")
+    include_stop_str_in_output: bool | None = Field(None, description="Keep the stop text in the answer.")
     min_tokens: int | None = Field(None, ge=0, le=_INT32, description="No end before this many tokens.")
     ignore_eos: bool | None = Field(None, description="Go on after an end-of-sequence token.")
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(

@@ -96,7 +96,10 @@ def _model_routes(router: APIRouter, state: ServerState) -> None:
 async def _read(
     http: HttpRequest, state: ServerState, model: type[M], known: fields.Fields
 ) -> tuple[M, dict[str, str]]:
-    """The checked body, and headers that tell what of it was ignored."""
+    """The checked body, and a response header with the names of ignored fields.
+
+    `model`: pydantic model of the body. `known`: rules of the body's fields.
+    """
     data = await read_body(http, state.config.max_body_bytes)
     body, ignored = await parse(data, model, known, strict=state.config.strict)
     _check_model(state, getattr(body, "model", None))

@@ -33,7 +33,7 @@ def add_status_routes(router: APIRouter, state: ServerState) -> None:
 
     @router.get(PROBES[0])
     async def health() -> Response:
-        """200 while requests are taken; 503 with the reason while loading, shutting down, dead or standing still."""
+        """200 while the server takes requests; 503 with the reason while it loads, drains, ends or is stalled."""
         return Response()
 
     @router.get(PROBES[1])

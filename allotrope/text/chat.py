@@ -1,7 +1,8 @@
-"""Chat messages to prompt text, by the checkpoint's own Jinja template. Owns the form of messages and of the template.
+"""Renders chat messages as prompt text by the checkpoint's Jinja template. Owns the form of messages and templates.
 
-The template sees what Transformers shows it (`messages`, `tools`, `documents`, `add_generation_prompt`, the special
-tokens, `raise_exception`, `strftime_now`, `tojson`), in the same sandbox with the same whitespace rules.
+A template has the variables and functions that Transformers gives it (`messages`, `tools`, `documents`,
+`add_generation_prompt`, the special tokens, `raise_exception`, `strftime_now`, `tojson`), and runs in the same sandbox
+with the same whitespace rules.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from allotrope.errors import ConfigError, InvalidRequest
 
-_GIVEN = ("messages", "add_generation_prompt")
+_RESERVED_VARIABLES = ("messages", "add_generation_prompt")
 _MAX_PATH = 4096
 
 
 def normalise_messages(messages: Any) -> list[dict[str, Any]]:
-    """`messages` as templates expect them: each a dict with a `role` and `content` as one string.
+    """`messages` in the form that templates read: each one a dict with a `role` and a string as `content`.
 
-    Content given as parts is put together line by line; an assistant's missing content becomes "". Keys that are null
-    are left out. Raises `InvalidRequest` naming `messages` for anything else, such as image parts.
+    Text parts are joined by newlines. An assistant's missing content becomes "". Keys that are null are left out.
+    Raises `InvalidRequest` with param `messages` for other input, such as image parts.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InvalidRequest("messages must be a list with at least one message.", "messages")
@@ -52,15 +53,15 @@ def _content(content: Any, role: str, where: str) -> str:
     if content is None and role == "assistant":
         return ""
     if not isinstance(content, Sequence) or isinstance(content, bytes):
-        found = "missing" if content is None else f"a {type(content).__name__}"
-        raise InvalidRequest(f"{where}.content is {found}; a string or a list of text parts is needed.", "messages")
+        actual = "missing" if content is None else f"a {type(content).__name__}"
+        raise InvalidRequest(f"{where}.content is {actual}; a string or a list of text parts is needed.", "messages")
     texts = []
-    for number, part in enumerate(content):
+    for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         text = part.get("text") if isinstance(part, Mapping) and kind == "text" else None
         if not isinstance(text, str):
             raise InvalidRequest(
-                f"{where}.content[{number}] is of type {kind!r}; only text parts "
+                f"{where}.content[{index}] is of type {kind!r}; only text parts "
                 '({"type": "text", "text": "..."}) are supported.',
                 "messages",
             )
@@ -76,31 +77,31 @@ def render_chat(
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """The prompt that `template` makes of `messages` (in any form that `normalise_messages` takes).
+    """The prompt that `template` renders from `messages` (in any form that `normalise_messages` accepts).
 
-    special_tokens: `bos_token` and so on, as the template names them. variables: more for the template to see, such as
-    `tools`. Raises `InvalidRequest` if the template is broken, refuses the messages, or fails over them.
+    `special_tokens`: name of the variable, such as `bos_token` → token. `variables`: further variables of the template,
+    such as `tools`. Raises `InvalidRequest` if the template is invalid, refuses the messages, or fails on them.
     """
-    more = {key: _variable(value, key) for key, value in (variables or {}).items()}
-    taken = [key for key in _GIVEN if key in more]
-    if taken:
-        raise InvalidRequest(f"a chat template variable cannot be named {taken[0]!r}.", "messages")
-    world = {"tools": None, "documents": None, **special_tokens, **more}
+    extra = {key: _variable(value, key) for key, value in (variables or {}).items()}
+    reserved = [key for key in _RESERVED_VARIABLES if key in extra]
+    if reserved:
+        raise InvalidRequest(f"a chat template variable cannot be named {reserved[0]!r}.", "messages")
+    context = {"tools": None, "documents": None, **special_tokens, **extra}
     chat = normalise_messages(messages)
     try:
-        return _compiled(template).render(messages=chat, add_generation_prompt=add_generation_prompt, **world)
+        return _compiled(template).render(messages=chat, add_generation_prompt=add_generation_prompt, **context)
     except TemplateError as error:
         raise InvalidRequest(f"the chat template cannot take these messages: {error}", "messages") from error
     except Exception as error:
-        # A template is a program that came with the checkpoint: over messages that it did not foresee it can fail in
-        # any way, and that is the fault of this request alone.
+        # A template is a program from the checkpoint. On unexpected messages it can raise any error, which then
+        # concerns this request only.
         raise InvalidRequest(
             f"the chat template failed over these messages: {type(error).__name__}: {error}", "messages"
         ) from error
 
 
 def read_chat_template(value: str) -> str:
-    """The template that an option names: a file with it, or its text. Raises `ConfigError` if it is neither."""
+    """The template of an option's value: the path of a file, or Jinja text. Raises `ConfigError` if it is neither."""
     if len(value) < _MAX_PATH and "\n" not in value and Path(value).expanduser().is_file():
         template = Path(value).expanduser().read_text(encoding="utf-8")
     elif "{" in value:
@@ -123,7 +124,7 @@ def _variable(value: Any, name: str) -> Any:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """`value` rebuilt of JSON's types, so that a template gets hold of no object with methods that do things."""
+    """A copy of `value` in JSON's types, so that a template cannot call methods of other objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -134,7 +135,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks replies for training: here it is just its contents."""
+    """`{% generation %}...{% endgeneration %}`, which marks replies for training. It renders its contents."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -165,5 +166,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own escapes HTML, which prompts are not.
+    # Jinja's own `tojson` escapes HTML, and prompts are not HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,8 +1,8 @@
-"""What a tokenizer must be able to do, and how the `tokenizers` library does it. Owns the way between text and ids.
+"""Converts between text and ids: the `Codec` protocol, and its implementation with the `tokenizers` library.
 
-The decoders that language models use (byte-level, and sentencepiece with byte fallback) map each token to bytes, and a
-text is the UTF-8 of the bytes put together. Knowing that map makes incremental decoding exact and its cost constant;
-for any other decoder `FastCodec` decodes windows of ids.
+The usual decoders (byte-level, and sentencepiece with byte fallback) map each token to bytes, and the text is the UTF-8
+of all bytes. With that map, incremental decoding is exact and costs the same for every token. For other decoders,
+`FastCodec` decodes windows of ids.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SPACE_MARK = "▁"
 
 
 class Codec(Protocol):
-    """Text to ids and back. `size`: one more than the largest id. `special_ids`: ids that are no text by themselves."""
+    """Converts text to ids and back. `size`: the largest id plus one. `special_ids`: ids of special tokens."""
 
     size: int
     special_ids: frozenset[int]
@@ -36,10 +36,10 @@ class Codec(Protocol):
 
 
 class FastCodec:
-    """A `tokenizers.Tokenizer`. Ids that it does not have decode to nothing: models score padding ids too."""
+    """Codec of a `tokenizers.Tokenizer`. Unknown ids decode to "", because models score padding ids too."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        # Settings for batches of training text, which some files carry along.
+        # Some files still have the truncation and padding of training.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -50,7 +50,7 @@ class FastCodec:
         self._bytes: list[bytes | None] = [None] * self.size
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # Of a batch, Python's lock is let go of: a long text holds up no other thread.
+        # encode_batch releases the GIL, so that a long text does not block other threads.
         return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -62,10 +62,10 @@ class FastCodec:
     def token_bytes(self, token_id: int) -> bytes:
         if not 0 <= token_id < self.size:
             return b""
-        known = self._bytes[token_id]
-        if known is None:
-            known = self._bytes[token_id] = self._look_up(token_id)
-        return known
+        cached = self._bytes[token_id]
+        if cached is None:
+            cached = self._bytes[token_id] = self._look_up(token_id)
+        return cached
 
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
@@ -90,7 +90,7 @@ class FastCodec:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The character by which byte-level vocabularies spell each byte: printable ones themselves, others from U+0100."""
+    """The character of each byte in byte-level vocabularies: a printable byte is itself, others start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
@@ -103,7 +103,7 @@ def _byte_level_bytes(piece: str) -> bytes:
     try:
         return bytes([_ALPHABET[character] for character in piece])
     except KeyError:
-        # An added token spelt as itself.
+        # An added token is plain text.
         return piece.encode()
 
 
@@ -117,7 +117,7 @@ def _sentencepiece_bytes(piece: str) -> bytes:
 
 
 def _byte_map(decoder: Any) -> tuple[Callable[[str], bytes] | None, bool]:
-    """The token-to-bytes map of `decoder` and whether it drops a text's first space; (None, False) if it is no map."""
+    """The token-to-bytes map of `decoder`, and whether it strips a text's first space. (None, False) without a map."""
     if decoder is None:
         return None, False
     state = json.loads(decoder.__getstate__())

@@ -1,6 +1,6 @@
-"""Ids to text one at a time, where text that was given out is never taken back. Owns half-finished characters only.
+"""Incremental detokenization: returned text never changes later. Owns the buffer of incomplete characters.
 
-It must not know of stop strings or of requests.
+It must not know stop strings or requests.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-# Longest run of ids that may wait for the rest of a character; one of UTF-8 has at most four bytes.
-_LONGEST_WAIT = 8
+# The largest number of ids that wait for the rest of a character. A UTF-8 character has at most four bytes.
+_MAX_WAITING = 8
 
 
 class Detokenizer(Protocol):
-    """Turns ids into text as they come; `flush` gives the rest when no more will come."""
+    """Turns ids into text as they arrive. `flush` returns the rest after the last id."""
 
     def push(self, ids: Sequence[int]) -> str: ...
 
@@ -22,10 +22,10 @@ class Detokenizer(Protocol):
 
 
 class BytesDetokenizer:
-    """For tokens that stand for bytes: text = UTF-8 of the bytes together, with U+FFFD for what is not UTF-8.
+    """Detokenizer for tokens that map to bytes: the text is the UTF-8 of all bytes. Invalid bytes become U+FFFD.
 
-    `token_bytes`: bytes of an id. `skipped`: ids that give no text. `strip_space`: drop one space that the text begins
-    with, as sentencepiece puts one before every text.
+    `token_bytes`: bytes of an id. `skipped`: ids without text. `strip_space`: strip the space that sentencepiece puts
+    before every text.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], skipped: frozenset[int], *, strip_space: bool) -> None:
@@ -46,36 +46,37 @@ class BytesDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder: decodes the newest ids after those before them, and gives out what that adds.
+    """Detokenizer for other decoders: it decodes the previous and the new ids, and returns the text that is added.
 
-    `decode`: text of a list of ids. `skipped`: ids that give no text.
+    `decode`: text of a list of ids. `skipped`: ids without text.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], skipped: frozenset[int]) -> None:
         self._decode = decode
         self._skipped = skipped
-        self._given: list[int] = []
+        self._previous: list[int] = []
         self._waiting: list[int] = []
 
     def push(self, ids: Sequence[int]) -> str:
         return "".join([self._push_one(i) for i in ids if i not in self._skipped])
 
     def flush(self) -> str:
-        return self._give(self._new_text()) if self._waiting else ""
+        return self._accept(self._new_text()) if self._waiting else ""
 
     def _push_one(self, token_id: int) -> str:
         self._waiting.append(token_id)
         text = self._new_text()
         unfinished = not text or text.endswith("\ufffd")
-        return "" if unfinished and len(self._waiting) < _LONGEST_WAIT else self._give(text)
+        return "" if unfinished and len(self._waiting) < _MAX_WAITING else self._accept(text)
 
     def _new_text(self) -> str:
-        # The ids given out last go before the new ones, because decoders treat the beginning of a text differently.
-        return self._decode(self._given + self._waiting)[len(self._decode(self._given)) :]
+        # The previous ids precede the new ones, because decoders treat the beginning of a text differently.
+        return self._decode(self._previous + self._waiting)[len(self._decode(self._previous)) :]
 
-    def _give(self, text: str) -> str:
+    def _accept(self, text: str) -> str:
+        """Make the waiting ids the previous ones, and return their text."""
         if text:
-            # Ids without text would not show the decoder that the text has begun.
-            self._given = self._waiting
+            # After ids without text, the decoder would still treat the next ones as the beginning.
+            self._previous = self._waiting
         self._waiting = []
         return text

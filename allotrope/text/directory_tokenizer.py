@@ -1,8 +1,8 @@
 """Reads the tokenizer of a Hugging Face directory.
 
-`tokenizer.json` is taken as it stands: it says in full how the model was trained to see text. `tokenizer_config.json`
-and its companions add which tokens are special and the chat template. Directories without it are read by Transformers,
-which takes seconds to import; code that a checkpoint brings along is never run.
+`tokenizer.json` defines the whole tokenization. `tokenizer_config.json` and the files beside it add the special tokens
+and the chat template. Transformers, whose import takes seconds, reads directories without `tokenizer.json`. Code in a
+checkpoint is never run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from allotrope.text.tokenizer import Tokenizer
 
 
 def load_directory_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer in `directory`. Raises `ModelError` with the reasons if there is none that can be read."""
+    """The tokenizer in `directory`. Raises `ModelError` with the reasons if none can be read."""
     config = _read_json(directory, "tokenizer_config.json")
     special = _special_tokens(_read_json(directory, "special_tokens_map.json")) | _special_tokens(config)
     codec: Codec
@@ -32,8 +32,8 @@ def load_directory_tokenizer(directory: Path) -> Tokenizer:
     else:
         from allotrope.text.transformers_tokenizer import load_with_transformers
 
-        codec, more = load_with_transformers(directory)
-        special = more | special
+        codec, transformers_special = load_with_transformers(directory)
+        special = transformers_special | special
     return Tokenizer(
         codec,
         special_tokens=special,
@@ -46,22 +46,22 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:
-        # The library raises nothing more exact than Exception, whatever is wrong with the file.
+        # The library raises a plain Exception for every fault of a file.
         raise ModelError(f"cannot load a tokenizer from {file}", [str(error)]) from error
 
 
 def _complete(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str], directory: Path
 ) -> None:
-    """Give `backend` what only the config says: more added tokens, which tokens are special, a token to begin with."""
+    """Add to `backend` the settings of `config`: added tokens, special tokens, and the BOS token before a text."""
     wrong = []
     for key, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
         if backend.token_to_id(entry["content"]) is None:
             backend.add_tokens([tokenizers.AddedToken(**entry)])
-        got = backend.token_to_id(entry["content"])
-        if got != int(key):
+        token_id = backend.token_to_id(entry["content"])
+        if token_id != int(key):
             wrong.append(
-                f"added token {entry['content']!r} has id {key} in tokenizer_config.json, {got} in tokenizer.json"
+                f"added token {entry['content']!r} has id {key} in tokenizer_config.json, {token_id} in tokenizer.json"
             )
     if wrong:
         raise ModelError(f"cannot load a tokenizer from {directory}", wrong)
@@ -72,18 +72,18 @@ def _complete(
     bos = special.get("bos_token")
     bos_id = None if bos is None else backend.token_to_id(bos)
     if config.get("add_bos_token") is True and bos_id is not None and bos_id not in backend.encode("").ids:
-        # Some files leave this to the class that reads them.
+        # In Transformers, the tokenizer class adds BOS for files that do not.
         backend.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Name → token for the entries such as `eos_token`, which are strings or objects with a `content`."""
-    found = {}
+    """Name → token, of entries such as `eos_token`. An entry is a string or an object with a `content`."""
+    tokens = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, Mapping) else value
         if name.endswith("_token") and isinstance(content, str):
-            found[name] = content
-    return found
+            tokens[name] = content
+    return tokens
 
 
 def _eos_ids(directory: Path) -> list[int]:
@@ -96,7 +96,7 @@ def _eos_ids(directory: Path) -> list[int]:
 
 
 def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Name → Jinja text. A file of its own goes before an entry of the tokenizer's config."""
+    """Name → Jinja text. A template file overrides an entry of the tokenizer's config."""
     in_config = config.get("chat_template") or _read_json(directory, "chat_template.json").get("chat_template")
     if isinstance(in_config, str):
         templates = {"default": in_config}
@@ -110,7 +110,7 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
 
 
 def _read_json(directory: Path, name: str) -> dict[str, Any]:
-    """The JSON object in file `name`, {} if there is no such file."""
+    """The JSON object in file `name`, or {} without such a file."""
     file = directory / name
     if not file.is_file():
         return {}

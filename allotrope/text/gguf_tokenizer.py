@@ -1,12 +1,12 @@
 """Builds a tokenizer from the metadata of a GGUF file.
 
-Owns the meaning of the `tokenizer.*` keys: the vocabulary with its token types, the merges or scores, and how text is
-split before merging, for which the file gives a name only. What the file means is what llama.cpp, whose format it is,
-does with it, and where that only approximates the model's own tokenizer, the latter: digits that a vocabulary knows
-one by one are split from the spaces before them, texts for which that is how the model was trained become NFC.
+Owns the meaning of the `tokenizer.*` keys: the vocabulary with its token types, the merges or scores, and the
+pre-tokenizer, of which the file has only the name. The tokenizer follows llama.cpp, which defines the format. Where
+llama.cpp only approximates the model's own tokenizer, it follows the model: a vocabulary with single digits splits them
+from the spaces before them, and models trained on NFC text get NFC text.
 
-The names are those of `tokenizer.ggml.pre`; their rules are in llama.cpp's `llama-vocab.cpp` and in the models' own
-`tokenizer.json` files.
+The names are the values of `tokenizer.ggml.pre`. Their rules are in llama.cpp's `llama-vocab.cpp` and in the models'
+own `tokenizer.json` files.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ class _Kind(IntEnum):
 
 @dataclass(frozen=True)
 class _Split:
-    """How byte-level text is cut before merging.
+    """Pre-tokenizer of a byte-level vocabulary.
 
-    `pattern`: regular expression of the pieces, None for GPT-2's own. `single_digits`: each digit is a piece, before
-    `pattern`. `whole_words`: a piece that is a token is not merged up from bytes. `begins`: texts get the BOS token
-    unless the file says otherwise. `nfc`: text is normalised first.
+    `pattern`: regular expression of the pieces; None for GPT-2's. `single_digits`: each digit becomes a piece before
+    `pattern` is applied. `ignore_merges`: a piece that is a token skips the merges. `add_bos`: default of
+    `add_bos_token`. `nfc`: normalise text to NFC first.
     """
 
     pattern: str | None = None
     single_digits: bool = False
-    whole_words: bool = False
-    begins: bool = False
+    ignore_merges: bool = False
+    add_bos: bool = False
     nfc: bool = False
 
 
 _GPT2 = _Split()
 _DIGITS = _Split(single_digits=True)
-_THREE_DIGITS = _Split(rf"{_CONTRACTION}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}{_TAIL}", whole_words=True, begins=True)
+_THREE_DIGITS = _Split(rf"{_CONTRACTION}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}{_TAIL}", ignore_merges=True, add_bos=True)
 _ONE_DIGIT = _Split(rf"{_CONTRACTION}|{_WORD}\p{{L}}+|\p{{N}}{_TAIL}", nfc=True)
 _CASED = _Split(
-    rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*|\p{{N}}{_PATH_TAIL}", whole_words=True, begins=True
+    rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*|\p{{N}}{_PATH_TAIL}", ignore_merges=True, add_bos=True
 )
 _CASED_CONTRACTIONS = _Split(
     rf"{_WORD}{_UPPER}*{_LOWER}+{_CONTRACTION}?|{_WORD}{_UPPER}+{_LOWER}*{_CONTRACTION}?|\p{{N}}{{1,3}}{_PATH_TAIL}"
@@ -83,19 +83,19 @@ _SPLITS = {
 
 
 def load_gguf_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a GGUF file. Raises `ModelError` if the file has none or one of a kind that is not known."""
+    """The tokenizer of a GGUF file. Raises `ModelError` if the file has none, or one of an unknown type."""
     file = GgufFile(str(path))
     vocabulary = _Vocabulary(file)
     model = vocabulary.key("model")
     if model == "gpt2":
-        backend, begins = _byte_level(vocabulary)
+        backend, add_bos = _byte_level(vocabulary)
     elif model == "llama":
-        backend, begins = _sentencepiece(vocabulary), True
+        backend, add_bos = _sentencepiece(vocabulary), True
     else:
         raise vocabulary.bad(f"tokenizer.ggml.model={model!r}; allowed: 'gpt2', 'llama'")
     vocabulary.add_tokens(backend)
     special = vocabulary.special_tokens()
-    _add_ends(backend, vocabulary, begins, special)
+    _add_bos_eos(backend, vocabulary, add_bos, special)
     templates = {
         key.removeprefix("tokenizer.chat_template").lstrip(".") or "default": value
         for key, value in file.metadata.items()
@@ -105,7 +105,7 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
 
 
 class _Vocabulary:
-    """The tokens of a file with their kinds; raises `ModelError` where keys do not fit together."""
+    """The tokens of a file with their types. Raises `ModelError` if the keys contradict one another."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
@@ -130,15 +130,15 @@ class _Vocabulary:
         )
 
     def backend(self, merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
-        """A tokenizer that merges `merges` in order, with nothing around it yet."""
+        """A BPE tokenizer with `merges`, without normalizer, pre-tokenizer and decoder."""
         try:
             return tokenizers.Tokenizer(models.BPE(vocab=self.ids, merges=merges, **options))
         except Exception as error:
-            # The library raises nothing more exact than Exception for merges that do not fit the vocabulary.
+            # The library raises a plain Exception for merges that do not fit the vocabulary.
             raise self.bad(str(error)) from error
 
     def add_tokens(self, backend: tokenizers.Tokenizer) -> None:
-        """Make `backend` find control and user-defined tokens whole; control tokens are special."""
+        """Make `backend` match control and user-defined tokens whole. Control tokens are special."""
         for kind, special in ((_Kind.CONTROL, True), (_Kind.USER_DEFINED, False)):
             tokens = [t for t, k in zip(self.tokens, self.kinds, strict=True) if k == kind]
             backend.add_tokens([AddedToken(t, normalized=False, special=special) for t in tokens])
@@ -151,13 +151,13 @@ class _Vocabulary:
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
-    """The tokenizer of a byte-level vocabulary, and whether its texts begin with BOS unless the file says otherwise."""
+    """The tokenizer of a byte-level vocabulary, and whether it adds BOS if the file has no `add_bos_token`."""
     name = vocabulary.key("pre")
     if name not in _SPLITS:
         raise vocabulary.bad(f"tokenizer.ggml.pre={name!r}; known: {', '.join(sorted(_SPLITS))}")
     split = _SPLITS[name]
     merges = [(pair[0], pair[-1]) for pair in (merge.split(" ", 1) for merge in vocabulary.key("merges"))]
-    backend = vocabulary.backend(merges, ignore_merges=split.whole_words)
+    backend = vocabulary.backend(merges, ignore_merges=split.ignore_merges)
     steps: list[pre_tokenizers.PreTokenizer] = []
     if split.single_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
@@ -168,7 +168,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     if split.nfc:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
-    return backend, split.begins
+    return backend, split.add_bos
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
@@ -185,7 +185,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Pairs of tokens that make a token, best score first: what sentencepiece does without writing it down."""
+    """Pairs of tokens that form a token, best score first. sentencepiece merges in this order and stores no merges."""
     merging = (_Kind.NORMAL, _Kind.USER_DEFINED, _Kind.UNUSED)
     ids = {t: i for t, i in vocabulary.ids.items() if vocabulary.kinds[i] in merging}
     scores = vocabulary.key("scores")
@@ -198,9 +198,11 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     return [(token[:cut], token[cut:]) for _, _, cut, token in sorted(pairs)]
 
 
-def _add_ends(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, begins: bool, special: dict[str, str]) -> None:
-    """Make `backend` put BOS and EOS around a text where the file asks for it, or by `begins` where it says nothing."""
-    first = [special["bos_token"]] if vocabulary.key("add_bos_token", begins) and "bos_token" in special else []
+def _add_bos_eos(
+    backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, add_bos: bool, special: dict[str, str]
+) -> None:
+    """Make `backend` put BOS and EOS around a text if the file asks for it. `add_bos`: default of `add_bos_token`."""
+    first = [special["bos_token"]] if vocabulary.key("add_bos_token", add_bos) and "bos_token" in special else []
     last = [special["eos_token"]] if vocabulary.key("add_eos_token", False) and "eos_token" in special else []
     if first or last:
         backend.post_processor = TemplateProcessing(

@@ -1,7 +1,7 @@
-"""Finds stop strings in text that arrives in pieces. Owns the matching only.
+"""Matches stop strings in text that arrives in pieces. Owns the matching only.
 
-Each string is followed by the automaton of Knuth, Morris and Pratt, so that a character costs the same however long the
-text and the strings are, and so that the number of characters that may yet become a stop string is known exactly.
+A Knuth-Morris-Pratt automaton matches each string. A character costs the same for any length of text and strings, and
+the automaton's state is the number of characters that may still become a stop string.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """The first stop string to be completed wins; of several completed by the same character, the longest."""
+    """Finds the stop string that is completed first; of several completed by one character, the longest."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = sorted(set(stops), key=len, reverse=True)
@@ -19,13 +19,13 @@ class StopMatcher:
 
     @property
     def pending(self) -> int:
-        """How many of the characters fed last may be the beginning of a stop string."""
+        """The number of last characters that may be the beginning of a stop string."""
         return max(self._matched, default=0)
 
     def feed(self, text: str, *, armed: bool = True) -> tuple[str, int] | None:
-        """Follow `text`. Returns the stop string that it completes and how much of `text` was read by then, or None.
+        """Read `text`. Returns the stop string that it completes and the number of characters read, or None.
 
-        armed: False lets completed strings pass, as if they were not there.
+        `armed`: False ignores completed strings.
         """
         for position, character in enumerate(text if self._stops else ""):
             completed = None
@@ -45,7 +45,7 @@ class StopMatcher:
 
 
 def _borders(text: str) -> list[int]:
-    """For each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
+    """For each prefix of `text`, the length of its longest proper prefix that is also a suffix of it."""
     borders = [0] * len(text)
     length = 0
     for i in range(1, len(text)):

@@ -1,6 +1,6 @@
-"""The text of one sequence while it grows: incremental decoding and stop strings together.
+"""Text of one growing sequence: incremental detokenization with stop strings.
 
-Owns what may leave and what must wait. It must not know where ids come from nor how text is sent.
+Owns the text that waits for a possible stop string. It must not know the engine or HTTP.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from allotrope.text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Text of one sequence, given out as soon as it is certain. A push costs the same however long the text is.
+    """Turns the ids of one sequence into text, and returns text as soon as it is final.
 
-    However the ids are portioned, all pushes together give `tokenizer.decode` of them, cut at the first stop string.
-    `stopped_by`: the stop string that was found, if any; nothing leaves after that. `used_tokens`: how many of the
-    pushed ids were needed, up to the one that completed the stop string (all, if none was found).
+    All pushes together return `tokenizer.decode` of the ids, cut at the first stop string, for any portions of ids. The
+    cost of a push does not grow with the text. `stopped_by`: the stop string that was found, if any; later pushes
+    return "". `used_tokens`: number of ids up to the one that completed the stop string (of all ids, if none did).
 
-    tokenizer: decodes. params: `stop`, `include_stop_str_in_output`, `min_tokens` (stop strings completed by an earlier
-    token pass) and `skip_special_tokens` are honoured. continues_text: True keeps the space that a sentencepiece
-    tokenizer puts before a text's first word, which belongs there when the text goes on from a prompt.
+    `params`: the stream reads `stop`, `include_stop_str_in_output`, `min_tokens` (stop strings completed by earlier
+    tokens are ignored) and `skip_special_tokens`. `continues_text`: keep the space that a sentencepiece tokenizer puts
+    before the first word, because the text continues a prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, continues_text: bool = False) -> None:
@@ -36,9 +36,9 @@ class TextStream:
         self._held = ""
 
     def push(self, token_ids: Sequence[int], *, final: bool = False) -> str:
-        """Take the next ids; returns the text that is now certain, which may be "".
+        """Add the next ids. Returns the text that is final now, which may be "".
 
-        final: no more ids will come, so that held-back text and unfinished characters (as U+FFFD) are given out too.
+        `final`: these are the last ids, so held text and incomplete characters (as U+FFFD) are returned too.
         """
         if self._matcher is None:
             self.used_tokens += len(token_ids)
@@ -49,22 +49,23 @@ class TextStream:
             if self.stopped_by is not None:
                 break
             self.used_tokens += 1
-            parts.append(self._certain(self._matcher, self._detokenizer.push((token_id,))))
+            parts.append(self._match(self._matcher, self._detokenizer.push((token_id,))))
         if final and self.stopped_by is None:
-            parts.append(self._certain(self._matcher, self._detokenizer.flush()))
+            parts.append(self._match(self._matcher, self._detokenizer.flush()))
             parts.append(self._held)
             self._held = ""
         return "".join(parts)
 
-    def _certain(self, matcher: StopMatcher, text: str) -> str:
-        found = matcher.feed(text, armed=self.used_tokens >= self._min_tokens)
+    def _match(self, matcher: StopMatcher, text: str) -> str:
+        """Append `text` to the held text. Returns the part that is final."""
+        match = matcher.feed(text, armed=self.used_tokens >= self._min_tokens)
         whole = self._held + text
-        if found is not None:
-            self.stopped_by, read = found
+        if match is not None:
+            self.stopped_by, read = match
             end = len(self._held) + read
             self._held = ""
             return whole[: end if self._include_stop else end - len(self.stopped_by)]
-        # A stop string that is to be shown need not be waited for.
+        # If the output includes the stop string, no text has to wait for it.
         cut = len(whole) - (0 if self._include_stop else matcher.pending)
         self._held = whole[cut:]
         return whole[:cut]

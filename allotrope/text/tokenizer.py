@@ -1,8 +1,7 @@
-"""The tokenizer of a model: text to ids, ids to text, chat to ids, and which ids end a reply.
+"""The tokenizer of a model: text to ids, ids to text, chats to ids, and the ids that end a reply.
 
-Owns what all kinds of tokenizer have in common. How one is read from a directory or from a GGUF file is known to
-`directory_tokenizer` and `gguf_tokenizer`. Nothing here loads torch, and loading `transformers` is left to the few
-tokenizers that only exist as Python code.
+Owns the interface that all tokenizers share. `directory_tokenizer` and `gguf_tokenizer` read one from a directory or a
+GGUF file. This module does not import torch, and only tokenizers that exist as Python code import `transformers`.
 """
 
 from __future__ import annotations
@@ -16,19 +15,20 @@ from allotrope.text.chat import render_chat
 from allotrope.text.codec import Codec
 from allotrope.text.detokenizer import Detokenizer
 
-# Tokens by which chat templates end a turn. A model that is shown one in its prompts ends its own turns with it, even
-# where the checkpoint only names the token that ends a document.
+# Tokens that end a turn in chat templates. A model that sees one of them in its prompts ends its own turns with it,
+# even if the checkpoint names only the token that ends a document.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 
 
 class Tokenizer:
     """A model's tokenizer.
 
-    `vocab_size`: one more than the largest id. `bos_id`: id that begins a text, if there is one. `eos_ids`: ids that
-    end a reply. `special_ids`: ids that are left out of text. `chat_template`: the template for plain chats, if any.
+    `vocab_size`: the largest id plus one. `bos_id`: id that begins a text, if there is one. `eos_ids`: ids that end a
+    reply. `special_ids`: ids of special tokens. `chat_template`: the template for chats without tools, if any.
 
-    codec: does the encoding. special_tokens: name (`bos_token`, ...) → token. eos_ids: ids that the checkpoint says end
-    a text. chat_templates: name → Jinja text; `default` for plain chats, `tool_use` where tools are given.
+    Arguments: `codec`: encodes and decodes. `special_tokens`: name (`bos_token`, ...) → token. `eos_ids`: the
+    checkpoint's end-of-sequence ids. `chat_templates`: name → Jinja text; `tool_use` for chats with tools, else
+    `default`.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys(ends))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`, in which special tokens are recognised by their names.
+        """Ids of `text`. The names of special tokens in it become these tokens.
 
-        add_special_tokens: also put what the model expects around a text, such as the token that begins it.
-        Raises `InvalidRequest` if `text` cannot be encoded as UTF-8.
+        `add_special_tokens`: add the tokens that the model expects around a text, such as BOS. Raises `InvalidRequest`
+        if `text` cannot be encoded as UTF-8.
         """
         try:
             text.encode()
@@ -65,29 +65,29 @@ class Tokenizer:
         return self._codec.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids that the tokenizer does not have give nothing."""
+        """Text of `ids`. Bytes that are not UTF-8 become U+FFFD. Unknown ids have no text."""
         return self._codec.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for: perhaps a part of a character, b"" if there is no such token."""
+        """Bytes of one token, which may be a part of a character. b"" if the id is unknown."""
         return self._codec.token_bytes(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text, for people to read: parts of characters become U+FFFD."""
+        """`token_bytes` as readable text. Parts of characters become U+FFFD."""
         return self._codec.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_id(self, token: str) -> int | None:
-        """Id of the token that is spelt `token`, or None."""
+        """Id of `token`, or None."""
         return self._codec.id_of(token)
 
     def detokenizer(self, *, skip_special_tokens: bool = True, continues_text: bool = False) -> Detokenizer:
-        """A fresh incremental decoder; `continues_text` as for `TextStream`."""
+        """A new incremental detokenizer. `continues_text`: see `TextStream`."""
         return self._codec.detokenizer(skip_special_tokens=skip_special_tokens, continues_text=continues_text)
 
     def render_chat(
         self, messages: Any, /, *, template: str | None = None, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The prompt text of a chat; arguments and errors as for `apply_chat_template`."""
+        """The prompt text of a chat. Arguments and errors are those of `apply_chat_template`."""
         if template is None:
             tools = self._chat_templates.get("tool_use") if variables.get("tools") else None
             template = tools or self.chat_template
@@ -110,10 +110,10 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of a chat's prompt.
 
-        messages: list of {"role", "content"}; content is a string or a list of text parts. template: Jinja text to use
-        in place of the checkpoint's. add_generation_prompt: end with what begins the reply. variables: more for the
-        template to see, such as `tools` or `enable_thinking`.
-        Raises `InvalidRequest` naming `messages` if there is no template, or it cannot take these messages.
+        `messages`: list of {"role", "content"}; content is a string or a list of text parts. `template`: Jinja text
+        that replaces the checkpoint's template. `add_generation_prompt`: end with the tokens that begin the reply.
+        `variables`: further variables of the template, such as `tools` or `enable_thinking`.
+        Raises `InvalidRequest` with param `messages` if there is no template, or it cannot render these messages.
         """
         prompt = self.render_chat(messages, template=template, add_generation_prompt=add_generation_prompt, **variables)
         try:
@@ -135,16 +135,16 @@ class Tokenizer:
 def load_tokenizer(path: str) -> Tokenizer:
     """The tokenizer in `path`: a directory with tokenizer files, or a `.gguf` file.
 
-    Raises `ModelError` with the reasons if there is none, or none that can be read.
+    Raises `ModelError` with the reasons if no tokenizer can be read.
     """
-    place = Path(path).expanduser()
-    if place.is_dir():
+    location = Path(path).expanduser()
+    if location.is_dir():
         from allotrope.text.directory_tokenizer import load_directory_tokenizer
 
-        return load_directory_tokenizer(place)
-    if place.is_file() and place.suffix == ".gguf":
+        return load_directory_tokenizer(location)
+    if location.is_file() and location.suffix == ".gguf":
         from allotrope.text.gguf_tokenizer import load_gguf_tokenizer
 
-        return load_gguf_tokenizer(place)
-    reason = "a directory or a .gguf file is needed" if place.exists() else "there is no such file or directory"
+        return load_gguf_tokenizer(location)
+    reason = "a directory or a .gguf file is needed" if location.exists() else "there is no such file or directory"
     raise ModelError(f"cannot load a tokenizer from {path}", [reason])

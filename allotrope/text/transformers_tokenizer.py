@@ -1,4 +1,4 @@
-"""Tokenizers that have no `tokenizer.json`, read by Transformers, which nothing else in `text` imports."""
+"""Reads tokenizers without a `tokenizer.json` by Transformers. No other module of `text` imports Transformers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from allotrope.text.detokenizer import Detokenizer, WindowDetokenizer
 
 
 def load_with_transformers(directory: Path) -> tuple[Codec, dict[str, str]]:
-    """The tokenizer that Transformers makes of `directory`, and its special tokens by name.
+    """The tokenizer that Transformers reads from `directory`, and its special tokens by name.
 
-    Raises `ModelError` if it cannot make one, as for tokenizers that are code in the checkpoint: that is never run.
+    Raises `ModelError` if Transformers cannot read it, or if the tokenizer is code in the checkpoint.
     """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
     except Exception as error:
-        # Whatever goes wrong in there, this directory has no tokenizer that can be used.
+        # Every error of Transformers means that this directory has no usable tokenizer.
         raise ModelError(
             f"cannot load a tokenizer from {directory}",
             [
@@ -36,7 +36,7 @@ def load_with_transformers(directory: Path) -> tuple[Codec, dict[str, str]]:
 
 
 class SlowCodec:
-    """A tokenizer that is Python code in Transformers."""
+    """Codec of a tokenizer that is Python code in Transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

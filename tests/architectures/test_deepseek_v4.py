@@ -69,7 +69,7 @@ def test_warm_equals_cold_at_every_cut(tmp_path: Path) -> None:
         assert_idle(running)
 
 
-def test_layer_kinds_are_read_and_never_derived() -> None:
+def test_layer_types_come_from_the_config() -> None:
     with pytest.raises(ModelError, match="neither 'compress_ratios' nor usable 'layer_types'"):
         read_spec(tiny_deepseek_v4() | {"compress_ratios": None}, "tiny")
     with pytest.raises(ModelError, match=r"compress_ratios has 4 entries .* unknown ones \['8'\] .*allowed: 0, 4, 128"):
@@ -78,7 +78,7 @@ def test_layer_kinds_are_read_and_never_derived() -> None:
     assert [getattr(layer.mixer, "ratio", None) for layer in spec.layers] == [4, 0, 4, 128]
 
 
-def test_stretched_frequencies_never_change_the_scale() -> None:
+def test_yarn_leaves_the_attention_factor_at_one() -> None:
     _, spec = read_spec(tiny_deepseek_v4(), "tiny")
     ropes = [getattr(layer.mixer, "rope", None) for layer in spec.layers]
     assert [(rope.theta, rope.scaling.kind, rope.scaling.attention_factor) for rope in ropes] == [

@@ -81,7 +81,7 @@ def test_which_layers_have_experts() -> None:
     assert [isinstance(layer.ffn, MoeSpec) for layer in glm.layers] == [False, False, True]
 
 
-def test_rotated_dims_in_both_spellings() -> None:
+def test_rope_dims_in_both_spellings() -> None:
     released = tiny_minimax_m2()
     respelled = {key: value for key, value in released.items() if key != "rope_theta"} | {
         "rope_parameters": {"rope_theta": 5000000, "rope_type": "default", "partial_rotary_factor": 0.5}
@@ -91,7 +91,7 @@ def test_rotated_dims_in_both_spellings() -> None:
     assert getattr(first.layers[0].mixer, "rope").dim == 16  # noqa: B009
 
 
-def test_kinds_of_layers_that_no_release_has_are_refused() -> None:
+def test_unreleased_layer_types_are_refused() -> None:
     wrong = tiny_minimax_m2() | {"attn_type_list": [1, 0, 1], "qk_norm_type": "per_head", "sliding_window": 128}
     with pytest.raises(ModelError, match=r"qk_norm_type(.|\n)*attn_type_list(.|\n)*sliding_window"):
         read_spec(wrong, "tiny")

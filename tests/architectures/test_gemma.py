@@ -43,12 +43,12 @@ def test_gemma(variant: str, tmp_path: Path) -> None:
     assert_matches(write_tiny(config, tmp_path), LENGTHS)
 
 
-def test_shared_layers_own_no_cache_and_read_the_last_own_layer_of_their_kind() -> None:
+def test_shared_layers_read_the_cache_of_the_last_layer_of_their_type() -> None:
     _, spec = read_spec(tiny_gemma4_wrapper(), "tiny")
     assert [layer.mixer.shares_cache_of for layer in spec.layers] == [None, None, None, None, None, 3, 3, 4]
 
 
-def test_a_wrapper_is_read_as_strictly_as_a_text_model() -> None:
+def test_a_multimodal_config_is_read_as_strictly_as_a_text_config() -> None:
     config = tiny_gemma3_wrapper()
     config["text_config"] |= {"novel": 1, "sliding_window": "wide"}
     with pytest.raises(ModelError) as caught:
@@ -59,7 +59,7 @@ def test_a_wrapper_is_read_as_strictly_as_a_text_model() -> None:
     ]
 
 
-def test_layers_without_an_own_layer_of_their_kind_are_refused() -> None:
+def test_shared_layers_without_a_layer_of_their_type_are_refused() -> None:
     config = tiny_gemma4() | {"layer_types": [SLIDING, SLIDING, SLIDING, FULL, FULL], "num_kv_shared_layers": 2}
     with pytest.raises(ModelError, match="leaves layer 3 no full_attention to read from"):
         read_spec(config, "tiny")

@@ -96,7 +96,7 @@ def test_warm_equals_cold_at_every_cut(tmp_path: Path) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_a_wrong_number_is_seen(change: Config, tmp_path: Path) -> None:
+def test_a_wrong_value_changes_the_logits(change: Config, tmp_path: Path) -> None:
     """The comparison with Transformers would not pass if the number were ignored."""
     tiny, (prompt,) = write_tiny(tiny_kimi_linear(), tmp_path), prompts((60,))
     watch = Watch()
@@ -105,7 +105,7 @@ def test_a_wrong_number_is_seen(change: Config, tmp_path: Path) -> None:
     assert (got - tiny.logits(prompt)).abs().max() > 10 * ATOL
 
 
-def test_drafting_layers_are_left_out_and_unknown_weights_refused(tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_dropped_and_unknown_weights_refused(tmp_path: Path) -> None:
     write_tiny(tiny_kimi_linear() | {"num_nextn_predict_layers": 1}, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     drafting = {"model.layers.5.eh_proj.weight": torch.ones(2, 2)}
@@ -124,7 +124,7 @@ def test_layers_are_counted_from_one() -> None:
     assert [isinstance(layer.ffn, MoeSpec) for layer in spec.layers] == [False, True, True, True, True]
 
 
-def test_latent_attention_does_not_rotate() -> None:
+def test_mla_has_no_rope() -> None:
     _, spec = read_spec(tiny_kimi_linear(), "tiny")
     mixer = spec.layers[3].mixer
     assert isinstance(mixer, MlaMixerSpec)
@@ -178,7 +178,7 @@ def test_what_is_not_computed_is_refused_together() -> None:
     assert [key for key in ("gate", *changes) if key not in str(caught.value)] == []
 
 
-def test_a_config_must_say_what_its_layers_are() -> None:
+def test_a_config_without_layer_types_is_refused() -> None:
     config = tiny_kimi_linear()
     del config["linear_attn_config"]
     with pytest.raises(ModelError, match="neither 'linear_attn_config' nor a valid 'layer_types'"):

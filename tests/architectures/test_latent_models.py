@@ -79,7 +79,7 @@ def test_kimi_k25_is_its_text_part(tmp_path: Path) -> None:
     assert_matches(tiny, (1, 17, 60))
 
 
-def test_drafting_layers_are_left_out(tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_dropped(tmp_path: Path) -> None:
     tiny = write_tiny(tiny_deepseek_v32(), tmp_path)
     (prompt,) = prompts((40,))
     want = run(engine(tiny.directory), [request("a", prompt)])
@@ -110,7 +110,7 @@ def test_drafting_layers_are_left_out(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
-def test_a_wrong_number_is_seen(name: str, change: Config, tmp_path: Path) -> None:
+def test_a_wrong_value_changes_the_logits(name: str, change: Config, tmp_path: Path) -> None:
     """The comparison with Transformers would not pass if the number were ignored."""
     tiny, (prompt,) = write_tiny(MODELS[name](), tmp_path), prompts((60,))
     with pytest.raises(AssertionError, match="not close"):
@@ -129,7 +129,7 @@ def mixers(config: Config) -> list[Any]:
     return [layer.mixer for layer in read_spec(config, "tiny")[1].layers]
 
 
-def test_the_scale_has_the_temperature_of_a_stretched_context() -> None:
+def test_the_softmax_scale_has_the_mscale_of_yarn() -> None:
     plain = mixers(tiny_deepseek_v3() | {"rope_scaling": None})[0]
     assert isinstance(plain, MlaMixerSpec)
     assert plain.scale == pytest.approx(48**-0.5)
@@ -153,7 +153,7 @@ def test_both_spellings_of_a_config_are_one_model() -> None:
     assert read_spec(old, "old")[1] == read_spec(new, "new")[1]
 
 
-def test_each_model_pairs_rotated_dims_in_its_own_way() -> None:
+def test_rope_pairs_of_each_model() -> None:
     assert mixers(tiny_deepseek_v3())[0].rope.interleaved
     assert not mixers(tiny_deepseek_v3() | {"rope_interleave": False})[0].rope.interleaved
     (half, *_), (whole, *_) = mixers(tiny_deepseek_v32()), mixers(tiny_glm_moe_dsa())
@@ -168,7 +168,7 @@ def kinds(**changes: Any) -> list[bool]:
     return [mixer.indexer is not None for mixer in found]
 
 
-def test_which_layers_pick() -> None:
+def test_which_layers_have_an_indexer() -> None:
     assert kinds() == [True] * 5
     assert kinds(index_topk_freq=2) == [True, True, False, True, False]
     assert kinds(index_topk_freq=4, num_hidden_layers=10) == [i in (0, 1, 5, 9) for i in range(10)]
@@ -179,7 +179,7 @@ def test_which_layers_pick() -> None:
             kinds(indexer_types=wrong)
 
 
-def test_values_that_are_not_understood_are_refused_together() -> None:
+def test_unknown_values_are_refused_together() -> None:
     wrong = tiny_deepseek_v3() | {
         "scoring_func": "softmax",
         "moe_layer_freq": 2,

@@ -105,7 +105,7 @@ def test_stacked_experts_load_as_single_ones(tmp_path: Path) -> None:
     assert_same(run(engine(stacked), [request(name, prompt) for name, prompt in ids.items()]), want)
 
 
-def test_weights_of_drafting_layers_are_dropped_and_unknown_ones_refused(tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_dropped_and_unknown_weights_refused(tmp_path: Path) -> None:
     write_tiny(tiny_qwen3_5(), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {"mtp.fc.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
@@ -138,7 +138,7 @@ def test_a_wrapper_may_tie_its_embeddings() -> None:
         read_spec(tiny_wrapper() | {"tie_word_embeddings": True}, "tiny")
 
 
-def test_what_is_not_computed_is_refused() -> None:
+def test_unsupported_values_are_refused() -> None:
     config = tiny_qwen3_5() | {"mamba_ssm_dtype": "bfloat16", "attn_output_gate": False, "hidden_act": "gelu"}
     with pytest.raises(ModelError) as caught:
         read_spec(config, "tiny")

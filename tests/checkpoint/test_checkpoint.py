@@ -68,7 +68,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", ["single", "sharded"])
-def test_every_tensor_comes_through_unchanged(
+def test_every_tensor_is_read_unchanged(
     layout: str, tensors: dict[str, torch.Tensor], request: pytest.FixtureRequest
 ) -> None:
     checkpoint = open_checkpoint(str(request.getfixturevalue(layout)))
@@ -199,7 +199,7 @@ def test_tokenizer_files_are_found(single: Path) -> None:
         ({"config.json": "{}", INDEX: "{}"}, "no weight_map"),
     ],
 )
-def test_directories_that_are_no_checkpoints(tmp_path: Path, files: dict[str, str], words: str) -> None:
+def test_other_directories_are_refused(tmp_path: Path, files: dict[str, str], words: str) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(ModelError, match=words):
@@ -220,7 +220,7 @@ def test_overrides_go_over_the_config(single: Path) -> None:
             open_checkpoint(str(single), hf_overrides=wrong)
 
 
-def test_options_that_do_not_fit(single: Path, tmp_path: Path) -> None:
+def test_contradictory_options_are_refused(single: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="revision='main' is for hub ids"):
         open_checkpoint(str(single), revision="main")
     with pytest.raises(ModelError, match=r"needs the \.gguf file itself"):

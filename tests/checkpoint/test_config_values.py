@@ -23,8 +23,8 @@ LATENT = ("Deepseek", "GlmMoeDsa", "Kimi")
 HARMLESS = {
     "num_key_value_heads": ("latent attention has no heads of keys", LATENT),
     "head_dim": ("latent attention has sizes of its own", LATENT),
-    "num_nextn_predict_layers": ("layers that draft are not loaded", ("DeepseekV4",)),
-    "mtp_num_hidden_layers": ("layers that draft are not loaded", ("Qwen3_5",)),
+    "num_nextn_predict_layers": ("multi-token-prediction layers are not loaded", ("DeepseekV4",)),
+    "mtp_num_hidden_layers": ("multi-token-prediction layers are not loaded", ("Qwen3_5",)),
     "_sliding_window_pattern": ("saved by default beside the list that decides", ("Gemma3",)),
     "tie_word_embeddings": ("the text part decides, and its head has to be loaded", ("KimiK25", "Kimi_K25")),
     "mrope_interleaved": ("a text token has one position on all axes", ("Qwen3_5",)),
@@ -80,12 +80,12 @@ def silent(config: dict[str, Any], name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_number_counts(name: str) -> None:
+def test_every_config_value_changes_the_spec(name: str) -> None:
     assert silent(find_architecture({"architectures": [name]}, name).tiny(), name) == []
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_number_that_transformers_writes_counts(name: str, tmp_path: Path) -> None:
+def test_every_value_that_transformers_writes_changes_the_spec(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     (tmp_path / "config.json").write_text(json.dumps(find_architecture({"architectures": [name]}, name).tiny()))
     written = transformers.AutoConfig.from_pretrained(tmp_path).to_dict() | {"architectures": [name]}
@@ -157,7 +157,7 @@ PARAMETERS = {"rope_type": "default", "rope_theta": 5e5}
         ({"rope_theta": 5e5, "rope_scaling": LINEAR | {"type": "yarn"}}, "type='yarn' is not supported"),
     ],
 )
-def test_values_of_a_rotation_that_would_be_lost_are_refused(changes: dict[str, Any], reason: str) -> None:
+def test_rope_values_that_would_be_lost_are_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
         read_spec(qwen3(**changes), "tiny")
 

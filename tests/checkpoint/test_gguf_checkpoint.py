@@ -181,7 +181,7 @@ def test_rope_scaling(
     assert open_checkpoint(file).config["rope_scaling"] == scaling
 
 
-def test_a_window_makes_it_the_other_model(tmp_path: Path, write_gguf: WriteGguf) -> None:
+def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path, write_gguf: WriteGguf) -> None:
     metadata = metadata_of("llama", attention__sliding_window=32)
     config = open_checkpoint(write_gguf(tmp_path / "m.gguf", "llama", metadata, tensors_of("llama"))).config
     assert (config["model_type"], config["architectures"], config["sliding_window"]) == (
@@ -208,7 +208,7 @@ def test_a_window_makes_it_the_other_model(tmp_path: Path, write_gguf: WriteGguf
         ("qwen3", {"attention__sliding_window": 8}, ["qwen3.attention.sliding_window=8; only llama files"]),
     ],
 )
-def test_metadata_that_is_not_understood(
+def test_unknown_metadata_is_refused(
     architecture: str, changes: dict[str, Any], words: list[str], tmp_path: Path, write_gguf: WriteGguf
 ) -> None:
     file = write_gguf(tmp_path / "m.gguf", architecture, metadata_of(architecture, **changes), tensors_of("llama"))
@@ -217,7 +217,7 @@ def test_metadata_that_is_not_understood(
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_tensors_that_are_not_understood(tmp_path: Path, write_gguf: WriteGguf) -> None:
+def test_unknown_tensors_are_refused(tmp_path: Path, write_gguf: WriteGguf) -> None:
     tensors = {**tensors_of("llama"), "blk.0.attn_sinks.weight": np.zeros(4), "extra": np.zeros((2, 3))}
     with pytest.raises(ModelError) as caught:
         open_checkpoint(write_gguf(tmp_path / "m.gguf", "llama", metadata_of("llama"), tensors))
@@ -225,7 +225,7 @@ def test_tensors_that_are_not_understood(tmp_path: Path, write_gguf: WriteGguf) 
     assert "the tensor extra [2, 3] is not" in str(caught.value)
 
 
-def test_one_of_several_files_is_refused(tmp_path: Path, write_gguf: WriteGguf) -> None:
+def test_a_split_file_is_refused(tmp_path: Path, write_gguf: WriteGguf) -> None:
     metadata = {**metadata_of("llama"), "split.count": 2}
     with pytest.raises(ModelError, match=r"split\.count=2"):
         open_checkpoint(write_gguf(tmp_path / "m.gguf", "llama", metadata, tensors_of("llama")))

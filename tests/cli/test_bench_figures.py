@@ -65,7 +65,7 @@ def test_plot_is_a_png_and_needs_a_success(tmp_path: Path) -> None:
         write_plot(tmp_path / "none.png", "a title", RECORDS[2:])
 
 
-def test_prompts_andsend_times_repeat_with_their_seed() -> None:
+def test_prompts_and_send_times_repeat_with_their_seed() -> None:
     prompts = random_prompts(3, 7, 50, seed=1)
     assert prompts == random_prompts(3, 7, 50, seed=1) != random_prompts(3, 7, 50, seed=2)
     assert [len(prompt) for prompt in prompts] == [7, 7, 7]

@@ -26,7 +26,7 @@ def test_generate_with_the_chat_template_differs(run: Run, dummy: list[str]) -> 
     assert plain.stdout != chat.stdout
 
 
-def test_generate_refuses_what_cannot_be_served(run: Run, dummy: list[str]) -> None:
+def test_generate_refuses_invalid_requests(run: Run, dummy: list[str]) -> None:
     with pytest.raises(InvalidRequest, match="max_tokens"):
         run("generate", *dummy, "-p", "the cat", "--max-tokens", "100000")
     with pytest.raises(InvalidRequest, match="temperature=-1"):
@@ -48,14 +48,14 @@ def test_chat_keeps_history_until_it_is_cleared(run: Run, dummy: list[str]) -> N
     assert result.stderr.count("/clear forgets") == 2
 
 
-def test_chat_goes_on_after_a_question_that_is_too_long(run: Run, dummy: list[str]) -> None:
+def test_chat_continues_after_a_message_that_is_too_long(run: Run, dummy: list[str]) -> None:
     result = run("chat", *dummy, "--max-tokens", "6", typed="x" * 5000 + "\nthe cat\n")
     alone = run("chat", *dummy, "--max-tokens", "6", typed="the cat\n")
     assert result.stdout == alone.stdout
     assert "allotrope: error: the prompt has" in result.stderr
 
 
-def test_chat_with_a_server_says_the_same_as_in_process(run: Run, dummy: list[str], server_url: str) -> None:
+def test_chat_with_a_server_equals_chat_in_process(run: Run, dummy: list[str], server_url: str) -> None:
     typed = "the cat\nand the dog\n"
     local = run("chat", *dummy, "--max-tokens", "6", "--system", "one two", typed=typed)
     remote = run("chat", "--url", server_url, "--max-tokens", "6", "--system", "one two", typed=typed)
@@ -63,7 +63,7 @@ def test_chat_with_a_server_says_the_same_as_in_process(run: Run, dummy: list[st
     assert re.findall(r"\[\d+ tokens", remote.stderr) == re.findall(r"\[\d+ tokens", local.stderr)
 
 
-def test_chat_reports_what_the_server_refuses(run: Run, server_url: str) -> None:
+def test_chat_reports_refusals_of_the_server(run: Run, server_url: str) -> None:
     with pytest.raises(AllotropeError, match="max_tokens"):
         run("chat", "--url", server_url, "--max-tokens", "100000", typed="the cat\n")
 

@@ -22,7 +22,7 @@ def write(directory: Path, text: str, name: str = "options.yaml") -> str:
     return str(path)
 
 
-def test_yaml_and_json_say_the_same_as_flags(tmp_path: Path) -> None:
+def test_yaml_and_json_equal_flags(tmp_path: Path) -> None:
     text = (
         "model: some-model  # as vLLM writes it\nmax-model-len: 32k\nmax_num_seqs: 8\nenable-prefix-caching: false\n"
         "gpu-memory-utilization: 0.5\ndtype: half\nport: 8001\nrevision:\nhf-overrides: {rope_theta: 5}\n"
@@ -56,9 +56,7 @@ def test_every_option_may_be_in_the_file(tmp_path: Path) -> None:
         assert getattr(made, field.name) == values[field.name], field.name
 
 
-def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_precedence_of_command_line_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, "model: file\nport: 1\ncuda-graphs: true\nenable_prefix_caching: false\napi-key: file\n")
     flags = ["line", "--port", "2", "--enforce-eager", "--enable-prefix-caching"]
     for args in ([*flags, "--config", path], ["--config", path, *flags]):
@@ -96,7 +94,7 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
         ("port: many\nprot: 3", "prot: there is no such option"),
     ],
 )
-def test_what_the_file_cannot_mean(tmp_path: Path, text: str, reason: str) -> None:
+def test_invalid_keys_and_values_are_refused(tmp_path: Path, text: str, reason: str) -> None:
     path = write(tmp_path, text)
     status, output, received = run("m", "--config", path)
     assert (status, received) == (2, [])

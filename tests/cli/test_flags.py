@@ -88,7 +88,7 @@ def test_refusals_name_options_that_exist() -> None:
         ("--cpu-offload-gb", "--tensor-parallel-size"),
     ],
 )
-def test_a_refusal_names_what_does_the_same(flag: str, names: str) -> None:
+def test_a_refusal_names_the_equivalent_option(flag: str, names: str) -> None:
     """What is there under another name is not called unsupported."""
     status, output, _ = run("some-model", flag, "1")
     assert status != 0
@@ -212,7 +212,7 @@ def test_spellings_of_other_engines(args: list[str], field: str, value: object) 
     assert getattr(received[0][0], field) == value
 
 
-def test_values_that_are_spelled_otherwise_are_choices() -> None:
+def test_aliases_of_values_are_choices() -> None:
     hints = get_type_hints(EngineConfig)
     for field, spellings in VALUES.items():
         assert set(spellings.values()) <= set(get_args(hints[field]))

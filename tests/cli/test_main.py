@@ -81,7 +81,7 @@ def test_the_version_has_a_flag() -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, allotrope.__version__ + "\n", "")
 
 
-def test_options_are_in_groups_and_no_group_names_what_is_not_there() -> None:
+def test_options_are_in_groups_and_groups_name_existing_options() -> None:
     shown = allotrope_command("serve", "--help").stdout
     headings = re.findall(r"^(\S[^\n]*):$", shown, re.MULTILINE)
     assert headings == ["Arguments", *GROUPS, "Server", "General", "Examples"]
@@ -108,7 +108,7 @@ def test_examples_can_be_read() -> None:
 @pytest.mark.parametrize(
     ("environment", "coloured"), [({"TERM": "xterm"}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
 )
-def test_a_terminal_has_colours_unless_they_are_unwanted(environment: dict[str, str], coloured: bool) -> None:
+def test_a_terminal_has_colours_unless_disabled(environment: dict[str, str], coloured: bool) -> None:
     plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM")} | {"TERM": "xterm"}
     ours, theirs = pty.openpty()
     with subprocess.Popen([sys.executable, "-m", "allotrope", "-h"], env=plain | environment, stdout=theirs):
@@ -118,7 +118,7 @@ def test_a_terminal_has_colours_unless_they_are_unwanted(environment: dict[str, 
     assert "\x1b" not in allotrope_command("-h").stdout
 
 
-def test_the_log_is_for_those_who_ask(tiny: Path) -> None:
+def test_the_log_is_shown_with_verbose(tiny: Path) -> None:
     plain = {name: value for name, value in os.environ.items() if name != "ALLOTROPE_LOGGING_LEVEL"}
     command = [sys.executable, "-m", "allotrope", "generate", str(tiny), "--load-format", "dummy", "--max-tokens", "1"]
     said = {}
@@ -188,7 +188,7 @@ def test_families_lists_each_family_and_architecture() -> None:
     assert "reference" in done.stdout
 
 
-def test_what_is_known_is_listed_without_torch_from_the_second_time_on(tmp_path: Path) -> None:
+def test_the_cached_catalogue_is_listed_without_torch(tmp_path: Path) -> None:
     """And as it was the first time; a damaged or older copy is made anew."""
     environment = {"XDG_CACHE_HOME": str(tmp_path)}
     first, loaded = loaded_by("families", **environment)
@@ -215,7 +215,7 @@ def catalogue_in(cache: Path) -> str:
     return (cache / "allotrope" / "catalogue.json").read_text()
 
 
-def test_without_a_cache_what_is_known_is_listed_as_well(tmp_path: Path) -> None:
+def test_the_catalogue_is_listed_without_a_cache(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     shown, _ = loaded_by("families", XDG_CACHE_HOME=str(tmp_path / "file"))
     assert "LlamaForCausalLM" in shown

@@ -52,7 +52,7 @@ def test_ranks_share_weights_and_rows(run: Run, dummy: list[str]) -> None:
     assert shared["ranks"] == 2
 
 
-def test_what_does_not_fit_says_what_would(run: Run, tiny: Path) -> None:
+def test_a_model_that_does_not_fit_names_a_remedy(run: Run, tiny: Path) -> None:
     model = [tiny, "--load-format", "dummy"]
     status, found = plan(run, *model, "--memory", WEIGHTS - 1)
     assert (status, found["fits"]) == (1, False)
@@ -66,7 +66,7 @@ def test_what_does_not_fit_says_what_would(run: Run, tiny: Path) -> None:
     assert "--max-model-len" in found["refusal"] or "--kv-cache-memory-bytes" in found["refusal"]
 
 
-def test_plan_for_people_has_each_group_and_the_verdict(run: Run, dummy: list[str]) -> None:
+def test_the_printed_plan_has_each_group_and_the_verdict(run: Run, dummy: list[str]) -> None:
     good = run("plan", *dummy, "--memory", "1GiB").stdout
     assert "LlamaForCausalLM" in good
     assert any(line.startswith("paged") for line in good.splitlines())

@@ -74,7 +74,7 @@ def _shown(stream: io.StringIO, steps: list[tuple[float, int]], total: int) -> s
     return stream.getvalue()
 
 
-def test_elsewhere_there_is_a_line_every_ten_seconds() -> None:
+def test_without_a_terminal_there_is_a_line_every_ten_seconds() -> None:
     steps = [(0.5 * half, half * 10**9) for half in range(80)]
     lines = _shown(io.StringIO(), steps, 80 * 10**9).splitlines()
     assert lines == [
@@ -99,7 +99,7 @@ def test_on_a_terminal_there_is_a_bar_that_goes_away() -> None:
     ]
 
 
-def test_a_model_is_told_to_its_last_byte(weighted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_reaches_the_last_byte(weighted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from allotrope.config import EngineConfig
     from allotrope.engine.load import load_model
     from allotrope.engine.load_plan import resolve_load_plan
@@ -129,7 +129,7 @@ def test_commands_show_it_on_a_terminal(weighted: Path, command: str) -> None:
     assert shown.split(b"loading [")[-1].count(b"\r\x1b[K") == 1, shown
 
 
-def test_a_server_says_three_lines(dummy: list[str]) -> None:
+def test_a_server_prints_three_lines(dummy: list[str]) -> None:
     plain = {name: value for name, value in os.environ.items() if name != "ALLOTROPE_LOGGING_LEVEL"}
     command = [
         sys.executable,

@@ -93,7 +93,7 @@ def test_the_soft_limit_is_raised_to_the_hard_one(narrow: ServerProcess) -> None
 @pytest.mark.parametrize(
     ("sent", "named"), [(HALF, "--header-timeout"), (b"G", "--header-timeout"), (SLOW_BODY, "--body-timeout")]
 )
-def test_a_request_that_does_not_arrive(hasty: ServerProcess, sent: bytes, named: str) -> None:
+def test_an_incomplete_request_gets_a_timeout(hasty: ServerProcess, sent: bytes, named: str) -> None:
     with connect(hasty, sent) as client:
         started = time.monotonic()
         head, _, body = read_all(client).partition(b"\r\n\r\n")
@@ -103,7 +103,7 @@ def test_a_request_that_does_not_arrive(hasty: ServerProcess, sent: bytes, named
     assert error["code"] == "request_timeout" and named in error["message"]
 
 
-def test_a_request_that_trickles(hasty: ServerProcess) -> None:
+def test_a_slow_request_gets_a_timeout(hasty: ServerProcess) -> None:
     """A byte now and then does not renew what a head or a body may take."""
     for sent in (HALF, SLOW_BODY):
         with connect(hasty, sent) as client:
@@ -129,7 +129,7 @@ def test_the_next_request_of_a_connection_has_a_deadline_too(hasty: ServerProces
         assert read_status(client) == 408
 
 
-def test_slow_answers_are_no_fault_of_the_client(hasty: ServerProcess) -> None:
+def test_a_slow_answer_keeps_the_connection(hasty: ServerProcess) -> None:
     body = {"prompt": [5], "max_tokens": 500, "n": 16, "ignore_eos": True}
     answer = httpx.post(f"{hasty.url}/v1/completions", json=body, timeout=120)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 16 * 500

@@ -66,7 +66,9 @@ TAKEN: list[tuple[str, Json]] = [
 
 
 @pytest.mark.parametrize(("path", "more", "name", "help"), SENT, ids=[f"{path}-{name}" for path, _, name, _ in SENT])
-def test_it_is_refused_with_what_to_write(http: httpx.Client, path: str, more: Json, name: str, help: str) -> None:
+def test_a_foreign_field_is_refused_with_a_hint(
+    http: httpx.Client, path: str, more: Json, name: str, help: str
+) -> None:
     response = http.post(path, json=BODIES[path] | more)
     assert response.status_code == 400
     error = response.json()["error"]
@@ -76,7 +78,7 @@ def test_it_is_refused_with_what_to_write(http: httpx.Client, path: str, more: J
 
 
 @pytest.mark.parametrize(("path", "more"), TAKEN)
-def test_what_asks_for_nothing_is_taken(http: httpx.Client, path: str, more: Json) -> None:
+def test_neutral_values_are_accepted(http: httpx.Client, path: str, more: Json) -> None:
     response = http.post(path, json=BODIES[path] | more)
     assert response.status_code == 200, response.text
     assert "x-allotrope-ignored-fields" not in response.headers
@@ -128,7 +130,7 @@ INNER: list[tuple[Json, str, str]] = [
 
 
 @pytest.mark.parametrize(("more", "param", "help"), INNER, ids=[param for _, param, _ in INNER])
-def test_fields_within_fields_are_never_ignored(http: httpx.Client, more: Json, param: str, help: str) -> None:
+def test_unknown_inner_fields_are_refused(http: httpx.Client, more: Json, param: str, help: str) -> None:
     response = http.post(CHAT, json=BODIES[CHAT] | more)
     assert response.status_code == 400
     error = response.json()["error"]
@@ -145,7 +147,7 @@ def test_an_answer_of_another_server_may_be_sent_back(http: httpx.Client) -> Non
     assert "x-allotrope-ignored-fields" not in response.headers
 
 
-def test_what_nobody_knows_is_named(http: httpx.Client, server: ServerProcess) -> None:
+def test_unknown_fields_are_named(http: httpx.Client, server: ServerProcess) -> None:
     response = http.post(CHAT, json=BODIES[CHAT] | {"zorkmid": 1, "nothing": None})
     assert response.status_code == 200
     assert response.headers["x-allotrope-ignored-fields"] == "zorkmid"

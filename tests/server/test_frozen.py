@@ -87,7 +87,7 @@ def test_a_frozen_engine_is_not_healthy(watched: ServerProcess, keyed: httpx.Cli
     assert keyed.post("/v1/completions", json=LONG | {"max_tokens": 2}).status_code == 200
 
 
-def test_a_client_that_does_not_read_is_no_fault_of_the_engine(watched: ServerProcess, keyed: httpx.Client) -> None:
+def test_a_client_that_does_not_read_leaves_the_engine_healthy(watched: ServerProcess, keyed: httpx.Client) -> None:
     body = json.dumps(LONG | {"stream": True, "n": 8, "logprobs": 20}).encode()
     url = httpx.URL(watched.url)
     with socket.socket() as client:
@@ -104,7 +104,7 @@ def test_a_client_that_does_not_read_is_no_fault_of_the_engine(watched: ServerPr
         assert keyed.get("/health").status_code == 200
 
 
-def test_a_stream_that_waits_sends_comments(watched: ServerProcess, keyed: httpx.Client) -> None:
+def test_an_idle_stream_sends_comments(watched: ServerProcess, keyed: httpx.Client) -> None:
     wait_until_idle(keyed)
     # A timeout that the comments alone keep from passing.
     with frozen(watched), keyed.stream("POST", "/v1/completions", json=LONG | {"stream": True}, timeout=10) as response:
@@ -137,9 +137,7 @@ def test_a_chat_without_a_limit_has_the_servers(keyed: httpx.Client) -> None:
 
 @pytest.mark.parametrize("kind", ["declared", "chunked"])
 @pytest.mark.parametrize(("key", "status"), [("key", 413), ("wrong", 401)])
-def test_an_answer_before_the_end_of_the_body_can_be_read(
-    watched: ServerProcess, kind: str, key: str, status: int
-) -> None:
+def test_a_client_can_read_an_early_answer(watched: ServerProcess, kind: str, key: str, status: int) -> None:
     """By a client that sends everything before it reads, on a connection that it wants closed."""
     url = httpx.URL(watched.url)
     for _ in range(3):

@@ -74,7 +74,7 @@ def ids(http: httpx.Client, path: str, **more: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_a_request_without_values_gets_those_of_the_file(http: httpx.Client, path: str) -> None:
+def test_requests_get_the_defaults_of_the_file(http: httpx.Client, path: str) -> None:
     plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     same = {"temperature": 30.0, "top_k": 200, "top_p": 0.99}
     assert ids(http, path, max_tokens=8) == ids(http, path, max_tokens=8, **same)
@@ -84,25 +84,25 @@ def test_a_request_without_values_gets_those_of_the_file(http: httpx.Client, pat
     assert greedy != ids(http, path, max_tokens=8)
 
 
-def test_lengths(http: httpx.Client) -> None:
+def test_default_max_tokens(http: httpx.Client) -> None:
     assert len(ids(http, CHAT, ignore_eos=True)) == 6
     assert len(ids(http, CHAT, ignore_eos=True, max_completion_tokens=9)) == 9
     assert len(ids(http, CHAT, ignore_eos=True, min_tokens=8)) == 8
     assert len(ids(http, COMPLETIONS, ignore_eos=True)) == 16
 
 
-def test_a_length_that_nobody_asked_for_is_cut_to_the_context(http: httpx.Client) -> None:
+def test_a_default_length_is_lowered_to_the_context(http: httpx.Client) -> None:
     long = {"messages": [{"role": "user", "content": "x" * 2000}], "truncate_prompt_tokens": MAX_MODEL_LEN - 3}
     assert len(ids(http, CHAT, ignore_eos=True, **long)) == 3
 
 
-def test_it_is_logged_once(running: ServerProcess) -> None:
+def test_defaults_are_logged_once(running: ServerProcess) -> None:
     listed = "temperature=30.0, top_p=0.99, top_k=200, max_tokens=6"
     running.wait_for_line(f"{listed} from the checkpoint's generation_config.json; --generation-config none")
     assert len([line for line in running.log if "generation_config.json" in line]) == 1
 
 
-def test_without_parameters_the_llm_uses_them(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_llm_uses_defaults_without_parameters(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     llm = load(model)
     same = SamplingParams(temperature=30.0, top_k=200, top_p=0.99, max_tokens=6)
     assert llm.get_default_sampling_params() == same
@@ -131,14 +131,14 @@ def run_chat(llm: LLM, params: SamplingParams | None) -> list[int]:
     return found
 
 
-def test_none_turns_them_off(model: Path) -> None:
+def test_generation_config_none_turns_defaults_off(model: Path) -> None:
     llm = load(model, generation_config="none")
     assert llm.get_default_sampling_params() == SamplingParams()
     assert llm.engine.limits.eos_ids == (1,)
     llm.close()
 
 
-def test_commands_take_them_where_the_line_says_nothing() -> None:
+def test_commands_use_defaults_for_missing_flags() -> None:
     defaults = read_sampling_defaults(FILE, "here")
     untold = SamplingOptions().as_params(defaults, 10, 14)
     assert (untold.temperature, untold.top_k, untold.top_p, untold.max_tokens) == (30.0, 200, 0.99, 4)
@@ -150,12 +150,12 @@ def test_commands_take_them_where_the_line_says_nothing() -> None:
     assert SamplingOptions(max_tokens=3).as_request_fields(defaults) == {"max_tokens": 3}
 
 
-def test_the_model_card_tells_them(http: httpx.Client) -> None:
+def test_the_model_card_lists_defaults(http: httpx.Client) -> None:
     card = http.get("/v1/models").json()["data"][0]
     assert card["sampling_defaults"] == read_sampling_defaults(FILE, "here")
 
 
-def test_what_is_taken() -> None:
+def test_fields_that_are_read() -> None:
     given = {"temperature": 0.6, "top_k": -1, "min_p": 0, "repetition_penalty": None, "max_new_tokens": 32.0, "pad": 1}
     taken = read_sampling_defaults(given, "here")
     assert taken == {"temperature": 0.6, "top_k": 0, "min_p": 0, "max_tokens": 32}

@@ -69,7 +69,7 @@ def test_strict_refuses_unknown_fields(keyed: httpx.Client) -> None:
     assert keyed.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1, "user": "me"}).status_code == 200
 
 
-def test_otherwise_they_are_named_in_a_header(http: httpx.Client, server: ServerProcess) -> None:
+def test_unknown_fields_are_named_in_a_header(http: httpx.Client, server: ServerProcess) -> None:
     names = {"invented": 1, "sp ace\r\nset-cookie: x": 2, "ü": 3, "": 4}
     for path, body in (("/v1/completions", {"prompt": "hi", "max_tokens": 1}), ("/tokenize", {"prompt": "hi"})):
         response = http.post(path, json=body | names)
@@ -137,7 +137,7 @@ def test_more_sequences_than_the_queue_can_ever_hold(keyed: httpx.Client) -> Non
         assert "at most (--max-num-waiting)" in response.json()["error"]["message"]
 
 
-def test_other_metric_names_tell_the_same(keyed: httpx.Client) -> None:
+def test_aliased_metrics_have_the_same_values(keyed: httpx.Client) -> None:
     keyed.post("/v1/completions", json={"prompt": "hi", "max_tokens": 3, "ignore_eos": True})
     samples = {}
     for line in keyed.get("/metrics").text.splitlines():
@@ -165,5 +165,5 @@ def test_other_metric_names_tell_the_same(keyed: httpx.Client) -> None:
     assert samples[f"vllm:{ended}"] >= 1
 
 
-def test_without_the_option_there_are_no_other_names(http: httpx.Client) -> None:
+def test_metrics_have_no_aliases_by_default(http: httpx.Client) -> None:
     assert "vllm:" not in http.get("/metrics").text

@@ -14,7 +14,7 @@ def _loaded_by(statement: str) -> set[str]:
     return set(run.stdout.split())
 
 
-def test_naming_the_server_loads_none_of_its_packages() -> None:
+def test_importing_the_server_loads_none_of_its_packages() -> None:
     loaded = _loaded_by("import allotrope.server, allotrope.server.app")
     assert not loaded & {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "torch"}
 
@@ -24,7 +24,7 @@ def test_the_server_process_never_loads_torch(module: str) -> None:
     assert "torch" not in _loaded_by(f"import allotrope.engine.client, allotrope.server.{module}")
 
 
-def test_nothing_is_missing_unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from allotrope.config import EngineConfig, ServerConfig
     from allotrope.errors import ConfigError
     from allotrope.server import app

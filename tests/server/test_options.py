@@ -86,7 +86,7 @@ def test_a_root_path(client: httpx.Client) -> None:
     assert client.get("/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
 
 
-def test_pages_of_an_allowed_origin(client: httpx.Client) -> None:
+def test_an_allowed_origin_gets_cors_headers(client: httpx.Client) -> None:
     asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, x-own"}
     allowed = httpx.options(client.base_url.join("/v1/completions"), headers={"origin": ORIGIN} | asks)
     assert allowed.status_code == 200
@@ -107,7 +107,7 @@ def test_pages_of_an_allowed_origin(client: httpx.Client) -> None:
     assert "access-control-allow-origin" not in stranger.headers
 
 
-def test_without_the_option_no_page_may_ask(http: httpx.Client) -> None:
+def test_other_origins_get_no_cors_headers(http: httpx.Client) -> None:
     answer = http.get("/v1/models", headers={"origin": ORIGIN})
     assert not [name for name in answer.headers if name.startswith("access-control")]
     asked = {"origin": ORIGIN, "access-control-request-method": "POST"}
@@ -139,7 +139,7 @@ def test_one_line_for_each_request_without_its_text(own: ServerProcess, client: 
     assert "GET /health status=200" not in logged and "GET /metrics status=200" not in logged
 
 
-def test_prompts_are_logged_where_that_is_asked_for(tiny_model: Path) -> None:
+def test_prompts_are_logged_only_with_the_option(tiny_model: Path) -> None:
     server = ServerProcess(tiny_model, enable_log_requests=True, enable_log_prompts=True)
     try:
         with server.wait_until_ready().http() as http:
@@ -153,7 +153,7 @@ def test_prompts_are_logged_where_that_is_asked_for(tiny_model: Path) -> None:
         server.close()
 
 
-def test_head_is_get_without_its_body(http: httpx.Client) -> None:
+def test_head_has_the_headers_of_get_and_no_body(http: httpx.Client) -> None:
     for path in ("/health", "/ping", "/version", "/v1/models", "/metrics", "/load", "/docs", "/openapi.json"):
         told, whole = http.head(path), http.get(path)
         assert (told.status_code, told.content) == (200, b"")
@@ -193,7 +193,7 @@ def test_server_info_holds_no_key(client: httpx.Client) -> None:
     assert not {"first", "second", "scraper"} & set(re.findall(r"\w+", json.dumps(info)))
 
 
-def test_the_page_about_the_api_needs_no_other_host(own: ServerProcess) -> None:
+def test_the_docs_page_loads_nothing_from_other_hosts(own: ServerProcess) -> None:
     page = httpx.get(f"{own.url}/docs")
     assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
     # What could make a browser fetch something; the policy forbids it besides.
@@ -218,7 +218,7 @@ def test_the_page_about_the_api_needs_no_other_host(own: ServerProcess) -> None:
         ({"sse_keep_alive_interval": -1.0}, "sse_keep_alive_interval=-1.0"),
     ],
 )
-def test_options_that_cannot_work(options: dict[str, object], named: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError) as raised:
         ServerConfig(**options)  # type: ignore[arg-type]
     assert named in str(raised.value) and "secret" not in str(raised.value)

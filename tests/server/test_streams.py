@@ -53,18 +53,18 @@ def join_chat(events: list[Json]) -> list[Json]:
     return [choices[index] for index in sorted(choices)]
 
 
-def assert_alike(left: Any, right: Any) -> None:
+def assert_equal_answers(left: Any, right: Any) -> None:
     """Equal but for the last bits of log-probabilities, which depend on what else ran in the same step."""
     if isinstance(left, float) and isinstance(right, float):
         assert left == pytest.approx(right, abs=1e-4)
     elif isinstance(left, list) and isinstance(right, list):
         assert len(left) == len(right)
         for one, other in zip(left, right, strict=True):
-            assert_alike(one, other)
+            assert_equal_answers(one, other)
     elif isinstance(left, dict) and isinstance(right, dict):
         assert left.keys() == right.keys()
         for key in left:
-            assert_alike(left[key], right[key])
+            assert_equal_answers(left[key], right[key])
     else:
         assert left == right
 
@@ -79,7 +79,7 @@ def assert_alike(left: Any, right: Any) -> None:
         {"logit_bias": {"1": 100}},
     ],
 )
-def test_a_chat_stream_folds_to_the_whole_answer(http: httpx.Client, more: Json) -> None:
+def test_a_chat_stream_accumulates_to_the_whole_answer(http: httpx.Client, more: Json) -> None:
     whole = http.post("/v1/chat/completions", json=CHAT | more).json()
     options = {"stream": True, "stream_options": {"include_usage": True}}
     events = read_events(http.post("/v1/chat/completions", json=CHAT | more | options))
@@ -93,7 +93,7 @@ def test_a_chat_stream_folds_to_the_whole_answer(http: httpx.Client, more: Json)
     assert counted == {key: whole["usage"][key] for key in counted}
     for joined, choice in zip(join_chat(chunks), whole["choices"], strict=True):
         assert joined["content"] == choice["message"]["content"]
-        assert_alike(joined["logprobs"], (choice["logprobs"] or {"content": []})["content"])
+        assert_equal_answers(joined["logprobs"], (choice["logprobs"] or {"content": []})["content"])
         assert joined["token_ids"] == choice.get("token_ids", [])
         assert (joined["finish_reason"], joined["stop_reason"]) == (choice["finish_reason"], choice["stop_reason"])
 
@@ -108,7 +108,7 @@ def test_a_chat_stream_folds_to_the_whole_answer(http: httpx.Client, more: Json)
         {"max_tokens": 0, "echo": True, "logprobs": 0},
     ],
 )
-def test_a_completion_stream_folds_to_the_whole_answer(http: httpx.Client, more: Json) -> None:
+def test_a_completion_stream_accumulates_to_the_whole_answer(http: httpx.Client, more: Json) -> None:
     whole = http.post("/v1/completions", json=COMPLETION | more).json()
     events = read_events(http.post("/v1/completions", json=COMPLETION | more | {"stream": True}))
     assert all("usage" not in event for event in events)
@@ -119,7 +119,7 @@ def test_a_completion_stream_folds_to_the_whole_answer(http: httpx.Client, more:
         for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
             if choice["logprobs"] is not None:
                 joined = [item for part in parts for item in part["logprobs"][key]]
-                assert_alike(joined, choice["logprobs"][key])
+                assert_equal_answers(joined, choice["logprobs"][key])
         if "token_ids" in choice:
             assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
 
@@ -163,7 +163,7 @@ def _generate(
     stop=st.sampled_from([(), ("a",), ("the", "at"), ("\ufffd",)]),
     include=st.booleans(),
 )
-def test_portions_do_not_matter(
+def test_answers_do_not_depend_on_tokens_per_step(
     tokenizer: Tokenizer, ids: list[int], cuts: set[int], stop: tuple[str, ...], include: bool
 ) -> None:
     params = SamplingParams(stop=stop, include_stop_str_in_output=include, logprobs=1, max_tokens=None)
@@ -180,7 +180,7 @@ def test_portions_do_not_matter(
     assert answers[0:2] == answers[2:4] == answers[4:6]
 
 
-def test_a_sequence_that_the_engine_gives_up_fails_the_request(tokenizer: Tokenizer) -> None:
+def test_a_sequence_that_the_engine_drops_fails_the_request(tokenizer: Tokenizer) -> None:
     generation = Generation(Request(request_id="r", prompt_ids=(5,), params=SamplingParams(n=2)), tokenizer)
     generation.take(SequenceOutput("r", 0, (6,)))
     with pytest.raises(GenerationFailed, match="not numbers"):

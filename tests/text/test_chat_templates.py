@@ -66,7 +66,7 @@ def test_other_messages_are_refused(messages: Any, words: str) -> None:
         ("{{ messages.append(1) }}", "unsafe"),
     ],
 )
-def test_template_failures_are_the_requests(template: str, words: str) -> None:
+def test_template_failures_are_invalid_requests(template: str, words: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         render_chat(template, HELLO, {})
     assert words in str(caught.value) and caught.value.param == "messages"
@@ -108,7 +108,7 @@ def test_variables_cannot_replace_the_messages(byte_level: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(("name", "where"), [("tools", "tools"), ("more", "chat_template_kwargs")])
-def test_what_is_nested_too_deeply_is_named(name: str, where: str) -> None:
+def test_deeply_nested_variables_are_refused(name: str, where: str) -> None:
     deep: list[Any] = []
     for _ in range(5000):
         deep = [deep]
@@ -117,7 +117,7 @@ def test_what_is_nested_too_deeply_is_named(name: str, where: str) -> None:
     assert caught.value.param == where
 
 
-def test_a_model_without_template_says_what_to_do(sentencepiece: Tokenizer) -> None:
+def test_a_model_without_template_is_refused_with_a_hint(sentencepiece: Tokenizer) -> None:
     assert sentencepiece.chat_template is None
     with pytest.raises(InvalidRequest, match="--chat-template"):
         sentencepiece.apply_chat_template(HELLO)

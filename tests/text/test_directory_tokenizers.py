@@ -87,12 +87,12 @@ def test_ids_that_end_a_reply(copy: Path, generation: Any, config: Any, eos_ids:
     assert load_tokenizer(str(copy)).eos_ids == eos_ids
 
 
-def test_turn_end_counts_only_where_the_template_uses_it(copy: Path) -> None:
+def test_turn_ends_count_only_if_the_template_has_them(copy: Path) -> None:
     update(copy / "tokenizer_config.json", chat_template="{{ messages[0].content }}")
     assert load_tokenizer(str(copy)).eos_ids == (0,)
 
 
-def test_what_only_the_config_says_is_added(copy: Path) -> None:
+def test_tokens_of_the_config_are_added(copy: Path) -> None:
     size = load_tokenizer(str(copy)).vocab_size
     added = {"content": "<tool>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
     update(
@@ -160,7 +160,7 @@ def test_broken_directories(tmp_path: Path, files: dict[str, str], words: str) -
         load_tokenizer(str(tmp_path))
 
 
-def test_other_paths(tmp_path: Path) -> None:
+def test_unsupported_paths_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such file or directory"):
         load_tokenizer(str(tmp_path / "missing"))
     (tmp_path / "x.bin").write_bytes(b"")

@@ -83,7 +83,7 @@ def metadata_of(backend: tokenizers.Tokenizer, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["gpt-2", "smollm", "qwen2", "llama-bpe", "tekken"])
-def test_byte_level_kinds(kind: str, tmp_path: Path, write_gguf: Callable[..., str]) -> None:
+def test_byte_level_pre_tokenizers(kind: str, tmp_path: Path, write_gguf: Callable[..., str]) -> None:
     backend = reference(kind)
     tokenizer = load_tokenizer(write_gguf(tmp_path / "x.gguf", "llama", metadata_of(backend, kind)))
     assert tokenizer.eos_ids == (2, 0)
@@ -102,7 +102,7 @@ def test_byte_level_kinds(kind: str, tmp_path: Path, write_gguf: Callable[..., s
             assert tokenizer.decode(ids, skip_special_tokens=skip) == backend.decode(ids, skip_special_tokens=skip)
 
 
-def test_kinds_differ(tmp_path: Path, write_gguf: Callable[..., str]) -> None:
+def test_pre_tokenizers_differ(tmp_path: Path, write_gguf: Callable[..., str]) -> None:
     """The texts above do tell the rules apart: with the rules of another kind they give other ids."""
     backend = reference("smollm")
     for kind in ("gpt-2", "qwen2", "llama-bpe", "tekken"):

@@ -17,7 +17,7 @@ def could_begin(text: str, stops: list[str]) -> int:
 
 @settings(max_examples=300, deadline=None)
 @given(text=st.text("ab", max_size=30), stops=st.lists(LETTERS, min_size=1, max_size=4), cut=st.integers(0, 30))
-def test_finds_the_first_end_and_the_longest_beginning(text: str, stops: list[str], cut: int) -> None:
+def test_the_first_completed_string_wins_and_the_longest_prefix_is_held(text: str, stops: list[str], cut: int) -> None:
     ends = [(end, -len(stop), stop) for stop in stops for end in range(1, len(text) + 1) if text[:end].endswith(stop)]
     matcher = StopMatcher(stops)
     found = matcher.feed(text[:cut])
@@ -30,7 +30,7 @@ def test_finds_the_first_end_and_the_longest_beginning(text: str, stops: list[st
         assert matcher.pending == could_begin(text, stops)
 
 
-def test_unarmed_matches_pass_but_are_followed() -> None:
+def test_unarmed_matches_are_ignored() -> None:
     matcher = StopMatcher(["aa"])
     assert matcher.feed("aa", armed=False) is None
     assert matcher.pending == 1

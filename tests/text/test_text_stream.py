@@ -46,7 +46,7 @@ def portions_of(draw: st.DrawFn, ids: Sequence[int]) -> list[list[int]]:
 
 @QUICK
 @given(data=st.data())
-def test_portions_do_not_matter(tokenizer: Tokenizer, data: st.DataObject) -> None:
+def test_text_does_not_depend_on_portions_of_ids(tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=40))
     skip = data.draw(st.booleans())
     text = tokenizer.decode(ids, skip_special_tokens=skip)
@@ -78,7 +78,7 @@ def test_nothing_is_held_but_a_possible_stop_string(byte_level: Tokenizer) -> No
     assert stream.push([], final=True) == "" and stream.stopped_by is None
 
 
-def test_held_text_leaves_at_the_end(byte_level: Tokenizer) -> None:
+def test_held_text_is_returned_at_the_end(byte_level: Tokenizer) -> None:
     stream = TextStream(byte_level, SamplingParams(stop=("stopwatch",)))
     assert stream.push(byte_level.encode("a stop")) == "a "
     assert stream.push([], final=True) == "stop"
@@ -109,7 +109,7 @@ def test_stop_strings_before_min_tokens_pass(byte_level: Tokenizer, min_tokens: 
     assert stream.used_tokens == min(4, max(1, min_tokens))
 
 
-def test_half_characters_wait(byte_level: Tokenizer) -> None:
+def test_incomplete_characters_are_held(byte_level: Tokenizer) -> None:
     bytes_of = [byte_level.token_id(spelling) for spelling in "ðŁĺĢ"]
     ids = [i for i in bytes_of if i is not None]
     assert byte_level.decode(ids) == "😀"

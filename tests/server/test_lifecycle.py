@@ -55,7 +55,7 @@ class Background:
                 self.first_line.set()
 
 
-def test_loading_then_the_engine_is_killed(start: Starter) -> None:
+def test_health_while_loading_and_after_the_engine_is_killed(start: Starter) -> None:
     server = start()
     os.kill(server.engine_pid, signal.SIGSTOP)
     loading = httpx.get(f"{server.url}/health")
@@ -102,7 +102,7 @@ def test_a_terminated_server_drains(start: Starter) -> None:
     assert not is_alive(server.engine_pid)
 
 
-def test_a_drain_has_an_end(start: Starter) -> None:
+def test_a_drain_ends_at_its_timeout(start: Starter) -> None:
     server = start(drain_timeout=0.1).wait_until_ready()
     running = Background(server.url, stream=True, n=8)
     assert running.first_line.wait(10)
@@ -144,7 +144,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line(start: Starter, tiny_model: P
     assert not [line for line in server.log if "Traceback" in line]
 
 
-def test_a_port_that_is_taken(start: Starter, tiny_model: Path) -> None:
+def test_a_port_in_use_is_refused(start: Starter, tiny_model: Path) -> None:
     from allotrope.config import EngineConfig, ServerConfig
     from allotrope.errors import ConfigError
     from allotrope.server.app import serve
