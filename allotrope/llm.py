@@ -126,26 +126,28 @@ class LLM:
 
     def _run(self, requests: Sequence[Request], *, continues_text: bool) -> list[RequestOutput]:
         """`continues_text`: the answer goes on where the prompt's text stops, rather than being a text of its own."""
-        folds = {one.request_id: _Fold(one, self._text(), continues_text=continues_text) for one in requests}
+        accumulators = {
+            one.request_id: _Accumulator(one, self._text(), continues_text=continues_text) for one in requests
+        }
         waiting = list(requests)
-        live = set(folds)
+        live = set(accumulators)
         try:
             while live:
                 while waiting and self._takes(waiting[0]):
                     self.engine.add(waiting.pop(0))
                 for output in self.engine.step():
-                    fold = folds[output.request_id]
-                    fold.take(output)
-                    if output.finish_reason is None and fold.ended(output.index):
+                    accumulator = accumulators[output.request_id]
+                    accumulator.take(output)
+                    if output.finish_reason is None and accumulator.ended(output.index):
                         # A stop string, which the engine cannot know, ended this sequence; its siblings go on.
                         self.engine.abort_sequence(output.request_id, output.index)
-                    if fold.finished:
+                    if accumulator.finished:
                         live.discard(output.request_id)
         except BaseException:
             # Whatever stopped us, an interrupt included, the engine must not go on with requests nobody reads.
             self.engine.abort(list(live))
             raise
-        return [folds[request.request_id].output for request in requests]
+        return [accumulators[request.request_id].output for request in requests]
 
     def _takes(self, request: Request) -> bool:
         """Whether the engine's queue has room. One that it never has room for is for the engine to refuse."""
@@ -157,7 +159,7 @@ class LLM:
         return self.tokenizer if self.engine.has_tokenizer() else None
 
 
-class _Fold:
+class _Accumulator:
     """Collects what the engine says about one request."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, *, continues_text: bool) -> None:

@@ -28,12 +28,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from allotrope.architectures.registry import Architecture, read_spec
-from allotrope.errors import AllotropeError, ConfigError, ModelError
-from allotrope.layers.model_spec import ModelSpec
-from allotrope.ops.matmul.quantized_weight import FP4_RUN, FP4_VALUES, SCALE_BIAS
-from allotrope.verify.random_checkpoint import _known_name, _released, first_layers
-from allotrope.verify.transformers_model import class_and_config, quiet
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    # The script's own folder would hide packages named as its folders are, such as `kernels`.
+    sys.path[0] = str(ROOT)
+
+from allotrope.architectures.registry import Architecture, read_spec  # noqa: E402
+from allotrope.errors import AllotropeError, ConfigError, ModelError  # noqa: E402
+from allotrope.layers.model_spec import ModelSpec  # noqa: E402
+from allotrope.ops.matmul.quantized_weight import FP4_RUN, FP4_VALUES, SCALE_BIAS  # noqa: E402
+from allotrope.verify.random_checkpoint import _known_name, _released, first_layers  # noqa: E402
+from allotrope.verify.transformers_model import class_and_config, quiet  # noqa: E402
 
 SHARD_BYTES = 4 << 30
 # What no release of these models has in FP8, named in its config or not.

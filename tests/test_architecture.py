@@ -101,6 +101,48 @@ def test_only_architectures_name_a_product() -> None:
         assert not named, f"{module} names {named}"
 
 
+# What PyTorch says of a device: attributes of torch.cuda, and of torch.version.
+OF_DEVICES = {
+    "cuda": {"get_device_capability", "get_device_properties", "get_device_name", "mem_get_info", "get_arch_list"},
+    "version": {"hip", "cuda"},
+}
+CHIP_NAMES = ("a100", "l40s", "h100", "h200", "b200", "mi300", "mi355", "rtx")
+# Launches that were measured are kept by the name of the chip.
+NAMES_CHIPS = ("allotrope.kernels.chip", "allotrope.ops.matmul.launch", "allotrope.ops.matmul.triton")
+
+
+def _device_questions(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+            if node.attr in OF_DEVICES.get(node.value.attr, ()):
+                yield f"{node.value.attr}.{node.attr}"
+        elif isinstance(node, ast.ImportFrom) and node.module in ("torch.cuda", "torch.version"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_only_chip_asks_a_device_what_it_is() -> None:
+    """Everything else reads a `Chip`, so that what is compiled for a chip ahead of time is what runs on it."""
+    for module, path in _modules():
+        asked = set(_device_questions(ast.parse(path.read_text())))
+        assert not asked or module == "allotrope.kernels.chip", f"{module} asks for {asked}"
+    assert set(_device_questions(ast.parse("torch.cuda.mem_get_info(0), torch.version.hip, gl.version.other"))) == {
+        "cuda.mem_get_info",
+        "version.hip",
+    }
+
+
+def test_only_chip_names_a_chip() -> None:
+    """Identifiers and strings; documentation may say what was measured where."""
+    for module, path in _modules():
+        tree = ast.parse(path.read_text())
+        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+        words = {node.value for node in strings if id(node) not in prose}
+        words |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        named = {word for word in words if any(chip in word.lower() for chip in CHIP_NAMES)}
+        assert not named or module in NAMES_CHIPS, f"{module} names {named}"
+
+
 def _run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 

@@ -16,6 +16,7 @@ from allotrope.engine.load import LoadPlan, load_model, plan_caches
 from allotrope.engine.profile import measure_peak, plan_device
 from allotrope.engine.step import Runner, decode_shape
 from allotrope.engine.warmup import warm_up
+from allotrope.kernels.chip import free_memory
 from allotrope.layers.decoder import Decoder
 
 log = logging.getLogger("allotrope.engine")
@@ -127,4 +128,4 @@ class InProcess:
 
 def _free(device: torch.device) -> int:
     """Bytes that are free on a GPU before anything of ours is there; 0 for a CPU, whose plan is made before loading."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
+    return free_memory(device) if device.type == "cuda" else 0

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from allotrope.kernels.chip import free_memory
+
 log = logging.getLogger("allotrope.engine")
 
 
@@ -71,7 +73,7 @@ class DecodeGraphs:
         if not self._waiting:
             return False
         size = self._waiting.pop(0)
-        started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
+        started, free = time.monotonic(), free_memory(self._device)
         try:
             self._graphs[size] = self._capture(size)
         except RuntimeError as error:
@@ -79,7 +81,7 @@ class DecodeGraphs:
             log.warning("decode steps of %d requests cannot be captured, they run eager: %s", size, error)
             return False
         self._seconds += time.monotonic() - started
-        self._bytes += free - torch.cuda.mem_get_info(self._device)[0]
+        self._bytes += free - free_memory(self._device)
         if not self._waiting:
             log.info(
                 "captured decode graphs of %s requests in %.1f s; they take %.2f GB beside weights and caches",

@@ -27,6 +27,7 @@ from allotrope.engine.step_limits import GPU_TOKENS, StepLimits, StepRoom, cpu_l
 from allotrope.errors import ConfigError, ModelError
 from allotrope.kernels.backend import Chooser, parse_wanted
 from allotrope.kernels.chip import chip_of
+from allotrope.kernels.chip import free_memory as free_device_memory
 from allotrope.layers.backend_report import backend_choices
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
@@ -279,7 +280,7 @@ def device_named(name: str, rank: int = 0) -> torch.device:
 
 def free_memory(device: torch.device) -> int:
     """Bytes that are free on the device now."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory()
+    return free_device_memory(device) if device.type == "cuda" else available_memory()
 
 
 def available_memory() -> int:

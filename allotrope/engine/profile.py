@@ -15,6 +15,7 @@ from allotrope.engine.inputs import StepPlan, StepRow
 from allotrope.engine.load import LoadPlan, plan_within, utilization
 from allotrope.engine.scheduler import SCORED_AT_ONCE
 from allotrope.engine.step import Runner
+from allotrope.kernels.chip import free_memory
 from allotrope.layers.decoder import Decoder
 from allotrope.ops.sampling.reference import RandomRows, SamplingStep, sample
 
@@ -49,7 +50,7 @@ def plan_device(load_plan: LoadPlan, config: EngineConfig, free: int, peak: int)
     Raises ConfigError where no sequence of full length fits.
     """
     device = load_plan.build.device
-    left = int(torch.cuda.mem_get_info(device)[0])
+    left = free_memory(device)
     share = utilization(config, device)
     taken = free - left
     room = int(free * share) - taken - peak

@@ -17,7 +17,7 @@ from torch import nn
 
 from allotrope.kernels.backend import choose
 from allotrope.kernels.chip import chip_of
-from allotrope.kernels.side_stream import beside
+from allotrope.kernels.side_stream import overlap
 from allotrope.layers.build import Build
 from allotrope.layers.linear import SMALLEST_PACKED, Linear, Product, worth_packing
 from allotrope.layers.mlp import MlpSpec
@@ -113,8 +113,8 @@ class DeviceStack:
 
 
 def has_grouped_product(device: torch.device) -> bool:
-    """Whether torch multiplies groups of rows on this GPU without asking it for their sizes."""
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 9
+    """Whether torch multiplies groups of rows on this GPU without asking it for their sizes: sm_90 and sm_100."""
+    return chip_of(device).capability[0] in (9, 10)
 
 
 Stack = DeviceStack | QuantizedStack
@@ -314,7 +314,7 @@ class Moe(nn.Module):
         added: Callable[[], Added] = functools.partial(self._added, x, here)
         if self.shared is not None and self.experts.parallel.size == 1:
             # Ranks that talk to each other need one order for all they say.
-            added = beside(added, x)
+            added = overlap(added, x)
         weights, experts = self.router(x, here.step.ids)
         return self.experts(x, weights, experts, added)
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from allotrope.kernels.chip import chip_of
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, has_kernel
 from allotrope.layers.parallel import Placement, Section, parameter
@@ -84,7 +85,7 @@ class Router(nn.Module):
         """
         weight = self.gate.weight
         assert weight is not None
-        if self.dtype != torch.bfloat16 or weight.device.type != "cuda" or torch.version.cuda is None:
+        if self.dtype != torch.bfloat16 or chip_of(weight.device).vendor != "nvidia":
             return
         rounded = weight.data.to(torch.bfloat16)
         if has_kernel(rounded) and torch.equal(rounded.float(), weight.data):

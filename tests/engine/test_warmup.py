@@ -104,7 +104,7 @@ def test_a_rehearsal_leaves_nothing(model: Path, here: None, caplog: pytest.LogC
     held = {name: tensor.clone() for name, tensor in running.model.state_dict().items()}
     with caplog.at_level(logging.DEBUG, "allotrope"):
         warmed_up(running)
-    assert "compiled 0 kernels in" in caplog.text and "cannot be rehearsed" not in caplog.text
+    assert "compiled 0 kernels in" in caplog.text and "the warm-up failed" not in caplog.text
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensor, held[name]) for name, tensor in running.model.state_dict().items())
     assert_untouched(running)
@@ -155,7 +155,7 @@ def test_a_rehearsal_that_fails_is_told_and_the_engine_goes_on(
     monkeypatch.setattr(warmup_module, "sample", fail)
     with caplog.at_level(logging.INFO, "allotrope"):
         warmed_up(running)
-    (told,) = [record for record in caplog.records if "rehearsed" in record.getMessage()]
+    (told,) = [record for record in caplog.records if "warm-up" in record.getMessage()]
     assert told.levelno == logging.WARNING and told.getMessage().endswith("launched: RuntimeError: no such luck")
     assert_untouched(running)
     assert_same(run(running, ASKED), tokens)
@@ -184,7 +184,7 @@ def test_steps_of_every_length_are_rehearsed(
 def test_nothing_is_rehearsed_where_no_kernel_runs(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "allotrope"):
         warmed_up(engine(model, **OPTIONS))
-    assert " kernels in " not in caplog.text and "rehearsed" not in caplog.text
+    assert " kernels in " not in caplog.text and "warm-up" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allotrope.kernels.side_stream import FEW_ROWS, beside, is_beside
+from allotrope.kernels.side_stream import MAX_OVERLAPPED_TOKENS, on_side_stream, overlap
 from allotrope.ops.matmul.product import QuantizedProduct
 from allotrope.ops.matmul.quantized_weight import Format, quantize
 
 
 def test_waits_on_a_cpu_until_it_is_wanted() -> None:
     asked: list[int] = []
-    wait = beside(lambda: asked.append(1), torch.zeros(2, 3))
+    wait = overlap(lambda: asked.append(1), torch.zeros(2, 3))
     assert not asked
     wait()
     assert asked == [1]
-    assert not is_beside(torch.device("cpu"))
+    assert not on_side_stream(torch.device("cpu"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("rows", [1, 64, FEW_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 64, MAX_OVERLAPPED_TOKENS + 1])
 def test_products_that_share_inputs_do_not_meet(rows: int) -> None:
     """Both take programs that add up parts of one another, in memory that they leave as it was."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -33,7 +33,7 @@ def test_products_that_share_inputs_do_not_meet(rows: int) -> None:
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def both() -> tuple[torch.Tensor, torch.Tensor]:
-        wait = beside(lambda: products[0](x), x)
+        wait = overlap(lambda: products[0](x), x)
         second = products[1](x)
         return wait(), second
 

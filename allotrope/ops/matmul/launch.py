@@ -1,13 +1,13 @@
 """How a quantized product is launched: what was measured to be fastest, by chip and shape, else a rule of thumb.
 
-Measured launches lie in `tuned/<chip>.json`; `bench/tune_products.py` writes them. Must not know Triton.
+Measured launches lie in `tuned/<chip>.json`; `bench/kernels/tune_products.py` writes them. Must not know Triton.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -182,6 +182,17 @@ def _of_plain(shape: Shape, rows: int) -> Launch:
         return Launch(height, 128, warps=8, stages=3, depth=64)
     tiles = -(-shape.outputs // 64)
     return Launch(16, 64, max(1, min(4, 336 // tiles)), stages=3)
+
+
+def within(launch: Launch, shape: Shape, chip: Chip) -> Launch:
+    """`launch` with as many stages as the shared memory of a chip holds, where launches were made for a larger one."""
+    if chip.vendor != "nvidia" or chip.has_wgmma:
+        return launch
+    size = {"fp8": 1.0, "mxfp4": 0.5, "fp32": 4.0}.get(shape.kind, 2.0)
+    rows = launch.rows * (4 if shape.kind == "fp32" else 2)
+    stage = launch.depth * (rows + launch.columns * (2 if shape.gated else 1) * size)
+    # What is multiplied now is not held twice.
+    return replace(launch, stages=min(launch.stages, max(2, 1 + int(chip.shared_memory // stage))))
 
 
 def tuned_name(chip: Chip) -> str:

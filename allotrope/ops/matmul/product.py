@@ -12,7 +12,7 @@ from torch import nn
 
 from allotrope.kernels.backend import choose, lazily
 from allotrope.kernels.chip import chip_of
-from allotrope.kernels.triton_version import triton_reasons
+from allotrope.kernels.triton_version import e4m3fn_reasons, triton_reasons
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.ops.gated_activation import GATED_ACTIVATION, GatedActivation, GatedActivationSpec
@@ -81,7 +81,8 @@ def lasting_bytes(name: str, parameter: torch.Tensor, device: torch.device) -> i
     size = parameter.numel() * parameter.element_size()
     if getattr(parameter, _SHARES, False):
         return size // SHARED_ROWS
-    if triton_reasons(chip_of(device)) or not name.endswith((CODES, SCALES)):
+    chip = chip_of(device)
+    if triton_reasons(chip) or e4m3fn_reasons(name, parameter.dtype, chip) or not name.endswith((CODES, SCALES)):
         return size
     rows, width = parameter.shape[-2:]
     if parameter.dtype == torch.uint8:
@@ -107,7 +108,8 @@ def taken(module: nn.Module, name: str, format: Format) -> Quantized:
 
 def _prepared(weight: Quantized) -> Prepared | None:
     """The weight as our kernels read it; None, which is said once, where they do not run."""
-    reasons = triton_reasons(chip_of(weight.codes.device))
+    chip = chip_of(weight.codes.device)
+    reasons = triton_reasons(chip) + e4m3fn_reasons("weights", weight.codes.dtype, chip)
     if not reasons:
         return prepare(weight)
     _say(weight.format.kind, "; ".join(reasons))

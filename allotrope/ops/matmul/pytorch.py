@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from allotrope.kernels.chip import chip_of
+from allotrope.kernels.chip import chip_of, cuda_version
 from allotrope.ops.matmul.packed_weight import Prepared
 from allotrope.ops.matmul.triton_quantize import quantize_rows
 
@@ -18,15 +16,9 @@ def in_library(weight: Prepared) -> bool:
         and weight.padded == weight.inputs
         and weight.outputs % 16 == 0
         and chip_of(weight.codes.device).has_wgmma
-        and _has_blocks()
+        # Scales of blocks came with CUDA 12.9.
+        and cuda_version() >= (12, 9)
     )
-
-
-@functools.cache
-def _has_blocks() -> bool:
-    """Scales of blocks came with CUDA 12.9."""
-    version = (torch.version.cuda or "0").split(".")
-    return tuple(map(int, version[:2])) >= (12, 9)
 
 
 def scaled_product(

@@ -26,15 +26,15 @@ import triton.language as tl
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.registry import Specialization, specializations
-from allotrope.kernels.side_stream import is_beside
+from allotrope.kernels.side_stream import on_side_stream
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.gated_activation.triton import ACTIVATIONS, gate
 from allotrope.ops.grouped_matmul import gluon as gluon_experts
 from allotrope.ops.grouped_matmul import gluon_fp4
 from allotrope.ops.grouped_matmul.triton_tile_table import most_tiles, table_of_tiles, tiles_of_experts
-from allotrope.ops.matmul.launch import INTERPRETER, Launch, Shape, launch_for, rule_of_thumb, tuned_name
-from allotrope.ops.matmul.packed_weight import Prepared
+from allotrope.ops.matmul.launch import INTERPRETER, Launch, Shape, launch_for, rule_of_thumb, tuned_name, within
+from allotrope.ops.matmul.packed_weight import Prepared, scales_pairs
 from allotrope.ops.matmul.pytorch import in_library, scaled_product
 from allotrope.ops.matmul.triton_fp4 import walk_fp4
 from allotrope.ops.matmul.triton_quantize import quantize_rows, to_codes
@@ -304,7 +304,7 @@ def multiply(
     chip = tuned_name(chip_of(x.device))
     kind = "fp32" if x.dtype == torch.float32 and weight.kind != "fp8" else weight.kind
     shape = Shape(kind, weight.experts, outputs, weight.inputs, gating is not None)
-    launch = launch or launch_for(shape, rows, chip)
+    launch = launch or within(launch_for(shape, rows, chip), shape, chip_of(x.device))
     if launch.library and in_library(weight):
         return scaled_product(x, weight, bias, out)
     if launch.library and weight.kind == "plain" and ends is None:
@@ -334,7 +334,7 @@ def multiply(
         if tiles * blocks > _TILES or tiles * blocks * launch.splits * launch.rows * launch.columns > _PARTS:
             launch = replace(launch, splits=1)
         else:
-            parts, arrivals = _scratch(x.device, is_beside(x.device))
+            parts, arrivals = _scratch(x.device, on_side_stream(x.device))
     grid = (tiles, blocks) if ends is None else (blocks, tiles)
     product_kernel[*grid, launch.splits](
         x,
@@ -381,7 +381,7 @@ def _in_torch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
     """PyTorch's product with a plain weight, into `out` where it is given; on NVIDIA chips not rounded before that."""
-    if out is None or out.dtype == x.dtype or torch.version.cuda is None:
+    if out is None or out.dtype == x.dtype or chip_of(x.device).vendor != "nvidia":
         y = F.linear(x, weight, bias)
         return y if out is None else out.copy_(y)
     torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
@@ -449,14 +449,16 @@ def released(chip: Chip) -> list[Specialization]:
         outputs = 131072 if kind == "plain" and not experts else 12288
         if name == "plain few outputs":
             outputs = 128
-        launch = rule_of_thumb(Shape(kind, experts, outputs, 2048, gated), rows, tuned)
+        shape = Shape(kind, experts, outputs, 2048, gated)
+        launch = within(rule_of_thumb(shape, rows, tuned), shape, chip)
         if launch.library and kind == "plain":
             # There is nothing of ours to compile.
             continue
         rounded = kind == "fp8" and not launch.quantize
         none = torch.empty(0)
         stored: Any = "plain" if kind == "fp32" else kind
-        weight = Prepared(stored, none, none, outputs, 2048, 2048, 128 if kind == "fp8" else 1, False, experts, True)
+        run, fast = 128 if kind == "fp8" else 1, scales_pairs(chip)
+        weight = Prepared(stored, none, none, outputs, 2048, 2048, run, False, experts, fast)
         numbers = "*fp32:16" if kind == "fp32" else "*bf16:16"
         signature = {"x": "*fp8e4nv:16" if rounded else numbers, "ends": "*i32:16", "out": numbers}
         signature |= {"codes": {"fp8": "*fp8e4nv:16", "mxfp4": "*i16:16"}.get(kind, numbers)}
