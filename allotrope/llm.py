@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from allotrope.checkpoint.checkpoint import Checkpoint, locate
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
 from allotrope.engine.sampling_defaults import Defaults, describe_defaults
-from allotrope.errors import AllotropeError, InvalidRequest
+from allotrope.errors import AllotropeError, InvalidRequest, ModelError
 from allotrope.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from allotrope.text.stream import TextStream
 from allotrope.text.tokenizer import Tokenizer, load_tokenizer
@@ -60,7 +61,7 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ModelError if it has none; prompts of token ids need none."""
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.engine.tokenizer_path())
+            self._tokenizer = load_tokenizer(_tokenizer_path(self.config, self.engine.checkpoint))
         return self._tokenizer
 
     @property
@@ -156,7 +157,20 @@ class LLM:
         return queued == 0 or (queued < self.engine.limits.max_num_seqs and queued <= most)
 
     def _text(self) -> Tokenizer | None:
-        return self.tokenizer if self.engine.has_tokenizer() else None
+        return self.tokenizer if _has_tokenizer(self.config, self.engine.checkpoint) else None
+
+
+def _has_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> bool:
+    return config.tokenizer is not None or checkpoint.tokenizer_path is not None
+
+
+def _tokenizer_path(config: EngineConfig, checkpoint: Checkpoint) -> str:
+    """The path of the model's tokenizer. Raises ModelError if it brings none and the options give none."""
+    if config.tokenizer is not None:
+        return str(locate(config.tokenizer, with_weights=False))
+    if checkpoint.tokenizer_path is None:
+        raise ModelError(checkpoint.source, ["it brings no tokenizer; give one with --tokenizer"])
+    return checkpoint.tokenizer_path
 
 
 class _Accumulator:

@@ -226,3 +226,70 @@ def test_files_that_are_no_code_are_packaged() -> None:
     others = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix in (".c", ".h", ".json", ".typed")]
     packaged = {path for pattern in stated["allotrope"] for path in PACKAGE.glob(pattern)}
     assert others and set(others) <= packaged
+
+
+def _importers(source: str, name: str) -> set[str]:
+    """The modules that import `name` from `source`."""
+    return {
+        module
+        for module, path in _modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == source and name in {alias.name for alias in node.names}
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("checkpoint.weights", "Loader"),
+        ("checkpoint.weights", "fill_random"),
+        ("checkpoint.weights", "finish"),
+        ("architectures.kv_scales", "set_row_scales"),
+        ("architectures.quantized_formats", "kept_formats"),
+        ("layers.backend_report", "backend_choices"),
+    ],
+)
+def test_loading_is_told_once(source: str, name: str) -> None:
+    """One rank, several ranks and the plugins load through `load_decoder`: each part of it is used there alone."""
+    assert _importers(f"allotrope.{source}", name) == {"allotrope.architectures.load"}
+
+
+def test_every_host_loads_through_one_function() -> None:
+    importers = _importers("allotrope.architectures.load", "load_decoder")
+    assert importers == {"allotrope.engine.load", "allotrope.plugins.vllm.model"}
+    assert _importers("allotrope.engine.load", "load_model") == {"allotrope.engine.worker"}
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "importer"),
+    [
+        ("engine.worker", "Worker", "engine.multiprocess_executor"),
+        ("engine.worker", "prepare_rank", "engine.multiprocess_executor"),
+        ("engine.multiprocess_executor", "MultiprocessExecutor", "engine.engine"),
+    ],
+)
+def test_start_up_is_told_once(source: str, name: str, importer: str) -> None:
+    """Tensor parallel size 1 is the case without worker processes, not a start of its own."""
+    assert _importers(f"allotrope.{source}", name) == {f"allotrope.{importer}"}
+
+
+def test_the_engine_uses_only_declared_members_of_its_executor() -> None:
+    from allotrope.engine.executor import Executor
+
+    declared = {*Executor.__annotations__, *vars(Executor)}
+    for file in ("engine", "step_loop", "step_log"):
+        for node in ast.walk(ast.parse((PACKAGE / "engine" / f"{file}.py").read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self._executor":
+                assert node.attr in declared, f"engine/{file}.py uses Executor.{node.attr}"
+
+
+@pytest.mark.parametrize(
+    "path", [*sorted((PACKAGE / "engine").glob("*.py")), PACKAGE / "errors.py"], ids=lambda path: path.name
+)
+def test_the_engine_knows_neither_http_nor_tokenizers(path: Path) -> None:
+    assert not [name for name in _imports(path) if name.startswith(("allotrope.text", "http", "tokenizers"))]
+    tree = ast.parse(path.read_text())
+    numbers = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is int}
+    assert not numbers & {400, 401, 404, 405, 408, 413, 422, 429, 500, 503}, "HTTP statuses are the server's"
+    names = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree)}
+    assert not {name for name in names if "tokenizer" in name.lower()}

@@ -1,4 +1,4 @@
-"""What a forward pass may know about the step: an argument of every layer, never a global."""
+"""The step of a forward pass: an argument of every layer, never a global."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from allotrope.ops.rope import RopeSpec, RopeTables, Rotation
 
 @dataclass
 class Step:
-    """One forward pass. `ids`: [T] token ids. `layers`: what each layer attends with. `tables`: of rotations, which
+    """One forward pass. `ids`: [T] token ids. `layers`: per layer, its plan and caches. `tables`: of rotations, which
     outlive the step; None for ones of the step's own.
 
-    `notes`: results that a later layer reads (such as an indexer's picks); empty at the start of each step.
+    Results that later layers read, None until a layer sets them: `topk_indices`: [T, K] those of the last layer with an
+    indexer, in the backend's form. `per_layer_inputs`: [T, layers, width] input of each layer beside the hidden states.
     """
 
     ids: torch.Tensor
     batch: BatchLayout
     layers: Sequence[LayerStep]
     tables: RopeTables | None = None
-    notes: dict[str, Any] = field(default_factory=dict)
+    topk_indices: Any = None
+    per_layer_inputs: torch.Tensor | None = None
     _rotations: dict[tuple[RopeSpec, torch.dtype], Rotation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -59,6 +61,6 @@ class LayerStep:
 
     @property
     def step(self) -> Step:
-        found = None if self._step is None else self._step()
-        assert found is not None, "a layer's step is over, or has not begun"
-        return found
+        step = None if self._step is None else self._step()
+        assert step is not None, "a layer's step is over, or has not begun"
+        return step

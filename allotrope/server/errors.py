@@ -38,7 +38,7 @@ def as_http(error: Exception) -> HttpError:
         case HttpError():
             return error
         case InvalidRequest():
-            return HttpError(error.status, str(error), error.param)
+            return HttpError(400, str(error), error.param)
         case Overloaded():
             return HttpError(429, str(error))
         case EngineDead():

@@ -81,7 +81,7 @@ def work(options: argparse.Namespace) -> None:
 
     llm = LLM(options.model, dtype=options.dtype, max_model_len=CONTEXT, kv_cache_memory_bytes=1 << 30)
     if options.always_spin:
-        llm.engine._waiting = None
+        llm.engine.always_spin()
     params = SamplingParams(max_tokens=CONTEXT - PROMPT, ignore_eos=True)
     print(json.dumps({}), flush=True)
     for turn, line in enumerate(sys.stdin):

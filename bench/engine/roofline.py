@@ -67,7 +67,7 @@ def profile_steps(model: str, sizes: Sizes, prompts: Prompts, options: dict[str,
     """A step of each kind. Raises RuntimeError if fewer requests decode at once than are asked for."""
     from allotrope import SamplingParams
     from allotrope.config import EngineConfig
-    from allotrope.engine.load import resolve_load_plan
+    from allotrope.engine.load_plan import resolve_load_plan
 
     at_once = max(STEP_TOKENS, sizes.prefill, sizes.requests)
     # The first requests decode while the last are read.

@@ -31,7 +31,7 @@ import torch
 from allotrope.cache.memory import Demand, make_plan
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
-from allotrope.engine.load import resolve_load_plan
+from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.request import Request, SamplingParams, SequenceOutput
 
 # Differences of log-probabilities that rounding alone never makes, by type: beyond them nothing is a near-tie.

@@ -33,6 +33,7 @@ if __name__ == "__main__":
 from allotrope.attention.check import TOLERANCES, compare
 from allotrope.kernels.chip import chip_of
 from allotrope.ops.gated_activation import GatedActivation
+from allotrope.ops.matmul import pack_for_kernels as pack
 from allotrope.ops.matmul.launch import (
     FEW_OUTPUTS,
     FEW_PLAIN_ROWS,
@@ -45,9 +46,10 @@ from allotrope.ops.matmul.launch import (
     tuned_name,
     write_tuned,
 )
-from allotrope.ops.matmul.packed_weight import Prepared, prepare, prepare_plain
-from allotrope.ops.matmul.quantized_weight import Quantized, as_multiplied
-from bench.kernels.cases.products import BLOCK, MXFP4, _codes
+from allotrope.ops.matmul.mxfp4 import MXFP4
+from allotrope.ops.matmul.plain import pack_plain
+from allotrope.ops.matmul.weight import QuantizedWeight
+from bench.kernels.cases.products import BLOCK, _codes
 from bench.kernels.timing import Stopwatch
 
 GATING = GatedActivation()
@@ -217,15 +219,15 @@ def _of_four_bits(shape: Shape, usual: int) -> Iterator[Launch]:
             yield Launch(16, columns, 1, False, True, warps, 3)
 
 
-def weight_of(shape: Shape, device: torch.device) -> tuple[Any, Prepared]:
+def weight_of(shape: Shape, device: torch.device) -> tuple[Any, Any]:
     """A random weight, plain or quantized, and its prepared form."""
     outputs = 2 * shape.outputs if shape.gated else shape.outputs
     size = (max(1, shape.experts), outputs, shape.inputs)
     if shape.kind == "plain":
         plain = torch.randn(size, device=device, dtype=torch.bfloat16).div_(shape.inputs**0.5)
-        return plain, prepare_plain(plain if shape.experts else plain[0])
+        return plain, pack_plain(plain if shape.experts else plain[0])
     weight = _codes(BLOCK if shape.kind == "fp8" else MXFP4, size if shape.experts else size[1:], device)
-    return weight, prepare(Quantized(weight.format, weight.codes.clone(), weight.scales.clone()))
+    return weight, pack(QuantizedWeight(weight.format, weight.values.clone(), weight.scales.clone()))
 
 
 def rows_of(shape: Shape, rows: int, topk: int, device: torch.device) -> dict[str, Any]:
@@ -244,15 +246,15 @@ def rows_of(shape: Shape, rows: int, topk: int, device: torch.device) -> dict[st
 
 def reference(shape: Shape, weight: Any, given: dict[str, Any]) -> torch.Tensor:
     x = given["x"] if given.get("source") is None else given["x"][given["source"]]
-    seen = as_multiplied(x, "mxfp4" if shape.kind == "plain" else shape.kind)
+    seen = (BLOCK if shape.kind == "fp8" else MXFP4).activations(x)
     if not shape.experts:
-        return seen @ (weight[0].float() if shape.kind == "plain" else weight.dequantized()).T
+        return seen @ (weight[0].float() if shape.kind == "plain" else weight.dequantize()).T
     parts, start = [], 0
     for expert, end in enumerate(given["ends"].tolist()):
         if end > start:
             plain = weight[expert].float() if shape.kind == "plain" else None
             if plain is None:
-                plain = Quantized(weight.format, weight.codes[expert], weight.scales[expert]).dequantized()
+                plain = QuantizedWeight(weight.format, weight.values[expert], weight.scales[expert]).dequantize()
             parts.append(seen[start:end] @ plain.T)
             start = end
     y = torch.cat(parts)

@@ -291,7 +291,7 @@ def test_a_profiled_step_names_every_class(architecture: str, family: str, engin
 def test_roofline_steps_are_what_was_asked_for(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, where no kernel is seen: what the steps read, and their least work."""
     from allotrope.config import EngineConfig
-    from allotrope.engine.load import resolve_load_plan
+    from allotrope.engine.load_plan import resolve_load_plan
     from bench.engine import roofline
     from bench.engine.launches import Launch, Span
 
@@ -303,7 +303,7 @@ def test_roofline_steps_are_what_was_asked_for(engine: Any, tmp_path: Path, monk
     monkeypatch.setattr(roofline, "record", unprofiled)
     monkeypatch.setattr(roofline, "our_kernels", frozenset)
     (tmp_path / "config.json").write_text(json.dumps(tiny("Qwen3MoeForCausalLM")))
-    options = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "threads": 1, "overlap": "on"}
+    options = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "threads": 1, "async_scheduling": "on"}
     sizes = roofline.Sizes(requests=3, context=20, prefill=50, runs=2)
 
     def prompts(what: str, count: int, length: int) -> list[list[int]]:

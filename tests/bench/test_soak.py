@@ -26,7 +26,7 @@ def test_nothing_differs_and_nothing_leaks(bench: Any, tmp_path: Path) -> None:
         model=str(write_tiny(tiny_llama(), tmp_path).directory),
         dtype="float32",
         device="cpu",
-        overlap="on",
+        async_scheduling="on",
         max_model_len=160,
         max_num_seqs=6,
         max_num_batched_tokens=96,

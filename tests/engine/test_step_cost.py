@@ -17,7 +17,7 @@ from allotrope.attention.dsa import DsaSpec, IndexerSpec
 from allotrope.attention.mla import MlaSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.config import EngineConfig
-from allotrope.engine.load import LoadPlan, resolve_load_plan
+from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.plan_report import report_model
 from allotrope.engine.step_cost import FORMULAE, Lengths, Work, csa_work, dsa_work, mla_work, step_work
 from allotrope.layers.embedding import Embedding

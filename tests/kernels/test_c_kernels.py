@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shutil
@@ -26,8 +27,8 @@ from allotrope.ops.gated_activation import reference as gated_activation_referen
 from allotrope.ops.gated_activation.cases import ACTIVATIONS
 from allotrope.ops.hyper_connection import HyperConnectionSpec
 from allotrope.ops.hyper_connection import cpu as hyper_connection_cpu
-from allotrope.ops.matmul import cpu as matmul_cpu
-from allotrope.ops.matmul.cpu import PackedStack, PackedWeight, packs
+from allotrope.ops.matmul.cpu import SOURCE, library_reasons, matmul, multiply_experts, pack
+from allotrope.ops.matmul.plain import PlainWeight
 from allotrope.ops.moe_route.cpu import SCORES, expert_functions
 from allotrope.ops.rms_norm import RMS_NORM, RMSNormSpec
 from allotrope.ops.rms_norm import cpu as rms_norm_cpu
@@ -157,38 +158,38 @@ def test_rope(compiled: None, dtype: torch.dtype, dim: int, rotated: int) -> Non
 def test_product(dtype: torch.dtype, outputs: int, inputs: int) -> None:
     """Every number of tokens gives each token the same bits: sums have one order."""
     weight, bias = drawn(outputs, inputs, dtype=dtype) / inputs**0.5, drawn(outputs, dtype=dtype)
-    if not packs(weight):
+    if library_reasons(dtype):
         pytest.skip("this machine multiplies otherwise")
-    packed = PackedWeight(weight)
+    packed = functools.partial(matmul, weight=pack(PlainWeight(weight)))
     x = drawn(205, inputs + 3, dtype=dtype)[:, :inputs]
-    whole = packed(x, bias)
+    whole = packed(x, bias=bias)
     assert (found := compare(whole, x.double() @ weight.double().T + bias.double(), KINDS[dtype])), found
     for tokens in (1, 5, 12, 13, 96, 97):
-        assert torch.equal(packed(x[3 : 3 + tokens], bias), whole[3 : 3 + tokens]), tokens
-    assert torch.equal(packed(x), packed(x, torch.zeros_like(bias)))
+        assert torch.equal(packed(x[3 : 3 + tokens], bias=bias), whole[3 : 3 + tokens]), tokens
+    assert torch.equal(packed(x), packed(x, bias=torch.zeros_like(bias)))
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (33, 130)])
 def test_grouped_product(dtype: torch.dtype, outputs: int, inputs: int) -> None:
     """Experts without rows, with one and with many: each row gets the bits that its expert's own product gives it."""
     weights = drawn(5, outputs, inputs, dtype=dtype)
-    if not packs(weights[0]):
+    if library_reasons(dtype):
         pytest.skip("this machine multiplies otherwise")
     x = drawn(140, inputs + 2, dtype=dtype)[:, :inputs]
     ends = [0, 1, 1, 130, 140]
-    found = PackedStack(weights)(x, torch.tensor(ends, dtype=torch.int32))
-    want = [PackedWeight(w)(x[a:b]) for w, a, b in zip(weights, [0, *ends[:-1]], ends, strict=True)]
+    found = multiply_experts(x, pack(PlainWeight(weights)), torch.tensor(ends, dtype=torch.int32))
+    want = [matmul(x[a:b], pack(PlainWeight(w))) for w, a, b in zip(weights, [0, *ends[:-1]], ends, strict=True)]
     assert torch.equal(found, torch.cat(want))
 
 
 def test_products_are_compiled_only_where_they_are_used(dtype: torch.dtype) -> None:
     """Elsewhere the compiler would spend 20 seconds on code that nothing calls."""
     try:
-        library = compiler.load(Path(matmul_cpu.__file__).with_name("cpu.c"), dtype)
+        library = compiler.load(SOURCE, dtype)
     except compiler.CannotCompile as reason:
         pytest.skip(str(reason))
     assert bool(library.suits()) == hasattr(library, "product") == hasattr(library, "grouped_product")
-    assert packs(torch.empty(64, 64, dtype=dtype)) == bool(library.suits())
+    assert (not library_reasons(dtype)) == bool(library.suits())
 
 
 def test_without_a_compiler_everything_runs_and_says_so(

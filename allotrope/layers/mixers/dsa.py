@@ -20,7 +20,7 @@ from allotrope.ops.mla_rope import MLA_ROPE, LayerNorm, MlaRopeSpec
 from allotrope.ops.rope import ROPE_COS_SIN, RopeSpec
 
 PICKS = "picks"
-"""The note under which a layer with an indexer leaves its picks to those behind it that have none."""
+"""The family's argument for the top-k indices of an earlier layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +73,9 @@ class DsaMixer(nn.Module):
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
         projected = self.latent(x, here)
-        notes = here.step.notes
-        extra = {PICKS: notes[PICKS]} if self.indexer is None else self.indexer(projected, here)
-        attended, notes[PICKS] = self.backend.run(
+        step = here.step
+        extra = {PICKS: step.topk_indices} if self.indexer is None else self.indexer(projected, here)
+        attended, step.topk_indices = self.backend.run(
             self.spec, here.plan, here.caches, **projected.tokens, **self.latent.up, **extra, **self.row_scales
         )
         return self.out(attended.flatten(1))

@@ -10,11 +10,17 @@ import torch
 
 from allotrope.attention.check import Comparison, compare
 from allotrope.layers.build import Build
+from allotrope.layers.weights import WeightMatmul
 from allotrope.ops.gated_activation import GatedActivation
-from allotrope.ops.matmul.quantized_weight import Format, Quantized, as_multiplied
+from allotrope.ops.grouped_matmul import GROUPED_MATMUL
+from allotrope.ops.matmul import MATMUL, MatmulSpec
+from allotrope.ops.matmul.fp8 import Fp8
+from allotrope.ops.matmul.mxfp4 import MXFP4
+from allotrope.ops.matmul.plain import PLAIN, PlainWeight
+from allotrope.ops.matmul.weight import Format, QuantizedWeight
 from bench.kernels.cases.case import KernelCase, Timed, same
 
-BLOCK, MXFP4 = Format("fp8", 128), Format("mxfp4", 32)
+BLOCK = Fp8(128)
 # Outputs and inputs of one weight: input projections of a hybrid, and DeepSeek's widest.
 DENSE = ((12288, 2048), (7168, 18432))
 ROWS = (4, 16, 64, 8192)
@@ -49,25 +55,25 @@ def cases() -> list[KernelCase]:
     return [*found, _dense(3, 64, 128, BLOCK, tiny=True), _experts(3, tiny, tiny=True)]
 
 
-def _codes(format: Format, shape: tuple[int, ...], device: torch.device) -> Quantized:
+def _codes(format: Format, shape: tuple[int, ...], device: torch.device) -> QuantizedWeight:
     """A random weight, drawn as codes: quantizing a large one would take longer than all that is measured."""
     *outer, outputs, inputs = shape
-    if format.kind == "mxfp4":
+    if format.name == "mxfp4":
         codes = torch.randint(0, 256, (*outer, outputs, inputs // 2), device=device, dtype=torch.uint8)
         scales = torch.randint(117, 120, (*outer, outputs, inputs // 32), device=device, dtype=torch.uint8)
-        return Quantized(format, codes, scales)
+        return QuantizedWeight(format, codes, scales)
     codes = torch.empty(shape, device=device, dtype=torch.float8_e4m3fn)
     for part in codes.view(-1, outputs, inputs):
         part.copy_(torch.randn(outputs, inputs, device=device))
     blocks = torch.rand((*outer, -(-outputs // 128), -(-inputs // 128)), device=device).add_(0.5).div_(inputs**0.5)
-    return Quantized(format, codes, blocks.repeat_interleave(128, dim=-2).narrow(-2, 0, outputs))
+    return QuantizedWeight(format, codes, blocks.repeat_interleave(128, dim=-2).narrow(-2, 0, outputs))
 
 
 def _bytes(format: Format | None, numbers: int) -> int:
     """Of a weight, its scales included."""
     if format is None:
         return 2 * numbers
-    return numbers // 2 + numbers // 32 if format.kind == "mxfp4" else numbers + 4 * numbers // 128**2
+    return numbers // 2 + numbers // 32 if format.name == "mxfp4" else numbers + 4 * numbers // 128**2
 
 
 def _dense(rows: int, outputs: int, inputs: int, format: Format, tiny: bool = False) -> KernelCase:
@@ -76,15 +82,15 @@ def _dense(rows: int, outputs: int, inputs: int, format: Format, tiny: bool = Fa
         return torch.randn(rows, inputs, device=device).bfloat16(), weight
 
     def ours(found: Any) -> Timed:
-        from allotrope.ops.matmul.product import QuantizedProduct
-
         x, weight = found
-        product = QuantizedProduct(Quantized(weight.format, weight.codes.clone(), weight.scales.clone()))
-        return lambda: product(x)
+        build = Build(torch.bfloat16, device=x.device)
+        matmul = WeightMatmul(MATMUL, MatmulSpec(format, x.dtype, outputs, inputs), build)
+        packed = matmul.pack(QuantizedWeight(format, weight.values.clone(), weight.scales.clone()))
+        return lambda: matmul.run(x, packed)
 
     def reference(found: Any) -> torch.Tensor:
         x, weight = found
-        return as_multiplied(x, format.kind) @ weight.dequantized().T
+        return format.activations(x) @ weight.dequantize().T
 
     def deepgemm(found: Any) -> Timed:
         from vllm.third_party import deep_gemm
@@ -93,7 +99,7 @@ def _dense(rows: int, outputs: int, inputs: int, format: Format, tiny: bool = Fa
         codes, scales = _rounded(x)
         blocks = weight.scales[::128].contiguous()
         out = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
-        return lambda: deep_gemm.fp8_gemm_nt((codes, scales), (weight.codes, blocks), out, disable_ue8m0_cast=True)
+        return lambda: deep_gemm.fp8_gemm_nt((codes, scales), (weight.values, blocks), out, disable_ue8m0_cast=True)
 
     def library(found: Any) -> Timed:
         from torch.nn.functional import ScalingType, scaled_mm
@@ -104,26 +110,26 @@ def _dense(rows: int, outputs: int, inputs: int, format: Format, tiny: bool = Fa
         kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
         scales = scales.t().contiguous().t()
         return lambda: scaled_mm(
-            codes, weight.codes.t(), scales, kinds[0], blocks, kinds[1], output_dtype=torch.bfloat16
+            codes, weight.values.t(), scales, kinds[0], blocks, kinds[1], output_dtype=torch.bfloat16
         )
 
     return KernelCase(
         family="products",
-        name=f"{'tiny' if tiny else 'weight'} {outputs}x{inputs} {format.kind} rows {rows}",
+        name=f"{'tiny' if tiny else 'weight'} {outputs}x{inputs} {format.name} rows {rows}",
         make=make,
         ours=ours,
         check=same(reference, "bf16"),
         bytes=_bytes(format, outputs * inputs) + 2 * rows * (outputs + inputs),
         flops=2 * rows * outputs * inputs,
-        rate="fp8" if format.kind == "fp8" else "bf16",
-        peers={"deepgemm": deepgemm, "torch": library} if format.kind == "fp8" else {},
+        rate="fp8" if format.name == "fp8" else "bf16",
+        peers={"deepgemm": deepgemm, "torch": library} if format.name == "fp8" else {},
         tiny=tiny,
         note="peers are given rounded activations; ours rounds them",
     )
 
 
 def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    from allotrope.ops.matmul.quantized_weight import quantize_rows
+    from allotrope.ops.matmul.fp8 import quantize_rows
 
     return quantize_rows(x)
 
@@ -151,17 +157,22 @@ def _experts(rows: int, shape: ExpertShape, tiny: bool = False) -> KernelCase:
         return x, mix / mix.sum(-1, keepdim=True), topk_ids(device), weights
 
     def ours(found: Any) -> Timed:
-        from allotrope.layers.moe import DeviceStack, Experts
-        from allotrope.ops.matmul.product import QuantizedStack
+        from allotrope.layers.moe import Experts
 
         x, mix, chosen, weights = found
-        layer = Experts(1, 8, 8, GatedActivation(), Build(), bias=False)
+        layer = Experts(1, 8, 8, GatedActivation(), Build(torch.bfloat16, device=x.device), bias=False)
         layer.count, layer.numbers = count, torch.arange(count, device=x.device)
-        if shape.format is None:
-            layer.stacks = (DeviceStack(weights[0]), DeviceStack(weights[1]))
-        else:
-            copies = [Quantized(w.format, w.codes.clone(), w.scales.clone()) for w in weights]
-            layer.stacks = (QuantizedStack(copies[0]), QuantizedStack(copies[1]))
+        matmuls = []
+        for name, weight in zip(("gate_up", "down"), weights, strict=True):
+            format, stored = PLAIN, PlainWeight(weight)
+            if isinstance(weight, QuantizedWeight):
+                format = weight.format
+                stored = QuantizedWeight(format, weight.values.clone(), weight.scales.clone())
+            spec = MatmulSpec(format, x.dtype, *weight.shape[1:], experts=count)
+            matmuls.append(WeightMatmul(GROUPED_MATMUL, spec, Build(torch.bfloat16, device=x.device)))
+            delattr(layer, name)
+            setattr(layer, name, matmuls[-1].pack(stored))
+        layer.matmuls, layer.plain_on_cpu = tuple(matmuls), False
         return functools.partial(layer, x, mix, chosen)
 
     def check(found: Any, timed: Any) -> list[Comparison]:
@@ -170,18 +181,18 @@ def _experts(rows: int, shape: ExpertShape, tiny: bool = False) -> KernelCase:
         all together are held to the first one's bound.
         """
         x, mix, chosen, weights = found
-        kind = shape.format.kind if shape.format is not None else "mxfp4"
+        format = shape.format or PLAIN
         ends, source, place = timed.func.grouped(chosen)
         inner = timed.func.first(x, ends, source)
         want_inner, y = torch.empty_like(inner, dtype=torch.float32), torch.zeros(rows, hidden, device=x.device)
-        seen, owner = as_multiplied(x, kind), chosen.flatten()
+        seen, owner = format.activations(x), chosen.flatten()
         for expert in owner.unique().tolist():
             pairs = (owner == expert).nonzero().squeeze(1)
             token, row = pairs // topk, place[pairs]
             first, second = (_plain(weight, expert) for weight in weights)
             gate, up = (seen[token] @ first.T).chunk(2, dim=-1)
             want_inner[row] = torch.nn.functional.silu(gate) * up
-            y.index_add_(0, token, as_multiplied(inner[row], kind) @ second.T * mix.flatten()[pairs, None])
+            y.index_add_(0, token, format.activations(inner[row]) @ second.T * mix.flatten()[pairs, None])
         first = compare(inner, want_inner, "bf16")
         first = replace(first, wrong=tuple(reason for reason in first.wrong if not reason.startswith("peak=")))
         return [first, compare(timed(), y, "bf16")]
@@ -199,7 +210,7 @@ def _experts(rows: int, shape: ExpertShape, tiny: bool = False) -> KernelCase:
         scales = [weight.scales[:, ::128].contiguous() for weight in weights]
         with set_current_vllm_config(VllmConfig()):
             config = fp8_w8a8_moe_quant_config(w1_scale=scales[0], w2_scale=scales[1], block_shape=[128, 128])
-            return lambda: fused_experts(x, weights[0].codes, weights[1].codes, mix, ids, quant_config=config)
+            return lambda: fused_experts(x, weights[0].values, weights[1].values, mix, ids, quant_config=config)
 
     used = _used(rows, shape)
     return KernelCase(
@@ -220,7 +231,7 @@ def _experts(rows: int, shape: ExpertShape, tiny: bool = False) -> KernelCase:
 def _plain(weight: Any, expert: int) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return weight[expert].float()
-    return Quantized(weight.format, weight.codes[expert], weight.scales[expert]).dequantized()
+    return QuantizedWeight(weight.format, weight.values[expert], weight.scales[expert]).dequantize()
 
 
 def _used(rows: int, shape: ExpertShape) -> int:
