@@ -80,7 +80,7 @@ def test_gated_norm(compiled: None, dtype: torch.dtype, tokens: int, activation:
     want = (exact / (exact.square().sum(-1, keepdim=True) + 0.25).sqrt() * weight).flatten(1)
     want = want * g.sigmoid() * (g if activation == "silu" else 1.0)
     found = rms_norm_cpu.gated_rms_norm(x, weight, 0.25, gate, activation)
-    assert (judged := compare(found, want, KINDS[dtype])), judged
+    assert (comparison := compare(found, want, KINDS[dtype])), comparison
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)

@@ -73,8 +73,8 @@ def _wrong(got: torch.Tensor, want: torch.Tensor, exact: torch.Tensor, tolerance
         return None
     if want.dtype not in KINDS:
         return f"{int((got != want).sum())} of {want.numel()} values of {want.dtype} differ"
-    judged = tolerance or want.dtype
-    found = compare(got.to(judged), exact, KINDS[judged])
+    dtype = tolerance or want.dtype
+    found = compare(got.to(dtype), exact, KINDS[dtype])
     return None if found else str(found)
 
 

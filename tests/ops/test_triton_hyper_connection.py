@@ -33,8 +33,8 @@ def test_pre_and_post(
     wanted = reference.hc_pre(spec, x.float(), *weights)
     found = triton.hc_pre(spec, x.to(DEVICE), *(one.to(DEVICE) for one in weights))
     for got, want in zip(found, wanted, strict=True):
-        assert (judged := compare(got.cpu(), want, KINDS[dtype])), str(judged)
+        assert (comparison := compare(got.cpu(), want, KINDS[dtype])), str(comparison)
     post, comb = (part.to(dtype) for part in wanted[1:])
     got = triton.hc_post(y.to(DEVICE), x.to(DEVICE), post.to(DEVICE), comb.to(DEVICE))
     want = reference.hc_post(y.float(), x.float(), post.float(), comb.float())
-    assert (judged := compare(got.cpu(), want, KINDS[dtype])), str(judged)
+    assert (comparison := compare(got.cpu(), want, KINDS[dtype])), str(comparison)

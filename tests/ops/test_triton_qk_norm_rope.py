@@ -96,7 +96,7 @@ def test_rows_go_to_their_slots_and_nowhere_else(name: str) -> None:
     spec, rope = CASES[name]
     found = _stored(spec, _draw(spec, rope, torch.bfloat16), torch.bfloat16)
     for got, want in zip(found["got"], found["want"], strict=True):
-        assert (judged := compare(got, want, "bf16")), str(judged)
+        assert (comparison := compare(got, want, "bf16")), str(comparison)
 
 
 def test_fp8_rows_hold_the_number_over_the_scale() -> None:

@@ -22,8 +22,8 @@ def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-def _plain(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    return x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + FLOOR) * factors
+def _plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + FLOOR) * weight
 
 
 def _same(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
@@ -41,8 +41,8 @@ def seed() -> None:
 def test_norm(size: int, dtype: torch.dtype) -> None:
     """Rows cut out of wider ones, small enough for the floor to count."""
     x = _random(dtype, 5, size + 7)[:, 3 : 3 + size] / 16
-    factors = 1 + _random(torch.float32, size)
-    _same(rms_norm(x, factors, FLOOR), _plain(x, factors), dtype)
+    weight = 1 + _random(torch.float32, size)
+    _same(rms_norm(x, weight, FLOOR), _plain(x, weight), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -51,12 +51,12 @@ def test_norm(size: int, dtype: torch.dtype) -> None:
 def test_residual_and_norm(inner: bool, scaled: bool, dtype: torch.dtype) -> None:
     """Each of the steps is rounded, as it is apart."""
     x, residual = _random(dtype, 7, 2 * 72)[:, :72], _random(dtype, 7, 72)
-    factors, first = (1 + _random(torch.float32, 72) for _ in range(2))
+    weight, first = (1 + _random(torch.float32, 72) for _ in range(2))
     scale = torch.full((1,), 0.37, device=DEVICE).to(dtype) if scaled else None
-    total, y = add_rms_norm(x, residual, factors, FLOOR, inner=first if inner else None, scale=scale)
+    residual_out, y = add_rms_norm(x, residual, weight, FLOOR, inner=first if inner else None, scale=scale)
     added = residual + (_plain(x, first).to(dtype) if inner else x)
-    _same(total, (added * scale if scale is not None else added).float(), dtype)
-    _same(y, _plain(total, factors), dtype)
+    _same(residual_out, (added * scale if scale is not None else added).float(), dtype)
+    _same(y, _plain(residual_out, weight), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -66,14 +66,14 @@ def test_gated_norm_of_heads(kind: str, dtype: torch.dtype) -> None:
     x = _random(dtype, 5, 3, 16)
     gate = _random(dtype, 5, 3 * 16 + 8)[:, 8:]
     z = gate.unflatten(1, (3, 16))
-    factors = 1 + _random(torch.float32, 16)
-    opened = F.silu(z.float()) if kind == "silu" else torch.sigmoid(z.float())
-    _same(gated_rms_norm(x, factors, FLOOR, gate, kind), (_plain(x, factors) * opened).flatten(1), dtype)
+    weight = 1 + _random(torch.float32, 16)
+    gated = F.silu(z.float()) if kind == "silu" else torch.sigmoid(z.float())
+    _same(gated_rms_norm(x, weight, FLOOR, gate, kind), (_plain(x, weight) * gated).flatten(1), dtype)
 
 
 def test_a_row_alone_is_the_row_in_company() -> None:
-    x, residual, factors = _random(torch.bfloat16, 9, 96), _random(torch.bfloat16, 9, 96), _random(torch.float32, 96)
-    whole, alone = add_rms_norm(x, residual, factors, FLOOR), add_rms_norm(x[4:5], residual[4:5], factors, FLOOR)
+    x, residual, weight = _random(torch.bfloat16, 9, 96), _random(torch.bfloat16, 9, 96), _random(torch.float32, 96)
+    whole, alone = add_rms_norm(x, residual, weight, FLOOR), add_rms_norm(x[4:5], residual[4:5], weight, FLOOR)
     assert all(torch.equal(a[4:5], b) for a, b in zip(whole, alone, strict=True))
 
 
@@ -102,7 +102,7 @@ def test_activation(gating: GatedActivation, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_gate_beside(dtype: torch.dtype) -> None:
+def test_sigmoid_gate(dtype: torch.dtype) -> None:
     """Both cut out of wider rows."""
     x, gate = _random(dtype, 3, 200)[:, 20:150], _random(dtype, 3, 300)[:, :130]
     _same(sigmoid_gate(x, gate), x.float() * torch.sigmoid(gate.float()), dtype)

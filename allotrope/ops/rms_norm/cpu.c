@@ -8,7 +8,7 @@
 
 // y = x / sqrt(sum x^2 + floor) * weight over the last dim of x: [tokens, heads, size], with strides; y is contiguous.
 void rms_norm(element *y, const element *x, const float *weight, long tokens, long heads, long size,
-               long token_stride, long head_stride, float floor) {
+              long token_stride, long head_stride, float floor) {
     const long rows = tokens * heads;
 #pragma omp parallel for if (rows * size > WORTH_THREADS) schedule(static)
     for (long row = 0; row < rows; row++) {
@@ -26,7 +26,7 @@ void rms_norm(element *y, const element *x, const float *weight, long tokens, lo
 // y = x / sqrt(sum x^2 + floor) * weight * act(gate) over the last dim of x: [tokens, heads, size], contiguous as y;
 // act(g): sigmoid(g), times g where it is silu. gates: [tokens, heads * size]. The size is a multiple of LANES.
 void gated_rms_norm(element *y, const element *x, const float *weight, const element *gates, long tokens, long heads,
-                long size, long gate_stride, float floor, long silu) {
+                    long size, long gate_stride, float floor, long silu) {
     const long rows = tokens * heads;
 #pragma omp parallel for if (rows * size > WORTH_THREADS) schedule(static)
     for (long row = 0; row < rows; row++) {
@@ -38,10 +38,10 @@ void gated_rms_norm(element *y, const element *x, const float *weight, const ele
         }
         const float scale = 1 / sqrtf(sum(squares) + floor);
         for (long i = 0; i < size; i += LANES) {
-            lanes factor, g = load(gate + i);
-            memcpy(&factor, weight + i, sizeof factor);
-            const lanes gate_factor = (silu ? g : all(1)) / (1 + exponential(-g));
-            store(y + row * size + i, load(from + i) * scale * factor * gate_factor);
+            lanes w, g = load(gate + i);
+            memcpy(&w, weight + i, sizeof w);
+            const lanes gated = (silu ? g : all(1)) / (1 + exponential(-g));
+            store(y + row * size + i, load(from + i) * scale * w * gated);
         }
     }
 }

@@ -33,7 +33,7 @@ def _gated(dtype: torch.dtype) -> CFunction:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, floor: float) -> torch.Tensor:
-    """As `reference.rms_norm`."""
+    """As `reference.rms_norm`, which runs other than two or three dimensions, and strided ones."""
     if x.dim() not in (2, 3) or x.stride(-1) != 1:
         return reference.rms_norm(x, weight, floor)
     assert weight.dtype == torch.float32, weight.dtype
@@ -52,16 +52,16 @@ def add_rms_norm(
     scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `reference.add_rms_norm`; PyTorch adds."""
-    total = residual + (x if inner is None else rms_norm(x, inner, floor))
+    residual_out = residual + (x if inner is None else rms_norm(x, inner, floor))
     if scale is not None:
-        total = total * scale
-    return total, rms_norm(total, weight, floor)
+        residual_out = residual_out * scale
+    return residual_out, rms_norm(residual_out, weight, floor)
 
 
 def gated_rms_norm(
     x: torch.Tensor, weight: torch.Tensor, floor: float, gate: torch.Tensor, activation: GateActivation
 ) -> torch.Tensor:
-    """As `reference.gated_rms_norm`."""
+    """As `reference.gated_rms_norm`, which runs sizes of no whole vectors, gates of another type, strided tensors."""
     tokens, heads, size = x.shape
     if x.dtype != gate.dtype or not x.is_contiguous() or size % LANES or gate.stride(1) != 1:
         return reference.gated_rms_norm(x, weight, floor, gate, activation)

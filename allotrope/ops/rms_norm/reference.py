@@ -13,14 +13,14 @@ GateActivation = Literal["silu", "sigmoid"]
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, floor: float) -> torch.Tensor:
     """x / sqrt(sum x^2 + floor) * weight. `x`: [..., size]. `weight`: [size] fp32. Returns x's shape and type."""
-    in_fp32 = x.float()
+    x_fp32 = x.float()
     # Few passes, where torch's own norm takes seven.
-    root = in_fp32.new_full((), math.sqrt(floor))
-    length = torch.hypot(torch.linalg.vector_norm(in_fp32, 2, -1, True), root)
+    root = x_fp32.new_full((), math.sqrt(floor))
+    length = torch.hypot(torch.linalg.vector_norm(x_fp32, 2, -1, True), root)
     if x.dtype == torch.float32:
-        return (in_fp32 / length).mul_(weight)
+        return (x_fp32 / length).mul_(weight)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return torch.mul(in_fp32.div_(length), weight, out=out)
+    return torch.mul(x_fp32.div_(length), weight, out=out)
 
 
 def add_rms_norm(
@@ -36,10 +36,10 @@ def add_rms_norm(
     `x`, `residual`: [T, size]. `weight`, `inner`: [size] fp32. `scale`: [1]; None is 1. Each of the steps rounds to x's
     type. Returns s and y, contiguous.
     """
-    total = residual + (x if inner is None else rms_norm(x, inner, floor))
+    residual_out = residual + (x if inner is None else rms_norm(x, inner, floor))
     if scale is not None:
-        total = total * scale
-    return total, rms_norm(total, weight, floor)
+        residual_out = residual_out * scale
+    return residual_out, rms_norm(residual_out, weight, floor)
 
 
 def gated_rms_norm(
@@ -50,5 +50,5 @@ def gated_rms_norm(
     Returns [T, heads * size] in the gate's type.
     """
     normed = rms_norm(x.float(), weight, floor).flatten(1)
-    factor = F.silu(gate.float()) if activation == "silu" else torch.sigmoid(gate.float())
-    return (normed * factor).to(gate.dtype)
+    gated = F.silu(gate.float()) if activation == "silu" else torch.sigmoid(gate.float())
+    return (normed * gated).to(gate.dtype)

@@ -1,6 +1,4 @@
-"""RMS norms in one launch, with what stands before and behind them: y = x / sqrt(sum(x^2) + floor) * factors.
-
-With floor = size * eps and factors = sqrt(size) w that is x / sqrt(mean(x^2) + eps) * w.
+"""RMS norms in one launch, with the residual sum before them and the gate after them.
 
 A program owns a few whole rows: it reads each number once, sums in fp32, and rounds once. Bytes moved: x and y, with a
 residual also the residual and the sum, with a gate also the gate.
@@ -21,9 +19,9 @@ from allotrope.kernels.tiles import cdiv, next_power_of_2
 from allotrope.ops.rms_norm.reference import GateActivation
 
 _GATES = {"": 0, "silu": 1, "sigmoid": 2}
-# Numbers that a program holds of short rows, and that a thread holds at once.
-_PROGRAM = 1024
-_THREAD = 8
+# Numbers of a program of short rows, and of a thread.
+_BLOCK = 1024
+_PER_THREAD = 8
 
 
 @pdl_jit
@@ -32,9 +30,9 @@ def norm_kernel(
     residual,
     inner,
     scale,
-    factors,
+    weight,
     gate,
-    total,
+    residual_out,
     out,
     rows,
     heads,
@@ -52,44 +50,44 @@ def norm_kernel(
     SCALE: tl.constexpr,
     GATE: tl.constexpr,
 ):
-    """Rows are heads of tokens: row r is head r % heads of token r // heads. `total` and `out` are contiguous."""
+    """Rows are heads of tokens: row r is head r % heads of token r // heads. Outputs are contiguous."""
     gdc_wait()
     gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    there = (row < rows) & (column < SIZE)
+    mask = (row < rows) & (column < SIZE)
     token = (row // heads).to(tl.int64)
     head = row % heads
-    value = tl.load(x + token * x_token + head * x_head + column, mask=there, other=0.0).to(tl.float32)
+    value = tl.load(x + token * x_token + head * x_head + column, mask=mask, other=0.0).to(tl.float32)
     if INNER:
-        length = tl.sum(value * value, axis=1)[:, None] + floor
-        factor = tl.load(inner + column, mask=column < SIZE, other=0.0).to(tl.float32)
-        value = (value * tl.rsqrt(length) * factor).to(x.dtype.element_ty).to(tl.float32)
-    place = row.to(tl.int64) * SIZE + column
+        sum_sq = tl.sum(value * value, axis=1)[:, None] + floor
+        w = tl.load(inner + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        value = (value * tl.rsqrt(sum_sq) * w).to(x.dtype.element_ty).to(tl.float32)
+    offset = row.to(tl.int64) * SIZE + column
     if RESIDUAL:
-        value += tl.load(residual + token * residual_token + column, mask=there, other=0.0).to(tl.float32)
-        rounded = value.to(total.dtype.element_ty)
+        value += tl.load(residual + token * residual_token + column, mask=mask, other=0.0).to(tl.float32)
+        rounded = value.to(residual_out.dtype.element_ty)
         if SCALE:
-            rounded = (rounded.to(tl.float32) * tl.load(scale).to(tl.float32)).to(total.dtype.element_ty)
-        tl.store(total + place, rounded, mask=there)
+            rounded = (rounded.to(tl.float32) * tl.load(scale).to(tl.float32)).to(residual_out.dtype.element_ty)
+        tl.store(residual_out + offset, rounded, mask=mask)
         value = rounded.to(tl.float32)
-    length = tl.sum(value * value, axis=1)[:, None] + floor
-    value = value * tl.rsqrt(length)
-    value *= tl.load(factors + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    sum_sq = tl.sum(value * value, axis=1)[:, None] + floor
+    value = value * tl.rsqrt(sum_sq)
+    value *= tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
     if GATE != 0:
-        z = tl.load(gate + token * gate_token + head * gate_head + column, mask=there, other=0.0).to(tl.float32)
-        opened = tl.sigmoid(z)
-        value *= z * opened if GATE == 1 else opened
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=there)
+        z = tl.load(gate + token * gate_token + head * gate_head + column, mask=mask, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(z)
+        value *= z * sigmoid if GATE == 1 else sigmoid
+    tl.store(out + offset, value.to(out.dtype.element_ty), mask=mask)
 
 
 def config(chip: Chip, size: int) -> dict[str, int]:
-    """Launch parameters by row size alone, so that a row's sum does not depend on how many rows there are."""
+    """Launch parameters by row size alone, so that a row's sum does not depend on the number of rows."""
     block = next_power_of_2(size)
-    rows = max(1, _PROGRAM // block)
-    wave = 64 if chip.vendor == "amd" else 32
-    warps = max(1, min(16 * 32 // wave, block * rows // (_THREAD * wave)))
-    return {"BLOCK": block, "ROWS": rows, "num_warps": next_power_of_2(warps), "num_stages": 1}
+    rows = max(1, _BLOCK // block)
+    warp_size = 64 if chip.vendor == "amd" else 32
+    num_warps = max(1, min(16 * 32 // warp_size, block * rows // (_PER_THREAD * warp_size)))
+    return {"BLOCK": block, "ROWS": rows, "num_warps": next_power_of_2(num_warps), "num_stages": 1}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, floor: float) -> torch.Tensor:
@@ -121,10 +119,10 @@ def add_rms_norm(
     scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `reference.add_rms_norm`."""
-    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    residual_out, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     if out.numel():
-        _launch(x[:, None], residual, inner, scale, weight, None, total, out, floor, "silu")
-    return total, out
+        _launch(x[:, None], residual, inner, scale, weight, None, residual_out, out, floor, "silu")
+    return residual_out, out
 
 
 def _launch(
@@ -132,9 +130,9 @@ def _launch(
     residual: torch.Tensor | None,
     inner: torch.Tensor | None,
     scale: torch.Tensor | None,
-    factors: torch.Tensor,
+    weight: torch.Tensor,
     gate: torch.Tensor | None,
-    total: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
     out: torch.Tensor,
     floor: float,
     activation: GateActivation,
@@ -149,9 +147,9 @@ def _launch(
         x if residual is None else residual,
         x if inner is None else inner,
         x if scale is None else scale,
-        factors,
+        weight,
         x if gate is None else gate,
-        x if total is None else total,
+        x if residual_out is None else residual_out,
         out,
         rows,
         heads,
@@ -173,22 +171,24 @@ def _launch(
 @specializations
 def released(chip: Chip) -> list[Specialization]:
     """Released sizes: a residual of 4096 and 7168, Gemma's three steps and four, heads of a gated rule."""
-    made = []
-    for name, size, kind, flags in (
+    listed = []
+    for name, size, dtype, flags in (
         ("norm residual 4096", 4096, "*bf16", {"RESIDUAL": True}),
         ("norm residual 7168", 7168, "*fp16", {"RESIDUAL": True}),
         ("norm sandwich 5376", 5376, "*bf16", {"RESIDUAL": True, "INNER": True}),
         ("norm sandwich scaled 5376", 5376, "*bf16", {"RESIDUAL": True, "INNER": True, "SCALE": True}),
         ("norm gated 128", 128, "*bf16", {"GATE": 1}),
     ):
-        chosen: dict[str, Any] = {"SIZE": size, "RESIDUAL": False, "INNER": False}
-        chosen |= {"SCALE": False, "GATE": 0, **flags}
+        constants: dict[str, Any] = {"SIZE": size, "RESIDUAL": False, "INNER": False}
+        constants |= {"SCALE": False, "GATE": 0, **flags}
         launch = config(chip, size)
-        chosen |= {key: launch[key] for key in ("BLOCK", "ROWS")}
-        signature = dict.fromkeys(("x", "residual", "scale", "gate", "total", "out"), kind)
-        signature |= dict.fromkeys(("inner", "factors"), "*fp32")
+        constants |= {key: launch[key] for key in ("BLOCK", "ROWS")}
+        signature = dict.fromkeys(("x", "residual", "scale", "gate", "residual_out", "out"), dtype)
+        signature |= dict.fromkeys(("inner", "weight"), "*fp32")
         strides = ("x_token", "x_head", "residual_token", "gate_token", "gate_head")
         signature |= dict.fromkeys(("rows", "heads", *strides), "i32")
         signature |= {"floor": "fp32"}
-        made.append(Specialization(name, norm_kernel, signature, chosen, launch["num_warps"], launch["num_stages"]))
-    return made
+        listed.append(
+            Specialization(name, norm_kernel, signature, constants, launch["num_warps"], launch["num_stages"])
+        )
+    return listed
