@@ -78,7 +78,8 @@ def _prefill(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """The prompts, by whichever kernel is fastest on the chip."""
+    """The prompts: by warp groups that take turns where `gluon_prefill.config` has a launch for the chip and the layer
+    (wgmma, heads above 64), else by tiles of one program each, which every chip runs."""
     how = triton_prefill.config(chip, spec, q.dtype)
     specialized = gluon_prefill.config(chip, spec, q.dtype)
     block_m = how.block_m if specialized is None else specialized.block_m

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from allotrope.kernels.chip import Chip
+from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import highest
 from allotrope.kernels.registry import Specialization, specializations
@@ -157,7 +157,8 @@ def collapse(
     sums = torch.empty((tokens, runs, block), dtype=torch.float32, device=streams.device)
     squares = torch.empty((tokens, runs), dtype=torch.float32, device=streams.device)
     # Half-precision streams fit the tensor cores' inputs exactly; the mixing weights are split in parts that do.
-    precision = "ieee" if streams.dtype == torch.float32 else "tf32x3"
+    exact = streams.dtype == torch.float32 or not chip_of(streams.device).has_tf32
+    precision = "ieee" if exact else "tf32x3"
     mixes_kernel[(cdiv(tokens, tile.tokens), runs)](
         streams, fn, sums, squares, tokens, width, streams.stride(0), runs,
         MIXES=mixes, BLOCK=block, TOKENS=tile.tokens, RUN=tile.run, STEP=tile.step, PRECISION=precision, num_warps=4,
@@ -191,7 +192,7 @@ def released(chip: Chip) -> list[Specialization]:
     kinds |= dict.fromkeys(("eps", "norm_eps"), "fp32")
     sizes: dict[str, int | str] = {"MIXES": 24, "BLOCK": 32, "N": 4, "COLUMNS": COLUMNS}
     # AMD's compiler has no split of fp32 for its tensor cores.
-    sizes["PRECISION"] = "tf32x3" if chip.vendor == "nvidia" else "ieee"
+    sizes["PRECISION"] = "tf32x3" if chip.has_tf32 else "ieee"
     made = []
     for name, tile in (("few", FEW), ("many", MANY)):
         sizes |= {"TOKENS": tile.tokens, "RUN": tile.run, "STEP": tile.step}
