@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time: for a chip that need not be here, and what the compiler says of each.
+"""AOT compilation of kernels: for a chip that need not be here, and what the compiler reports of each.
 
 Must not know: which kernels there are, or what one computes.
 """
@@ -20,11 +20,11 @@ from allotrope.kernels.registry import Specialization
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a specialization.
+    """A compiled specialization, as the compiler reports it.
 
     `shared`: bytes. `spills`: to memory; registers (AMD) or bytes (NVIDIA). `pdl`: the kernel is launched with PDL
     where chips have it. `waits_first`: if so, it waits before it touches memory, else it does not wait.
-    `dropped`: where it makes a number of NaN, though `propagate_nan` does not say that it may.
+    `dropped`: source lines that make a number of NaN, though `propagate_nan` does not allow them to.
     """
 
     arch: str
@@ -48,7 +48,7 @@ def target_of(chip: Chip) -> Any:
 
 
 def compile_for_chip(one: Specialization, chip: Chip) -> Any:
-    """Triton's compiled kernel, for a chip that need not be here. Raises what the compiler raises."""
+    """Triton's compiled kernel, for a chip that need not be here. Raises the compiler's errors."""
     import triton
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -64,7 +64,7 @@ def compile_for_chip(one: Specialization, chip: Chip) -> Any:
 
 
 def examine(one: Specialization, chip: Chip) -> Compiled:
-    """Compile a specialization and read what the compiler says of it."""
+    """Compile a specialization, and read resources, PDL order and dropped NaN from its code."""
     from allotrope.kernels.gluon import propagate_nan as in_gluon
     from allotrope.kernels.propagate_nan import PASS_OVER_NAN
 
@@ -100,7 +100,7 @@ def _nvidia(cubin: bytes) -> tuple[int, int]:
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
     if registers is None or stack is None:
-        raise RuntimeError(f"cuobjdump said nothing of registers: {text!r}")
+        raise RuntimeError(f"cuobjdump reports no registers: {text!r}")
     return int(registers[1]), int(stack[1])
 
 
@@ -109,5 +109,5 @@ def _amd(assembly: str) -> tuple[int, int]:
     registers = re.search(r"\.vgpr_count:\s+(\d+)", assembly)
     spills = [int(found) for found in re.findall(r"\.vgpr_spill_count:\s+(\d+)", assembly)]
     if registers is None or not spills:
-        raise RuntimeError("the assembly says nothing of registers")
+        raise RuntimeError("the assembly states no registers")
     return int(registers[1]), sum(spills)

@@ -1,4 +1,4 @@
-"""The kernels there are: each module registers the specializations that releases of models need.
+"""The registry of kernels: each module registers the specializations that released models need.
 
 A module of kernels is one whose name begins with `triton` or `gluon`. Importing it registers them, so that no list is
 kept by hand. Must not know: what a kernel computes, or how it is compiled.
@@ -45,7 +45,7 @@ _REGISTERED: dict[str, list[Specializations]] = {}
 
 
 def specializations(function: Specializations) -> Specializations:
-    """Register what a module's kernels are compiled for on a chip: its released sizes, launched as they would be."""
+    """Register a module's specializations for a chip: released sizes, with the launch configurations of the chip."""
     _REGISTERED.setdefault(function.__module__, []).append(function)
     return function
 
@@ -61,7 +61,7 @@ def kernel_modules(packages: Sequence[str] = ("allotrope.ops", "allotrope.attent
 
 
 def every_specialization(chip: Chip, modules: Sequence[str] | None = None) -> list[Specialization]:
-    """What all modules of kernels, or those named, register for a chip.
+    """The specializations that all modules of kernels, or those named, register for a chip.
 
     Without those that hold e4m3 numbers where Triton cannot: backends reject these there (`e4m3fn_reasons`).
     """

@@ -1,4 +1,4 @@
-"""Whether Triton kernels run on a chip with the Triton that is installed."""
+"""Whether Triton kernels run on a chip with the installed Triton, and which types they may hold there."""
 
 from __future__ import annotations
 

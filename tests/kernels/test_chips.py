@@ -122,6 +122,14 @@ def test_heads_that_no_tile_holds_are_rejected(chip: Chip) -> None:
         assert reason in choice.passed_over["triton"]
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100", "sm_120"])
+def test_an_indexer_that_shared_memory_does_not_hold_is_rejected(arch: str) -> None:
+    spec = dataclasses.replace(DSA, indexer=IndexerSpec(num_heads=128, head_dim=256))
+    passed_over = choose(FAMILIES["dsa"], spec, CHIPS[arch]).passed_over
+    small = {"triton": ["shared_memory=99 KiB (the indexer needs 128 KiB)"]}
+    assert passed_over == (small if arch in ("sm_89", "sm_120") else {})
+
+
 def test_what_is_compiled_is_what_is_not_rejected(chip: Chip) -> None:
     """Specializations with e4m3 numbers exist on a chip just where backends take such caches."""
     compiled = [one.name for one in every_specialization(chip) if one.has_e4m3fn]

@@ -9,12 +9,16 @@ import torch
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.dsa import reference
 from allotrope.attention.dsa.plan import build_plan
+from allotrope.attention.dsa.spec import IndexerSpec
 from allotrope.attention.mla.family import triton_rejects as latent_rejects
 from allotrope.kernels.backend import lazily, runs_anywhere
 from allotrope.kernels.chip import Chip
+from allotrope.kernels.tiles import next_power_of_2
 from allotrope.kernels.triton_version import e4m3fn_reasons
 
 MOST_PICKS = 4096
+INDEX_KEYS = 128
+"""Keys of one product of the indexer on chips other than Hopper."""
 
 
 def triton_rejects(spec: Any, chip: Chip) -> list[str]:
@@ -28,7 +32,15 @@ def triton_rejects(spec: Any, chip: Chip) -> list[str]:
         for name, most in (("num_heads", 128), ("head_dim", 256)):
             if getattr(spec.indexer, name) > most:
                 reasons.append(f"indexer {name}={getattr(spec.indexer, name)} (needs at most {most})")
+        needed = _index_memory(spec.indexer)
+        if chip.vendor == "nvidia" and not chip.has_wgmma and needed > chip.shared_memory:
+            reasons.append(f"shared_memory={chip.shared_memory // 1024} KiB (the indexer needs {needed // 1024} KiB)")
     return reasons
+
+
+def _index_memory(indexer: IndexerSpec) -> int:
+    """Bytes of shared memory of a product: its keys, and the queries of all heads or of a tile, two bytes a number."""
+    return 2 * next_power_of_2(indexer.head_dim) * (INDEX_KEYS + max(64, next_power_of_2(indexer.num_heads)))
 
 
 class DSA:

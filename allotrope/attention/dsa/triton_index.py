@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.batch import PageIndex
+from allotrope.attention.dsa.family import INDEX_KEYS
 from allotrope.attention.dsa.spec import IndexerSpec
 from allotrope.attention.mla.rows import FP8_MAX
 from allotrope.attention.mla.triton_decode import Queries
@@ -59,7 +60,7 @@ def config(chip: Chip, dtype: torch.dtype) -> Config:
         return Config(32, 64, 16, 4, 1)
     if dtype == torch.float32:
         return Config(32, 1024, 16, 4, 1)
-    return Config(64, 1024, 64, 4, 3, True) if chip.has_wgmma else Config(128, 1024, 64, 4, 1)
+    return Config(64, 1024, 64, 4, 3, True) if chip.has_wgmma else Config(INDEX_KEYS, 1024, 64, 4, 1)
 
 
 def prefill_config(chip: Chip, dtype: torch.dtype, scaled: bool) -> Config:

@@ -1,7 +1,7 @@
-"""How a thread waits for the others of its team while other processes want the CPU: asleep at once.
+"""How an OpenMP thread waits at a barrier: on a busy machine it sleeps at once in place of spinning.
 
-A thread that spins for a moment before it sleeps is the quickest where nothing else runs. On a busy machine it burns
-the share of the CPU that the thread it waits for needs. GCC's OpenMP runtime reads how long threads spin once, when it
+Spinning for a moment before sleeping is the quickest where nothing else runs. On a busy machine it burns the CPU time
+that the awaited thread needs. GCC's OpenMP runtime reads how long threads spin once, when it
 is loaded; but while there are more OpenMP threads than CPUs they hardly spin at all (GOMP_SPINCOUNT in its manual). So
 a second team, which sleeps, is there as long as the machine is busy.
 

@@ -1,1 +1,1 @@
-"""What Gluon kernels share."""
+"""Functions that Gluon kernels share."""

@@ -1,4 +1,4 @@
-"""What Gluon calls by another name in some of the versions that we run on."""
+"""Functions of Gluon that some of the supported versions of Triton call by another name."""
 
 from __future__ import annotations
 

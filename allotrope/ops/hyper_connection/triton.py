@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from allotrope.kernels.chip import Chip
+from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import highest
 from allotrope.kernels.registry import Specialization, specializations
@@ -155,7 +155,8 @@ def hc_pre(
     sums = torch.empty((tokens, splits, block), dtype=torch.float32, device=streams.device)
     squares = torch.empty((tokens, splits), dtype=torch.float32, device=streams.device)
     # Half-precision streams fit the tensor cores' inputs exactly; the mixing weights are split in parts that do.
-    precision = "ieee" if streams.dtype == torch.float32 else "tf32x3"
+    ieee = streams.dtype == torch.float32 or not chip_of(streams.device).has_tf32
+    precision = "ieee" if ieee else "tf32x3"
     mixes_kernel[(cdiv(tokens, tile.block_t), splits)](
         streams, fn, sums, squares, tokens, width, streams.stride(0), splits,
         MIXES=mixes, BLOCK_MIXES=block, BLOCK_T=tile.block_t, SPLIT_SIZE=tile.split, BLOCK_K=tile.block_k,
@@ -189,7 +190,7 @@ def released(chip: Chip) -> list[Specialization]:
     kinds |= dict.fromkeys(("eps", "norm_eps"), "fp32")
     sizes: dict[str, int | str] = {"MIXES": 24, "BLOCK_MIXES": 32, "N": 4, "BLOCK_H": BLOCK_H}
     # AMD's compiler has no split of fp32 for its tensor cores.
-    sizes["PRECISION"] = "tf32x3" if chip.vendor == "nvidia" else "ieee"
+    sizes["PRECISION"] = "tf32x3" if chip.has_tf32 else "ieee"
     listed = []
     for name, tile in (("few", DECODE_TILE), ("many", PREFILL_TILE)):
         sizes |= {"BLOCK_T": tile.block_t, "SPLIT_SIZE": tile.split, "BLOCK_K": tile.block_k}

@@ -258,7 +258,7 @@ def _constants(spec: HeadSpec, rotation: Rotation | None) -> dict[str, Any]:
 
 @specializations
 def released(chip: Chip) -> list[Specialization]:
-    """Released heads: plain, normed and half rotated, interleaved, and FP8 rows where the chip has the type."""
+    """Released heads: plain, normed and half rotated, interleaved, and an FP8 cache."""
     listed = []
     plain = HeadSpec(heads=64, kv_heads=8, dim=128, v_dim=128, qk_norm=True)
     wide = HeadSpec(heads=16, kv_heads=2, dim=256, v_dim=256, qk_norm=True)
@@ -268,8 +268,6 @@ def released(chip: Chip) -> list[Specialization]:
         ("rope store 128 interleaved", plain, "*fp16", "*fp16", 128, True),
         ("rope store 128 fp8", plain, "*bf16", "*fp8e4nv", 128, False),
     ):
-        if pool == "*fp8e4nv" and chip.has_e4m3fnuz:
-            continue
         table = torch.empty(1, 1, rotated)
         launch = config(chip, spec, rotated)
         signature = dict.fromkeys(("projected", "cos", "sin", "q"), kind) | dict.fromkeys(("k_pool", "v_pool"), pool)
