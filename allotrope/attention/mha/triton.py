@@ -82,8 +82,8 @@ def _prefill(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """Run the prompts: by producer and consumer warpgroups where `gluon_prefill.config` has a launch for the chip and the
-    layer (WGMMA, heads above 64), else by one program a tile, which every chip runs."""
+    """Run the prompts: by producer and consumer warpgroups where `gluon_prefill.config` has a launch for the chip and
+    the layer (WGMMA, heads above 64), else by one program a tile, which every chip runs."""
     how = triton_prefill.config(chip, spec, q.dtype)
     gluon_how = gluon_prefill.config(chip, spec, q.dtype)
     block_m = how.block_m if gluon_how is None else gluon_how.block_m
