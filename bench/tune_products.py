@@ -88,9 +88,15 @@ def write_table(path: Path, lines: Sequence[Line], device: str) -> None:
     ]
     for line in sorted(lines, key=lambda line: (line.key, line.rows)):
         launch, (copied, computed) = line.launch, line.rates
-        ours = "groups of warps" if launch.groups else "weights on the left" if launch.left else "rows on the left"
-        by = "PyTorch" if launch.library else ours
-        tile = f"{launch.rows} x {launch.columns}" + (f", {launch.splits} parts" if launch.splits > 1 else "")
+        ours = (
+            "groups of warps"
+            if launch.provider == "gluon"
+            else "weights on the left"
+            if launch.swap_ab
+            else "rows on the left"
+        )
+        by = "PyTorch" if launch.provider == "pytorch" else ours
+        tile = f"{launch.block_m} x {launch.block_n}" + (f", {launch.split_k} parts" if launch.split_k > 1 else "")
         text.append(f"| {line.key} | {line.rows} | {line.micros:.1f} | {copied:.2f} | {computed:.0f} | {tile} | {by} |")
     path.write_text("\n".join(text) + "\n")
 
