@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from allotrope.ops.matmul.fp8 import Fp8
+from allotrope.ops.matmul.int4 import Int4
 from allotrope.ops.matmul.mxfp4 import MXFP4
 
 NOT_QUANTIZED = (
@@ -55,6 +56,40 @@ def write_twin(plain: Path, twin: Path, *, block: int = 16, mxfp4: bool = False,
                 tensors[name] = tensor.contiguous()
     stated = {"quant_method": "mxfp4" if mxfp4 else "fp8"}
     config["quantization_config"] = stated | ({"weight_block_size": [block, block]} if scheme == "block" else {})
+    (twin / "config.json").write_text(json.dumps(config))
+    save_file(tensors, twin / "model.safetensors")
+    for other in plain.iterdir():
+        if not other.name.startswith("model") and not (twin / other.name).exists() and other.is_file():
+            shutil.copy(other, twin / other.name)
+    return twin
+
+
+def write_int4_twin(plain: Path, twin: Path, *, group_size: int = 32, experts_alone: bool = False) -> Path:
+    """Write `twin`: `plain` with 4-bit integers as compressed-tensors packs them, in every projection whose inputs are
+    whole groups, or in those of routed experts alone."""
+    twin.mkdir()
+    config = json.loads((plain / "config.json").read_text())
+    tensors: dict[str, torch.Tensor] = {}
+    ignored = ["lm_head"]
+    for path in sorted(plain.glob("model*.safetensors")):
+        for name, tensor in load_file(path).items():
+            module = name.removesuffix(".weight")
+            wanted = ".experts." in name if experts_alone else module.endswith("_proj")
+            if not wanted or tensor.dim() != 2 or tensor.shape[1] % group_size:
+                tensors[name] = tensor.contiguous()
+                ignored.append(module)
+                continue
+            made = Int4(group_size).quantize(tensor)
+            tensors[f"{module}.weight_packed"], tensors[f"{module}.weight_scale"] = made.values, made.scales
+            tensors[f"{module}.weight_shape"] = torch.tensor(tensor.shape)
+    assert any(name.endswith("_packed") for name in tensors)
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ignored,
+    }
     (twin / "config.json").write_text(json.dumps(config))
     save_file(tensors, twin / "model.safetensors")
     for other in plain.iterdir():

@@ -6,7 +6,6 @@ Must not know: how a format stores its numbers, or how a backend multiplies.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from dataclasses import replace
 
@@ -38,12 +37,15 @@ class WeightMatmul:
         self.run = self.backend.run
         self.format = spec.format
         choices = (one for one in build.chooser.choices if one.op == op.name and one.spec == spec)
-        self.passed_over = next(choices).passed_over
+        # Why no backend that reads quantized weights as they are packed for it runs.
+        passed_over = next(choices).passed_over
+        packing = [one.name for one in op.backends if isinstance(one, MatmulBackend) and one.own_layout]
+        self.reasons = [reason for name in packing for reason in passed_over.get(name, ())]
 
     def pack(self, weight: StoredWeight) -> Weight:
         """The whole weight as `run` reads it. One that is dequantized for each product says why, once."""
         if self.format is not PLAIN and not self.backend.own_layout:
-            _warn(self.format.name, "; ".join(dict.fromkeys(itertools.chain(*self.passed_over.values()))))
+            _warn(self.format.name, "; ".join(self.reasons))
         return self.backend.pack(weight)
 
     def in_fp32(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -87,7 +87,7 @@ def write_report(path: Path, lines: Sequence[Line], command: str, device: str) -
     rows = []
     for line in sorted(lines, key=lambda line: (line.key, line.rows)):
         launch, (copied, computed) = line.launch, line.rates
-        ours = "warp-specialized" if launch.groups else "swap-AB" if launch.left else "no swap"
+        ours = "warp-specialized" if launch.provider == "gluon" else "swap-AB" if launch.swap_ab else "no swap"
         rows.append(
             {
                 "product": line.key,
@@ -95,9 +95,9 @@ def write_report(path: Path, lines: Sequence[Line], command: str, device: str) -
                 "us": round(line.micros, 1),
                 "tb_per_s": round(copied, 2),
                 "tflop_per_s": round(computed),
-                "tile": [launch.rows, launch.columns],
-                "splits": launch.splits,
-                "by": "PyTorch" if launch.library else ours,
+                "tile": [launch.block_m, launch.block_n],
+                "splits": launch.split_k,
+                "by": "PyTorch" if launch.provider == "pytorch" else ours,
             }
         )
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")

@@ -19,7 +19,9 @@ from allotrope.engine.load import load_model
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.layers.parallel import Parallel, placement_of
 from allotrope.layers.weights import SCALES, VALUES
-from allotrope.ops.matmul.weight import Format, QuantizedWeight
+from allotrope.ops.matmul.fp8 import Fp8
+from allotrope.ops.matmul.mxfp4 import MXFP4
+from allotrope.ops.matmul.weight import QuantizedWeight
 from allotrope.verify.options import VerifyOptions
 from allotrope.verify.random_checkpoint import write_random
 from allotrope.verify.run import verify
@@ -77,7 +79,7 @@ def effective(model: nn.Module, name: str, section: str, parallel: Parallel) -> 
     taken = cut(scales, section, parallel) if has(scales, section) else scales.data
     packed = plain.dtype == torch.uint8
     run = 0 if scales.shape[-1] == 1 and not packed else 32 if packed else 16
-    return QuantizedWeight(Format("mxfp4" if packed else "fp8", run), plain, taken).dequantize(), True
+    return QuantizedWeight(MXFP4 if packed else Fp8(run), plain, taken).dequantize(), True
 
 
 def has(parameter: nn.Parameter, section: str) -> bool:

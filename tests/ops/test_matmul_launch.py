@@ -15,7 +15,7 @@ SHAPE = Shape("fp8", 0, 4096, 2048, False)
 def test_the_next_larger_measured_number_of_rows_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "FOLDER", tmp_path)
     launch.forget()
-    small, large = Launch(16, 64, 4), Launch(64, 128, left=False)
+    small, large = Launch(16, 64, 4), Launch(64, 128, swap_ab=False)
     write_tuned("chip", {SHAPE.key: {"4": small}})
     write_tuned("chip", {SHAPE.key: {"64": large}})
     try:
@@ -53,11 +53,11 @@ def test_a_chip_of_the_same_architecture_starts_from_what_the_h200_does(
 def test_large_plain_weights_are_not_left_to_pytorch(rows: int, chip: str) -> None:
     head, down, small = (Shape("plain", 0, *size, False) for size in ((131072, 2048), (8192, 28672), (2048, 2048)))
     found = [rule_of_thumb(shape, rows, chip) for shape in (head, down, small)]
-    ours = [not launch.library for launch in found]
+    ours = [launch.provider != "pytorch" for launch in found]
     assert ours == ([rows <= 64, rows <= 16, False] if chip == "h200" else [chip == "interpreter"] * 3)
     if chip == "h200" and rows <= 16:
         # As many programs as a chip has room for, of weights of few outputs too.
-        assert [launch.splits for launch in found[:2]] == [1, 2]
+        assert [launch.split_k for launch in found[:2]] == [1, 2]
 
 
 @pytest.mark.parametrize("chip", ["h200", "gfx942", "gfx950", "interpreter"])
@@ -66,18 +66,26 @@ def test_rules_give_tiles_that_exist(rows: int, chip: str) -> None:
     for shape in (SHAPE, Shape("mxfp4", 128, 2880, 2880, True), Shape("plain", 8, 64, 64, False)):
         found = rule_of_thumb(shape, rows, chip)
         heights = (8, 16, 32, 64, 128) if shape.kind == "mxfp4" and chip == "h200" else (16, 32, 64, 128)
-        assert found.rows in heights and found.columns in (32, 64, 128) and found.splits >= 1
-        assert not (shape.gated and found.splits > 1) and not (found.library and (shape.experts or "gfx" in chip))
+        assert found.block_m in heights and found.block_n in (32, 64, 128) and found.split_k >= 1
+        assert not (shape.gated and found.split_k > 1) and not (
+            found.provider == "pytorch" and (shape.experts or "gfx" in chip)
+        )
 
 
 def test_what_was_measured_can_be_read() -> None:
     for path in launch.FOLDER.glob("*.json"):
         for key, buckets in tuned(path.stem).items():
             assert all(bucket(int(rows)) == int(rows) for rows in buckets), key
-            assert not any("gated" in key and found.splits > 1 for found in buckets.values())
+            assert not any("gated" in key and found.split_k > 1 for found in buckets.values())
 
 
 def test_rules_take_groups_of_warps_for_four_bits_where_chips_know_how() -> None:
     shape = Shape("mxfp4", 64, 2880, 2880, True)
-    assert rule_of_thumb(shape, 64 * 33, "h200").groups and rule_of_thumb(shape, 64 * 33, "h100_80gb_hbm3").groups
-    assert not rule_of_thumb(shape, 64 * 32, "h200").groups and not rule_of_thumb(shape, 64 * 33, "b200").groups
+    assert (
+        rule_of_thumb(shape, 64 * 33, "h200").provider == "gluon"
+        and rule_of_thumb(shape, 64 * 33, "h100_80gb_hbm3").provider == "gluon"
+    )
+    assert (
+        rule_of_thumb(shape, 64 * 32, "h200").provider != "gluon"
+        and rule_of_thumb(shape, 64 * 33, "b200").provider != "gluon"
+    )

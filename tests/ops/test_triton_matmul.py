@@ -33,11 +33,11 @@ def weight_of(format: Format, *shape: int, rows: int = 1) -> QuantizedWeight:
 LAUNCHES = {
     "weights left": Launch(16, 32),
     "weights left, rounded before": Launch(16, 32, quantize=False),
-    "rows left": Launch(16, 32, left=False, quantize=False),
-    "rows left, rounded here": Launch(16, 32, left=False),
-    "long steps": Launch(16, 32, depth=256),
-    "shared inputs": Launch(16, 32, splits=3),
-    "shared inputs, rows left": Launch(16, 32, splits=2, left=False),
+    "rows left": Launch(16, 32, swap_ab=False, quantize=False),
+    "rows left, rounded here": Launch(16, 32, swap_ab=False),
+    "long steps": Launch(16, 32, block_k=256),
+    "shared inputs": Launch(16, 32, split_k=3),
+    "shared inputs, rows left": Launch(16, 32, split_k=2, swap_ab=False),
 }
 
 
@@ -133,10 +133,10 @@ def test_experts(sizes: list[int], gating: GatedActivation | None, format: Forma
     "launch",
     [
         Launch(16, 64),
-        Launch(16, 64, splits=3),
-        Launch(16, 64, depth=256, stages=3),
+        Launch(16, 64, split_k=3),
+        Launch(16, 64, block_k=256, num_stages=3),
         Launch(64, 32),
-        Launch(32, 32, left=False),
+        Launch(32, 32, swap_ab=False),
     ],
     ids=["16 rows", "parts", "long steps", "64 rows", "rows left"],
 )
@@ -144,7 +144,7 @@ def test_experts(sizes: list[int], gating: GatedActivation | None, format: Forma
 @pytest.mark.parametrize("sizes", [[1, 0, 2], [0, 64, 0, 7], [0, 0, 33]], ids=str)
 def test_four_bits_for_few_rows(sizes: list[int], gating: GatedActivation | None, launch: Launch) -> None:
     """Odd sizes and numbers of steps, rows of all magnitudes. A row that is not finite spoils itself and no other."""
-    if gating is not None and launch.splits > 1:
+    if gating is not None and launch.split_k > 1:
         pytest.skip("gates want whole sums")
     torch.manual_seed(0)
     rows, outputs, inputs = sum(sizes), 90, 32 * 13
@@ -262,7 +262,7 @@ def test_the_library_says_the_same(tokens: int) -> None:
     weight = weight_of(BLOCK, 384, 640, rows=128)
     x, bias = torch.randn(tokens, 640, device=DEVICE).bfloat16(), torch.randn(384, device=DEVICE).bfloat16()
     want = Fp8().activations(x) @ weight.dequantize().T + bias.float()
-    check(multiply(x, pack(weight), bias=bias, launch=Launch(128, 128, library=True)), want)
+    check(multiply(x, pack(weight), bias=bias, launch=Launch(128, 128, provider="pytorch")), want)
 
 
 def test_nothing_to_multiply() -> None:
@@ -283,7 +283,12 @@ def test_scales_too_large_for_the_fast_way_are_right() -> None:
 
 @pytest.mark.parametrize(
     "launch",
-    [Launch(16, 64, depth=64), Launch(32, 64, 4, depth=128), Launch(16, 128, 2, left=False, depth=64), PYTORCH],
+    [
+        Launch(16, 64, block_k=64),
+        Launch(32, 64, 4, block_k=128),
+        Launch(16, 128, 2, swap_ab=False, block_k=64),
+        PYTORCH,
+    ],
     ids=["weights left", "parts", "rows left", "PyTorch"],
 )
 @pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 128, 512), (35, 41, 456)])
@@ -305,13 +310,13 @@ def test_one_plain_weight(tokens: int, outputs: int, inputs: int, launch: Launch
 
 @pytest.mark.parametrize(
     "launch",
-    [Launch(16, 64, 8, depth=64), Launch(16, 32, 2, left=False, stages=3), Launch(16, 128), PYTORCH],
+    [Launch(16, 64, 8, block_k=64), Launch(16, 32, 2, swap_ab=False, num_stages=3), Launch(16, 128), PYTORCH],
     ids=["many parts", "rows left", "one part", "PyTorch"],
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_sums_that_are_not_rounded(bias: bool, launch: Launch) -> None:
     """Products of bf16 are exact in fp32: logits of experts want them so."""
-    if launch.library and DEVICE == "cpu":
+    if launch.provider == "pytorch" and DEVICE == "cpu":
         pytest.skip("PyTorch has no product of bf16 in fp32 on a CPU")
     torch.manual_seed(0)
     weight, x = torch.randn(40, 456, device=DEVICE).div_(456**0.5).bfloat16(), torch.randn(5, 456, device=DEVICE)
@@ -335,7 +340,7 @@ def test_plain_experts(sizes: list[int], left: bool, dtype: torch.dtype) -> None
     weights = (torch.randn(len(sizes), outputs, inputs, device=DEVICE) / 7).to(dtype)
     ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
     want = torch.cat([r.float() @ w.float().T for r, w in zip(rows.split(sizes), weights, strict=True)])
-    launch, prepared = Launch(16, 32, left=left), pack_plain(weights)
+    launch, prepared = Launch(16, 32, swap_ab=left), pack_plain(weights)
     got = multiply(rows, prepared, ends=ends, launch=launch)
     assert (found := compare(got, want, KINDS[dtype])), str(found)
     last = [index for index, size in enumerate(sizes) if size][-1]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from quantized_twins import write_twin
+from quantized_twins import write_int4_twin, write_twin
 from torch import nn
 from verify_fixtures import Tiny
 
@@ -249,3 +249,14 @@ def test_stored_outputs_do_not_judge_rounded_products(tiny: Tiny, stored: Path, 
     # Unpacked, they do judge; these are of the weights before they were quantized.
     report = run(directory, "unpack", regimes="whole", lengths=None)
     assert "outputs stored" in report.origin and not report.passed
+
+
+@pytest.mark.parametrize("mode", ["keep", "unpack"])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "DeepseekV3ForCausalLM"])
+def test_integers_are_exact(name: str, mode: str, tmp_path: Path) -> None:
+    """Of a dense model, and of routed experts alone, as they are released."""
+    write_random(find_architecture({"architectures": [name]}, name).tiny(), tmp_path / "plain", None, 0)
+    write_int4_twin(tmp_path / "plain", tmp_path / "twin", experts_alone=name != "LlamaForCausalLM")
+    report = run(tmp_path / "twin", mode, regimes="whole,chunked-64,cached")
+    assert report.passed, report.verdict()
+    assert report.limits.exact

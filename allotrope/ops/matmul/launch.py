@@ -9,7 +9,7 @@ import functools
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from allotrope.kernels.chip import Chip
 from allotrope.ops.matmul.weight import KERNEL_STEP
@@ -49,30 +49,31 @@ class Shape:
         return f"{self.kind} {experts}{self.outputs}x{self.inputs}{' gated' if self.gated else ''}"
 
 
+Provider = Literal["triton", "pytorch", "gluon"]
+
+
 @dataclass(frozen=True)
 class Launch:
-    """`rows`, `columns`: of a program's tile. `splits`: programs that share the inputs. `left`: the weights are the
-    left operand. `quantize`: FP8 activations are rounded in the product, not before it. `depth`: inputs of a step, but
-    for FP8 weights. `library`: PyTorch's product does it all. `groups`: experts where groups of warps take turns, on
-    chips that know how; its tiles have sizes of their own.
+    """`block_m`, `block_n`: rows and outputs of a program's tile. `split_k`: programs that share the inputs. `swap_ab`:
+    the weights are the left operand. `quantize`: FP8 activations are rounded in the product, not before it. `block_k`:
+    inputs of a step, but for FP8 weights. `provider`: "triton"; "pytorch", whose product does it all; "gluon", of
+    experts, where groups of warps take turns, whose tiles have sizes of their own. Where the provider does not know
+    how, Triton takes the same tiles.
     """
 
-    rows: int
-    columns: int
-    splits: int = 1
-    left: bool = True
+    block_m: int
+    block_n: int
+    split_k: int = 1
+    swap_ab: bool = True
     quantize: bool = True
-    warps: int = 4
-    stages: int = 4
-    depth: int = 128
-    library: bool = False
-    groups: bool = False
+    num_warps: int = 4
+    num_stages: int = 4
+    block_k: int = 128
+    provider: Provider = "triton"
 
 
-PYTORCH = Launch(128, 128, left=False, quantize=False, warps=8, stages=3, library=True)
-"""What `library` goes with: the same tiles where PyTorch does not know how."""
-GROUPS = Launch(128, 128, left=False, quantize=False, warps=8, stages=3, groups=True)
-"""What `groups` goes with: the same tiles where the chip does not know how."""
+PYTORCH = Launch(128, 128, swap_ab=False, quantize=False, num_warps=8, num_stages=3, provider="pytorch")
+GROUPS = Launch(128, 128, swap_ab=False, quantize=False, num_warps=8, num_stages=3, provider="gluon")
 
 
 def bucket(rows: int) -> int:
@@ -126,62 +127,68 @@ def forget() -> None:
 
 
 def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
-    """Tiles as high as an expert's usual rows; wide ones of many rows; inputs shared where tiles are few."""
+    """Tiles as high as the rows of an expert; wide ones of many rows; inputs shared where tiles are few."""
     if chip == INTERPRETER:
-        return Launch(16, 32, 1 if shape.gated else 2, left=rows % 2 == 0, quantize=rows < 8, stages=1)
+        return Launch(16, 32, 1 if shape.gated else 2, swap_ab=rows % 2 == 0, quantize=rows < 8, num_stages=1)
     amd = chip.startswith("gfx")
     stages = 2 if amd else 4
-    usual = max(1, -(-rows // shape.experts)) if shape.experts else rows
+    expert_rows = max(1, -(-rows // shape.experts)) if shape.experts else rows
     if shape.kind == "fp32":
         # For checking, not for speed: what fits into the memory of a program.
-        few = usual <= 16
-        return Launch(16 if few else 32, 64, left=False, warps=4 if few or amd else 8, stages=1 if amd else 2)
+        few = expert_rows <= 16
+        return Launch(
+            16 if few else 32, 64, swap_ab=False, num_warps=4 if few or amd else 8, num_stages=1 if amd else 2
+        )
     if shape.kind == "plain" and not shape.experts:
         return PYTORCH if amd else _of_plain(shape, rows)
     four_bits = shape.kind == "mxfp4" and not amd
-    if four_bits and shape.experts and usual > 32 and chip.startswith(_HOPPER):
+    if four_bits and shape.experts and expert_rows > 32 and chip.startswith(_HOPPER):
         return GROUPS
-    if usual > 64 and four_bits:
-        return Launch(128, 64, warps=4, stages=2) if shape.gated else Launch(128, 256, warps=8, stages=3)
-    if usual > 64:
+    if expert_rows > 64 and four_bits:
+        return (
+            Launch(128, 64, num_warps=4, num_stages=2) if shape.gated else Launch(128, 256, num_warps=8, num_stages=3)
+        )
+    if expert_rows > 64:
         if shape.kind == "fp8" and not shape.experts and not amd and rows >= _LIBRARY_ROWS:
             return PYTORCH
         narrow = shape.gated or (amd and shape.kind in ("plain", "int4"))
-        return Launch(128, 64 if narrow else 128, left=False, quantize=False, warps=8, stages=2 if amd else 3)
-    height = 16 if usual <= 16 else 32 if usual <= 32 else 64
+        return Launch(
+            128, 64 if narrow else 128, swap_ab=False, quantize=False, num_warps=8, num_stages=2 if amd else 3
+        )
+    block_m = 16 if expert_rows <= 16 else 32 if expert_rows <= 32 else 64
     if shape.experts or shape.gated:
-        if four_bits and usual <= 4:
-            return Launch(8, 64, stages=3, depth=256) if shape.gated else Launch(8, 128)
+        if four_bits and expert_rows <= 4:
+            return Launch(8, 64, num_stages=3, block_k=256) if shape.gated else Launch(8, 128)
         if four_bits:
             # Steps of 256 inputs for few rows, for more of them there are not enough registers.
             return Launch(
-                height, 32 if shape.gated and height == 16 else 64, stages=3, depth=256 if height < 64 else 128
+                block_m, 32 if shape.gated and block_m == 16 else 64, num_stages=3, block_k=256 if block_m < 64 else 128
             )
         if shape.kind == "fp8" and not amd and shape.inputs >= 2048:
             # Rounding in the product costs every step a barrier.
-            return Launch(height, 64, quantize=False, stages=5)
-        return Launch(height, 64, left=not amd, stages=stages)
-    columns = 128 if shape.outputs >= 128 * _PROGRAMS else 64
-    tiles = -(-shape.outputs // columns)
+            return Launch(block_m, 64, quantize=False, num_stages=5)
+        return Launch(block_m, 64, swap_ab=not amd, num_stages=stages)
+    block_n = 128 if shape.outputs >= 128 * _PROGRAMS else 64
+    tiles = -(-shape.outputs // block_n)
     splits = max(1, min(_PROGRAMS // tiles, -(-shape.inputs // KERNEL_STEP) // 4, 8))
     # A barrier there does not wait until the parts that its waves have stored can be seen by other programs.
-    return Launch(height, columns, 1 if amd else splits, left=not amd, stages=stages)
+    return Launch(block_m, block_n, 1 if amd else splits, swap_ab=not amd, num_stages=stages)
 
 
 def _of_plain(shape: Shape, rows: int) -> Launch:
     """How PyTorch multiplies small weights is hard to beat, and medium ones by more than 16 rows; the rest is a
     matter of reading. So few outputs as of a router are little to multiply: its inputs are shared out.
     """
-    height = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     if shape.outputs <= FEW_OUTPUTS and shape.inputs >= FEW_OUTPUTS and rows <= FEW_PLAIN_ROWS:
-        return Launch(height, 16, 8 if shape.inputs >= 2048 else 4, left=False)
+        return Launch(block_m, 16, 8 if shape.inputs >= 2048 else 4, swap_ab=False)
     most = FEW_PLAIN_ROWS if shape.outputs >= _VOCABULARY else 16
     if shape.outputs * shape.inputs < _LARGE_PLAIN or rows > most:
         return PYTORCH
     if rows > 16:
-        return Launch(height, 128, warps=8, stages=3, depth=64)
+        return Launch(block_m, 128, num_warps=8, num_stages=3, block_k=64)
     tiles = -(-shape.outputs // 64)
-    return Launch(16, 64, max(1, min(4, 336 // tiles)), stages=3)
+    return Launch(16, 64, max(1, min(4, 336 // tiles)), num_stages=3)
 
 
 def within(launch: Launch, shape: Shape, chip: Chip) -> Launch:
@@ -189,10 +196,10 @@ def within(launch: Launch, shape: Shape, chip: Chip) -> Launch:
     if chip.vendor != "nvidia" or chip.has_wgmma:
         return launch
     size = {"fp8": 1.0, "mxfp4": 0.5, "fp32": 4.0}.get(shape.kind, 2.0)
-    rows = launch.rows * (4 if shape.kind == "fp32" else 2)
-    stage = launch.depth * (rows + launch.columns * (2 if shape.gated else 1) * size)
-    # What is multiplied now is not held twice.
-    return replace(launch, stages=min(launch.stages, max(2, 1 + int(chip.shared_memory // stage))))
+    x_bytes = launch.block_m * (4 if shape.kind == "fp32" else 2)
+    stage = launch.block_k * (x_bytes + launch.block_n * (2 if shape.gated else 1) * size)
+    # The tiles of the current step are not held twice.
+    return replace(launch, num_stages=min(launch.num_stages, max(2, 1 + int(chip.shared_memory // stage))))
 
 
 def tuned_name(chip: Chip) -> str:

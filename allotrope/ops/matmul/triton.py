@@ -2,7 +2,7 @@
 
     y_i = act(W_e x_i + b_e) for row i of expert e; W = value(code) * scale
 
-A program owns ROWS rows of one expert by COLUMNS outputs and walks along the inputs, 128 at a time. For few rows the
+A program owns BLOCK_M rows of one expert by BLOCK_N outputs and walks along the inputs, 128 at a time. For few rows the
 weights are the left operand of the product, whose rows the tensor cores want in large numbers, and the inputs may be
 shared by several programs; the last to finish adds their parts, in order. Memory traffic: the codes and scales of
 chosen experts once per tile of their rows.
@@ -57,11 +57,11 @@ from allotrope.ops.matmul.weight import Format
 
 
 @triton.jit
-def _add_fp8(total, a, a_scale, w, w_scale, LEFT: tl.constexpr, UPCAST: tl.constexpr, ONE_SCALE: tl.constexpr):
-    """`w_scale`: [COLUMNS], or with ONE_SCALE one number."""
+def _add_fp8(total, a, a_scale, w, w_scale, SWAP_AB: tl.constexpr, UPCAST: tl.constexpr, ONE_SCALE: tl.constexpr):
+    """`w_scale`: [BLOCK_N], or with ONE_SCALE one number."""
     if UPCAST:
         a, w = a.to(tl.bfloat16), w.to(tl.bfloat16)
-    if LEFT:
+    if SWAP_AB:
         if ONE_SCALE:
             total += tl.dot(w, tl.trans(a)) * (w_scale * a_scale)[None, :]
         else:
@@ -77,11 +77,11 @@ def _add_fp8(total, a, a_scale, w, w_scale, LEFT: tl.constexpr, UPCAST: tl.const
 @triton.jit
 def _walk_fp8(
     total, x, x_scales, row_mask, near, far, near_scales, far_scales, column_mask, begin, stop, inputs, x_scale_stride,
-    scale_run, GATED: tl.constexpr, QUANTIZE: tl.constexpr, LEFT: tl.constexpr, UPCAST: tl.constexpr,
+    scale_run, GATED: tl.constexpr, QUANTIZE: tl.constexpr, SWAP_AB: tl.constexpr, UPCAST: tl.constexpr,
     ONE_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Inputs from `begin` to `stop`. `x`: pointers [ROWS, 1]; `x_scales`: [ROWS]; `near`, `far`: [COLUMNS, 1];
-    `near_scales`, `far_scales`: [COLUMNS], or with ONE_SCALE one. Returns the sums of the near weights and of the far.
+    """Inputs from `begin` to `stop`. `x`: pointers [BLOCK_M, 1]; `x_scales`: [BLOCK_M]; `near`, `far`: [BLOCK_N, 1];
+    `near_scales`, `far_scales`: [BLOCK_N], or with ONE_SCALE one. Returns the sums of the near weights and of the far.
     """
     other = total
     depth = tl.arange(0, 128)
@@ -110,32 +110,32 @@ def _walk_fp8(
             next_a = tl.load(x_scales + ahead * x_scale_stride, mask=row_there & (k + 128 < stop), other=0.0)
             a = tl.load(x + (k + depth)[None, :], mask=row_mask, other=0.0)
         w = tl.load(near + (k + depth)[None, :], mask=column_mask, other=0.0)
-        total = _add_fp8(total, a, a_scale, w, near_scale, LEFT, UPCAST, ONE_SCALE)
+        total = _add_fp8(total, a, a_scale, w, near_scale, SWAP_AB, UPCAST, ONE_SCALE)
         if GATED:
             w = tl.load(far + (k + depth)[None, :], mask=column_mask, other=0.0)
-            other = _add_fp8(other, a, a_scale, w, far_scale, LEFT, UPCAST, ONE_SCALE)
+            other = _add_fp8(other, a, a_scale, w, far_scale, SWAP_AB, UPCAST, ONE_SCALE)
     return total, other
 
 
 @triton.jit
 def _walk_plain(
-    total, x, row_mask, near, far, column_mask, begin, stop, inputs, GATED: tl.constexpr, LEFT: tl.constexpr,
-    DEPTH: tl.constexpr,
+    total, x, row_mask, near, far, column_mask, begin, stop, inputs, GATED: tl.constexpr, SWAP_AB: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As `_walk_fp8`, with weights that are not quantized, DEPTH inputs at a time."""
+    """As `_walk_fp8`, with weights that are not quantized, BLOCK_K inputs at a time."""
     other = total
-    depth = tl.arange(0, DEPTH)
-    for k in range(begin, stop, DEPTH):
+    depth = tl.arange(0, BLOCK_K)
+    for k in range(begin, stop, BLOCK_K):
         inside = (k + depth < inputs)[None, :]
         a = tl.load(x + (k + depth)[None, :], mask=row_mask & inside, other=0.0)
         w = tl.load(near + (k + depth)[None, :], mask=column_mask & inside, other=0.0)
-        if LEFT:
+        if SWAP_AB:
             total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
         else:
             total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
         if GATED:
             w = tl.load(far + (k + depth)[None, :], mask=column_mask & inside, other=0.0)
-            if LEFT:
+            if SWAP_AB:
                 other = tl.dot(w, tl.trans(a), other, input_precision="ieee")
             else:
                 other = tl.dot(a, tl.trans(w), other, input_precision="ieee")
@@ -186,25 +186,25 @@ def product_kernel(
     LIMIT: tl.constexpr,
     HOPPER: tl.constexpr,
     UPCAST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LEFT: tl.constexpr,
-    DEPTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    SWAP_AB: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """`x`: [.., inputs]; row i is row `source[i]` of it with GATHER. `codes`: [experts, outputs (twice that with an
     ACTIVATION, gates first), padded], or tiles of 4-bit ones. `ends`: [experts] int32, none if EXPERTS is 0. `table`:
     what `tiles_kernel` wrote, with TABLE. `outputs`: columns of `out`. ACTIVATION -1: none. `parts`, `arrivals`: of the
-    SPLITS programs of each tile; arrivals end as they begin, 0.
+    SPLIT_K programs of each tile; arrivals end as they begin, 0.
     """
     gdc_wait()
     gdc_launch_dependents()
     # Of experts, neighbours share rows and walk along an expert's weights; of one weight, they share its columns.
     tile, block = tl.program_id(1 if EXPERTS else 0), tl.program_id(0 if EXPERTS else 1)
-    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     expert = tl.full((), 0, tl.int32)
-    first = tile * ROWS
+    first = tile * BLOCK_M
     end = rows
     if TABLE:
         expert = tl.load(table + 2 * tile)
@@ -212,13 +212,13 @@ def product_kernel(
         end = tl.load(ends + tl.minimum(expert, experts - 1))
         first = tl.where(expert < experts, first, end)
     elif EXPERTS:
-        start_of, end_of, behind, tiles_of = tiles_of_experts(ends, experts, EXPERTS, ROWS)
+        start_of, end_of, behind, tiles_of = tiles_of_experts(ends, experts, EXPERTS, BLOCK_M)
         expert = tl.sum((behind <= tile).to(tl.int32), 0)
         mine = tl.arange(0, EXPERTS) == expert
-        first = tl.sum(tl.where(mine, start_of + (tile - (behind - tiles_of)) * ROWS, 0), 0)
+        first = tl.sum(tl.where(mine, start_of + (tile - (behind - tiles_of)) * BLOCK_M, 0), 0)
         end = tl.sum(tl.where(mine, end_of, 0), 0)
     if first < end:
-        row = first + tl.arange(0, ROWS)
+        row = first + tl.arange(0, BLOCK_M)
         # Rows behind the last are read as the last, and not written.
         token = tl.minimum(row, end - 1)
         if GATHER:
@@ -230,11 +230,11 @@ def product_kernel(
         w = own + column.to(tl.int64)[:, None] * code_stride
         v = w + tl.cast(outputs, tl.int64) * code_stride
         s = scales + expert.to(tl.int64) * scale_expert
-        scaled = block * COLUMNS if ONE_SCALE else column
+        scaled = block * BLOCK_N if ONE_SCALE else column
         near = s + (scaled // SCALE_ROWS).to(tl.int64) * scale_row
         far = s + ((scaled + outputs) // SCALE_ROWS).to(tl.int64) * scale_row
-        total = tl.zeros((COLUMNS, ROWS) if LEFT else (ROWS, COLUMNS), tl.float32)
-        steps = tl.cdiv(tl.cdiv(padded, 128), SPLITS) * 128
+        total = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
+        steps = tl.cdiv(tl.cdiv(padded, 128), SPLIT_K) * 128
         begin = tl.program_id(2) * steps
         stop = tl.minimum(begin + steps, padded)
         GATED: tl.constexpr = ACTIVATION >= 0
@@ -243,49 +243,49 @@ def product_kernel(
             taken = a if QUANTIZE else x_scales + token
             total, other = _walk_fp8(
                 total, a, taken, row_mask, w, v, near, far, column_mask, begin, stop, inputs, x_scale_stride,
-                0 if ROW_SCALES else scale_run, GATED, QUANTIZE, LEFT, UPCAST, ONE_SCALE,
+                0 if ROW_SCALES else scale_run, GATED, QUANTIZE, SWAP_AB, UPCAST, ONE_SCALE,
             )  # fmt: skip
         elif KIND == "plain":
             total, other = _walk_plain(
-                total, a, row_mask, w, v, column_mask, begin, stop, inputs, GATED, LEFT, DEPTH
+                total, a, row_mask, w, v, column_mask, begin, stop, inputs, GATED, SWAP_AB, BLOCK_K
             )  # fmt: skip
         elif KIND == "int4":
             total, other = walk_int4(
-                total, a, row_mask, w, v, near, far, column_mask, begin, stop, inputs, GROUP, GATED, LEFT, COLUMNS
+                total, a, row_mask, w, v, near, far, column_mask, begin, stop, inputs, GROUP, GATED, SWAP_AB, BLOCK_N
             )  # fmt: skip
         else:
             total, other = walk_fp4(
-                a, row_mask, own, s, block * COLUMNS, outputs, inputs, padded, begin, stop,
-                GATED, HOPPER, LEFT, ROWS, COLUMNS, DEPTH,
+                a, row_mask, own, s, block * BLOCK_N, outputs, inputs, padded, begin, stop,
+                GATED, HOPPER, SWAP_AB, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         last = True
-        if SPLITS > 1:
+        if SPLIT_K > 1:
             place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-            inside = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-            if not LEFT:
-                inside = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-            part = parts + (place.to(tl.int64) * SPLITS) * (ROWS * COLUMNS) + inside
-            tl.store(part + tl.program_id(2) * (ROWS * COLUMNS), total)
+            inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+            if not SWAP_AB:
+                inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            part = parts + (place.to(tl.int64) * SPLIT_K) * (BLOCK_M * BLOCK_N) + inside
+            tl.store(part + tl.program_id(2) * (BLOCK_M * BLOCK_N), total)
             # All threads have written before the program says so.
             tl.debug_barrier()
-            last = tl.atomic_add(arrivals + place, 1, sem="acq_rel") == SPLITS - 1
+            last = tl.atomic_add(arrivals + place, 1, sem="acq_rel") == SPLIT_K - 1
             if last:
                 tl.debug_barrier()
                 total = tl.load(part, cache_modifier=".cg")
-                for i in tl.static_range(1, SPLITS):
-                    total += tl.load(part + i * (ROWS * COLUMNS), cache_modifier=".cg")
+                for i in tl.static_range(1, SPLIT_K):
+                    total += tl.load(part + i * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
                 tl.store(arrivals + place, 0)
         if last:
             if BIAS:
                 more = tl.load(bias + expert.to(tl.int64) * bias_stride + column, mask=column < outputs, other=0.0)
-                total += more.to(tl.float32)[:, None] if LEFT else more.to(tl.float32)[None, :]
+                total += more.to(tl.float32)[:, None] if SWAP_AB else more.to(tl.float32)[None, :]
             if ACTIVATION >= 0:
                 if BIAS:
                     up = bias + expert.to(tl.int64) * bias_stride + outputs + column
                     more = tl.load(up, mask=column < outputs, other=0.0)
-                    other += more.to(tl.float32)[:, None] if LEFT else more.to(tl.float32)[None, :]
+                    other += more.to(tl.float32)[:, None] if SWAP_AB else more.to(tl.float32)[None, :]
                 total = gate(total, other, slope, limit, offset, ACTIVATION, LIMIT)
-            if LEFT:
+            if SWAP_AB:
                 place_out = out + row.to(tl.int64)[None, :] * out_stride + column[:, None]
                 tl.store(place_out, total.to(out.dtype.element_ty), mask=(row < end)[None, :] & column_mask)
             else:
@@ -314,7 +314,7 @@ def multiply(
     """
     rows = len(x) if source is None else len(source)
     outputs = weight.outputs // 2 if gating else weight.outputs
-    assert launch is None or launch.splits == 1 or not gating
+    assert launch is None or launch.split_k == 1 or not gating
     if x.shape[1] != weight.inputs:
         raise ValueError(f"rows of {x.shape[1]} numbers for a weight of {weight.inputs} inputs")
     if not rows:
@@ -323,17 +323,17 @@ def multiply(
     kind = "fp32" if x.dtype == torch.float32 and weight.format.name != "fp8" else weight.format.name
     shape = Shape(kind, weight.experts, outputs, weight.inputs, gating is not None)
     launch = launch or within(launch_for(shape, rows, chip), shape, chip_of(x.device))
-    if launch.library and in_library(weight):
+    if launch.provider == "pytorch" and in_library(weight):
         return scaled_product(x, weight, bias, out)
-    if launch.library and weight.format.name == "plain" and ends is None:
+    if launch.provider == "pytorch" and weight.format.name == "plain" and ends is None:
         return _in_torch(x, weight.values[0], bias, out)
     if out is None:
         out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    if launch.groups and ends is not None and gluon_experts.knows(weight, gating, bias):
+    if launch.provider == "gluon" and ends is not None and gluon_experts.knows(weight, gating, bias):
         tiles_of = table_of_tiles(rows, ends, gluon_experts.ROWS, tables)
         gluon_experts.multiply(*quantize_rows(x, source=source), weight, ends, tiles_of, out)
         return out
-    if launch.groups and ends is not None and gluon_fp4.knows(x, weight, gating):
+    if launch.provider == "gluon" and ends is not None and gluon_fp4.knows(x, weight, gating):
         tiles_of = table_of_tiles(rows, ends, gluon_fp4.ROWS, tables)
         inner = x if source is None else x.index_select(0, source)
         gluon_fp4.multiply(inner, weight, ends, tiles_of, out, bias, gating)
@@ -342,19 +342,19 @@ def multiply(
     x_scales = None
     if fp8 and not launch.quantize:
         x, x_scales = quantize_rows(x)
-    tiles = cdiv(rows, launch.rows) if ends is None else most_tiles(rows, ends, launch.rows)
-    blocks = cdiv(outputs, launch.columns)
+    tiles = cdiv(rows, launch.block_m) if ends is None else most_tiles(rows, ends, launch.block_m)
+    blocks = cdiv(outputs, launch.block_n)
     table = None
     if ends is not None and tiles * blocks > _SEARCHED:
-        table = table_of_tiles(rows, ends, launch.rows, tables)
+        table = table_of_tiles(rows, ends, launch.block_m, tables)
     parts, arrivals = None, None
-    if launch.splits > 1:
-        if tiles * blocks > _TILES or tiles * blocks * launch.splits * launch.rows * launch.columns > _PARTS:
-            launch = replace(launch, splits=1)
+    if launch.split_k > 1:
+        if tiles * blocks > _TILES or tiles * blocks * launch.split_k * launch.block_m * launch.block_n > _PARTS:
+            launch = replace(launch, split_k=1)
         else:
             parts, arrivals = _scratch(x.device, on_side_stream(x.device))
     grid = (tiles, blocks) if ends is None else (blocks, tiles)
-    product_kernel[*grid, launch.splits](
+    product_kernel[*grid, launch.split_k](
         x,
         x_scales,
         source,
@@ -389,8 +389,8 @@ def multiply(
         ACTIVATION=ACTIVATIONS[gating.activation] if gating else -1,
         LIMIT=gating is not None and gating.limit is not None,
         **_constants(weight, outputs, launch, chip),
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
     )
     return out
 
@@ -439,7 +439,7 @@ def _in_torch(
 
 
 def _constants(weight: PackedWeight, outputs: int, launch: Launch, chip: str) -> dict[str, Any]:
-    whole_tiles = weight.scale_rows % launch.columns == 0 and outputs % launch.columns == 0
+    whole_tiles = weight.scale_rows % launch.block_n == 0 and outputs % launch.block_n == 0
     return {
         "KIND": weight.format.name,
         "EXPERTS": next_power_of_2(weight.experts) if weight.experts else 0,
@@ -450,11 +450,11 @@ def _constants(weight: PackedWeight, outputs: int, launch: Launch, chip: str) ->
         "HOPPER": weight.fast and chip != INTERPRETER and not chip.startswith("gfx"),
         # This chip's e4m3 has another bias.
         "UPCAST": chip == "gfx942",
-        "ROWS": launch.rows,
-        "COLUMNS": launch.columns,
-        "SPLITS": launch.splits,
-        "LEFT": launch.left,
-        "DEPTH": launch.depth if weight.format.name != "fp8" else 128,
+        "BLOCK_M": launch.block_m,
+        "BLOCK_N": launch.block_n,
+        "SPLIT_K": launch.split_k,
+        "SWAP_AB": launch.swap_ab,
+        "BLOCK_K": launch.block_k if weight.format.name != "fp8" else 128,
         "GROUP": weight.format.group_size if weight.format.name == "int4" else 0,
     }
 
@@ -511,7 +511,7 @@ def released(chip: Chip) -> list[Specialization]:
             outputs = 128
         shape = Shape(kind, experts, outputs, 2048, gated)
         launch = within(rule_of_thumb(shape, rows, tuned), shape, chip)
-        if launch.library and kind == "plain":
+        if launch.provider == "pytorch" and kind == "plain":
             # There is nothing of ours to compile.
             continue
         rounded = kind == "fp8" and not launch.quantize
@@ -539,8 +539,8 @@ def released(chip: Chip) -> list[Specialization]:
             (experts > 0, ("source",), "*i32:16"),
             (rows > 1024 and experts > 0, ("table",), "*i32:16"),
             (kind == "mxfp4", ("bias",), "*bf16:16"),
-            (launch.splits > 1, ("parts",), "*fp32:16"),
-            (launch.splits > 1, ("arrivals",), "*i32:16"),
+            (launch.split_k > 1, ("parts",), "*fp32:16"),
+            (launch.split_k > 1, ("arrivals",), "*i32:16"),
         ):
             where = signature if present else constants
             where |= dict.fromkeys(names, kinds if present else None)
@@ -550,5 +550,5 @@ def released(chip: Chip) -> list[Specialization]:
         if kind == "mxfp4":
             del constants["bias_stride"]
             signature["bias_stride"] = "i32"
-        made.append(Specialization(name, product_kernel, signature, constants, launch.warps, launch.stages))
+        made.append(Specialization(name, product_kernel, signature, constants, launch.num_warps, launch.num_stages))
     return made

@@ -78,42 +78,42 @@ def numbers(words, exponents, HOPPER: tl.constexpr):
 @triton.jit
 def walk_fp4(
     x, row_mask, codes, scales, column, outputs, inputs, padded, begin, stop,
-    GATED: tl.constexpr, HOPPER: tl.constexpr, LEFT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    GATED: tl.constexpr, HOPPER: tl.constexpr, SWAP_AB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Inputs from `begin` to `stop`, 128 at a time; a step of the compiled loop is DEPTH of them. `x`: pointers
-    [ROWS, 1], all readable; `row_mask` [ROWS, 1]: those that count. `codes`, `scales`: tiles of the expert; its rows
-    from `column` on are the near ones, with GATED those `outputs` behind them the far ones. Returns the sums of the
-    near weights and of the far ones.
+    """Inputs from `begin` to `stop`, 128 at a time; a step of the compiled loop is BLOCK_K of them. `x`: pointers
+    [BLOCK_M, 1], all readable; `row_mask` [BLOCK_M, 1]: those that count. `codes`, `scales`: tiles of the expert; its
+    rows from `column` on are the gate weights, with GATED those `outputs` behind them the up weights. Returns the sums
+    of the gate weights and of the up weights.
     """
-    WIDE: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    WIDE: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     each = tl.arange(0, WIDE)
     # Columns behind the last are read as the last: masks would cost more, and nobody keeps what comes of them.
-    row = tl.minimum(column + each % COLUMNS, outputs - 1) + each // COLUMNS * outputs
+    row = tl.minimum(column + each % BLOCK_N, outputs - 1) + each // BLOCK_N * outputs
     # A tile of 64 rows and 128 inputs has 2048 words and 64 scales, and the next inputs' tile lies behind it.
     first = row // 64 * (padded // 2) + row % 64
     codes += first[:, None] * 32
     scales += first[:, None]
     word = tl.arange(0, 32)[None, :]
     depth = tl.arange(0, 128)
-    total = tl.zeros((WIDE, ROWS) if LEFT else (ROWS, WIDE), tl.float32)
-    for k in tl.range(begin, stop, 128, loop_unroll_factor=DEPTH // 128):
+    total = tl.zeros((WIDE, BLOCK_M) if SWAP_AB else (BLOCK_M, WIDE), tl.float32)
+    for k in tl.range(begin, stop, 128, loop_unroll_factor=BLOCK_K // 128):
         inside = (k + depth < inputs)[None, :]
-        if ROWS <= 64:
+        if BLOCK_M <= 64:
             # Experts of few rows fill little of a tile: the rest of it would come as often as the weights do.
             inside = inside & row_mask
         a = tl.load(x + (k + depth)[None, :], mask=inside, other=0.0)
         p, q, r, s = numbers(tl.load(codes + k * 16 + word), tl.load(scales + k // 2), HOPPER)
         # [WIDE, 32, 2, 2] -> run by run. Activations are not rounded: weights become what they are.
         w = tl.join(tl.join(p, r), tl.join(q, s)).permute(0, 2, 3, 1).reshape(WIDE, 128).to(a.dtype)
-        if LEFT:
+        if SWAP_AB:
             total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
         else:
             total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
     other = total
     if GATED:
-        if LEFT:
-            total, other = total.reshape(2, COLUMNS, ROWS).permute(1, 2, 0).split()
+        if SWAP_AB:
+            total, other = total.reshape(2, BLOCK_N, BLOCK_M).permute(1, 2, 0).split()
         else:
-            total, other = total.reshape(ROWS, 2, COLUMNS).permute(0, 2, 1).split()
+            total, other = total.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
     return total, other

@@ -11,21 +11,21 @@ import triton.language as tl
 
 
 @triton.jit
-def int4_weights(words, scales, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
-    """`words`: [COLUMNS, 16] int32, eight inputs each. `scales`: [COLUMNS, GROUPS]. Returns [COLUMNS, 128] bf16."""
+def int4_weights(words, scales, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr):
+    """`words`: [BLOCK_N, 16] int32, eight inputs each. `scales`: [BLOCK_N, GROUPS]. Returns [BLOCK_N, 128] bf16."""
     shift = 4 * tl.arange(0, 8)
     values = ((words[:, :, None] >> shift[None, None, :]) & 15) - 8
-    values = values.to(tl.float32).reshape(COLUMNS, GROUPS, 128 // GROUPS)
-    return (values * scales.to(tl.float32)[:, :, None]).reshape(COLUMNS, 128).to(tl.bfloat16)
+    values = values.to(tl.float32).reshape(BLOCK_N, GROUPS, 128 // GROUPS)
+    return (values * scales.to(tl.float32)[:, :, None]).reshape(BLOCK_N, 128).to(tl.bfloat16)
 
 
 @triton.jit
 def walk_int4(
     total, x, row_mask, gate, up, gate_scales, up_scales, column_mask, begin, stop, inputs, GROUP: tl.constexpr,
-    GATED: tl.constexpr, LEFT: tl.constexpr, COLUMNS: tl.constexpr,
+    GATED: tl.constexpr, SWAP_AB: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Inputs from `begin` to `stop`, 128 at a time. `x`: pointers [BLOCK_M, 1]. `gate`, `up`: of words [COLUMNS, 1];
-    `gate_scales`, `up_scales`: [COLUMNS]. GROUP: inputs that share a scale, 0 for all. Returns the sums of the gate
+    """Inputs from `begin` to `stop`, 128 at a time. `x`: pointers [BLOCK_M, 1]. `gate`, `up`: of words [BLOCK_N, 1];
+    `gate_scales`, `up_scales`: [BLOCK_N]. GROUP: inputs that share a scale, 0 for all. Returns the sums of the gate
     weights and of the up weights.
     """
     GROUPS: tl.constexpr = 128 // GROUP if GROUP > 0 and GROUP < 128 else 1
@@ -41,16 +41,16 @@ def walk_int4(
             at = group + k // GROUP
         q = tl.load(gate + k // 8 + word, mask=column_mask, other=0)
         s = tl.load(gate_scales[:, None] + at, mask=column_mask, other=0.0)
-        w = int4_weights(q, s, COLUMNS, GROUPS).to(a.dtype)
-        if LEFT:
+        w = int4_weights(q, s, BLOCK_N, GROUPS).to(a.dtype)
+        if SWAP_AB:
             total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
         else:
             total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
         if GATED:
             q = tl.load(up + k // 8 + word, mask=column_mask, other=0)
             s = tl.load(up_scales[:, None] + at, mask=column_mask, other=0.0)
-            w = int4_weights(q, s, COLUMNS, GROUPS).to(a.dtype)
-            if LEFT:
+            w = int4_weights(q, s, BLOCK_N, GROUPS).to(a.dtype)
+            if SWAP_AB:
                 other = tl.dot(w, tl.trans(a), other, input_precision="ieee")
             else:
                 other = tl.dot(a, tl.trans(w), other, input_precision="ieee")
