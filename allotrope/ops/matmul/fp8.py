@@ -50,9 +50,12 @@ class Fp8(Format):
 
     def kernel_reasons(self, chip: Chip) -> list[str]:
         """As `Format.kernel_reasons`."""
-        if self.group_size in (0, ACTIVATION_GROUP):
-            return []
-        return [f"fp8 group_size={self.group_size} (needs {ACTIVATION_GROUP} or the whole row)"]
+        reasons = []
+        if self.group_size not in (0, ACTIVATION_GROUP):
+            reasons.append(f"fp8 group_size={self.group_size} (needs {ACTIVATION_GROUP} or the whole row)")
+        if chip.vendor == "nvidia" and not chip.has_e4m3fn:
+            reasons.append(f"chip={chip.arch} has no e4m3 (needs sm_89 or newer)")
+        return reasons
 
     def pack(self, weight: QuantizedWeight) -> PackedWeight:
         """Pad the inputs to whole steps, and join rows that share a scale."""

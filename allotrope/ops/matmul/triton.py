@@ -47,7 +47,7 @@ from allotrope.ops.matmul.launch import (
 )
 from allotrope.ops.matmul.library import in_library, scaled_product
 from allotrope.ops.matmul.mxfp4 import MXFP4
-from allotrope.ops.matmul.packed_weight import PackedWeight
+from allotrope.ops.matmul.packed_weight import PackedWeight, multiplies_pairs
 from allotrope.ops.matmul.plain import PLAIN
 from allotrope.ops.matmul.triton_fp4 import walk_fp4
 from allotrope.ops.matmul.triton_int4 import walk_int4
@@ -480,6 +480,7 @@ _RELEASED: dict[str, Format] = {"plain": PLAIN, "fp32": PLAIN, "fp8": Fp8(128), 
 def released(chip: Chip) -> list[Specialization]:
     """Few and many rows of one weight and of experts, in both formats."""
     made = []
+    fast = multiplies_pairs(chip)
     tuned = "nvidia_h200" if chip.arch == "sm_90" else chip.arch
     cases: tuple[tuple[str, Any, int, int, bool], ...] = (
         ("fp8 few rows", "fp8", 0, 16, False),
@@ -505,6 +506,8 @@ def released(chip: Chip) -> list[Specialization]:
         ("fp32 experts many rows gated", "fp32", 128, 32768, True),
     )
     for name, kind, experts, rows, gated in cases:
+        if _RELEASED[kind].kernel_reasons(chip):
+            continue
         outputs = 131072 if kind == "plain" and not experts else 12288
         if name == "plain few outputs":
             outputs = 128
@@ -515,7 +518,7 @@ def released(chip: Chip) -> list[Specialization]:
         rounded = kind == "fp8" and not launch.quantize
         none = torch.empty(0)
         weight = PackedWeight(
-            _RELEASED[kind], none, none, outputs, 2048, 2048, 128 if kind == "fp8" else 1, False, experts, True
+            _RELEASED[kind], none, none, outputs, 2048, 2048, 128 if kind == "fp8" else 1, False, experts, fast
         )
         numbers = "*fp32:16" if kind == "fp32" else "*bf16:16"
         signature = {"x": "*fp8e4nv:16" if rounded else numbers, "ends": "*i32:16", "out": numbers}
