@@ -22,15 +22,12 @@ from allotrope.layers.mlp import Gating, MlpSpec
 from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep
-from allotrope.ops.device_kernels import device_kernels
 from allotrope.ops.matmul.cpu import PackedStack, packed_bytes, packs
 from allotrope.ops.matmul.packed_weight import prepare_plain
 from allotrope.ops.matmul.product import QuantizedStack, Tables, declare, divides, multiply, taken
-from allotrope.ops.moe_route.cpu import expert_functions
-
-# Pairs of token and expert up to which sorting them by expert costs more than reading an expert's weights for each.
-FEW_PAIRS = 32
-
+from allotrope.ops.moe_combine import MOE_COMBINE, CombineSpec, add_shared
+from allotrope.ops.moe_experts import MOE_EXPERTS, MoeExpertsBackend, MoeExpertsSpec
+from allotrope.ops.moe_group import MOE_GROUP, GroupSpec, TokenGroups
 
 # Rows from which torch's grouped product of plain weights is faster on a GPU than ours.
 _TORCH_ROWS = 8192
@@ -150,7 +147,12 @@ class Experts(nn.Module):
         # On a CPU; and elsewhere, or where weights stay quantized.
         self.products: tuple[StackedProduct, StackedProduct] | None = None
         self.stacks: tuple[Stack, Stack] | None = None
-        self.numbers = torch.arange(count, device=device)
+        chooser = build.chooser
+        self._group = chooser.choose(MOE_GROUP, GroupSpec(count)).run
+        self._combine = chooser.choose(MOE_COMBINE, CombineSpec(hidden, kind, build.parallel.size)).run
+        self._whole_experts: MoeExpertsBackend | None = None
+        if chooser.chip.vendor == "cpu" and self.formats == (None, None):
+            self._whole_experts = chooser.choose(MOE_EXPERTS, MoeExpertsSpec(hidden, local, kind))
 
     def copied_bytes(self, device: torch.device) -> int:
         """Bytes that loading adds on `device`: small plain experts are there in two orders on a CPU."""
@@ -187,35 +189,30 @@ class Experts(nn.Module):
         """
         # Once, not on every rank.
         down_bias = self.down_bias if self.parallel.rank == 0 else None
+        y = self._few(x, weights, experts, down_bias) if self.stacks is None else None
+        if y is not None:
+            y = self.parallel.all_reduce(y)
+            return add_shared(y, *added())
+        groups = self.grouped(experts)
         if self.stacks is None:
-            y = self._on_cpu(x, weights, experts, down_bias)
+            results = self._on_cpu(x, groups)
         else:
-            routing = device_kernels("moe_route", x.device)
-            ends, source, place = self.grouped(experts)
+            expert_offsets, sorted_token_ids = groups.expert_offsets, groups.sorted_token_ids
             tables: Tables = {}
-            results = self.stacks[1](self.first(x, ends, source, tables), ends, tables=tables)
-            if routing is not None and self.parallel.size == 1:
-                shared, gate = added()
-                # One launch for all that is left to add.
-                summed: torch.Tensor = routing.combine(
-                    results, weights, place, x.dtype, shared=shared, gate=gate, bias=down_bias, experts=experts
-                )
-                return summed
-            y = self._combine(results, weights, experts, place, down_bias).to(x.dtype)
-        y = self.parallel.all_reduce(y)
-        shared, gate = added()
-        if shared is None:
-            return y
-        return y + (shared if gate is None else shared * torch.sigmoid(gate))
+            inner = self.first(x, expert_offsets, sorted_token_ids, tables)
+            results = self.stacks[1](inner, expert_offsets, tables=tables)
+        combined = (results, weights, groups.inverse, experts, x.dtype, down_bias)
+        if self.parallel.size == 1:
+            # One launch for all that is left to add.
+            summed: torch.Tensor = self._combine(*combined, *added())
+            return summed
+        y = self.parallel.all_reduce(self._combine(*combined))
+        return add_shared(y, *added())
 
-    def grouped(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`experts`: [T, k]. Where each expert's rows end [E], each row's token, and the row of each pair."""
-        grouping = device_kernels("moe_group", experts.device)
-        if grouping is None or self.count > grouping.MOST_EXPERTS:
-            ends, source, _, place = self._group(experts)
-        else:
-            ends, source, _, place = grouping.group(experts, self.count)
-        return ends, source, place
+    def grouped(self, experts: torch.Tensor) -> TokenGroups:
+        """`experts`: [T, k]. The pairs of token and choice, sorted by expert."""
+        groups: TokenGroups = self._group(experts, self.count)
+        return groups
 
     def first(
         self, x: torch.Tensor, ends: torch.Tensor, source: torch.Tensor, tables: Tables | None = None
@@ -224,50 +221,27 @@ class Experts(nn.Module):
         assert self.stacks is not None
         return self.stacks[0](x, ends, source, self.gate_up_bias, self.gating, tables)
 
-    def _on_cpu(
+    def _few(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, down_bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
+        """The sum over each token's experts where they are too few to be sorted; None where they are not."""
+        assert self.products is not None
+        gate_up, down = self.products[0].small, self.products[1].small
+        backend = self._whole_experts
+        if backend is None or experts.numel() > backend.max_pairs or gate_up is None or down is None:
+            return None
+        pairs = ((gate_up, self.gate_up_bias), (down, down_bias))
+        y: torch.Tensor = backend.run(x, weights, experts, *pairs, self.gating)
+        return y
+
+    def _on_cpu(self, x: torch.Tensor, groups: TokenGroups) -> torch.Tensor:
+        """What the chosen experts make: rows in the order of experts."""
         assert self.products is not None
         gate_up, down = self.products
-        compiled = expert_functions(x.dtype, x.device)
-        few = compiled is not None and experts.numel() <= FEW_PAIRS
-        if compiled is not None and few and gate_up.small is not None and down.small is not None:
-            pairs = ((gate_up.small, self.gate_up_bias), (down.small, down_bias))
-            return compiled.mix(x, weights, experts, *pairs, self.gating.compiled)
-        ends, source, owner, place = self._group(experts)
-        inner = gate_up(x.index_select(0, source), ends)
+        inner = gate_up(x.index_select(0, groups.sorted_token_ids), groups.expert_offsets)
         if self.gate_up_bias is not None:
-            inner += self.gate_up_bias.index_select(0, owner)
-        results = down(self.gating(inner), ends)
-        if compiled is not None:
-            return compiled.combine(results, weights, place, experts, down_bias)
-        return self._combine(results, weights, experts, place, down_bias).to(x.dtype)
-
-    def _combine(
-        self,
-        results: torch.Tensor,
-        weights: torch.Tensor,
-        experts: torch.Tensor,
-        place: torch.Tensor,
-        down_bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """[T, hidden] fp32. Reading rows in another order is several times faster than writing them so."""
-        back = results.index_select(0, place)
-        summed = torch.bmm(weights[:, None], back.float().unflatten(0, experts.shape)).squeeze(1)
-        if down_bias is not None:
-            # Each token's mix of the biases of its experts.
-            shares = weights.new_zeros(len(weights), self.count).scatter_add_(1, experts, weights)
-            summed += shares @ down_bias.float()
-        return summed
-
-    def _group(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Where each expert's rows end, each row's token and expert, and the row of each pair of token and choice."""
-        compiled = expert_functions(torch.float32, experts.device)
-        if compiled is not None:
-            return compiled.group(experts, self.count)
-        owner, order = experts.flatten().sort(stable=True)
-        ends = torch.searchsorted(owner, self.numbers, right=True, out_int32=True)
-        return ends, order // experts.shape[1], owner, order.argsort()
+            inner += self.gate_up_bias.index_select(0, groups.expert_ids)
+        return down(self.gating(inner), groups.expert_offsets)
 
 
 @dataclass(frozen=True, kw_only=True)

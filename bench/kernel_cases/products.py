@@ -155,8 +155,8 @@ def _experts(rows: int, shape: ExpertShape, tiny: bool = False) -> KernelCase:
         from allotrope.ops.matmul.product import QuantizedStack
 
         x, mix, chosen, weights = found
-        layer = Experts(1, 8, 8, Gating(), Build(), bias=False)
-        layer.count, layer.numbers = count, torch.arange(count, device=x.device)
+        layer = Experts(1, 8, 8, Gating(), Build(dtype=x.dtype, device=x.device), bias=False)
+        layer.count = count
         if shape.format is None:
             layer.stacks = (DeviceStack(weights[0]), DeviceStack(weights[1]))
         else:
@@ -171,13 +171,13 @@ def _experts(rows: int, shape: ExpertShape, tiny: bool = False) -> KernelCase:
         """
         x, mix, chosen, weights = found
         kind = shape.format.kind if shape.format is not None else "mxfp4"
-        ends, source, place = timed.func.grouped(chosen)
-        inner = timed.func.first(x, ends, source)
+        groups = timed.func.grouped(chosen)
+        inner = timed.func.first(x, groups.expert_offsets, groups.sorted_token_ids)
         want_inner, y = torch.empty_like(inner, dtype=torch.float32), torch.zeros(rows, hidden, device=x.device)
         seen, owner = as_multiplied(x, kind), chosen.flatten()
         for expert in owner.unique().tolist():
             pairs = (owner == expert).nonzero().squeeze(1)
-            token, row = pairs // topk, place[pairs]
+            token, row = pairs // topk, groups.inverse[pairs]
             first, second = (_plain(weight, expert) for weight in weights)
             gate, up = (seen[token] @ first.T).chunk(2, dim=-1)
             want_inner[row] = torch.nn.functional.silu(gate) * up
