@@ -27,7 +27,7 @@ from kernel_timing import Stopwatch
 
 from allotrope.attention.check import TOLERANCES, compare
 from allotrope.kernels.chip import chip_of
-from allotrope.layers.mlp import Gating
+from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.matmul.launch import (
     FEW_OUTPUTS,
     FEW_PLAIN_ROWS,
@@ -43,7 +43,7 @@ from allotrope.ops.matmul.launch import (
 from allotrope.ops.matmul.packed_weight import Prepared, prepare, prepare_plain
 from allotrope.ops.matmul.quantized_weight import Quantized, as_multiplied
 
-GATING = Gating()
+GATING = GatedActivation()
 # Microseconds from which a launch from Python tells who may be the fastest.
 ROUGH = 150.0
 # Microseconds that a kernel of PyTorch's costs a decode step beyond its own: it begins when the one before it has

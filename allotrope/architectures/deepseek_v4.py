@@ -21,12 +21,13 @@ from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.hyper_connection import HyperConnection, HyperConnectionSpec, HyperHead, expand
 from allotrope.layers.mixers.csa import CsaMixerSpec
-from allotrope.layers.mlp import Gating, MlpSpec
+from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.model_spec import LayerSpec, ModelSpec
 from allotrope.layers.moe import MoeSpec
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.router import RouterSpec, Score
 from allotrope.layers.step import LayerStep, Step
+from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.rope.reference import RopeSpec
 
 # Kinds of layers as Transformers names them, and how many tokens make an entry where the config does not say.
@@ -213,7 +214,7 @@ def _ffns(config: ConfigReader, count: int) -> list[MoeSpec]:
         hidden=hidden,
         width=width,
         router=router,
-        gating=Gating(limit=limit),
+        gating=GatedActivation(limit=limit),
         shared=MlpSpec(hidden=hidden, width=width * shared, limit=limit) if shared else None,
     )
     return [dataclasses.replace(layer, router=looked_up if here else router) for here in hashed]

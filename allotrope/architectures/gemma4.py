@@ -23,13 +23,15 @@ from allotrope.layers.decoder import Decoder
 from allotrope.layers.embedding import Embedding
 from allotrope.layers.linear import Linear
 from allotrope.layers.mixers.mha import MhaMixerSpec
-from allotrope.layers.mlp import Gating, MlpSpec, activate
+from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.model_spec import LayerSpec, ModelSpec
 from allotrope.layers.moe import Experts
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep, Step
+from allotrope.ops.gated_activation import GatedActivation
+from allotrope.ops.gated_activation.reference import activate
 from allotrope.ops.rope.reference import RopeSpec
 
 PER_LAYER = "per_layer_inputs"
@@ -80,7 +82,7 @@ class Beside(nn.Module):
         self.router_scale = parameter((hidden,), Placement((Section("", hidden),)), build.dtype, build.device)
         self.router = Router(spec.router, hidden, build)
         self.expert_scale = parameter((count,), Placement((Section("", count),)), torch.float32, build.device)
-        gating = Gating(activation="gelu_tanh")
+        gating = GatedActivation(activation="gelu_tanh")
         self.experts = Experts(count, hidden, spec.width, gating, build.at("experts"), bias=False)
 
     def forward(self, x: torch.Tensor, dense: torch.Tensor, here: LayerStep) -> torch.Tensor:

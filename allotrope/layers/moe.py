@@ -15,13 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from allotrope.kernels.backend import choose
+from allotrope.kernels.chip import chip_of
 from allotrope.kernels.side_stream import beside
 from allotrope.layers.build import Build
 from allotrope.layers.linear import SMALLEST_PACKED, Linear, Product, worth_packing
-from allotrope.layers.mlp import Gating, MlpSpec
+from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep
+from allotrope.ops.gated_activation import GATED_ACTIVATION, GatedActivation, GatedActivationSpec
 from allotrope.ops.matmul.cpu import PackedStack, packed_bytes, packs
 from allotrope.ops.matmul.packed_weight import prepare_plain
 from allotrope.ops.matmul.product import QuantizedStack, Tables, declare, divides, multiply, taken
@@ -88,7 +91,7 @@ class DeviceStack:
         ends: torch.Tensor,
         source: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
-        gating: Gating | None = None,
+        gating: GatedActivation | None = None,
         tables: Tables | None = None,
     ) -> torch.Tensor:
         """As `QuantizedStack`."""
@@ -96,7 +99,11 @@ class DeviceStack:
         if bias is None and self.in_torch and rows >= _TORCH_ROWS:
             rows_of = x if source is None else x.index_select(0, source)
             y = F.grouped_mm(rows_of, self.prepared.codes.transpose(1, 2), offs=ends)
-            return y if gating is None else gating(y)
+            if gating is None:
+                return y
+            spec = GatedActivationSpec(gating, y.dtype)
+            activated: torch.Tensor = choose(GATED_ACTIVATION, spec, chip_of(y.device)).backend.run(y, gating)
+            return activated
         given = {"bias": bias, "ends": ends, "source": source, "gating": gating, "tables": tables}
         found: torch.Tensor = multiply(x, self.prepared, **given)
         return found
@@ -119,9 +126,12 @@ class Experts(nn.Module):
     weights are given up for their `StackedProduct` once loading has finished.
     """
 
-    def __init__(self, count: int, hidden: int, width: int, gating: Gating, build: Build, *, bias: bool) -> None:
+    def __init__(
+        self, count: int, hidden: int, width: int, gating: GatedActivation, build: Build, *, bias: bool
+    ) -> None:
         super().__init__()
         self.count, self.gating, self.parallel = count, gating, build.parallel
+        self._activate = build.chooser.choose(GATED_ACTIVATION, GatedActivationSpec(gating, build.dtype)).run
         local = build.parallel.shard("moe_intermediate_size", width)
         inner = Placement((Section("gate", width, 1), Section("up", width, 1)), experts=count)
         outer = Placement((Section("", width, 1),), dim=1, experts=count)
@@ -241,7 +251,7 @@ class Experts(nn.Module):
         inner = gate_up(x.index_select(0, groups.sorted_token_ids), groups.expert_offsets)
         if self.gate_up_bias is not None:
             inner += self.gate_up_bias.index_select(0, groups.expert_ids)
-        return down(self.gating(inner), groups.expert_offsets)
+        return down(self._activate(inner, self.gating), groups.expert_offsets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +263,7 @@ class MoeSpec:
     hidden: int
     width: int
     router: RouterSpec
-    gating: Gating = Gating()
+    gating: GatedActivation = GatedActivation()
     bias: bool = False
     shared: MlpSpec | None = None
     shared_gate: bool = False

@@ -126,14 +126,17 @@ def _fla_gated(inputs: Any) -> Timed:
     return lambda: rms_norm_gated(x, z, weight, None, eps=EPS)
 
 
-def _activation(tokens: int, width: int, activation: str, limit: float | None) -> KernelCase:
+def _activation(tokens: int, width: int, activation: Any, limit: float | None) -> KernelCase:
     def make(device: torch.device) -> Any:
         return (torch.rand(tokens, 2 * width, device=device) * 8 - 4).to(torch.bfloat16)
 
     def ours(x: Any) -> Timed:
-        from allotrope.ops.gated_activation.triton import gated
+        from allotrope.ops.gated_activation import GatedActivation
+        from allotrope.ops.gated_activation.triton import gated_activation
 
-        return lambda: gated(x, activation, 1.702 if limit else 1.0, limit, 1.0 if limit else 0.0)
+        slope, offset = (1.702, 1.0) if limit else (1.0, 0.0)
+        how = GatedActivation(activation=activation, slope=slope, limit=limit, offset=offset)
+        return lambda: gated_activation(x, how)
 
     def reference(x: Any) -> Any:
         gate, up = x.float().chunk(2, dim=-1)

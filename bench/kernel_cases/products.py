@@ -10,7 +10,7 @@ import torch
 
 from allotrope.attention.check import Comparison, compare
 from allotrope.layers.build import Build
-from allotrope.layers.mlp import Gating
+from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.matmul.quantized_weight import Format, Quantized, as_multiplied
 from kernel_cases.case import KernelCase, Timed, same
 
@@ -155,7 +155,7 @@ def _experts(rows: int, shape: ExpertShape, tiny: bool = False) -> KernelCase:
         from allotrope.ops.matmul.product import QuantizedStack
 
         x, mix, chosen, weights = found
-        layer = Experts(1, 8, 8, Gating(), Build(dtype=x.dtype, device=x.device), bias=False)
+        layer = Experts(1, 8, 8, GatedActivation(), Build(dtype=x.dtype, device=x.device), bias=False)
         layer.count = count
         if shape.format is None:
             layer.stacks = (DeviceStack(weights[0]), DeviceStack(weights[1]))

@@ -19,7 +19,7 @@ from allotrope.attention.mha.compiled import rejects
 from allotrope.kernels.backend import choose
 from allotrope.kernels.c import compiler
 from allotrope.kernels.chip import CPU as CPU_CHIP
-from allotrope.layers.mlp import Gating
+from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.hyper_connection.cpu import stream_functions
 from allotrope.ops.matmul.cpu import PackedStack, PackedWeight, packs
 from allotrope.ops.moe_route import RouteSpec, Score
@@ -78,11 +78,16 @@ def test_opened_heads(compiled: Rows, dtype: torch.dtype, tokens: int, silu: boo
 
 @pytest.mark.parametrize(
     "gating",
-    [Gating(), Gating(activation="gelu_tanh"), Gating(limit=3.0), Gating(slope=1.702, limit=7.0, offset=1.0)],
+    [
+        GatedActivation(),
+        GatedActivation(activation="gelu_tanh"),
+        GatedActivation(limit=3.0),
+        GatedActivation(slope=1.702, limit=7.0, offset=1.0),
+    ],
     ids=["silu", "gelu", "clamped", "gpt-oss"],
 )
 @pytest.mark.parametrize("tokens", [1, 7, 300])
-def test_gate(compiled: Rows, dtype: torch.dtype, tokens: int, gating: Gating) -> None:
+def test_gate(compiled: Rows, dtype: torch.dtype, tokens: int, gating: GatedActivation) -> None:
     x = 8 * drawn(tokens, 2 * 112 + 5, dtype=dtype)[:, : 2 * 112]
     assert compiled.gates(x) and not compiled.gates(x[:, :-2])
     # Of a type that nothing is compiled for.
@@ -93,7 +98,7 @@ def test_gate(compiled: Rows, dtype: torch.dtype, tokens: int, gating: Gating) -
 def test_gate_of_extremes(compiled: Rows, dtype: torch.dtype) -> None:
     """What is not a number stays one, and nothing else becomes one."""
     gate = torch.tensor([-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, torch.nan] * 2, dtype=dtype)
-    got = compiled.gate(torch.cat((gate, torch.ones_like(gate)))[None], Gating().compiled)[0].float()
+    got = compiled.gate(torch.cat((gate, torch.ones_like(gate)))[None], GatedActivation().compiled)[0].float()
     assert torch.equal(got.isnan(), gate.isnan())
     assert torch.allclose(got[:7], torch.tensor([0, 0, 0, 0, 88, 200, 1e30]), rtol=5e-3, atol=1e-6)
 
@@ -102,7 +107,7 @@ def test_gate_of_extremes(compiled: Rows, dtype: torch.dtype) -> None:
 def test_a_bounded_gate_keeps_what_is_not_a_number(compiled: Rows, dtype: torch.dtype, half: int) -> None:
     x = drawn(3, 2, 32, dtype=dtype)
     x[1, half, 5] = torch.nan
-    got = compiled.gate(x.flatten(1), Gating(slope=1.702, limit=7.0, offset=1.0).compiled)
+    got = compiled.gate(x.flatten(1), GatedActivation(slope=1.702, limit=7.0, offset=1.0).compiled)
     assert got.isnan().nonzero().tolist() == [[1, 5]]
 
 

@@ -9,7 +9,7 @@ from device_under_test import DEVICE
 pytest.importorskip("triton", reason="triton is not installed")
 
 from allotrope.attention.check import KINDS, compare
-from allotrope.layers.mlp import Gating
+from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.matmul import triton_quantize
 from allotrope.ops.matmul.launch import GROUPS, PYTORCH, Launch
 from allotrope.ops.matmul.packed_weight import prepare, prepare_plain
@@ -69,7 +69,7 @@ def x_padded(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(x.float(), (0, -x.shape[1] % ACTIVATION_RUN))
 
 
-def gated(y: torch.Tensor, gating: Gating | None) -> torch.Tensor:
+def gated(y: torch.Tensor, gating: GatedActivation | None) -> torch.Tensor:
     """What is wanted of products `y`, gates before ups."""
     if gating is None:
         return y
@@ -108,10 +108,12 @@ def test_one_weight(format: Format, rows: int, tokens: int, outputs: int, inputs
 @pytest.mark.parametrize("launch", [LAUNCHES["weights left"], LAUNCHES["rows left"]], ids=["left", "right"])
 @pytest.mark.parametrize("format", [BLOCK, MXFP4], ids=["block", "mxfp4"])
 @pytest.mark.parametrize(
-    "gating", [None, Gating(), Gating(slope=1.702, limit=1.0, offset=1.0)], ids=["plain", "silu", "clamped"]
+    "gating",
+    [None, GatedActivation(), GatedActivation(slope=1.702, limit=1.0, offset=1.0)],
+    ids=["plain", "silu", "clamped"],
 )
 @pytest.mark.parametrize("sizes", [[5, 0, 17, 1], [0, 0, 1, 0], [0, 33, 0, 0]], ids=str)
-def test_experts(sizes: list[int], gating: Gating | None, format: Format, launch: Launch) -> None:
+def test_experts(sizes: list[int], gating: GatedActivation | None, format: Format, launch: Launch) -> None:
     """Empty experts and one that has all rows; rows of x taken in any order; biases and gates in the same launch."""
     torch.manual_seed(0)
     count, outputs, inputs, tokens = len(sizes), 64, 192, 7
@@ -138,9 +140,9 @@ def test_experts(sizes: list[int], gating: Gating | None, format: Format, launch
     ],
     ids=["16 rows", "parts", "long steps", "64 rows", "rows left"],
 )
-@pytest.mark.parametrize("gating", [None, Gating()], ids=["plain", "silu"])
+@pytest.mark.parametrize("gating", [None, GatedActivation()], ids=["plain", "silu"])
 @pytest.mark.parametrize("sizes", [[1, 0, 2], [0, 64, 0, 7], [0, 0, 33]], ids=str)
-def test_four_bits_for_few_rows(sizes: list[int], gating: Gating | None, launch: Launch) -> None:
+def test_four_bits_for_few_rows(sizes: list[int], gating: GatedActivation | None, launch: Launch) -> None:
     """Odd sizes and numbers of steps, rows of all magnitudes. A row that is not finite spoils itself and no other."""
     if gating is not None and launch.splits > 1:
         pytest.skip("gates want whole sums")
@@ -202,9 +204,9 @@ def test_products_of_the_same_rows_share_their_table(monkeypatch: pytest.MonkeyP
     assert sorted(tables) == [16, 32]
 
 
-@pytest.mark.parametrize("gating", [None, Gating()], ids=["plain", "silu"])
+@pytest.mark.parametrize("gating", [None, GatedActivation()], ids=["plain", "silu"])
 @pytest.mark.parametrize("sizes", [[5, 0, 300, 1], [0, 128, 0, 65], [129, 64]], ids=str)
-def test_groups_of_warps_say_the_same(sizes: list[int], gating: Gating | None) -> None:
+def test_groups_of_warps_say_the_same(sizes: list[int], gating: GatedActivation | None) -> None:
     """On Hopper; elsewhere the same launch is one of `product_kernel`. Blocks of outputs and steps of odd numbers."""
     torch.manual_seed(0)
     count, outputs, inputs, tokens = len(sizes), 384 * (2 if gating else 1), 5 * 128, 40
@@ -225,10 +227,12 @@ def test_groups_of_warps_say_the_same(sizes: list[int], gating: Gating | None) -
 
 
 @pytest.mark.parametrize(
-    "gating", [None, Gating(), Gating(slope=1.702, limit=1.0, offset=1.0)], ids=["plain", "silu", "clamped"]
+    "gating",
+    [None, GatedActivation(), GatedActivation(slope=1.702, limit=1.0, offset=1.0)],
+    ids=["plain", "silu", "clamped"],
 )
 @pytest.mark.parametrize("sizes", [[5, 0, 300, 1], [0, 128, 0, 65], [129, 64]], ids=str)
-def test_groups_of_warps_take_four_bits_apart(sizes: list[int], gating: Gating | None) -> None:
+def test_groups_of_warps_take_four_bits_apart(sizes: list[int], gating: GatedActivation | None) -> None:
     """As above. Outputs and inputs that end within a block and a step, with a bias and without."""
     torch.manual_seed(0)
     count, outputs, inputs, tokens = len(sizes), 192 * 2 if gating else 208, 5 * 128 + 32, 40
@@ -236,7 +240,7 @@ def test_groups_of_warps_take_four_bits_apart(sizes: list[int], gating: Gating |
     x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
     source = torch.randint(tokens, (sum(sizes),), device=DEVICE, dtype=torch.int32)
     ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
-    bias = torch.randn(count, outputs, device=DEVICE).bfloat16() if gating != Gating() else None
+    bias = torch.randn(count, outputs, device=DEVICE).bfloat16() if gating != GatedActivation() else None
     parts = zip(x.float()[source].split(sizes), weight.dequantized(), strict=True)
     want = torch.cat(
         [part @ plain.T + (0 if bias is None else bias[i].float()) for i, (part, plain) in enumerate(parts)]

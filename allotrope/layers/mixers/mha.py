@@ -18,7 +18,7 @@ from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
-from allotrope.ops.device_kernels import device_kernels
+from allotrope.ops.gated_activation import SIGMOID_GATE, SigmoidGateSpec
 from allotrope.ops.qk_norm_rope.reference import HeadSpec, Rows
 from allotrope.ops.rope.reference import RopeSpec, rotate
 
@@ -89,6 +89,9 @@ class MhaMixer(nn.Module):
         self.owns_rows, self.values_from_keys = spec.shares_cache_of is None, spec.values_from_keys
         self.value_scale = spec.value_scale
         self.gate_size = self.spec.num_heads * value_dim if spec.output_gate else 0
+        self._apply_gate = (
+            build.chooser.choose(SIGMOID_GATE, SigmoidGateSpec(build.dtype)).run if self.gate_size else None
+        )
         self.v_norm = RMSNorm(value_dim, spec.norm_eps, build, weighted=False) if spec.v_norm else None
         self.q_norm: RMSNorm | AllHeadsNorm | None = None
         self.k_norm: RMSNorm | AllHeadsNorm | None = None
@@ -148,9 +151,8 @@ class MhaMixer(nn.Module):
 
     def _out(self, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         attended = attended.flatten(1)
-        if gate is not None:
-            fused = device_kernels("gated_activation", gate.device)
-            attended = attended * torch.sigmoid(gate) if fused is None else fused.opened(attended, gate)
+        if gate is not None and self._apply_gate is not None:
+            attended = self._apply_gate(attended, gate)
         return self.out(attended)
 
     def _turn_and_store(

@@ -24,7 +24,7 @@ from allotrope.kernels.gluon.versions import barrier, load_tile
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, with_pdl
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv
-from allotrope.layers.mlp import Gating
+from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.matmul.packed_weight import Prepared
 
 ROWS, COLUMNS = 128, 128
@@ -134,7 +134,7 @@ def experts_kernel(
             )  # fmt: skip
 
 
-def knows(weight: Prepared, gating: Gating | None, bias: torch.Tensor | None) -> bool:
+def knows(weight: Prepared, gating: GatedActivation | None, bias: torch.Tensor | None) -> bool:
     """Whether this kernel knows the product on the weight's device."""
     return (
         weight.kind == "fp8"
@@ -142,7 +142,7 @@ def knows(weight: Prepared, gating: Gating | None, bias: torch.Tensor | None) ->
         and weight.scale_rows == 128
         and not weight.row_scales
         and weight.outputs % (256 if gating else 128) == 0
-        and gating in (None, Gating())
+        and gating in (None, GatedActivation())
         and bias is None
         and chip_of(weight.codes.device).has_wgmma
     )

@@ -30,7 +30,7 @@ from allotrope.kernels.gluon.versions import barrier, load_tile
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, with_pdl
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv
-from allotrope.layers.mlp import Gating
+from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.gated_activation.triton import ACTIVATIONS, gate
 from allotrope.ops.matmul.packed_weight import TILE_ROWS, Prepared
 from allotrope.ops.matmul.triton_fp4 import numbers
@@ -179,7 +179,7 @@ def experts_kernel(
             )  # fmt: skip
 
 
-def knows(x: torch.Tensor, weight: Prepared, gating: Gating | None) -> bool:
+def knows(x: torch.Tensor, weight: Prepared, gating: GatedActivation | None) -> bool:
     """Whether this kernel can multiply `x` on its device."""
     return (
         weight.kind == "mxfp4"
@@ -200,7 +200,7 @@ def multiply(
     table: torch.Tensor,
     out: torch.Tensor,
     bias: torch.Tensor | None,
-    gating: Gating | None,
+    gating: GatedActivation | None,
 ) -> None:
     """`x`: [n, inputs], rows in the order of experts. `table`: [tiles, 2], as `tiles_kernel` writes it for tiles of
     `ROWS`. `out`: [n, outputs], written into. Needs `knows`.

@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from allotrope.kernels.backend import lazily
+from allotrope.kernels.backend import choose, lazily
 from allotrope.kernels.chip import chip_of
 from allotrope.kernels.triton_version import triton_reasons
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.ops.gated_activation import GATED_ACTIVATION, GatedActivation, GatedActivationSpec
 from allotrope.ops.matmul.packed_weight import TILE_ROWS, WORDS_RUN, Prepared, prepare
 from allotrope.ops.matmul.quantized_weight import (
     ACTIVATION_RUN,
@@ -26,9 +26,6 @@ from allotrope.ops.matmul.quantized_weight import (
     as_multiplied,
     shared_scales,
 )
-
-if TYPE_CHECKING:
-    from allotrope.layers.mlp import Gating
 
 CODES, SCALES = "_codes", "_scales"
 """What the names of the two parameters of a quantized weight end with."""
@@ -157,7 +154,7 @@ class QuantizedStack:
         ends: torch.Tensor,
         source: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
-        gating: Gating | None = None,
+        gating: GatedActivation | None = None,
         tables: Tables | None = None,
     ) -> torch.Tensor:
         """`x`: [T, inputs]; `source`: [n] its rows in the order of experts, None if x has that. `ends`: [E] int32,
@@ -179,4 +176,7 @@ class QuantizedStack:
                 offset = None if bias is None else bias[expert].float()
                 results[start:end] = F.linear(exact[start:end], weight.dequantized(), offset)
                 start = end
-        return (results if gating is None else gating(results)).to(x.dtype)
+        if gating is not None:
+            spec = GatedActivationSpec(gating, results.dtype)
+            results = choose(GATED_ACTIVATION, spec, chip_of(x.device)).backend.run(results, gating)
+        return results.to(x.dtype)

@@ -28,6 +28,7 @@ from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.side_stream import is_beside
 from allotrope.kernels.tiles import cdiv, next_power_of_2
+from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.gated_activation.triton import ACTIVATIONS, gate
 from allotrope.ops.grouped_matmul import gluon as gluon_experts
 from allotrope.ops.grouped_matmul import gluon_fp4
@@ -39,7 +40,6 @@ from allotrope.ops.matmul.triton_fp4 import walk_fp4
 from allotrope.ops.matmul.triton_quantize import quantize_rows, to_codes
 
 if TYPE_CHECKING:
-    from allotrope.layers.mlp import Gating
     from allotrope.ops.matmul.product import Tables
 
 
@@ -282,7 +282,7 @@ def multiply(
     bias: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
     source: torch.Tensor | None = None,
-    gating: Gating | None = None,
+    gating: GatedActivation | None = None,
     out: torch.Tensor | None = None,
     tables: Tables | None = None,
     launch: Launch | None = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from allotrope.kernels.backend import Backend, Op, lazily, runs_anywhere
 from allotrope.kernels.chip import Chip
-from allotrope.kernels.triton_version import triton_reasons
+from allotrope.kernels.triton_version import needs_triton
 from allotrope.ops.moe_combine import cpu, reference
 from allotrope.ops.moe_combine.reference import add_shared
 from allotrope.ops.moe_combine.spec import CombineSpec
@@ -18,7 +18,7 @@ __all__ = ["MOE_COMBINE", "CombineSpec", "add_shared"]
 
 
 def _triton_rejects(spec: CombineSpec, chip: Chip) -> list[str]:
-    reasons = triton_reasons(chip)
+    reasons = needs_triton(spec, chip)
     if spec.ranks > 1:
         reasons.append(f"ranks={spec.ranks} (needs 1: it adds the shared expert in the same launch)")
     return reasons

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from allotrope.kernels.backend import Backend, Op, runs_anywhere
 from allotrope.ops.moe_experts import cpu, reference
-from allotrope.ops.moe_experts.spec import GatedActivation, MoeExpertsSpec
+from allotrope.ops.moe_experts.spec import MoeExpertsSpec
 
-__all__ = ["MOE_EXPERTS", "GatedActivation", "MoeExpertsBackend", "MoeExpertsSpec"]
+__all__ = ["MOE_EXPERTS", "MoeExpertsBackend", "MoeExpertsSpec"]
 
 
 @dataclass(frozen=True, kw_only=True)

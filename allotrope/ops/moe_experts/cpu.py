@@ -10,10 +10,10 @@ import torch
 
 from allotrope.kernels.c.function import CFunction, c_reasons
 from allotrope.kernels.chip import Chip
-from allotrope.ops.gated_activation.c_struct import CompiledGating
+from allotrope.ops.gated_activation import GatedActivation
+from allotrope.ops.gated_activation.spec import CGatedActivation
 from allotrope.ops.moe_experts import reference
 from allotrope.ops.moe_experts.reference import Weights
-from allotrope.ops.moe_experts.spec import GatedActivation
 
 SOURCE = Path(__file__).with_name("cpu.c")
 # Numbers of a vector in C.
@@ -26,7 +26,7 @@ def rejects(spec: Any, chip: Chip) -> list[str]:
 
 @functools.cache
 def _moe_experts(dtype: torch.dtype) -> CFunction:
-    return CFunction(SOURCE, "moe_experts", dtype, "pplppppppplllls", CompiledGating)
+    return CFunction(SOURCE, "moe_experts", dtype, "pplppppppplllls", CGatedActivation)
 
 
 def moe_experts(

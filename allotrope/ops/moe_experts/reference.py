@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from allotrope.ops.moe_experts.spec import GatedActivation
+from allotrope.ops.gated_activation import GatedActivation
+from allotrope.ops.gated_activation.reference import gated_activation
 
 Weights = tuple[torch.Tensor, torch.Tensor | None]
 """Of all experts, and their bias."""
@@ -25,7 +26,7 @@ def moe_experts(
     """
     chosen = experts.flatten()
     rows = x.float().repeat_interleave(experts.shape[1], 0)
-    inner = activation(_product(rows, gate_up, chosen))
+    inner = gated_activation(_product(rows, gate_up, chosen), activation)
     results = _product(inner, down, chosen).unflatten(0, experts.shape)
     return (weights[..., None] * results).sum(1).to(x.dtype)
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-
-from allotrope.ops.gated_activation.c_struct import CompiledGating
 
 
 @dataclass(frozen=True)
@@ -17,12 +14,3 @@ class MoeExpertsSpec:
     hidden: int
     width: int
     dtype: torch.dtype
-
-
-class GatedActivation(Protocol):
-    """act(gate) * up, as PyTorch computes it and as C takes it."""
-
-    @property
-    def compiled(self) -> CompiledGating: ...
-
-    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from allotrope.kernels.backend import Backend, Op, lazily, runs_anywhere
 from allotrope.kernels.chip import Chip
-from allotrope.kernels.triton_version import triton_reasons
+from allotrope.kernels.triton_version import needs_triton
 from allotrope.ops.moe_group import cpu, reference
 from allotrope.ops.moe_group.spec import MAX_EXPERTS, GroupSpec, TokenGroups
 
@@ -12,7 +12,7 @@ __all__ = ["MAX_EXPERTS", "MOE_GROUP", "GroupSpec", "TokenGroups"]
 
 
 def _triton_rejects(spec: GroupSpec, chip: Chip) -> list[str]:
-    reasons = triton_reasons(chip)
+    reasons = needs_triton(spec, chip)
     if spec.experts > MAX_EXPERTS:
         reasons.append(f"experts={spec.experts} (allowed: at most {MAX_EXPERTS})")
     return reasons
