@@ -22,7 +22,7 @@ from allotrope.engine.multiprocess_executor import OnDeath, Ranks, share_threads
 from allotrope.engine.observer import Observer
 from allotrope.engine.plan_report import ModelReport, describe
 from allotrope.engine.report import EngineLimits, EngineStats, numbered
-from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_scores
+from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_logprobs
 from allotrope.engine.sampling_defaults import Defaults, read_sampling_defaults, values_not_taken
 from allotrope.engine.scheduler import Row, Scheduler
 from allotrope.engine.seeds import derive_seed
@@ -33,8 +33,6 @@ from allotrope.env import keep_freed_memory
 from allotrope.errors import InvalidRequest, ModelError, Overloaded
 from allotrope.kernels.c.waiting import Waiting
 from allotrope.layers.decoder import Decoder
-from allotrope.ops.logprobs.reference import score_tokens
-from allotrope.ops.sampling.reference import sample
 from allotrope.request import FinishReason, Request, SequenceOutput, TokenLogprobs
 
 log = logging.getLogger("allotrope.engine")
@@ -91,6 +89,7 @@ class Engine:
         self.memory = memory
         log.info("%s", limits)
         self._blueprint = load_plan
+        self._sampler = load_plan.sampler()
         if log.isEnabledFor(logging.INFO):
             for line in self.report().lines():
                 log.info("%s", line)
@@ -352,8 +351,9 @@ class Engine:
             targets = seq.ids[start : min(start + len(logits), seq.prompt_len)]
             if seq.wants_prompt_logprobs and targets:
                 count = seq.request.params.prompt_logprobs or 0
-                scores = score_tokens(logits[: len(targets)], torch.tensor(targets, device=logits.device), count)
-                seq.prompt_logprobs.update(enumerate(read_scores(scores, [count] * len(targets)), start))
+                of = torch.tensor(targets, device=logits.device)
+                scores = self._sampler.gather_logprobs(logits[: len(targets)], of, count)
+                seq.prompt_logprobs.update(enumerate(read_logprobs(scores, [count] * len(targets)), start))
 
     def _choose(self, rows: Many[Row], parts: Many[torch.Tensor], logits: torch.Tensor) -> Flight | None:
         """Sample a token for every sequence whose tokens are all computed. `parts`: `logits`, row by row."""
@@ -365,7 +365,7 @@ class Engine:
             self._sampling = SamplingBatch(records, self.limits.vocab_size, self._device)
         if len(logits) != len(ready):
             logits = torch.cat([last for _, last in ready])
-        sampled = sample(logits, self._sampling.step())
+        sampled = self._sampler(logits, self._sampling.step())
         return send_off([seq for seq, _ in ready], self._sampling, sampled)
 
     def _land(self, flight: Flight) -> list[SequenceOutput]:

@@ -10,8 +10,8 @@ import torch
 
 from allotrope.engine.sampling_batch import SamplingBatch
 from allotrope.engine.sequence import Sequence
-from allotrope.ops.logprobs.reference import TokenScores
-from allotrope.ops.sampling.reference import Sampled
+from allotrope.ops.logprobs import LogprobsTensors
+from allotrope.ops.sampling.spec import Sampled
 from allotrope.request import TokenLogprobs
 
 
@@ -53,7 +53,7 @@ def send_off(seqs: Many[Sequence], batch: SamplingBatch, sampled: Sampled) -> Fl
     return Flight(tuple(seqs), places, sampled.token_ids, batch, on_host, arrived)
 
 
-def _scores_to_host(scores: TokenScores) -> TokenScores:
+def _scores_to_host(scores: LogprobsTensors) -> LogprobsTensors:
     columns = ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs")
     return replace(scores, **{name: _to_host(getattr(scores, name)) for name in columns})
 

@@ -35,6 +35,7 @@ from allotrope.layers.moe import Experts
 from allotrope.layers.parallel import Parallel
 from allotrope.ops.matmul.product import lasting_bytes
 from allotrope.ops.registry import registered_ops
+from allotrope.ops.sampling.sampler import Sampler
 
 log = logging.getLogger("allotrope.engine")
 
@@ -76,6 +77,10 @@ class LoadPlan:
     def meta_model(self) -> Decoder:
         """One rank's model, made without memory."""
         return _hollow(self.architecture, self.spec, self.build)
+
+    def sampler(self) -> Sampler:
+        """Chooses tokens, by the backends of this plan."""
+        return Sampler(self.build.chooser, self.spec.vocab_size)
 
 
 def resolve_load_plan(
@@ -234,6 +239,8 @@ def load_model(load_plan: LoadPlan, seed: int, asked: str = "auto") -> Decoder:
     else:
         fill_random(model, seed, build.parallel)
     finish(model)
+    # Chosen here, so that it is logged with the layers' backends.
+    load_plan.sampler()
     for line in backend_choices(model, build):
         log.info("%s", line)
     line = set_row_scales(model, checkpoint)

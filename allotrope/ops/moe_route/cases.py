@@ -1,4 +1,4 @@
-"""Cases of routing: rows cut out of wider ones, numbers of experts of no power of 2, groups that are not chosen from."""
+"""Cases of routing: rows cut out of wider ones, numbers of experts of no power of 2, groups."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def _spec(spec: RouteSpec, dtype: torch.dtype) -> RouteSpec:
     return spec
 
 
-def _route(
-    spec: RouteSpec, generator: torch.Generator, dtype: torch.dtype, device: torch.device
-) -> tuple[object, ...]:
+def _route(spec: RouteSpec, generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:
     draw = Draw(generator, device)
     logits = 3 * draw(dtype, 7, spec.experts + 5)[:, 3 : 3 + spec.experts]
     return logits, draw(dtype, spec.experts) if spec.correction else None, spec
