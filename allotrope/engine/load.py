@@ -26,8 +26,8 @@ from allotrope.config import EngineConfig
 from allotrope.engine.step_limits import GPU_TOKENS, StepLimits, StepRoom, cpu_limits, gpu_limits
 from allotrope.errors import ConfigError, ModelError
 from allotrope.kernels.backend import Chooser, parse_wanted
-from allotrope.kernels.chip import chip_of
-from allotrope.layers.backend_report import backend_choices
+from allotrope.kernels.chip import Chip, chip_of
+from allotrope.layers.backend_report import log_backends
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.model_spec import ModelSpec
@@ -89,11 +89,13 @@ def resolve_load_plan(
     *,
     preferred_tokens: int = GPU_TOKENS,
     available: int | None = None,
+    chip: Chip | None = None,
 ) -> LoadPlan:
     """Read the config; choose types, device and limits of a step; group the caches. Raises ModelError or ConfigError.
 
     `preferred_tokens`: of a step on a GPU, where the options name none and memory serves them. `available`: bytes for
-    weights, steps and caches; default: what is free on the device now.
+    weights, steps and caches; default: what is free on the device now. `chip`: to choose backends for, where it is
+    not the device's.
     """
     parallel = parallel or Parallel()
     checkpoint = open_checkpoint(
@@ -109,7 +111,7 @@ def resolve_load_plan(
         device,
         parallel,
         Chooser(
-            chip_of(device),
+            chip_of(device) if chip is None else chip,
             parse_wanted("attention_backend", config.attention_backend, FAMILIES)
             | parse_wanted("op_backend", config.op_backend, registered_ops()),
         ),
@@ -125,7 +127,7 @@ def resolve_load_plan(
     stated = weight_formats(checkpoint.config, checkpoint.source)
     unloadable = stated.unloadable if stated is not None else ""
     # What is planned alone is planned as it is released.
-    wanted = build.device.type == "cuda" or bool(unloadable)
+    wanted = build.chooser.chip.is_gpu or bool(unloadable)
     if config.quantized_weights == "keep" or (config.quantized_weights == "auto" and wanted):
         formats = kept_formats(WithoutRowScales(checkpoint), architecture, spec, build)
         build = dataclasses.replace(build, formats=formats)
@@ -241,8 +243,7 @@ def load_model(load_plan: LoadPlan, seed: int, asked: str = "auto") -> Decoder:
     finish(model)
     # Chosen here, so that it is logged with the layers' backends.
     load_plan.sampler()
-    for line in backend_choices(model, build):
-        log.info("%s", line)
+    log_backends(model, build, log)
     line = set_row_scales(model, checkpoint)
     if line:
         log.info("%s", line)

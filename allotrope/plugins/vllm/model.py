@@ -34,7 +34,7 @@ from allotrope.errors import ConfigError, ModelError
 from allotrope.kernels.backend import Chooser, parse_wanted
 from allotrope.kernels.chip import chip_of
 from allotrope.kernels.warmup import warm_up_steps
-from allotrope.layers.backend_report import backend_choices, uncaptured
+from allotrope.layers.backend_report import log_backends, uncaptured
 from allotrope.layers.build import Build
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.parallel import Parallel
@@ -319,8 +319,7 @@ class HostedModel(nn.Module):
 
     def _finish(self, given: WithoutRowScales | None = None) -> None:
         finish(self.decoder)
-        for choice in backend_choices(self.decoder, self.build):
-            log.info("allotrope: %s", choice)
+        log_backends(self.decoder, self.build, log, "allotrope: ")
         if self.build.device.type == "cuda" and (reasons := uncaptured(self.decoder)):
             log.info("allotrope: decode steps run without CUDA graphs: %s", "; ".join(reasons))
         line = set_row_scales(self.decoder, given)
