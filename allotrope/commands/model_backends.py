@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from allotrope.config import EngineConfig
 from allotrope.engine.load import resolve_load_plan
 from allotrope.engine.plan_report import has_weights
+from allotrope.engine.planned_backends import planned_backends
 from allotrope.errors import ConfigError
-from allotrope.kernels.backend import Chooser
 from allotrope.kernels.chip import CHIPS, CPU, Chip
-from allotrope.layers.backend_report import ChoiceReport, choice_reports, unused_lines
+from allotrope.layers.backend_report import ChoiceReport
 from allotrope.layers.parallel import Parallel
 
 
@@ -48,17 +48,12 @@ def model_backends(config: EngineConfig, chip: str | None = None) -> ModelBacken
         # Those of a hub id need not be downloaded for this.
         config = dataclasses.replace(config, load_format="dummy")
     load_plan = resolve_load_plan(config, Parallel(0, config.tensor_parallel_size), chip=named)
-    build = load_plan.build
-    # A chooser that has seen no other model.
-    build = dataclasses.replace(build, chooser=Chooser(build.chooser.chip, build.chooser.wanted))
-    load_plan = dataclasses.replace(load_plan, build=build)
-    model = load_plan.meta_model()
-    load_plan.sampler()
+    backends, unused = planned_backends(load_plan)
     return ModelBackends(
         model=config.model,
         architecture=next(iter(load_plan.checkpoint.config.get("architectures") or ["?"])),
-        chip=build.chooser.chip.arch,
-        dtype=str(build.dtype).removeprefix("torch."),
-        backends=choice_reports(model, build),
-        remarks=[*unused_lines(build), *([load_plan.unloadable] if load_plan.unloadable else [])],
+        chip=load_plan.build.chooser.chip.arch,
+        dtype=str(load_plan.build.dtype).removeprefix("torch."),
+        backends=backends,
+        remarks=[*unused, *([load_plan.unloadable] if load_plan.unloadable else [])],
     )
