@@ -32,9 +32,7 @@ from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep, Step
 from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.gated_activation.reference import activate
-from allotrope.ops.rope.reference import RopeSpec
-
-PER_LAYER = "per_layer_inputs"
+from allotrope.ops.rope import RopeSpec
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,9 @@ class Gemma4Layer(SandwichLayer):
         out_norm = self.ffn_out_norm
         if self.per_layer:
             x = x + out_norm(y)
-            own = here.step.notes[PER_LAYER][:, self.index]
+            per_layer_inputs = here.step.per_layer_inputs
+            assert per_layer_inputs is not None, "the decoder sets them before its layers"
+            own = per_layer_inputs[:, self.index]
             y = self.per_layer_out(activate(self.per_layer_gate(x), "gelu_tanh") * own)
             out_norm = self.per_layer_norm
         return following.add(y, x, out_norm, self.scalar)
@@ -156,7 +156,7 @@ class Gemma4Decoder(Decoder):
         """Hidden states [T, hidden] of the step's tokens, after the final norm."""
         x = self.embedding(step.ids)
         if self.per_layer is not None:
-            step.notes[PER_LAYER] = self.per_layer(step.ids, x)
+            step.per_layer_inputs = self.per_layer(step.ids, x)
         return self.through_layers(x, step)
 
 

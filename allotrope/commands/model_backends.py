@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from allotrope.config import EngineConfig
-from allotrope.engine.load import resolve_load_plan
+from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.plan_report import has_weights
 from allotrope.engine.planned_backends import planned_backends
 from allotrope.errors import ConfigError
@@ -55,5 +55,5 @@ def model_backends(config: EngineConfig, chip: str | None = None) -> ModelBacken
         chip=load_plan.build.chooser.chip.arch,
         dtype=str(load_plan.build.dtype).removeprefix("torch."),
         backends=backends,
-        remarks=[*unused, *([load_plan.unloadable] if load_plan.unloadable else [])],
+        remarks=unused,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from allotrope.engine.load import LoadPlan
+from allotrope.engine.load_plan import LoadPlan
 from allotrope.kernels.backend import Chooser
 from allotrope.layers.backend_report import ChoiceReport, choice_reports, unused_lines
 

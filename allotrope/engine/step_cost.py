@@ -23,7 +23,7 @@ from allotrope.attention.gdn import GdnSpec
 from allotrope.attention.gdn.spec import KERNEL_CHUNK
 from allotrope.attention.mha import MhaSpec
 from allotrope.attention.mla import MlaSpec
-from allotrope.engine.load import LoadPlan
+from allotrope.engine.load_plan import LoadPlan
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.embedding import Embedding, Head
 from allotrope.layers.linear import Linear, RowLinear
@@ -32,13 +32,9 @@ from allotrope.layers.moe import Experts
 from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import placement_of
 from allotrope.layers.router import Router, RouterSpec
-from allotrope.ops.matmul.product import CODES, SCALES, lasting_bytes
-from allotrope.ops.matmul.quantized_weight import ACTIVATION_RUN, FP4_RUN, Format
+from allotrope.layers.weights import SCALES, format_of, packed_bytes
 
 EXPERTS, DENSE, HEAD, REST = "experts", "dense", "head", "rest"
-_FORMATS = {
-    one.code_dtype: one for one in (Format("fp8", ACTIVATION_RUN), Format("mxfp4", FP4_RUN), Format("int4", FP4_RUN))
-}
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class StepWork:
         for module, kind in modules_by_class(model):
             router = routers.get(id(module))
             key = (kind, 1.0 if router is None else router.topk / router.experts)
-            self._weights[key] = self._weights.get(key, Work()) + _weights(module, kind, load_plan.build.device)
+            self._weights[key] = self._weights.get(key, Work()) + _weights(module, kind)
 
     def __call__(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> dict[str, Work]:
         """The work of a step, by class; classes that the model lacks are left out.
@@ -153,8 +149,8 @@ def _routers(model: Decoder) -> dict[int, RouterSpec]:
     return found
 
 
-def _weights(module: nn.Module, kind: str, device: torch.device) -> Work:
-    """What a module's own parameters take on `device`, and their products with one row."""
+def _weights(module: nn.Module, kind: str) -> Work:
+    """What a module's own parameters take, and their products with one row."""
     total = Work()
     if isinstance(module, Embedding):
         # A few rows of it.
@@ -164,13 +160,13 @@ def _weights(module: nn.Module, kind: str, device: torch.device) -> Work:
         if placement_of(parameter).below:
             # A table to look up a few rows in.
             continue
-        total += Work(lasting_bytes(name, parameter, device))
+        total += Work(packed_bytes(parameter))
         # A family's formula has the products with its own parameters.
         product = parameter.dim() == (3 if experts else 2) and kind in (EXPERTS, DENSE, HEAD, REST)
         if product and not name.endswith(SCALES):
-            format = _FORMATS[parameter.dtype] if name.endswith(CODES) else None
-            flops = 2 * parameter.numel() * (1 if format is None else format.packed)
-            total += Work(0, flops, flops if format is not None and format.kind == "fp8" else 0)
+            format = format_of(parameter)
+            flops = 2 * parameter.numel() * format.pack_factor
+            total += Work(0, flops, flops if format.name == "fp8" else 0)
     return total
 
 

@@ -16,6 +16,8 @@ from allotrope.kernels.triton_version import triton_reasons
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
 
+log = logging.getLogger("allotrope.layers")
+
 
 @dataclass(frozen=True)
 class ChoiceReport:
@@ -79,14 +81,12 @@ def backend_choices(model: Decoder, build: Build) -> list[str]:
     return [*map(str, choice_reports(model, build)), *unused_lines(build)]
 
 
-def log_backends(model: Decoder, build: Build, log: logging.Logger, prefix: str = "") -> None:
-    """Log every choice behind `prefix`; warn of a GPU that runs without the kernels made for it."""
+def warn_without_kernels(build: Build) -> None:
+    """Warn of a GPU that runs without the kernels made for it."""
     chip = build.chooser.chip
     reasons = triton_reasons(chip) if chip.is_gpu else []
     if reasons:
-        log.warning("%slayers run at less than full speed, by PyTorch alone: %s", prefix, "; ".join(reasons))
-    for line in backend_choices(model, build):
-        log.info("%s%s", prefix, line)
+        log.warning("layers run at less than full speed, by PyTorch alone: %s", "; ".join(reasons))
 
 
 def uncaptured(model: Decoder) -> list[str]:

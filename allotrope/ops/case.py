@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from allotrope.kernels.backend import Backend
+from allotrope.ops.matmul.weight import Weight
+
 FP32_AND_BF16 = (torch.float32, torch.bfloat16)
 
 
@@ -35,6 +38,15 @@ class OpCase:
 
 Cases = Mapping[str, Mapping[str, OpCase]]
 """Name of the operation -> name of the case -> case."""
+
+
+def arguments_of(
+    case: OpCase, backend: Backend, generator: torch.Generator, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, ...]:
+    """What `case.make` returns, with stored weights packed as `backend` reads them, where it packs."""
+    pack = getattr(backend, "pack", None)
+    made = case.make(generator, dtype, device)
+    return made if pack is None else tuple(pack(one) if isinstance(one, Weight) else one for one in made)
 
 
 class Draw:

@@ -6,7 +6,7 @@ for case in registered_cases()["rms_norm"].values():
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from allotrope.kernels.backend import Backend, Op
 from allotrope.kernels.chip import Chip
 from allotrope.kernels.tolerance import KINDS, compare
-from allotrope.ops.case import OpCase
+from allotrope.ops.case import OpCase, arguments_of
+from allotrope.ops.matmul.weight import Weight
 from allotrope.ops.registry import registered_cases, registered_ops
 
 SEED = 20
@@ -50,8 +51,8 @@ def check_op(op: Op, backend: Backend, case: OpCase, dtype: torch.dtype, device:
     Floating-point outputs are held against what the reference returns for arguments that are widened to fp32. Integers
     must be equal, in however many bits they are kept.
     """
-    reference = op.backends[-1].run
-    got, want = outputs(backend.run, case, dtype, device), outputs(reference, case, dtype, device)
+    reference = op.backends[-1]
+    got, want = outputs(backend, case, dtype, device), outputs(reference, case, dtype, device)
     exact = outputs(reference, case, dtype, device, widen=True)
     if len(got) != len(want):
         return [f"{len(got)} tensors; wanted {len(want)}"]
@@ -60,19 +61,22 @@ def check_op(op: Op, backend: Backend, case: OpCase, dtype: torch.dtype, device:
 
 
 def outputs(
-    run: Callable[..., Any], case: OpCase, dtype: torch.dtype, device: torch.device, *, widen: bool = False
+    backend: Backend, case: OpCase, dtype: torch.dtype, device: torch.device, *, widen: bool = False
 ) -> list[torch.Tensor]:
     """What a backend returns, and its arguments after it: it may have written into them. `widen`: give it fp32."""
-    arguments = case.make(torch.Generator().manual_seed(SEED), dtype, device)
+    arguments = arguments_of(case, backend, torch.Generator().manual_seed(SEED), dtype, device)
     if widen:
         arguments = _widened(arguments, dtype)
-    return list(_tensors((run(*arguments), arguments)))
+    return list(_tensors((backend.run(*arguments), arguments)))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in results or arguments, in one order."""
     if isinstance(value, torch.Tensor):
         yield value
+    elif isinstance(value, Weight):
+        # Each backend has its own form of one.
+        return
     elif isinstance(value, (tuple, list)):
         for one in value:
             yield from _tensors(one)

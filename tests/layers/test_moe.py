@@ -11,13 +11,13 @@ import torch
 from allotrope.checkpoint.weights import finish
 from allotrope.kernels.backend import Chooser
 from allotrope.kernels.chip import CPU
-from allotrope.layers import linear
 from allotrope.layers.build import Build
 from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.moe import Moe, MoeSpec
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.router import RouterSpec
 from allotrope.ops.gated_activation import GatedActivation
+from allotrope.ops.matmul import onednn
 from allotrope.ops.moe_route import reference
 
 HIDDEN, WIDTH, EXPERTS, VOCABULARY = 16, 8, 12, 50
@@ -143,7 +143,7 @@ def check(router: RouterSpec, tokens: int = 40, **numbers: Any) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["in one call", "one by one"])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_routers(name: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "SMALLEST_PACKED", 1 if packed else 1 << 18)
+    monkeypatch.setattr(onednn, "MIN_NUMBERS", 1 if packed else 1 << 18)
     check(ROUTERS[name])
 
 
@@ -160,7 +160,7 @@ def test_routers(name: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> No
     ids=["bias and clamps", "gelu", "clamped shared", "shared", "gated shared"],
 )
 def test_experts(numbers: dict[str, Any], packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "SMALLEST_PACKED", 1 if packed else 1 << 18)
+    monkeypatch.setattr(onednn, "MIN_NUMBERS", 1 if packed else 1 << 18)
     check(ROUTERS["sigmoid"], **numbers)
 
 

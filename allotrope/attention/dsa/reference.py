@@ -1,11 +1,12 @@
-"""Latent attention over picked rows, written to be read: the definition that every kernel is held against.
+"""Sparse latent attention over paged caches: the definition of `naive.py` with the signature of the kernels.
 
-Query t attends, as in latent attention, to S_t alone: the rows that its indexer picked, or all rows up to its own where
-those are no more than `topk`.
+Query t attends, as in latent attention, to K_t alone: the top-k of its indexer's scores, or all tokens up to its own
+where those are no more than `topk`.
 
-    o_t,h = W_UV_h sum_{s in S_t} exp(l_s) c_s / sum_{s in S_t} exp(l_s)
+    o_t,h = W_UV_h sum_{s in K_t} exp(l_s) c_s / sum_{s in K_t} exp(l_s)
 
-Always absorbed: neighbouring queries pick different rows, so that no key would be expanded for more than one of them.
+Queries with sparse indices are always absorbed: neighbouring queries have different indices, so that a decompressed key
+would serve one of them.
 Source: DeepSeek-AI 2025 (DeepSeek-V3.2), section 2.
 """
 
@@ -43,13 +44,13 @@ def run(
     picks: torch.Tensor | None = None,
     kv_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Store the step's rows, pick (or take over what was picked), then attend.
+    """Store the step's rows, select top-k indices (or take those of an earlier layer), then attend.
 
-    `q_nope`: [T, H, P]. `q_pe`: [T, H, R] rotated. `c`: [T, C] normed. `k_pe`: [T, R] rotated. `w_uk`: [H, P, C].
-    `w_uv`: [H, V, C]. With an indexer: `index_q`: [T, heads, d] rotated, `index_k`: [T, d] normed and rotated,
-    `index_weights`: [T, heads]. Without: `picks`: [T, K] int64, as the last layer with an indexer returned it in this
-    step. `kv_scale`: as in mla. Returns [T, H, V] in `q_nope`'s type, and the picks. Raises ValueError if what the
-    layer needs is missing.
+    `q_nope`: [T, H, Dn]. `q_pe`: [T, H, R] rotated. `c`: [T, C] normed. `k_pe`: [T, R] rotated. `w_uk`: [H, Dn, C].
+    `w_uv`: [H, Dv, C]. With an indexer: `index_q`: [T, Hi, Di] rotated, `index_k`: [T, Di] normed and rotated,
+    `index_weights`: [T, Hi]. Without: `picks`: [T, topk] int64, the top-k indices that the last layer with an indexer
+    returned in this step. `kv_scale`: as in mla. Returns [T, H, Dv] in `q_nope`'s type, and the top-k indices. Raises
+    ValueError if a tensor that the layer needs is missing.
     """
     out = mla.run(spec.mla, plan.dense, caches, q_nope, q_pe, c, k_pe, w_uk, w_uv, kv_scale)
     if spec.indexer is not None:
@@ -75,9 +76,9 @@ def attend_picked(
     picks: torch.Tensor,
     kv_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Attention in the latent, every query over rows of its own.
+    """Attention in the latent, every query over its own sparse indices.
 
-    `q`: [t, H, C + R] absorbed. `picks`: [t, K] positions, -1 for none. Returns [t, H, C] fp32.
+    `q`: [t, H, C + R] absorbed. `picks`: [t, topk] positions, -1 for none. Returns [t, H, C] fp32.
     """
     z = q.new_empty(*q.shape[:2], spec.latent_dim)
     size = max(1, GATHERED_ROWS // picks.shape[1])
@@ -95,7 +96,7 @@ def attend_picked(
 def pool_rows(pickers: Pickers, picks: torch.Tensor, block: slice) -> torch.Tensor:
     """Positions to rows of the latent pool, through the page table of each query's own request; row 0 for -1.
 
-    `picks`: [n, K], those of the queries `block` of `pickers`.
+    `picks`: [n, topk], those of the queries `block` of `pickers`.
     """
     position = picks.clamp(min=0)
     size = pickers.pages.page_size

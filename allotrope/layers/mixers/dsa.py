@@ -16,11 +16,11 @@ from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.mixers.mla import LatentProjection, MlaMixerSpec, Projected
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
-from allotrope.ops.mla_rope.reference import LayerNorm, turn
-from allotrope.ops.rope.reference import RopeSpec
+from allotrope.ops.mla_rope import MLA_ROPE, LayerNorm, MlaRopeSpec
+from allotrope.ops.rope import ROPE_COS_SIN, RopeSpec
 
 PICKS = "picks"
-"""The note under which a layer with an indexer leaves its picks to those behind it that have none."""
+"""The family's argument for the top-k indices of an earlier layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +73,9 @@ class DsaMixer(nn.Module):
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
         projected = self.latent(x, here)
-        notes = here.step.notes
-        extra = {PICKS: notes[PICKS]} if self.indexer is None else self.indexer(projected, here)
-        attended, notes[PICKS] = self.backend.run(
+        step = here.step
+        extra = {PICKS: step.topk_indices} if self.indexer is None else self.indexer(projected, here)
+        attended, step.topk_indices = self.backend.run(
             self.spec, here.plan, here.caches, **projected.tokens, **self.latent.up, **extra, **self.row_scales
         )
         return self.out(attended.flatten(1))
@@ -87,6 +87,9 @@ class Indexer(nn.Module):
     def __init__(self, spec: DsaMixerSpec, indexer: IndexerSpec, build: Build) -> None:
         super().__init__()
         self.rope, self.eps = spec.index_rope, spec.index_norm_eps
+        if spec.index_rope is not None:
+            build.chooser.choose(ROPE_COS_SIN, spec.index_rope)
+        self._rope = build.chooser.choose(MLA_ROPE, MlaRopeSpec(spec.index_rope, build.dtype)).run
         self.heads, self.dim = indexer.num_heads, indexer.head_dim
         placement = Placement((Section("", indexer.head_dim),))
         self.k_norm_weight = parameter((indexer.head_dim,), placement, torch.float32, build.device)
@@ -97,6 +100,6 @@ class Indexer(nn.Module):
         k, weights = projected.from_x
         q = projected.from_q[0].unflatten(-1, (self.heads, self.dim))
         rotation = None if self.rope is None else here.step.rotation(self.rope, k.dtype)
-        rows = turn(q, k, rotation, LayerNorm(self.k_norm_weight, self.k_norm_bias, self.eps))
+        rows = self._rope(q, k, rotation, LayerNorm(self.k_norm_weight, self.k_norm_bias, self.eps))
         # In fp32: weights of both signs are summed up, and small differences decide.
         return {"index_q": rows[:, :-1], "index_k": rows[:, -1], "index_weights": weights.float() * self.heads**-0.5}

@@ -19,8 +19,8 @@ from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
 from allotrope.ops.gated_activation import SIGMOID_GATE, SigmoidGateSpec
-from allotrope.ops.qk_norm_rope.reference import HeadSpec, Rows
-from allotrope.ops.rope.reference import RopeSpec, rotate
+from allotrope.ops.qk_norm_rope import HeadSpec, Rows
+from allotrope.ops.rope import APPLY_ROPE, ROPE_COS_SIN, ApplyRopeSpec, RopeSpec
 
 _rope_store = lazily("allotrope.ops.qk_norm_rope.triton", "rope_store")
 
@@ -78,6 +78,10 @@ class MhaMixer(nn.Module):
     def __init__(self, spec: MhaMixerSpec, build: Build) -> None:
         super().__init__()
         self.rope = spec.rope
+        self._apply_rope = None
+        if spec.rope is not None:
+            build.chooser.choose(ROPE_COS_SIN, spec.rope)
+            self._apply_rope = build.chooser.choose(APPLY_ROPE, ApplyRopeSpec(build.dtype)).run
         self.spec = attention_of(spec, build)
         backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
         # Of FP8 rows, by the argument's name; none for others.
@@ -143,8 +147,8 @@ class MhaMixer(nn.Module):
             qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), dim=1)
         elif self.q_norm is not None:
             qk = self.q_norm(qk)
-        if self.rope is not None:
-            qk = rotate(qk, here.step.rotation(self.rope, x.dtype))
+        if self.rope is not None and self._apply_rope is not None:
+            qk = self._apply_rope(qk, here.step.rotation(self.rope, x.dtype))
         k = qk[:, heads:] if self.owns_rows else None
         attended = self.backend.run(spec, here.plan, here.caches, qk[:, :heads], k, v, self.sinks, **self.row_scales)
         return self._out(attended, gate)

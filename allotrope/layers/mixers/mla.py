@@ -17,8 +17,8 @@ from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
-from allotrope.ops.mla_rope.reference import turn
-from allotrope.ops.rope.reference import RopeSpec
+from allotrope.ops.mla_rope import MLA_ROPE, MlaRopeSpec
+from allotrope.ops.rope import ROPE_COS_SIN, RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,9 @@ class LatentProjection(nn.Module):
     ) -> None:
         super().__init__()
         self.rope, self.latent_dim = spec.rope, spec.latent_dim
+        if spec.rope is not None:
+            build.chooser.choose(ROPE_COS_SIN, spec.rope)
+        self._rope = build.chooser.choose(MLA_ROPE, MlaRopeSpec(spec.rope, build.dtype)).run
         self.nope_dim, self.rope_dim = spec.nope_dim, spec.rope_dim
         head_dim = spec.nope_dim + spec.rope_dim
         q, row = Section("q", spec.num_heads * head_dim, head_dim), Section("kv_a", spec.latent_dim + spec.rope_dim)
@@ -104,7 +107,7 @@ class LatentProjection(nn.Module):
         q = first.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
         c = self.kv_a_norm(row[:, : self.latent_dim])
         rotation = None if self.rope is None else here.step.rotation(self.rope, x.dtype)
-        rotated = turn(q[..., self.nope_dim :], row[:, self.latent_dim :], rotation)
+        rotated = self._rope(q[..., self.nope_dim :], row[:, self.latent_dim :], rotation)
         tokens = {"q_nope": q[..., : self.nope_dim], "q_pe": rotated[:, :-1], "c": c, "k_pe": rotated[:, -1]}
         return Projected(tokens, from_x, from_q)
 
