@@ -63,7 +63,8 @@ def choice_reports(model: Decoder, build: Build) -> list[ChoiceReport]:
         if choice.op not in FAMILIES:
             numbers_of = tuple(_numbers(choice.spec))
             reports.append(ChoiceReport(choice.op, "", numbers_of, choice.backend.name, choice.passed_over))
-    return reports
+    # Specs that differ by a factor alone read the same.
+    return list({str(report): report for report in reports}.values())
 
 
 def unused_lines(build: Build) -> list[str]:

@@ -24,7 +24,7 @@ from allotrope.architectures.qwen3_next import tiny_qwen3_next
 from allotrope.config import EngineConfig
 from allotrope.engine import warmup as warmup_module
 from allotrope.engine.engine import Engine
-from allotrope.engine.load_plan import resolve_load_plan
+from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.step import DecodeShape
 from allotrope.engine.warmup import warm_up
 from allotrope.engine.worker import Worker
@@ -152,7 +152,7 @@ def test_a_rehearsal_that_fails_is_told_and_the_engine_goes_on(
 
     tokens = run(engine(model, **OPTIONS), ASKED)
     running = engine(model, **OPTIONS)
-    monkeypatch.setattr(warmup_module, "sample", fail)
+    monkeypatch.setattr(LoadPlan, "sampler", lambda load_plan: fail)
     with caplog.at_level(logging.INFO, "allotrope"):
         warmed_up(running)
     (told,) = [record for record in caplog.records if "warm-up" in record.getMessage()]
