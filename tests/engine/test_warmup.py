@@ -28,7 +28,6 @@ from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.step import DecodeShape
 from allotrope.engine.warmup import warm_up
 from allotrope.engine.worker import Worker
-from allotrope.ops import device_kernels
 from allotrope.request import SamplingParams
 
 CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -68,14 +67,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
     for name in (
         "kernels.triton_version",
-        "ops.device_kernels",
         "attention.mha.family",
         "attention.gdn.family",
     ):
         monkeypatch.setattr(f"allotrope.{name}.triton_reasons", lambda device: [])
-    device_kernels.device_kernels.cache_clear()
     yield launched
-    device_kernels.device_kernels.cache_clear()
 
 
 def warmed_up(running: Engine, decode: DecodeShape | None = None) -> None:
