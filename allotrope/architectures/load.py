@@ -18,7 +18,7 @@ from allotrope.architectures.registry import Architecture
 from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.checkpoint.dequantize import dequantized
 from allotrope.checkpoint.weights import Loader, LoadReport, fill_random, finish
-from allotrope.layers.backend_report import backend_choices
+from allotrope.layers.backend_report import backend_choices, warn_without_kernels
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.model_spec import ModelSpec
@@ -71,6 +71,7 @@ def load_decoder(
         for line in _read_lines(report, build, time.monotonic() - started, quantized_weights):
             log(line)
     finish(decoder)
+    warn_without_kernels(build)
     for line in backend_choices(decoder, build):
         log(line)
     if line := set_row_scales(decoder, source):

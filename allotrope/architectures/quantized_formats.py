@@ -16,6 +16,7 @@ from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.checkpoint.dequantize import QuantizedView, dequantized
 from allotrope.checkpoint.weight_formats import WeightFormats, weight_formats
 from allotrope.checkpoint.weights import Rule, filled
+from allotrope.kernels.backend import Chooser
 from allotrope.layers.build import Build, Formats
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.ops.matmul.weight import Format
@@ -30,7 +31,9 @@ def kept_formats(checkpoint: Checkpoint, architecture: Architecture, spec: Model
     stated = weight_formats(checkpoint.config, checkpoint.source)
     if checkpoint.has_weights or stated is None:
         return stored_formats(dequantized(checkpoint), rules)
-    model = architecture.decoder(spec, dataclasses.replace(build, device=torch.device("meta")))
+    # A chooser of its own: what plain weights would run by is nobody's choice.
+    chooser = Chooser(build.chooser.chip, build.chooser.wanted)
+    model = architecture.decoder(spec, dataclasses.replace(build, device=torch.device("meta"), chooser=chooser))
     return stated_formats(stated, rules, [name for name, _ in model.named_parameters()])
 
 

@@ -1,4 +1,4 @@
-"""What this installation knows: its families, and the architectures made of them.
+"""What this installation knows: its families and operations, and the architectures made of them.
 
 Owns the copy in the user's cache, so that listing them needs no torch. The copy says of which source files it was made:
 another version of any of them is read anew. It must not hold a list of its own.
@@ -19,7 +19,7 @@ from allotrope.env import cache_folder
 
 @dataclass(frozen=True)
 class FamilyEntry:
-    """`backends`: best first. `about`: what the family is, in a line."""
+    """A family or an operation. `backends`: best first. `about`: what it is, in a line."""
 
     name: str
     backends: list[str]
@@ -28,9 +28,10 @@ class FamilyEntry:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """`architectures`: the families of each."""
+    """`operations`: all but attention. `architectures`: the families of each."""
 
     families: list[FamilyEntry]
+    operations: list[FamilyEntry]
     architectures: dict[str, list[str]]
 
 
@@ -41,7 +42,8 @@ def catalogue() -> Catalogue:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         kept = json.loads(file.read_text())
         if kept.pop("sources") == sources:
-            return Catalogue([FamilyEntry(**family) for family in kept["families"]], dict(kept["architectures"]))
+            families, operations = ([FamilyEntry(**one) for one in kept[key]] for key in ("families", "operations"))
+            return Catalogue(families, operations, dict(kept["architectures"]))
     found = _read()
     # A cache that cannot be written makes the next call as slow as this one, no more.
     with contextlib.suppress(OSError):
@@ -65,12 +67,16 @@ def _read() -> Catalogue:
 
     from allotrope.architectures.registry import ARCHITECTURES
     from allotrope.attention.registry import FAMILIES
+    from allotrope.ops.registry import registered_ops
 
     families = []
     for name, family in FAMILIES.items():
         about = (import_module(f"allotrope.attention.{name}").__doc__ or "").partition("\n")[0]
         families.append(FamilyEntry(name, [backend.name for backend in family.backends], about))
-    return Catalogue(families, {architecture: _families_of(architecture) for architecture in ARCHITECTURES})
+    operations = [
+        FamilyEntry(op.name, [one.name for one in op.backends], op.summary) for op in registered_ops().values()
+    ]
+    return Catalogue(families, operations, {architecture: _families_of(architecture) for architecture in ARCHITECTURES})
 
 
 def _families_of(architecture: str) -> list[str]:

@@ -60,7 +60,7 @@ class Engine:
         )
         seconds = config.step_log_seconds
         self._loop = StepLoop(
-            *(self._executor, self._requests, copies, self.limits.vocab_size, self._device),
+            *(self._executor, self._requests, copies, load_plan.sampler(), self.limits.vocab_size, self._device),
             async_scheduling=uses_async_scheduling(config, self._device.type, observed=observer is not None),
             observer=observer,
             step_log=None if seconds is None else StepLog(self._executor, load_plan, seconds),

@@ -10,8 +10,8 @@ import torch
 
 from allotrope.engine.sampling_batch import SamplingBatch
 from allotrope.engine.sequence import Sequence
-from allotrope.ops.logprobs.reference import TokenScores
-from allotrope.ops.sampling.reference import Sampled
+from allotrope.ops.logprobs import LogprobsTensors
+from allotrope.ops.sampling.spec import Sampled
 from allotrope.request import TokenLogprobs
 
 
@@ -55,7 +55,7 @@ def start_copy(seqs: abc.Sequence[Sequence], batch: SamplingBatch, sampled: Samp
     return InFlightStep(tuple(seqs), indices, sampled.token_ids, batch, on_host, copied)
 
 
-def _scores_to_host(scores: TokenScores) -> TokenScores:
+def _scores_to_host(scores: LogprobsTensors) -> LogprobsTensors:
     columns = ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs")
     return replace(scores, **{name: _to_host(getattr(scores, name)) for name in columns})
 

@@ -17,6 +17,8 @@ def load_model(load_plan: LoadPlan, seed: int, quantized_weights: str = "auto") 
     `quantized_weights`: the option, which the log names where weights are dequantized. Raises ModelError for weights
     that can only be planned, and for those that do not fit the architecture.
     """
+    # Chosen here, so that it is logged with the layers' backends.
+    load_plan.sampler()
     checkpoint = load_plan.checkpoint
     return load_decoder(
         make_decoder(load_plan.architecture, load_plan.spec, load_plan.build),

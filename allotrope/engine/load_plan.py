@@ -21,12 +21,13 @@ from allotrope.engine.memory import free_memory, utilization, weight_bytes_of
 from allotrope.engine.step_limits import GPU_TOKENS, StepLimits, StepRoom, cpu_limits, gpu_limits
 from allotrope.errors import ConfigError
 from allotrope.kernels.backend import Chooser, parse_wanted
-from allotrope.kernels.chip import chip_of
+from allotrope.kernels.chip import Chip, chip_of
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.parallel import Parallel
 from allotrope.ops.registry import registered_ops
+from allotrope.ops.sampling.sampler import Sampler
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KV_DTYPES = {**_DTYPES, "fp8": torch.float8_e4m3fn, "fp8_ds_mla": torch.float8_e4m3fn}
@@ -52,6 +53,10 @@ class LoadPlan:
     limits: StepLimits
     weight_bytes: int
 
+    def sampler(self) -> Sampler:
+        """Chooses tokens, by the backends of this plan."""
+        return Sampler(self.build.chooser, self.spec.vocab_size)
+
     @property
     def step_tokens(self) -> int:
         """Most tokens of a step."""
@@ -73,6 +78,7 @@ def resolve_load_plan(
     *,
     preferred_tokens: int = GPU_TOKENS,
     available: int | None = None,
+    chip: Chip | None = None,
 ) -> LoadPlan:
     """Read the config; choose types, device and limits of a step; group the caches. Raises ModelError or ConfigError.
 
@@ -84,14 +90,15 @@ def resolve_load_plan(
         config.model, revision=config.revision, load_format=config.load_format, hf_overrides=config.hf_overrides
     )
     architecture, spec = read_spec(checkpoint.config, checkpoint.source)
-    build = _build(config, parallel, checkpoint)
+    build = _build(config, parallel, checkpoint, chip)
     if config.max_model_len is not None and config.max_model_len > spec.context:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is more than the {spec.context} tokens that {checkpoint.source} "
             f"was made for. Give at most that."
         )
     specs = attention_specs(spec, build, checkpoint.source)
-    if keeps_quantized(config.quantized_weights, build.device):
+    kept_on = torch.device("cuda" if build.chooser.chip.is_gpu else "cpu")
+    if keeps_quantized(config.quantized_weights, kept_on):
         build = quantized_build(checkpoint, architecture, spec, build)
     shares = {i: layer.mixer.shares_cache_of for i, layer in enumerate(spec.layers)}
     owners = {i: owner for i, owner in shares.items() if owner is not None}
@@ -113,7 +120,7 @@ def resolve_load_plan(
     return LoadPlan(checkpoint, architecture, spec, build, specs, owners, groups, max_model_len, limits, weight_bytes)
 
 
-def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint) -> Build:
+def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint, chip: Chip | None) -> Build:
     dtype = _dtype(config.dtype, checkpoint)
     device = device_named(config.device, parallel.rank)
     wanted = parse_wanted("attention_backend", config.attention_backend, FAMILIES)
@@ -123,7 +130,7 @@ def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint) -> 
         dtype if config.kv_cache_dtype == "auto" else _KV_DTYPES[config.kv_cache_dtype],
         device,
         parallel,
-        Chooser(chip_of(device), wanted),
+        Chooser(chip_of(device) if chip is None else chip, wanted),
         "scaled" if config.kv_cache_dtype == "fp8_ds_mla" else "plain",
         _DTYPES.get(config.state_dtype, torch.float32),
     )

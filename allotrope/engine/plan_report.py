@@ -143,7 +143,7 @@ def report_model(config: EngineConfig, memory: int | None = None) -> ModelReport
 
     Raises ModelError or ConfigError if the model cannot be served at all, whatever the memory.
     """
-    if not _has_weights(config):
+    if not has_weights(config):
         # Those of a hub id need not be downloaded for this.
         config = dataclasses.replace(config, load_format="dummy")
     report = _try(config, config.tensor_parallel_size, memory)
@@ -163,7 +163,7 @@ def report_model(config: EngineConfig, memory: int | None = None) -> ModelReport
     return report
 
 
-def _has_weights(config: EngineConfig) -> bool:
+def has_weights(config: EngineConfig) -> bool:
     """Whether the weights lie on this machine, all of them, so that their headers say how they are stored."""
     if not Path(config.model).expanduser().exists():
         return False

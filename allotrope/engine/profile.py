@@ -19,7 +19,7 @@ from allotrope.engine.scheduler import PROMPT_LOGPROBS_CHUNK
 from allotrope.engine.step import Runner
 from allotrope.kernels.chip import free_memory
 from allotrope.layers.decoder import Decoder
-from allotrope.ops.sampling.reference import RandomRows, SamplingStep, sample
+from allotrope.ops.sampling.spec import RandomRows, SamplingStep
 
 log = logging.getLogger("allotrope.engine")
 
@@ -37,7 +37,7 @@ def measure_peak(model: Decoder, load_plan: LoadPlan, config: EngineConfig) -> i
     before = torch.cuda.memory_allocated(device)
     runner.run(StepPlan(rows))
     hidden = torch.zeros(load_plan.max_num_seqs, model.spec.hidden, dtype=model.embedding.weight.dtype, device=device)
-    sample(model.logits(hidden), largest_sampling_step(load_plan.max_num_seqs, device))
+    load_plan.sampler()(model.logits(hidden), largest_sampling_step(load_plan.max_num_seqs, device))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del runner, arena, hidden

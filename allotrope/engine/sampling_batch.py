@@ -15,8 +15,16 @@ import torch
 from numpy.typing import NDArray
 
 from allotrope.engine.seeds import stream_keys, uniforms
-from allotrope.ops.logprobs.reference import TokenScores
-from allotrope.ops.sampling.reference import Edits, Penalties, RandomRows, Sampled, SamplingStep, TokenBias, TokenMask
+from allotrope.ops.logprobs import LogprobsTensors
+from allotrope.ops.sampling.spec import (
+    LogitsProcessors,
+    Penalties,
+    RandomRows,
+    Sampled,
+    SamplingStep,
+    TokenBias,
+    TokenMask,
+)
 from allotrope.request import SamplingParams, TokenLogprobs
 
 
@@ -117,7 +125,7 @@ class SamplingBatch:
             return _RandomGroup([self.rows[i] for i in members], members, [top_ks[i] for i in members], device)
 
         self._greedy = self._indices(greedy) if greedy else None
-        self._whole = group([i for i in random if not top_ks[i] and params[i].top_p == 1.0])
+        self._untruncated = group([i for i in random if not top_ks[i] and params[i].top_p == 1.0])
         self._truncated = group([i for i in random if top_ks[i] or params[i].top_p < 1.0])
         self._penalised = [i for i, p in enumerate(params) if _has_penalty(p)]
         self._bias = self._token_bias()
@@ -135,9 +143,9 @@ class SamplingBatch:
         """What to sample now, at the rows' present `output_ids`."""
         return SamplingStep(
             greedy=self._greedy,
-            whole=self._whole.step() if self._whole else None,
+            untruncated=self._untruncated.step() if self._untruncated else None,
             truncated=self._truncated.step() if self._truncated else None,
-            edits=Edits(self._penalties(), self._bias, self._allowed, self._forbidden()),
+            processors=LogitsProcessors(self._penalties(), self._bias, self._allowed, self._min_tokens_mask()),
             scored=self._scored_rows,
             top_count=self._top_count,
         )
@@ -188,7 +196,7 @@ class SamplingBatch:
         numbers = torch.tensor(values, dtype=torch.float32).to(self._device, non_blocking=True)
         return TokenBias(self._indices(rows), self._indices(ids), numbers)
 
-    def _forbidden(self) -> TokenMask | None:
+    def _min_tokens_mask(self) -> TokenMask | None:
         """Ids that would end a sequence which is still below its `min_tokens`."""
         early = [i for i in self._held_back if len(self.rows[i].output_ids) < self.rows[i].params.min_tokens]
         return self._mask((i, self.rows[i].ends) for i in early)
@@ -205,7 +213,7 @@ class SamplingBatch:
         return TokenMask(*(_to_device(numbers, self._device) for numbers in tensors))
 
 
-def read_logprobs(scores: TokenScores, counts: Sequence[int]) -> list[TokenLogprobs]:
+def read_logprobs(scores: LogprobsTensors, counts: Sequence[int]) -> list[TokenLogprobs]:
     """Bring scores to the host as records.
 
     `counts`: per row, how many of the most likely tokens its record names. Returns one record per row.

@@ -19,8 +19,7 @@ from allotrope.engine.sampling_batch import SamplingBatch, read_logprobs
 from allotrope.engine.scheduler import Row
 from allotrope.engine.sequence import Sequence
 from allotrope.engine.step_log import StepLog
-from allotrope.ops.logprobs.reference import score_tokens
-from allotrope.ops.sampling.reference import sample
+from allotrope.ops.sampling.sampler import Sampler
 from allotrope.request import FinishReason, SequenceOutput, TokenLogprobs
 
 log = logging.getLogger("allotrope.engine")
@@ -36,6 +35,7 @@ class StepLoop:
         executor: Executor,
         requests: RequestTable,
         copies: list[tuple[int, int, int]],
+        sampler: Sampler,
         vocab_size: int,
         device: torch.device,
         *,
@@ -44,7 +44,7 @@ class StepLoop:
         step_log: StepLog | None,
     ) -> None:
         self._executor, self._requests, self._copies = executor, requests, copies
-        self._step_log = step_log
+        self._step_log, self._sampler = step_log, sampler
         self._vocab_size, self._device = vocab_size, device
         self._async, self._observer = async_scheduling, observer
         self._sampling: SamplingBatch | None = None
@@ -120,7 +120,8 @@ class StepLoop:
             targets = seq.ids[start : min(start + len(logits), seq.prompt_len)]
             if seq.wants_prompt_logprobs and targets:
                 count = seq.request.params.prompt_logprobs or 0
-                scores = score_tokens(logits[: len(targets)], torch.tensor(targets, device=logits.device), count)
+                token_ids = torch.tensor(targets, device=logits.device)
+                scores = self._sampler.gather_logprobs(logits[: len(targets)], token_ids, count)
                 seq.prompt_logprobs.update(enumerate(read_logprobs(scores, [count] * len(targets)), start))
 
     def _sample(
@@ -137,7 +138,7 @@ class StepLoop:
             self._sampling = SamplingBatch(records, self._vocab_size, self._device)
         if len(logits) != len(ready):
             logits = torch.cat([last for _, last in ready])
-        sampled = sample(logits, self._sampling.step())
+        sampled = self._sampler(logits, self._sampling.step())
         return start_copy([seq for seq, _ in ready], self._sampling, sampled)
 
     def _collect(self, step: InFlightStep) -> list[SequenceOutput]:

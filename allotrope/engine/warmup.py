@@ -21,7 +21,6 @@ from allotrope.engine.profile import largest_sampling_step, longest_prompts
 from allotrope.engine.step import DecodeShape, Runner
 from allotrope.kernels.warmup import warm_up_steps
 from allotrope.layers.decoder import Decoder
-from allotrope.ops.sampling.reference import sample
 
 log = logging.getLogger("allotrope.engine")
 
@@ -57,7 +56,7 @@ def _warm_up(model: Decoder, load_plan: LoadPlan, config: EngineConfig, decode: 
     for size in _launched_differently(decode_sizes(load_plan.max_num_seqs)):
         logits = runner.run(StepPlan((token,) * size))
     truncated = largest_sampling_step(load_plan.max_num_seqs, device)
-    sample(logits, replace(truncated, whole=truncated.truncated))
+    load_plan.sampler()(logits, replace(truncated, untruncated=truncated.truncated))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -21,7 +21,6 @@ from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep
 from allotrope.layers.weights import WeightMatmul, create_weights, pop_weights, shardable
-from allotrope.ops.device_kernels import device_kernels
 from allotrope.ops.gated_activation import GATED_ACTIVATION, GatedActivation, GatedActivationSpec
 from allotrope.ops.grouped_matmul import GROUPED_MATMUL
 from allotrope.ops.grouped_matmul.reference import TileTables
@@ -29,11 +28,9 @@ from allotrope.ops.matmul import MatmulSpec
 from allotrope.ops.matmul.onednn import small_reasons
 from allotrope.ops.matmul.plain import PLAIN, PlainWeight
 from allotrope.ops.matmul.weight import Format, Weight
-from allotrope.ops.moe_route.cpu import expert_functions
-
-# Pairs of token and expert up to which sorting them by expert costs more than reading an expert's weights for each.
-FEW_PAIRS = 32
-
+from allotrope.ops.moe_combine import MOE_COMBINE, CombineSpec, add_shared
+from allotrope.ops.moe_experts import MOE_EXPERTS, MoeExpertsBackend, MoeExpertsSpec
+from allotrope.ops.moe_group import MOE_GROUP, GroupSpec, TokenGroups
 
 Added = tuple[torch.Tensor | None, torch.Tensor | None]
 """What every token gets beside its experts', [T, hidden], and a gate [T, 1] whose sigmoid that is multiplied by."""
@@ -79,7 +76,12 @@ class Experts(nn.Module):
         self.plain_on_cpu = PLAIN in formats and build.chooser.chip.vendor == "cpu"
         self.reads_stored = self.plain_on_cpu and all(small_reasons(spec) for spec in specs)
         self.stored: tuple[torch.Tensor, ...] = ()
-        self.numbers = torch.arange(count, device=device)
+        chooser = build.chooser
+        self._group = chooser.choose(MOE_GROUP, GroupSpec(count)).run
+        self._combine = chooser.choose(MOE_COMBINE, CombineSpec(hidden, kind, build.parallel.size)).run
+        self._whole_experts: MoeExpertsBackend | None = None
+        if self.reads_stored:
+            self._whole_experts = chooser.choose(MOE_EXPERTS, MoeExpertsSpec(hidden, local, kind))
 
     def copied_bytes(self) -> int:
         """Bytes that loading adds: small plain experts are there in two orders on a CPU."""
@@ -108,36 +110,34 @@ class Experts(nn.Module):
         """
         # Once, not on every rank.
         down_bias = self.down_bias if self.parallel.rank == 0 else None
-        if self.plain_on_cpu:
-            y = self._on_cpu(x, weights, experts, down_bias)
-        else:
-            routing = device_kernels("moe_route", x.device)
-            ends, source, place = self.grouped(experts)
-            tables: TileTables = {}
-            inner = self.first(x, ends, source, tables)
-            results = self.matmuls[1].run(inner, self.down, ends, tile_tables=tables)
-            if routing is not None and self.parallel.size == 1:
-                shared, gate = added()
-                # One launch for all that is left to add.
-                summed: torch.Tensor = routing.combine(
-                    results, weights, place, x.dtype, shared=shared, gate=gate, bias=down_bias, experts=experts
-                )
-                return summed
-            y = self._combine(results, weights, experts, place, down_bias).to(x.dtype)
-        y = self.parallel.all_reduce(y)
-        shared, gate = added()
-        if shared is None:
-            return y
-        return y + (shared if gate is None else shared * torch.sigmoid(gate))
+        y = self._few(x, weights, experts, down_bias)
+        if y is not None:
+            return add_shared(self.parallel.all_reduce(y), *added())
+        groups = self.grouped(experts)
+        combined = (self._results(x, groups), weights, groups.inverse, experts, x.dtype, down_bias)
+        if self.parallel.size == 1:
+            # One launch for all that is left to add.
+            summed: torch.Tensor = self._combine(*combined, *added())
+            return summed
+        return add_shared(self.parallel.all_reduce(self._combine(*combined)), *added())
 
-    def grouped(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`experts`: [T, k]. Where each expert's rows end [E], each row's token, and the row of each pair."""
-        grouping = device_kernels("moe_group", experts.device)
-        if grouping is None or self.count > grouping.MOST_EXPERTS:
-            ends, source, _, place = self._group(experts)
+    def grouped(self, experts: torch.Tensor) -> TokenGroups:
+        """`experts`: [T, k]. The pairs of token and choice, sorted by expert."""
+        groups: TokenGroups = self._group(experts, self.count)
+        return groups
+
+    def _results(self, x: torch.Tensor, groups: TokenGroups) -> torch.Tensor:
+        """What the chosen experts make: rows in the order of experts."""
+        gate_up, down = self.matmuls
+        ends, source = groups.expert_offsets, groups.sorted_token_ids
+        results: torch.Tensor
+        if self.plain_on_cpu:
+            inner = gate_up.run(x, self.gate_up, ends, source, self.gate_up_bias, expert_ids=groups.expert_ids)
+            results = down.run(self._activate(inner, self.gating), self.down, ends)
         else:
-            ends, source, _, place = grouping.group(experts, self.count)
-        return ends, source, place
+            tables: TileTables = {}
+            results = down.run(self.first(x, ends, source, tables), self.down, ends, tile_tables=tables)
+        return results
 
     def first(
         self, x: torch.Tensor, ends: torch.Tensor, source: torch.Tensor, tables: TileTables | None = None
@@ -148,47 +148,16 @@ class Experts(nn.Module):
         )
         return inner
 
-    def _on_cpu(
+    def _few(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, down_bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        compiled = expert_functions(x.dtype, x.device)
-        few = compiled is not None and experts.numel() <= FEW_PAIRS
-        if compiled is not None and few and self.stored:
-            pairs = ((self.stored[0], self.gate_up_bias), (self.stored[1], down_bias))
-            return compiled.mix(x, weights, experts, *pairs, self.gating.compiled)
-        ends, source, owner, place = self._group(experts)
-        gate_up, down = self.matmuls
-        inner = gate_up.run(x, self.gate_up, ends, source, self.gate_up_bias, expert_ids=owner)
-        results = down.run(self._activate(inner, self.gating), self.down, ends)
-        if compiled is not None:
-            return compiled.combine(results, weights, place, experts, down_bias)
-        return self._combine(results, weights, experts, place, down_bias).to(x.dtype)
-
-    def _combine(
-        self,
-        results: torch.Tensor,
-        weights: torch.Tensor,
-        experts: torch.Tensor,
-        place: torch.Tensor,
-        down_bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """[T, hidden] fp32. Reading rows in another order is several times faster than writing them so."""
-        back = results.index_select(0, place)
-        summed = torch.bmm(weights[:, None], back.float().unflatten(0, experts.shape)).squeeze(1)
-        if down_bias is not None:
-            # Each token's mix of the biases of its experts.
-            shares = weights.new_zeros(len(weights), self.count).scatter_add_(1, experts, weights)
-            summed += shares @ down_bias.float()
-        return summed
-
-    def _group(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Where each expert's rows end, each row's token and expert, and the row of each pair of token and choice."""
-        compiled = expert_functions(torch.float32, experts.device)
-        if compiled is not None:
-            return compiled.group(experts, self.count)
-        owner, order = experts.flatten().sort(stable=True)
-        ends = torch.searchsorted(owner, self.numbers, right=True, out_int32=True)
-        return ends, order // experts.shape[1], owner, order.argsort()
+    ) -> torch.Tensor | None:
+        """The sum over each token's experts where they are too few to be sorted; None where they are not."""
+        backend = self._whole_experts
+        if backend is None or not self.stored or experts.numel() > backend.max_pairs:
+            return None
+        pairs = ((self.stored[0], self.gate_up_bias), (self.stored[1], down_bias))
+        y: torch.Tensor = backend.run(x, weights, experts, *pairs, self.gating)
+        return y
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ Must not know what experts compute. All of it is fp32, and equal on every rank.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,49 +16,28 @@ from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear
 from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.layers.weights import WeightMatmul
-from allotrope.ops.device_kernels import device_kernels
 from allotrope.ops.matmul import MATMUL, MatmulSpec
 from allotrope.ops.matmul.plain import PLAIN, PlainWeight
 from allotrope.ops.matmul.weight import Weight
-from allotrope.ops.moe_route.cpu import expert_functions
+from allotrope.ops.moe_route import HASH_ROUTE, MOE_ROUTE, RouteSpec, Score
 
-Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
+__all__ = ["Router", "RouterSpec", "Score"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterSpec:
-    """How `topk` of `experts` are chosen and weighted, from logits = W x (+ b with `bias`) in fp32.
+class RouterSpec(RouteSpec):
+    """A `RouteSpec` whose logits are W x (+ b with `bias`).
 
-    `score`: what the logits become; softmax over all experts. `correction`: a learned number per expert joins the score
-    for the choice only. `groups`: experts come in this many equal groups, of which only the best `top_groups` may be
-    chosen from; a group's score is the sum of its best `group_best` experts. `normalize`: weights are divided by their
-    sum. `scale`: their factor. `table`: if not 0, the experts are looked up by token id (of that many), not chosen.
+    `table`: if not 0, the experts are looked up by token id (of that many), not chosen.
     """
 
-    experts: int
-    topk: int
-    score: Score = "softmax"
     bias: bool = False
-    correction: bool = False
-    groups: int = 1
-    top_groups: int = 1
-    group_best: int = 2
-    normalize: bool = True
-    scale: float = 1.0
     table: int = 0
 
-    def __post_init__(self) -> None:
-        wrong = []
-        if not 1 <= self.topk <= self.experts:
-            wrong.append(f"topk={self.topk}; allowed: 1 to experts={self.experts}")
-        if self.groups < 1 or self.experts % self.groups:
-            wrong.append(f"experts={self.experts} is not a multiple of groups={self.groups}")
-        elif not 1 <= self.top_groups <= self.groups:
-            wrong.append(f"top_groups={self.top_groups}; allowed: 1 to groups={self.groups}")
-        elif self.top_groups * (self.experts // self.groups) < self.topk:
-            wrong.append(f"top_groups={self.top_groups} of {self.experts // self.groups} experts hold no {self.topk}")
-        if wrong:
-            raise ValueError("router: " + "; ".join(wrong))
+    @property
+    def route(self) -> RouteSpec:
+        """What is computed from the logits."""
+        return RouteSpec(**{field.name: getattr(self, field.name) for field in dataclasses.fields(RouteSpec)})
 
 
 class Router(nn.Module):
@@ -76,6 +55,8 @@ class Router(nn.Module):
         if spec.table:
             placement = Placement((Section("", spec.table),), below=spec.experts)
             self.table = parameter((spec.table, spec.topk), placement, torch.int64, build.device)
+        self._route_spec = spec.route
+        self._route = build.chooser.choose(HASH_ROUTE if spec.table else MOE_ROUTE, self._route_spec).run
         # Of a gate whose weight is bf16 without loss; on a GPU that has sums of their products in fp32.
         self.bf16_weight: Weight | None = None
         self.bf16_matmul: WeightMatmul | None = None
@@ -99,23 +80,12 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`x`: [T, hidden]. `ids`: [T] token ids. Returns weights [T, topk] fp32 and experts [T, topk]."""
-        spec = self.spec
         logits = self._logits(x)
-        groups = (spec.groups, spec.top_groups, spec.group_best)
-        fused = device_kernels("moe_route", logits.device)
-        if fused is not None and self.table is not None:
-            return fused.looked_up(logits, self.table, ids, spec.score, spec.normalize, spec.scale)
-        if fused is not None:
-            return fused.route(logits, self.correction, spec.topk, groups, spec.score, spec.normalize, spec.scale)
-        compiled = expert_functions(logits.dtype, logits.device)
-        if compiled is not None and self.table is None:
-            return compiled.route(logits, self.correction, spec.topk, groups, spec.score, spec.normalize, spec.scale)
-        scores = _score(logits, spec.score)
-        experts = self._choose(scores) if self.table is None else self.table[ids]
-        weights = scores.gather(1, experts)
-        if spec.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights if spec.scale == 1.0 else weights * spec.scale, experts
+        if self.table is not None:
+            weights, experts = self._route(logits, self.table, ids, self._route_spec)
+        else:
+            weights, experts = self._route(logits, self.correction, self._route_spec)
+        return weights, experts
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """[T, experts] fp32."""
@@ -125,21 +95,3 @@ class Router(nn.Module):
         if x.dtype != torch.bfloat16:
             return F.linear(x.float(), self.bf16_weight.dequantize(), self.gate.bias)
         return self.bf16_matmul.in_fp32(x, self.bf16_weight, self.gate.bias)
-
-    def _choose(self, scores: torch.Tensor) -> torch.Tensor:
-        """[T, topk] experts of the highest scores, within the best groups."""
-        spec = self.spec
-        if self.correction is not None:
-            scores = scores + self.correction
-        if spec.top_groups < spec.groups:
-            grouped = scores.unflatten(-1, (spec.groups, -1))
-            best = grouped.topk(min(spec.group_best, grouped.shape[-1]), dim=-1).values.sum(-1)
-            kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(spec.top_groups).indices, True)
-            scores = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
-        return scores.topk(spec.topk, dim=-1).indices
-
-
-def _score(logits: torch.Tensor, kind: Score) -> torch.Tensor:
-    if kind == "softmax":
-        return torch.softmax(logits, dim=-1)
-    return torch.sigmoid(logits) if kind == "sigmoid" else F.softplus(logits).sqrt()

@@ -44,7 +44,7 @@ class RegimeResult:
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """`engine`: what ran, `origin`: what it was held against, both in words. `lengths`: tokens of each prompt.
-    `boundaries`: context lengths that they were chosen by.
+    `boundaries`: context lengths that they were chosen by. `backends`: what each attention and operation runs by.
     """
 
     model: str
@@ -58,6 +58,7 @@ class Report:
     layers: LayerReport | None
     remarks: tuple[str, ...] = ()
     boundaries: tuple[int, ...] = ()
+    backends: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -78,6 +79,7 @@ class Report:
             f"against:    {self.origin}",
             f"prompts:    {prompts}{around}, each followed by {self.new_tokens} tokens",
             f"allowed:    {self.limits}",
+            *(f"backend:    {line}" for line in self.backends),
         ]
 
     def legend(self) -> list[str]:
@@ -120,6 +122,7 @@ class Report:
             "model": self.model,
             "architecture": self.architecture,
             "engine": self.engine,
+            "backends": list(self.backends),
             "against": self.origin,
             "limits": asdict(self.limits),
             "prompt_lengths": list(self.lengths),

@@ -16,6 +16,7 @@ from allotrope.architectures.registry import ARCHITECTURES, find_architecture
 from allotrope.checkpoint.checkpoint import locate, open_checkpoint
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
+from allotrope.engine.planned_backends import planned_backends
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.verify import execution_modes as regimes
 from allotrope.verify.execution_modes import Bench, NotExercised, Regime
@@ -210,7 +211,9 @@ def _report(
     if all(result.verdict == "not exercised" for result in results):
         raise ConfigError("nothing was compared: " + "; ".join(f"{one.name}: {one.remark}" for one in results) + ".")
     ranks = f", {config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else ""
-    backends = f", {config.attention_backend}" if config.attention_backend else ""
+    found, unused = planned_backends(load_plan)
+    asked = [option for option in (config.attention_backend, config.op_backend) if option]
+    backends = f", {', '.join(asked)}" if asked else ""
     kept = " (FP8 weights kept, activations rounded)" if keeps_fp8(load_plan) else ""
     build = load_plan.build
     dtype, kv_dtype, state_dtype = (
@@ -227,5 +230,6 @@ def _report(
         new_tokens=max(len(sample.forced) for sample in bench.samples),
         regimes=tuple(results),
         layers=layers,
-        remarks=tuple(remarks),
+        remarks=(*remarks, *unused),
+        backends=tuple(map(str, found)),
     )

@@ -1,7 +1,8 @@
 """One prompt of every length, eagerly and through graphs, against the engine's own references: no length may turn.
 
-The reference computes in fp32 on rows of the type that the engine keeps, with the family's readable backends. How far
-rounding alone goes is what the same backends come to in the engine's type, length by length.
+The reference computes in fp32 on rows of the type that the engine keeps, with the readable backends of attention and of
+every other operation. How far rounding alone goes is what the same backends come to in the engine's type, length by
+length.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.errors import ConfigError
+from allotrope.ops.registry import registered_ops
 from allotrope.request import Request, SamplingParams
 from allotrope.verify.prompts import draw_prompts, usable_ids
 
@@ -121,10 +123,16 @@ def _errors(
     drawn = draw_prompts(ids, lengths, seed)
     families = sorted({spec.family for spec in load_plan.specs})
     slow = ",".join(f"{name}={FAMILIES[name].backends[-1].name}" for name in families)
+    ops = sorted({choice.op for choice in load_plan.build.chooser.choices} & set(registered_ops()))
+    references = {
+        "attention_backend": slow,
+        "op_backend": ",".join(f"{name}={registered_ops()[name].backends[-1].name}" for name in ops),
+        "cuda_graphs": False,
+    }
     stored = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     ways: dict[str, dict[str, Any]] = {
-        "reference": {"attention_backend": slow, "dtype": "float32", "kv_cache_dtype": stored, "cuda_graphs": False},
-        "noise": {"attention_backend": slow, "cuda_graphs": False},
+        "reference": {**references, "dtype": "float32", "kv_cache_dtype": stored},
+        "noise": references,
         "eager": {"cuda_graphs": False},
         "graphs": {"cuda_graphs": True},
     }

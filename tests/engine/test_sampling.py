@@ -13,13 +13,21 @@ import torch
 
 from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_logprobs
 from allotrope.engine.seeds import derive_seed, stream_keys, uniforms
-from allotrope.ops.logprobs.reference import largest, score_tokens
-from allotrope.ops.sampling.reference import RandomRows, SamplingStep, sample
+from allotrope.kernels.backend import Chooser
+from allotrope.kernels.chip import CPU as CPU_CHIP
+from allotrope.ops.logprobs.reference import gather_logprobs, largest
+from allotrope.ops.sampling.sampler import Sampler
+from allotrope.ops.sampling.spec import RandomRows, Sampled, SamplingStep
 from allotrope.request import SamplingParams, TokenLogprobs
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
 ALMOST_ONE = 1 - 2.0**-53
+
+
+def sample(logits: torch.Tensor, step: SamplingStep) -> Sampled:
+    """As an engine on a CPU does."""
+    return Sampler(Chooser(CPU_CHIP), logits.shape[1])(logits, step)
 
 
 def row(
@@ -104,7 +112,7 @@ def test_tokens_come_as_often_as_their_probability_says(name: str) -> None:
     numbers = uniforms(keys, np.arange(draws, dtype=np.uint64))
     random = random_rows(draws, numbers, **params)
     truncated = "top_k" in params or "top_p" in params
-    step = SamplingStep(greedy=None, **{"truncated" if truncated else "whole": random})
+    step = SamplingStep(greedy=None, **{"truncated" if truncated else "untruncated": random})
     found = sample(torch.tensor(SHARES).log().repeat(draws, 1), step).token_ids.bincount(minlength=6).numpy()
     wanted = np.array([share if i in kept else 0.0 for i, share in enumerate(SHARES)])
     wanted = wanted ** (1 / params.get("temperature", 1.0))
@@ -120,7 +128,7 @@ def test_tokens_come_as_often_as_their_probability_says(name: str) -> None:
 def test_no_number_draws_an_impossible_token(truncation: dict[str, Any], uniform: float) -> None:
     logits = torch.tensor([[-INF, -INF, 1.0, -INF, 2.0, 1.0, -INF]])
     random = random_rows(1, uniform, **truncation)
-    step = SamplingStep(greedy=None, **{"truncated" if truncation else "whole": random})
+    step = SamplingStep(greedy=None, **{"truncated" if truncation else "untruncated": random})
     assert sample(logits, step).token_ids.item() in (2, 4, 5)
 
 
@@ -129,7 +137,7 @@ def test_the_largest_number_still_draws_within_the_row(spread: float) -> None:
     for vocab in (3, 1000, 262_208):
         logits = torch.linspace(-spread, spread, vocab)[None]
         drawn = [
-            sample(logits.clone(), SamplingStep(greedy=None, whole=random_rows(1, u))).token_ids.item()
+            sample(logits.clone(), SamplingStep(greedy=None, untruncated=random_rows(1, u))).token_ids.item()
             for u in (0.0, 0.5, ALMOST_ONE)
         ]
         assert drawn == sorted(drawn) and drawn[0] >= 0 and drawn[-1] < vocab
@@ -312,7 +320,7 @@ def test_a_bad_row_fails_alone(value: float, params: dict[str, Any]) -> None:
     batch = SamplingBatch(rows, 5, CPU)
     result = sample(torch.stack([good, bad, good, good]), batch.step())
     tokens, logprobs = batch.read(result)
-    assert result.bad.tolist() == [False, True, False, False]
+    assert result.nan_rows.tolist() == [False, True, False, False]
     assert tokens == [*choose(good, rows[0]), -1, *choose(good, *rows[2:])]
     assert logprobs[0] is not None and logprobs[1] is None
 
@@ -352,7 +360,7 @@ def test_logprobs_are_of_the_raw_model() -> None:
 
 def test_prompt_scores_many_rows_and_ties_by_id() -> None:
     logits = torch.tensor([2.0, 5.0, 5.0, -0.0, 0.0, 1.0]).repeat(9, 1)
-    records = read_logprobs(score_tokens(logits, torch.arange(9) % 6, 20), [20] * 9)
+    records = read_logprobs(gather_logprobs(logits, torch.arange(9) % 6, 20), [20] * 9)
     assert [record.token_id for record in records] == [i % 6 for i in range(9)]
     assert [record.rank for record in records] == [3, 1, 1, 5, 5, 4, 3, 1, 1]
     assert all([token for token, _ in record.top] == [1, 2, 0, 5, 3, 4] for record in records)

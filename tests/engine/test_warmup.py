@@ -24,11 +24,10 @@ from allotrope.architectures.qwen3_next import tiny_qwen3_next
 from allotrope.config import EngineConfig
 from allotrope.engine import warmup as warmup_module
 from allotrope.engine.engine import Engine
-from allotrope.engine.load_plan import resolve_load_plan
+from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.step import DecodeShape
 from allotrope.engine.warmup import warm_up
 from allotrope.engine.worker import Worker
-from allotrope.ops import device_kernels
 from allotrope.request import SamplingParams
 
 CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -68,14 +67,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
     for name in (
         "kernels.triton_version",
-        "ops.device_kernels",
         "attention.mha.family",
         "attention.gdn.family",
     ):
         monkeypatch.setattr(f"allotrope.{name}.triton_reasons", lambda device: [])
-    device_kernels.device_kernels.cache_clear()
     yield launched
-    device_kernels.device_kernels.cache_clear()
 
 
 def warmed_up(running: Engine, decode: DecodeShape | None = None) -> None:
@@ -152,7 +148,7 @@ def test_a_warm_up_that_fails_is_logged_and_the_engine_goes_on(
 
     tokens = run(engine(model, **OPTIONS), ASKED)
     running = engine(model, **OPTIONS)
-    monkeypatch.setattr(warmup_module, "sample", fail)
+    monkeypatch.setattr(LoadPlan, "sampler", lambda load_plan: fail)
     with caplog.at_level(logging.INFO, "allotrope"):
         warmed_up(running)
     (told,) = [record for record in caplog.records if "warm-up" in record.getMessage()]

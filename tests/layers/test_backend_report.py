@@ -17,7 +17,7 @@ from allotrope.attention.registry import FAMILIES
 from allotrope.kernels.backend import Chooser, choose
 from allotrope.kernels.chip import CHIPS
 from allotrope.kernels.chip import CPU as CPU_CHIP
-from allotrope.layers.backend_report import backend_choices, uncaptured
+from allotrope.layers.backend_report import backend_choices, uncaptured, warn_without_kernels
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
 
@@ -37,6 +37,12 @@ def decoder(name: str, build: Build) -> Decoder:
     return architecture.decoder(spec, build)
 
 
+def split(lines: list[str]) -> tuple[list[str], list[str]]:
+    """Those of attention, and those of operations."""
+    operations = [line for line in lines if line.startswith("operation ")]
+    return [line for line in lines if line not in operations], operations
+
+
 def test_every_family_has_a_model() -> None:
     assert set(MODELS) == set(FAMILIES)
 
@@ -46,7 +52,7 @@ def test_every_choice_is_said_with_its_reasons(name: str) -> None:
     """Each distinct attention has one sentence: its layers, who runs it, each backend passed over and each reason."""
     build = Build()
     model = decoder(name, build)
-    lines = backend_choices(model, build)
+    lines, operations = split(backend_choices(model, build))
     kinds = dict.fromkeys((spec, backend) for spec, backend in model.attention)
     assert len(lines) == len(kinds) == len(set(lines))
     for line, (spec, backend) in zip(lines, kinds, strict=True):
@@ -58,6 +64,9 @@ def test_every_choice_is_said_with_its_reasons(name: str) -> None:
                 break
             reasons = better.rejects(spec, build.chooser.chip)
             assert reasons and f"{better.name}: {', '.join(reasons)}" in line
+    assert len(operations) == len(set(operations))
+    chosen = {f"operation {one.op}/{one.backend.name}" for one in build.chooser.choices if one.op not in FAMILIES}
+    assert {line.partition(" (")[0].partition(";")[0] for line in operations} == chosen
 
 
 @pytest.mark.parametrize("family", sorted(MODELS))
@@ -115,3 +124,26 @@ def test_reasons_on_a_gpu_are_those_of_the_layer() -> None:
     over = choice.passed_over
     assert list(over) == [one.name for one in family.backends[: family.backends.index(choice.backend)]]
     assert "k_head_dim=512 (allowed: at most 256)" in over["triton"]
+
+
+def test_every_choice_of_an_operation_is_said_with_its_reasons() -> None:
+    build = Build(chooser=Chooser(CPU_CHIP, {"moe_group": "reference", "hash_route": "reference"}))
+    lines = backend_choices(decoder("Qwen3MoeForCausalLM", build), build)
+    (line,) = [line for line in lines if line.startswith("operation moe_group/")]
+    assert line.startswith("operation moe_group/reference (experts=")
+    assert "triton: reference was asked for, chip=cpu (needs a GPU)" in line and "cpu: reference was asked for" in line
+    assert lines[-1] == "backend hash_route=reference is not used: this model has no operation hash_route"
+
+
+def test_a_gpu_without_its_kernels_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """On a CPU their absence is nothing to warn of."""
+    for name in ("allotrope.kernels.triton_version", "allotrope.layers.backend_report"):
+        monkeypatch.setattr(f"{name}.triton_reasons", lambda chip: ["triton is not installed"])
+    for chip in (CPU_CHIP, CHIPS["sm_90"]):
+        build = Build(device=torch.device("meta"), chooser=Chooser(chip, {"mha": "reference"}))
+        with caplog.at_level(logging.INFO, "allotrope"):
+            warn_without_kernels(build)
+        warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+        assert warned == (
+            ["layers run at less than full speed, by PyTorch alone: triton is not installed"] if chip.is_gpu else []
+        )

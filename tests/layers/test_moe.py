@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from allotrope.checkpoint.weights import finish
+from allotrope.kernels.backend import Chooser
+from allotrope.kernels.chip import CPU
 from allotrope.layers.build import Build
 from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.moe import Moe, MoeSpec
@@ -16,16 +18,24 @@ from allotrope.layers.parallel import Parallel
 from allotrope.layers.router import RouterSpec
 from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.matmul import onednn
-from allotrope.ops.moe_route import cpu as experts
+from allotrope.ops.moe_route import reference
 
 HIDDEN, WIDTH, EXPERTS, VOCABULARY = 16, 8, 12, 50
 
 
-@pytest.fixture(params=["as it comes", "torch alone"], autouse=True)
+OPS = ("moe_route", "hash_route", "moe_group", "moe_combine", "moe_experts")
+WANTED: dict[str, str] = {}
+
+
+@pytest.fixture(params=["as it comes", "reference"], autouse=True)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test with what is compiled on this machine, and without."""
-    if request.param == "torch alone":
-        monkeypatch.setattr(experts, "expert_functions", lambda dtype, device: None)
+    wanted = dict.fromkeys(OPS, "reference") if request.param == "reference" else {}
+    monkeypatch.setitem(globals(), "WANTED", wanted)
+
+
+def build(parallel: Parallel | None = None) -> Build:
+    return Build(parallel=parallel or Parallel(), chooser=Chooser(CPU, WANTED))
 
 
 ROUTERS: dict[str, RouterSpec] = {
@@ -48,7 +58,7 @@ ROUTERS: dict[str, RouterSpec] = {
 
 def make(router: RouterSpec, **numbers: Any) -> tuple[Moe, dict[str, torch.Tensor]]:
     """The module with random weights, and those weights in float64."""
-    module = Moe(MoeSpec(hidden=HIDDEN, width=WIDTH, router=router, **numbers), Build())
+    module = Moe(MoeSpec(hidden=HIDDEN, width=WIDTH, router=router, **numbers), build())
     generator = torch.Generator().manual_seed(0)
     for name, parameter in module.named_parameters():
         if parameter.dtype == torch.int64:
@@ -163,9 +173,8 @@ def test_widths_that_one_call_does_not_take(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_group_that_is_not_among_the_best_has_no_expert() -> None:
     """The best expert of all sits in the worst group of a router that ranks groups by their two best."""
     spec = RouterSpec(experts=4, topk=1, score="sigmoid", groups=2, top_groups=1)
-    module, _ = make(spec)
     scores = torch.tensor([[0.9, 0.0, 0.6, 0.5]])
-    assert module.router._choose(scores).tolist() == [[2]]
+    assert reference.topk_experts(scores, None, spec).tolist() == [[2]]
 
 
 def test_ranks_add_up_to_the_whole() -> None:
@@ -177,7 +186,7 @@ def test_ranks_add_up_to_the_whole() -> None:
     parts = []
     for rank in range(2):
         parallel = Parallel(rank, 2)
-        module = Moe(spec, Build(parallel=parallel))
+        module = Moe(spec, build(parallel))
         for name, parameter in module.named_parameters():
             placement = parameter.placement  # type: ignore[attr-defined]
             for section in placement.sections:

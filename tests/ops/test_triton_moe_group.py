@@ -23,12 +23,12 @@ def seed() -> None:
 
 
 def check_groups(experts: torch.Tensor, count: int) -> None:
-    owner, order = experts.flatten().sort(stable=True)
+    expert_ids, order = experts.flatten().sort(stable=True)
     found = group(experts, count)
     want = (
-        torch.bincount(owner, minlength=count).cumsum(0),
+        torch.bincount(expert_ids, minlength=count).cumsum(0),
         order // experts.shape[1],
-        owner,
+        expert_ids,
         order.argsort(),
     )
     for one, other in zip(found, want, strict=True):
@@ -59,8 +59,8 @@ def test_rows_of_a_wider_choice() -> None:
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> int:
     """Pairs from which there are many. On a GPU they are as many as they are, in the interpreter that takes minutes."""
     if DEVICE != "cpu":
-        return grouping_triton.MOST_PAIRS
-    for name, value in (("MOST_PAIRS", 128), ("_RUN", 16), ("_OWN", 4), ("_READ", 8)):
+        return grouping_triton.MAX_PAIRS
+    for name, value in (("MAX_PAIRS", 128), ("_RUN", 16), ("_OWN", 4), ("_READ", 8)):
         monkeypatch.setattr(grouping_triton, name, value)
     return 128
 
@@ -82,7 +82,8 @@ def test_more_experts_than_the_kernels_count_go_another_way() -> None:
     """An expert beyond 16 bits is one."""
     experts = Experts(70000, 1, 1, GatedActivation(), Build(device=torch.device(DEVICE)), bias=False)
     chosen = torch.randint(0, 70000, (513, 8), device=DEVICE)
-    owner, order = chosen.flatten().sort(stable=True)
-    ends, source, place = experts.grouped(chosen)
-    assert torch.equal(ends.long(), torch.bincount(owner, minlength=70000).cumsum(0))
-    assert torch.equal(source.long(), order // 8) and torch.equal(place.long(), order.argsort())
+    expert_ids, order = chosen.flatten().sort(stable=True)
+    groups = experts.grouped(chosen)
+    assert torch.equal(groups.expert_offsets.long(), torch.bincount(expert_ids, minlength=70000).cumsum(0))
+    assert torch.equal(groups.sorted_token_ids.long(), order // 8)
+    assert torch.equal(groups.inverse.long(), order.argsort())

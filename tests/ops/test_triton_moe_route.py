@@ -14,7 +14,8 @@ from allotrope.attention.check import KINDS, compare
 from allotrope.checkpoint.weights import finish
 from allotrope.layers.build import Build
 from allotrope.layers.router import Router, RouterSpec, Score
-from allotrope.ops.moe_route.triton import combine, looked_up, route
+from allotrope.ops.moe_combine.triton import combine
+from allotrope.ops.moe_route.triton import hash_route, route
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -75,8 +76,7 @@ def weighed(spec: RouterSpec, scores: torch.Tensor, experts: torch.Tensor) -> to
 def routed(
     spec: RouterSpec, logits: torch.Tensor, correction: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    groups = (spec.groups, spec.top_groups, spec.group_best)
-    return route(logits, correction, spec.topk, groups, spec.score, spec.normalize, spec.scale)
+    return route(logits, correction, spec.route)
 
 
 @pytest.mark.parametrize("name", ROUTERS)
@@ -137,15 +137,15 @@ def test_without_numbers_there_still_are_experts() -> None:
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
 @pytest.mark.parametrize("topk", [1, 6])
-def test_looked_up(topk: int, score: Score, normalize: bool) -> None:
+def test_hash_route(topk: int, score: Score, normalize: bool) -> None:
     spec = RouterSpec(experts=13, topk=topk, score=score, normalize=normalize, scale=1.5, table=VOCABULARY)
     table = torch.rand(VOCABULARY, 13, device=DEVICE).argsort(1)[:, :topk].contiguous()
     logits, ids = torch.randn(5, 13, device=DEVICE), torch.randint(0, VOCABULARY, (5,), device=DEVICE)
-    weights, experts = looked_up(logits, table, ids, score, normalize, 1.5)
+    weights, experts = hash_route(logits, table, ids, spec)
     assert torch.equal(experts, table[ids])
     want = weighed(spec, score_of(score)(logits.double()), experts)
     torch.testing.assert_close(weights.double(), want, atol=1e-7, rtol=4e-6)
-    assert looked_up(logits[:0], table, ids[:0], score, normalize, 1.5)[0].shape == (0, topk)
+    assert hash_route(logits[:0], table, ids[:0], spec)[0].shape == (0, topk)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -166,14 +166,14 @@ def test_sums(tokens: int, topk: int, hidden: int, joined: tuple[str, ...], dtyp
     pairs = tokens * topk
     # One more than are chosen, that is NaN.
     results = torch.cat([rows(pairs, hidden), rows(1, hidden) * torch.nan])
-    place = torch.randperm(pairs, device=DEVICE).int()
+    inverse = torch.randperm(pairs, device=DEVICE).int()
     weights = torch.rand(tokens, topk, device=DEVICE)
     experts = torch.randint(0, 6, (tokens, topk), device=DEVICE)
     shared = rows(tokens, hidden) if "shared" in joined else None
     gate = rows(tokens, 1) if "gate" in joined else None
     bias = rows(6, hidden) if "bias" in joined else None
-    got = combine(results, weights, place, dtype, shared, gate, bias, experts if bias is not None else None)
-    each = results[place.long()].double().unflatten(0, (tokens, topk))
+    got = combine(results, weights, inverse, experts, dtype, bias, shared, gate)
+    each = results[inverse.long()].double().unflatten(0, (tokens, topk))
     if bias is not None:
         each = each + bias.double()[experts]
     want = (weights.double()[..., None] * each).sum(1)
@@ -183,15 +183,16 @@ def test_sums(tokens: int, topk: int, hidden: int, joined: tuple[str, ...], dtyp
     if tokens:
         assert (found := compare(got, want.float(), KINDS[dtype])), str(found)
         if not joined:
-            alone = combine(results, weights[-1:], place[-topk:], dtype)
+            alone = combine(results, weights[-1:], inverse[-topk:], experts[-1:], dtype)
             assert torch.equal(alone[0], got[-1])
 
 
 def test_sums_of_one_type_in_another() -> None:
     """So many tokens that programs are of another size."""
     results = torch.randn(140, 40, device=DEVICE)
-    weights, place = torch.rand(70, 2, device=DEVICE), torch.arange(140, device=DEVICE)
-    got = combine(results, weights, place, torch.bfloat16)
+    weights, inverse = torch.rand(70, 2, device=DEVICE), torch.arange(140, device=DEVICE)
+    experts = torch.zeros(70, 2, dtype=torch.int64, device=DEVICE)
+    got = combine(results, weights, inverse, experts, torch.bfloat16)
     want = (weights[..., None] * results.view(70, 2, 40)).sum(1)
     assert (found := compare(got, want, "bf16")), str(found)
 

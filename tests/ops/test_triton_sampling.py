@@ -10,10 +10,11 @@ from device_under_test import DEVICE
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from allotrope.ops.logprobs import triton as ranking_triton
-from allotrope.ops.logprobs.reference import score_tokens
-from allotrope.ops.sampling import reference as sampler
-from allotrope.ops.sampling import triton as sampler_triton
+from allotrope.ops.logprobs import triton as logprobs_triton
+from allotrope.ops.logprobs.reference import gather_logprobs
+from allotrope.ops.sampling import reference
+from allotrope.ops.sampling import triton as sampling_triton
+from allotrope.ops.sampling.spec import RandomRows, SamplingStep
 
 VOCAB = 777
 
@@ -21,10 +22,10 @@ VOCAB = 777
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several segments and chunks of a small vocabulary, and little room for candidates."""
-    monkeypatch.setattr(sampler_triton, "SEGMENT", 256)
-    monkeypatch.setattr(ranking_triton, "SEGMENT", 256)
-    monkeypatch.setattr(sampler_triton, "ROOM", 128)
-    monkeypatch.setattr(sampler_triton, "CHUNK", 64)
+    monkeypatch.setattr(sampling_triton, "SEGMENT", 256)
+    monkeypatch.setattr(logprobs_triton, "SEGMENT", 256)
+    monkeypatch.setattr(sampling_triton, "ROOM", 128)
+    monkeypatch.setattr(sampling_triton, "CHUNK", 64)
 
 
 def _rows(
@@ -35,7 +36,7 @@ def _rows(
     top_p: float = 1.0,
     min_p: float | None = None,
     seed: int = 0,
-) -> sampler.RandomRows:
+) -> RandomRows:
     """On the CPU; `_on_device` moves them."""
     count = len(rows)
     top_ks = tuple(top_k) if isinstance(top_k, Sequence) else (top_k,) * count
@@ -43,7 +44,7 @@ def _rows(
     def column(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((count, 1), value, dtype=dtype)
 
-    return sampler.RandomRows(
+    return RandomRows(
         rows=torch.tensor(rows),
         temperature=column(temperature, torch.float32),
         min_p=None if min_p is None else column(min_p, torch.float64),
@@ -54,20 +55,20 @@ def _rows(
     )
 
 
-def _on_device(random: sampler.RandomRows | None) -> sampler.RandomRows | None:
+def _on_device(random: RandomRows | None) -> RandomRows | None:
     if random is None:
         return None
     moved = {name: value.to(DEVICE) for name, value in vars(random).items() if isinstance(value, torch.Tensor)}
-    return sampler.RandomRows(**vars(random) | moved)
+    return RandomRows(**vars(random) | moved)
 
 
-def _agree(logits: torch.Tensor, **groups: sampler.RandomRows) -> list[int]:
+def _agree(logits: torch.Tensor, **groups: RandomRows) -> list[int]:
     """Both samplers' tokens, which are the same."""
     named = torch.cat([random.rows for random in groups.values()]) if groups else torch.tensor([], dtype=torch.int64)
     greedy = torch.tensor([i for i in range(len(logits)) if i not in named.tolist()], dtype=torch.int64)
-    want = sampler.sample(logits, sampler.SamplingStep(greedy=greedy, **groups)).token_ids
+    want = reference.choose(logits, SamplingStep(greedy=greedy, **groups))
     moved = {name: _on_device(random) for name, random in groups.items()}
-    got = sampler_triton.choose(logits.to(DEVICE), sampler.SamplingStep(greedy=greedy, **moved)).cpu()
+    got = sampling_triton.choose(logits.to(DEVICE), SamplingStep(greedy=greedy, **moved)).cpu()
     assert got.tolist() == want.tolist()
     return got.tolist()
 
@@ -92,7 +93,7 @@ def test_rows_without_a_distribution_have_no_token() -> None:
         logits[row, 600] = wrong
         logits[4 + row, 600] = wrong
     logits[3] = logits[7] = -torch.inf
-    found = _agree(logits, whole=_rows([4, 5]), truncated=_rows([6, 7], top_k=3))
+    found = _agree(logits, untruncated=_rows([4, 5]), truncated=_rows([6, 7], top_k=3))
     assert found == [-1] * 8
 
 
@@ -100,12 +101,12 @@ def test_rows_without_a_distribution_have_no_token() -> None:
 def test_draws_from_all_tokens(temperature: float) -> None:
     logits = _logits(6)
     logits[3, 100:] = -torch.inf
-    _agree(logits, whole=_rows([0, 1, 3, 5], temperature=temperature))
+    _agree(logits, untruncated=_rows([0, 1, 3, 5], temperature=temperature))
 
 
 def test_draws_above_a_least_probability() -> None:
     logits = _logits(4)
-    _agree(logits, whole=_rows([0, 2], min_p=0.05), truncated=_rows([1, 3], top_p=0.95, min_p=0.2))
+    _agree(logits, untruncated=_rows([0, 2], min_p=0.05), truncated=_rows([1, 3], top_p=0.95, min_p=0.2))
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 1e-9])
@@ -140,7 +141,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     step = _rows([0], top_p=0.8)
     for row in (0, 2):
         uniform = _rows([0, 1, 2], top_p=0.8).uniform[row : row + 1]
-        alone = sampler.RandomRows(**vars(step) | {"uniform": uniform})
+        alone = RandomRows(**vars(step) | {"uniform": uniform})
         assert _agree(logits[row : row + 1], truncated=alone) == [together[row]]
 
 
@@ -151,8 +152,8 @@ def test_scores(count: int) -> None:
     logits[2, 400:] = -torch.inf
     logits[3, 3], logits[4, 3] = torch.nan, torch.inf
     ids = torch.tensor([5, 130, 399, 7, 8])
-    want = score_tokens(logits, ids, count)
-    got = ranking_triton.score_tokens(logits.to(DEVICE), ids.to(DEVICE), count)
+    want = gather_logprobs(logits, ids, count)
+    got = logprobs_triton.gather_logprobs(logits.to(DEVICE), ids.to(DEVICE), count)
     assert torch.allclose(got.logprobs.cpu(), want.logprobs, rtol=0, atol=1e-5, equal_nan=True)
     assert got.ranks.tolist()[:3] == want.ranks.tolist()[:3]
     assert got.top_ids.tolist()[:3] == want.top_ids.tolist()[:3]

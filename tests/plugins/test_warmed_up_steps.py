@@ -17,7 +17,6 @@ from triton.runtime import interpreter
 
 from allotrope.architectures.registry import find_architecture
 from allotrope.kernels.warmup import warming_up
-from allotrope.ops import device_kernels
 from allotrope.verify.random_checkpoint import write_random
 
 pytestmark = [pytest.mark.usefixtures("in_vllm"), pytest.mark.timeout(900)]
@@ -47,12 +46,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
         "kernels.triton_version",
-        "ops.device_kernels",
         "kernels.warmup",
         "attention.mha.family",
     ):
         monkeypatch.setattr(f"allotrope.{name}.triton_reasons", lambda device: [])
-    device_kernels.device_kernels.cache_clear()
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "GptOssForCausalLM"])
@@ -77,18 +74,15 @@ def test_steps_of_a_kind_are_warmed_up_once(
         warmed_up.append(steps)
 
     monkeypatch.setattr(model, "warm_up_steps", warm_up)
-    try:
-        with monkeypatch.context() as patched:
-            interpreted(patched)
-            with hosted(tmp_path, **options) as running:
-                found = running.answers(ASKED, 3)
-                kinds = running.runner.model._warmed_up
-                running.assert_ours()
-                again = running.answers(ASKED, 3)
-                # Prompts, and decodes.
-                assert len(warmed_up) == len(kinds) and {decodes for _, decodes, *_ in kinds} == {False, True}
-    finally:
-        device_kernels.device_kernels.cache_clear()
+    with monkeypatch.context() as patched:
+        interpreted(patched)
+        with hosted(tmp_path, **options) as running:
+            found = running.answers(ASKED, 3)
+            kinds = running.runner.model._warmed_up
+            running.assert_ours()
+            again = running.answers(ASKED, 3)
+            # Prompts, and decodes.
+            assert len(warmed_up) == len(kinds) and {decodes for _, decodes, *_ in kinds} == {False, True}
     assert {"norm_kernel", "decode_kernel"} <= set(kernels)
     assert [one.ids for one in found] == [one.ids for one in again] == [one.ids for one in want]
     for one, other in zip(found, want, strict=True):

@@ -25,6 +25,8 @@ def test_right_is_status_0_and_says_what_was_compared_with_what(stored: Path) ->
     lines = done.stdout.splitlines()
     assert lines[0] == f"{stored}: MistralForCausalLM"
     assert lines[1] == "engine:     float32 with float32 caches on cpu"
+    assert any(line.startswith("backend:    attention of layers") for line in lines)
+    assert any(line.startswith("backend:    operation rms_norm/") for line in lines)
     assert lines[2] == f"against:    outputs stored in {stored}, made by MistralForCausalLM"
     assert lines[3] == "prompts:    5, of 1 to 70 tokens, each followed by 6 tokens"
     assert lines[4] == "allowed:    no logit may be off by more than 0.0005 (the tolerance of manifest.json)"

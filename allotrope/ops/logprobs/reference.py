@@ -7,39 +7,13 @@ was and of what else is in the batch. Must not know requests or sampling paramet
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
+from allotrope.ops.logprobs.spec import LogprobsTensors
+
 _CPU_BLOCK = 2**18
 _DEVICE_BLOCK = 2**25
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """Log-probabilities of one token per row, and of the row's K most likely tokens.
-
-    `token_ids`: [N] the tokens scored. `logprobs`: [N] fp32. `ranks`: [N], 1 plus the number of tokens that are more
-    likely. `top_ids`, `top_logprobs`: [N, K], best first, equal ones by id.
-    """
-
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor
-    ranks: torch.Tensor
-    top_ids: torch.Tensor
-    top_logprobs: torch.Tensor
-
-    @classmethod
-    def unfilled(cls, logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> TokenScores:
-        """Memory for the scores of `token_ids` in the rows of `logits`, beside those of the `count` best."""
-        size = len(logits)
-        return cls(
-            token_ids,
-            logits.new_empty(size, dtype=torch.float32),
-            logits.new_empty(size, dtype=torch.int64),
-            logits.new_empty((size, count), dtype=torch.int64),
-            logits.new_empty((size, count), dtype=torch.float32),
-        )
 
 
 def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
@@ -61,19 +35,19 @@ def largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
     return logits.gather(-1, ids), ids
 
 
-def score_tokens(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> TokenScores:
+def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> LogprobsTensors:
     """`log_softmax(logits)` at one token of each row and at the `count` most likely ones.
 
     `logits`: [N, V] raw logits, any float type; not changed. `token_ids`: [N] int64. `count`: K, 0 for none.
-    A row with a NaN or infinite logit gives NaN, never an error.
+    A row with a NaN or infinite logit gives NaN, never an error; a `token_ids` below 0 counts as 0.
     """
     size, vocab = logits.shape
     count = min(count, vocab)
-    out = TokenScores.unfilled(logits, token_ids, count)
+    out = LogprobsTensors.unfilled(logits, token_ids, count)
     for block in row_blocks(size, vocab, logits.device):
         raw = logits[block].float()
         logprobs = raw.log_softmax(-1)
-        ids = token_ids[block, None]
+        ids = token_ids[block, None].clamp(min=0)
         out.logprobs[block] = logprobs.gather(-1, ids)[:, 0]
         out.ranks[block] = (raw > raw.gather(-1, ids)).sum(-1) + 1
         if count:

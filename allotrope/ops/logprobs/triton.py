@@ -1,4 +1,4 @@
-"""`ranking.score_tokens` for a GPU: log-probability, rank and best tokens of a row, without sorting the vocabulary.
+"""`gather_logprobs` for a GPU: log-probability, rank and best tokens of a row, without sorting the vocabulary.
 
 A row is read in segments by many programs, which keep their best, then put together by one. Memory traffic: the logits
 once.
@@ -16,7 +16,7 @@ from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import highest
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv, next_power_of_2
-from allotrope.ops.logprobs.reference import TokenScores
+from allotrope.ops.logprobs.spec import LogprobsTensors
 
 SEGMENT = 4096
 NOTHING = tl.constexpr(-0x8000000000000000)
@@ -47,19 +47,19 @@ def segment_scores_kernel(
     gdc_launch_dependents()
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = segment * SEGMENT + tl.arange(0, SEGMENT)
-    there = column < vocab
-    z = tl.load(logits + row * row_stride + column, mask=there, other=-float("inf")).to(tl.float32)
+    mask = column < vocab
+    z = tl.load(logits + row * row_stride + column, mask=mask, other=-float("inf")).to(tl.float32)
     scored = tl.load(logits + row * row_stride + tl.maximum(tl.load(token_ids + row), 0)).to(tl.float32)
-    peak = highest(z, 0)
-    base = tl.where(peak == -float("inf"), 0.0, peak)
-    place = row * segments + segment
-    tl.store(peaks + place, peak)
-    tl.store(sums + place, tl.sum(tl.exp(z - base), axis=0))
-    tl.store(ranks + place, tl.sum((z > scored).to(tl.int32), axis=0))
-    packed = tl.where(there, key_of(z).to(tl.int64) * 4294967296 + (vocab - 1 - column), NOTHING)
+    max_logit = highest(z, 0)
+    base = tl.where(max_logit == -float("inf"), 0.0, max_logit)
+    index = row * segments + segment
+    tl.store(peaks + index, max_logit)
+    tl.store(sums + index, tl.sum(tl.exp(z - base), axis=0))
+    tl.store(ranks + index, tl.sum((z > scored).to(tl.int32), axis=0))
+    packed = tl.where(mask, key_of(z).to(tl.int64) * 4294967296 + (vocab - 1 - column), NOTHING)
     for i in range(count):
         best = tl.max(packed, axis=0)
-        tl.store(tops + place * count + i, best)
+        tl.store(tops + index * count + i, best)
         packed = tl.where(packed == best, NOTHING, packed)
 
 
@@ -73,33 +73,33 @@ def scores_kernel(
     gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     segment = tl.arange(0, SEGMENTS)
-    there, place = segment < segments, row * segments + segment
-    part = tl.load(peaks + place, mask=there, other=-float("inf"))
-    peak = highest(part, 0)
-    total = tl.sum(tl.load(sums + place, mask=there, other=0.0) * tl.exp(part - peak), axis=0)
+    mask, index = segment < segments, row * segments + segment
+    segment_max = tl.load(peaks + index, mask=mask, other=-float("inf"))
+    max_logit = highest(segment_max, 0)
+    total = tl.sum(tl.load(sums + index, mask=mask, other=0.0) * tl.exp(segment_max - max_logit), axis=0)
     norm = tl.log(total)
     scored = tl.load(logits + row * row_stride + tl.maximum(tl.load(token_ids + row), 0)).to(tl.float32)
-    tl.store(logprobs + row, scored - peak - norm)
-    tl.store(rank + row, (tl.sum(tl.load(ranks + place, mask=there, other=0), axis=0) + 1).to(tl.int64))
+    tl.store(logprobs + row, scored - max_logit - norm)
+    tl.store(rank + row, (tl.sum(tl.load(ranks + index, mask=mask, other=0), axis=0) + 1).to(tl.int64))
     if TOPS > 0:
         each = tl.arange(0, TOPS)
         packed = tl.load(tops + row * segments * count + each, mask=each < segments * count, other=NOTHING)
         for i in range(count):
             best = tl.max(packed, axis=0)
             tl.store(top_ids + row * count + i, vocab - 1 - (best & 0xFFFFFFFF))
-            tl.store(top_logprobs + row * count + i, logit_of((best >> 32).to(tl.int32)) - peak - norm)
+            tl.store(top_logprobs + row * count + i, logit_of((best >> 32).to(tl.int32)) - max_logit - norm)
             packed = tl.where(packed == best, NOTHING, packed)
 
 
-def score_tokens(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> TokenScores:
-    """As `ranking.score_tokens`; a `token_ids` below 0 is scored as 0."""
+def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> LogprobsTensors:
+    """As `reference.gather_logprobs`."""
     size, vocab = logits.shape
     count = min(count, vocab)
     segments = cdiv(vocab, SEGMENT)
     peaks, sums = (logits.new_empty((size, segments), dtype=torch.float32) for _ in range(2))
     ranks = logits.new_empty((size, segments), dtype=torch.int32)
     tops = logits.new_empty((size, segments, count), dtype=torch.int64)
-    out = TokenScores.unfilled(logits, token_ids, count)
+    out = LogprobsTensors.unfilled(logits, token_ids, count)
     row = (count, vocab, logits.stride(0), segments)
     if size:
         segment_scores_kernel[(size, segments)](

@@ -1,4 +1,4 @@
-"""`sampler.sample` for a GPU: the same tokens, without sorting the vocabulary and without waiting for the device.
+"""`reference.choose` for a GPU: the same tokens, without sorting the vocabulary and without waiting for the device.
 
 A row is read in segments by many programs, then decided by one. Everything that a token depends on is a sum of integer
 weights, so that the order of addition cannot matter. A cut in the order of tokens (the k-th, the end of a nucleus, the
@@ -21,7 +21,7 @@ from allotrope.kernels.propagate_nan import at_least
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 from allotrope.ops.logprobs.triton import NOTHING, SEGMENT, key_of, logit_of
-from allotrope.ops.sampling.reference import RandomRows, SamplingStep
+from allotrope.ops.sampling.spec import RandomRows, SamplingStep
 
 # Candidates of a row that are written out.
 ROOM = 32768
@@ -57,9 +57,9 @@ def peaks_kernel(logits, peaks, vocab, row_stride, segments, SEGMENT: tl.constex
     gdc_launch_dependents()
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = segment * SEGMENT + tl.arange(0, SEGMENT)
-    there = column < vocab
-    z = tl.load(logits + row * row_stride + column, mask=there, other=-float("inf"))
-    packed = tl.where(there, key_of(z).to(tl.int64) * 4294967296 + (vocab - 1 - column), NOTHING)
+    mask = column < vocab
+    z = tl.load(logits + row * row_stride + column, mask=mask, other=-float("inf"))
+    packed = tl.where(mask, key_of(z).to(tl.int64) * 4294967296 + (vocab - 1 - column), NOTHING)
     tl.store(peaks + row * segments + segment, tl.max(packed, axis=0))
 
 
@@ -76,7 +76,7 @@ def greedy_kernel(peaks, out, vocab, segments, SEGMENTS: tl.constexpr):
 
 
 @pdl_jit
-def whole_masses_kernel(
+def untruncated_masses_kernel(
     logits, peaks, rows, temperature, min_p, masses, vocab, row_stride, segments,
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, MIN_P: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +95,7 @@ def whole_masses_kernel(
 
 
 @pdl_jit
-def draw_whole_kernel(
+def draw_untruncated_kernel(
     logits, peaks, rows, temperature, min_p, uniform, masses, out, vocab, row_stride, segments,
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, MIN_P: tl.constexpr,
 ):  # fmt: skip
@@ -106,12 +106,12 @@ def draw_whole_kernel(
     row = tl.load(rows + n)
     peak = logit_of((_peak(peaks, row, segments, SEGMENTS) >> 32).to(tl.int32))
     if tl.abs(peak) < float("inf"):
-        place = tl.arange(0, SEGMENTS)
-        mass = tl.load(masses + n * segments + place, mask=place < segments, other=0)
+        index = tl.arange(0, SEGMENTS)
+        mass = tl.load(masses + n * segments + index, mask=index < segments, other=0)
         target = (tl.load(uniform + n) * tl.sum(mass, axis=0).to(tl.float64)).to(tl.int64)
         behind = tl.cumsum(mass, axis=0)
         segment = tl.minimum(tl.sum((behind <= target).to(tl.int32), axis=0), segments - 1)
-        before = tl.sum(tl.where(place < segment, mass, 0), axis=0)
+        before = tl.sum(tl.where(index < segment, mass, 0), axis=0)
         column = segment * SEGMENT + tl.arange(0, SEGMENT)
         z = tl.load(logits + row * row_stride + column, mask=column < vocab, other=-float("inf"))
         weight = _weight(z, peak, tl.load(temperature + n))
@@ -140,27 +140,27 @@ def edges_kernel(
     n, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + n)
     peak = logit_of((_peak(peaks, row, segments, SEGMENTS) >> 32).to(tl.int32))
-    heat = tl.load(temperature + n)
+    row_temperature = tl.load(temperature + n)
     column = segment * SEGMENT + tl.arange(0, SEGMENT)
-    there = column < vocab
-    z = tl.load(logits + row * row_stride + column, mask=there, other=-float("inf"))
-    key, weight = tl.where(there, key_of(z), _ABSENT), _weight(z, peak, heat)
-    place = (n * segments + segment) * EDGES
+    mask = column < vocab
+    z = tl.load(logits + row * row_stride + column, mask=mask, other=-float("inf"))
+    key, weight = tl.where(mask, key_of(z), _ABSENT), _weight(z, peak, row_temperature)
+    index = (n * segments + segment) * EDGES
     for j in range(EDGES):
-        edge = _edge(peak, heat, j, EDGES)
+        edge = _edge(peak, row_temperature, j, EDGES)
         above = key >= edge
         tl.store(edges + n * EDGES + j, edge, mask=segment == 0)
-        tl.store(counts + place + j, tl.sum(above.to(tl.int32), axis=0))
-        tl.store(masses + place + j, tl.sum(tl.where(above, weight, 0), axis=0))
+        tl.store(counts + index + j, tl.sum(above.to(tl.int32), axis=0))
+        tl.store(masses + index + j, tl.sum(tl.where(above, weight, 0), axis=0))
 
 
 @triton.jit
 def _table(counts, masses, n, segments, SEGMENTS: tl.constexpr, EDGES: tl.constexpr):
     """Number and weight of a row's tokens at or above each edge, two vectors."""
-    place = (n * segments + tl.arange(0, SEGMENTS)[:, None]) * EDGES + tl.arange(0, EDGES)[None, :]
-    there = (tl.arange(0, SEGMENTS) < segments)[:, None]
-    count = tl.sum(tl.load(counts + place, mask=there, other=0), axis=0)
-    return count, tl.sum(tl.load(masses + place, mask=there, other=0), axis=0)
+    index = (n * segments + tl.arange(0, SEGMENTS)[:, None]) * EDGES + tl.arange(0, EDGES)[None, :]
+    mask = (tl.arange(0, SEGMENTS) < segments)[:, None]
+    count = tl.sum(tl.load(counts + index, mask=mask, other=0), axis=0)
+    return count, tl.sum(tl.load(masses + index, mask=mask, other=0), axis=0)
 
 
 @triton.jit
@@ -188,14 +188,14 @@ def candidates_kernel(
     n, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     count, mass = _table(counts, masses, n, segments, SEGMENTS, EDGES)
     edge, size = _enough(count, mass, tl.load(top_k + n), tl.load(top_p + n), EDGES)
-    place = tl.arange(0, SEGMENTS)
-    each = tl.load(counts + (n * segments + place) * EDGES + edge, mask=place <= segment, other=0)
-    start = tl.sum(tl.where(place < segment, each, 0), axis=0)
+    index = tl.arange(0, SEGMENTS)
+    each = tl.load(counts + (n * segments + index) * EDGES + edge, mask=index <= segment, other=0)
+    start = tl.sum(tl.where(index < segment, each, 0), axis=0)
     if (size <= ROOM) & (tl.sum(each, axis=0) > start):
         column = segment * SEGMENT + tl.arange(0, SEGMENT)
-        there = column < vocab
-        z = tl.load(logits + tl.load(rows + n) * row_stride + column, mask=there, other=-float("inf"))
-        key = tl.where(there, key_of(z), _ABSENT)
+        mask = column < vocab
+        z = tl.load(logits + tl.load(rows + n) * row_stride + column, mask=mask, other=-float("inf"))
+        key = tl.where(mask, key_of(z), _ABSENT)
         above = key >= tl.load(edges + n * EDGES + edge)
         to = start + tl.cumsum(above.to(tl.int32), axis=0) - 1
         tl.store(found + n * ROOM + to, key.to(tl.int64) * 4294967296 + column, mask=above)
@@ -204,19 +204,19 @@ def candidates_kernel(
 @triton.jit
 def _load_chunk(start, found, chunk, size, written, vocab, CHUNK: tl.constexpr):
     """Keys and ids of some tokens, by id: of the candidates, or of the row where they are not written out."""
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
     if written:
-        packed = tl.load(found + place, mask=place < size, other=NOTHING)
+        packed = tl.load(found + index, mask=index < size, other=NOTHING)
         key, ids = packed >> 32, (packed & 0xFFFFFFFF).to(tl.int32)
     else:
-        z = tl.load(start + place, mask=place < vocab, other=-float("inf"))
-        key, ids = tl.where(place < vocab, key_of(z), _ABSENT).to(tl.int64), place
+        z = tl.load(start + index, mask=index < vocab, other=-float("inf"))
+        key, ids = tl.where(index < vocab, key_of(z), _ABSENT).to(tl.int64), index
     return key, ids
 
 
 @triton.jit
-def _key_weight(key, peak, heat):
-    return _weight(logit_of(tl.maximum(key, _ABSENT + 0x7FFFFF).to(tl.int32)), peak, heat)
+def _key_weight(key, peak, temperature):
+    return _weight(logit_of(tl.maximum(key, _ABSENT + 0x7FFFFF).to(tl.int32)), peak, temperature)
 
 
 @triton.jit
@@ -231,7 +231,7 @@ def _step(key, weight, middle, low, high):
 
 @triton.jit
 def _cut(
-    start, found, spare, chunks, size, written, vocab, peak, heat, best, edge, count_of, mass_of, goal,
+    start, found, spare, chunks, size, written, vocab, peak, temperature, best, edge, count_of, mass_of, goal,
     CHUNK: tl.constexpr, EDGES: tl.constexpr, BY_MASS: tl.constexpr,
 ):  # fmt: skip
     """The largest key that has at least `goal` tokens, or weight, at or above it; the last edge must have enough.
@@ -253,7 +253,7 @@ def _cut(
         least, below = high, low
         for chunk in range(chunks):
             key, _ = _load_chunk(start, found, chunk, size, written, vocab, CHUNK)
-            more, heavier, nearest, next_below = _step(key, _key_weight(key, peak, heat), middle, low, high)
+            more, heavier, nearest, next_below = _step(key, _key_weight(key, peak, temperature), middle, low, high)
             count, mass = count + more, mass + heavier
             least, below = tl.minimum(least, nearest), tl.maximum(below, next_below)
         enough = (mass >= goal) if BY_MASS else (count >= goal)
@@ -269,9 +269,9 @@ def _cut(
             tl.store(spare + filled + tl.cumsum(ours.to(tl.int32), axis=0) - 1, key.to(tl.int32), mask=ours)
             filled += tl.sum(ours.to(tl.int32), axis=0)
         tl.debug_barrier()
-        place = tl.arange(0, CHUNK)
-        key = tl.load(spare + place, mask=place < filled, other=_ABSENT).to(tl.int64)
-        weight = tl.where(place < filled, _key_weight(key, peak, heat), 0)
+        index = tl.arange(0, CHUNK)
+        key = tl.load(spare + index, mask=index < filled, other=_ABSENT).to(tl.int64)
+        weight = tl.where(index < filled, _key_weight(key, peak, temperature), 0)
         base, base_mass = over, over_mass
         while high - low > 1:
             count, mass, least, below = _step(key, weight, low + (high - low) // 2, low, high)
@@ -294,7 +294,7 @@ def draw_truncated_kernel(
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + n)
     best = _peak(peaks, row, segments, SEGMENTS) >> 32
-    peak, heat = logit_of(best.to(tl.int32)), tl.load(temperature + n)
+    peak, row_temperature = logit_of(best.to(tl.int32)), tl.load(temperature + n)
     if tl.abs(peak) < float("inf"):
         k, p = tl.load(top_k + n), tl.load(top_p + n)
         count_of, mass_of = _table(counts, masses, n, segments, SEGMENTS, EDGES)
@@ -306,33 +306,36 @@ def draw_truncated_kernel(
         total = tl.max(mass_of, axis=0)
         if (k > 0) & (tl.max(count_of, axis=0) > k):
             key, above, mass = _cut(
-                start, found, spare, chunks, size, written, vocab, peak, heat, best, edge, count_of, mass_of, k,
+                start, found, spare, chunks, size, written, vocab, peak, row_temperature, best, edge,
+                count_of, mass_of, k,
                 CHUNK, EDGES, False,
             )  # fmt: skip
-            total = mass + (k - above) * _key_weight(key, peak, heat)
+            total = mass + (k - above) * _key_weight(key, peak, row_temperature)
         if p < 1.0:
             needed = _needed(total, p)
             key, above, mass = _cut(
-                start, found, spare, chunks, size, written, vocab, peak, heat, best, edge, count_of, mass_of, needed,
+                start, found, spare, chunks, size, written, vocab, peak, row_temperature, best, edge,
+                count_of, mass_of, needed,
                 CHUNK, EDGES, True,
             )  # fmt: skip
             # The nucleus ends with the token that brings the weight to `needed`.
-            own = _key_weight(key, peak, heat)
+            own = _key_weight(key, peak, row_temperature)
             total = mass + tl.cdiv(needed - mass, tl.maximum(own, 1)) * own
         if MIN_P:
             least, kept = tl.load(min_p + n) * _UNIT, tl.full([], 0, tl.int64)
             for chunk in range(chunks):
                 keys = _load_chunk(start, found, chunk, size, written, vocab, CHUNK)[0]
-                weight = _key_weight(keys, peak, heat)
+                weight = _key_weight(keys, peak, row_temperature)
                 kept += tl.sum(tl.where(weight.to(tl.float64) >= least, weight, 0), axis=0)
             total = tl.minimum(total, kept)
         target = (tl.load(uniform + n) * total.to(tl.float64)).to(tl.int64)
         key, above, mass = _cut(
-            start, found, spare, chunks, size, written, vocab, peak, heat, best, edge, count_of, mass_of, target + 1,
+            start, found, spare, chunks, size, written, vocab, peak, row_temperature, best, edge,
+            count_of, mass_of, target + 1,
             CHUNK, EDGES, True,
         )  # fmt: skip
         # Among tokens of one logit, the one by id at which the weight passes the target.
-        wanted = (target - mass) // tl.maximum(_key_weight(key, peak, heat), 1)
+        wanted = (target - mass) // tl.maximum(_key_weight(key, peak, row_temperature), 1)
         passed, chosen = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
         for chunk in range(chunks):
             keys, ids = _load_chunk(start, found, chunk, size, written, vocab, CHUNK)
@@ -344,12 +347,10 @@ def draw_truncated_kernel(
 
 
 def choose(logits: torch.Tensor, step: SamplingStep) -> torch.Tensor:
-    """A token for each row: the tokens of `sampler.sample` once `step.edits` are done.
-
-    `logits`: [B, V] fp32, any row stride. Returns [B] int64, -1 where the row's largest logit is not finite.
-    """
+    """As `reference.choose`; rows have any stride."""
+    logits = logits.float()
     size, vocab = logits.shape
-    assert logits.dtype == torch.float32 and logits.stride(1) == 1
+    assert logits.stride(1) == 1
     segments = cdiv(vocab, SEGMENT)
     shape = {"SEGMENTS": next_power_of_2(segments)}
     peaks = logits.new_empty((size, segments), dtype=torch.int64)
@@ -357,14 +358,14 @@ def choose(logits: torch.Tensor, step: SamplingStep) -> torch.Tensor:
     row = (vocab, logits.stride(0), segments)
     peaks_kernel[(size, segments)](logits, peaks, *row, SEGMENT=SEGMENT, num_warps=8)
     greedy_kernel[(size,)](peaks, out, vocab, segments, **shape, num_warps=1)
-    if step.whole is not None:
-        _draw_whole(logits, peaks, step.whole, out, row, shape)
+    if step.untruncated is not None:
+        _draw_untruncated(logits, peaks, step.untruncated, out, row, shape)
     if step.truncated is not None:
         _draw_truncated(logits, peaks, step.truncated, out, row, shape)
     return out
 
 
-def _draw_whole(
+def _draw_untruncated(
     logits: torch.Tensor,
     peaks: torch.Tensor,
     random: RandomRows,
@@ -376,10 +377,10 @@ def _draw_whole(
     masses = peaks.new_empty((count, segments))
     min_p = random.uniform if random.min_p is None else random.min_p
     shape = shape | {"SEGMENT": SEGMENT, "MIN_P": random.min_p is not None}
-    whole_masses_kernel[(count, segments)](
+    untruncated_masses_kernel[(count, segments)](
         logits, peaks, random.rows, random.temperature, min_p, masses, *row, **shape, num_warps=8
     )
-    draw_whole_kernel[(count,)](
+    draw_untruncated_kernel[(count,)](
         logits, peaks, random.rows, random.temperature, min_p, random.uniform, masses, out, *row, **shape, num_warps=8
     )
 
@@ -434,8 +435,8 @@ def released(chip: Chip) -> list[Specialization]:
     for kernel, warps in (
         (peaks_kernel, 8),
         (greedy_kernel, 1),
-        (whole_masses_kernel, 8),
-        (draw_whole_kernel, 8),
+        (untruncated_masses_kernel, 8),
+        (draw_untruncated_kernel, 8),
         (edges_kernel, 8),
         (candidates_kernel, 8),
         (draw_truncated_kernel, 16),

@@ -223,7 +223,7 @@ def _choice(rows: int, vocab: int, name: str) -> KernelCase:
     """A token for each row. The check is that each is the one that sorting finds."""
 
     def make(device: torch.device) -> Any:
-        from allotrope.ops.sampling.reference import RandomRows, SamplingStep
+        from allotrope.ops.sampling.spec import RandomRows, SamplingStep
 
         chosen = CHOICES[name]
         logits = _normal(device, torch.float32, rows, vocab)
@@ -244,8 +244,8 @@ def _choice(rows: int, vocab: int, name: str) -> KernelCase:
             uniform=torch.rand(rows, 1, dtype=torch.float64, device=device),
             top_ks=(top_k,) * rows,
         )
-        whole = not top_k and top_p == 1.0
-        step = SamplingStep(greedy=None, whole=random if whole else None, truncated=None if whole else random)
+        kind = "truncated" if top_k or top_p < 1.0 else "untruncated"
+        step = SamplingStep(greedy=None, **{kind: random})
         return logits * spread, step
 
     def ours(inputs: Any) -> Timed:
@@ -254,15 +254,15 @@ def _choice(rows: int, vocab: int, name: str) -> KernelCase:
         return functools.partial(choose, *inputs)
 
     def check(inputs: Any, timed: Timed) -> list[Comparison]:
-        from allotrope.ops.sampling import reference as sampler
+        from allotrope.ops.sampling import reference
 
-        same_token = (timed() == sampler._choose(*inputs)[0]).float()
+        same_token = (timed() == reference.choose(*inputs)).float()
         return [compare(same_token, torch.ones_like(same_token), "fp32")]
 
     def sorting(inputs: Any) -> Timed:
-        from allotrope.ops.sampling import reference as sampler
+        from allotrope.ops.sampling import reference
 
-        return lambda: sampler._choose(*inputs)
+        return lambda: reference.choose(*inputs)
 
     return KernelCase(
         family="fusions",

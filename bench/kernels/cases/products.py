@@ -161,7 +161,7 @@ def _experts(rows: int, shape: ExpertShape, tiny: bool = False) -> KernelCase:
 
         x, mix, chosen, weights = found
         layer = Experts(1, 8, 8, GatedActivation(), Build(torch.bfloat16, device=x.device), bias=False)
-        layer.count, layer.numbers = count, torch.arange(count, device=x.device)
+        layer.count = count
         matmuls = []
         for name, weight in zip(("gate_up", "down"), weights, strict=True):
             format, stored = PLAIN, PlainWeight(weight)
@@ -182,13 +182,13 @@ def _experts(rows: int, shape: ExpertShape, tiny: bool = False) -> KernelCase:
         """
         x, mix, chosen, weights = found
         format = shape.format or PLAIN
-        ends, source, place = timed.func.grouped(chosen)
-        inner = timed.func.first(x, ends, source)
+        groups = timed.func.grouped(chosen)
+        inner = timed.func.first(x, groups.expert_offsets, groups.sorted_token_ids)
         want_inner, y = torch.empty_like(inner, dtype=torch.float32), torch.zeros(rows, hidden, device=x.device)
         seen, owner = format.activations(x), chosen.flatten()
         for expert in owner.unique().tolist():
             pairs = (owner == expert).nonzero().squeeze(1)
-            token, row = pairs // topk, place[pairs]
+            token, row = pairs // topk, groups.inverse[pairs]
             first, second = (_plain(weight, expert) for weight in weights)
             gate, up = (seen[token] @ first.T).chunk(2, dim=-1)
             want_inner[row] = torch.nn.functional.silu(gate) * up
