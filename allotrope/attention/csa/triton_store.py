@@ -16,7 +16,7 @@ import triton.language as tl
 
 from allotrope.attention.csa.rows import BLOCK
 from allotrope.attention.mla.rows import FP8_MAX
-from allotrope.attention.mla.triton_store import power_of_two
+from allotrope.attention.mla.triton_store import pow2_scale
 from allotrope.kernels.chip import Chip
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import clamped, higher_of, highest, largest_of
@@ -61,7 +61,7 @@ def _store_row(
         x = tl.where(lane < D, x, 0.0)
         groups = tl.reshape(x, [BLOCK_D // _GROUP, _GROUP])
         group = tl.arange(0, BLOCK_D // _GROUP)
-        factor = power_of_two(largest_of(groups, 1))
+        factor = pow2_scale(largest_of(groups, 1))
         exponent = factor.to(tl.int32, bitcast=True) >> 23
         code = tl.reshape(groups / factor[:, None], [BLOCK_D])
         code = clamped(code, _LARGEST)

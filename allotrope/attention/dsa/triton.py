@@ -75,11 +75,11 @@ def build_plan(spec: DsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
         if count < span.queries:
             many.append(Span(span.request, span.token + count, span.position + count, span.queries - count))
     dense = [] if picking or not batch.num_decodes else [(single, bound)]
-    seen = mla.visible(batch)
+    seen = mla.kv_lens_of(batch)
     return TritonPlan(
         mla.plan_spans(spec.mla, batch, latent, dense, few),
         keys if spec.indexer is not None else None,
-        mla.group(batch, seen, single, bound) if picking else None,
+        mla.absorbed_queries(batch, seen, single, bound) if picking else None,
         tuple(_contests(spec, batch, seen, many)),
         seen,
         min(spec.topk, max(batch.seq_lens)),
@@ -115,7 +115,7 @@ def _contest(
     batch: BatchLayout, seen: torch.Tensor, tokens: list[int], tiles: list[tuple[int, ...]], bound: int
 ) -> Contest:
     return Contest(
-        mla.group(batch, seen, token_index(tokens, batch.device), bound),
+        mla.absorbed_queries(batch, seen, token_index(tokens, batch.device), bound),
         torch.tensor(tiles, dtype=torch.int32, device=batch.device),
     )
 
@@ -147,7 +147,7 @@ def run(
     elif picks is None:
         raise ValueError("dsa: a layer without an indexer needs the picks of an earlier layer")
     out = q_nope.new_empty(len(q_nope), spec.mla.num_heads, spec.mla.v_head_dim)
-    mla.attend_parts(spec.mla, plan.dense, pools, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
+    mla.attend_planned(spec.mla, plan.dense, pools, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
     picking = [contest.part for contest in plan.contests]
     if plan.decodes is not None:
         picking.append(plan.decodes)
@@ -164,7 +164,7 @@ def pick(
     if plan.decodes is None and not plan.contests:
         return plan.everything
     chip = chip_of(q.device)
-    alone = plan.decodes is not None and plan.decodes.queries.seen.shape[0] == len(q)
+    alone = plan.decodes is not None and plan.decodes.queries.kv_lens.shape[0] == len(q)
     if alone:
         picks = torch.empty(len(q), plan.columns, dtype=torch.int64, device=q.device)
     else:
@@ -174,13 +174,13 @@ def pick(
         scores = triton_index.score_decodes(
             spec.indexer, pools, plan.keys, plan.decodes.queries, spec.topk, q[own], weights[own]
         )
-        triton_topk.top_rows(scores, plan.decodes.queries.seen, spec.topk, chip, picks, None)
+        triton_topk.top_rows(scores, plan.decodes.queries.kv_lens, spec.topk, chip, picks, None)
     for contest in plan.contests:
         queries = contest.part.queries
         scores = triton_index.score_tiles(
-            spec.indexer, pools, plan.keys, contest.tiles, len(queries.seen), queries.bound, q, weights
+            spec.indexer, pools, plan.keys, contest.tiles, len(queries.kv_lens), queries.max_kv_len, q, weights
         )
         mine = contest.part.tokens
         into, listed = (picks[mine], None) if isinstance(mine, slice) else (picks, mine)
-        triton_topk.top_rows(scores, queries.seen, spec.topk, chip, into, listed)
+        triton_topk.top_rows(scores, queries.kv_lens, spec.topk, chip, into, listed)
     return picks

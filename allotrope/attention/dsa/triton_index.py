@@ -23,7 +23,7 @@ from allotrope.attention.batch import PageIndex
 from allotrope.attention.dsa.spec import IndexerSpec
 from allotrope.attention.mla.rows import FP8_MAX
 from allotrope.attention.mla.triton_decode import Queries
-from allotrope.attention.mla.triton_store import power_of_two
+from allotrope.attention.mla.triton_store import pow2_scale
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import at_least, clamped, largest_of
@@ -94,7 +94,7 @@ def store_kernel(
     to = pool + (page * k_page + offset * k_row)
     if SCALED:
         keys = keys.to(tl.float32)
-        factor = power_of_two(largest_of(keys, 1))
+        factor = pow2_scale(largest_of(keys, 1))
         tl.store(factors + (page * f_page + offset * f_row), factor, mask=kept)
         tl.store(to[:, None] + dim[None, :], _codes(keys, factor[:, None]), mask=there)
     else:
@@ -149,7 +149,7 @@ def decode_kernel(
         share = tl.load(weights + query * w_t + head, mask=head < HEADS, other=0.0).to(tl.float32)
         if SCALED:
             wide = queries.to(tl.float32)
-            factor = power_of_two(largest_of(wide, 1))
+            factor = pow2_scale(largest_of(wide, 1))
             codes = _codes(wide, factor[:, None])
             queries = codes if NATIVE else codes.to(queries.dtype)
             share = share * factor
@@ -205,7 +205,7 @@ def prefill_kernel(
             share = tl.load(weights + token * w_t + head, mask=real, other=0.0).to(tl.float32)
             if SCALED:
                 wide = queries.to(tl.float32)
-                factor = power_of_two(largest_of(wide, 1))
+                factor = pow2_scale(largest_of(wide, 1))
                 queries = _codes(wide, factor[:, None]).to(kind)
                 share = share * factor
             hits = tl.dot(queries, keys, input_precision="ieee")
@@ -242,11 +242,11 @@ def score_decodes(
     `q`: [t, heads, d]. `weights`: [t, heads].
     """
     chosen = config(chip_of(q.device), q.dtype)
-    scores = torch.empty(len(q), _width(queries.bound), dtype=torch.float32, device=q.device)
+    scores = torch.empty(len(q), _width(queries.max_kv_len), dtype=torch.float32, device=q.device)
     pool, factors = pools["k"], pools.get("factor", pools["k"])
-    span = _span(chosen, len(q), queries.bound)
-    decode_kernel[(cdiv(queries.bound, span), len(q))](
-        q, weights, pool, factors, paged.table, queries.request, queries.seen, scores,
+    span = _span(chosen, len(q), queries.max_kv_len)
+    decode_kernel[(cdiv(queries.max_kv_len, span), len(q))](
+        q, weights, pool, factors, paged.table, queries.request, queries.kv_lens, scores,
         spec.head_dim**-0.5, topk, span, q.stride(0), q.stride(1), weights.stride(0), *pool.stride()[:2],
         *factors.stride()[:2], paged.table.stride(0), scores.stride(0),
         HEADS=spec.num_heads, D=spec.head_dim, PAGE=paged.page_size, BLOCK_H=_padded(spec.num_heads),
