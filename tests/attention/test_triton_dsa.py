@@ -16,16 +16,16 @@ from allotrope.attention.cache_layout import pool_bytes, views
 from allotrope.attention.check import Case, Inputs, cases, compare
 from allotrope.attention.dsa import DSA, IndexerSpec, indexer, triton, triton_index, triton_topk
 from allotrope.attention.dsa import cases as small
-from allotrope.attention.mla.triton_decode import Queries, arch_of
+from allotrope.attention.mla.triton_decode import Queries
 from allotrope.attention.replay import Replay, Step, alone, at_random, whole
 from allotrope.attention.topk import top_indices
-from allotrope.kernels.chip import CHIPS
+from allotrope.kernels.chip import CHIPS, chip_of
 
 REFERENCE = DSA.backends[-1]
 TRITON = AttentionBackend("triton", lambda spec, chip: [], plan=triton.build_plan, run=triton.run, in_graphs=True)
 FP8 = torch.float8_e4m3fn
 GPU = torch.cuda.is_available()
-ARCH = arch_of(torch.device(DEVICE))
+CHIP = chip_of(torch.device(DEVICE))
 
 
 class Keeping(Replay):
@@ -150,7 +150,7 @@ def test_top_rows_are_exact(width: int, topk: int) -> None:
     scores[torch.arange(width) >= seen[:, None]] = torch.nan
     picks = torch.full((9, topk), 77, dtype=torch.int64, device=DEVICE)
     rows = torch.tensor([4, 0, 8, 2, 3])
-    triton_topk.top_rows(scores.to(DEVICE), seen.to(DEVICE), topk, ARCH, picks, rows.to(DEVICE))
+    triton_topk.top_rows(scores.to(DEVICE), seen.to(DEVICE), topk, CHIP, picks, rows.to(DEVICE))
     want = top_indices(scores.masked_fill(torch.arange(width) >= seen[:, None], -torch.inf), topk)
     assert torch.equal(picks.cpu()[rows], want)
     assert (picks.cpu()[[1, 5, 6, 7]] == 77).all()

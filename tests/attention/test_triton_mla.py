@@ -137,8 +137,8 @@ def test_keys_of_a_prompt_in_many_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
     """So little scratch that every request takes several slices, and slices of several requests share a chunk."""
     case = dataclasses.replace(taken("released", torch.float32), lengths=(150, 30, 210))
     size = case.spec.num_heads * (case.spec.nope_dim + case.spec.v_head_dim) * 4
-    plan = triton_prefill.plan_expanded
-    monkeypatch.setattr(triton, "plan_expanded", lambda *given: plan(*given, scratch=64 * size))
+    plan = triton_prefill.plan_decompressed
+    monkeypatch.setattr(triton, "plan_decompressed", lambda *given: plan(*given, scratch=64 * size))
     steps: list[Step] = [[(0, 100), (2, 90)], [(1, 30), (0, 50), (2, 120)]]
     found = compare(Replay(case, TRITON, DEVICE).play(steps), reference(case), "fp32")
     assert found, found
@@ -146,7 +146,7 @@ def test_keys_of_a_prompt_in_many_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_scratch_of_a_prompt_does_not_grow_with_the_context() -> None:
     spec = cases("mla")["released"].spec
-    made = triton_prefill.plan_expanded(
+    made = triton_prefill.plan_decompressed(
         spec, [Span(0, 0, 5000, 300), Span(1, 300, 0, 200)], torch.device("cpu"), 1 << 22
     )
     most = (1 << 22) // (spec.num_heads * 256 * 4)

@@ -44,14 +44,14 @@ UNTIMED = [("sm_80", "sm_89"), ("sm_100",), ("sm_120",)]
 # Nothing was traded for them, they are what the compiler needs for launches that fit.
 UNTIMED_SPILLS: dict[str, dict[str, int]] = {
     "sm_80": {
-        "gdn pairs by channel": 2480,
+        "gdn wy by channel": 2480,
         "mxfp4 experts many rows": 424,
         "fp32 experts few rows gated": 8,
     },
     "sm_89": {"mha decode 64/8 x 128 fp8": 8},
-    "sm_100": {"mla decode 128 heads scaled picked": 24},
+    "sm_100": {"mla decode 128 heads block-scaled sparse": 24},
     "sm_120": {
-        "mla decode 128 heads scaled picked": 32,
+        "mla decode 128 heads block-scaled sparse": 32,
         "mxfp4 experts many rows": 160,
         "rope store 128 interleaved": 8,
     },
@@ -59,12 +59,12 @@ UNTIMED_SPILLS: dict[str, dict[str, int]] = {
 
 # Spills of newer releases of Triton, where they are more than specializations state: by release, chip and name.
 MORE_SPILLS = {
-    ("3.8", "gfx950"): {"mla decode 128 heads scaled picked": 75},
-    ("3.9", "gfx950"): {"mla decode 128 heads scaled picked": 74},
+    ("3.8", "gfx950"): {"mla decode 128 heads block-scaled sparse": 75},
+    ("3.9", "gfx950"): {"mla decode 128 heads block-scaled sparse": 74},
     ("3.9", "sm_90"): {
         "mha prefill 32/4 x 512": 24,
         "mla decode 128 heads fp8": 456,
-        "mla decode 128 heads scaled picked": 256,
+        "mla decode 128 heads block-scaled sparse": 256,
         "dsa top-k first": 40,
         "mxfp4 experts many rows": 48,
         "tiles of experts": 8,
@@ -96,4 +96,4 @@ def hold_kernels_to_chips(archs: tuple[str, ...]) -> None:
         dropped = {one["name"]: one["dropped"] for one, _ in found if one["dropped"]}
         assert not dropped, dropped
         without_pdl = {one["name"] for one, _ in found if not one["pdl"]}
-        assert without_pdl == {"gdn scan", "gdn scan by channel"}
+        assert without_pdl == {"gdn chunk scan", "gdn chunk scan by channel"}

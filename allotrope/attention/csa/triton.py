@@ -1,8 +1,8 @@
-"""Compressed sparse attention by Triton kernels: what a step's layers share, and the order of a layer's launches.
+"""Compressed sparse attention by Triton kernels: the plan of a step, and the order of a layer's launches.
 
-A layer writes everything in one launch, scores and picks entries in two more if it has to choose, and attends in one,
-or two where a list is split. Lists that do not depend on the layer are made once a step, by device operations alone, so
-that a step of single queries can be captured.
+One launch of a layer writes all of its caches. An indexer scores entries and selects the top-k in two more. Attention
+is one launch, or two with KV splits. Lists that do not depend on the layer are built once a step, by device operations
+alone, so that a step of decodes can be captured.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.split_kv import num_splits
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 
-# Bytes of scores that are held at once in a prefill.
-SCRATCH = 1 << 28
-# Parts that a list is cut into at most.
-MOST_SPLITS = 16
+# Bytes of the scores of one launch of a prefill.
+MAX_SCORE_BYTES = 1 << 28
+# Most KV splits of a list.
+MAX_SPLITS = 16
 
 
 @dataclass(frozen=True)
 class CsaTritonPlan:
-    """`paged`: cache name -> where its rows lie. `lists`: what each query reads, in `splits` parts. `bound`: entries
-    that any query sees at most.
+    """`paged`: cache name -> page table and slot mapping. `lists`: cache slots that each query attends to, in `splits`
+    KV splits. `bound`: most entries that a query sees.
     """
 
     tensors: BatchTensors
@@ -50,7 +50,7 @@ def build_plan(spec: CsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     chip, longest = chip_of(batch.device), max(batch.seq_lens)
     bound = spec.visible_entries(longest)
     listed = min(bound, spec.indexer.topk) if spec.indexer is not None else bound
-    tile = triton_attend.config(chip, spec.head_dim, spec.num_heads, False, True)["TILE"]
+    tile = triton_attend.config(chip, spec.head_dim, spec.num_heads, False, True)["BLOCK_N"]
     tiles = sum(cdiv(n, tile) for n in (min(longest, spec.window), listed))
     splits = split_count(batch.num_tokens * cdiv(spec.num_heads, 64), tiles, chip.num_sms)
     entries = paged.get("compressed")
@@ -60,11 +60,12 @@ def build_plan(spec: CsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     return CsaTritonPlan(batch.tensors, paged, lists, bound, splits, chip)
 
 
-def split_count(programs: int, tiles: int, slots: int) -> int:
-    """Parts of each list: the number under which `programs` lists of `tiles` tiles are done first by `slots` programs
-    at a time. Beginning and ending a program takes as long as 2.4 tiles on an H200, joining parts as long as 1.3.
+def split_count(programs: int, tiles: int, num_sms: int) -> int:
+    """KV splits of each list that make `programs` lists of `tiles` tiles finish first, `num_sms` programs at a time.
+
+    On an H200 the start and end of a program take as long as 2.4 tiles, and the merge of the splits as long as 1.3.
     """
-    return num_splits(programs, tiles, slots, min(MOST_SPLITS, max(1, tiles)), start=2.4, merge=1.3)
+    return num_splits(programs, tiles, num_sms, min(MAX_SPLITS, max(1, tiles)), start=2.4, merge=1.3)
 
 
 def run(
@@ -86,30 +87,32 @@ def run(
 ) -> torch.Tensor:
     """As the reference's `run`."""
     main = (kv_score, position_bias, entry_norm)
-    turned = _store(spec, plan, caches, q, kv, main, (index_kv_score, index_position_bias, index_entry_norm), kv_scale)
+    q_rotated = _store(
+        spec, plan, caches, q, kv, main, (index_kv_score, index_position_bias, index_entry_norm), kv_scale
+    )
     entries = plan.lists.entry_list
     if spec.ratio and entries is None:
         assert index_q is not None and index_weights is not None
-        entries = _pick(spec, plan, caches["index"]["k"], index_q, index_weights)
-    return _attend(spec, plan, caches, turned, sinks, entries, kv_scale)
+        entries = _select_topk(spec, plan, caches["index"]["k"], index_q, index_weights)
+    return _attend(spec, plan, caches, q_rotated, sinks, entries, kv_scale)
 
 
 def _format(spec: CsaSpec) -> int:
     if spec.row_format == "scaled":
-        return triton_store.SCALED.value
+        return triton_store.BLOCK_SCALED.value
     return triton_store.PER_TENSOR.value if spec.kv_dtype == FP8 else triton_store.PLAIN.value
 
 
-def _planes(spec: CsaSpec, pools: Mapping[str, torch.Tensor]) -> list[Any]:
-    """Codes, rotated tail and factors of a pool [P, rows, .], each as the type it is read in, and then their strides.
+def _pool_views(spec: CsaSpec, pools: Mapping[str, torch.Tensor]) -> list[Any]:
+    """Values, rope part and scales of a pool [P, rows, .], each in the type that it is read in, then their strides.
 
-    Of a scaled row codes and tail both begin at the row's first byte.
+    In a block-scaled cache, values and rope part both begin at the first byte of an entry.
     """
     if spec.row_format == "plain":
         parts = [pools["kv"]] * 3
     else:
         parts = [pools["row"].view(FP8), pools["row"].view(torch.bfloat16), pools["factors"]]
-    # Kernels that read find a row by its number alone.
+    # The attention kernel addresses the pool by slot, not by page.
     assert all(part.stride(2) == 1 and part.stride(0) == part.shape[1] * part.stride(1) for part in parts)
     return [*parts, *(stride for part in parts for stride in part.stride()[:2])]
 
@@ -121,53 +124,54 @@ def _store(
     spec: CsaSpec, plan: CsaTritonPlan, caches: CacheViews, q: torch.Tensor, kv: torch.Tensor, main: Compressor,
     index: Compressor, kv_scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    """`main`, `index`: kv and score, position bias and norm of a compressor, if the layer has it. Returns [T, H, D] the
-    rotated queries."""
+    """Write all caches. `main`, `index`: kv and score, position bias and norm of each compressor that the layer has.
+
+    Returns the rotated queries [T, H, D].
+    """
     assert q.stride(2) == 1 and kv.stride(1) == 1
     tensors = plan.tensors
     window, pools = plan.paged["window"], caches["window"]
 
     def compressor(new: Compressor, state: str, entries: str) -> tuple[list[Any], torch.Tensor]:
-        """Its input tensors and its states' pool, for the kernel; and where entries go."""
-        given, bias, norm = new
-        if given is None or bias is None or norm is None:
-            nothing = tensors.positions
-            return [nothing, 0, nothing, nothing, nothing, nothing, nothing, 0, 0, 0], nothing
+        """The kernel's arguments for one compressor and its state cache, and the slots of its entries."""
+        kv_score, bias, norm = new
+        if kv_score is None or bias is None or norm is None:
+            unused = tensors.positions
+            return [unused, 0, unused, unused, unused, unused, unused, 0, 0, 0], unused
         states, paged = caches[state]["kv_score"], plan.paged[state]
-        assert given.stride(1) == 1 and bias.is_contiguous() and states.stride(2) == 1
-        rows = [given, given.stride(0), bias, norm, states, paged.slots, paged.table, states.stride(0)]
+        assert kv_score.stride(1) == 1 and bias.is_contiguous() and states.stride(2) == 1
+        rows = [kv_score, kv_score.stride(0), bias, norm, states, paged.slots, paged.table, states.stride(0)]
         return [*rows, states.stride(1), paged.table.stride(0)], plan.paged[entries].slots
 
-    first, entry_slots = compressor(main, "state", "compressed")
-    second, key_slots = compressor(index, "index_state", "index")
-    entries = _planes(spec, caches["compressed"]) if spec.ratio else _planes(spec, pools)
+    main_args, entry_slots = compressor(main, "state", "compressed")
+    index_args, key_slots = compressor(index, "index_state", "index")
+    entries = _pool_views(spec, caches["compressed"]) if spec.ratio else _pool_views(spec, pools)
     keys = caches["index"]["k"] if spec.indexer is not None else pools[next(iter(pools))]
     index_dim = spec.indexer.head_dim if spec.indexer is not None else 0
     launch = triton_store.config(plan.chip, spec.head_dim, spec.streams * spec.ratio)
     sizes = {name: plan.paged[name].page_size if name in plan.paged else 1 for name in ("state", "index_state")}
-    turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    kinds = 3 + cdiv(spec.num_heads, launch["HEADS"])
-    triton_store.store_kernel[(len(kv), kinds)](
-        q, turned, q.stride(0), q.stride(1),
+    q_rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    programs = 3 + cdiv(spec.num_heads, launch["BLOCK_H"])
+    triton_store.store_kernel[(len(kv), programs)](
+        q, q_rotated, q.stride(0), q.stride(1),
         tensors.positions, tensors.request_of_token, tensors.query_start, *plan.lists.angles, *plan.lists.first_angles,
-        1.0 / kv_scale, spec.norm_eps, kv, kv.stride(0), window.slots, *_planes(spec, pools),
-        *first, entry_slots, *entries, *second, key_slots, keys, keys.stride(0), keys.stride(1),
+        1.0 / kv_scale, spec.norm_eps, kv, kv.stride(0), window.slots, *_pool_views(spec, pools),
+        *main_args, entry_slots, *entries, *index_args, key_slots, keys, keys.stride(0), keys.stride(1),
         W_ROWS=window.page_size, STATE_ROWS=sizes["state"], E_ROWS=entries[0].shape[1],
         I_STATE_ROWS=sizes["index_state"], I_ROWS=keys.shape[1], H=spec.num_heads, RATIO=spec.ratio,
         STREAMS=spec.streams, D=spec.head_dim, R=spec.rope.dim, BLOCK_D=next_power_of_2(spec.head_dim),
         INDEX_D=index_dim, BLOCK_I=next_power_of_2(max(1, index_dim)), FORMAT=_format(spec), **launch,
     )  # fmt: skip
-    return turned
+    return q_rotated
 
 
-def _pick(
+def _select_topk(
     spec: CsaSpec, plan: CsaTritonPlan, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """[T, n] int32 rows of the entries that each query attends to, -1 behind the last one; n is topk, filled up to 16
-    bytes."""
+    """[T, n] int32 slots of the top-k entries of each query, then -1; n is topk, padded to 16 bytes."""
     assert spec.indexer is not None and weights.stride(1) == 1 and q.stride(2) == 1
-    picks = torch.empty(len(q), spec.indexer.topk, dtype=torch.int64, device=q.device)
-    step = max(1, SCRATCH // (4 * plan.bound))
+    topk_indices = torch.empty(len(q), spec.indexer.topk, dtype=torch.int64, device=q.device)
+    step = max(1, MAX_SCORE_BYTES // (4 * plan.bound))
     for first in range(0, len(q), step):
         tokens = min(step, len(q) - first)
         scores = triton_index.score(
@@ -176,9 +180,9 @@ def _pick(
             _precision(plan.chip, q.dtype),
         )  # fmt: skip
         rows = slice(first, first + tokens)
-        top_rows(scores, plan.lists.visible[rows], spec.indexer.topk, plan.chip, picks[rows], None)
+        top_rows(scores, plan.lists.visible[rows], spec.indexer.topk, plan.chip, topk_indices[rows], None)
     paged = plan.paged["compressed"]
-    return triton_index.resolve(paged, paged.page_size // spec.ratio, plan.tensors.request_of_token, picks)
+    return triton_index.resolve(paged, paged.page_size // spec.ratio, plan.tensors.request_of_token, topk_indices)
 
 
 def _precision(chip: Chip, dtype: torch.dtype) -> str:
@@ -189,31 +193,31 @@ def _attend(
     spec: CsaSpec, plan: CsaTritonPlan, caches: CacheViews, q: torch.Tensor, sinks: torch.Tensor,
     entries: torch.Tensor | None, kv_scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    """`q`: [T, H, D], rotated, contiguous. `entries`: the plan's list of rows, or a layer's own."""
+    """`q`: [T, H, D], rotated, contiguous. `entries`: slots of entries, the plan's or the layer's own."""
     tokens, heads, dim = q.shape
-    exact, splits = q.dtype == torch.float32, plan.splits
+    is_fp32, splits = q.dtype == torch.float32, plan.splits
     out = torch.empty_like(q)
-    partial = stats = out
+    partial = lse = out
     if splits > 1:
-        kind = torch.float16 if q.dtype == torch.bfloat16 else torch.float32
-        partial = torch.empty(tokens, splits, heads, dim, dtype=kind, device=q.device)
-        stats = torch.empty(tokens, splits, heads, dtype=torch.float32, device=q.device)
-    window = _planes(spec, caches["window"])
-    compressed = _planes(spec, caches["compressed"]) if spec.ratio else window
+        dtype = torch.float16 if q.dtype == torch.bfloat16 else torch.float32
+        partial = torch.empty(tokens, splits, heads, dim, dtype=dtype, device=q.device)
+        lse = torch.empty(tokens, splits, heads, dtype=torch.float32, device=q.device)
+    window = _pool_views(spec, caches["window"])
+    compressed = _pool_views(spec, caches["compressed"]) if spec.ratio else window
     lists = plan.lists
     listed = entries if entries is not None else lists.window_list
-    launch = triton_attend.config(plan.chip, dim, heads, exact, _format(spec) == triton_store.PLAIN.value)
-    sizes = {"H": heads, "D": dim, "R": spec.rope.dim, "BLOCK_D": next_power_of_2(dim), "SPLITS": splits}
-    row_scale = kv_scale if _format(spec) == triton_store.PER_TENSOR.value else 1.0
+    launch = triton_attend.config(plan.chip, dim, heads, is_fp32, _format(spec) == triton_store.PLAIN.value)
+    sizes = {"H": heads, "D": dim, "R": spec.rope.dim, "BLOCK_D": next_power_of_2(dim), "NUM_SPLITS": splits}
+    cache_scale = kv_scale if _format(spec) == triton_store.PER_TENSOR.value else 1.0
     triton_attend.attend_kernel[(tokens, cdiv(heads, launch["BLOCK_H"]), splits)](
-        q, out, partial, stats, sinks, *lists.angles, lists.window_list, lists.window_seen, listed, lists.entry_seen,
+        q, out, partial, lse, sinks, *lists.angles, lists.window_list, lists.window_lens, listed, lists.entry_lens,
         *window[:3], *window[4::2], *compressed[:3], *compressed[4::2],
-        lists.window_list.stride(0), listed.stride(0), spec.scale, row_scale,
+        lists.window_list.stride(0), listed.stride(0), spec.scale, cache_scale,
         FORMAT=_format(spec), PRECISION=_precision(plan.chip, q.dtype), **sizes, **launch,
     )  # fmt: skip
     if splits > 1:
         block = min(8, next_power_of_2(heads))
         triton_attend.combine_kernel[(tokens, cdiv(heads, block))](
-            partial, stats, sinks, *lists.angles, out, row_scale, BLOCK_H=block, num_warps=4, **sizes
+            partial, lse, sinks, *lists.angles, out, cache_scale, BLOCK_H=block, num_warps=4, **sizes
         )
     return out

@@ -1,9 +1,9 @@
-"""Scores of the entries that a query sees, for the choice among them.
+"""The indexer's scores of the entries that a query sees, and the cache slots of the selected ones.
 
-    score_t(e) = factor * sum_h weight_t,h relu(rope(q_t,h) . key_e)
+    I_t,e = scale * sum_h w_t,h relu(rope(q_t,h) . k_e)
 
-A program owns ENTRIES entries of one query; all its heads share the keys, which are read once. Queries that attend to
-all they see are not scored. Scores are written once, 4 bytes an entry.
+A program owns BLOCK_N entries of one query; all heads share the keys, which are loaded once. Queries that see at most
+`topk` entries are not scored. A score takes 4 bytes.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from allotrope.attention.batch import PageIndex
 from allotrope.attention.csa.spec import IndexerSpec
-from allotrope.attention.csa.triton_store import pair_angles, turn
+from allotrope.attention.csa.triton_store import apply_rope, pair_angles
 from allotrope.kernels.chip import Chip
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import at_least
@@ -24,108 +24,109 @@ from allotrope.kernels.tiles import cdiv, next_power_of_2
 
 @pdl_jit
 def score_kernel(
-    q, weights, keys, table, requests, seen, cos, sin, scores, first,
-    q_token, q_head, weights_token, table_row, key_page, key_row, scores_token, topk, factor,
-    ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr, ENTRIES: tl.constexpr, PRECISION: tl.constexpr,
+    q, weights, keys, table, requests, num_visible, cos, sin, scores, first,
+    q_token, q_head, weights_token, table_row, key_page, key_row, scores_token, topk, scale,
+    ENTRIES_PER_PAGE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of the tokens from `first` on, whose scores begin at row 0. `seen`: [T] int32 entries that a query sees."""
+    """Score tokens from `first` on, whose scores begin at row 0. `num_visible`: [T] int32 entries of each query."""
     gdc_wait()
     gdc_launch_dependents()
     token = first + tl.program_id(0)
-    n, begin = tl.load(seen + token), tl.program_id(1) * ENTRIES
-    if (n <= topk) | (begin >= n):
+    visible, begin = tl.load(num_visible + token), tl.program_id(1) * BLOCK_N
+    if (visible <= topk) | (begin >= visible):
         return
-    head, lane = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    inside = (head < HEADS)[:, None] & (lane < D)[None, :]
-    row = q + token.to(tl.int64) * q_token
-    x = tl.load(row + head[:, None] * q_head + lane[None, :], mask=inside, other=0.0)
+    head, offs_d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    mask_hd = (head < H)[:, None] & (offs_d < D)[None, :]
+    q_ptr = q + token.to(tl.int64) * q_token
+    q_tile = tl.load(q_ptr + head[:, None] * q_head + offs_d[None, :], mask=mask_hd, other=0.0)
     c, s = pair_angles(cos, sin, token, D, R, BLOCK_D)
-    x = turn(x.to(tl.float32), c, s, BLOCK_H, BLOCK_D).to(q.dtype.element_ty)
-    entry = begin + tl.arange(0, ENTRIES)
-    there = entry < n
+    q_tile = apply_rope(q_tile.to(tl.float32), c, s, BLOCK_H, BLOCK_D).to(q.dtype.element_ty)
+    entry = begin + tl.arange(0, BLOCK_N)
+    mask_n = entry < visible
     request = tl.load(requests + token)
-    page = tl.load(table + request * table_row + entry // ROWS, mask=there, other=0).to(tl.int64)
-    at = page * key_page + entry % ROWS * key_row
-    k = tl.load(keys + at[:, None] + lane[None, :], mask=there[:, None] & (lane < D)[None, :], other=0.0)
-    hits = tl.dot(k.to(x.dtype), tl.trans(x), input_precision=PRECISION)
-    share = tl.load(weights + token.to(tl.int64) * weights_token + head, mask=head < HEADS, other=0.0)
-    score = tl.sum(at_least(hits, 0.0) * (share.to(tl.float32) * factor)[None, :], axis=1)
-    tl.store(scores + tl.program_id(0).to(tl.int64) * scores_token + entry, score, mask=there)
+    page = tl.load(table + request * table_row + entry // ENTRIES_PER_PAGE, mask=mask_n, other=0).to(tl.int64)
+    k_offset = page * key_page + entry % ENTRIES_PER_PAGE * key_row
+    k = tl.load(keys + k_offset[:, None] + offs_d[None, :], mask=mask_n[:, None] & (offs_d < D)[None, :], other=0.0)
+    logits = tl.dot(k.to(q_tile.dtype), tl.trans(q_tile), input_precision=PRECISION)
+    w = tl.load(weights + token.to(tl.int64) * weights_token + head, mask=head < H, other=0.0)
+    score = tl.sum(at_least(logits, 0.0) * (w.to(tl.float32) * scale)[None, :], axis=1)
+    tl.store(scores + tl.program_id(0).to(tl.int64) * scores_token + entry, score, mask=mask_n)
 
 
 @pdl_jit
 def resolve_kernel(
-    picks, rows, table, requests, picks_token, rows_token, table_row, columns,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    topk_indices, slots, table, requests, topk_token, slots_token, table_row, columns,
+    ENTRIES_PER_PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of entries to rows of their pool, -1 to -1. `picks`: [T, columns] int64. `rows`: [T, .] int32."""
+    """Map entries to their cache slots, -1 to -1. `topk_indices`: [T, columns] int64. `slots`: [T, .] int32."""
     gdc_wait()
     gdc_launch_dependents()
-    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    entry = tl.load(picks + token * picks_token + column, mask=column < columns, other=-1)
-    there = entry >= 0
+    token, offs = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.load(topk_indices + token * topk_token + offs, mask=offs < columns, other=-1)
+    mask = entry >= 0
     pages = table + tl.load(requests + token) * table_row
-    page = tl.load(pages + entry // ROWS, mask=there, other=0)
-    row = tl.where(there, page * ROWS + entry % ROWS, -1).to(tl.int32)
-    tl.store(rows + token * rows_token + column, row, mask=column < rows_token)
+    page = tl.load(pages + entry // ENTRIES_PER_PAGE, mask=mask, other=0)
+    slot = tl.where(mask, page * ENTRIES_PER_PAGE + entry % ENTRIES_PER_PAGE, -1).to(tl.int32)
+    tl.store(slots + token * slots_token + offs, slot, mask=offs < slots_token)
 
 
-def config(chip: Chip, exact: bool) -> dict[str, int]:
-    """`exact`: products of fp32."""
+def config(chip: Chip, is_fp32: bool) -> dict[str, int]:
+    """Launch parameters. `is_fp32`: products of fp32."""
     if chip.vendor == "cpu":
-        return {"ENTRIES": 16, "num_warps": 4, "num_stages": 1}
-    return {"ENTRIES": 32 if exact else 128, "num_warps": 4, "num_stages": 1}
+        return {"BLOCK_N": 16, "num_warps": 4, "num_stages": 1}
+    return {"BLOCK_N": 32 if is_fp32 else 128, "num_warps": 4, "num_stages": 1}
 
 
 def score(
     spec: IndexerSpec, rope_dim: int, chip: Chip, paged: PageIndex, keys: torch.Tensor, q: torch.Tensor,
-    weights: torch.Tensor, requests: torch.Tensor, seen: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor, requests: torch.Tensor, num_visible: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor],
     first: int, tokens: int, bound: int, precision: str,
 ) -> torch.Tensor:  # fmt: skip
-    """Scores of `tokens` queries from `first` on: [tokens, bound] fp32; what a query does not see is not written.
+    """Scores [tokens, bound] fp32 of `tokens` queries from `first` on; entries that a query does not see are unwritten.
 
-    `paged`, `keys`: where index keys lie, and their pool [P, rows, d]. `q`: [T, heads, d], not rotated. `weights`:
-    [T, heads]. `seen`: [T] int32. `angles`: [T, R] cos and sin. `bound`: of what they see.
+    `paged`, `keys`: page table of the index keys, and their pool [P, rows, d]. `q`: [T, heads, d], not rotated.
+    `weights`: [T, heads]. `num_visible`: [T] int32. `angles`: [T, R] cos and sin. `bound`: an upper bound of
+    `num_visible`.
     """
     launch = config(chip, q.dtype == torch.float32)
     scores = torch.empty(tokens, bound, dtype=torch.float32, device=q.device)
-    score_kernel[(tokens, cdiv(bound, launch["ENTRIES"]))](
-        q, weights, keys, paged.table, requests, seen, *angles, scores, first,
+    score_kernel[(tokens, cdiv(bound, launch["BLOCK_N"]))](
+        q, weights, keys, paged.table, requests, num_visible, *angles, scores, first,
         q.stride(0), q.stride(1), weights.stride(0), paged.table.stride(0), keys.stride(0), keys.stride(1), bound,
-        spec.topk, (spec.num_heads * spec.head_dim) ** -0.5, ROWS=keys.shape[1], HEADS=spec.num_heads, D=spec.head_dim,
-        R=rope_dim, BLOCK_H=max(16, next_power_of_2(spec.num_heads)),
+        spec.topk, (spec.num_heads * spec.head_dim) ** -0.5, ENTRIES_PER_PAGE=keys.shape[1], H=spec.num_heads,
+        D=spec.head_dim, R=rope_dim, BLOCK_H=max(16, next_power_of_2(spec.num_heads)),
         BLOCK_D=max(16, next_power_of_2(spec.head_dim)), PRECISION=precision, **launch,
     )  # fmt: skip
     return scores
 
 
-def resolve(paged: PageIndex, per_page: int, requests: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
-    """[T, n] int32 rows of entries. `paged`: where they lie, `per_page` to a page. `requests`: [T] int64. `picks`:
-    [T, K] int64 numbers of entries, or -1; n is K, filled up to 16 bytes."""
-    tokens, columns = picks.shape
-    rows = torch.empty(tokens, -(-columns // 4) * 4, dtype=torch.int32, device=picks.device)
-    block = min(512, next_power_of_2(rows.shape[1]))
-    resolve_kernel[(tokens, cdiv(rows.shape[1], block))](
-        picks, rows, paged.table, requests, picks.stride(0), rows.stride(0), paged.table.stride(0), columns,
-        ROWS=per_page, BLOCK=block, num_warps=4,
+def resolve(paged: PageIndex, per_page: int, requests: torch.Tensor, topk_indices: torch.Tensor) -> torch.Tensor:
+    """[T, n] int32 slots of entries. `paged`: their page table, with `per_page` entries to a page. `requests`: [T]
+    int64. `topk_indices`: [T, K] int64 entries, -1 for none; n is K, padded to 16 bytes."""
+    tokens, columns = topk_indices.shape
+    slots = torch.empty(tokens, -(-columns // 4) * 4, dtype=torch.int32, device=topk_indices.device)
+    block = min(512, next_power_of_2(slots.shape[1]))
+    resolve_kernel[(tokens, cdiv(slots.shape[1], block))](
+        topk_indices, slots, paged.table, requests, topk_indices.stride(0), slots.stride(0), paged.table.stride(0),
+        columns, ENTRIES_PER_PAGE=per_page, BLOCK=block, num_warps=4,
     )  # fmt: skip
-    return rows
+    return slots
 
 
 @specializations
 def released(chip: Chip) -> list[Specialization]:
-    """64 heads of 128."""
+    """64 index heads of 128."""
     launch = config(chip, False)
     signature = dict.fromkeys(("q", "weights", "keys"), "*bf16:16") | dict.fromkeys(("table", "requests"), "*i64:16")
-    signature |= {"seen": "*i32:16", "first": "i32", "table_row": "i32", "topk": "i32:16", "factor": "fp32"}
+    signature |= {"num_visible": "*i32:16", "first": "i32", "table_row": "i32", "topk": "i32:16", "scale": "fp32"}
     signature |= dict.fromkeys(("cos", "sin", "scores"), "*fp32:16")
     signature |= dict.fromkeys(("q_token", "q_head", "weights_token", "key_page", "key_row"), "i32:16")
     signature["scores_token"] = "i32"
-    constants = {"ROWS": 64, "HEADS": 64, "D": 128, "R": 64, "BLOCK_H": 64, "BLOCK_D": 128, "PRECISION": "ieee"}
-    constants["ENTRIES"] = launch["ENTRIES"]
+    constants = {"ENTRIES_PER_PAGE": 64, "H": 64, "D": 128, "R": 64, "BLOCK_H": 64, "BLOCK_D": 128, "PRECISION": "ieee"}
+    constants["BLOCK_N"] = launch["BLOCK_N"]
     made = [Specialization("csa scores", score_kernel, signature, constants, launch["num_warps"], 1)]
-    signature = {"picks": "*i64:16", "rows": "*i32:16", "table": "*i64:16", "requests": "*i64:16"}
-    signature |= dict.fromkeys(("picks_token", "rows_token", "columns"), "i32:16") | {"table_row": "i32"}
-    constants = {"ROWS": 64, "BLOCK": 512}
-    return [*made, Specialization("csa rows", resolve_kernel, signature, constants, 4, 1)]
+    signature = {"topk_indices": "*i64:16", "slots": "*i32:16", "table": "*i64:16", "requests": "*i64:16"}
+    signature |= dict.fromkeys(("topk_token", "slots_token", "columns"), "i32:16") | {"table_row": "i32"}
+    constants = {"ENTRIES_PER_PAGE": 64, "BLOCK": 512}
+    return [*made, Specialization("csa slots", resolve_kernel, signature, constants, 4, 1)]

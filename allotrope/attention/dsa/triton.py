@@ -1,9 +1,8 @@
-"""Latent attention over picked rows by Triton kernels: what a step's requests share, and the order of its launches.
+"""DeepSeek sparse attention by Triton kernels: the plan of a step, and the order of its launches.
 
-A query that sees at most `topk` rows attends to all of them. In a step whose longest decode may see more, all decodes
-are scored, picked for and attended with together, by what the device knows of their lengths: so it can be captured. Of
-a prompt, the queries up to `topk` go the way of dense latent attention, and the others are scored in contests whose
-scores fit in bounded scratch.
+A query whose KV length is at most `topk` runs dense MLA. In a step whose longest decode may exceed it, all decodes run
+sparse together, by their lengths on the device, so that the step can be captured. The queries of a prompt up to `topk`
+run dense MLA, and the others are scored in chunks, whose scores fit into bounded scratch.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -25,38 +24,38 @@ from allotrope.attention.mla.plan import Span, token_index
 from allotrope.attention.mla.triton import Absorbed
 from allotrope.kernels.chip import chip_of
 
-# Bytes of the scores of one contest of a prefill, and of the absorbed queries of one launch.
-SCRATCH = 1 << 28
+# Bytes of the scores of one chunk of a prefill, and of the absorbed queries of one launch.
+MAX_SCORE_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
-class Contest:
-    """Queries of prompts that are scored together. `tiles`: as `triton_index.prefill_kernel` reads them."""
+class ScoreChunk:
+    """Queries of prompts that are scored together. `tiles`: as in `triton_index.prefill_kernel`."""
 
-    part: Absorbed
+    absorbed: Absorbed
     tiles: torch.Tensor
 
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """`dense`: the queries that see everything, and where latent rows go. `keys`: where index keys are and go.
+    """`dense`: the queries of dense MLA, and the latent cache's pages. `keys`: page table and slots of the index keys.
 
-    `decodes`: single queries some of which may see more than `topk` rows; None if none does. `contests`: the queries of
-    prompts that see more. `seen`: [T] int32 rows that each query sees. `columns`: K of picks.
+    `decodes`: decodes some of which may have sparse indices; None if none has. `chunks`: the queries of prompts with
+    sparse indices. `kv_lens`: [T] int32 KV length of each query. `columns`: K of the top-k indices.
     """
 
     dense: mla.TritonPlan
     keys: PageIndex | None
     decodes: Absorbed | None
-    contests: tuple[Contest, ...]
-    seen: torch.Tensor
+    chunks: tuple[ScoreChunk, ...]
+    kv_lens: torch.Tensor
     columns: int
 
     @cached_property
-    def everything(self) -> torch.Tensor:
-        """[T, K] what queries that see everything pick. Made for the first layer that asks."""
-        column = torch.arange(self.columns, device=self.seen.device)
-        return torch.where(column < self.seen[:, None], column, -1)
+    def all_indices(self) -> torch.Tensor:
+        """[T, K] indices of queries that attend to all keys. Built for the first layer that needs them."""
+        column = torch.arange(self.columns, device=self.kv_lens.device)
+        return torch.where(column < self.kv_lens[:, None], column, -1)
 
 
 def build_plan(spec: DsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> TritonPlan:
@@ -65,57 +64,57 @@ def build_plan(spec: DsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     assert isinstance(latent, PageIndex)
     assert keys is None or isinstance(keys, PageIndex)
     single = slice(0, batch.num_decodes)
-    bound = max(batch.seq_lens[single], default=0)
-    picking = bound > spec.topk
-    few, many = [], []
+    max_kv_len = max(batch.seq_lens[single], default=0)
+    any_sparse = max_kv_len > spec.topk
+    dense_spans, sparse_spans = [], []
     for span in mla.prefills(batch):
         count = min(span.queries, max(0, spec.topk - span.position))
         if count:
-            few.append(Span(span.request, span.token, span.position, count))
+            dense_spans.append(Span(span.request, span.token, span.position, count))
         if count < span.queries:
-            many.append(Span(span.request, span.token + count, span.position + count, span.queries - count))
-    dense = [] if picking or not batch.num_decodes else [(single, bound)]
-    seen = mla.visible(batch)
+            sparse_spans.append(Span(span.request, span.token + count, span.position + count, span.queries - count))
+    dense = [] if any_sparse or not batch.num_decodes else [(single, max_kv_len)]
+    kv_lens = mla.kv_lens_of(batch)
     return TritonPlan(
-        mla.plan_spans(spec.mla, batch, latent, dense, few),
+        mla.plan_spans(spec.mla, batch, latent, dense, dense_spans),
         keys if spec.indexer is not None else None,
-        mla.group(batch, seen, single, bound) if picking else None,
-        tuple(_contests(spec, batch, seen, many)),
-        seen,
+        mla.absorbed_queries(batch, kv_lens, single, max_kv_len) if any_sparse else None,
+        tuple(_score_chunks(spec, batch, kv_lens, sparse_spans)),
+        kv_lens,
         min(spec.topk, max(batch.seq_lens)),
     )
 
 
-def _contests(spec: DsaSpec, batch: BatchLayout, seen: torch.Tensor, spans: Sequence[Span]) -> list[Contest]:
-    """Share out queries among contests of at most `SCRATCH` bytes of scores, and of absorbed queries."""
-    contests: list[Contest] = []
+def _score_chunks(spec: DsaSpec, batch: BatchLayout, kv_lens: torch.Tensor, spans: Sequence[Span]) -> list[ScoreChunk]:
+    """Partition queries into chunks of at most `MAX_SCORE_BYTES` bytes of scores, and of absorbed queries."""
+    chunks: list[ScoreChunk] = []
     tokens: list[int] = []
     tiles: list[tuple[int, ...]] = []
-    bound = 0
+    max_kv_len = 0
     for span in spans:
         first = 0
         while first < span.queries:
             count = min(triton_index.TILE, span.queries - first)
-            reach = max(bound, span.position + first + count)
-            row = max(4 * reach, 2 * spec.mla.num_heads * spec.mla.latent_dim)
-            if tokens and (len(tokens) + count) * row > SCRATCH:
-                contests.append(_contest(batch, seen, tokens, tiles, bound))
-                tokens, tiles, bound = [], [], 0
+            new_max = max(max_kv_len, span.position + first + count)
+            row = max(4 * new_max, 2 * spec.mla.num_heads * spec.mla.latent_dim)
+            if tokens and (len(tokens) + count) * row > MAX_SCORE_BYTES:
+                chunks.append(_score_chunk(batch, kv_lens, tokens, tiles, max_kv_len))
+                tokens, tiles, max_kv_len = [], [], 0
                 continue
             tiles.append((len(tokens), count, span.token + first, span.position + first, span.request))
             tokens.extend(range(span.token + first, span.token + first + count))
-            bound = reach
+            max_kv_len = new_max
             first += count
     if tokens:
-        contests.append(_contest(batch, seen, tokens, tiles, bound))
-    return contests
+        chunks.append(_score_chunk(batch, kv_lens, tokens, tiles, max_kv_len))
+    return chunks
 
 
-def _contest(
-    batch: BatchLayout, seen: torch.Tensor, tokens: list[int], tiles: list[tuple[int, ...]], bound: int
-) -> Contest:
-    return Contest(
-        mla.group(batch, seen, token_index(tokens, batch.device), bound),
+def _score_chunk(
+    batch: BatchLayout, kv_lens: torch.Tensor, tokens: list[int], tiles: list[tuple[int, ...]], max_kv_len: int
+) -> ScoreChunk:
+    return ScoreChunk(
+        mla.absorbed_queries(batch, kv_lens, token_index(tokens, batch.device), max_kv_len),
         torch.tensor(tiles, dtype=torch.int32, device=batch.device),
     )
 
@@ -143,44 +142,44 @@ def run(
         if index_q is None or index_k is None or index_weights is None or plan.keys is None:
             raise ValueError("dsa: a layer with an indexer needs index_q, index_k and index_weights")
         triton_index.store(spec.indexer, caches["index"], plan.keys.slots, index_k)
-        picks = pick(spec, plan, caches["index"], index_q, index_weights)
+        picks = select_topk(spec, plan, caches["index"], index_q, index_weights)
     elif picks is None:
-        raise ValueError("dsa: a layer without an indexer needs the picks of an earlier layer")
+        raise ValueError("dsa: a layer without an indexer needs the top-k indices of an earlier layer")
     out = q_nope.new_empty(len(q_nope), spec.mla.num_heads, spec.mla.v_head_dim)
-    mla.attend_parts(spec.mla, plan.dense, pools, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
-    picking = [contest.part for contest in plan.contests]
+    mla.attend_planned(spec.mla, plan.dense, pools, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
+    sparse_queries = [chunk.absorbed for chunk in plan.chunks]
     if plan.decodes is not None:
-        picking.append(plan.decodes)
-    for part in picking:
-        mla.attend_absorbed(spec.mla, pools, paged, part, q_nope, q_pe, w_uk, w_uv, kv_scale, out, picks, spec.topk)
+        sparse_queries.append(plan.decodes)
+    for absorbed in sparse_queries:
+        mla.attend_absorbed(spec.mla, pools, paged, absorbed, q_nope, q_pe, w_uk, w_uv, kv_scale, out, picks, spec.topk)
     return out, picks
 
 
-def pick(
+def select_topk(
     spec: DsaSpec, plan: TritonPlan, pools: Mapping[str, torch.Tensor], q: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Picks [T, K] int64 of every query of the step. `q`: [T, heads, d]. `weights`: [T, heads]."""
+    """Top-k indices [T, K] int64 of every query of the step. `q`: [T, heads, d]. `weights`: [T, heads]."""
     assert spec.indexer is not None and plan.keys is not None
-    if plan.decodes is None and not plan.contests:
-        return plan.everything
+    if plan.decodes is None and not plan.chunks:
+        return plan.all_indices
     chip = chip_of(q.device)
-    alone = plan.decodes is not None and plan.decodes.queries.seen.shape[0] == len(q)
-    if alone:
-        picks = torch.empty(len(q), plan.columns, dtype=torch.int64, device=q.device)
+    only_decodes = plan.decodes is not None and plan.decodes.queries.kv_lens.shape[0] == len(q)
+    if only_decodes:
+        topk_indices = torch.empty(len(q), plan.columns, dtype=torch.int64, device=q.device)
     else:
-        picks = plan.everything.clone()
+        topk_indices = plan.all_indices.clone()
     if plan.decodes is not None:
-        own = plan.decodes.tokens
+        tokens = plan.decodes.tokens
         scores = triton_index.score_decodes(
-            spec.indexer, pools, plan.keys, plan.decodes.queries, spec.topk, q[own], weights[own]
+            spec.indexer, pools, plan.keys, plan.decodes.queries, spec.topk, q[tokens], weights[tokens]
         )
-        triton_topk.top_rows(scores, plan.decodes.queries.seen, spec.topk, chip, picks, None)
-    for contest in plan.contests:
-        queries = contest.part.queries
+        triton_topk.top_rows(scores, plan.decodes.queries.kv_lens, spec.topk, chip, topk_indices, None)
+    for chunk in plan.chunks:
+        queries = chunk.absorbed.queries
         scores = triton_index.score_tiles(
-            spec.indexer, pools, plan.keys, contest.tiles, len(queries.seen), queries.bound, q, weights
+            spec.indexer, pools, plan.keys, chunk.tiles, len(queries.kv_lens), queries.max_kv_len, q, weights
         )
-        mine = contest.part.tokens
-        into, listed = (picks[mine], None) if isinstance(mine, slice) else (picks, mine)
-        triton_topk.top_rows(scores, queries.seen, spec.topk, chip, into, listed)
-    return picks
+        tokens = chunk.absorbed.tokens
+        out, out_rows = (topk_indices[tokens], None) if isinstance(tokens, slice) else (topk_indices, tokens)
+        triton_topk.top_rows(scores, queries.kv_lens, spec.topk, chip, out, out_rows)
+    return topk_indices

@@ -1,12 +1,11 @@
-"""Exact top-k of score rows by the bits of the k-th largest: the same picks as `attention/topk.py` on any machine.
+"""Exact top-k of score rows by radix select, bit by bit: the same indices as `attention/topk.py` on any machine.
 
-A score becomes an unsigned number of the same order. The k-th largest is found bit by bit: a bit is set if k numbers or
-more are at least so large, until k are. What is larger is taken, and of what is equal the first. Counts are integers,
-so no result depends on the order of anything.
+A score is mapped to an unsigned key of the same order. The k-th largest key is built from its highest bit: a bit is set
+if at least k keys reach the threshold with it, until exactly k do. Keys above the threshold are selected, and of equal
+ones the first. Counts are integers, so the result does not depend on their order.
 
-A program holds a block of a row in registers. Of a longer row every block names its own k best, which are the only ones
-that can be among the row's; they are picked from in the same way, until one block is left. Bytes moved: the row once,
-and 4 bytes for each pick of a block.
+A program holds a block of a row in registers. In a longer row, every block selects its own top-k as candidates, and the
+next pass selects from those, until one block is left. The row is read once; a candidate takes 4 bytes.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -23,108 +22,118 @@ from allotrope.kernels.tiles import cdiv, next_power_of_2
 
 @pdl_jit
 def topk_kernel(
-    scores, named, seen, tokens, picks, topk, width, scores_t, named_t, picks_t, picks_b,
-    GIVEN: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+    scores, candidates, kv_lens, tokens, topk_indices, topk, width, scores_t, candidates_t, topk_t, topk_b,
+    HAS_CANDIDATES: tl.constexpr, SCATTER: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row: its best, ascending, then -1 up to COLUMNS.
+    """The top-k positions of one block of one row, ascending, then -1 up to COLUMNS.
 
-    With GIVEN, candidates are `named` [t, width], -1 for none; else the first `seen[i]` positions. LISTED: row i is
-    written to row `tokens[i]` of `picks`.
+    With HAS_CANDIDATES, the kernel selects from `candidates` [t, width], -1 for none; else from the first `kv_lens[i]`
+    positions. With SCATTER, row i is written to row `tokens[i]` of `topk_indices`.
     """
     gdc_wait()
     gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    index = block * BLOCK + tl.arange(0, BLOCK)
+    offs = block * BLOCK + tl.arange(0, BLOCK)
     scores += row * scores_t
-    if GIVEN:
-        position = tl.load(named + row * named_t + index, mask=index < width, other=-1)
-        there = position >= 0
+    if HAS_CANDIDATES:
+        position = tl.load(candidates + row * candidates_t + offs, mask=offs < width, other=-1)
+        mask = position >= 0
     else:
-        position = index
-        there = index < tl.load(seen + row)
-    candidates = tl.sum(there.to(tl.int32), 0)
-    to = row
-    if LISTED:
-        to = tl.load(tokens + row).to(tl.int64)
-    picks += to * picks_t + block * picks_b
-    taken = there
-    if candidates > topk:
-        score = tl.load(scores + position, mask=there, other=0.0)
+        position = offs
+        mask = offs < tl.load(kv_lens + row)
+    num_candidates = tl.sum(mask.to(tl.int32), 0)
+    out_row = row
+    if SCATTER:
+        out_row = tl.load(tokens + row).to(tl.int64)
+    topk_indices += out_row * topk_t + block * topk_b
+    selected = mask
+    if num_candidates > topk:
+        score = tl.load(scores + position, mask=mask, other=0.0)
         bits = tl.where(score == 0.0, 0.0, score).to(tl.uint32, bitcast=True)
         key = tl.where(bits >> 31 != 0, 0xFFFFFFFF - bits, bits | 0x80000000)
-        key = tl.where(there, key, 0)
-        least = tl.zeros([], tl.uint32)
+        key = tl.where(mask, key, 0)
+        threshold = tl.zeros([], tl.uint32)
         bit = tl.full([], 0x80000000, tl.uint32)
-        reached = candidates
+        reached = num_candidates
         while (bit != 0) & (reached != topk):
-            tried = least | bit
-            count = tl.sum((key >= tried).to(tl.int32), 0)
-            least = tl.where(count >= topk, tried, least)
+            trial = threshold | bit
+            count = tl.sum((key >= trial).to(tl.int32), 0)
+            threshold = tl.where(count >= topk, trial, threshold)
             reached = tl.where(count >= topk, count, reached)
             bit = bit >> 1
-        taken = there & (key >= least)
+        selected = mask & (key >= threshold)
         if reached != topk:
-            above = key > least
-            rest = topk - tl.sum(above.to(tl.int32), 0)
-            equal = (there & (key == least)).to(tl.int32)
-            taken = above | ((equal != 0) & (tl.cumsum(equal, 0) <= rest))
-    place = tl.cumsum(taken.to(tl.int32), 0) - 1
-    tl.store(picks + place, position.to(picks.dtype.element_ty), mask=taken)
+            above = key > threshold
+            num_ties = topk - tl.sum(above.to(tl.int32), 0)
+            equal = (mask & (key == threshold)).to(tl.int32)
+            selected = above | ((equal != 0) & (tl.cumsum(equal, 0) <= num_ties))
+    out_offset = tl.cumsum(selected.to(tl.int32), 0) - 1
+    tl.store(topk_indices + out_offset, position.to(topk_indices.dtype.element_ty), mask=selected)
     column = tl.arange(0, BLOCK_K)
-    left = tl.full([BLOCK_K], -1, picks.dtype.element_ty)
-    tl.store(picks + column, left, mask=(column >= tl.minimum(candidates, topk)) & (column < COLUMNS))
+    none = tl.full([BLOCK_K], -1, topk_indices.dtype.element_ty)
+    tl.store(topk_indices + column, none, mask=(column >= tl.minimum(num_candidates, topk)) & (column < COLUMNS))
 
 
-def config(chip: Chip, width: int, topk: int, named: bool) -> tuple[int, int]:
-    """Scores of a block, at least twice `topk` so that blocks grow fewer; and warps. `named`: as GIVEN, positions take
-    registers then.
+def config(chip: Chip, width: int, topk: int, candidates: bool) -> tuple[int, int]:
+    """Scores of a block, at least twice `topk` so that each pass has fewer blocks; and warps. `candidates`: as
+    HAS_CANDIDATES, where positions take registers as well.
     """
     if chip.vendor == "cpu":
         return max(64, next_power_of_2(2 * topk)), 4
-    # On AMD sixteen warps leave each too few registers.
+    # On AMD sixteen warps would leave too few registers to each.
     hopper = chip.has_wgmma
-    block = min(16384 if hopper and not named else 8192, max(2048, next_power_of_2(width)))
+    block = min(16384 if hopper and not candidates else 8192, max(2048, next_power_of_2(width)))
     return max(block, next_power_of_2(2 * topk)), 16 if block >= 8192 and hopper else 8
 
 
 def top_rows(
-    scores: torch.Tensor, seen: torch.Tensor, topk: int, chip: Chip, picks: torch.Tensor, tokens: torch.Tensor | None
+    scores: torch.Tensor,
+    kv_lens: torch.Tensor,
+    topk: int,
+    chip: Chip,
+    topk_indices: torch.Tensor,
+    tokens: torch.Tensor | None,
 ) -> None:
-    """Write picks of each row of `scores` [t, L] into rows `tokens` (None: the first t) of `picks` [T, K] int64.
+    """Write the top-k of each row of `scores` [t, L] to `topk_indices` [T, K] int64, rows `tokens` (None: the first t).
 
-    `seen`: [t] int32 scores that count; a row of at most `topk` of them picks all, and is not read. K is at least the
-    smaller of `topk` and the largest of `seen`; what is left of a row becomes -1.
+    `kv_lens`: [t] int32 valid scores of each row; a row of at most `topk` selects all of them, and is not read. K is at
+    least the smaller of `topk` and the largest of `kv_lens`; the rest of a row becomes -1.
     """
-    named: torch.Tensor | None = None
+    candidates: torch.Tensor | None = None
     width = scores.shape[1]
     while True:
-        block, warps = config(chip, width, topk, named is not None)
+        block, warps = config(chip, width, topk, candidates is not None)
         blocks = cdiv(width, block)
-        last = blocks == 1
-        columns = picks.shape[1] if last else topk
-        found = picks if last else torch.empty(len(seen), blocks * topk, dtype=torch.int32, device=scores.device)
-        listed = last and tokens is not None
-        topk_kernel[(len(seen), blocks)](
-            scores, seen if named is None else named, seen, tokens if listed else seen, found, topk, width,
-            scores.stride(0), 0 if named is None else named.stride(0), found.stride(0), topk,
-            GIVEN=named is not None, LISTED=listed, BLOCK=block, COLUMNS=columns,
+        is_last = blocks == 1
+        columns = topk_indices.shape[1] if is_last else topk
+        out = (
+            topk_indices
+            if is_last
+            else torch.empty(len(kv_lens), blocks * topk, dtype=torch.int32, device=scores.device)
+        )
+        scatter = is_last and tokens is not None
+        topk_kernel[(len(kv_lens), blocks)](
+            scores, kv_lens if candidates is None else candidates, kv_lens, tokens if scatter else kv_lens, out, topk,
+            width, scores.stride(0), 0 if candidates is None else candidates.stride(0), out.stride(0), topk,
+            HAS_CANDIDATES=candidates is not None, SCATTER=scatter, BLOCK=block, COLUMNS=columns,
             BLOCK_K=next_power_of_2(columns), num_warps=warps,
         )  # fmt: skip
-        if last:
+        if is_last:
             return
-        named, width = found, blocks * topk
+        candidates, width = out, blocks * topk
 
 
 @specializations
 def released(chip: Chip) -> list[Specialization]:
-    """The first and the last pass over a long row."""
+    """The first and the last pass of a long row."""
     made = []
-    for name, given in (("first", False), ("last", True)):
-        block, warps = config(chip, 131072, 2048, given)
-        signature = {"scores": "*fp32:16", "named": "*i32:16", "seen": "*i32:16", "tokens": "*i32:16"}
-        signature |= {"picks": "*i64:16" if given else "*i32:16"}
-        signature |= dict.fromkeys(("topk", "width", "scores_t", "named_t", "picks_t", "picks_b"), "i32:16")
-        constants = {"GIVEN": given, "LISTED": False, "BLOCK": block, "COLUMNS": 2048, "BLOCK_K": 2048}
+    for name, is_last in (("first", False), ("last", True)):
+        block, warps = config(chip, 131072, 2048, is_last)
+        signature = {"scores": "*fp32:16", "candidates": "*i32:16", "kv_lens": "*i32:16", "tokens": "*i32:16"}
+        signature |= {"topk_indices": "*i64:16" if is_last else "*i32:16"}
+        signature |= dict.fromkeys(("topk", "width", "scores_t", "candidates_t", "topk_t", "topk_b"), "i32:16")
+        constants = {"HAS_CANDIDATES": is_last, "SCATTER": False, "BLOCK": block, "COLUMNS": 2048, "BLOCK_K": 2048}
         made.append(Specialization(f"dsa top-k {name}", topk_kernel, signature, constants, warps, 1))
     return made

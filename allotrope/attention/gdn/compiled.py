@@ -1,4 +1,4 @@
-"""Decoding by C (`decode.c`), which advances states where they lie; prompts as in `chunked`, fed by C."""
+"""Decode by C (`decode.c`), which updates states in place; prompts as in `chunked`, with the convolution by C."""
 
 from __future__ import annotations
 
@@ -52,24 +52,24 @@ def rejects(spec: GdnSpec, chip: Chip) -> list[str]:
 
 @dataclass(frozen=True)
 class CompiledPlan:
-    """`fresh`: [F] slots that are cleared first, or None. `slots`: [n] int64, of the first n requests, one new token
-    each. `prompts`: the other requests; None if there are none."""
+    """`new_slots`: [F] slots that are cleared first, or None. `slots`: [n] int64 of the decodes, the first n requests.
+    `prompts`: the other requests; None if there are none."""
 
-    fresh: torch.Tensor | None
+    new_slots: torch.Tensor | None
     slots: torch.Tensor
     prompts: GdnPlan | None
 
 
 def plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> CompiledPlan:
     """Plan one step. `index` has the entry "state"; requests whose slot is 0 or less are padding."""
-    where = index["state"]
-    assert isinstance(where, SlotIndex)
+    slot_index = index["state"]
+    assert isinstance(slot_index, SlotIndex)
     decodes = batch.num_decodes
     prompts = build_plan(spec, batch, index, first=decodes) if decodes < batch.num_requests else None
-    slots = where.slots[:decodes]
-    started = zip(slots.tolist(), batch.context_lens, strict=False)
-    fresh = [slot for slot, context in started if slot > 0 and context == 0]
-    return CompiledPlan(torch.tensor(fresh, device=batch.device) if fresh else None, slots, prompts)
+    slots = slot_index.slots[:decodes]
+    decodes_with_context = zip(slots.tolist(), batch.context_lens, strict=False)
+    new_slots = [slot for slot, context in decodes_with_context if slot > 0 and context == 0]
+    return CompiledPlan(torch.tensor(new_slots, device=batch.device) if new_slots else None, slots, prompts)
 
 
 def run(
@@ -86,9 +86,9 @@ def run(
 ) -> torch.Tensor:
     """As `reference.run`."""
     pools = caches["state"]
-    if plan.fresh is not None:
+    if plan.new_slots is not None:
         for pool in pools.values():
-            pool.index_fill_(0, plan.fresh, 0)
+            pool.index_fill_(0, plan.new_slots, 0)
     shape = (len(qkv), spec.num_v_heads, spec.v_head_dim)
     out = qkv.new_empty(shape) if plan.prompts is None or plan.prompts.complete else qkv.new_zeros(shape)
     requests = len(plan.slots)
@@ -96,8 +96,8 @@ def run(
         new, b_new, a_new = (x[:requests].to(spec.conv_dtype) for x in (qkv, b, a))
         new, b_new, a_new = (x if x.stride(1) == 1 else x.contiguous() for x in (new, b_new, a_new))
         result = out if out.dtype == spec.conv_dtype else out.new_empty(out[:requests].shape, dtype=spec.conv_dtype)
-        taps, bias = conv_weight.float().t().contiguous(), None if conv_bias is None else conv_bias.float()
-        rates, shift = A_log.float(), dt_bias.float()
+        fp32_weight, fp32_bias = conv_weight.float().t().contiguous(), None if conv_bias is None else conv_bias.float()
+        fp32_A_log, fp32_dt_bias = A_log.float(), dt_bias.float()
         scratch = torch.empty(requests * (spec.conv_dim + spec.num_v_heads * spec.k_head_dim), dtype=torch.float32)
         sizes = _Sizes(
             requests, spec.num_k_heads, spec.num_v_heads, spec.k_head_dim, spec.v_head_dim, spec.conv_width,
@@ -106,40 +106,43 @@ def run(
         )  # fmt: skip
         _library(spec.conv_dtype).decode(
             result.data_ptr(), new.data_ptr(), b_new.data_ptr(), a_new.data_ptr(), pools["conv"].data_ptr(),
-            pools["ssm"].data_ptr(), plan.slots.data_ptr(), taps.data_ptr(), None if bias is None else bias.data_ptr(),
-            rates.data_ptr(), shift.data_ptr(), scratch.data_ptr(), ctypes.byref(sizes),
+            pools["ssm"].data_ptr(), plan.slots.data_ptr(), fp32_weight.data_ptr(),
+            None if fp32_bias is None else fp32_bias.data_ptr(), fp32_A_log.data_ptr(), fp32_dt_bias.data_ptr(),
+            scratch.data_ptr(), ctypes.byref(sizes),
         )  # fmt: skip
         if result is not out:
             out[:requests] = result
     if plan.prompts is not None:
-        rest = (conv_weight, conv_bias, A_log, dt_bias)
-        reference.run(spec, plan.prompts, caches, qkv, b, a, *rest, core=chunked.advance, out=out, feed=_feed)
+        layer = (conv_weight, conv_bias, A_log, dt_bias)
+        reference.run(spec, plan.prompts, caches, qkv, b, a, *layer, core=chunked.advance, out=out, feed=_conv_prompts)
     return out
 
 
-def _feed(
+def _conv_prompts(
     spec: GdnSpec, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> reference.Heads | None:
+    """Convolution, SiLU and norms of prompts as `reference` computes them; None if C does not support `inputs`."""
     if inputs.dtype != spec.conv_dtype or not inputs.is_contiguous():
         return None
     width = weight.shape[1]
     requests, length = inputs.shape[0], inputs.shape[1] - width + 1
-    mixed = torch.empty(requests, length, spec.conv_dim, dtype=torch.float32)
-    taps, shift = weight.float().t().contiguous(), None if bias is None else bias.float()
-    _library(spec.conv_dtype).feed(
-        mixed.data_ptr(), inputs.data_ptr(), taps.data_ptr(), None if shift is None else shift.data_ptr(),
-        requests, length, spec.conv_dim, spec.num_k_heads, spec.k_head_dim, width,
+    conv_out = torch.empty(requests, length, spec.conv_dim, dtype=torch.float32)
+    fp32_weight, fp32_bias = weight.float().t().contiguous(), None if bias is None else bias.float()
+    _library(spec.conv_dtype).conv_prompts(
+        conv_out.data_ptr(), inputs.data_ptr(), fp32_weight.data_ptr(),
+        None if fp32_bias is None else fp32_bias.data_ptr(), requests, length, spec.conv_dim, spec.num_k_heads,
+        spec.k_head_dim, width,
     )  # fmt: skip
-    qk = mixed[..., : 2 * spec.key_dim].unflatten(-1, (2, spec.num_k_heads, spec.k_head_dim))
-    return qk[:, :, 0], qk[:, :, 1], mixed[..., 2 * spec.key_dim :].unflatten(-1, (spec.num_v_heads, -1))
+    qk = conv_out[..., : 2 * spec.key_dim].unflatten(-1, (2, spec.num_k_heads, spec.k_head_dim))
+    return qk[:, :, 0], qk[:, :, 1], conv_out[..., 2 * spec.key_dim :].unflatten(-1, (spec.num_v_heads, -1))
 
 
 @cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL:
-    """The functions for activations of a type. Raises CannotCompile."""
+    """The library for activations of a dtype. Raises CannotCompile."""
     library = load(Path(__file__).with_name("decode.c"), dtype)
     library.decode.argtypes = [_POINTER] * 13
-    library.feed.argtypes = [_POINTER] * 4 + [_LONG] * 6
-    for function in (library.decode, library.feed):
+    library.conv_prompts.argtypes = [_POINTER] * 4 + [_LONG] * 6
+    for function in (library.decode, library.conv_prompts):
         function.restype = None
     return library

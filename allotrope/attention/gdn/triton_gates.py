@@ -1,4 +1,4 @@
-"""Pieces that the kernels of the gated delta rule share: its gates, and one output of the convolution."""
+"""Device functions of the gated delta rule: its gates, and one step of the convolution."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
@@ -25,29 +25,29 @@ def silu(x):
 
 
 @triton.jit
-def newest(
-    row, kept, weight, bias, channel, inside, fresh, kept_row, weight_channel, weight_tap,
+def conv_step(
+    x_ptr, conv_state, weight, bias, channel, mask_c, is_new, state_row, weight_channel, weight_w,
     WIDTH: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Convolution and SiLU of one token. `row`: its inputs. `kept`: the last WIDTH - 1 inputs, zeros if `fresh`."""
-    taps = weight + channel * weight_channel
-    x = tl.load(row + channel, mask=inside, other=0.0).to(tl.float32)
-    y = x * tl.load(taps + (WIDTH - 1) * weight_tap, mask=inside, other=0.0).to(tl.float32)
+    """Convolution and SiLU of one token. `x_ptr`: its inputs. `conv_state`: the previous inputs; zeros if `is_new`."""
+    w_ptrs = weight + channel * weight_channel
+    x = tl.load(x_ptr + channel, mask=mask_c, other=0.0).to(tl.float32)
+    y = x * tl.load(w_ptrs + (WIDTH - 1) * weight_w, mask=mask_c, other=0.0).to(tl.float32)
     for j in tl.static_range(WIDTH - 1):
-        old = tl.load(kept + j * kept_row + channel, mask=inside & (fresh == 0), other=0.0).to(tl.float32)
-        y += old * tl.load(taps + j * weight_tap, mask=inside, other=0.0).to(tl.float32)
+        state = tl.load(conv_state + j * state_row + channel, mask=mask_c & (is_new == 0), other=0.0).to(tl.float32)
+        y += state * tl.load(w_ptrs + j * weight_w, mask=mask_c, other=0.0).to(tl.float32)
     if BIAS:
-        y += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+        y += tl.load(bias + channel, mask=mask_c, other=0.0).to(tl.float32)
     return silu(y)
 
 
 @triton.jit
-def keep_newest(row, kept, channel, inside, fresh, kept_row, WIDTH: tl.constexpr):
-    """Drop the oldest of the kept inputs and append the token's. Every reader of these channels must be done."""
+def update_conv_state(x_ptr, conv_state, channel, mask_c, is_new, state_row, WIDTH: tl.constexpr):
+    """Drop the oldest input of the conv state and append the token's. All readers of these channels must be done."""
     for j in tl.static_range(WIDTH - 2):
-        old = tl.load(kept + (j + 1) * kept_row + channel, mask=inside & (fresh == 0), other=0.0)
+        state = tl.load(conv_state + (j + 1) * state_row + channel, mask=mask_c & (is_new == 0), other=0.0)
         tl.debug_barrier()
-        tl.store(kept + j * kept_row + channel, old, mask=inside)
-    x = tl.load(row + channel, mask=inside, other=0.0)
+        tl.store(conv_state + j * state_row + channel, state, mask=mask_c)
+    x = tl.load(x_ptr + channel, mask=mask_c, other=0.0)
     tl.debug_barrier()
-    tl.store(kept + (WIDTH - 2) * kept_row + channel, x.to(kept.dtype.element_ty), mask=inside)
+    tl.store(conv_state + (WIDTH - 2) * state_row + channel, x.to(conv_state.dtype.element_ty), mask=mask_c)

@@ -1,4 +1,4 @@
-"""Decoding by C (`decode.c`), which reads latent rows where they lie; prompts as in `reference`."""
+"""Absorbed decode by C (`decode.c`), which reads the latent KV cache in place; prompts as in `reference`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from allotrope.kernels.c.compiler import CannotCompile, load
 from allotrope.kernels.chip import Chip
 
 _LANES = 16
-# Keys that one thread scores at a time; as in C.
-_PIECE = 256
-_KINDS = (torch.float32, torch.bfloat16)
+# Keys of one chunk, the unit of work of a thread; as in decode.c.
+_CHUNK = 256
+_DTYPES = (torch.float32, torch.bfloat16)
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 _STRIDES = _LONG * 2
 
@@ -39,7 +39,7 @@ def rejects(spec: MlaSpec, chip: Chip) -> list[str]:
     reasons = [] if chip.vendor == "cpu" else [f"chip={chip.arch} (needs cpu)"]
     if spec.latent_dim % _LANES:
         reasons.append(f"latent_dim={spec.latent_dim} (needs a multiple of {_LANES})")
-    if spec.row_format != "plain" or spec.kv_dtype not in _KINDS:
+    if spec.row_format != "plain" or spec.kv_dtype not in _DTYPES:
         reasons.append(f"rows={spec.row_format} {spec.kv_dtype} (needs plain float32 or bfloat16)")
     if not reasons:
         try:
@@ -50,7 +50,7 @@ def rejects(spec: MlaSpec, chip: Chip) -> list[str]:
 
 
 def fallbacks(spec: MlaSpec, dtype: torch.dtype, chip: Chip) -> list[str]:
-    """Which steps go the way of `reference`, and why. Prompts always do."""
+    """The steps that run as `reference` instead, each with its reason. Prompts always do."""
     if dtype == spec.kv_dtype:
         return []
     return [f"every step runs as reference: dtype={dtype} (needs kv_dtype={spec.kv_dtype})"]
@@ -58,16 +58,16 @@ def fallbacks(spec: MlaSpec, dtype: torch.dtype, chip: Chip) -> list[str]:
 
 @dataclass(frozen=True)
 class CompiledPlan:
-    """`pieces`: [n, 2] int64 request and first key of each run of keys that a thread scores at a time; only of
-    requests with one new token, which are the first of the batch. `starts`: [decodes + 1] int64, first piece of each.
-    `seen`: [decodes] int64 keys of each. `prompts`: the other requests' reads, if there are any.
+    """`chunks`: [n, 2] int64 request and first key of each chunk of keys of the decodes, which are the first requests
+    of the batch. `chunk_starts`: [decodes + 1] int64, first chunk of each decode. `kv_lens`: [decodes] int64.
+    `prompts`: plan of the other requests, if there are any.
     """
 
     batch: BatchLayout
     paged: PageIndex
-    pieces: torch.Tensor
-    starts: torch.Tensor
-    seen: torch.Tensor
+    chunks: torch.Tensor
+    chunk_starts: torch.Tensor
+    kv_lens: torch.Tensor
     prompts: MlaPlan | None
 
 
@@ -76,17 +76,17 @@ def plan(spec: MlaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> 
     paged = index["latent"]
     assert isinstance(paged, PageIndex)
     decodes = batch.num_decodes
-    seen = batch.seq_lens[:decodes]
-    pieces = [(b, first) for b, n in enumerate(seen) for first in range(0, n, _PIECE)]
-    starts = [0]
-    for n in seen:
-        starts.append(starts[-1] - (-n // _PIECE))
+    kv_lens = batch.seq_lens[:decodes]
+    chunks = [(b, first) for b, kv_len in enumerate(kv_lens) for first in range(0, kv_len, _CHUNK)]
+    chunk_starts = [0]
+    for kv_len in kv_lens:
+        chunk_starts.append(chunk_starts[-1] - (-kv_len // _CHUNK))
     spans = [
         Span(b, batch.query_start[b], batch.context_lens[b], batch.query_lens[b])
         for b in range(decodes, batch.num_requests)
     ]
     prompts = plan_reads(spec, paged, spans) if spans else None
-    return CompiledPlan(batch, paged, torch.tensor(pieces), torch.tensor(starts), torch.tensor(seen), prompts)
+    return CompiledPlan(batch, paged, torch.tensor(chunks), torch.tensor(chunk_starts), torch.tensor(kv_lens), prompts)
 
 
 def run(
@@ -100,10 +100,10 @@ def run(
     w_uk: torch.Tensor,
     w_uv: torch.Tensor,
 ) -> torch.Tensor:
-    """As `reference.run`, which runs the whole step where the queries are not of the cached rows' type."""
+    """As `reference.run`, which runs the whole step where the queries have another dtype than the KV cache."""
     if q_nope.dtype != spec.kv_dtype:
-        whole = build_plan(spec, plan.batch, {"latent": plan.paged})
-        return reference.run(spec, whole, caches, q_nope, q_pe, c, k_pe, w_uk, w_uv)
+        reference_plan = build_plan(spec, plan.batch, {"latent": plan.paged})
+        return reference.run(spec, reference_plan, caches, q_nope, q_pe, c, k_pe, w_uk, w_uv)
     pools, paged = caches["latent"], plan.paged
     tokens, requests = len(q_nope), plan.batch.num_decodes
     sizes = _Sizes(
@@ -111,9 +111,9 @@ def run(
         tokens, requests, paged.page_size, paged.table.shape[1], pools["c"].stride(1), pools["k_pe"].stride(1),
         spec.scale,
     )  # fmt: skip
-    query = spec.latent_dim - (-spec.rope_dim // _LANES) * _LANES
+    query_size = spec.latent_dim - (-spec.rope_dim // _LANES) * _LANES
     scratch = torch.empty(
-        spec.num_heads * (requests * query + len(plan.pieces) * (2 + spec.latent_dim)), dtype=torch.float32
+        spec.num_heads * (requests * query_size + len(plan.chunks) * (2 + spec.latent_dim)), dtype=torch.float32
     )
     out = q_nope.new_empty(tokens, spec.num_heads, spec.v_head_dim)
     q_nope, q_pe, c, k_pe = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_nope, q_pe, c, k_pe))
@@ -121,7 +121,7 @@ def run(
         out.data_ptr(), q_nope.data_ptr(), _STRIDES(*q_nope.stride()[:2]), q_pe.data_ptr(),
         _STRIDES(*q_pe.stride()[:2]), c.data_ptr(), c.stride(0), k_pe.data_ptr(), k_pe.stride(0),
         paged.slots.data_ptr(), pools["c"].data_ptr(), pools["k_pe"].data_ptr(), w_uk.contiguous().data_ptr(),
-        w_uv.contiguous().data_ptr(), plan.pieces.data_ptr(), plan.starts.data_ptr(), plan.seen.data_ptr(),
+        w_uv.contiguous().data_ptr(), plan.chunks.data_ptr(), plan.chunk_starts.data_ptr(), plan.kv_lens.data_ptr(),
         paged.table.data_ptr(), scratch.data_ptr(), ctypes.byref(sizes),
     )  # fmt: skip
     if plan.prompts is not None:
@@ -131,9 +131,9 @@ def run(
 
 @cache
 def _library(dtype: torch.dtype) -> ctypes._NamedFuncPointer:
-    """The step of a layer with rows of a type. Raises CannotCompile."""
+    """The C function for a KV cache of a dtype. Raises CannotCompile."""
     source = Path(__file__).with_name("decode.c")
-    function = load(source, dtype).store_and_attend
+    function = load(source, dtype).store_and_decode
     function.restype = None
     function.argtypes = [*[_POINTER] * 6, _LONG, _POINTER, _LONG, *[_POINTER] * 11]
     return function

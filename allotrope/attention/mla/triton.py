@@ -1,7 +1,7 @@
-"""Latent attention by Triton kernels: what a step's requests share, and the order of its launches.
+"""Multi-head latent attention by Triton and Gluon kernels: the plan of a step, and the order of its launches.
 
-Single queries, and the few of a short chunk, are absorbed; the queries of a prompt meet expanded keys. A step of single
-queries is planned by device operations alone, so that it can be captured.
+Decodes, and chunks of few queries, use the absorbed form; prompts use decompressed keys and values (MHA form). The plan
+of a step of decodes is built by device operations alone, so that the step can be captured.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -18,15 +18,15 @@ from allotrope.attention.mla import triton_decode, triton_prefill, triton_store
 from allotrope.attention.mla.plan import Span, expands, token_index
 from allotrope.attention.mla.spec import MlaSpec
 from allotrope.attention.mla.triton_decode import Queries
-from allotrope.attention.mla.triton_prefill import Expanded, plan_expanded
+from allotrope.attention.mla.triton_prefill import Decompressed, plan_decompressed
 
 # Bytes of the absorbed queries of one launch of a prefill.
-SCRATCH = 1 << 28
+MAX_QUERY_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
 class Absorbed:
-    """Queries that are absorbed. `tokens`: which of the step's."""
+    """Queries that run absorbed. `tokens`: their indices in the step."""
 
     tokens: slice | torch.Tensor
     queries: Queries
@@ -34,13 +34,13 @@ class Absorbed:
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """`paged`: where rows lie and go. `absorbed`: groups of queries that are launched together.
-    `expanded`: the prompts whose keys are expanded; None if there is none.
+    """`paged`: page table and slot mapping. `absorbed`: queries that one launch takes together. `decompressed`: the
+    prompts in MHA form; None if there are none.
     """
 
     paged: PageIndex
     absorbed: tuple[Absorbed, ...]
-    expanded: Expanded | None
+    decompressed: Decompressed | None
 
 
 def build_plan(spec: MlaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> TritonPlan:
@@ -58,41 +58,43 @@ def plan_spans(
     decodes: Sequence[tuple[slice, int]],
     spans: Sequence[Span],
 ) -> TritonPlan:
-    """Plan slices of single queries, each with a bound of what they see, and the several queries of each of `spans`."""
-    seen = visible(batch)
-    absorbed = [group(batch, seen, tokens, bound) for tokens, bound in decodes]
-    few = [span for span in spans if not expands(spec, span)]
-    listed = [t for span in few for t in range(span.token, span.token + span.queries)]
-    size = max(1, SCRATCH // (2 * spec.num_heads * spec.latent_dim))
-    for first in range(0, len(listed), size):
-        tokens = token_index(listed[first : first + size], batch.device)
-        absorbed.append(group(batch, seen, tokens, max(span.position + span.queries for span in few)))
-    many = [span for span in spans if expands(spec, span)]
-    return TritonPlan(paged, tuple(absorbed), plan_expanded(spec, many, batch.device) if many else None)
+    """Plan slices of decodes, each with an upper bound of its KV lengths, and the queries of each of `spans`."""
+    kv_lens = kv_lens_of(batch)
+    absorbed = [absorbed_queries(batch, kv_lens, tokens, max_kv_len) for tokens, max_kv_len in decodes]
+    short = [span for span in spans if not expands(spec, span)]
+    token_ids = [t for span in short for t in range(span.token, span.token + span.queries)]
+    size = max(1, MAX_QUERY_BYTES // (2 * spec.num_heads * spec.latent_dim))
+    for first in range(0, len(token_ids), size):
+        tokens = token_index(token_ids[first : first + size], batch.device)
+        absorbed.append(absorbed_queries(batch, kv_lens, tokens, max(span.position + span.queries for span in short)))
+    long = [span for span in spans if expands(spec, span)]
+    return TritonPlan(paged, tuple(absorbed), plan_decompressed(spec, long, batch.device) if long else None)
 
 
-def visible(batch: BatchLayout) -> torch.Tensor:
-    """[T] int32 rows that each query sees; 0 in a request that only fills up a captured size."""
+def kv_lens_of(batch: BatchLayout) -> torch.Tensor:
+    """[T] int32 KV length of each query; 0 in a padding row of a captured size."""
     tensors = batch.tensors
     if batch.num_decodes == batch.num_requests:
         return tensors.seq_lens
-    there = tensors.seq_lens[tensors.request_of_token] > 0
-    return ((tensors.positions + 1) * there).to(torch.int32)
+    is_real = tensors.seq_lens[tensors.request_of_token] > 0
+    return ((tensors.positions + 1) * is_real).to(torch.int32)
 
 
 def prefills(batch: BatchLayout) -> list[Span]:
     """The requests with several new tokens."""
-    given = zip(batch.query_start, batch.context_lens, batch.query_lens, strict=False)
-    return [Span(b, token, position, q) for b, (token, position, q) in enumerate(given) if q > 1]
+    requests = zip(batch.query_start, batch.context_lens, batch.query_lens, strict=False)
+    return [Span(b, token, position, q) for b, (token, position, q) in enumerate(requests) if q > 1]
 
 
-def group(batch: BatchLayout, seen: torch.Tensor, tokens: slice | torch.Tensor, bound: int) -> Absorbed:
-    """`bound`: of what these queries see."""
-    request, seen = batch.tensors.request_of_token[tokens], seen[tokens]
+def absorbed_queries(
+    batch: BatchLayout, kv_lens: torch.Tensor, tokens: slice | torch.Tensor, max_kv_len: int
+) -> Absorbed:
+    """The queries `tokens` as one launch takes them. `max_kv_len`: an upper bound of their KV lengths."""
+    request, kv_lens = batch.tensors.request_of_token[tokens], kv_lens[tokens]
     if isinstance(tokens, slice) and tokens.start:
-        # Kernels are compiled for lists that begin at multiples of 16 bytes.
-        request, seen = request.clone(), seen.clone()
-    return Absorbed(tokens, Queries(request, seen, bound))
+        # Kernels are specialized for pointers that are multiples of 16 bytes.
+        request, kv_lens = request.clone(), kv_lens.clone()
+    return Absorbed(tokens, Queries(request, kv_lens, max_kv_len))
 
 
 def absorb(q_nope: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
@@ -122,11 +124,11 @@ def run(
     pools = caches["latent"]
     triton_store.store(spec, pools, plan.paged.slots, c, k_pe, kv_scale)
     out = q_nope.new_empty(len(q_nope), spec.num_heads, spec.v_head_dim)
-    attend_parts(spec, plan, pools, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
+    attend_planned(spec, plan, pools, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
     return out
 
 
-def attend_parts(
+def attend_planned(
     spec: MlaSpec,
     plan: TritonPlan,
     pools: Mapping[str, torch.Tensor],
@@ -137,35 +139,36 @@ def attend_parts(
     kv_scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Attend with all queries of `plan`, and write their rows of `out` [T, H, V]."""
-    for part in plan.absorbed:
-        attend_absorbed(spec, pools, plan.paged, part, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
-    if plan.expanded is not None:
-        triton_prefill.attend(spec, pools, plan.paged, plan.expanded, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
+    """Attend for all queries of `plan`, and write their tokens of `out` [T, H, V]."""
+    for absorbed in plan.absorbed:
+        attend_absorbed(spec, pools, plan.paged, absorbed, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
+    if plan.decompressed is not None:
+        triton_prefill.attend(spec, pools, plan.paged, plan.decompressed, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
 
 
 def attend_absorbed(
     spec: MlaSpec,
     pools: Mapping[str, torch.Tensor],
     paged: PageIndex,
-    part: Absorbed,
+    absorbed: Absorbed,
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
     w_uk: torch.Tensor,
     w_uv: torch.Tensor,
     kv_scale: float,
     out: torch.Tensor,
-    picks: torch.Tensor | None = None,
+    topk_indices: torch.Tensor | None = None,
     topk: int = 0,
 ) -> None:
-    """Attend with the queries of `part`, and write their rows of `out` [T, H, V]. `picks` [T, K], `topk`: as in
-    `triton_decode`.
+    """Attend for the queries of `absorbed`, and write their tokens of `out` [T, H, V].
+
+    `topk_indices` [T, K], `topk`: as in `triton_decode`.
     """
-    mine = part.tokens
-    q = absorb(q_nope[mine], w_uk)
-    own = None if picks is None else picks[mine]
-    z = triton_decode.attend(spec, pools, paged, part.queries, q, q_pe[mine], kv_scale, own, topk)
-    if isinstance(mine, slice):
-        project_up(z, w_uv, out[mine])
+    tokens = absorbed.tokens
+    q = absorb(q_nope[tokens], w_uk)
+    own_indices = None if topk_indices is None else topk_indices[tokens]
+    z = triton_decode.attend(spec, pools, paged, absorbed.queries, q, q_pe[tokens], kv_scale, own_indices, topk)
+    if isinstance(tokens, slice):
+        project_up(z, w_uv, out[tokens])
     else:
-        out[mine] = project_up(z, w_uv, out.new_empty(len(mine), *out.shape[1:]))
+        out[tokens] = project_up(z, w_uv, out.new_empty(len(tokens), *out.shape[1:]))

@@ -1,11 +1,11 @@
-"""Latent attention of prompts, expanded: keys and values of every head are made for a bounded number of rows at a time.
+"""MLA prefill in MHA form: keys and values of every head are decompressed for a bounded number of tokens at a time.
 
-Owns: which rows are expanded together, the kernel that reads them back from their pages, the kernel that attends, and
-their launch. Must not know: which requests are better absorbed.
+Owns: which tokens are decompressed together, the kernel that gathers them from their pages, the kernel that attends,
+and their launch. Must not know: which requests are better absorbed.
 
-A `Chunk` holds slices of the keys of one or several requests. What the queries of a request found in one slice is
-joined with what they found in those before it, in the program that attends; so scratch does not grow with the context.
-Prompts without context go to cuDNN where it is: there it is faster, and does nothing else.
+A `Chunk` holds slices of the keys of one or several requests. The program that attends to a slice merges its result
+with that of the slices before (chunked context with LSE merge), so that scratch does not grow with the context. Prompts
+without context run by cuDNN where it is available and faster.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -23,8 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from allotrope.attention.batch import PageIndex
 from allotrope.attention.mla.plan import Span
 from allotrope.attention.mla.spec import MlaSpec
-from allotrope.attention.mla.triton_rows import load_rows
-from allotrope.attention.mla.triton_store import planes
+from allotrope.attention.mla.triton_latent import load_latent
+from allotrope.attention.mla.triton_store import pool_views
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import at_least, higher_of, highest
@@ -32,24 +32,25 @@ from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.softmax import LOG2E, LOWEST
 from allotrope.kernels.tiles import next_power_of_2
 
-# Queries of a tile of a plan; a kernel may share it out among several programs.
+# Queries of a tile of a plan; several programs may share a tile.
 TILE = 128
-# Rows of a slice are read back, and lie in scratch, in blocks of so many.
-ROWS = 64
-# Tokens of a prompt that cuDNN attends to: at least, and what they are rounded up to.
-WHOLE_LEAST = 1024
-WHOLE_STEP = 256
+# Keys of a block, by which a slice is gathered.
+GATHER_BLOCK = 64
+# Fewest tokens of a prompt that cuDNN runs, and the multiple that they are padded to.
+CUDNN_MIN_TOKENS = 1024
+CUDNN_TOKEN_MULTIPLE = 256
 # Bytes of the keys and values of a chunk.
-SCRATCH = 1 << 29
+MAX_SCRATCH_BYTES = 1 << 29
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Keys that are expanded together, and who reads them.
+    """Keys that are decompressed together, and the queries that attend to them.
 
-    `rows`: scratch rows. `blocks`: [n, 4] int32, of at most `ROWS` of them each: request, first key, how many, first
-    row. `tiles`: [m, 8] int32 of each tile of queries: first token, how many, position of the first, first key of its
-    slice, keys of the slice, the slice's first scratch row, whether it is its request's first slice, whether the last.
+    `rows`: scratch rows. `blocks`: [n, 4] int32, of at most `GATHER_BLOCK` keys each: request, first key, number of
+    keys, first scratch row. `tiles`: [m, 8] int32 of each tile of queries: first token, number of tokens, position of
+    the first, first key of the slice, keys of the slice, the slice's first scratch row, whether the slice is its
+    request's first, whether the last.
     """
 
     rows: int
@@ -58,10 +59,10 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A prompt without context that cuDNN attends to.
+class CudnnPrompt:
+    """A prompt without context that cuDNN runs.
 
-    `rows`, `blocks`: as in `Chunk`; `rows` is rounded up, so that few sizes ever meet. `tokens`: which of the step's.
+    `rows`, `blocks`: as in `Chunk`; `rows` is padded, so that cuDNN builds few plans. `tokens`: its tokens in the step.
     """
 
     rows: int
@@ -70,22 +71,22 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Expanded:
-    """`chunks`: in the order in which they are attended to. `joined`: whether a request has several slices. `whole`:
-    what cuDNN does.
+class Decompressed:
+    """Prompts in MHA form. `chunks`: in the order of their slices. `merged`: whether a request has several slices,
+    whose results are merged. `cudnn`: prompts that cuDNN runs.
     """
 
     chunks: tuple[Chunk, ...]
-    joined: bool
-    whole: tuple[Whole, ...] = ()
+    merged: bool
+    cudnn: tuple[CudnnPrompt, ...] = ()
 
 
 @dataclass(frozen=True)
 class Config:
-    """`queries`, `keys`: of one program's products; `queries` divides `TILE`."""
+    """`block_m`: queries of a program; it divides `TILE`. `block_n`: keys of one loop iteration."""
 
-    queries: int
-    keys: int
+    block_m: int
+    block_n: int
     warps: int
     stages: int
 
@@ -105,62 +106,75 @@ def config(chip: Chip, spec: MlaSpec, dtype: torch.dtype) -> Config:
     return Config(128, 64, 8, 2) if wide else Config(128, 64, 8, 3)
 
 
-def plan_expanded(spec: MlaSpec, spans: Sequence[Span], device: torch.device, scratch: int = SCRATCH) -> Expanded:
-    """Share out the keys of `spans` among chunks of at most `scratch` bytes, and their queries among tiles."""
+def plan_decompressed(
+    spec: MlaSpec, spans: Sequence[Span], device: torch.device, scratch: int = MAX_SCRATCH_BYTES
+) -> Decompressed:
+    """Partition the keys of `spans` into chunks of at most `scratch` bytes, and their queries into tiles."""
     size = spec.num_heads * (spec.nope_dim + spec.v_head_dim) * (4 if spec.kv_dtype == torch.float32 else 2)
-    most = max(1, scratch // size // ROWS) * ROWS
-    whole = [span for span in spans if _goes_whole(span, most) and _cudnn_can(spec, device)]
+    max_rows = max(1, scratch // size // GATHER_BLOCK) * GATHER_BLOCK
+    cudnn = [span for span in spans if _cudnn_suits(span, max_rows) and _cudnn_supports(spec, device)]
     chunks: list[Chunk] = []
     blocks: list[tuple[int, ...]] = []
     tiles: list[tuple[int, ...]] = []
-    joined, row = False, 0
-    for span in (span for span in spans if span not in whole):
+    merged, row = False, 0
+    for span in (span for span in spans if span not in cudnn):
         end = span.position + span.queries
         first = 0
         while first < end:
-            last = min(end, first + most - row)
+            last = min(end, first + max_rows - row)
             blocks += _blocks(span.request, first, last, row)
-            joined |= last - first < end
+            merged |= last - first < end
             for q in reversed(range(0, span.queries, TILE)):
-                count = min(TILE, span.queries - q)
-                if span.position + q + count > first:
-                    ends = last >= span.position + q + count
-                    here = (span.token + q, count, span.position + q, first, last - first, row, first == 0, ends)
-                    tiles.append(here)
+                num_tokens = min(TILE, span.queries - q)
+                if span.position + q + num_tokens > first:
+                    is_last = last >= span.position + q + num_tokens
+                    tile = (
+                        span.token + q,
+                        num_tokens,
+                        span.position + q,
+                        first,
+                        last - first,
+                        row,
+                        first == 0,
+                        is_last,
+                    )
+                    tiles.append(tile)
             row += last - first
             first = last
-            if row >= most:
+            if row >= max_rows:
                 chunks.append(Chunk(row, _table(blocks, device), _table(tiles, device)))
                 blocks, tiles, row = [], [], 0
     if blocks:
         chunks.append(Chunk(row, _table(blocks, device), _table(tiles, device)))
-    alone = [
-        Whole(
-            -(-span.queries // WHOLE_STEP) * WHOLE_STEP,
+    cudnn_prompts = [
+        CudnnPrompt(
+            -(-span.queries // CUDNN_TOKEN_MULTIPLE) * CUDNN_TOKEN_MULTIPLE,
             _table(_blocks(span.request, 0, span.queries, 0), device),
             slice(span.token, span.token + span.queries),
         )
-        for span in whole
+        for span in cudnn
     ]
-    return Expanded(tuple(chunks), joined, tuple(alone))
+    return Decompressed(tuple(chunks), merged, tuple(cudnn_prompts))
 
 
-def _goes_whole(span: Span, most: int) -> bool:
-    """Long prompts only: short ones are better attended to side by side, and a plan has few long ones."""
-    return span.position == 0 and WHOLE_LEAST <= span.queries <= most - most % WHOLE_STEP
+def _cudnn_suits(span: Span, max_rows: int) -> bool:
+    """Whether a prompt is long enough for cuDNN: short ones run faster in one batch, and a step has few long ones."""
+    return span.position == 0 and CUDNN_MIN_TOKENS <= span.queries <= max_rows - max_rows % CUDNN_TOKEN_MULTIPLE
 
 
 def _blocks(request: int, first: int, last: int, row: int) -> list[tuple[int, ...]]:
-    """Entries of `Chunk.blocks` for keys `first` to `last`, which lie from scratch row `row` on."""
-    return [(request, key, min(ROWS, last - key), row + key - first) for key in range(first, last, ROWS)]
+    """Entries of `Chunk.blocks` for keys `first` to `last`, from scratch row `row` on."""
+    return [
+        (request, key, min(GATHER_BLOCK, last - key), row + key - first) for key in range(first, last, GATHER_BLOCK)
+    ]
 
 
 def _table(rows: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
-def _cudnn_can(spec: MlaSpec, device: torch.device) -> bool:
-    """Whether cuDNN has keys and values of these sizes, in half precision, and is faster: measured on Hopper."""
+def _cudnn_supports(spec: MlaSpec, device: torch.device) -> bool:
+    """Whether cuDNN supports these head dims in half precision, and was measured to be faster (on Hopper)."""
     chip = chip_of(device)
     if not chip.has_wgmma or not torch.backends.cudnn.is_available():
         return False
@@ -171,158 +185,163 @@ def _cudnn_can(spec: MlaSpec, device: torch.device) -> bool:
 
 @pdl_jit
 def gather_kernel(
-    c_pool, pe_pool, factors, table, blocks, latent, rope, kv_scale,
-    c_page, c_row, pe_page, pe_row, f_page, f_row, table_b,
+    c_pool, pe_pool, scales, table, blocks, latent, rope, kv_scale,
+    c_page, c_row, pe_page, pe_row, scale_page, scale_row, table_b,
     C: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
-    STEP: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_SCALED: tl.constexpr,
 ):  # fmt: skip
-    """STEP of a block's rows as numbers, side by side: `latent` [rows, C] and `rope` [rows, R]."""
+    """Dequantize BLOCK_T entries of a block to contiguous `latent` [rows, C] and `rope` [rows, R]."""
     gdc_wait()
     gdc_launch_dependents()
     block = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    offs_t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     request = tl.load(blocks + block * 4).to(tl.int64)
-    key = tl.load(blocks + block * 4 + 1) + place
-    there = place < tl.load(blocks + block * 4 + 2)
-    page = tl.load(table + request * table_b + key // PAGE, mask=there, other=-1).to(tl.int64)
-    c, tail = load_rows(
-        c_pool, pe_pool, factors, page, key % PAGE, there & (page >= 0), c_page, c_row, pe_page, pe_row, f_page, f_row,
-        tl.float32, C, R, BLOCK_C, BLOCK_R, STEP, SCALED,
+    key = tl.load(blocks + block * 4 + 1) + offs_t
+    mask_t = offs_t < tl.load(blocks + block * 4 + 2)
+    page = tl.load(table + request * table_b + key // PAGE, mask=mask_t, other=-1).to(tl.int64)
+    c, pe = load_latent(
+        c_pool, pe_pool, scales, page, key % PAGE, mask_t & (page >= 0), c_page, c_row, pe_page, pe_row, scale_page,
+        scale_row, tl.float32, C, R, BLOCK_C, BLOCK_R, BLOCK_T, BLOCK_SCALED,
     )  # fmt: skip
-    channel, dim = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
-    row = tl.load(blocks + block * 4 + 3).to(tl.int64) + place
-    kind: tl.constexpr = latent.dtype.element_ty
+    offs_c, offs_r = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    row = tl.load(blocks + block * 4 + 3).to(tl.int64) + offs_t
+    dtype: tl.constexpr = latent.dtype.element_ty
     tl.store(
-        latent + row[:, None] * C + channel[None, :],
-        (c * kv_scale).to(kind),
-        mask=there[:, None] & (channel < C)[None, :],
+        latent + row[:, None] * C + offs_c[None, :],
+        (c * kv_scale).to(dtype),
+        mask=mask_t[:, None] & (offs_c < C)[None, :],
     )
     tl.store(
-        rope + row[:, None] * R + dim[None, :], (tail * kv_scale).to(kind), mask=there[:, None] & (dim < R)[None, :]
+        rope + row[:, None] * R + offs_r[None, :],
+        (pe * kv_scale).to(dtype),
+        mask=mask_t[:, None] & (offs_r < R)[None, :],
     )
 
 
 @triton.jit
-def _part(base, row, stride, dims, SIZE: tl.constexpr, there, WHOLE: tl.constexpr):
-    """[rows, BLOCK] of a matrix, zeros beyond `SIZE` and, unless WHOLE, where not `there`."""
-    at = base + row[:, None].to(tl.int64) * stride + dims[None, :]
-    if WHOLE:
-        if dims.shape[0] == SIZE:
-            return tl.load(at)
-        return tl.load(at, mask=(dims < SIZE)[None, :], other=0.0)
-    return tl.load(at, mask=there[:, None] & (dims < SIZE)[None, :], other=0.0)
+def _load_tile(base, row, stride, offs_d, SIZE: tl.constexpr, mask, FULL: tl.constexpr):
+    """[rows, BLOCK] of a matrix; zeros from column `SIZE` on and, unless FULL, where `mask` is false."""
+    ptrs = base + row[:, None].to(tl.int64) * stride + offs_d[None, :]
+    if FULL:
+        if offs_d.shape[0] == SIZE:
+            return tl.load(ptrs)
+        return tl.load(ptrs, mask=(offs_d < SIZE)[None, :], other=0.0)
+    return tl.load(ptrs, mask=mask[:, None] & (offs_d < SIZE)[None, :], other=0.0)
 
 
 @triton.jit
-def _over_keys(
-    mixed, top, total, q_a, q_b, q_pe, k, rope, v, k_row, r_row, v_row, begin, end, limit, first, position, factor,
+def _attend_keys(
+    acc, m_i, l_i, q_a, q_b, q_pe, k, rope, v, k_row, r_row, v_row, begin, end, limit, first, q_pos, qk_scale,
     A: tl.constexpr, B: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
-    KEYS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys `begin` to `end` of a slice whose first key has position `first` and which has `limit` of them."""
-    for start in range(begin, end, KEYS):
-        row = start + tl.arange(0, KEYS)
-        there = row < limit
-        k_a = _part(k, row, k_row, tl.arange(0, BLOCK_A), A, there, not MASKED)
+    """Attend to keys `begin` to `end` of a slice of `limit` keys, the first at position `first`."""
+    for start in range(begin, end, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < limit
+        k_a = _load_tile(k, offs_n, k_row, tl.arange(0, BLOCK_A), A, mask_n, not MASKED)
         logits = tl.dot(q_a, tl.trans(k_a), input_precision=PRECISION)
         if B > 0:
-            k_b = _part(k + A, row, k_row, tl.arange(0, BLOCK_B), B, there, not MASKED)
+            k_b = _load_tile(k + A, offs_n, k_row, tl.arange(0, BLOCK_B), B, mask_n, not MASKED)
             logits = tl.dot(q_b, tl.trans(k_b), logits, input_precision=PRECISION)
-        k_pe = _part(rope, row, r_row, tl.arange(0, BLOCK_R), R, there, not MASKED)
-        logits = tl.dot(q_pe, tl.trans(k_pe), logits, input_precision=PRECISION) * factor
+        k_pe = _load_tile(rope, offs_n, r_row, tl.arange(0, BLOCK_R), R, mask_n, not MASKED)
+        logits = tl.dot(q_pe, tl.trans(k_pe), logits, input_precision=PRECISION) * qk_scale
         if MASKED:
-            seen = there[None, :] & ((first + row)[None, :] <= position[:, None])
-            logits = tl.where(seen, logits, float("-inf"))
-        higher = higher_of(top, highest(logits, 1))
-        weights = tl.exp2(logits - higher[:, None])
-        fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(weights, 1)
-        mixed = mixed * fade[:, None]
-        values = _part(v, row, v_row, tl.arange(0, BLOCK_V), V, there, not MASKED)
-        mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
-        top = higher
-    return mixed, top, total
+            mask_mn = mask_n[None, :] & ((first + offs_n)[None, :] <= q_pos[:, None])
+            logits = tl.where(mask_mn, logits, float("-inf"))
+        m_new = higher_of(m_i, highest(logits, 1))
+        p = tl.exp2(logits - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        values = _load_tile(v, offs_n, v_row, tl.arange(0, BLOCK_V), V, mask_n, not MASKED)
+        acc = tl.dot(p.to(values.dtype), values, acc, input_precision=PRECISION)
+        m_i = m_new
+    return acc, m_i, l_i
 
 
 @pdl_jit
 def prefill_kernel(
-    q, q_pe, k, rope, v, tiles, held, lse, out, scale, q_t, q_h, pe_t, pe_h, out_t, out_h,
+    q, q_pe, k, rope, v, tiles, partial, lse, out, scale, q_t, q_h, pe_t, pe_h, out_t, out_h,
     H: tl.constexpr, A: tl.constexpr, B: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
-    PARTS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, JOINED: tl.constexpr, PRECISION: tl.constexpr,
+    TILE_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MERGED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One of PARTS of a tile of queries of one head over one slice of keys.
+    """One of the TILE_SPLITS programs of a tile: BLOCK_M queries of one head over one slice of keys.
 
-    `k`: [rows, H, A + B]. `rope`: [rows, R]. `v`: [rows, H, V]. With JOINED, `held` [T, H, V] fp32 and `lse` [T, H]
-    (base 2) have what a tile found in the slices so far.
+    `k`: [rows, H, A + B]. `rope`: [rows, R]. `v`: [rows, H, V]. With MERGED, `partial` [T, H, V] fp32 and `lse` [T, H]
+    (base 2) hold the merged result of the slices so far.
     """
     gdc_wait()
     gdc_launch_dependents()
-    tile = tiles + tl.program_id(0) // PARTS * 8
-    part = tl.program_id(0) % PARTS * QUERIES
+    tile = tiles + tl.program_id(0) // TILE_SPLITS * 8
+    first_query = tl.program_id(0) % TILE_SPLITS * BLOCK_M
     head = tl.program_id(1)
-    token = tl.load(tile) + part
-    count = tl.minimum(tl.load(tile + 1) - part, QUERIES)
-    offset = tl.load(tile + 2) + part
-    first = tl.load(tile + 3)
-    limit = tl.load(tile + 4)
-    place = tl.load(tile + 5).to(tl.int64)
-    inner = tl.arange(0, QUERIES)
-    real = inner < count
-    position = offset + inner
-    row = (token + inner).to(tl.int64)
-    values = tl.arange(0, BLOCK_V)
+    first_token = tl.load(tile) + first_query
+    num_tokens = tl.minimum(tl.load(tile + 1) - first_query, BLOCK_M)
+    first_pos = tl.load(tile + 2) + first_query
+    first_key = tl.load(tile + 3)
+    slice_len = tl.load(tile + 4)
+    scratch_row = tl.load(tile + 5).to(tl.int64)
+    offs_m = tl.arange(0, BLOCK_M)
+    mask_m = offs_m < num_tokens
+    q_pos = first_pos + offs_m
+    row = (first_token + offs_m).to(tl.int64)
+    offs_v = tl.arange(0, BLOCK_V)
     q += head * q_h
-    queries_a = _part(q, row, q_t, tl.arange(0, BLOCK_A), A, real, False)
-    queries_b = queries_a
+    q_a = _load_tile(q, row, q_t, tl.arange(0, BLOCK_A), A, mask_m, False)
+    q_b = q_a
     if B > 0:
-        queries_b = _part(q + A, row, q_t, tl.arange(0, BLOCK_B), B, real, False)
-    queries_pe = _part(q_pe + head * pe_h, row, pe_t, tl.arange(0, BLOCK_R), R, real, False)
-    k += place * (H * (A + B)) + head * (A + B)
-    v += place * (H * V) + head * V
-    rope += place * R
-    top = tl.full([QUERIES], LOWEST, tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    mixed = tl.zeros([QUERIES, BLOCK_V], tl.float32)
-    # Up to `common` every query sees every key.
-    end = tl.minimum(limit, offset + count - first)
-    common = tl.maximum(0, tl.minimum(limit, offset + 1 - first)) // KEYS * KEYS
-    mixed, top, total = _over_keys(
-        mixed, top, total, queries_a, queries_b, queries_pe, k, rope, v, H * (A + B), R, H * V, 0, common, limit,
-        first, position, scale * LOG2E, A, B, R, V, BLOCK_A, BLOCK_B, BLOCK_R, BLOCK_V, KEYS, False, PRECISION,
+        q_b = _load_tile(q + A, row, q_t, tl.arange(0, BLOCK_B), B, mask_m, False)
+    q_rope = _load_tile(q_pe + head * pe_h, row, pe_t, tl.arange(0, BLOCK_R), R, mask_m, False)
+    k += scratch_row * (H * (A + B)) + head * (A + B)
+    v += scratch_row * (H * V) + head * V
+    rope += scratch_row * R
+    m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    # Up to `full_end` every query attends to every key.
+    end = tl.minimum(slice_len, first_pos + num_tokens - first_key)
+    full_end = tl.maximum(0, tl.minimum(slice_len, first_pos + 1 - first_key)) // BLOCK_N * BLOCK_N
+    acc, m_i, l_i = _attend_keys(
+        acc, m_i, l_i, q_a, q_b, q_rope, k, rope, v, H * (A + B), R, H * V, 0, full_end, slice_len,
+        first_key, q_pos, scale * LOG2E, A, B, R, V, BLOCK_A, BLOCK_B, BLOCK_R, BLOCK_V, BLOCK_N, False, PRECISION,
     )  # fmt: skip
-    mixed, top, total = _over_keys(
-        mixed, top, total, queries_a, queries_b, queries_pe, k, rope, v, H * (A + B), R, H * V, common, end, limit,
-        first, position, scale * LOG2E, A, B, R, V, BLOCK_A, BLOCK_B, BLOCK_R, BLOCK_V, KEYS, True, PRECISION,
+    acc, m_i, l_i = _attend_keys(
+        acc, m_i, l_i, q_a, q_b, q_rope, k, rope, v, H * (A + B), R, H * V, full_end, end, slice_len,
+        first_key, q_pos, scale * LOG2E, A, B, R, V, BLOCK_A, BLOCK_B, BLOCK_R, BLOCK_V, BLOCK_N, True, PRECISION,
     )  # fmt: skip
-    kept = real[:, None] & (values < V)[None, :]
-    mixed = mixed / at_least(total, 1.0e-30)[:, None]
-    to = out + row[:, None] * out_t + head * out_h + values[None, :]
-    if JOINED:
-        found = tl.where(total == 0.0, LOWEST, top + tl.log2(at_least(total, 1.0e-30)))
-        at = held + (row[:, None] * H + head) * V + values[None, :]
+    mask_mv = mask_m[:, None] & (offs_v < V)[None, :]
+    acc = acc / at_least(l_i, 1.0e-30)[:, None]
+    out_ptrs = out + row[:, None] * out_t + head * out_h + offs_v[None, :]
+    if MERGED:
+        slice_lse = tl.where(l_i == 0.0, LOWEST, m_i + tl.log2(at_least(l_i, 1.0e-30)))
+        partial_ptrs = partial + (row[:, None] * H + head) * V + offs_v[None, :]
         if tl.load(tile + 6) == 0:
-            before = tl.load(lse + row * H + head, mask=real, other=LOWEST)
-            higher = higher_of(before, found)
-            left, right = tl.exp2(before - higher), tl.exp2(found - higher)
-            mixed = mixed * (right / (left + right))[:, None]
-            mixed += tl.load(at, mask=kept, other=0.0) * (left / (left + right))[:, None]
-            found = higher + tl.log2(left + right)
+            prev_lse = tl.load(lse + row * H + head, mask=mask_m, other=LOWEST)
+            lse_max = higher_of(prev_lse, slice_lse)
+            prev_weight, slice_weight = tl.exp2(prev_lse - lse_max), tl.exp2(slice_lse - lse_max)
+            acc = acc * (slice_weight / (prev_weight + slice_weight))[:, None]
+            acc += (
+                tl.load(partial_ptrs, mask=mask_mv, other=0.0) * (prev_weight / (prev_weight + slice_weight))[:, None]
+            )
+            slice_lse = lse_max + tl.log2(prev_weight + slice_weight)
         if tl.load(tile + 7) == 0:
-            tl.store(at, mixed, mask=kept)
-            tl.store(lse + row * H + head, found, mask=real)
+            tl.store(partial_ptrs, acc, mask=mask_mv)
+            tl.store(lse + row * H + head, slice_lse, mask=mask_m)
         else:
-            tl.store(to, mixed.to(out.dtype.element_ty), mask=kept)
+            tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=mask_mv)
     else:
-        tl.store(to, mixed.to(out.dtype.element_ty), mask=kept)
+        tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=mask_mv)
 
 
 def attend(
     spec: MlaSpec,
     pools: Mapping[str, torch.Tensor],
     paged: PageIndex,
-    plan: Expanded,
+    plan: Decompressed,
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
     w_uk: torch.Tensor,
@@ -330,35 +349,35 @@ def attend(
     kv_scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Attend with the queries of `plan`'s tiles, and write their rows of `out` [T, H, V]."""
-    for prompts in plan.whole:
-        _attend_whole(spec, pools, paged, prompts, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
-    held = lse = out
-    if plan.joined:
-        held = torch.empty(len(out), *out.shape[1:], dtype=torch.float32, device=out.device)
+    """Attend for the queries of `plan`, and write their tokens of `out` [T, H, V]."""
+    for prompts in plan.cudnn:
+        _attend_cudnn(spec, pools, paged, prompts, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
+    partial = lse = out
+    if plan.merged:
+        partial = torch.empty(len(out), *out.shape[1:], dtype=torch.float32, device=out.device)
         lse = torch.empty(len(out), out.shape[1], dtype=torch.float32, device=out.device)
     chosen = config(chip_of(out.device), spec, q_nope.dtype)
     for chunk in plan.chunks:
-        latent, rope = read_back(spec, pools, paged, chunk, q_nope.dtype, kv_scale)
+        latent, rope = gather_latent(spec, pools, paged, chunk, q_nope.dtype, kv_scale)
         k = torch.mm(latent, w_uk.flatten(0, 1).t())
         v = torch.mm(latent, w_uv.flatten(0, 1).t())
-        parts = TILE // chosen.queries
-        prefill_kernel[(len(chunk.tiles) * parts, spec.num_heads)](
-            q_nope, q_pe, k, rope, v, chunk.tiles, held, lse, out, spec.scale,
+        tile_splits = TILE // chosen.block_m
+        prefill_kernel[(len(chunk.tiles) * tile_splits, spec.num_heads)](
+            q_nope, q_pe, k, rope, v, chunk.tiles, partial, lse, out, spec.scale,
             q_nope.stride(0), q_nope.stride(1), q_pe.stride(0), q_pe.stride(1), out.stride(0), out.stride(1),
-            H=spec.num_heads, V=spec.v_head_dim, R=spec.rope_dim, **_parts(spec),
+            H=spec.num_heads, V=spec.v_head_dim, R=spec.rope_dim, **_nope_dims(spec),
             BLOCK_R=_padded(spec.rope_dim), BLOCK_V=_padded(spec.v_head_dim),
-            PARTS=parts, QUERIES=chosen.queries, KEYS=chosen.keys, JOINED=plan.joined,
+            TILE_SPLITS=tile_splits, BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, MERGED=plan.merged,
             PRECISION="ieee",
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
 
 
-def _attend_whole(
+def _attend_cudnn(
     spec: MlaSpec,
     pools: Mapping[str, torch.Tensor],
     paged: PageIndex,
-    prompt: Whole,
+    prompt: CudnnPrompt,
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
     w_uk: torch.Tensor,
@@ -366,45 +385,45 @@ def _attend_whole(
     kv_scale: float,
     out: torch.Tensor,
 ) -> None:
-    """cuDNN wants keys and queries whole: the rotated part beside the other, for every head.
+    """Run one prompt by cuDNN, which needs k_nope and k_pe in one tensor, for every head.
 
-    Rows behind the prompt's are zeros, which its own queries do not see.
+    Rows behind the prompt are zeros; the causal mask hides them from its queries.
     """
-    count = prompt.tokens.stop - prompt.tokens.start
-    latent, rope = read_back(spec, pools, paged, prompt, q_nope.dtype, kv_scale)
-    latent[count:], rope[count:] = 0, 0
+    num_tokens = prompt.tokens.stop - prompt.tokens.start
+    latent, rope = gather_latent(spec, pools, paged, prompt, q_nope.dtype, kv_scale)
+    latent[num_tokens:], rope[num_tokens:] = 0, 0
     shape = (prompt.rows, spec.num_heads, spec.nope_dim + spec.rope_dim)
     k, q = latent.new_empty(shape), latent.new_empty(shape)
     torch.bmm(latent.expand(spec.num_heads, -1, -1), w_uk.transpose(1, 2), out=k[..., : spec.nope_dim].transpose(0, 1))
     k[..., spec.nope_dim :] = rope[:, None]
     v = torch.mm(latent, w_uv.flatten(0, 1).t()).unflatten(1, (spec.num_heads, -1))
-    q[:count, :, : spec.nope_dim], q[:count, :, spec.nope_dim :] = q_nope[prompt.tokens], q_pe[prompt.tokens]
-    q[count:] = 0
+    q[:num_tokens, :, : spec.nope_dim], q[:num_tokens, :, spec.nope_dim :] = q_nope[prompt.tokens], q_pe[prompt.tokens]
+    q[num_tokens:] = 0
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
-        found = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=spec.scale)
-    out[prompt.tokens] = found[0].transpose(0, 1)[:count]
+        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=spec.scale)
+    out[prompt.tokens] = attended[0].transpose(0, 1)[:num_tokens]
 
 
-def read_back(
+def gather_latent(
     spec: MlaSpec,
     pools: Mapping[str, torch.Tensor],
     paged: PageIndex,
-    chunk: Chunk | Whole,
+    chunk: Chunk | CudnnPrompt,
     dtype: torch.dtype,
     kv_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of a chunk as numbers: [rows, C] and [rows, R] of `dtype`."""
+    """Gather and dequantize c [rows, C] and k_pe [rows, R] of a chunk, in `dtype`."""
     device = paged.table.device
     latent = torch.empty(chunk.rows, spec.latent_dim, dtype=dtype, device=device)
     rope = torch.empty(chunk.rows, spec.rope_dim, dtype=dtype, device=device)
-    c_pool, pe_pool, factors = planes(spec, pools)
-    step = ROWS if device.type == "cpu" else 8
-    gather_kernel[(len(chunk.blocks), ROWS // step)](
-        c_pool, pe_pool, factors, paged.table, chunk.blocks, latent, rope, kv_scale,
-        *c_pool.stride()[:2], *pe_pool.stride()[:2], *factors.stride()[:2], paged.table.stride(0),
+    c_pool, pe_pool, scales = pool_views(spec, pools)
+    block_t = GATHER_BLOCK if device.type == "cpu" else 8
+    gather_kernel[(len(chunk.blocks), GATHER_BLOCK // block_t)](
+        c_pool, pe_pool, scales, paged.table, chunk.blocks, latent, rope, kv_scale,
+        *c_pool.stride()[:2], *pe_pool.stride()[:2], *scales.stride()[:2], paged.table.stride(0),
         C=spec.latent_dim, R=spec.rope_dim, PAGE=paged.page_size, BLOCK_C=_padded(spec.latent_dim),
-        BLOCK_R=_padded(spec.rope_dim), STEP=step, SCALED=spec.row_format == "scaled", num_warps=4,
+        BLOCK_R=_padded(spec.rope_dim), BLOCK_T=block_t, BLOCK_SCALED=spec.row_format == "scaled", num_warps=4,
     )  # fmt: skip
     return latent, rope
 
@@ -413,8 +432,8 @@ def _padded(size: int) -> int:
     return max(16, next_power_of_2(size))
 
 
-def _parts(spec: MlaSpec) -> dict[str, int]:
-    """Query dims without rotation as a power of two and a rest, so that little is multiplied by zeros."""
+def _nope_dims(spec: MlaSpec) -> dict[str, int]:
+    """The nope dim as a power of two and a rest, so that few products are with padding."""
     size = spec.nope_dim
     a = size if size == next_power_of_2(size) else next_power_of_2(size) // 2
     return {"A": a, "B": size - a, "BLOCK_A": _padded(a), "BLOCK_B": _padded(size - a)}
@@ -422,24 +441,24 @@ def _parts(spec: MlaSpec) -> dict[str, int]:
 
 @specializations
 def released(chip: Chip) -> list[Specialization]:
-    """Released sizes in bf16: heads of 128 and 64 rotated, and of 192 and 64 with values of 256."""
-    made = []
-    for name, nope, values, joined in (("192/128", 128, 128, True), ("256/256", 192, 256, False)):
+    """Released sizes in bf16: nope dim 128 with v_head_dim 128, and 192 with 256; rope dim 64."""
+    found = []
+    for name, nope, values, merged in (("192/128", 128, 128, True), ("256/256", 192, 256, False)):
         spec = MlaSpec(
             num_heads=128, latent_dim=512, rope_dim=64, nope_dim=nope, v_head_dim=values, scale=0.07,
             kv_dtype=torch.bfloat16,
         )  # fmt: skip
         chosen = config(chip, spec, torch.bfloat16)
         signature = dict.fromkeys(("q", "q_pe", "k", "rope", "v", "out"), "*bf16")
-        signature |= {"tiles": "*i32", "held": "*fp32", "lse": "*fp32", "scale": "fp32"}
+        signature |= {"tiles": "*i32", "partial": "*fp32", "lse": "*fp32", "scale": "fp32"}
         signature |= dict.fromkeys(("q_t", "q_h", "pe_t", "pe_h", "out_t", "out_h"), "i32")
-        signature = {argument: kind if kind == "fp32" else f"{kind}:16" for argument, kind in signature.items()}
+        signature = {argument: dtype if dtype == "fp32" else f"{dtype}:16" for argument, dtype in signature.items()}
         constants = {
-            "H": 128, **_parts(spec), "R": 64, "V": values, "BLOCK_R": 64, "BLOCK_V": values,
-            "PARTS": TILE // chosen.queries, "QUERIES": chosen.queries, "KEYS": chosen.keys, "JOINED": joined,
-            "PRECISION": "ieee",
+            "H": 128, **_nope_dims(spec), "R": 64, "V": values, "BLOCK_R": 64, "BLOCK_V": values,
+            "TILE_SPLITS": TILE // chosen.block_m, "BLOCK_M": chosen.block_m, "BLOCK_N": chosen.block_n,
+            "MERGED": merged, "PRECISION": "ieee",
         }  # fmt: skip
-        made.append(
+        found.append(
             Specialization(f"mla prefill {name}", prefill_kernel, signature, constants, chosen.warps, chosen.stages)
         )
-    return made
+    return found

@@ -71,7 +71,7 @@ def _attend(x: SparseInputs) -> Timed:
     from allotrope.attention.mla import triton, triton_decode
 
     step = x.step
-    part = triton.group(step.batch, triton.visible(step.batch), slice(0, len(x.sparse_indices)), 8192)
+    part = triton.absorbed_queries(step.batch, triton.kv_lens_of(step.batch), slice(0, len(x.sparse_indices)), 8192)
     given = (step.spec, step.caches["latent"], step.paged, part.queries, step.q, step.tokens["q_pe"], 1.0)
     return lambda: triton_decode.attend(*given, x.sparse_indices, TOPK)
 
@@ -153,8 +153,8 @@ def _score_prompt(x: Scored) -> Timed:
 
     layer = DsaSpec(mla=x.step.spec, topk=TOPK, indexer=x.spec)
     plan = triton.build_plan(layer, x.step.batch, {"latent": x.step.paged, "index": x.step.paged})
-    (contest,) = plan.contests
-    given = (x.spec, x.pools, x.step.paged, contest.tiles, PROMPT, contest.part.queries.bound, x.q, x.weights)
+    (chunk,) = plan.chunks
+    given = (x.spec, x.pools, x.step.paged, chunk.tiles, PROMPT, chunk.absorbed.queries.max_kv_len, x.q, x.weights)
     return lambda: triton_index.score_tiles(*given)
 
 
@@ -192,13 +192,13 @@ def _topk(name: str, requests: int, length: int, k: int = TOPK, tiny: bool = Fal
 
 def _pick(k: int, scores: torch.Tensor) -> Timed:
     from allotrope.attention.dsa import triton_topk
-    from allotrope.attention.mla.triton_decode import arch_of
+    from allotrope.kernels.chip import chip_of
 
     seen = torch.full((len(scores),), scores.shape[1], dtype=torch.int32, device=scores.device)
     sparse_indices = torch.empty(len(scores), k, dtype=torch.int64, device=scores.device)
 
     def timed() -> torch.Tensor:
-        triton_topk.top_rows(scores, seen, k, arch_of(scores.device), sparse_indices, None)
+        triton_topk.top_rows(scores, seen, k, chip_of(scores.device), sparse_indices, None)
         return sparse_indices
 
     return timed
