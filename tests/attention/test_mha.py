@@ -33,7 +33,7 @@ BACKENDS = [
     if not backend.rejects(CASES["multi_head"].spec, CPU_CHIP)
 ]
 
-FIRST = choose(MHA(), CASES["multi_head"].spec, CPU_CHIP).backend
+FIRST = choose(MHA, CASES["multi_head"].spec, CPU_CHIP).backend
 
 
 def oracle(case: Case) -> torch.Tensor:

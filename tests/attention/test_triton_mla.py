@@ -230,5 +230,5 @@ def test_what_does_not_fit_is_refused_with_its_value() -> None:
     spec = dataclasses.replace(cases("mla")["small"].spec, latent_dim=1024)
     reasons = MLA.backends[0].rejects(spec, CHIPS["sm_90"])
     assert "latent_dim=1024 (needs at most 512)" in reasons
-    assert choose(MLA(), spec, CPU_CHIP).backend.name != "triton"
+    assert choose(MLA, spec, CPU_CHIP).backend.name != "triton"
     assert triton_reasons(CPU_CHIP)

@@ -199,7 +199,7 @@ def test_without_a_compiler_everything_runs_and_says_so(
         "allotrope.attention.mha.compiled._library", lambda spec: compiler.load(Path("none.c"), torch.float32)
     )
     assert any("no-such-compiler" in reason for reason in rejects(spec, CPU))
-    assert choose(MHA(), spec, CPU_CHIP).backend.name == "cpu"
+    assert choose(MHA, spec, CPU_CHIP).backend.name == "cpu"
     with pytest.raises(compiler.CannotCompile, match="ALLOTROPE_CC"):
         Rows(torch.float32)
     assert rows.__wrapped__(torch.float32, CPU) is None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+
+import torch
 
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.dsa import reference
+from allotrope.attention.dsa.cost import cost
 from allotrope.attention.dsa.plan import build_plan
+from allotrope.attention.family import Family, formatted_entries
 from allotrope.attention.mla.family import triton_rejects as latent_rejects
 from allotrope.kernels.backend import lazily, runs_anywhere
 from allotrope.kernels.chip import Chip
@@ -26,11 +31,9 @@ def triton_rejects(spec: Any, chip: Chip) -> list[str]:
     return reasons
 
 
-class DSA:
-    """Latent attention over the rows that an indexer picks."""
-
-    name = "dsa"
-    backends = (
+DSA = Family(
+    name="dsa",
+    backends=(
         AttentionBackend(
             "triton",
             triton_rejects,
@@ -39,4 +42,13 @@ class DSA:
             in_graphs=True,
         ),
         AttentionBackend("reference", runs_anywhere, reference.run, plan=build_plan),
-    )
+    ),
+    cost=cost,
+    # The second are the positions of the chosen entries, -1 for none.
+    output_shapes=lambda spec: (((spec.mla.num_heads, spec.mla.v_head_dim), None), ((spec.topk,), torch.int64)),
+    with_cache=lambda spec, cache: dataclasses.replace(spec, mla=formatted_entries(spec.mla, cache)),
+    scale_names=("kv_scale",),
+    block_scaled=lambda spec: spec.mla.row_format == "scaled",
+    cache_kinds=frozenset({"latent"}),
+)
+"""Latent attention over the rows that an indexer picks."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from allotrope.attention.csa import CsaSpec, IndexerSpec
+from allotrope.attention.csa import CsaSpec
+from allotrope.attention.csa import IndexerSpec as IndexerSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear

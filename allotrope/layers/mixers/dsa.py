@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from allotrope.attention.dsa import DsaSpec, IndexerSpec
+from allotrope.attention.dsa import DsaSpec
+from allotrope.attention.dsa import IndexerSpec as IndexerSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
 from allotrope.layers.linear import RowLinear

@@ -10,7 +10,7 @@ hand nothing is being compiled, and the layer calls its family as our engine doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,15 +22,6 @@ from allotrope.attention.registry import FAMILIES
 from allotrope.plugins.vllm.cache import HostedCache
 
 SPLIT_POINTS = tuple(f"allotrope::{name}" for name in FAMILIES)
-
-# Shape of one token's outputs; what an indexer picked follows as positions, -1 for none.
-_SHAPES: dict[str, Callable[[Any], tuple[int, ...]]] = {
-    "mha": lambda spec: (spec.num_heads, spec.value_dim),
-    "mla": lambda spec: (spec.num_heads, spec.v_head_dim),
-    "dsa": lambda spec: (spec.mla.num_heads, spec.mla.v_head_dim),
-    "gdn": lambda spec: (spec.num_v_heads, spec.v_head_dim),
-    "csa": lambda spec: (spec.num_heads, spec.head_dim),
-}
 
 
 class HostedLayer:
@@ -67,12 +58,12 @@ class HostedLayer:
         self._names = tuple(name for name, _ in given)
         inputs = [tensor for _, tensor in given]
         first = next(tensor for tensor in inputs if tensor is not None)
-        outputs = [first.new_empty(first.shape[0], *_SHAPES[spec.family](spec))]
-        topk = getattr(spec, "topk", None)
-        if topk is not None:
-            outputs.append(torch.empty(first.shape[0], topk, dtype=torch.int64, device=first.device))
+        outputs = [
+            first.new_empty(first.shape[0], *shape, dtype=first.dtype if dtype is None else dtype)
+            for shape, dtype in FAMILIES[spec.family].output_shapes(spec)
+        ]
         self.op(inputs, outputs, list(self.pools.values()), self.home.name, self.name)
-        return outputs[0] if topk is None else tuple(outputs)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def compute(
         self,
