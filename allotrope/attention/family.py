@@ -67,17 +67,19 @@ def boundaries(spec: Spec) -> tuple[int, ...]:
 class Family:
     """One kind of attention: everything that the rest of the project asks about it. A row of `FAMILIES`.
 
-    `backends`: best first; the last one is the reference, which runs anywhere. `cost(spec, lengths)`: the roofline cost
-    of one layer's step, without parameters. `output_shapes(spec)`: of each output of `run`, the shape behind the tokens
-    and the type, None for that of the activations. `with_cache(spec, cache)`: the spec with entries and states of a
-    format. `scale_names`: the arguments of `run` that plain FP8 cache entries were divided by; none where the family
-    stores no FP8 entries. `block_scaled(spec)`: whether entries carry scales of their own. `cache_kinds`: what some
-    layer caches beside keys and values of each token: "latent" entries of all heads, "compressed" entries of several
-    tokens, a "state".
+    `backends`: best first; the last one is the reference, which runs anywhere. `ready_inputs(spec, **tensors)`: what
+    `run` takes, of tensors that are normed and rotated already, under the names of the definition.
+    `cost(spec, lengths)`: the roofline cost of one layer's step, without parameters. `output_shapes(spec)`: of each
+    output of `run`, the shape behind the tokens and the type, None for that of the activations.
+    `with_cache(spec, cache)`: the spec with entries and states of a format. `scale_names`: the inputs that plain FP8
+    entries were divided by; none where the family stores no FP8 entries. `block_scaled(spec)`: whether entries carry
+    scales of their own. `cache_kinds`: what some layer caches beside keys and values of each token: "latent" entries of
+    all heads, "compressed" entries of several tokens, a "state".
     """
 
     name: str
     backends: tuple[AttentionBackend, ...]
+    ready_inputs: Callable[..., Any]
     cost: Callable[[Any, Lengths], StepCost]
     output_shapes: Callable[[Any], tuple[OutputShape, ...]]
     with_cache: Callable[[Any, CacheFormat], Any]

@@ -22,7 +22,7 @@ from allotrope.attention.topk import top_indices
 from allotrope.kernels.chip import CHIPS
 
 REFERENCE = DSA.backends[-1]
-TRITON = AttentionBackend("triton", lambda spec, chip: [], triton.build_plan, triton.run, in_graphs=True)
+TRITON = AttentionBackend("triton", lambda spec, chip: [], triton.run, plan=triton.build_plan, in_graphs=True)
 FP8 = torch.float8_e4m3fn
 GPU = torch.cuda.is_available()
 ARCH = arch_of(torch.device(DEVICE))
@@ -177,7 +177,9 @@ def test_a_captured_step_scores_by_what_the_device_knows() -> None:
         torch.tensor([40, 0, 5], device=DEVICE), torch.arange(3, device=DEVICE),
     )  # fmt: skip
     batch = BatchLayout((1,) * 3, (512,) * 3, torch.device(DEVICE), given)
-    out, picks = triton.run(spec, triton.build_plan(spec, batch, index), pools, **tokens, **replay.layer)
+    out, picks = triton.run(
+        spec, triton.build_plan(spec, batch, index), pools, DSA.ready_inputs(spec, **tokens, **replay.layer)
+    )
     assert not out[1].any()
     assert (picks[1] == -1).all()
     assert picks[2].tolist() == [0, 1, 2, 3, 4, 5, -1, -1]

@@ -15,6 +15,8 @@ import torch
 
 from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex
 from allotrope.attention.csa import triton_attend, triton_index, triton_store
+from allotrope.attention.csa.compressor import Compression
+from allotrope.attention.csa.inputs import CsaInputs
 from allotrope.attention.csa.rows import FP8
 from allotrope.attention.csa.spec import CsaSpec
 from allotrope.attention.csa.triton_plan import Lists, make_lists
@@ -67,31 +69,16 @@ def split_count(programs: int, tiles: int, slots: int) -> int:
     return cheapest_splits(programs, tiles, slots, min(MOST_SPLITS, max(1, tiles)), begin=2.4, join=1.3)
 
 
-def run(
-    spec: CsaSpec,
-    plan: CsaTritonPlan,
-    caches: CacheViews,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    sinks: torch.Tensor,
-    kv_score: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    entry_norm: torch.Tensor | None = None,
-    index_q: torch.Tensor | None = None,
-    index_weights: torch.Tensor | None = None,
-    index_kv_score: torch.Tensor | None = None,
-    index_position_bias: torch.Tensor | None = None,
-    index_entry_norm: torch.Tensor | None = None,
-    kv_scale: float = 1.0,
-) -> torch.Tensor:
+def run(spec: CsaSpec, plan: CsaTritonPlan, caches: CacheViews, inputs: CsaInputs) -> torch.Tensor:
     """As the reference's `run`."""
-    main = (kv_score, position_bias, entry_norm)
-    turned = _store(spec, plan, caches, q, kv, main, (index_kv_score, index_position_bias, index_entry_norm), kv_scale)
+    (q, kv), index = inputs.normed(), inputs.index
+    keys = None if index is None else index.compressor
+    turned = _store(spec, plan, caches, q, kv, inputs.compressor, keys, inputs.kv_scale)
     entries = plan.lists.entry_list
     if spec.ratio and entries is None:
-        assert index_q is not None and index_weights is not None
-        entries = _pick(spec, plan, caches["index"]["k"], index_q, index_weights)
-    return _attend(spec, plan, caches, turned, sinks, entries, kv_scale)
+        assert index is not None
+        entries = _pick(spec, plan, caches["index"]["k"], index.q, index.weights)
+    return _attend(spec, plan, caches, turned, inputs.sinks, entries, inputs.kv_scale)
 
 
 def _format(spec: CsaSpec) -> int:
@@ -114,12 +101,9 @@ def _planes(spec: CsaSpec, pools: Mapping[str, torch.Tensor]) -> list[Any]:
     return [*parts, *(stride for part in parts for stride in part.stride()[:2])]
 
 
-Compressor = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-
 def _store(
-    spec: CsaSpec, plan: CsaTritonPlan, caches: CacheViews, q: torch.Tensor, kv: torch.Tensor, main: Compressor,
-    index: Compressor, kv_scale: float,
+    spec: CsaSpec, plan: CsaTritonPlan, caches: CacheViews, q: torch.Tensor, kv: torch.Tensor, main: Compression | None,
+    index: Compression | None, kv_scale: float,
 ) -> torch.Tensor:  # fmt: skip
     """`main`, `index`: kv and score, position bias and norm of a compressor, if the layer has it. Returns [T, H, D] the
     rotated queries."""
@@ -127,12 +111,12 @@ def _store(
     tensors = plan.tensors
     window, pools = plan.paged["window"], caches["window"]
 
-    def compressor(new: Compressor, state: str, entries: str) -> tuple[list[Any], torch.Tensor]:
+    def compressor(new: Compression | None, state: str, entries: str) -> tuple[list[Any], torch.Tensor]:
         """Its input tensors and its states' pool, for the kernel; and where entries go."""
-        given, bias, norm = new
-        if given is None or bias is None or norm is None:
+        if new is None:
             nothing = tensors.positions
             return [nothing, 0, nothing, nothing, nothing, nothing, nothing, 0, 0, 0], nothing
+        given, bias, norm = new.kv_score, new.position_bias, new.norm
         states, paged = caches[state]["kv_score"], plan.paged[state]
         assert given.stride(1) == 1 and bias.is_contiguous() and states.stride(2) == 1
         rows = [given, given.stride(0), bias, norm, states, paged.slots, paged.table, states.stride(0)]

@@ -18,6 +18,7 @@ import torch
 from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mha import cpu, reference
+from allotrope.attention.mha.inputs import MhaInputs, normed_and_rotated
 from allotrope.attention.mha.plan import Part, build_plan, prefill_parts
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.kernels.c.compiler import UNSUITED, CannotCompile, load
@@ -106,7 +107,15 @@ def plan(spec: MhaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> 
     return CompiledPlan(batch, paged, spec.window, torch.tensor(pieces), torch.tensor(starts), torch.tensor(blocks))
 
 
-def run(
+def run(spec: MhaSpec, plan: CompiledPlan, caches: CacheViews, inputs: MhaInputs) -> torch.Tensor:
+    """As `reference.run`. Where the queries are not of the cached rows' type, `cpu` runs the whole step."""
+    if inputs.projected.dtype != spec.kv_dtype:
+        whole = build_plan(spec, plan.batch, {"kv": plan.paged})
+        return reference.run(spec, whole, caches, inputs, core=cpu.attend)
+    return store_and_attend(spec, plan, caches, *normed_and_rotated(inputs), inputs.sinks)
+
+
+def store_and_attend(
     spec: MhaSpec,
     plan: CompiledPlan,
     caches: CacheViews,
@@ -115,10 +124,7 @@ def run(
     v: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As `reference.run`. Where the queries are not of the cached rows' type, `cpu` runs the whole step."""
-    if q.dtype != spec.kv_dtype:
-        whole = build_plan(spec, plan.batch, {"kv": plan.paged})
-        return reference.run(spec, whole, caches, q, k, v, sinks, core=cpu.attend)
+    """As `reference.store_and_attend`, of rows of the queries' type."""
     library, partial_bytes = _library(spec)
     keys = caches["kv"]["k"]
     values = keys if spec.values_are_keys else caches["kv"]["v"]

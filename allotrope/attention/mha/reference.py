@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from allotrope.attention.family import CacheViews
+from allotrope.attention.mha.inputs import MhaInputs, normed_and_rotated
 from allotrope.attention.mha.plan import MhaPlan, Part
 from allotrope.attention.mha.spec import MhaSpec
 
@@ -91,7 +92,18 @@ def gather(pool: torch.Tensor, part: Part, dtype: torch.dtype, scale: float = 1.
     return rows.view(*part.rows.shape, *rows.shape[1:]).to(dtype)
 
 
-def run(
+def run(spec: MhaSpec, plan: MhaPlan, caches: CacheViews, inputs: MhaInputs, core: Attend = attend) -> torch.Tensor:
+    """Norm and rotate the step's heads, store its keys and values, then attend.
+
+    `core`: computes a rectangle. Returns [T, H, Dv] in the projection's type.
+    """
+    heads = normed_and_rotated(inputs)
+    return store_and_attend(
+        spec, plan, caches, *heads, inputs.sinks, core, k_scale=inputs.k_scale, v_scale=inputs.v_scale
+    )
+
+
+def store_and_attend(
     spec: MhaSpec,
     plan: MhaPlan,
     caches: CacheViews,
@@ -129,7 +141,7 @@ def attend_parts(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Attend for some tokens of a step, whose rows are stored. Arguments as of `run`.
+    """Attend for some tokens of a step, whose rows are stored. Arguments as of `store_and_attend`.
 
     `parts`: the tokens, at least one part. `out`: [T, H, Dv] that already has the others' results; None if all tokens
     are in `parts`. Returns [T, H, Dv].

@@ -8,6 +8,7 @@ from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.family import Family, formatted_entries
 from allotrope.attention.mla import compiled, reference
 from allotrope.attention.mla.cost import cost
+from allotrope.attention.mla.inputs import ready_inputs
 from allotrope.attention.mla.plan import build_plan
 from allotrope.kernels.backend import lazily, runs_anywhere
 from allotrope.kernels.chip import Chip
@@ -40,6 +41,7 @@ MLA = Family(
         AttentionBackend("compiled", compiled.rejects, compiled.run, plan=compiled.plan, fallbacks=compiled.fallbacks),
         AttentionBackend("reference", runs_anywhere, reference.run, plan=build_plan),
     ),
+    ready_inputs=ready_inputs,
     cost=cost,
     output_shapes=lambda spec: (((spec.num_heads, spec.v_head_dim), None),),
     with_cache=formatted_entries,

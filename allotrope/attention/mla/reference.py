@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from allotrope.attention.family import CacheViews
 from allotrope.attention.merge import Partial, merge
 from allotrope.attention.mla import rows as formats
+from allotrope.attention.mla.inputs import MlaInputs, normed_and_rotated
 from allotrope.attention.mla.plan import KeySlice, MlaPlan, Part, Writes
 from allotrope.attention.mla.spec import MlaSpec
 
@@ -72,7 +73,16 @@ def project_up(z: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
     return torch.matmul(z.transpose(0, 1), w_uv.float().transpose(1, 2)).transpose(0, 1)
 
 
-def run(
+def run(spec: MlaSpec, plan: MlaPlan, caches: CacheViews, inputs: MlaInputs) -> torch.Tensor:
+    """Norm and rotate the step's queries and rows, store the rows, then attend.
+
+    Returns [T, H, V] in the queries' type.
+    """
+    heads = normed_and_rotated(spec, inputs)
+    return store_and_attend(spec, plan, caches, *heads, inputs.w_uk, inputs.w_uv, inputs.kv_scale)
+
+
+def store_and_attend(
     spec: MlaSpec,
     plan: MlaPlan,
     caches: CacheViews,

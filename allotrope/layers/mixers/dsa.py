@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from allotrope.attention.dsa import DsaSpec
+from allotrope.attention.dsa import DsaInputs, DsaSpec, IndexInputs
 from allotrope.attention.dsa import IndexerSpec as IndexerSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
@@ -17,11 +17,11 @@ from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.mixers.mla import LatentProjection, MlaMixerSpec, Projected
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
-from allotrope.ops.mla_rope.reference import LayerNorm, turn
+from allotrope.ops.mla_rope.reference import LayerNorm
 from allotrope.ops.rope.reference import RopeSpec
 
-PICKS = "picks"
-"""The note under which a layer with an indexer leaves its picks to those behind it that have none."""
+TOPK_INDICES = "topk_indices"
+"""The note under which a layer with an indexer leaves its indices to the layers behind it that have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +73,13 @@ class DsaMixer(nn.Module):
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
-        projected = self.latent(x, here)
+        projected = self.latent(x, here, self.row_scales)
         notes = here.step.notes
-        extra = {PICKS: notes[PICKS]} if self.indexer is None else self.indexer(projected, here)
-        attended, notes[PICKS] = self.backend.run(
-            self.spec, here.plan, here.caches, **projected.tokens, **self.latent.up, **extra, **self.row_scales
-        )
+        if self.indexer is None:
+            inputs = DsaInputs(projected.inputs, topk_indices=notes[TOPK_INDICES])
+        else:
+            inputs = DsaInputs(projected.inputs, self.indexer(projected, here))
+        attended, notes[TOPK_INDICES] = self.backend.run(self.spec, here.plan, here.caches, inputs)
         return self.out(attended.flatten(1))
 
 
@@ -93,11 +94,11 @@ class Indexer(nn.Module):
         self.k_norm_weight = parameter((indexer.head_dim,), placement, torch.float32, build.device)
         self.k_norm_bias = parameter((indexer.head_dim,), placement, torch.float32, build.device)
 
-    def forward(self, projected: Projected, here: LayerStep) -> dict[str, torch.Tensor]:
-        """Returns the family's arguments by name."""
+    def forward(self, projected: Projected, here: LayerStep) -> IndexInputs:
+        """Returns the indexer's part of the family's inputs."""
         k, weights = projected.from_x
         q = projected.from_q[0].unflatten(-1, (self.heads, self.dim))
         rotation = None if self.rope is None else here.step.rotation(self.rope, k.dtype)
-        rows = turn(q, k, rotation, LayerNorm(self.k_norm_weight, self.k_norm_bias, self.eps))
+        norm = LayerNorm(self.k_norm_weight, self.k_norm_bias, self.eps)
         # In fp32: weights of both signs are summed up, and small differences decide.
-        return {"index_q": rows[:, :-1], "index_k": rows[:, -1], "index_weights": weights.float() * self.heads**-0.5}
+        return IndexInputs(q, k, weights.float() * self.heads**-0.5, norm, rotation)

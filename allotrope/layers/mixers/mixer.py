@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from allotrope.attention.family import CacheFormat, Spec
+from allotrope.attention.head_norm import HeadNorm
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
+from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import Parallel
 
 
@@ -34,3 +36,10 @@ def attention_of(spec: MixerSpec, build: Build) -> Any:
     """The family's spec of a layer with the cache that `build` wants. Raises ValueError where it cannot be."""
     found = spec.attention(build.parallel, build.dtype, build.kv_dtype)
     return FAMILIES[found.family].with_cache(found, CacheFormat(build.row_format, build.state_dtype))
+
+
+def head_norm(norm: RMSNorm | AllHeadsNorm | None) -> HeadNorm | None:
+    """A layer's norm as its family takes it."""
+    if norm is None:
+        return None
+    return HeadNorm(norm, norm.scaled_weight if isinstance(norm, RMSNorm) else None)
