@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from allotrope.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
-KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_scaled"]
+# Options and values under their old names, each with the name that it has now.
+RENAMED_OPTIONS = {"overlap": "async_scheduling"}
+RENAMED_VALUES = {("kv_cache_dtype", "fp8_scaled"): "fp8_ds_mla"}
+
+KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_ds_mla"]
 StateDType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -26,6 +30,13 @@ def option(help: str, default: Any = dataclasses.MISSING, *, short: str | None =
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What model runs, where, and with how much memory."""
+
+    def __new__(cls, **options: Any) -> Self:
+        """Refuse an option under its old name. Raises ConfigError with the name that it has now."""
+        old = [f"{name} is now {new}: give {new}" for name, new in RENAMED_OPTIONS.items() if name in options]
+        if old:
+            raise ConfigError("bad options: " + "; ".join(old) + ".")
+        return super().__new__(cls)
 
     model: str = option("Model: a Hugging Face directory, a .gguf file, or a hub id, fetched once.")
     tokenizer: str | None = option("Tokenizer directory or file, where it is not the model's own.", None)
@@ -44,8 +55,8 @@ class EngineConfig:
         "auto",
     )
     kv_cache_dtype: KVCacheDType = option(
-        "Type of the cached rows; 'auto' is that of the model, 'fp8_scaled' FP8 with factors in each row (latent and "
-        "compressed rows).",
+        "Type of the cached rows; 'auto' is that of the model, 'fp8_ds_mla' block-scaled FP8, with the scales in each "
+        "row (latent and compressed rows).",
         "auto",
     )
     state_dtype: StateDType = option(
@@ -65,7 +76,7 @@ class EngineConfig:
         "it, 2048 on a CPU.",
         None,
     )
-    max_num_waiting: int = option("Most requests that may wait; more get HTTP 429.", 1024)
+    max_num_waiting: int = option("Most requests that may wait; further ones are refused.", 1024)
     page_size: int = option("Tokens per page of the paged caches.", 16)
     kv_cache_memory_bytes: int | None = option(
         "Bytes for all caches; default: enough for a full batch of the longest context, within a share of memory.", None
@@ -82,8 +93,8 @@ class EngineConfig:
         "Backend per operation, such as 'rms_norm=reference'; default: the first that can run each.", None
     )
     cuda_graphs: bool = option("Capture decode steps as CUDA graphs, while requests are served.", True)
-    overlap: Literal["auto", "on", "off"] = option(
-        "Prepare a step while the one before it runs, learning its tokens one step late; 'auto': on a GPU.", "auto"
+    async_scheduling: Literal["auto", "on", "off"] = option(
+        "Launch a step before the tokens of the one before it are read; 'auto': on a GPU.", "auto"
     )
     threads: int | None = option("CPU threads of the engine; default: all cores.", None)
     step_log_seconds: float | None = option(
@@ -202,10 +213,13 @@ class ServerConfig:
 def _check_choices(config: Any) -> None:
     """Refuse a value that is not among a `Literal` field's choices."""
     hints = get_type_hints(type(config))
-    wrong = [
-        f"{f.name}={getattr(config, f.name)!r}; allowed: {', '.join(map(repr, get_args(hints[f.name])))}"
-        for f in dataclasses.fields(config)
-        if get_origin(hints[f.name]) is Literal and getattr(config, f.name) not in get_args(hints[f.name])
-    ]
+    wrong = []
+    for f in dataclasses.fields(config):
+        value, choices = getattr(config, f.name), get_args(hints[f.name])
+        if get_origin(hints[f.name]) is not Literal or value in choices:
+            continue
+        new = RENAMED_VALUES.get((f.name, value))
+        advice = f"it is now {new!r}" if new else f"allowed: {', '.join(map(repr, choices))}"
+        wrong.append(f"{f.name}={value!r}; {advice}")
     if wrong:
         raise ConfigError("bad options: " + "; ".join(wrong) + ".")

@@ -31,17 +31,16 @@ class BackendError(AllotropeError):
 class InvalidRequest(AllotropeError):
     """One request cannot be served as it stands.
 
-    `param` names the request field at fault (as the client spells it); `status` is the HTTP status.
+    `param` names the request field at fault (as the client spells it).
     """
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+    def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
-        self.status = status
 
 
 class Overloaded(AllotropeError):
-    """The waiting queue is full; the client should retry later (HTTP 429)."""
+    """The waiting queue is full; the client should retry later."""
 
 
 class EngineDead(AllotropeError):

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from allotrope.checkpoint.checkpoint import Checkpoint, locate
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
 from allotrope.engine.sampling_defaults import Defaults, describe_defaults
-from allotrope.errors import AllotropeError, InvalidRequest
+from allotrope.errors import AllotropeError, InvalidRequest, ModelError
 from allotrope.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from allotrope.text.stream import TextStream
 from allotrope.text.tokenizer import Tokenizer, load_tokenizer
@@ -60,7 +61,7 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ModelError if it has none; prompts of token ids need none."""
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.engine.tokenizer_path())
+            self._tokenizer = load_tokenizer(_tokenizer_path(self.config, self.engine.checkpoint))
         return self._tokenizer
 
     @property
@@ -126,26 +127,28 @@ class LLM:
 
     def _run(self, requests: Sequence[Request], *, continues_text: bool) -> list[RequestOutput]:
         """`continues_text`: the answer goes on where the prompt's text stops, rather than being a text of its own."""
-        folds = {one.request_id: _Fold(one, self._text(), continues_text=continues_text) for one in requests}
+        accumulators = {
+            one.request_id: _Accumulator(one, self._text(), continues_text=continues_text) for one in requests
+        }
         waiting = list(requests)
-        live = set(folds)
+        live = set(accumulators)
         try:
             while live:
                 while waiting and self._takes(waiting[0]):
                     self.engine.add(waiting.pop(0))
                 for output in self.engine.step():
-                    fold = folds[output.request_id]
-                    fold.take(output)
-                    if output.finish_reason is None and fold.ended(output.index):
+                    accumulator = accumulators[output.request_id]
+                    accumulator.take(output)
+                    if output.finish_reason is None and accumulator.ended(output.index):
                         # A stop string, which the engine cannot know, ended this sequence; its siblings go on.
                         self.engine.abort_sequence(output.request_id, output.index)
-                    if fold.finished:
+                    if accumulator.finished:
                         live.discard(output.request_id)
         except BaseException:
             # Whatever stopped us, an interrupt included, the engine must not go on with requests nobody reads.
             self.engine.abort(list(live))
             raise
-        return [folds[request.request_id].output for request in requests]
+        return [accumulators[request.request_id].output for request in requests]
 
     def _takes(self, request: Request) -> bool:
         """Whether the engine's queue has room. One that it never has room for is for the engine to refuse."""
@@ -154,10 +157,23 @@ class LLM:
         return queued == 0 or (queued < self.engine.limits.max_num_seqs and queued <= most)
 
     def _text(self) -> Tokenizer | None:
-        return self.tokenizer if self.engine.has_tokenizer() else None
+        return self.tokenizer if _has_tokenizer(self.config, self.engine.checkpoint) else None
 
 
-class _Fold:
+def _has_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> bool:
+    return config.tokenizer is not None or checkpoint.tokenizer_path is not None
+
+
+def _tokenizer_path(config: EngineConfig, checkpoint: Checkpoint) -> str:
+    """The path of the model's tokenizer. Raises ModelError if it brings none and the options give none."""
+    if config.tokenizer is not None:
+        return str(locate(config.tokenizer, with_weights=False))
+    if checkpoint.tokenizer_path is None:
+        raise ModelError(checkpoint.source, ["it brings no tokenizer; give one with --tokenizer"])
+    return checkpoint.tokenizer_path
+
+
+class _Accumulator:
     """Collects what the engine says about one request."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, *, continues_text: bool) -> None:

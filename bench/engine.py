@@ -41,9 +41,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine_report import OURS, Report, merged, write_json, write_report, write_roofline
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    # The script's own folder would hide packages named as its folders are, such as `kernels`.
+    sys.path[0] = str(ROOT)
 
-HERE = Path(__file__).resolve().parent
+from bench.engine.report import OURS, Report, merged, write_json, write_report, write_roofline  # noqa: E402
+
 PEERS = ("vllm", "vllm+allotrope")
 START_PROMPT = 8
 PARITY_PROMPTS, PARITY_TOKENS = (24, 57), 16
@@ -64,7 +68,7 @@ class Worker:
         self.log = None if verbose else tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.began = time.perf_counter()
         self.process = subprocess.Popen(
-            [python, str(HERE / "offline_worker.py"), engine],
+            [python, str(ROOT / "bench" / "engine" / "offline_worker.py"), engine],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -216,7 +220,7 @@ def await_signal(signal: Path, name: str, worker: Worker) -> None:
 
 def environment_of(engine: str, options: argparse.Namespace) -> dict[str, str]:
     """Environment variables of an engine's process."""
-    paths = [options.peer_path if engine != OURS else str(HERE.parent), os.environ.get("PYTHONPATH")]
+    paths = [options.peer_path if engine != OURS else str(ROOT), os.environ.get("PYTHONPATH")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "HF_HUB_OFFLINE": "1",
@@ -250,7 +254,7 @@ def run_roofline(directory: Path, options: argparse.Namespace, command: str) -> 
     if not torch.cuda.is_available():
         print("there is no GPU to measure a roofline on", file=sys.stderr)
         return 2
-    import roofline
+    from bench.engine import roofline
 
     def prompts(what: str, count: int, length: int) -> list[list[int]]:
         return random_prompts(f"{options.seed} {what}", count, length, vocabulary_of(directory))
@@ -322,7 +326,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="path without its suffix; default: under bench/results")
     parser.add_argument("--verbose", action="store_true", help="show what the engines say")
     options = parser.parse_args(arguments)
-    options.out = options.out or HERE / "results" / ("roofline" if options.roofline else "engine")
+    options.out = options.out or ROOT / "bench" / "results" / ("roofline" if options.roofline else "engine")
     options.engines = options.engines or [OURS, *options.peers]
     options.cases = options.cases.split(",")
     options.forced = [int(length) for length in options.forced.split(",")]

@@ -22,18 +22,24 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import kernel_cases
 import torch
-from kernel_cases.case import KernelCase
-from kernel_report import Row, environment, line, write_report
-from kernel_timing import Ceilings, Stopwatch, measure_ceilings
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    # The script's own folder would hide packages named as its folders are, such as `kernels`.
+    sys.path[0] = str(ROOT)
+
+from bench.kernels import cases  # noqa: E402
+from bench.kernels.cases.case import KernelCase  # noqa: E402
+from bench.kernels.report import Row, environment, line, write_report  # noqa: E402
+from bench.kernels.timing import Ceilings, Stopwatch, measure_ceilings  # noqa: E402
+
+RESULTS = ROOT / "bench" / "results"
 
 
 def families() -> list[str]:
     """Names of the files with cases."""
-    return sorted(found.name for found in pkgutil.iter_modules(kernel_cases.__path__) if found.name != "case")
+    return sorted(found.name for found in pkgutil.iter_modules(cases.__path__) if found.name != "case")
 
 
 def select(wanted: Sequence[str], parts: Sequence[str], tiny: bool) -> Iterator[KernelCase]:
@@ -43,7 +49,7 @@ def select(wanted: Sequence[str], parts: Sequence[str], tiny: bool) -> Iterator[
     for family in wanted or known:
         if family not in known:
             raise KeyError(f"no cases for {family!r}; there are: {', '.join(known)}")
-        for case in importlib.import_module(f"kernel_cases.{family}").cases():
+        for case in importlib.import_module(f"{cases.__name__}.{family}").cases():
             if all(part in case.name for part in parts) and (case.tiny or not tiny):
                 yield case
 
@@ -96,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Before the first case imports Triton.
         os.environ.setdefault("TRITON_INTERPRET", "1")
         # Where faults of Triton's interpreter are mended.
-        sys.path.append(str(Path(__file__).parent.parent / "tests"))
+        sys.path.append(str(ROOT / "tests"))
         importlib.import_module("interpreter_loops")
     watch = Stopwatch(device) if device.type == "cuda" else None
     ceilings = measure_ceilings(watch, device) if watch is not None else None

@@ -28,12 +28,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from allotrope.architectures.registry import Architecture, read_spec
-from allotrope.errors import AllotropeError, ConfigError, ModelError
-from allotrope.layers.model_spec import ModelSpec
-from allotrope.ops.matmul.quantized_weight import FP4_RUN, FP4_VALUES, SCALE_BIAS
-from allotrope.verify.random_checkpoint import _known_name, _released, first_layers
-from allotrope.verify.transformers_model import class_and_config, quiet
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    # The script's own folder would hide packages named as its folders are, such as `kernels`.
+    sys.path[0] = str(ROOT)
+
+from allotrope.architectures.registry import Architecture, read_spec  # noqa: E402
+from allotrope.errors import AllotropeError, ConfigError, ModelError  # noqa: E402
+from allotrope.layers.model_spec import ModelSpec  # noqa: E402
+from allotrope.ops.matmul.mxfp4 import FP4_GROUP, FP4_VALUES, SCALE_BIAS  # noqa: E402
+from allotrope.verify.random_checkpoint import _known_name, _released, first_layers  # noqa: E402
+from allotrope.verify.transformers_model import class_and_config, quiet  # noqa: E402
 
 SHARD_BYTES = 4 << 30
 # What no release of these models has in FP8, named in its config or not.
@@ -203,7 +208,7 @@ class Maker:
         elif quantization.method == "mxfp4":
             experts, inputs, outputs = like.shape
             codes, exponents = self._four_bits((experts, outputs), inputs, generator)
-            yield name + "_blocks", codes.unflatten(-1, (-1, FP4_RUN // 2)).cpu()
+            yield name + "_blocks", codes.unflatten(-1, (-1, FP4_GROUP // 2)).cpu()
             yield name + "_scales", exponents.cpu()
         elif quantization.packed_experts and ".experts." in name:
             codes, exponents = self._four_bits(tuple(like.shape[:-1]), like.shape[-1], generator)
@@ -249,14 +254,14 @@ class Maker:
 
         Of the two nearest powers of two, each as often as makes the mean square 1 / inputs.
         """
-        if inputs % FP4_RUN:
-            raise ConfigError(f"{inputs} inputs do not come in blocks of {FP4_RUN}, as 4-bit weights do.")
+        if inputs % FP4_GROUP:
+            raise ConfigError(f"{inputs} inputs do not come in blocks of {FP4_GROUP}, as 4-bit weights do.")
         square = sum(value * value for value in FP4_VALUES) / len(FP4_VALUES)
         exact = -0.5 * math.log2(square * inputs)
         above = (4.0 ** (exact - math.floor(exact)) - 1.0) / 3.0
         options: dict[str, Any] = {"generator": generator, "device": self.device}
         codes = torch.randint(256, (*rows, inputs // 2), dtype=torch.uint8, **options)
-        up = torch.rand((*rows, inputs // FP4_RUN), **options) < above
+        up = torch.rand((*rows, inputs // FP4_GROUP), **options) < above
         return codes, up.to(torch.uint8) + (SCALE_BIAS + math.floor(exact))
 
 

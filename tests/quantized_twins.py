@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from allotrope.ops.matmul.quantized_weight import Format, quantize
+from allotrope.ops.matmul.fp8 import Fp8
+from allotrope.ops.matmul.mxfp4 import MXFP4
 
 NOT_QUANTIZED = (
     "embed",
@@ -37,8 +38,8 @@ def write_twin(plain: Path, twin: Path, *, block: int = 16, mxfp4: bool = False,
     for path in sorted(plain.glob("model*.safetensors")):
         for name, tensor in load_file(path).items():
             if mxfp4 and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                made = quantize(tensor.transpose(1, 2), Format("mxfp4", 32))
-                tensors[name + "_blocks"] = made.codes.unflatten(-1, (-1, 16)).contiguous()
+                made = MXFP4.quantize(tensor.transpose(1, 2))
+                tensors[name + "_blocks"] = made.values.unflatten(-1, (-1, 16)).contiguous()
                 tensors[name + "_scales"] = made.scales
             elif (
                 not mxfp4
@@ -46,8 +47,8 @@ def write_twin(plain: Path, twin: Path, *, block: int = 16, mxfp4: bool = False,
                 and tensor.is_floating_point()
                 and not any(part in name for part in NOT_QUANTIZED)
             ):
-                made = quantize(tensor, Format("fp8", block if scheme == "block" else 0), block)
-                tensors[name] = made.codes
+                made = Fp8(block if scheme == "block" else 0).quantize(tensor, block)
+                tensors[name] = made.values
                 scales = made.scales[::block] if scheme == "block" else made.scales
                 tensors[name.removesuffix(".weight") + ".weight_scale_inv"] = scales.contiguous()
             else:

@@ -101,6 +101,48 @@ def test_only_architectures_name_a_product() -> None:
         assert not named, f"{module} names {named}"
 
 
+# What PyTorch says of a device: attributes of torch.cuda, and of torch.version.
+OF_DEVICES = {
+    "cuda": {"get_device_capability", "get_device_properties", "get_device_name", "mem_get_info", "get_arch_list"},
+    "version": {"hip", "cuda"},
+}
+CHIP_NAMES = ("a100", "l40s", "h100", "h200", "b200", "mi300", "mi355", "rtx")
+# Launches that were measured are kept by the name of the chip.
+NAMES_CHIPS = ("allotrope.kernels.chip", "allotrope.ops.matmul.launch", "allotrope.ops.matmul.triton")
+
+
+def _device_questions(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+            if node.attr in OF_DEVICES.get(node.value.attr, ()):
+                yield f"{node.value.attr}.{node.attr}"
+        elif isinstance(node, ast.ImportFrom) and node.module in ("torch.cuda", "torch.version"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_only_chip_asks_a_device_what_it_is() -> None:
+    """Everything else reads a `Chip`, so that what is compiled for a chip ahead of time is what runs on it."""
+    for module, path in _modules():
+        asked = set(_device_questions(ast.parse(path.read_text())))
+        assert not asked or module == "allotrope.kernels.chip", f"{module} asks for {asked}"
+    assert set(_device_questions(ast.parse("torch.cuda.mem_get_info(0), torch.version.hip, gl.version.other"))) == {
+        "cuda.mem_get_info",
+        "version.hip",
+    }
+
+
+def test_only_chip_names_a_chip() -> None:
+    """Identifiers and strings; documentation may say what was measured where."""
+    for module, path in _modules():
+        tree = ast.parse(path.read_text())
+        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+        words = {node.value for node in strings if id(node) not in prose}
+        words |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        named = {word for word in words if any(chip in word.lower() for chip in CHIP_NAMES)}
+        assert not named or module in NAMES_CHIPS, f"{module} names {named}"
+
+
 def _run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
@@ -223,3 +265,70 @@ def test_files_that_are_no_code_are_packaged() -> None:
     others = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix in (".c", ".h", ".json", ".typed")]
     packaged = {path for pattern in stated["allotrope"] for path in PACKAGE.glob(pattern)}
     assert others and set(others) <= packaged
+
+
+def _importers(source: str, name: str) -> set[str]:
+    """The modules that import `name` from `source`."""
+    return {
+        module
+        for module, path in _modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == source and name in {alias.name for alias in node.names}
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("checkpoint.weights", "Loader"),
+        ("checkpoint.weights", "fill_random"),
+        ("checkpoint.weights", "finish"),
+        ("architectures.kv_scales", "set_row_scales"),
+        ("architectures.quantized_formats", "kept_formats"),
+        ("layers.backend_report", "backend_choices"),
+    ],
+)
+def test_loading_is_told_once(source: str, name: str) -> None:
+    """One rank, several ranks and the plugins load through `load_decoder`: each part of it is used there alone."""
+    assert _importers(f"allotrope.{source}", name) == {"allotrope.architectures.load"}
+
+
+def test_every_host_loads_through_one_function() -> None:
+    importers = _importers("allotrope.architectures.load", "load_decoder")
+    assert importers == {"allotrope.engine.load", "allotrope.plugins.vllm.model"}
+    assert _importers("allotrope.engine.load", "load_model") == {"allotrope.engine.worker"}
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "importer"),
+    [
+        ("engine.worker", "Worker", "engine.multiprocess_executor"),
+        ("engine.worker", "prepare_rank", "engine.multiprocess_executor"),
+        ("engine.multiprocess_executor", "MultiprocessExecutor", "engine.engine"),
+    ],
+)
+def test_start_up_is_told_once(source: str, name: str, importer: str) -> None:
+    """Tensor parallel size 1 is the case without worker processes, not a start of its own."""
+    assert _importers(f"allotrope.{source}", name) == {f"allotrope.{importer}"}
+
+
+def test_the_engine_uses_only_declared_members_of_its_executor() -> None:
+    from allotrope.engine.executor import Executor
+
+    declared = {*Executor.__annotations__, *vars(Executor)}
+    for file in ("engine", "step_loop", "step_log"):
+        for node in ast.walk(ast.parse((PACKAGE / "engine" / f"{file}.py").read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self._executor":
+                assert node.attr in declared, f"engine/{file}.py uses Executor.{node.attr}"
+
+
+@pytest.mark.parametrize(
+    "path", [*sorted((PACKAGE / "engine").glob("*.py")), PACKAGE / "errors.py"], ids=lambda path: path.name
+)
+def test_the_engine_knows_neither_http_nor_tokenizers(path: Path) -> None:
+    assert not [name for name in _imports(path) if name.startswith(("allotrope.text", "http", "tokenizers"))]
+    tree = ast.parse(path.read_text())
+    numbers = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is int}
+    assert not numbers & {400, 401, 404, 405, 408, 413, 422, 429, 500, 503}, "HTTP statuses are the server's"
+    names = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree)}
+    assert not {name for name in names if "tokenizer" in name.lower()}

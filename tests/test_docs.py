@@ -1,4 +1,4 @@
-"""What README and docs name exists: commands, flags, make targets, files, modules, extras."""
+"""What README, CONTRIBUTING and docs name exists: commands, flags, make targets, files, modules, extras."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from allotrope.commands.app import build_app
 from allotrope.commands.refusals import REFUSED
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Flags of other programs that a page may name.
 OTHER_FLAGS = {"--index-url", "--no-deps", "--additional-config", "--no-enable-prefix-caching"}
 # Made on the user's machine, or named as a pattern.
@@ -53,7 +53,7 @@ def unknown(kind: str, pattern: str, text: str, is_known: Callable[[str], bool])
 def faults(page: Path) -> list[str]:
     """Everything that the page names and that does not exist."""
     known = commands()
-    scripts = re.findall(r'add_argument\("(--[\w-]+)"', "".join(f.read_text() for f in ROOT.glob("bench/*.py")))
+    scripts = re.findall(r'add_argument\(\s*"(--[\w-]+)"', "".join(f.read_text() for f in ROOT.glob("bench/**/*.py")))
     flags = set().union(*known.values(), REFUSED, OTHER_FLAGS, scripts, {"--help", "--debug"})
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

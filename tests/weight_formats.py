@@ -66,16 +66,21 @@ def quark_mxfp4(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tenso
     return made, plain.flatten(1)
 
 
-def packed_int4(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Eight integers an int32, each plus 8, the first in the lowest bits; a bf16 scale for each 32."""
-    runs = weight.unflatten(1, (-1, 32))
-    scale = (runs.abs().amax(-1) / 7).bfloat16()
-    numbers = (runs / scale[..., None].float()).round().clamp(-8, 7).to(torch.int64)
-    shifted = (numbers + 8).flatten(1).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
-    made = {f"{module}.weight_packed": shifted.sum(-1).to(torch.uint32).view(torch.int32)}
-    made[f"{module}.weight_scale"] = scale
-    made[f"{module}.weight_shape"] = torch.tensor(weight.shape)
-    return made, (numbers * scale[..., None].float()).flatten(1)
+def packed_int4(group: int = 32, scales: torch.dtype = torch.bfloat16) -> Store:
+    """Eight integers an int32, each plus 8, the first in the lowest bits; a scale for each `group`, 0: for each row.
+    Their product is rounded to the type of the scales."""
+
+    def store(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        groups = weight.unflatten(1, (-1, group or weight.shape[1]))
+        scale = (groups.abs().amax(-1) / 7).to(scales)
+        numbers = (groups / scale[..., None].float()).round().clamp(-8, 7).to(torch.int64)
+        shifted = (numbers + 8).flatten(1).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
+        made = {f"{module}.weight_packed": shifted.sum(-1).to(torch.uint32).view(torch.int32)}
+        made[f"{module}.weight_scale"] = scale
+        made[f"{module}.weight_shape"] = torch.tensor(weight.shape)
+        return made, (numbers.to(scales) * scale[..., None]).float().flatten(1)
+
+    return store
 
 
 def compressed(weights: dict[str, Any], form: str, ignore: list[str]) -> dict[str, Any]:
@@ -123,10 +128,13 @@ FORMATS = {
     "quark fp8": Released(quark({"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, ["lm_head"]), fp8(0, 0, static=True)),
     "quark mxfp4": Released(quark(MXFP4, ["lm_head", "re:.*gate$"]), quark_mxfp4),
     "quark mxfp4 experts": Released(quark(MXFP4, ["lm_head", "*self_attn*", *DENSE]), quark_mxfp4, experts_alone=True),
-    "compressed-tensors int4": Released(
-        compressed(INT4, "pack-quantized", KIMI),
-        packed_int4,
-        experts_alone=True,
+    "compressed-tensors int4": Released(compressed(INT4, "pack-quantized", KIMI), packed_int4(), experts_alone=True),
+    "compressed-tensors int4 by 128": Released(
+        compressed(INT4 | {"group_size": 128}, "pack-quantized", ["lm_head", "re:.*mlp.gate$"]), packed_int4(128)
+    ),
+    "compressed-tensors int4 channel": Released(
+        compressed(INT4 | {"strategy": "channel", "group_size": None}, "pack-quantized", ["lm_head", "re:.*mlp.gate$"]),
+        packed_int4(0),
     ),
 }
 

@@ -18,15 +18,17 @@ from allotrope.checkpoint.read_config import ConfigReader, layer_types, read_rop
 from allotrope.checkpoint.weights import Rule, drop
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
-from allotrope.layers.hyper_connection import HyperConnection, HyperConnectionSpec, HyperHead, expand
+from allotrope.layers.hyper_connection import HyperConnection, HyperHead
 from allotrope.layers.mixers.csa import CsaMixerSpec, IndexerSpec
-from allotrope.layers.mlp import Gating, MlpSpec
+from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.model_spec import LayerSpec, ModelSpec
 from allotrope.layers.moe import MoeSpec
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.router import RouterSpec, Score
 from allotrope.layers.step import LayerStep, Step
-from allotrope.ops.rope.reference import RopeSpec
+from allotrope.ops.gated_activation import GatedActivation
+from allotrope.ops.hyper_connection import HyperConnectionSpec
+from allotrope.ops.rope import RopeSpec
 
 # Kinds of layers as Transformers names them, and how many tokens make an entry where the config does not say.
 WINDOW, CHOSEN, ALL = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -42,7 +44,7 @@ class Shared:
 
 
 class DeepseekV4Layer(nn.Module):
-    """Two sublayers between streams: x, post, C = collapse(X); X = post * sublayer(norm(x)) + C^T X."""
+    """Two sublayers between streams: x, post, C = pre(X); X = post * sublayer(norm(x)) + C^T X."""
 
     def __init__(self, spec: LayerSpec, model: ModelSpec, build: Build) -> None:
         super().__init__()
@@ -56,10 +58,10 @@ class DeepseekV4Layer(nn.Module):
 
     def forward(self, streams: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`streams`: [T, N, hidden]. Returns the same shape."""
-        x, post, comb = self.mixer_streams.collapse(streams)
-        streams = expand(self.mixer(self.mixer_norm(x), here), streams, post, comb)
-        x, post, comb = self.ffn_streams.collapse(streams)
-        return expand(self.ffn(self.ffn_norm(x), here), streams, post, comb)
+        x, post, comb = self.mixer_streams.pre(streams)
+        streams = self.mixer_streams.post(self.mixer(self.mixer_norm(x), here), streams, post, comb)
+        x, post, comb = self.ffn_streams.pre(streams)
+        return self.ffn_streams.post(self.ffn(self.ffn_norm(x), here), streams, post, comb)
 
 
 class DeepseekV4Decoder(Decoder):
@@ -212,7 +214,7 @@ def _ffns(config: ConfigReader, count: int) -> list[MoeSpec]:
         hidden=hidden,
         width=width,
         router=router,
-        gating=Gating(limit=limit),
+        gating=GatedActivation(limit=limit),
         shared=MlpSpec(hidden=hidden, width=width * shared, limit=limit) if shared else None,
     )
     return [dataclasses.replace(layer, router=looked_up if here else router) for here in hashed]

@@ -27,7 +27,7 @@ from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.model_spec import LayerSpec, ModelSpec
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.step import LayerStep
-from allotrope.ops.rope.reference import RopeSpec
+from allotrope.ops.rope import RopeSpec
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

@@ -23,16 +23,16 @@ from allotrope.layers.decoder import Decoder
 from allotrope.layers.embedding import Embedding
 from allotrope.layers.linear import Linear
 from allotrope.layers.mixers.mha import MhaMixerSpec
-from allotrope.layers.mlp import Gating, MlpSpec, activate
+from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.model_spec import LayerSpec, ModelSpec
 from allotrope.layers.moe import Experts
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep, Step
-from allotrope.ops.rope.reference import RopeSpec
-
-PER_LAYER = "per_layer_inputs"
+from allotrope.ops.gated_activation import GatedActivation
+from allotrope.ops.gated_activation.reference import activate
+from allotrope.ops.rope import RopeSpec
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Beside(nn.Module):
         self.router_scale = parameter((hidden,), Placement((Section("", hidden),)), build.dtype, build.device)
         self.router = Router(spec.router, hidden, build)
         self.expert_scale = parameter((count,), Placement((Section("", count),)), torch.float32, build.device)
-        gating = Gating(activation="gelu_tanh")
+        gating = GatedActivation(activation="gelu_tanh")
         self.experts = Experts(count, hidden, spec.width, gating, build.at("experts"), bias=False)
 
     def forward(self, x: torch.Tensor, dense: torch.Tensor, here: LayerStep) -> torch.Tensor:
@@ -117,7 +117,9 @@ class Gemma4Layer(SandwichLayer):
         out_norm = self.ffn_out_norm
         if self.per_layer:
             x = x + out_norm(y)
-            own = here.step.notes[PER_LAYER][:, self.index]
+            per_layer_inputs = here.step.per_layer_inputs
+            assert per_layer_inputs is not None, "the decoder sets them before its layers"
+            own = per_layer_inputs[:, self.index]
             y = self.per_layer_out(activate(self.per_layer_gate(x), "gelu_tanh") * own)
             out_norm = self.per_layer_norm
         return following.add(y, x, out_norm, self.scalar)
@@ -154,7 +156,7 @@ class Gemma4Decoder(Decoder):
         """Hidden states [T, hidden] of the step's tokens, after the final norm."""
         x = self.embedding(step.ids)
         if self.per_layer is not None:
-            step.notes[PER_LAYER] = self.per_layer(step.ids, x)
+            step.per_layer_inputs = self.per_layer(step.ids, x)
         return self.through_layers(x, step)
 
 

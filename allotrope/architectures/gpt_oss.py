@@ -14,10 +14,10 @@ from allotrope.architectures.registry import Architecture
 from allotrope.checkpoint.read_config import ConfigReader, layer_types, read_rope
 from allotrope.checkpoint.weights import Rule
 from allotrope.layers.mixers.mha import MhaMixerSpec
-from allotrope.layers.mlp import Gating
 from allotrope.layers.model_spec import LayerSpec, ModelSpec
 from allotrope.layers.moe import MoeSpec
 from allotrope.layers.router import RouterSpec
+from allotrope.ops.gated_activation import GatedActivation
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -41,7 +41,7 @@ def read_gpt_oss(config: ConfigReader) -> ModelSpec:
         router=RouterSpec(
             experts=config.get("num_local_experts", int), topk=config.get("num_experts_per_tok", int), bias=True
         ),
-        gating=Gating(
+        gating=GatedActivation(
             slope=config.get("swiglu_alpha", float, 1.702), limit=config.get("swiglu_limit", float, 7.0), offset=1.0
         ),
         bias=True,

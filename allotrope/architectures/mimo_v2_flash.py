@@ -18,7 +18,7 @@ from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.model_spec import FfnSpec, LayerSpec, ModelSpec
 from allotrope.layers.moe import MoeSpec
 from allotrope.layers.router import RouterSpec
-from allotrope.ops.rope.reference import RopeSpec
+from allotrope.ops.rope import RopeSpec
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

@@ -17,7 +17,7 @@ from allotrope.layers.mixers.mha import MhaMixerSpec
 from allotrope.layers.model_spec import LayerSpec, ModelSpec
 from allotrope.layers.moe import MoeSpec
 from allotrope.layers.router import RouterSpec
-from allotrope.ops.rope.reference import RopeSpec
+from allotrope.ops.rope import RopeSpec
 
 
 def read_minimax_m2(config: ConfigReader) -> ModelSpec:

@@ -18,7 +18,7 @@ from allotrope.checkpoint.weight_formats import WeightFormats, weight_formats
 from allotrope.checkpoint.weights import Rule, filled
 from allotrope.layers.build import Build, Formats
 from allotrope.layers.model_spec import ModelSpec
-from allotrope.ops.matmul.quantized_weight import Format
+from allotrope.ops.matmul.weight import Format
 
 # Experts of a layer are alike: the first stands for all.
 _LATER_EXPERT = re.compile(r"\.experts\.(?!0\.)\d+\.")

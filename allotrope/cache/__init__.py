@@ -1,1 +1,1 @@
-"""Memory that outlives a step: which layers share pages, how many there are, who holds them, what may be reused."""
+"""Memory that outlives a step: groups of layers that share pages, the number of pages, their references and reuse."""

@@ -63,8 +63,8 @@ class CacheGroup:
         """Pages of a table that reaches over `tokens` tokens."""
         return 1 if self.kind == "state" else -(-tokens // self.page_size)
 
-    def dead_pages(self, computed: int) -> int:
-        """Leading pages that no later query reads once `computed` tokens are stored."""
+    def out_of_window_pages(self, computed: int) -> int:
+        """Leading pages out of the window: no later query reads them once `computed` tokens are stored."""
         if self.window is None:
             return 0
         return max(0, computed - self.window + 1) // self.page_size
@@ -77,11 +77,11 @@ class CacheGroup:
 
 
 def group_caches(layers: Sequence[Mapping[str, CacheLayout]], page_size: int) -> tuple[CacheGroup, ...]:
-    """Group the caches of all layers. `layers`: per layer, what its spec's `caches()` says (empty if it shares).
+    """Group the caches of all layers. `layers`: per layer, its spec's `caches()` (empty if it shares).
 
     Rows of stride r get pages of lcm(page_size, r) tokens.
     """
-    found: dict[tuple[Kind, int, int | None], list[Member]] = {}
+    members: dict[tuple[Kind, int, int | None], list[Member]] = {}
     for layer, caches in enumerate(layers):
         for name, layout in caches.items():
             key: tuple[Kind, int, int | None] = ("state", 1, None)
@@ -89,5 +89,5 @@ def group_caches(layers: Sequence[Mapping[str, CacheLayout]], page_size: int) ->
                 key = ("paged", math.lcm(page_size, layout.stride), None)
             elif isinstance(layout, WindowRows):
                 key = ("window", page_size, layout.window)
-            found.setdefault(key, []).append(Member(layer, name, layout))
-    return tuple(CacheGroup(*key, tuple(members)) for key, members in found.items())
+            members.setdefault(key, []).append(Member(layer, name, layout))
+    return tuple(CacheGroup(*key, tuple(own)) for key, own in members.items())

@@ -15,7 +15,7 @@ from allotrope.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What the caches must serve. `reuse`: keep windows and states of ended sequences for prefix reuse."""
+    """The load that the caches must serve. `reuse`: keep windows and states of ended sequences for prefix reuse."""
 
     context: int
     sequences: int
@@ -78,8 +78,8 @@ def plan_memory(groups: Sequence[CacheGroup], demand: Demand, budget: int) -> Me
         longest = _largest(lambda n: total(n, 1) <= budget, demand.context)
         raise ConfigError(_advice(demand, budget, total(demand.context, 1), longest))
     # Every sequence may leave its last page nearly empty.
-    whole = [group.pages_for(demand.context) * group.page_size for group in groups if group.kind != "state"]
-    longest = max(whole, default=demand.context)
+    reach = [group.pages_for(demand.context) * group.page_size for group in groups if group.kind != "state"]
+    longest = max(reach, default=demand.context)
     tokens = _largest(lambda n: total(n, sequences) <= budget, longest * demand.sequences)
     return make_plan(groups, demand, tokens, sequences)
 
@@ -94,9 +94,9 @@ def make_plan(groups: Sequence[CacheGroup], demand: Demand, tokens: int, sequenc
     return MemoryPlan(tuple(plans), tokens, sequences)
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """Largest n in 0..most with fits(n), which is true up to some point; -1 if not even 0 fits."""
-    low, high = -1, most
+def _largest(fits: Callable[[int], bool], limit: int) -> int:
+    """Largest n in 0..limit with fits(n), which is true up to some point; -1 if not even 0 fits."""
+    low, high = -1, limit
     while low < high:
         middle = (low + high + 1) // 2
         if fits(middle):

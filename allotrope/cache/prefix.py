@@ -31,8 +31,8 @@ class KeyChain:
         self._keys: list[bytes] = []
 
     @property
-    def made(self) -> Sequence[bytes]:
-        """The keys that were asked for so far, and those on the way to them."""
+    def keys(self) -> Sequence[bytes]:
+        """The keys made so far: those that were asked for, and those on the way to them."""
         return self._keys
 
     def key(self, ids: Sequence[int], n: int) -> bytes:
@@ -50,14 +50,14 @@ class Match:
     """`tokens`: length of the reusable prefix. `pages`: per group, its page list (-1 where not needed).
 
     `states`: per group, the slot with the state to start from, or 0. `lost`: tokens that could have been reused but for
-    a reason. `wanted`: length at which a state checkpoint would have helped, or 0.
+    a reason. `checkpoint_position`: length at which a state checkpoint would have helped, or 0.
     """
 
     tokens: int
     pages: tuple[tuple[int, ...], ...]
     states: tuple[int, ...]
     lost: dict[LostReason, int] = field(default_factory=dict)
-    wanted: int = 0
+    checkpoint_position: int = 0
 
 
 class PrefixCache:
@@ -77,30 +77,32 @@ class PrefixCache:
         """Whether some reusable length needs page number `page` of group `index`: a window reads few before each."""
         group = self.groups[index]
         end = -(-(page + 1) * group.page_size // self.unit) * self.unit
-        return page >= group.dead_pages(end)
+        return page >= group.out_of_window_pages(end)
 
     def match(self, ids: Sequence[int], chain: KeyChain) -> Match:
         """The longest reusable prefix of `ids` that leaves at least one token to compute."""
         limit = (len(ids) - 1) // self.unit * self.unit
         reach = self._paged_reach(ids, chain, limit)
         lost: dict[LostReason, int] = {}
-        tokens, wanted = reach, 0
+        tokens, checkpoint_position = reach, 0
         while tokens > 0:
             missing = self._missing(ids, chain, tokens)
             if missing is None:
                 break
             if missing == "state checkpoint":
-                wanted = max(wanted, tokens)
+                checkpoint_position = max(checkpoint_position, tokens)
             lost[missing] = lost.get(missing, 0) + self.unit
             tokens -= self.unit
-        if reach < limit and self._dropped_at(ids, chain, reach + self.unit):
+        if reach < limit and self._evicted_at(ids, chain, reach + self.unit):
             end = reach
-            while end < limit and self._dropped_at(ids, chain, end + self.unit):
+            while end < limit and self._evicted_at(ids, chain, end + self.unit):
                 end += self.unit
             lost["evicted"] = lost.get("evicted", 0) + end - reach
         elif reach == limit and 0 < tokens == limit and len(ids) - 1 > limit:
             lost["partial page"] = len(ids) - 1 - limit
-        return Match(tokens, self._pages(ids, chain, tokens), self._states(ids, chain, tokens), lost, wanted)
+        return Match(
+            tokens, self._pages(ids, chain, tokens), self._states(ids, chain, tokens), lost, checkpoint_position
+        )
 
     def _paged_reach(self, ids: Sequence[int], chain: KeyChain, limit: int) -> int:
         """Longest multiple of `unit` whose pages are all there in every paged group (or limited by windows alone)."""
@@ -122,15 +124,15 @@ class PrefixCache:
         """Why a prefix of `tokens` cannot be resumed, looking at windows and states only."""
         for index, group in enumerate(self.groups):
             if group.kind == "window":
-                if not self._has_pages(index, ids, chain, group.dead_pages(tokens) * group.page_size, tokens):
+                if not self._has_pages(index, ids, chain, group.out_of_window_pages(tokens) * group.page_size, tokens):
                     return "window"
             elif group.kind == "state" and self.pools[index].find(chain.key(ids, tokens)) is None:
                 return "state checkpoint"
         return None
 
-    def _dropped_at(self, ids: Sequence[int], chain: KeyChain, end: int) -> bool:
+    def _evicted_at(self, ids: Sequence[int], chain: KeyChain, end: int) -> bool:
         key = chain.key(ids, end)
-        return any(pool.was_dropped(key) for pool in self.pools)
+        return any(pool.was_evicted(key) for pool in self.pools)
 
     def _pages(self, ids: Sequence[int], chain: KeyChain, tokens: int) -> tuple[tuple[int, ...], ...]:
         tables: list[tuple[int, ...]] = []
@@ -138,11 +140,12 @@ class PrefixCache:
             if group.kind == "state" or not tokens:
                 tables.append(())
                 continue
-            dead = group.dead_pages(tokens)
-            found = [
-                pool.find(chain.key(ids, (j + 1) * group.page_size)) for j in range(dead, tokens // group.page_size)
+            out_of_window = group.out_of_window_pages(tokens)
+            cached = [
+                pool.find(chain.key(ids, (j + 1) * group.page_size))
+                for j in range(out_of_window, tokens // group.page_size)
             ]
-            tables.append((*[-1] * dead, *[page for page in found if page is not None]))
+            tables.append((*[-1] * out_of_window, *[page for page in cached if page is not None]))
         return tuple(tables)
 
     def _states(self, ids: Sequence[int], chain: KeyChain, tokens: int) -> tuple[int, ...]:

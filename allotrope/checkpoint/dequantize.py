@@ -1,7 +1,7 @@
 """Quantized checkpoints under the names that an unquantized release has: a weight and its scales read as one.
 
 Owns the packings that released checkpoints use. What reads a weight plain never sees that it was quantized; what keeps
-it quantized gets it as `layers.quant` has it, with scales of each row, whatever rows shared them.
+it quantized gets it as `ops.matmul` has it, with scales of each row, whatever rows shared them.
 
 - `mxfp4` (gpt-oss): `X_blocks` [E, out, in / 32, 16] uint8, two 4-bit floats a byte, the even one in the low half;
   `X_scales` [E, out, in / 32] uint8, the exponent of two plus 127. Read as X [E, in, out], bf16, exactly.
@@ -10,6 +10,8 @@ it quantized gets it as `layers.quant` has it, with scales of each row, whatever
   scale: `X_scale_inv` or `X_scale`, and for `Y.weight` also `Y.scale`. A scale is one number, one per row, or one per
   block: of the config's size for float8, of 1 x 32 for 4 bits. Read as X, fp32. Scales of activations are not used:
   activations are rounded as they come.
+- `int4`: eight 4-bit integers an int32 in `X_packed` [out, in / 8], bf16 scales in `X_scale` [out, groups], and X's
+  shape in `X_shape`. Read as X, bf16. Source: `pack-quantized` of compressed-tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ import torch
 from allotrope.checkpoint.checkpoint import Checkpoint, TensorHeader
 from allotrope.checkpoint.weight_formats import WeightFormats, weight_formats
 from allotrope.errors import ModelError
-from allotrope.ops.matmul.quantized_weight import FP4_RUN, SCALE_BIAS, Format, unpack_fp4
+from allotrope.ops.matmul.fp8 import Fp8
+from allotrope.ops.matmul.int4 import NUMBERS, Int4, unpack_int4
+from allotrope.ops.matmul.mxfp4 import FP4_GROUP, MXFP4, SCALE_BIAS, unpack_fp4
+from allotrope.ops.matmul.weight import Format, scale_groups
 
 FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 PACKED_TYPES = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
@@ -41,7 +46,7 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     if formats.method == "mxfp4":
         return Mxfp4Checkpoint(checkpoint)
-    if formats.unloadable:
+    if formats.has_int4:
         return Int4Checkpoint(checkpoint, formats)
     return Fp8Checkpoint(checkpoint, formats)
 
@@ -67,7 +72,7 @@ class QuantizedView(ABC):
 
     @abstractmethod
     def packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales of a tensor that has a format, their dims in the order of the plain one's."""
+        """Values and scales of a tensor that has a format, their dims in the order of the plain one's."""
 
 
 class Mxfp4Checkpoint(QuantizedView):
@@ -93,7 +98,7 @@ class Mxfp4Checkpoint(QuantizedView):
 
     def format(self, name: str) -> Format | None:
         """As `QuantizedView.format`."""
-        return Format("mxfp4", FP4_RUN) if name in self.made else None
+        return MXFP4 if name in self.made else None
 
     def packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """As `QuantizedView.packed`."""
@@ -132,7 +137,7 @@ class Fp8Checkpoint(QuantizedView):
         scale = self._scale(name)
         try:
             if weight.dtype in PACKED_TYPES:
-                return scaled(unpack_fp4(weight.view(torch.uint8)), scale, (1, FP4_RUN))
+                return scaled(unpack_fp4(weight.view(torch.uint8)), scale, (1, FP4_GROUP))
             return scaled(weight, scale, self.formats.block(name))
         except ValueError as error:
             raise ModelError(self.source, [f"{self.scale_of[name]}: {error}"]) from error
@@ -143,7 +148,7 @@ class Fp8Checkpoint(QuantizedView):
             return None
         weight, scale = self.stored[name], self.stored[self.scale_of[name]]
         if weight.dtype in PACKED_TYPES:
-            return Format("mxfp4", FP4_RUN) if scale.dtype in POWER_TYPES else None
+            return MXFP4 if scale.dtype in POWER_TYPES else None
         if weight.dtype != torch.float8_e4m3fn:
             return None
         # A scale per row is one per block where blocks are a row high, and one per tensor where it is one block.
@@ -151,8 +156,8 @@ class Fp8Checkpoint(QuantizedView):
         blocks = [math.ceil(size / step) for size, step in zip(weight.shape[-2:], block, strict=False)]
         shape = list(scale.shape[::2] if len(scale.shape) == 4 else scale.shape[-2:])
         if blocks and shape == blocks:
-            return Format("fp8", block[1], rows=block[0])
-        return Format("fp8", 0, rows=0 if math.prod(scale.shape) == 1 else 1)
+            return Fp8(block[1], rows=block[0])
+        return Fp8(0, rows=0 if math.prod(scale.shape) == 1 else 1)
 
     def packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """As `QuantizedView.packed`."""
@@ -171,34 +176,51 @@ class Fp8Checkpoint(QuantizedView):
 
 
 class Int4Checkpoint(Fp8Checkpoint):
-    """Beside float8 weights, 4-bit integers: known by size and format, so that they can be planned, and never read."""
+    """Beside float8 weights, 4-bit integers in `X_packed`, `X_scale` and `X_shape` as X."""
 
     def __init__(self, inner: Checkpoint, formats: WeightFormats) -> None:
         super().__init__(inner, formats)
-        self.int4: dict[str, Format] = {}
+        self.int4: dict[str, Int4] = {}
         for name in [name for name in self.kept if name.endswith(".weight_packed")]:
-            plain, module = name.removesuffix("_packed"), name.removesuffix(".weight_packed")
-            parts = [self.kept.pop(module + end, None) for end in (".weight_packed", ".weight_scale", ".weight_shape")]
+            plain = name.removesuffix("_packed")
+            parts = [self.kept.pop(plain + end, None) for end in ("_packed", "_scale", "_shape")]
             packed, scale, _ = parts
             if packed is None or scale is None:
-                raise ModelError(inner.source, [f"{name} has no {module}.weight_scale beside it"])
+                raise ModelError(inner.source, [f"{name} has no {plain}_scale beside it"])
             *outer, words = packed.shape
-            inputs = words * 8
-            self.int4[plain] = Format("int4", inputs // scale.shape[-1] if scale.shape[-1] > 1 else 0)
+            inputs, groups = words * NUMBERS, scale.shape[-1]
+            stated = formats.scheme(plain)
+            if stated is not None and isinstance(stated.format, Int4) and stated.format.groups(inputs) == groups:
+                self.int4[plain] = stated.format
+            else:
+                self.int4[plain] = Int4(inputs // groups if groups > 1 else 0)
             size = packed.stored_bytes + scale.stored_bytes
-            self.made[plain] = TensorHeader(plain, (*outer, inputs), torch.bfloat16, size)
+            self.made[plain] = TensorHeader(plain, (*outer, inputs), scale.dtype, size)
 
     def read(self, name: str) -> torch.Tensor:
-        """Raises ModelError: nothing is read of what cannot be multiplied."""
-        raise ModelError(self.source, [self.formats.unloadable])
+        """As `Checkpoint.read`: rounded to the type of the scales, as compressed-tensors does."""
+        if name not in self.int4:
+            return super().read(name)
+        values, scales = self.packed(name)
+        plain = scale_groups(unpack_int4(values).float(), scales.float(), self.int4[name].group_size)
+        return plain.to(scales.dtype)
 
     def format(self, name: str) -> Format | None:
-        """As `QuantizedView.format`."""
-        return self.int4.get(name) or super().format(name)
+        """As `QuantizedView.format`: scales of other types than bf16 round otherwise."""
+        if name not in self.int4:
+            return super().format(name)
+        return self.int4[name] if self.made[name].dtype == torch.bfloat16 else None
 
     def packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `read`."""
-        raise ModelError(self.source, [self.formats.unloadable])
+        """As `QuantizedView.packed`."""
+        if name not in self.int4:
+            return super().packed(name)
+        if name + "_shape" in self.inner.headers():
+            shape = self.inner.read(name + "_shape").tolist()
+            if shape != list(self.made[name].shape):
+                found = f"{name}_shape is {shape}, and {name}_packed has {list(self.made[name].shape)} numbers"
+                raise ModelError(self.source, [f"{found} (needs inputs that are a multiple of {NUMBERS})"])
+        return self.inner.read(name + "_packed"), self.inner.read(name + "_scale")
 
 
 def _scaled_weight(name: str) -> str | None:

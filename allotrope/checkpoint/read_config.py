@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, overload
 
 from allotrope.errors import ModelError
-from allotrope.ops.rope.reference import RopeScaling, RopeSpec, ScalingKind
+from allotrope.ops.rope import RopeScaling, RopeSpec, ScalingKind
 
 T = TypeVar("T")
 

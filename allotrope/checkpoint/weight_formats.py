@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from allotrope.errors import ModelError
-from allotrope.ops.matmul.quantized_weight import FP4_RUN, Format
+from allotrope.ops.matmul.fp8 import Fp8
+from allotrope.ops.matmul.int4 import Int4
+from allotrope.ops.matmul.mxfp4 import FP4_GROUP, MXFP4
+from allotrope.ops.matmul.weight import Format
 
 EVERY = "*"
 # No producer quantizes these, named in the config or not.
@@ -24,11 +27,7 @@ _NEVER = re.compile(r"(^|\.)(embed|embed_tokens|lm_head|head|gate|shared_expert_
 _EXPERTS = r"re:.*\.experts(\.|$)"
 # Where configs list what is not quantized.
 _EXCLUSIONS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules")
-_INT4_REASON = (
-    "its weights are 4-bit integers (compressed-tensors pack-quantized), which no product of this version multiplies. "
-    "Take a release in FP8, MXFP4 or bf16; `allotrope plan` shows what this one will take"
-)
-_TAKE = "Take a release in FP8, MXFP4 or bf16"
+_TAKE = "Take a release in FP8, MXFP4, INT4 of compressed-tensors or bf16"
 _REFUSED = {
     "awq": f"AWQ stores 4-bit integers with zero points, which no product of this version multiplies. {_TAKE}",
     "gptq": f"GPTQ stores integers with zero points, which no product of this version multiplies. {_TAKE}",
@@ -48,13 +47,13 @@ class Scheme:
 class WeightFormats:
     """`groups`: patterns of modules and their scheme, the first match decides. `excluded`: modules that stay plain.
 
-    `unloadable`: why such weights can be planned but not loaded; empty if they can.
+    `has_int4`: whether some are 4-bit integers.
     """
 
     method: str
     groups: tuple[tuple[tuple[str, ...], Scheme | None], ...]
     excluded: tuple[str, ...] = ()
-    unloadable: str = ""
+    has_int4: bool = False
 
     def scheme(self, name: str) -> Scheme | None:
         """How the weight `name` of the checkpoint is stored, None for a plain one. A stack of experts has one name."""
@@ -65,10 +64,10 @@ class WeightFormats:
 
     def block(self, name: str) -> tuple[int, ...]:
         """Rows and inputs that share a scale of the FP8 weight `name`."""
-        blocks = [one.block for _, one in self.groups if one is not None and one.format.kind == "fp8"]
+        blocks = [one.block for _, one in self.groups if one is not None and one.format.name == "fp8"]
         if len(set(blocks)) > 1:
             found = self.scheme(name)
-            if found is not None and found.format.kind == "fp8":
+            if found is not None and found.format.name == "fp8":
                 return found.block
         # Where the stored tensor is FP8 and the config does not say so, it is in blocks as the others are.
         return blocks[0] if blocks else ()
@@ -100,8 +99,8 @@ def weight_formats(config: Mapping[str, Any], source: str) -> WeightFormats | No
     if "fp4" in (config.get("expert_dtype"), text.get("expert_dtype")):
         groups = [((_EXPERTS,), _MXFP4), *groups]
     excluded = tuple(str(entry) for key in _EXCLUSIONS for entry in _modelopt(stated).get(key) or ())
-    kinds = {scheme.format.kind for _, scheme in groups if scheme is not None}
-    return WeightFormats(method, tuple(groups), excluded, _INT4_REASON if "int4" in kinds else "")
+    kinds = {scheme.format.name for _, scheme in groups if scheme is not None}
+    return WeightFormats(method, tuple(groups), excluded, "int4" in kinds)
 
 
 class _UnknownFormat(Exception):
@@ -109,8 +108,8 @@ class _UnknownFormat(Exception):
 
 
 _Groups = list[tuple[tuple[str, ...], Scheme | None]]
-_MXFP4 = Scheme(Format("mxfp4", FP4_RUN))
-_OF_TENSOR, _OF_ROW = Scheme(Format("fp8", 0, rows=0)), Scheme(Format("fp8", 0))
+_MXFP4 = Scheme(MXFP4)
+_OF_TENSOR, _OF_ROW = Scheme(Fp8(0, rows=0)), Scheme(Fp8(0))
 
 
 def _of_block(block: Any) -> Scheme:
@@ -120,7 +119,7 @@ def _of_block(block: Any) -> Scheme:
         rows, inputs = (int(size) for size in block)
     except (TypeError, ValueError) as error:
         raise _UnknownFormat(f"blocks of {block!r} (needs two numbers: rows and inputs)") from error
-    return Scheme(Format("fp8", inputs, rows=rows), (rows, inputs))
+    return Scheme(Fp8(inputs, rows=rows), (rows, inputs))
 
 
 def _read_fp8(stated: Mapping[str, Any]) -> _Groups:
@@ -161,11 +160,12 @@ def _compressed_scheme(weights: Mapping[str, Any], form: object) -> Scheme:
             return found
     symmetric = bool(weights.get("symmetric", True)) and order in (None, "static", "weight")
     if kind == ("int", 4) and form == "pack-quantized" and strategy in ("group", "channel") and symmetric:
-        return Scheme(Format("int4", int(run or 0) if strategy == "group" else 0))
+        return Scheme(Int4(int(run or 0) if strategy == "group" else 0))
     raise _UnknownFormat(
         f"weights of type={kind[0]!r}, num_bits={kind[1]!r}, strategy={strategy!r}, group_size={run!r}, "
         f"symmetric={weights.get('symmetric')!r}, actorder={order!r}, format={form!r} are not supported "
-        f"(allowed: float-quantized of 8 bits by tensor, channel or block). {_TAKE}"
+        "(allowed: float-quantized of 8 bits by tensor, channel or block; pack-quantized of 4 bits, symmetric, "
+        f"by group or channel). {_TAKE}"
     )
 
 
@@ -185,14 +185,14 @@ def _quark_scheme(weight: Any) -> Scheme | None:
     one = stages[0]
     kind, scheme, run = one.get("dtype"), one.get("qscheme"), one.get("group_size")
     if len(stages) == 1:
-        if (kind, scheme, run) == ("fp4", "per_group", FP4_RUN) and one.get("scale_format", "e8m0") == "e8m0":
+        if (kind, scheme, run) == ("fp4", "per_group", FP4_GROUP) and one.get("scale_format", "e8m0") == "e8m0":
             return _MXFP4
         if kind == "fp8_e4m3" and scheme in ("per_tensor", "per_channel"):
             return _OF_TENSOR if scheme == "per_tensor" else _OF_ROW
     raise _UnknownFormat(
         f"weights of {len(stages)} stage(s), dtype={kind!r}, qscheme={scheme!r}, group_size={run!r}, "
         f"scale_format={one.get('scale_format')!r} are not supported (allowed: fp8_e4m3 per_tensor or per_channel, "
-        f"fp4 per_group of {FP4_RUN} with scale_format e8m0). {_TAKE}"
+        f"fp4 per_group of {FP4_GROUP} with scale_format e8m0). {_TAKE}"
     )
 
 

@@ -20,8 +20,9 @@ from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.checkpoint.dequantize import QuantizedView
 from allotrope.errors import ModelError
 from allotrope.layers.parallel import Parallel, placement_of
-from allotrope.ops.matmul.product import CODES, SCALES, scales_of_blocks
-from allotrope.ops.matmul.quantized_weight import SHARED_ROWS
+from allotrope.layers.weights import SCALES, VALUES, format_of, scales_of_blocks
+from allotrope.ops.matmul.int4 import Int4
+from allotrope.ops.matmul.weight import SHARED_ROWS
 from allotrope.progress import report_bytes
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -143,7 +144,7 @@ class Loader:
                 if packed is None:
                     packed = view.packed(name)
                     report.bytes += sum(part.nbytes for part in packed)
-                for ending, part in zip((CODES, SCALES), packed, strict=True):
+                for ending, part in zip((VALUES, SCALES), packed, strict=True):
                     self._place(name, part, target + ending, match, rule)
                 continue
             if plain is None:
@@ -155,7 +156,7 @@ class Loader:
 
     def _keeps(self, target: str, section: str) -> bool:
         """Whether a section of a weight is kept quantized."""
-        codes = self.parameters.get(target + CODES)
+        codes = self.parameters.get(target + VALUES)
         return codes is not None and any(one.name == section for one in placement_of(codes).sections)
 
     def _place(self, name: str, tensor: torch.Tensor, target: str, match: re.Match[str], rule: Rule) -> None:
@@ -244,12 +245,18 @@ def _draw(name: str, shape: list[int], parameter: nn.Parameter, generator: torch
         # Codes of four bits, or exponents of scales a little below 2^-5.
         low, high = (118, 121) if name.endswith(SCALES) else (0, 256)
         return torch.randint(low, high, shape, generator=generator, device=device, dtype=torch.uint8)
+    if parameter.dtype == torch.int32:
+        # Eight integers each.
+        return torch.randint(-(2**31), 2**31, shape, generator=generator, device=device, dtype=torch.int32)
     values = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
-    if name.endswith(CODES):
+    if name.endswith(VALUES):
         return values
     if name.endswith(SCALES):
-        # Of 128 inputs each, or nearly.
+        # Of 128 inputs each, or nearly, that are around 1; integers are around 4.6.
         if scales_of_blocks(parameter):
             values = values[..., ::SHARED_ROWS, :].repeat_interleave(SHARED_ROWS, dim=-2)[..., : shape[-2], :]
-        return values.clamp_(-2, 2).mul_(0.2).add_(1.0).div_(math.sqrt(128 * shape[-1]))
+        size = math.sqrt(128 * shape[-1])
+        if isinstance(format_of(parameter), Int4):
+            size = 4.6 * math.sqrt((format_of(parameter).group_size or 128) * shape[-1])
+        return values.clamp_(-2, 2).mul_(0.2).add_(1.0).div_(size)
     return values / math.sqrt(shape[-1]) if len(shape) > 1 else 1.0 + 0.1 * values

@@ -74,9 +74,9 @@ def _option_value(ctx: typer.Context, key: str, value: Any, hints: Mapping[str, 
             raise ValueError(f"{key}={item!r}: a text is needed; put it in quotes")
         if isinstance(item, bool):
             raise ValueError(f"{key}={item!r}: a number is needed")
-    if isinstance(value, str):
-        value = plain_value(param.name, value)
     try:
+        if isinstance(value, str):
+            value = plain_value(param.name, value)
         param.process_value(ctx, value)
     except typer.BadParameter as error:
         raise ValueError(f"{key}={value!r}: {error.message.removeprefix('Value error, ').rstrip('.')}") from error

@@ -5,6 +5,10 @@ Owns the spellings only; it must not know how a command line is read.
 
 from __future__ import annotations
 
+import typer
+
+from allotrope.config import RENAMED_VALUES
+
 # Our field -> other spellings of its flag. On a CPU our share of memory does not count the weights.
 # The last rows are those of vLLM's `bench serve`.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -123,7 +127,8 @@ UNSUPPORTED: dict[str, str] = {
     "--no-enable-chunked-prefill": _ALWAYS_CHUNKED,
     "--long-prefill-token-threshold": _ALWAYS_CHUNKED,
     "--scheduling-policy": "requests run in the order of their arrival; leave it out",
-    "--async-scheduling": "steps overlap on a GPU by default; see --overlap",
+    "--no-async-scheduling": "write --async-scheduling off",
+    "--overlap": "write --async-scheduling",
     "--stream-interval": "each token is sent when it is ready; leave it out",
     "--max-logprobs": "requests may ask for up to 20; leave it out",
     "--num-gpu-blocks-override": "set the caches' size with --kv-cache-memory-bytes",
@@ -166,5 +171,7 @@ UNSUPPORTED: dict[str, str] = {
 
 
 def plain_value(field: str, text: str) -> str:
-    """`text` as our own spelling of a value of `field`."""
+    """`text` as our own spelling of a value of `field`. Raises `typer.BadParameter` for a value under its old name."""
+    if new := RENAMED_VALUES.get((field, text)):
+        raise typer.BadParameter(f"{text!r} is now {new!r}: write {new}.")
     return VALUES.get(field, {}).get(text, text)

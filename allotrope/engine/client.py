@@ -1,6 +1,6 @@
 """The server's side of the engine process: starts it, sends requests, hands outputs to whoever asked for them.
 
-It must not know HTTP or text. When the engine process ends, for whatever reason, every open request fails at once.
+Must not know HTTP or text. When the engine process ends, for whatever reason, every open request fails at once.
 """
 
 from __future__ import annotations
@@ -204,9 +204,9 @@ class EngineClient:
                         if output.finish_reason is not None:
                             self._ended(output.request_id, output.index)
                         self._deliver(output.request_id, output)
-                case Refused(request_id, text, param, status):
+                case Refused(request_id, text, kind, param):
                     self._ended(request_id)
-                    refusal = Overloaded(text) if status == 429 else InvalidRequest(text, param, status)
+                    refusal = Overloaded(text) if kind == "overloaded" else InvalidRequest(text, param)
                     self._deliver(request_id, refusal)
                 case Failed():
                     self._failure = message

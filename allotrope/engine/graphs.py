@@ -15,29 +15,37 @@ from typing import Any
 
 import torch
 
+from allotrope.kernels.chip import free_memory
+
 log = logging.getLogger("allotrope.engine")
 
 
-def decode_sizes(most: int) -> list[int]:
+def decode_sizes(max_size: int) -> list[int]:
     """Batch sizes that decode steps are padded to: 1, 2, 4, then multiples of 8, of 16 above 64, of 32 above 256."""
-    sizes = [size for size in (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16)) if size < most]
-    return [*sizes, *range(288, most, 32), most]
+    sizes = [size for size in (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16)) if size < max_size]
+    return [*sizes, *range(288, max_size, 32), max_size]
 
 
 class DecodeGraphs:
-    """Runs `body(size)` for the sizes of `decode_sizes(most)`: as a captured graph once there is one.
+    """Runs `body(size)` for the sizes of `decode_sizes(max_size)`: as a captured graph once there is one.
 
     `idle()` makes the static buffers those of a step without requests.
     """
 
     def __init__(
-        self, body: Callable[[int], None], idle: Callable[[], None], most: int, device: torch.device, *, capture: bool
+        self,
+        body: Callable[[int], None],
+        idle: Callable[[], None],
+        max_size: int,
+        device: torch.device,
+        *,
+        capture: bool,
     ) -> None:
-        self.sizes = decode_sizes(most)
+        self.sizes = decode_sizes(max_size)
         self._body, self._idle, self._device = body, idle, device
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         # Largest first: smaller ones then fit into the memory that it took.
-        self._waiting = self.sizes[::-1] if capture else []
+        self._pending = self.sizes[::-1] if capture else []
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._seconds, self._bytes = 0.0, 0
@@ -68,19 +76,19 @@ class DecodeGraphs:
         Not while the buffers hold a step that has yet to run. If a capture fails, the reason is logged and the sizes
         without a graph stay eager.
         """
-        if not self._waiting:
+        if not self._pending:
             return False
-        size = self._waiting.pop(0)
-        started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
+        size = self._pending.pop(0)
+        started, free = time.monotonic(), free_memory(self._device)
         try:
             self._graphs[size] = self._capture(size)
         except RuntimeError as error:
-            self._waiting.clear()
+            self._pending.clear()
             log.warning("decode steps of %d requests cannot be captured, they run eager: %s", size, error)
             return False
         self._seconds += time.monotonic() - started
-        self._bytes += free - torch.cuda.mem_get_info(self._device)[0]
-        if not self._waiting:
+        self._bytes += free - free_memory(self._device)
+        if not self._pending:
             log.info(
                 "captured decode graphs of %s requests in %.1f s; they take %.2f GB beside weights and caches",
                 *(self._listed(), self._seconds, self._bytes / 1e9),
@@ -118,5 +126,5 @@ class DecodeGraphs:
 
     def close(self) -> None:
         """Let go of all graphs."""
-        self._waiting.clear()
+        self._pending.clear()
         self._graphs.clear()

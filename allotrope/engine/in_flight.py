@@ -1,4 +1,4 @@
-"""A step that the device is still busy with: what the host remembers of it, and the reading of what it chose."""
+"""The in-flight step: the host's record of a step that the device still runs, and the reading of its tokens."""
 
 from __future__ import annotations
 
@@ -16,41 +16,43 @@ from allotrope.request import TokenLogprobs
 
 
 @dataclass(frozen=True)
-class Flight:
-    """`seqs`: whose tokens were chosen, in the order of the rows. `places`: per sequence, which of its output tokens.
+class InFlightStep:
+    """`seqs`: the sequences that were sampled, in the order of the logits rows. `output_indices`: per sequence, the
+    index of its placeholder token in the output.
 
-    `chosen`: [n] int64 on the device. `sampled`: the same and its log-probabilities on their way to the host.
+    `prev_sampled`: [n] int64 on the device. `sampled`: the same tokens and their log-probabilities on their way to the
+    host.
     """
 
     seqs: tuple[Sequence, ...]
-    places: tuple[int, ...]
-    chosen: torch.Tensor
+    output_indices: tuple[int, ...]
+    prev_sampled: torch.Tensor
     batch: SamplingBatch
     sampled: Sampled
-    arrived: torch.cuda.Event | None
+    copied: torch.cuda.Event | None
 
     @cached_property
-    def rows(self) -> dict[Sequence, int]:
-        """Per sequence, the row of its token."""
+    def row_of(self) -> dict[Sequence, int]:
+        """Per sequence, the row of its token in `prev_sampled`."""
         return {seq: row for row, seq in enumerate(self.seqs)}
 
     def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Wait for the step and return what it chose, as `SamplingBatch.read` does."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        """Wait for the step and return its tokens, as `SamplingBatch.read` does."""
+        if self.copied is not None:
+            self.copied.synchronize()
         return self.batch.read(self.sampled)
 
 
-def send_off(seqs: Many[Sequence], batch: SamplingBatch, sampled: Sampled) -> Flight:
-    """Start copying what was sampled to the host, and leave a place for each token in its sequence."""
-    places = tuple(seq.leave_place() for seq in seqs)
+def start_copy(seqs: Many[Sequence], batch: SamplingBatch, sampled: Sampled) -> InFlightStep:
+    """Start copying the sampled tokens to the host, and append a placeholder token to each sequence."""
+    indices = tuple(seq.append_placeholder() for seq in seqs)
     if sampled.token_ids.device.type != "cuda":
-        return Flight(tuple(seqs), places, sampled.token_ids, batch, sampled, None)
+        return InFlightStep(tuple(seqs), indices, sampled.token_ids, batch, sampled, None)
     scores = sampled.scores
     on_host = Sampled(_to_host(sampled.token_ids), None if scores is None else _scores_to_host(scores))
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(sampled.token_ids.device))
-    return Flight(tuple(seqs), places, sampled.token_ids, batch, on_host, arrived)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(sampled.token_ids.device))
+    return InFlightStep(tuple(seqs), indices, sampled.token_ids, batch, on_host, copied)
 
 
 def _scores_to_host(scores: TokenScores) -> TokenScores:

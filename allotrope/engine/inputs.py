@@ -23,16 +23,17 @@ Words = NDArray[np.int64]
 class StepRow:
     """New tokens of one sequence. `ids`: those tokens. `context`: tokens stored before. `pages`: per group, its pages.
 
-    `slots`: per group, its state slot. `scored`: trailing tokens of `ids` whose logits are wanted. `follows`: the last
-    of `ids` is what this row of the tokens chosen by the step before turns out to be; -1 where it is known.
+    `slots`: per group, its state slot. `num_logits`: trailing tokens of `ids` whose logits are computed.
+    `prev_sampled_index`: index in `prev_sampled`, the tokens of the step before, of the token whose placeholder is the
+    last of `ids`; -1 where that is known.
     """
 
     ids: Sequence[int]
     context: int
     pages: Sequence[Sequence[int]]
     slots: Sequence[int]
-    scored: int
-    follows: int = -1
+    num_logits: int
+    prev_sampled_index: int = -1
 
 
 @dataclass(frozen=True)
@@ -48,29 +49,32 @@ class StepPlan:
         return len(self.rows[-1].ids) == 1
 
     @property
-    def scored(self) -> list[int]:
-        """Places in the batch of the tokens whose logits are wanted."""
-        places: list[int] = []
+    def logits_indices(self) -> list[int]:
+        """Indices in the batch of the tokens whose logits are computed."""
+        indices: list[int] = []
         end = 0
         for row in self.rows:
             end += len(row.ids)
-            places.extend(range(end - row.scored, end))
-        return places
+            indices.extend(range(end - row.num_logits, end))
+        return indices
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """One step on the device. `follows`: [T] as in `StepRow`, None where every token is known. `index`: per group."""
+    """One step on the device. `index`: per group.
+
+    `prev_sampled_indices`: [T] as in `StepRow`, None where every token is known.
+    """
 
     ids: torch.Tensor
-    follows: torch.Tensor | None
+    prev_sampled_indices: torch.Tensor | None
     batch: BatchLayout
     index: list[CacheIndex]
 
 
 @dataclass(frozen=True)
 class HostRows:
-    """What rows say of their tokens, on the host. `positions`, `requests`: [T]."""
+    """Lengths, positions and requests of a step's tokens, on the host. `positions`, `requests`: [T]."""
 
     query_lens: Words
     seq_lens: Words
@@ -116,7 +120,7 @@ def page_slots(table: Words, page_size: int, host: HostRows) -> Words:
     return np.where(pages >= 0, pages * page_size + host.positions % page_size, -1)
 
 
-class Parts:
+class HostArrays:
     """Arrays that travel in one buffer, each at a multiple of 16 bytes: kernels are compiled for aligned pointers."""
 
     def __init__(self) -> None:
@@ -124,7 +128,7 @@ class Parts:
         self._starts = [0]
 
     def add(self, array: NDArray[Any]) -> None:
-        """Take along a flat array of int64, or of int32."""
+        """Append a flat array of int64, or of int32."""
         words = array if array.dtype == np.int64 else _as_words(array)
         self._arrays.append(words)
         self._starts.append(self._starts[-1] + len(words) + len(words) % 2)
@@ -150,47 +154,47 @@ def pack(rows: Sequence[StepRow], groups: Sequence[CacheGroup], device: torch.de
     """The rows on the device: every integer of theirs arrives in one copy."""
     host = HostRows.of(rows)
     requests = len(rows)
-    late = any(row.follows >= 0 for row in rows)
-    parts = Parts()
-    parts.add(np.array([token for row in rows for token in row.ids], dtype=np.int64))
-    parts.add(host.positions)
-    parts.add(host.requests)
-    parts.add(host.seq_lens.astype(np.int32))
-    parts.add(np.concatenate(([0], host.query_lens.cumsum())).astype(np.int32))
-    if late:
-        parts.add(_follows(rows, host))
+    has_placeholders = any(row.prev_sampled_index >= 0 for row in rows)
+    arrays = HostArrays()
+    arrays.add(np.array([token for row in rows for token in row.ids], dtype=np.int64))
+    arrays.add(host.positions)
+    arrays.add(host.requests)
+    arrays.add(host.seq_lens.astype(np.int32))
+    arrays.add(np.concatenate(([0], host.query_lens.cumsum())).astype(np.int32))
+    if has_placeholders:
+        arrays.add(_prev_sampled_indices(rows, host))
     for g, group in enumerate(groups):
         if group.kind == "state":
-            parts.add(np.fromiter((row.slots[g] for row in rows), np.int64, requests))
+            arrays.add(np.fromiter((row.slots[g] for row in rows), np.int64, requests))
             continue
         table = page_table(rows, g, group.page_size)
-        parts.add(table.ravel())
-        parts.add(page_slots(table, group.page_size, host))
-    arrived = parts.send(device)
+        arrays.add(table.ravel())
+        arrays.add(page_slots(table, group.page_size, host))
+    arrived = arrays.send(device)
     ids, positions, request_of_token = next(arrived), next(arrived), next(arrived)
     seq_lens, query_start = (next(arrived).view(torch.int32)[:count] for count in (requests, requests + 1))
-    given = BatchTensors(seq_lens, query_start, positions, request_of_token)
-    follows = next(arrived) if late else None
+    tensors = BatchTensors(seq_lens, query_start, positions, request_of_token)
+    prev_sampled_indices = next(arrived) if has_placeholders else None
     index: list[CacheIndex] = []
     for group in groups:
         if group.kind == "state":
             index.append(SlotIndex(next(arrived)))
         else:
             index.append(PageIndex(group.page_size, next(arrived).view(requests, -1), next(arrived)))
-    batch = BatchLayout(tuple(host.query_lens.tolist()), tuple(host.seq_lens.tolist()), device, given)
-    return Inputs(ids, follows, batch, index)
+    batch = BatchLayout(tuple(host.query_lens.tolist()), tuple(host.seq_lens.tolist()), device, tensors)
+    return Inputs(ids, prev_sampled_indices, batch, index)
 
 
-def _follows(rows: Sequence[StepRow], host: HostRows) -> Words:
-    """[T] -1, but for the last token of rows that follow a token not yet known."""
-    follows = np.full(len(host.positions), -1, dtype=np.int64)
-    follows[host.query_lens.cumsum() - 1] = [row.follows for row in rows]
-    return follows
+def _prev_sampled_indices(rows: Sequence[StepRow], host: HostRows) -> Words:
+    """[T] -1, but for the last token of rows that end in a placeholder."""
+    prev_sampled_indices = np.full(len(host.positions), -1, dtype=np.int64)
+    prev_sampled_indices[host.query_lens.cumsum() - 1] = [row.prev_sampled_index for row in rows]
+    return prev_sampled_indices
 
 
-def known_ids(ids: torch.Tensor, follows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """`ids` [T], with the token that `chosen` [n] holds at `follows` [T] where that is not -1.
+def known_ids(ids: torch.Tensor, prev_sampled_indices: torch.Tensor, prev_sampled: torch.Tensor) -> torch.Tensor:
+    """`ids` [T], with the token that `prev_sampled` [n] holds at `prev_sampled_indices` [T] where that is not -1.
 
-    A row without a distribution chose -1: its sequence is about to end, and token 0 stands for it.
+    A row without a distribution sampled -1: its sequence is about to end, and token 0 stands for it.
     """
-    return torch.where(follows >= 0, chosen[follows.clamp(min=0)], ids).clamp(min=0)
+    return torch.where(prev_sampled_indices >= 0, prev_sampled[prev_sampled_indices.clamp(min=0)], ids).clamp(min=0)

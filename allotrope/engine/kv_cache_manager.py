@@ -1,4 +1,4 @@
-"""Gives pages and slots to sequences, takes them back, and offers what they computed for reuse.
+"""The KV cache manager: gives pages and state slots to sequences, frees them, and caches full pages for reuse.
 
 Owns the bookkeeping of every cache group. Must not know in which order sequences run.
 """
@@ -32,26 +32,26 @@ class KVCacheManager:
         """Whether one sequence of `tokens` tokens could run with nothing beside it."""
         return all(group.live_pages(tokens, chunk) <= pool.total for group, pool in self._pairs())
 
-    def begin(self, seq: Sequence) -> bool:
-        """Attach what the prefix cache has, and a state slot where the model has state.
+    def allocate(self, seq: Sequence) -> bool:
+        """Give `seq` the pages that the prefix cache has, and a state slot where the model has state.
 
-        Returns False, with nothing taken, if there is no slot. Pages come with `reserve`.
+        Returns False, with nothing allocated, if there is no slot. Further pages come with `reserve`.
         """
         if any(group.kind == "state" and not pool.available for group, pool in self._pairs()):
             return False
         match = self._match(seq)
         seq.computed, seq.pages = match.tokens, [array("q", pages) for pages in match.pages]
-        seq.published = [len(pages) for pages in seq.pages]
+        seq.num_cached_blocks = [len(pages) for pages in seq.pages]
         seq.slots = [0] * len(self.groups)
         for index, (group, pool) in enumerate(self._pairs()):
             for page in seq.pages[index]:
                 if page >= 0:
-                    pool.hold(page)
+                    pool.incref(page)
             if group.kind == "state":
-                self._take_slot(seq, index, match.states[index])
+                self._allocate_slot(seq, index, match.states[index])
         if not seq.started:
             seq.cached_tokens, seq.cache_lost = match.tokens, match.lost
-        self._plan_cuts(seq, match.wanted)
+        self._plan_checkpoints(seq, match.checkpoint_position)
         return True
 
     def _match(self, seq: Sequence) -> Match:
@@ -59,104 +59,104 @@ class KVCacheManager:
             return self.prefix.match(seq.ids, seq.chain)
         return Match(0, ((),) * len(self.groups), (0,) * len(self.groups))
 
-    def _take_slot(self, seq: Sequence, index: int, state: int) -> None:
+    def _allocate_slot(self, seq: Sequence, index: int, state: int) -> None:
         """A slot of its own for `seq`, with a copy of the checkpoint `state` if there is one."""
         pool = self.pools[index]
         if state:
-            # Held, so that making room for the slot cannot give up the very checkpoint.
-            pool.hold(state)
+            # With a reference, so that making room for the slot cannot evict the very checkpoint.
+            pool.incref(state)
         if pool.available:
-            seq.slots[index] = pool.take()
+            seq.slots[index] = pool.allocate()
             if state:
                 self._copy_page(index, state, seq.slots[index])
-                pool.release(state)
+                pool.decref(state)
             return
         # The checkpoint is the last slot there is: it becomes the sequence's own.
-        pool.forget(state)
+        pool.evict(state)
         seq.slots[index] = state
 
     def _pairs(self) -> Iterator[tuple[CacheGroup, PagePool]]:
         return zip(self.groups, self.pools, strict=True)
 
-    def _plan_cuts(self, seq: Sequence, wanted: int) -> None:
+    def _plan_checkpoints(self, seq: Sequence, checkpoint_position: int) -> None:
         """Keep a state where another prompt diverged from a cached one, and where this prompt's last full page ends."""
         if self._has_state and self.reuse:
             unit = self.prefix.unit
-            ends = {wanted, (seq.prompt_len - 1) // unit * unit}
-            seq.cuts = sorted(end for end in ends if end > seq.computed)
+            ends = {checkpoint_position, (seq.prompt_len - 1) // unit * unit}
+            seq.checkpoint_positions = sorted(end for end in ends if end > seq.computed)
 
     def reserve(self, seq: Sequence, tokens: int, spare: int = 0) -> bool:
         """Make room for `tokens` more tokens, leaving `spare` pages in each group.
 
-        Returns False, with nothing taken, where some group has too few.
+        Returns False, with nothing allocated, where some group has too few.
         """
-        wanted = [
+        missing = [
             0 if group.kind == "state" else group.pages_for(seq.computed + tokens) - len(pages)
             for group, pages in zip(self.groups, seq.pages, strict=True)
         ]
-        if any(count > 0 and count + spare > pool.available for count, pool in zip(wanted, self.pools, strict=True)):
+        if any(count > 0 and count + spare > pool.available for count, pool in zip(missing, self.pools, strict=True)):
             return False
-        for index, count in enumerate(wanted):
-            seq.pages[index].extend(self.pools[index].take() for _ in range(count))
+        for index, count in enumerate(missing):
+            seq.pages[index].extend(self.pools[index].allocate() for _ in range(count))
         return True
 
-    def advance(self, seq: Sequence, tokens: int) -> None:
-        """Account for `tokens` more stored tokens: offer what is full for reuse, give up what is out of sight."""
+    def commit(self, seq: Sequence, tokens: int) -> None:
+        """Account for `tokens` more stored tokens: cache full pages for reuse, free out-of-window pages."""
         seq.computed += tokens
         if self.reuse:
-            self._publish(seq)
+            self._cache_blocks(seq)
             self._checkpoint(seq)
         for (group, pool), pages in zip(self._pairs(), seq.pages, strict=True):
-            for j in range(group.dead_pages(seq.computed) - 1, -1, -1):
+            for j in range(group.out_of_window_pages(seq.computed) - 1, -1, -1):
                 if pages[j] < 0:
                     break
-                pool.release(pages[j])
+                pool.decref(pages[j])
                 pages[j] = -1
 
-    def _publish(self, seq: Sequence) -> None:
+    def _cache_blocks(self, seq: Sequence) -> None:
         for index, (group, pool) in enumerate(self._pairs()):
             pages = seq.pages[index]
             if group.kind == "state":
                 continue
             full = seq.computed // group.page_size
-            for j in range(seq.published[index], full):
+            for j in range(seq.num_cached_blocks[index], full):
                 if pages[j] >= 0 and self.prefix.is_useful(index, j):
-                    pool.publish(pages[j], seq.chain.key(seq.ids, (j + 1) * group.page_size))
-            seq.published[index] = full
+                    pool.cache_block(pages[j], seq.chain.key(seq.ids, (j + 1) * group.page_size))
+            seq.num_cached_blocks[index] = full
 
     def _checkpoint(self, seq: Sequence) -> None:
-        if not seq.cuts or seq.computed != seq.cuts[0]:
+        if not seq.checkpoint_positions or seq.computed != seq.checkpoint_positions[0]:
             return
-        key = seq.chain.key(seq.ids, seq.cuts.pop(0))
+        key = seq.chain.key(seq.ids, seq.checkpoint_positions.pop(0))
         for index, (group, pool) in enumerate(self._pairs()):
             if group.kind != "state" or pool.find(key) is not None or not pool.available:
                 continue
-            copy = pool.take()
+            copy = pool.allocate()
             self._copy_page(index, seq.slots[index], copy)
-            pool.publish(copy, key)
-            pool.release(copy)
+            pool.cache_block(copy, key)
+            pool.decref(copy)
 
-    def end(self, seq: Sequence, *, forget: bool = False) -> None:
-        """Take back all that `seq` holds. `forget`: what it computed is not to be reused, nor what it found."""
-        if forget:
-            # Pages that it gave up and states that were kept of it are not in its tables.
+    def free(self, seq: Sequence, *, evict: bool = False) -> None:
+        """Free the pages and slots of `seq`. `evict`: no later request reuses a page of its prefix."""
+        if evict:
+            # Its tables lack out-of-window pages and state checkpoints.
             for pool in self.pools:
-                for page in filter(None, map(pool.find, seq.chain.made)):
-                    pool.forget(page)
+                for page in filter(None, map(pool.find, seq.chain.keys)):
+                    pool.evict(page)
         for pool, pages, slot in zip(self.pools, seq.pages, seq.slots, strict=True):
-            # The end of a sequence is the least likely to be asked for again: it is given up first.
+            # The end of a sequence is the least likely to be asked for again: it is evicted first.
             for j in range(len(pages) - 1, -1, -1):
                 if pages[j] >= 0:
-                    pool.release(pages[j])
+                    pool.decref(pages[j])
             if slot:
-                pool.release(slot)
+                pool.decref(slot)
         seq.pages = [array("q") for _ in self.groups]
         seq.slots = [0] * len(self.groups)
-        seq.published = [0] * len(self.groups)
-        seq.cuts = []
+        seq.num_cached_blocks = [0] * len(self.groups)
+        seq.checkpoint_positions = []
         seq.computed = 0
 
-    def forget_all(self) -> None:
-        """Nothing computed so far is to be reused."""
+    def evict_all(self) -> None:
+        """Evict every cached page."""
         for pool in self.pools:
-            pool.forget_all()
+            pool.evict_all()

@@ -1,19 +1,22 @@
 """The messages between the server's process and the engine's, and how they lie on the wire.
 
 A frame is a 4-byte little-endian length and that many bytes of msgpack. The end of the stream means that the other
-process has ended. It must not know what either side does with a message.
+process has ended. Must not know what either side does with a message.
 """
 
 from __future__ import annotations
 
 import socket
 import struct
+from typing import Literal
 
 import msgspec
 
 from allotrope.config import EngineConfig
 from allotrope.engine.report import EngineLimits, EngineStats
 from allotrope.request import Request, SequenceOutput
+
+RefusalKind = Literal["invalid", "overloaded"]
 
 LENGTH = struct.Struct("<I")
 _CHUNK = 1 << 20
@@ -32,7 +35,7 @@ class Add(msgspec.Struct, tag=True):
 
 
 class Abort(msgspec.Struct, tag=True):
-    """To the engine: drop these requests wherever they are. Unknown ids are ignored."""
+    """To the engine: drop these requests in whatever phase they are. Unknown ids are ignored."""
 
     request_ids: list[str]
 
@@ -45,7 +48,7 @@ class AbortSequence(msgspec.Struct, tag=True):
 
 
 class Progress(msgspec.Struct, tag=True):
-    """From the engine while it loads: what it is doing now."""
+    """From the engine while it loads: the phase that begins."""
 
     phase: str
 
@@ -59,23 +62,27 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """From the engine, last: it ends, and why. `kind` is the name of the error's class."""
+    """From the engine, last: the reason that it ends. `kind` is the name of the error's class."""
 
     kind: str
     message: str
 
 
 class Refused(msgspec.Struct, tag=True):
-    """From the engine: a request that was not queued. `status` is the HTTP status that says so."""
+    """From the engine: a request that was not queued.
+
+    `kind`: "invalid" for one that can never run, "overloaded" for one that finds the queue full. `param`: the field at
+    fault.
+    """
 
     request_id: str
     message: str
-    param: str | None
-    status: int
+    kind: RefusalKind
+    param: str | None = None
 
 
 class Stepped(msgspec.Struct, tag=True):
-    """From the engine after each step: what it produced and where it stands."""
+    """From the engine after each step: its outputs and its counts."""
 
     outputs: list[SequenceOutput]
     stats: EngineStats

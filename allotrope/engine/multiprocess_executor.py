@@ -1,133 +1,141 @@
-"""Tensor parallel: one process per rank, all following the plans of rank 0.
+"""The executor: rank 0 in the engine's process, each further rank in a worker process of its own.
 
-Rank 0 lives in the engine's process and decides everything; the others get each `StepPlan` as plain integers, run the
-same pass on their share of the weights, and decide nothing. A rank that ends takes the engine with it.
+Rank 0 decides everything. A worker process gets each `StepPlan` as plain integers, runs the same pass on its share of
+the weights, and decides nothing. A worker process that ends takes the engine with it. Tensor parallel size 1 is the
+case without worker processes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
+from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
-from allotrope.engine.executor import InProcess
+from allotrope.engine.cache_plan import plan_caches
+from allotrope.engine.executor import Executor, OnDeath
 from allotrope.engine.inputs import StepPlan
-from allotrope.engine.load import LoadPlan, plan_caches, resolve_load_plan
-from allotrope.env import cpu_quota, keep_freed_memory, spin_setting, thread_count
+from allotrope.engine.load_plan import LoadPlan
+from allotrope.engine.rank_group import RankGroup
+from allotrope.engine.step_limits import GPU_TOKENS
+from allotrope.engine.worker import Worker, prepare_rank
+from allotrope.env import spin_setting
 from allotrope.errors import ConfigError, EngineDead
 from allotrope.layers.decoder import Decoder
-from allotrope.layers.parallel import Parallel
-
-log = logging.getLogger("allotrope.engine")
-
-OnDeath = Callable[[str], None]
-
-# Longer than any load or step should take; a rank that hangs that long is as good as dead.
-_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
 class Capture:
-    """What the other ranks are told instead of a plan when a graph is to be captured, which all must do at once."""
+    """The message that takes the place of a plan when a graph is to be captured, which all ranks must do at once."""
 
 
-class Ranks:
-    """Rank 0 here, the others in processes of their own. `on_death(reason)` is called from a thread if one ends."""
+class MultiprocessExecutor(Executor):
+    """`worker`: rank 0."""
 
-    def __init__(self, config: EngineConfig, on_death: OnDeath | None, preferred_tokens: int) -> None:
-        if dist.is_initialized():
+    @classmethod
+    def start(cls, config: EngineConfig, on_death: OnDeath | None, preferred_tokens: int) -> Self:
+        size = config.tensor_parallel_size
+        if size > 1 and dist.is_initialized():
             raise ConfigError(
                 "tensor_parallel_size > 1 needs a process of its own, but torch.distributed is in use here."
             )
-        size = config.tensor_parallel_size
-        # Every rank can be made before any process is: a head count that does not divide is refused at once.
-        self.load_plan = resolve_load_plan(config, Parallel(0, size), preferred_tokens=preferred_tokens)
-        # The others take the limits of a step from here: each would choose by the memory of its own GPU.
-        limits = self.load_plan.limits
-        config = replace(config, max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.step_tokens)
-        on_gpu = self.load_plan.build.device.type == "cuda"
-        # A CPU's memory is planned while it is still free.
-        planned = None if on_gpu else plan_caches(self.load_plan, config)
+        # Every rank can be planned before any process is: a head count that does not divide is refused at once.
+        load_plan = prepare_rank(config, 0, preferred_tokens)
+        on_gpu = load_plan.build.device.type == "cuda"
+        # A CPU's memory is planned while it is still free, a GPU's when it is known what a step takes of it.
+        planned = None if on_gpu else plan_caches(load_plan, config)
+        # The other ranks take the limits of a step from here: each would choose by the memory of its own GPU.
+        limits = load_plan.limits
+        shared = replace(config, max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.step_tokens)
+        return cls(load_plan, shared if size > 1 else config, planned, on_death)
+
+    def __init__(
+        self, load_plan: LoadPlan, config: EngineConfig, planned: MemoryPlan | None, on_death: OnDeath | None
+    ) -> None:
+        """Start the worker processes and rank 0. `planned`: the memory plan, where it is made before loading."""
+        self.load_plan = load_plan
         self._closed = False
         self._died: str | None = None
-        self._links: list[Connection] = []
+        self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
-        for rank in range(1, size):
-            self._spawn(rank, store.port, config)
+        self._ranks = RankGroup.open(config.tensor_parallel_size)
+        for rank in range(1, config.tensor_parallel_size):
+            self._spawn(rank, self._ranks.port, config)
         for rank, process in enumerate(self._processes, start=1):
             threading.Thread(target=self._watch, args=(rank, process, on_death), daemon=True).start()
         with self._explained():
-            _join(store, 0, size, self.load_plan.build.device)
-            self._local = InProcess(self.load_plan, config)
-            self.memory = self._local.plan() if planned is None else planned
-            for link in self._links:
-                link.send(self.memory)
-            self._local.allocate(self.memory)
-            dist.barrier()
+            self.worker = Worker.start(load_plan, config, self._ranks, self._share_memory_plan, planned)
+
+    def _share_memory_plan(self, memory: MemoryPlan | None) -> MemoryPlan:
+        assert memory is not None, "rank 0 plans the memory"
+        self.memory = memory
+        self._send(memory)
+        return memory
 
     @property
     def model(self) -> Decoder:
-        return self._local.model
+        return self.worker.model
 
     @property
     def graph_replays(self) -> int:
-        return self._local.graph_replays
+        return self.worker.graph_replays
 
-    def run(self, plan: StepPlan, chosen: torch.Tensor | None = None) -> torch.Tensor:
-        if chosen is not None:
-            raise ValueError("only rank 0 knows which tokens were chosen: a plan for several ranks must name them")
+    def run(self, plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
+        if prev_sampled is not None and self._connections:
+            raise ValueError("only rank 0 knows the sampled tokens: a plan for several ranks must name them")
         with self._explained():
-            for link in self._links:
-                link.send(plan)
-            return self._local.run(plan)
+            self._send(plan)
+            return self.worker.run(plan, prev_sampled)
 
     def capture_next(self) -> bool:
         with self._explained():
-            for link in self._links:
-                link.send(Capture())
-            return self._local.capture_next()
+            self._send(Capture())
+            return self.worker.capture_next()
 
     def process_ids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the worker processes and let go of the model."""
         self._closed = True
-        for link in self._links:
-            link.close()
+        for connection in self._connections:
+            connection.close()
         for process in self._processes:
             process.wait()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self._ranks.leave()
+        self.worker.close()
+
+    def _send(self, message: StepPlan | MemoryPlan | Capture) -> None:
+        for connection in self._connections:
+            connection.send(message)
 
     def _spawn(self, rank: int, port: int, config: EngineConfig) -> None:
         ours, theirs = socket.socketpair()
-        command = f"from allotrope.engine.multiprocess_executor import follow; follow({theirs.fileno()})"
-        # The rank is a process of ours, whatever this one's threads do while they wait.
+        command = (
+            f"from allotrope.engine.multiprocess_executor import run_worker_process; "
+            f"run_worker_process({theirs.fileno()})"
+        )
+        # The worker is a process of ours, whatever this one's threads do while they wait.
         environment = os.environ | spin_setting()
         self._processes.append(
             subprocess.Popen([sys.executable, "-c", command], pass_fds=[theirs.fileno()], env=environment)
         )
         theirs.close()
-        link = Connection(ours.detach())
-        link.send((rank, port, config))
-        self._links.append(link)
+        connection = Connection(ours.detach())
+        connection.send((rank, port, config))
+        self._connections.append(connection)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes], on_death: OnDeath | None) -> None:
         status = process.wait()
@@ -139,7 +147,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Say which rank ended, where a collective fails because one did."""
+        """Name the rank that ended, where a collective fails because one did."""
         try:
             yield
         except (RuntimeError, OSError) as error:
@@ -152,62 +160,34 @@ class Ranks:
             raise EngineDead(f"{self._died}; the engine cannot go on.") from error
 
 
-def follow(descriptor: int) -> None:
+def run_worker_process(descriptor: int) -> None:
     """Run one rank other than 0: the entry point of its process. Ends when rank 0 does."""
     # A terminal's Ctrl-C reaches the whole group; rank 0 decides when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)
-    link = Connection(descriptor)
-    rank, port, config = link.recv()
-    _follow(link, rank, port, config)
+    connection = Connection(descriptor)
+    rank, port, config = connection.recv()
+    load_plan = prepare_rank(config, rank, GPU_TOKENS)
+    ranks = RankGroup.connect(rank, config.tensor_parallel_size, port)
+    worker = Worker.start(load_plan, config, ranks, lambda planned: _receive(connection))
+    _worker_loop(worker, connection)
 
 
-def _follow(link: Connection, rank: int, port: int, config: EngineConfig) -> None:
-    size = config.tensor_parallel_size
-    keep_freed_memory()
-    share_threads(config)
-    load_plan: LoadPlan = resolve_load_plan(config, Parallel(rank, size))
-    store = TCPStore("127.0.0.1", port, size, is_master=False, timeout=_TIMEOUT)
-    _join(store, rank, size, load_plan.build.device)
-    local = InProcess(load_plan, config)
-    if load_plan.build.device.type == "cuda":
-        # Every rank runs the step by which rank 0 plans.
-        local.plan()
-    local.allocate(_receive(link))
-    dist.barrier()
+def _worker_loop(worker: Worker, connection: Connection) -> None:
+    """Run each plan of rank 0 as it comes."""
     while True:
-        order = _receive(link)
-        if isinstance(order, Capture):
-            local.capture_next()
+        message = _receive(connection)
+        if isinstance(message, Capture):
+            worker.capture_next()
         else:
-            local.run(order)
+            worker.run(message)
 
 
-def _receive(link: Connection) -> Any:
+def _receive(connection: Connection) -> Any:
     """The next message of rank 0; the process ends where there is none."""
     try:
-        return link.recv()
+        return connection.recv()
     except (EOFError, OSError):
         # Rank 0 has ended or let go; nothing is owed to anyone.
         os._exit(0)
-
-
-def share_threads(config: EngineConfig) -> None:
-    """Give each rank on a CPU its part of the cores that this process may use, or what the options say."""
-    threads = config.threads
-    if threads is None:
-        available = torch.get_num_threads()
-        threads = max(1, thread_count(available) // config.tensor_parallel_size)
-        if thread_count(available) < available:
-            log.info("%d threads, not %d: the control group may use %.3g CPUs", threads, available, cpu_quota())
-    if threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
-
-
-def _join(store: TCPStore, rank: int, size: int, device: torch.device) -> None:
-    if device.type == "cpu":
-        # All ranks are on this machine; gloo would otherwise look the host's name up.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)

@@ -17,7 +17,9 @@ from allotrope.attention.cost import StepCost
 from allotrope.cache.memory import GroupPlan, MemoryPlan
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.config import EngineConfig
-from allotrope.engine.load import LoadPlan, free_memory, plan_caches, resolve_load_plan
+from allotrope.engine.cache_plan import plan_caches
+from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
+from allotrope.engine.memory import free_memory
 from allotrope.engine.step_cost import step_cost
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.layers.parallel import Parallel
@@ -64,8 +66,7 @@ class DecodeReport:
 class ModelReport:
     """The plan of one rank. `memory_bytes`: what the device has for all of it, None if nobody asked whether it fits.
     `tokens`: context tokens that fit at once over all sequences. `refusal`: why it does not fit and what would.
-    `formats_from`: who says which weights are quantized. `quantized`: whether any stay so. `unloadable`: why weights
-    can be planned but not loaded."""
+    `formats_from`: who says which weights are quantized. `quantized`: whether any stay so."""
 
     model: str
     architecture: str
@@ -85,7 +86,6 @@ class ModelReport:
     decode: DecodeReport
     formats_from: str
     quantized: bool
-    unloadable: str | None = None
     refusal: str | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -113,8 +113,6 @@ class ModelReport:
             self._heading(),
             f"weights {_size(self.weight_bytes)} on each of {self.ranks} rank(s){of_memory}",
         ]
-        if self.unloadable is not None:
-            text.append(f"cannot be loaded: {self.unloadable}")
         if self.quantized:
             text.append(f"weights that stay quantized: as {self.formats_from} says")
         rows = [("caches", "layers", "row", "page tokens", "page", "pages", "bytes")]
@@ -213,7 +211,6 @@ def describe(
         decode=_decode(load_plan, load_plan.max_num_seqs, max(1, load_plan.max_model_len // 2)),
         formats_from="the checkpoint" if load_plan.checkpoint.has_weights else "config.json",
         quantized=bool(load_plan.build.formats),
-        unloadable=load_plan.unloadable or None,
     )
 
 

@@ -1,6 +1,6 @@
 """The engine's own process: loads the model, then turns messages into steps until the server's end closes.
 
-It must not know HTTP, text or tokenizers. It ends by itself as soon as the server's process does, whatever it is doing.
+Must not know HTTP or text. The process ends by itself as soon as the server's process does, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ class EngineProcess:
                 try:
                     engine.add(request)
                 except InvalidRequest as error:
-                    self._send(Refused(request.request_id, str(error), error.param, error.status))
+                    self._send(Refused(request.request_id, str(error), "invalid", error.param))
                 except Overloaded as error:
-                    self._send(Refused(request.request_id, str(error), None, 429))
+                    self._send(Refused(request.request_id, str(error), "overloaded"))
             case Abort(request_ids):
                 engine.abort(request_ids)
             case AbortSequence(request_id, index):

@@ -1,4 +1,4 @@
-"""What a step takes of a GPU's memory beside weights and caches, found by running the largest one there can be."""
+"""The memory that a step takes of a GPU beside weights and caches, measured by running the largest step there is."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from allotrope.cache.arena import Arena
 from allotrope.cache.groups import CacheGroup
 from allotrope.cache.memory import GroupPlan, MemoryPlan, group_bytes
 from allotrope.config import EngineConfig
+from allotrope.engine.cache_plan import plan_within
 from allotrope.engine.inputs import StepPlan, StepRow
-from allotrope.engine.load import LoadPlan, plan_within, utilization
-from allotrope.engine.scheduler import SCORED_AT_ONCE
+from allotrope.engine.load_plan import LoadPlan
+from allotrope.engine.memory import utilization
+from allotrope.engine.scheduler import PROMPT_LOGPROBS_CHUNK
 from allotrope.engine.step import Runner
+from allotrope.kernels.chip import free_memory
 from allotrope.layers.decoder import Decoder
 from allotrope.ops.sampling.reference import RandomRows, SamplingStep, sample
 
@@ -25,7 +28,7 @@ log = logging.getLogger("allotrope.engine")
 def measure_peak(model: Decoder, load_plan: LoadPlan, config: EngineConfig) -> int:
     """Bytes that a step of the most tokens takes for a while, and one that samples a full batch."""
     device = load_plan.build.device
-    lengths = largest_lengths(load_plan.step_tokens, load_plan.max_model_len)
+    lengths = longest_prompts(load_plan.step_tokens, load_plan.max_model_len)
     rows, memory = _rows(load_plan.groups, lengths)
     arena = Arena(memory, len(load_plan.specs), load_plan.shares, device)
     runner = Runner(model, load_plan.specs, load_plan.groups, arena, load_plan.shares, device)
@@ -34,7 +37,7 @@ def measure_peak(model: Decoder, load_plan: LoadPlan, config: EngineConfig) -> i
     before = torch.cuda.memory_allocated(device)
     runner.run(StepPlan(rows))
     hidden = torch.zeros(load_plan.max_num_seqs, model.spec.hidden, dtype=model.embedding.weight.dtype, device=device)
-    sample(model.logits(hidden), widest(load_plan.max_num_seqs, device))
+    sample(model.logits(hidden), largest_sampling_step(load_plan.max_num_seqs, device))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del runner, arena, hidden
@@ -49,19 +52,19 @@ def plan_device(load_plan: LoadPlan, config: EngineConfig, free: int, peak: int)
     Raises ConfigError where no sequence of full length fits.
     """
     device = load_plan.build.device
-    left = int(torch.cuda.mem_get_info(device)[0])
+    free_now = free_memory(device)
     share = utilization(config, device)
-    taken = free - left
-    room = int(free * share) - taken - peak
+    used = free - free_now
+    room = int(free * share) - used - peak
     log.info(
         "memory of %s: %.2f GB were free, of which %.0f%% may be used; weights and libraries take %.2f GB, the largest "
         "step %.2f GB for a while; %.2f GB are left for caches",
-        *(device, free / 1e9, 100 * share, taken / 1e9, peak / 1e9, max(0, room) / 1e9),
+        *(device, free / 1e9, 100 * share, used / 1e9, peak / 1e9, max(0, room) / 1e9),
     )
     return plan_within(load_plan, config, room, free)
 
 
-def largest_lengths(tokens: int, longest: int) -> list[int]:
+def longest_prompts(tokens: int, longest: int) -> list[int]:
     """Prompts of `tokens` tokens together, none longer than a sequence may be; the short rest is last."""
     whole, rest = divmod(tokens, longest)
     return [longest] * whole + [rest] * bool(rest)
@@ -83,8 +86,8 @@ def _rows(groups: tuple[CacheGroup, ...], lengths: list[int]) -> tuple[tuple[Ste
             context=0,
             pages=[tuple(table[i]) for table in tables],
             slots=[i + 1] * len(groups),
-            # The most that are scored, though of one prompt.
-            scored=min(length, SCORED_AT_ONCE) if i == 0 else 1,
+            # As many as a step computes log-probabilities of, though of one prompt.
+            num_logits=min(length, PROMPT_LOGPROBS_CHUNK) if i == 0 else 1,
         )
         for i, length in enumerate(lengths)
     ]
@@ -92,7 +95,7 @@ def _rows(groups: tuple[CacheGroup, ...], lengths: list[int]) -> tuple[tuple[Ste
     return tuple(ordered), MemoryPlan(tuple(plans), sum(lengths), len(lengths))
 
 
-def widest(rows: int, device: torch.device) -> SamplingStep:
+def largest_sampling_step(rows: int, device: torch.device) -> SamplingStep:
     """Sampling that looks at the whole vocabulary, in its order, for every row."""
 
     def column(value: float, dtype: torch.dtype) -> torch.Tensor:

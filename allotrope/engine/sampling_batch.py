@@ -152,7 +152,7 @@ class SamplingBatch:
         token_ids = sampled.token_ids.tolist()
         if sampled.scores is not None:
             counts = [self.rows[i].params.logprobs or 0 for i in self._scored]
-            for i, record in zip(self._scored, read_scores(sampled.scores, counts), strict=True):
+            for i, record in zip(self._scored, read_logprobs(sampled.scores, counts), strict=True):
                 logprobs[i] = record if token_ids[i] >= 0 else None
         return token_ids, logprobs
 
@@ -205,7 +205,7 @@ class SamplingBatch:
         return TokenMask(*(_to_device(numbers, self._device) for numbers in tensors))
 
 
-def read_scores(scores: TokenScores, counts: Sequence[int]) -> list[TokenLogprobs]:
+def read_logprobs(scores: TokenScores, counts: Sequence[int]) -> list[TokenLogprobs]:
     """Bring scores to the host as records.
 
     `counts`: per row, how many of the most likely tokens its record names. Returns one record per row.

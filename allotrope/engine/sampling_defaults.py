@@ -1,6 +1,6 @@
-"""What a checkpoint's `generation_config.json` says about sampling, as defaults for requests.
+"""What a checkpoint's `generation_config.json` says: sampling defaults of requests, and the ids that end a sequence.
 
-Owns which of its values are taken and how they are checked. It must not know requests beyond `SamplingParams`.
+Owns which of its values are taken and how they are checked. Must not know requests beyond `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -93,6 +93,17 @@ def values_not_taken(config: Mapping[str, object]) -> list[str]:
         for name, neutral in _NOT_TAKEN.items()
         if config.get(name) is not None and config[name] not in neutral
     ]
+
+
+def eos_ids(*sources: Mapping[str, object]) -> tuple[int, ...]:
+    """`eos_token_id` of the first source that has one; it may be a number or a list."""
+    for source in sources:
+        value = source.get("eos_token_id")
+        if isinstance(value, int):
+            return (value,)
+        if isinstance(value, list) and value:
+            return tuple(int(token) for token in value)
+    return ()
 
 
 def describe_defaults(defaults: Defaults) -> str:

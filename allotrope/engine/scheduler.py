@@ -1,8 +1,8 @@
 """Which sequences run in the next step, and how many tokens of each.
 
 Rules: a decoding sequence always gets its token; what is left of the token budget goes to prompts in order of arrival,
-no single one taking more than half of it while others wait; if pages run out, the sequence that arrived last gives its
-own up and is computed again later. The plan depends on the requests and their order alone.
+no single one taking more than half of it while others wait; if pages run out, the sequence that arrived last is
+preempted: it gives its pages up and is computed again later. The plan depends on the requests and their order alone.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from allotrope.engine.kv_cache_manager import KVCacheManager
 from allotrope.engine.sequence import Sequence
 
-SCORED_AT_ONCE = 256
-"""Prompt tokens of a step whose logits are held: each is a row as long as the vocabulary."""
+PROMPT_LOGPROBS_CHUNK = 256
+"""Prompt tokens of a step whose log-probabilities are computed: the logits of each are as long as the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Row:
 class Scheduler:
     """`max_sequences`: most in one step. `max_tokens`: most tokens in one step."""
 
-    def __init__(self, keeper: KVCacheManager, *, max_sequences: int, max_tokens: int) -> None:
-        self.keeper = keeper
+    def __init__(self, kv_cache_manager: KVCacheManager, *, max_sequences: int, max_tokens: int) -> None:
+        self.kv_cache_manager = kv_cache_manager
         self.max_sequences, self.max_tokens = max_sequences, max_tokens
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
@@ -40,12 +40,12 @@ class Scheduler:
         """Queue a new sequence."""
         self.waiting.append(seq)
 
-    def remove(self, seq: Sequence, *, forget: bool = False) -> None:
-        """Take a sequence out, wherever it is. `forget`: nothing of it may be reused."""
+    def remove(self, seq: Sequence, *, evict: bool = False) -> None:
+        """Take a sequence out, running or waiting. `evict`: no later request may reuse its pages."""
         seq.done = True
         if seq in self.running:
             self.running.remove(seq)
-            self.keeper.end(seq, forget=forget)
+            self.kv_cache_manager.free(seq, evict=evict)
         else:
             self.waiting.remove(seq)
 
@@ -61,8 +61,8 @@ class Scheduler:
             tokens = budget.chunk(seq, share)
             if not tokens or seq.done or seq not in self.running:
                 continue
-            budget.take(seq, tokens)
-            # Whoever is sent back for it gives its tokens back.
+            budget.spend(seq, tokens)
+            # A sequence that is preempted for it gives its tokens back.
             budget.tokens += tokens - self._make_room(seq, tokens, rows)
         if self.preemptions == preemptions:
             self._admit(rows, budget, share)
@@ -70,59 +70,59 @@ class Scheduler:
         return sorted(planned, key=lambda row: row.tokens > 1)
 
     def _make_room(self, seq: Sequence, tokens: int, rows: dict[Sequence, int]) -> int:
-        """Put `seq` into the step, sending back later arrivals until there are pages. Returns the budget it takes."""
-        taken = tokens
-        while not self.keeper.reserve(seq, tokens):
+        """Put `seq` into the step, preempting later arrivals until there are pages. Returns the budget it takes."""
+        used = tokens
+        while not self.kv_cache_manager.reserve(seq, tokens):
             last = self.running.pop()
-            self.keeper.end(last)
+            self.kv_cache_manager.free(last)
             self.waiting.appendleft(last)
             self.preemptions += 1
-            taken -= rows.pop(last, 0)
+            used -= rows.pop(last, 0)
             if last is seq:
-                return taken - tokens
+                return used - tokens
         rows[seq] = tokens
-        return taken
+        return used
 
     def _admit(self, rows: dict[Sequence, int], budget: _Budget, share: int) -> None:
         """Start waiting sequences in order, while tokens, sequences and pages last."""
-        held_up: list[Sequence] = []
+        blocked: list[Sequence] = []
         while self.waiting and budget.tokens > 0 and len(self.running) < self.max_sequences:
             seq = self.waiting.popleft()
             if seq.blocked:
-                held_up.append(seq)
+                blocked.append(seq)
                 continue
-            room = budget.scored > 0 or not seq.scores_prompt
-            room = room and self.keeper.begin(seq)
+            room = budget.prompt_logprobs > 0 or not seq.computes_prompt_logprobs
+            room = room and self.kv_cache_manager.allocate(seq)
             tokens = budget.chunk(seq, share)
-            # A page for each running sequence stays free, or the newcomer would soon be sent back.
-            if room and not self.keeper.reserve(seq, tokens, spare=len(self.running)):
-                self.keeper.end(seq)
+            # A page for each running sequence stays free, or the newcomer would soon be preempted.
+            if room and not self.kv_cache_manager.reserve(seq, tokens, spare=len(self.running)):
+                self.kv_cache_manager.free(seq)
                 room = False
             if not room:
                 self.waiting.appendleft(seq)
                 break
             self.running.append(seq)
             rows[seq] = tokens
-            budget.take(seq, tokens)
-        self.waiting.extendleft(reversed(held_up))
+            budget.spend(seq, tokens)
+        self.waiting.extendleft(reversed(blocked))
 
 
 @dataclass
 class _Budget:
-    """What is left of a step: tokens, and prompt tokens that are scored."""
+    """The tokens that a step still has room for, and its prompt tokens with log-probabilities."""
 
     tokens: int
-    scored: int = SCORED_AT_ONCE
+    prompt_logprobs: int = PROMPT_LOGPROBS_CHUNK
 
     def chunk(self, seq: Sequence, share: int) -> int:
         """Tokens of `seq` to run next: at most `share`, and none beyond the next state checkpoint."""
         tokens = min(seq.uncomputed, self.tokens, share)
-        if seq.scores_prompt:
-            tokens = min(tokens, self.scored)
-        return min(tokens, seq.cuts[0] - seq.computed) if seq.cuts else tokens
+        if seq.computes_prompt_logprobs:
+            tokens = min(tokens, self.prompt_logprobs)
+        return min(tokens, seq.checkpoint_positions[0] - seq.computed) if seq.checkpoint_positions else tokens
 
-    def take(self, seq: Sequence, tokens: int) -> None:
-        """`tokens` less are left, for `seq`."""
+    def spend(self, seq: Sequence, tokens: int) -> None:
+        """Give `tokens` tokens to `seq`."""
         self.tokens -= tokens
-        if seq.scores_prompt:
-            self.scored -= tokens
+        if seq.computes_prompt_logprobs:
+            self.prompt_logprobs -= tokens

@@ -1,4 +1,4 @@
-"""One sequence on its way through the engine: its tokens, and what it holds in every cache group."""
+"""One sequence on its way through the engine: its tokens, and its pages and state slot in every cache group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from allotrope.cache.prefix import KeyChain, LostReason
 from allotrope.engine.sampling_batch import RowSampling
 from allotrope.request import Request, TokenLogprobs
 
-_UNKNOWN = -1
+PLACEHOLDER = -1
 
 
 @dataclass(eq=False)
@@ -18,23 +18,23 @@ class Sequence:
 
     `sampling`: its parameters and output, as sampling sees them. `ids`: prompt and output so far. `computed`: tokens
     whose rows and state are stored. `pages`: per group, the page of each run of tokens, -1 once it is given up.
-    `slots`: per group, the state slot (0: none). `published`: per group, pages that were offered for reuse. `cuts`:
-    lengths at which a state checkpoint is to be kept. `parent`: the sequence with the same prompt that goes first.
-    `most_output`: output tokens after which it ends.
+    `slots`: per group, the state slot (0: none). `num_cached_blocks`: per group, pages that the prefix cache has seen.
+    `checkpoint_positions`: lengths at which a state checkpoint is to be kept. `parent`: the sequence with the same
+    prompt that goes first. `max_output_len`: output tokens after which it ends.
     """
 
     request: Request
     index: int
     sampling: RowSampling
     chain: KeyChain
-    most_output: int
+    max_output_len: int
     parent: Sequence | None = None
     ids: list[int] = field(init=False)
     computed: int = 0
     pages: list[array[int]] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    published: list[int] = field(default_factory=list)
-    cuts: list[int] = field(default_factory=list)
+    num_cached_blocks: list[int] = field(default_factory=list)
+    checkpoint_positions: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     cache_lost: dict[LostReason, int] = field(default_factory=dict)
     started: bool = False
@@ -45,19 +45,19 @@ class Sequence:
     def __post_init__(self) -> None:
         self.ids = [*self.request.prompt_ids]
 
-    def leave_place(self) -> int:
-        """Room for a token that was chosen but is not known yet; `settle` fills it. Returns its place in the output."""
-        self.ids.append(_UNKNOWN)
-        self.sampling.output_ids.append(_UNKNOWN)
+    def append_placeholder(self) -> int:
+        """Append a placeholder for a token that the host has not read yet. Returns its index in the output."""
+        self.ids.append(PLACEHOLDER)
+        self.sampling.output_ids.append(PLACEHOLDER)
         return self.output_len - 1
 
-    def settle(self, place: int, token: int) -> None:
-        """Fill in an output token."""
-        self.ids[self.prompt_len + place] = token
-        self.sampling.output_ids[place] = token
+    def fill_placeholder(self, index: int, token: int) -> None:
+        """Put `token` in the place of output token `index`."""
+        self.ids[self.prompt_len + index] = token
+        self.sampling.output_ids[index] = token
 
-    def cut_off(self, length: int) -> None:
-        """Forget output tokens beyond `length`: what was computed behind the last one."""
+    def truncate(self, length: int) -> None:
+        """Drop output tokens beyond `length`, which were computed behind the last one."""
         del self.ids[self.prompt_len + length :]
         del self.sampling.output_ids[length:]
 
@@ -71,23 +71,23 @@ class Sequence:
 
     @property
     def uncomputed(self) -> int:
-        """Tokens that a step has yet to run; 1 while decoding, 0 once the last token it may have is chosen."""
-        return 0 if self.output_len >= self.most_output else len(self.ids) - self.computed
+        """Tokens that a step has yet to run; 1 while decoding, 0 once its last token is sampled."""
+        return 0 if self.output_len >= self.max_output_len else len(self.ids) - self.computed
 
     @property
     def reads_output(self) -> bool:
-        """Whether choosing its next token takes knowing the ones before, rather than only how many there are."""
+        """Whether sampling its next token reads the tokens before it, rather than only their number."""
         params = self.request.params
         return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether every prompt position must be scored, which a cached prefix would leave out."""
+        """Whether every prompt position needs logits, which a cached prefix would leave out."""
         return self.index == 0 and self.request.params.prompt_logprobs is not None
 
     @property
-    def scores_prompt(self) -> bool:
-        """Whether all tokens of its next step are scored."""
+    def computes_prompt_logprobs(self) -> bool:
+        """Whether all tokens of its next step need logits."""
         return self.wants_prompt_logprobs and self.output_len == 0
 
     @property

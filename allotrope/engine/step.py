@@ -1,6 +1,6 @@
 """From a step plan of plain integers to one forward pass.
 
-A `StepPlan` holds everything that ranks need to know and nothing that they could decide differently: it can be sent to
+A `StepPlan` holds everything that ranks need to know and nothing that they could decide differently: it goes to
 other processes as it is.
 """
 
@@ -21,7 +21,7 @@ from allotrope.engine.inputs import Inputs, StepPlan, known_ids, pack
 from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.step import LayerStep, Step
-from allotrope.ops.rope.reference import RopeSpec, RopeTable
+from allotrope.ops.rope import RopeTables
 
 log = logging.getLogger("allotrope.engine")
 
@@ -53,15 +53,15 @@ class Runner:
     ) -> None:
         self.model, self.arena, self.device = model, arena, device
         self.groups = groups
-        self._tables: dict[RopeSpec, RopeTable] = {}
-        # Per layer: its spec, its backend and the group of each of its caches; then the layers that share one plan.
-        homes: list[dict[str, int]] = [{} for _ in specs]
+        self._tables = RopeTables(device, model.chooser)
+        # Per layer: its spec, its backend and the group of each of its caches; layers alike share one plan.
+        group_ids: list[dict[str, int]] = [{} for _ in specs]
         for index, group in enumerate(groups):
             for member in group.members:
-                homes[member.layer][member.name] = index
+                group_ids[member.layer][member.name] = index
         for layer, owner in shares.items():
-            homes[layer] = homes[owner]
-        self._layers = list(zip(specs, model.backends, homes, strict=True))
+            group_ids[layer] = group_ids[owner]
+        self._layers = list(zip(specs, model.backends, group_ids, strict=True))
         self.buffers: DecodeBuffers | None = None
         self.graphs: DecodeGraphs | None = None
         if decode is not None:
@@ -80,24 +80,24 @@ class Runner:
         )
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, chosen: torch.Tensor | None = None) -> torch.Tensor:
-        """Run one step. `chosen`: [m] tokens that the step before chose, where rows follow them.
+    def run(self, plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
+        """Run one step. `prev_sampled`: [m] tokens that the step before sampled, where rows end in placeholders.
 
-        Returns [n, vocabulary] fp32 logits of the scored tokens, row after row.
+        Returns [n, vocabulary] fp32 logits at the plan's `logits_indices`.
         """
         if plan.copies:
             self.arena.copy_pages(plan.copies)
-        scored = plan.scored
+        indices = plan.logits_indices
         if self.buffers is not None and self.graphs is not None and plan.decodes_only:
             size = self.graphs.padded(len(plan.rows))
-            self.buffers.refresh(plan.rows, chosen, size)
+            self.buffers.refresh(plan.rows, prev_sampled, size)
             self.graphs.run(size)
-            # The rows that fill up stay: the same product runs whether or not a graph came before it.
+            # The padding rows stay: the same product runs whether or not a graph came before it.
             logits = self.model.logits(self.buffers.hidden[:size])[: len(plan.rows)]
-            return logits if len(scored) == len(plan.rows) else logits[self._places(scored)]
-        hidden = self._hidden(pack(plan.rows, self.groups, self.device), chosen)
-        if len(scored) != len(hidden):
-            hidden = hidden[self._places(scored)]
+            return logits if len(indices) == len(plan.rows) else logits[self._on_device(indices)]
+        hidden = self._hidden(pack(plan.rows, self.groups, self.device), prev_sampled)
+        if len(indices) != len(hidden):
+            hidden = hidden[self._on_device(indices)]
         return self.model.logits(hidden)
 
     @torch.inference_mode()
@@ -110,28 +110,28 @@ class Runner:
         if self.graphs is not None:
             self.graphs.close()
 
-    def _hidden(self, inputs: Inputs, chosen: torch.Tensor | None) -> torch.Tensor:
+    def _hidden(self, inputs: Inputs, prev_sampled: torch.Tensor | None) -> torch.Tensor:
         ids = inputs.ids
-        if inputs.follows is not None and chosen is not None:
-            ids = known_ids(ids, inputs.follows, chosen)
+        if inputs.prev_sampled_indices is not None and prev_sampled is not None:
+            ids = known_ids(ids, inputs.prev_sampled_indices, prev_sampled)
         hidden: torch.Tensor = self.model(self._step(ids, inputs))
         return hidden
 
     def _step(self, ids: torch.Tensor, inputs: Inputs) -> Step:
-        """One family plan per kind of layer."""
-        made: dict[object, object] = {}
+        """The step of the model, with one family plan for all layers of equal spec, backend and cache groups."""
+        plans: dict[object, object] = {}
         layers = []
-        for (spec, backend, homes), caches in zip(self._layers, self.arena.layers, strict=True):
-            key = (spec.plan_key, backend.name, tuple(homes.items()))
-            if key not in made:
-                named = {name: inputs.index[group] for name, group in homes.items()}
-                made[key] = backend.plan(spec, inputs.batch, named)
-            layers.append(LayerStep(made[key], caches))
+        for (spec, backend, group_ids), caches in zip(self._layers, self.arena.layers, strict=True):
+            key = (spec.plan_key, backend.name, tuple(group_ids.items()))
+            if key not in plans:
+                named = {name: inputs.index[group] for name, group in group_ids.items()}
+                plans[key] = backend.plan(spec, inputs.batch, named)
+            layers.append(LayerStep(plans[key], caches))
         return Step(ids, inputs.batch, layers, self._tables)
 
-    def _places(self, scored: Sequence[int]) -> torch.Tensor:
-        places = torch.tensor(scored, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        return places.to(self.device, non_blocking=True)
+    def _on_device(self, indices: Sequence[int]) -> torch.Tensor:
+        host = torch.tensor(indices, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        return host.to(self.device, non_blocking=True)
 
 
 def decode_shape(model: Decoder, size: int, context: int, device: torch.device, *, capture: bool) -> DecodeShape | None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from allotrope.attention.cost import Lengths, StepCost
 from allotrope.attention.registry import FAMILIES
-from allotrope.engine.load import LoadPlan
+from allotrope.engine.load_plan import LoadPlan
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.embedding import Embedding, Head
 from allotrope.layers.linear import Linear, RowLinear
@@ -26,13 +26,9 @@ from allotrope.layers.moe import Experts
 from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import placement_of
 from allotrope.layers.router import Router, RouterSpec
-from allotrope.ops.matmul.product import CODES, SCALES, lasting_bytes
-from allotrope.ops.matmul.quantized_weight import ACTIVATION_RUN, FP4_RUN, Format
+from allotrope.layers.weights import SCALES, format_of, packed_bytes
 
 EXPERTS, DENSE, HEAD, REST = "experts", "dense", "head", "rest"
-_FORMATS = {
-    one.code_dtype: one for one in (Format("fp8", ACTIVATION_RUN), Format("mxfp4", FP4_RUN), Format("int4", FP4_RUN))
-}
 
 
 class ModelCost:
@@ -48,7 +44,7 @@ class ModelCost:
         for module, kind in modules_by_class(model):
             router = routers.get(id(module))
             key = (kind, 1.0 if router is None else router.topk / router.experts)
-            self._weights[key] = self._weights.get(key, StepCost()) + _weights(module, kind, load_plan.build.device)
+            self._weights[key] = self._weights.get(key, StepCost()) + _weights(module, kind)
 
     def __call__(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> dict[str, StepCost]:
         """The cost of a step, by class, without classes that the model lacks.
@@ -109,8 +105,8 @@ def _routers(model: Decoder) -> dict[int, RouterSpec]:
     return found
 
 
-def _weights(module: nn.Module, kind: str, device: torch.device) -> StepCost:
-    """What a module's own parameters take on `device`, and their products with one row."""
+def _weights(module: nn.Module, kind: str) -> StepCost:
+    """What a module's own parameters take, and their products with one row."""
     total = StepCost()
     if isinstance(module, Embedding):
         # A few rows of it.
@@ -120,11 +116,11 @@ def _weights(module: nn.Module, kind: str, device: torch.device) -> StepCost:
         if placement_of(parameter).below:
             # A table to look up a few rows in.
             continue
-        total += StepCost(lasting_bytes(name, parameter, device))
+        total += StepCost(packed_bytes(parameter))
         # A family's formula has the products with its own parameters.
         product = parameter.dim() == (3 if experts else 2) and kind in (EXPERTS, DENSE, HEAD, REST)
         if product and not name.endswith(SCALES):
-            format = _FORMATS[parameter.dtype] if name.endswith(CODES) else None
-            flops = 2 * parameter.numel() * (1 if format is None else format.packed)
-            total += StepCost(0, flops, flops if format is not None and format.kind == "fp8" else 0)
+            format = format_of(parameter)
+            flops = 2 * parameter.numel() * format.pack_factor
+            total += StepCost(0, flops, flops if format.name == "fp8" else 0)
     return total

@@ -1,4 +1,4 @@
-"""On demand, every so many seconds a line of the log that holds a step's time beside the least work it could be.
+"""The step log: on demand, every so many seconds a line with a step's time beside its roofline cost.
 
 Steps that only decode and steps with prompts have lines of their own. A step that is timed begins when the device has
 done all before it, and is waited for. Owns when that happens, and the line. Must not know what a step consists of.
@@ -14,14 +14,14 @@ import torch
 from allotrope.attention.cost import StepCost
 from allotrope.engine.executor import Executor
 from allotrope.engine.inputs import StepPlan
-from allotrope.engine.load import LoadPlan
+from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.step_cost import ModelCost
 
 log = logging.getLogger("allotrope.engine")
 
 
 class StepLog:
-    """Has plans carried out by `executor`, and speaks of some of them."""
+    """Runs plans on `executor`, and logs the time of some of them."""
 
     def __init__(self, executor: Executor, load_plan: LoadPlan, seconds: float) -> None:
         self._executor, self._seconds = executor, seconds
@@ -29,22 +29,22 @@ class StepLog:
         # When a step of a kind is timed next.
         self._due: dict[str, float] = {}
 
-    def run(self, plan: StepPlan, chosen: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
         """As `Executor.run`."""
         kind, now = "a decode step" if plan.decodes_only else "a step with prompts", time.monotonic()
         # Not the first one: kernels are compiled in it.
         if now < self._due.setdefault(kind, now + self._seconds):
-            return self._executor.run(plan, chosen)
+            return self._executor.run(plan, prev_sampled)
         self._due[kind] = now + self._seconds
         self._wait()
         begin = time.perf_counter()
-        logits = self._executor.run(plan, chosen)
+        logits = self._executor.run(plan, prev_sampled)
         self._wait()
         seconds = time.perf_counter() - begin
         new = [len(row.ids) for row in plan.rows]
-        seen = [row.context + len(row.ids) for row in plan.rows]
-        what = f"{kind} of {sum(new)} tokens of {len(new)} requests that see {sum(seen)}"
-        log.info("%s took %.3f ms; %s", what, seconds * 1e3, told(self._work(new, seen), seconds))
+        kv_lens = [row.context + len(row.ids) for row in plan.rows]
+        what = f"{kind} of {sum(new)} tokens of {len(new)} requests that see {sum(kv_lens)}"
+        log.info("%s took %.3f ms; %s", what, seconds * 1e3, format_cost(self._work(new, kv_lens), seconds))
         return logits
 
     def _wait(self) -> None:
@@ -52,9 +52,9 @@ class StepLog:
             torch.cuda.synchronize(self._device)
 
 
-def told(classes: dict[str, StepCost], seconds: float) -> str:
+def format_cost(classes: dict[str, StepCost], seconds: float) -> str:
     """The least work by class, and the rates that this and the time make."""
-    parts = [f"{kind} {work.bytes / 1e9:.3g} GB {work.flops / 1e9:.3g} GFLOP" for kind, work in classes.items()]
-    whole = sum(classes.values(), StepCost())
-    rates = f"{whole.bytes / seconds / 1e12:.3g} TB/s, {whole.flops / seconds / 1e12:.3g} TFLOP/s"
-    return f"at least {', '.join(parts)}: {rates}"
+    by_class = [f"{kind} {work.bytes / 1e9:.3g} GB {work.flops / 1e9:.3g} GFLOP" for kind, work in classes.items()]
+    total = sum(classes.values(), StepCost())
+    rates = f"{total.bytes / seconds / 1e12:.3g} TB/s, {total.flops / seconds / 1e12:.3g} TFLOP/s"
+    return f"at least {', '.join(by_class)}: {rates}"

@@ -1,4 +1,4 @@
-"""Which steps are rehearsed before the first one is run, so that their kernels are compiled several at once."""
+"""The steps of the warm-up: their kernels are compiled several at once, before the first step runs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from allotrope.cache.memory import GroupPlan, MemoryPlan, group_bytes
 from allotrope.config import EngineConfig
 from allotrope.engine.graphs import decode_sizes
 from allotrope.engine.inputs import StepPlan, StepRow
-from allotrope.engine.load import LoadPlan
-from allotrope.engine.profile import largest_lengths, widest
+from allotrope.engine.load_plan import LoadPlan
+from allotrope.engine.profile import largest_sampling_step, longest_prompts
 from allotrope.engine.step import DecodeShape, Runner
 from allotrope.kernels.warmup import warm_up_steps
 from allotrope.layers.decoder import Decoder
@@ -48,16 +48,16 @@ def warm_up(model: Decoder, load_plan: LoadPlan, config: EngineConfig, decode: D
 @torch.inference_mode()
 def _warm_up(model: Decoder, load_plan: LoadPlan, config: EngineConfig, decode: DecodeShape | None) -> None:
     device, groups = load_plan.build.device, load_plan.groups
-    # Beside the page that is nobody's, one that is everybody's.
+    # Beside the null page, one that all rows share.
     memory = MemoryPlan(tuple(GroupPlan(group, 2, group_bytes(group, 2)) for group in groups), 0, 0)
     arena = Arena(memory, len(load_plan.specs), load_plan.shares, device)
     runner = Runner(model, load_plan.specs, groups, arena, load_plan.shares, device, decode)
     for step in _prompts(load_plan):
         runner.run(StepPlan(tuple(_row(groups, *lengths) for lengths in step)))
     token = _row(groups, 1, min(_CONTEXTS[0], load_plan.max_model_len - 1))
-    for size in _unlike(decode_sizes(load_plan.max_num_seqs)):
+    for size in _launched_differently(decode_sizes(load_plan.max_num_seqs)):
         logits = runner.run(StepPlan((token,) * size))
-    truncated = widest(load_plan.max_num_seqs, device)
+    truncated = largest_sampling_step(load_plan.max_num_seqs, device)
     sample(logits, replace(truncated, whole=truncated.truncated))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -68,33 +68,34 @@ def _prompts(load_plan: LoadPlan) -> Iterator[list[tuple[int, int]]]:
     context of each row.
     """
     longest = load_plan.max_model_len
-    largest = largest_lengths(load_plan.step_tokens, longest)
+    largest = longest_prompts(load_plan.step_tokens, longest)
     yield [(tokens, 0) for tokens in sorted(largest, key=lambda tokens: tokens > 1)]
-    most = largest[0]
-    yield from ([(tokens, 0)] for tokens in _shorter(most))
-    chunk = min(_CHUNK, most)
+    max_tokens = largest[0]
+    yield from ([(tokens, 0)] for tokens in _shorter(max_tokens))
+    chunk = min(_CHUNK, max_tokens)
     yield from ([(chunk, prefix)] for prefix in _PREFIXES if prefix + chunk <= longest)
-    if most > 16:
+    if max_tokens > 16:
         # Side by side, so that queries of both share a launch.
-        yield [(most // 2 - 3, 0), (most // 2 - 5, 0)]
-    contexts = [context for context in _CONTEXTS if context < longest and most > 1]
+        yield [(max_tokens // 2 - 3, 0), (max_tokens // 2 - 5, 0)]
+    contexts = [context for context in _CONTEXTS if context < longest and max_tokens > 1]
     for first in range(len(contexts)):
         yield [*((1, context) for context in contexts[first:]), (chunk, 0)]
 
 
-def _shorter(most: int) -> list[int]:
-    """A length just below each power of two from 8 to `most`, longest first: launches are chosen by power of two, and
-    an odd length stands for all that are no multiples of 16.
+def _shorter(max_tokens: int) -> list[int]:
+    """A length just below each power of two from 8 to `max_tokens`, longest first.
+
+    Launches are chosen by power of two, and an odd length stands for all that are no multiples of 16.
     """
-    return [2**power - 3 for power in range(most.bit_length(), 2, -1) if 2**power - 3 < most]
+    return [2**power - 3 for power in range(max_tokens.bit_length(), 2, -1) if 2**power - 3 < max_tokens]
 
 
 def _row(groups: Sequence[CacheGroup], tokens: int, context: int) -> StepRow:
     """`tokens` tokens after `context` others, all in page 1."""
     pages = [(1,) * group.pages_for(context + tokens) for group in groups]
-    return StepRow((0,) * tokens, context, pages, [1] * len(groups), scored=1)
+    return StepRow((0,) * tokens, context, pages, [1] * len(groups), num_logits=1)
 
 
-def _unlike(sizes: Sequence[int]) -> list[int]:
+def _launched_differently(sizes: Sequence[int]) -> list[int]:
     """The largest of those sizes whose kernels are launched alike: of one power of two, multiples of 16 or not."""
     return list({((size - 1).bit_length(), size % 16 == 0): size for size in sizes}.values())

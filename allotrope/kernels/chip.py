@@ -41,13 +41,18 @@ class Chip:
 
     @property
     def warp_size(self) -> int:
-        """Threads of a warp (a wave of AMD)."""
-        return 64 if self.vendor == "amd" else 32
+        """Threads of a warp (a wave of AMD's CDNA)."""
+        return 64 if self.arch.startswith("gfx9") else 32
 
     @property
     def has_wgmma(self) -> bool:
         """Products of a warpgroup, with operands in shared memory: Hopper alone has them."""
         return self.capability[0] == 9
+
+    @property
+    def has_tf32(self) -> bool:
+        """Products of fp32 numbers of 10 mantissa bits; three of them make one of nearly all bits (tf32x3)."""
+        return self.capability >= (8, 0)
 
     @property
     def has_tma(self) -> bool:
@@ -63,6 +68,11 @@ class Chip:
     def has_e4m3fn(self) -> bool:
         """Conversions and products of the FP8 numbers of OCP, which checkpoints hold."""
         return self.capability >= (8, 9) or self.arch == "gfx950"
+
+    @property
+    def triton_has_e4m3fn(self) -> bool:
+        """Whether Triton's kernels may hold these numbers: on AMD, and in the interpreter, it converts them itself."""
+        return self.has_e4m3fn or self.vendor != "nvidia"
 
     @property
     def has_e4m3fnuz(self) -> bool:
@@ -122,3 +132,9 @@ def current_chip() -> Chip:
 def free_memory(device: torch.device) -> int:
     """Bytes that a GPU has free."""
     return int(torch.cuda.mem_get_info(device)[0])
+
+
+def cuda_version() -> tuple[int, int]:
+    """The release of CUDA that PyTorch is built with; (0, 0) if it is built without."""
+    major, minor = (torch.version.cuda or "0.0").split(".")[:2]
+    return int(major), int(minor)

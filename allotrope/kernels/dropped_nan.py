@@ -32,9 +32,9 @@ def dropping(ir: str, assembly: str, nvidia: bool, allowed: Sequence[Any]) -> li
     `ir`: of Triton, `assembly`: PTX or AMDGCN, both with line marks. `allowed`: jitted functions that may.
     """
     spared = re.compile("|".join(re.escape(place) for one in allowed for place in _places(one)))
-    extremes = _extremes_of_ptx if nvidia else _extremes_of_amd
-    found = {mark: text for mark, text in extremes(_marked(assembly)) if not _LOST.match(mark)}
-    found |= _extremes_of_ir(ir)
+    min_max = _min_max_of_ptx if nvidia else _min_max_of_amd
+    found = {mark: text for mark, text in min_max(_marked(assembly)) if not _LOST.match(mark)}
+    found |= _min_max_of_ir(ir)
     return [f"{mark}: {' '.join(text.split())}" for mark, text in found.items() if not spared.search(mark)]
 
 
@@ -45,7 +45,7 @@ def _places(function: Any) -> Iterator[str]:
     return (f"{name}:{first + i}:" for i in range(len(lines)))
 
 
-def _extremes_of_ir(ir: str) -> dict[str, str]:
+def _min_max_of_ir(ir: str) -> dict[str, str]:
     """Text by mark of every operation that drops NaN."""
     places = dict(_IR_PLACE.findall(ir))
 
@@ -74,12 +74,12 @@ def _marked(assembly: str) -> Iterator[tuple[str, str]]:
         yield mark, line
 
 
-def _extremes_of_ptx(marked: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def _min_max_of_ptx(marked: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Mark and text of every instruction that drops NaN."""
     return ((mark, line) for mark, line in marked if _PTX.match(line))
 
 
-def _extremes_of_amd(marked: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def _min_max_of_amd(marked: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Mark and text of those of lines that have no select. One that only makes a number quiet drops nothing.
 
     The select of one number may stand far behind it, and be made of a compare of another form of the number: what can

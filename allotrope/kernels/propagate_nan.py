@@ -1,9 +1,9 @@
-"""Largest and smallest numbers in kernels, and where they may pass over what is not a number.
+"""Maxima and minima in kernels, and which of them may pass over NaN.
 
 A chip's plain maximum of NaN and 1 is 1: a clamp would make a sound number of a broken one. So a kernel bounds numbers
 by `at_least`, `at_most` and `clamped`, which keep NaN. `highest`, `higher_of` and `largest_of` pass over NaN. They are
 for maxima that the numbers themselves are then measured against: a softmax subtracts its row's maximum, a quantized
-block is divided by its largest magnitude, and the NaN comes through by itself. `ahead.py` holds every compiled kernel
+block is divided by its largest magnitude, and the NaN comes through by itself. `aot.py` holds every compiled kernel
 to it: no other line may become an instruction that drops NaN.
 """
 

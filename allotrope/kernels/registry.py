@@ -33,6 +33,11 @@ class Specialization:
     num_stages: int
     spills: int = 0
 
+    @property
+    def has_e4m3fn(self) -> bool:
+        """Whether an argument points to numbers of float8_e4m3fn."""
+        return any(kind.startswith("*fp8e4nv") for kind in self.signature.values())
+
 
 Specializations = Callable[[Chip], list[Specialization]]
 
@@ -56,10 +61,13 @@ def kernel_modules(packages: Sequence[str] = ("allotrope.ops", "allotrope.attent
 
 
 def every_specialization(chip: Chip, modules: Sequence[str] | None = None) -> list[Specialization]:
-    """What all modules of kernels, or those named, register for a chip."""
-    made = []
+    """What all modules of kernels, or those named, register for a chip.
+
+    Without those that hold e4m3 numbers where Triton cannot: backends reject these there (`e4m3fn_reasons`).
+    """
+    made: list[Specialization] = []
     for module in kernel_modules() if modules is None else modules:
         importlib.import_module(module)
         for function in _REGISTERED.get(module, ()):
-            made.extend(function(chip))
+            made.extend(one for one in function(chip) if chip.triton_has_e4m3fn or not one.has_e4m3fn)
     return made

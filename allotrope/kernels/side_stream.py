@@ -1,7 +1,7 @@
-"""Work beside other work: on a GPU, small products run on a stream of their own while large ones read their weights.
+"""A side stream: on a GPU, small products overlap large ones, which wait for their weights.
 
-Owns that stream, and who waits for whom. Must not know what is computed. Whatever runs there begins after all that was
-asked for before it, and ends before its result is handed out: memory may be used again as if there were one stream.
+Owns that stream, and which stream waits for which. Must not know what is computed. Work on it begins after all that was
+launched before it, and ends before its result is handed out: memory may be used again as if there were one stream.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import torch
 
 T = TypeVar("T")
 
-# Rows up to which a product leaves room on a GPU for another.
-FEW_ROWS = 256
+# Tokens up to which a product leaves room on a GPU for another.
+MAX_OVERLAPPED_TOKENS = 256
 
 
-def beside(work: Callable[[], T], rows: torch.Tensor) -> Callable[[], T]:
-    """Begin `work()`, which reads `rows`. Returns what waits for its result: call it once, on the same stream.
+def overlap(work: Callable[[], T], rows: torch.Tensor) -> Callable[[], T]:
+    """Launch `work()`, which reads `rows`, on the side stream. Returns a function that waits for its result: call it
+    once, on the same stream.
 
-    On a CPU, and of many rows, it is not begun before its result is wanted.
+    On a CPU, and for many rows, `work` runs only then, in the caller's stream.
     """
-    if not rows.is_cuda or len(rows) > FEW_ROWS:
+    if not rows.is_cuda or len(rows) > MAX_OVERLAPPED_TOKENS:
         return work
     stream = _side(rows.device)
     stream.wait_stream(torch.cuda.current_stream(rows.device))
@@ -37,8 +38,8 @@ def beside(work: Callable[[], T], rows: torch.Tensor) -> Callable[[], T]:
     return wait
 
 
-def is_beside(device: torch.device) -> bool:
-    """Whether what is asked for now runs beside other work: it then needs scratch memory of its own."""
+def on_side_stream(device: torch.device) -> bool:
+    """Whether the current stream is the side stream: a launch then needs scratch memory of its own."""
     return device.type == "cuda" and torch.cuda.current_stream(device) == _side(device)
 
 

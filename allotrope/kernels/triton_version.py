@@ -10,12 +10,20 @@ import logging
 import re
 from typing import Any
 
+import torch
+
 from allotrope.kernels.chip import Chip
 
 log = logging.getLogger("allotrope.kernels")
 
 # The oldest and the newest Triton that the kernels are tested with.
 TRITON_VERSIONS = ((3, 6), (3, 9))
+
+
+# Older NVIDIA chips multiply no bf16.
+OLDEST_CAPABILITY = (8, 0)
+# KiB of shared memory that launches of released sizes count on.
+LEAST_SHARED_MEMORY = {"nvidia": 99, "amd": 64}
 
 
 def needs_triton(spec: Any, chip: Chip) -> list[str]:
@@ -26,11 +34,23 @@ def needs_triton(spec: Any, chip: Chip) -> list[str]:
 def triton_reasons(chip: Chip) -> list[str]:
     """Why no Triton kernel runs on `chip`; Triton is not imported where it runs none."""
     reasons = [] if chip.is_gpu else [f"chip={chip.arch} (needs a GPU)"]
+    if chip.vendor == "nvidia" and chip.capability < OLDEST_CAPABILITY:
+        reasons.append(f"chip={chip.arch} (needs sm_80 or newer: the kernels multiply bf16)")
+    least = LEAST_SHARED_MEMORY.get(chip.vendor, 0)
+    if chip.shared_memory < least * 1024:
+        reasons.append(f"shared_memory={chip.shared_memory // 1024} KiB (needs {least} KiB)")
     if importlib.util.find_spec("triton") is None:
         reasons.append("triton is not installed")
     elif not reasons:
         reasons.extend(version_reasons(_triton_version()))
     return reasons
+
+
+def e4m3fn_reasons(name: str, dtype: torch.dtype, chip: Chip) -> list[str]:
+    """Why Triton's kernels cannot read and write tensors of `dtype` on `chip`. `name`: what the spec calls the type."""
+    if dtype != torch.float8_e4m3fn or chip.triton_has_e4m3fn:
+        return []
+    return [f"{name}=float8_e4m3fn on {chip.arch} (needs sm_89 or newer)"]
 
 
 @functools.cache

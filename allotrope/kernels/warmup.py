@@ -1,8 +1,8 @@
-"""Rehearsals of steps to come: their kernels are compiled, several at once, and none of them is launched.
+"""Warm-up: steps run whose kernels are compiled, several at once, and not launched.
 
-A rehearsed step runs as it is, with the shapes, types and strides of a true one: a kernel that has been through `early`
-is compiled in the background for exactly what it is given. Owns: who rehearses, the threads that compile, and what is
-found where kernels would have written. Must not know: which steps there are.
+A step of a warm-up runs as it is, with the shapes, types and strides of a true one: a kernel of `pdl_jit` or
+`no_pdl_jit` is compiled in the background for exactly the arguments that it gets. Owns: which thread warms up, the
+threads that compile, and what lies in memory that kernels would have written. Must not know: which steps there are.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from allotrope.kernels.chip import chip_of
 from allotrope.kernels.triton_version import triton_reasons
 from allotrope.logs import one_line
 
-_warming_up: ContextVar[bool] = ContextVar("rehearsing", default=False)
+_warming_up: ContextVar[bool] = ContextVar("warming_up", default=False)
 
 _aten = torch.ops.aten
 # Of more threads that compile, each would wait for Python most of the time.
-_MOST_THREADS = 16
+_MAX_THREADS = 16
 _UNWRITTEN = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 
 
 @dataclass
 class Compiled:
-    """What became of a rehearsal, once it is over. `failed`: kernels that were not compiled; a launch will say why."""
+    """How many kernels a warm-up compiled, once it is over. `failed`: those that cannot be; a launch will say why."""
 
     kernels: int = 0
     failed: int = 0
 
 
 def warming_up() -> bool:
-    """Whether the steps of this thread are rehearsed: then nothing is to be launched, or agreed on with other ranks."""
+    """Whether this thread warms up: then no kernel is launched, and no collective is entered."""
     return _warming_up.get()
 
 
 def warm_up_steps(steps: Callable[[], object], device: torch.device, ranks: int, log: logging.Logger) -> None:
-    """Rehearse what `steps` runs on `device`, which each of `ranks` does at once, and say in `log` what came of it.
+    """Warm up by what `steps` runs on `device`, which each of `ranks` does at once, and log what was compiled.
 
     Does nothing where Triton does not run. Where it fails kernels are compiled as they are first launched.
     """
     if triton_reasons(chip_of(device)):
         return
-    threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // ranks))
+    threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // ranks))
     started = time.monotonic()
     try:
         with warmup(threads, device) as compiled:
@@ -60,7 +60,7 @@ def warm_up_steps(steps: Callable[[], object], device: torch.device, ranks: int,
     except Exception as error:
         # Whatever it was, the start does not depend on it.
         reason = one_line(f"{type(error).__name__}: {error}")
-        log.warning("steps cannot be rehearsed, kernels are compiled as they are first launched: %s", reason)
+        log.warning("the warm-up failed, kernels are compiled as they are first launched: %s", reason)
         return
     level, seconds = logging.INFO if compiled.kernels else logging.DEBUG, time.monotonic() - started
     log.log(level, "compiled %d kernels in %.1f s, %d at once", compiled.kernels, seconds, threads)
@@ -70,12 +70,12 @@ def warm_up_steps(steps: Callable[[], object], device: torch.device, ranks: int,
 
 @contextlib.contextmanager
 def warmup(threads: int, device: torch.device) -> Iterator[Compiled]:
-    """Rehearse the steps inside; at the end every kernel that they would launch has been compiled, `threads` at once,
+    """Warm up by the steps inside; at the end every kernel that they would launch has been compiled, `threads` at once,
     and on a GPU is loaded, with the host's code that launches it, which is compiled as well.
 
-    Operations of torch do run. Memory that they find where a kernel was to write holds zeros, which are good places to
-    read from: page, slot and row 0 always exist. What comes out of a rehearsed step means nothing. A kernel that cannot
-    be compiled is passed over: it will fail where it is launched.
+    Operations of torch do run. Memory that a kernel was to write holds zeros, which are safe indices: page, slot and
+    row 0 always exist. The results of such a step mean nothing. A kernel that cannot be compiled is passed over: it
+    will fail where it is launched.
     """
     compiled = Compiled()
     with _pool(threads, device) as pool, _mode(pool, device) as mode:
@@ -132,7 +132,7 @@ def report_late_kernels(device: torch.device, log: logging.Logger) -> None:
 
 
 def compile_for(launch: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """What a rehearsal does in place of `launch(*args, **options)`, which is Triton's `run` of a kernel."""
+    """What a warm-up does in place of `launch(*args, **options)`, which is Triton's `run` of a kernel."""
     kernel = launch(*args, **{**options, "warmup": True})
     # One that is ready by now goes where launches look first: layers that follow ask for it again and again.
     future = getattr(kernel, "future", None)

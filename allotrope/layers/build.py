@@ -11,7 +11,7 @@ import torch
 from allotrope.kernels.backend import Chooser
 from allotrope.kernels.chip import NONE, chip_of
 from allotrope.layers.parallel import Parallel
-from allotrope.ops.matmul.quantized_weight import Format
+from allotrope.ops.matmul.weight import Format
 
 Formats = Mapping[tuple[str, str], Format]
 """Full name of a weight and section of it -> its quantized format."""

@@ -42,7 +42,7 @@ class Decoder(nn.Module):
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.chooser = spec, build.chooser
         self.embedding = Embedding(spec.vocab_size, spec.hidden, build, scale=spec.embedding_scale)
         self.layers = nn.ModuleList(
             self.layer_class(layer, spec, build.at(f"layers.{i}")) for i, layer in enumerate(spec.layers)

@@ -7,9 +7,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from allotrope.layers.build import Build
-from allotrope.layers.linear import Product
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
-from allotrope.ops.device_kernels import device_kernels
+from allotrope.layers.weights import WeightMatmul
+from allotrope.ops.matmul import MATMUL, MatmulSpec
+from allotrope.ops.matmul.plain import PLAIN, PlainWeight
+from allotrope.ops.matmul.weight import Weight
+from allotrope.ops.softcap import SOFTCAP, SoftcapSpec
 
 
 def _vocabulary(size: int, parallel: Parallel) -> Section:
@@ -49,32 +52,31 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         self.parallel, self.softcap = build.parallel, softcap
+        self._softcap = None if softcap is None else build.chooser.choose(SOFTCAP, SoftcapSpec(softcap)).run
+        section = _vocabulary(vocab_size, build.parallel)
+        shape = (section.local(build.parallel), hidden)
+        self.whole = shape[0] == vocab_size
         if tied is not None:
-            self.weight: torch.Tensor | None = tied.weight
-            self.whole = tied.whole
+            self.weight: torch.Tensor | Weight = tied.weight
         else:
-            section = _vocabulary(vocab_size, build.parallel)
-            shape = (section.local(build.parallel), hidden)
-            self.whole = shape[0] == vocab_size
             self.weight = parameter(shape, Placement((section,)), build.dtype, build.device)
-        self.product: Product | None = None
+        self.matmul = WeightMatmul(MATMUL, MatmulSpec(PLAIN, build.dtype, *shape), build)
 
     def finish_loading(self) -> None:
-        """Reorder the weight for the device; an embedding that shares it keeps the original."""
-        assert self.weight is not None
-        self.product, self.weight = Product(self.weight.data), None
+        """Pack the weight for its backend; an embedding that shares it keeps the original."""
+        assert isinstance(self.weight, torch.Tensor)
+        stored = PlainWeight(self.weight.data)
+        del self.weight
+        self.weight = self.matmul.pack(stored)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: [n, hidden]. Returns [n, vocabulary] fp32 logits, whole on every rank."""
-        assert self.product is not None
+        assert isinstance(self.weight, Weight)
         if self.whole and self.softcap is None:
-            return self.product.exact(x)
-        logits = self.product(x)
+            return self.matmul.in_fp32(x, self.weight)
+        logits: torch.Tensor = self.matmul.run(x, self.weight)
         if not self.whole:
             logits = self.parallel.all_gather(logits)
-        if self.softcap is None:
+        if self._softcap is None:
             return logits.float()
-        fused = device_kernels("softcap", logits.device)
-        if fused is not None:
-            return fused.capped(logits, self.softcap)
-        return self.softcap * torch.tanh(logits.float() / self.softcap)
+        return self._softcap(logits, self.softcap)

@@ -9,108 +9,32 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from allotrope.kernels.side_stream import beside
+from allotrope.kernels.side_stream import overlap
 from allotrope.layers.build import Build
-from allotrope.layers.linear import SMALLEST_PACKED, Linear, Product, worth_packing
-from allotrope.layers.mlp import Gating, MlpSpec
+from allotrope.layers.linear import Linear
+from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep
+from allotrope.layers.weights import WeightMatmul, create_weights, pop_weights, shardable
 from allotrope.ops.device_kernels import device_kernels
-from allotrope.ops.matmul.cpu import PackedStack, packed_bytes, packs
-from allotrope.ops.matmul.packed_weight import prepare_plain
-from allotrope.ops.matmul.product import QuantizedStack, Tables, declare, divides, multiply, taken
+from allotrope.ops.gated_activation import GATED_ACTIVATION, GatedActivation, GatedActivationSpec
+from allotrope.ops.grouped_matmul import GROUPED_MATMUL
+from allotrope.ops.grouped_matmul.reference import TileTables
+from allotrope.ops.matmul import MatmulSpec
+from allotrope.ops.matmul.onednn import small_reasons
+from allotrope.ops.matmul.plain import PLAIN, PlainWeight
+from allotrope.ops.matmul.weight import Format, Weight
 from allotrope.ops.moe_route.cpu import expert_functions
 
 # Pairs of token and expert up to which sorting them by expert costs more than reading an expert's weights for each.
 FEW_PAIRS = 32
 
 
-# Rows from which torch's grouped product of plain weights is faster on a GPU than ours.
-_TORCH_ROWS = 8192
-
-
-class StackedProduct:
-    """x W_e^T for rows that are sorted by their expert e, on a CPU.
-
-    All are multiplied in one call of our own C, or else small ones in one of PyTorch's and large ones one by one, each
-    in the form that a `Product` has.
-    """
-
-    def __init__(self, weights: torch.Tensor) -> None:
-        """`weights`: [E, outputs, inputs]; kept as `small` where they are read as they are."""
-        self.small = weights if not worth_packing(weights[0]) else None
-        self.products: list[Product] | None = None
-        self.packed: PackedStack | None = None
-        self.weights: torch.Tensor | None = None
-        self.outputs = weights.shape[1]
-        # Torch's one call wants rows of whole 16-byte words, in and out.
-        whole_words = all(size * weights.element_size() % 16 == 0 for size in weights.shape[1:])
-        # The weights given are let go, but for what `small` keeps.
-        if packs(weights[0]):
-            self.packed = PackedStack(weights)
-        elif whole_words and self.small is not None:
-            self.weights = weights
-        else:
-            self.products = [Product(weight) for weight in weights]
-
-    def __call__(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """`rows`: [n, inputs]. `ends`: [E] int32, where each expert's rows end. Returns [n, outputs]."""
-        if self.packed is not None:
-            return self.packed(rows, ends)
-        if self.weights is not None:
-            return F.grouped_mm(rows, self.weights.transpose(1, 2), offs=ends)
-        assert self.products is not None
-        results = rows.new_empty(len(rows), self.outputs)
-        start = 0
-        for product, end in zip(self.products, ends.tolist(), strict=True):
-            if end > start:
-                results[start:end] = product(rows[start:end])
-                start = end
-        return results
-
-
-class DeviceStack:
-    """act(x W_e^T + b_e) on a GPU, in one launch or two, which never ask the device how many rows an expert has."""
-
-    def __init__(self, weights: torch.Tensor) -> None:
-        """`weights`: [E, outputs, inputs]."""
-        self.prepared = prepare_plain(weights)
-        whole_words = all(size * weights.element_size() % 16 == 0 for size in weights.shape[1:])
-        self.in_torch = whole_words and weights.dtype == torch.bfloat16 and has_grouped_product(weights.device)
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        ends: torch.Tensor,
-        source: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        gating: Gating | None = None,
-        tables: Tables | None = None,
-    ) -> torch.Tensor:
-        """As `QuantizedStack`."""
-        rows = len(x) if source is None else len(source)
-        if bias is None and self.in_torch and rows >= _TORCH_ROWS:
-            rows_of = x if source is None else x.index_select(0, source)
-            y = F.grouped_mm(rows_of, self.prepared.codes.transpose(1, 2), offs=ends)
-            return y if gating is None else gating(y)
-        given = {"bias": bias, "ends": ends, "source": source, "gating": gating, "tables": tables}
-        found: torch.Tensor = multiply(x, self.prepared, **given)
-        return found
-
-
-def has_grouped_product(device: torch.device) -> bool:
-    """Whether torch multiplies groups of rows on this GPU without asking it for their sizes."""
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 9
-
-
-Stack = DeviceStack | QuantizedStack
 Added = tuple[torch.Tensor | None, torch.Tensor | None]
 """What every token gets beside its experts', [T, hidden], and a gate [T, 1] whose sigmoid that is multiplied by."""
 
@@ -118,62 +42,59 @@ Added = tuple[torch.Tensor | None, torch.Tensor | None]
 class Experts(nn.Module):
     """All routed experts of a layer. Ranks share the width of every expert.
 
-    `gate_up`: [E, 2 * width, hidden], sections "gate" and "up". `down`: [E, hidden, width]. With `bias`, of both. The
-    weights are given up for their `StackedProduct` once loading has finished.
+    `gate_up`: [E, 2 * width, hidden], sections "gate" and "up". `down`: [E, hidden, width]. With `bias`, of both. Plain
+    ones are parameters until loading has finished; then both are packed for their backends.
     """
 
-    def __init__(self, count: int, hidden: int, width: int, gating: Gating, build: Build, *, bias: bool) -> None:
+    gate_up: torch.Tensor | Weight
+    down: torch.Tensor | Weight
+
+    def __init__(
+        self, count: int, hidden: int, width: int, gating: GatedActivation, build: Build, *, bias: bool
+    ) -> None:
         super().__init__()
         self.count, self.gating, self.parallel = count, gating, build.parallel
+        self._activate = build.chooser.choose(GATED_ACTIVATION, GatedActivationSpec(gating, build.dtype)).run
         local = build.parallel.shard("moe_intermediate_size", width)
         inner = Placement((Section("gate", width, 1), Section("up", width, 1)), experts=count)
         outer = Placement((Section("", width, 1),), dim=1, experts=count)
         kind, device = build.dtype, build.device
-        self.gate_up: torch.Tensor | None = None
-        self.down: torch.Tensor | None = None
-        self.formats = build.format("gate_up", "gate"), build.format("down", "")
-        if not all(format is not None and divides(format, outer.sections[0], build) for format in self.formats):
-            self.formats = None, None
-        for name, format, size, placement in (
-            ("gate_up", self.formats[0], (count, 2 * local, hidden), inner),
-            ("down", self.formats[1], (count, hidden, local), outer),
+        formats = build.format("gate_up", "gate") or PLAIN, build.format("down", "") or PLAIN
+        if PLAIN in formats or not all(shardable(format, outer.sections[0], build) for format in formats):
+            formats = PLAIN, PLAIN
+        self.formats: tuple[Format, Format] = formats
+        shapes = (count, 2 * local, hidden), (count, hidden, local)
+        specs = [MatmulSpec(format, kind, *shape[1:], count) for format, shape in zip(formats, shapes, strict=True)]
+        self.matmuls = tuple(WeightMatmul(GROUPED_MATMUL, spec, build) for spec in specs)
+        for name, matmul, shape, placement in zip(
+            ("gate_up", "down"), self.matmuls, shapes, (inner, outer), strict=True
         ):
-            if format is None:
-                setattr(self, name, parameter(size, placement, kind, device))
-            else:
-                declare(self, name, format, size, placement, build)
+            create_weights(self, name, matmul, shape, placement, build)
         self.gate_up_bias = self.down_bias = None
         if bias:
             whole = Placement((Section("", hidden),), experts=count)
             self.gate_up_bias = parameter((count, 2 * local), inner, kind, device)
             self.down_bias = parameter((count, hidden), whole, kind, device)
-        # On a CPU; and elsewhere, or where weights stay quantized.
-        self.products: tuple[StackedProduct, StackedProduct] | None = None
-        self.stacks: tuple[Stack, Stack] | None = None
+        # Plain weights on a CPU have a way of their own; small ones another for a few rows, as they are stored.
+        self.plain_on_cpu = PLAIN in formats and build.chooser.chip.vendor == "cpu"
+        self.reads_stored = self.plain_on_cpu and all(small_reasons(spec) for spec in specs)
+        self.stored: tuple[torch.Tensor, ...] = ()
         self.numbers = torch.arange(count, device=device)
 
-    def copied_bytes(self, device: torch.device) -> int:
-        """Bytes that loading adds on `device`: small plain experts are there in two orders on a CPU."""
-        total = 0
-        for weights in (self.gate_up, self.down):
-            if weights is None or device.type != "cpu" or weights[0].numel() >= SMALLEST_PACKED:
-                continue
-            if packs(torch.empty(weights.shape[1:], dtype=weights.dtype)):
-                total += packed_bytes(weights)
-        return total
+    def copied_bytes(self) -> int:
+        """Bytes that loading adds: small plain experts are there in two orders on a CPU."""
+        if not self.reads_stored:
+            return 0
+        weights = zip(self.matmuls, (self.gate_up, self.down), strict=True)
+        return sum(one.backend.copy_bytes(w.shape, w.dtype) for one, w in weights if isinstance(w, torch.Tensor))
 
     def finish_loading(self) -> None:
-        """Put each expert's weights into the form that the device multiplies fastest."""
-        first, second = self.formats
-        if first is not None and second is not None:
-            stacks = QuantizedStack(taken(self, "gate_up", first)), QuantizedStack(taken(self, "down", second))
-            self.stacks = stacks
-            return
-        assert self.gate_up is not None and self.down is not None
-        made = DeviceStack if self.gate_up.device.type == "cuda" else StackedProduct
-        pair: Any = made(self.gate_up.data), made(self.down.data)
-        self.gate_up = self.down = None
-        self.products, self.stacks = (None, pair) if made is DeviceStack else (pair, None)
+        """Pack the weights for their backends."""
+        for name, format, matmul in zip(("gate_up", "down"), self.formats, self.matmuls, strict=True):
+            weight = pop_weights(self, name, format)
+            if self.reads_stored and isinstance(weight, PlainWeight):
+                self.stored = (*self.stored, weight.values)
+            setattr(self, name, matmul.pack(weight))
 
     def forward(
         self,
@@ -187,13 +108,14 @@ class Experts(nn.Module):
         """
         # Once, not on every rank.
         down_bias = self.down_bias if self.parallel.rank == 0 else None
-        if self.stacks is None:
+        if self.plain_on_cpu:
             y = self._on_cpu(x, weights, experts, down_bias)
         else:
             routing = device_kernels("moe_route", x.device)
             ends, source, place = self.grouped(experts)
-            tables: Tables = {}
-            results = self.stacks[1](self.first(x, ends, source, tables), ends, tables=tables)
+            tables: TileTables = {}
+            inner = self.first(x, ends, source, tables)
+            results = self.matmuls[1].run(inner, self.down, ends, tile_tables=tables)
             if routing is not None and self.parallel.size == 1:
                 shared, gate = added()
                 # One launch for all that is left to add.
@@ -218,27 +140,26 @@ class Experts(nn.Module):
         return ends, source, place
 
     def first(
-        self, x: torch.Tensor, ends: torch.Tensor, source: torch.Tensor, tables: Tables | None = None
+        self, x: torch.Tensor, ends: torch.Tensor, source: torch.Tensor, tables: TileTables | None = None
     ) -> torch.Tensor:
         """What the chosen experts hold between their two products: rows in the order of experts."""
-        assert self.stacks is not None
-        return self.stacks[0](x, ends, source, self.gate_up_bias, self.gating, tables)
+        inner: torch.Tensor = self.matmuls[0].run(
+            x, self.gate_up, ends, source, self.gate_up_bias, self.gating, tile_tables=tables
+        )
+        return inner
 
     def _on_cpu(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, down_bias: torch.Tensor | None
     ) -> torch.Tensor:
-        assert self.products is not None
-        gate_up, down = self.products
         compiled = expert_functions(x.dtype, x.device)
         few = compiled is not None and experts.numel() <= FEW_PAIRS
-        if compiled is not None and few and gate_up.small is not None and down.small is not None:
-            pairs = ((gate_up.small, self.gate_up_bias), (down.small, down_bias))
+        if compiled is not None and few and self.stored:
+            pairs = ((self.stored[0], self.gate_up_bias), (self.stored[1], down_bias))
             return compiled.mix(x, weights, experts, *pairs, self.gating.compiled)
         ends, source, owner, place = self._group(experts)
-        inner = gate_up(x.index_select(0, source), ends)
-        if self.gate_up_bias is not None:
-            inner += self.gate_up_bias.index_select(0, owner)
-        results = down(self.gating(inner), ends)
+        gate_up, down = self.matmuls
+        inner = gate_up.run(x, self.gate_up, ends, source, self.gate_up_bias, expert_ids=owner)
+        results = down.run(self._activate(inner, self.gating), self.down, ends)
         if compiled is not None:
             return compiled.combine(results, weights, place, experts, down_bias)
         return self._combine(results, weights, experts, place, down_bias).to(x.dtype)
@@ -279,7 +200,7 @@ class MoeSpec:
     hidden: int
     width: int
     router: RouterSpec
-    gating: Gating = Gating()
+    gating: GatedActivation = GatedActivation()
     bias: bool = False
     shared: MlpSpec | None = None
     shared_gate: bool = False
@@ -304,7 +225,7 @@ class Moe(nn.Module):
         added: Callable[[], Added] = functools.partial(self._added, x, here)
         if self.shared is not None and self.experts.parallel.size == 1:
             # Ranks that talk to each other need one order for all they say.
-            added = beside(added, x)
+            added = overlap(added, x)
         weights, experts = self.router(x, here.step.ids)
         return self.experts(x, weights, experts, added)
 

@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from allotrope.layers.build import Build
-from allotrope.layers.linear import Linear, has_kernel
+from allotrope.layers.linear import Linear
 from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.layers.weights import WeightMatmul
 from allotrope.ops.device_kernels import device_kernels
-from allotrope.ops.matmul.packed_weight import Prepared, prepare_plain
-from allotrope.ops.matmul.product import multiply
+from allotrope.ops.matmul import MATMUL, MatmulSpec
+from allotrope.ops.matmul.plain import PLAIN, PlainWeight
+from allotrope.ops.matmul.weight import Weight
 from allotrope.ops.moe_route.cpu import expert_functions
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
@@ -74,8 +76,12 @@ class Router(nn.Module):
         if spec.table:
             placement = Placement((Section("", spec.table),), below=spec.experts)
             self.table = parameter((spec.table, spec.topk), placement, torch.int64, build.device)
-        self.narrow: Prepared | None = None
-        self.dtype = build.dtype
+        # Of a gate whose weight is bf16 without loss; on a GPU that has sums of their products in fp32.
+        self.bf16_weight: Weight | None = None
+        self.bf16_matmul: WeightMatmul | None = None
+        if build.dtype == torch.bfloat16 and build.chooser.chip.vendor == "nvidia":
+            spec_of_bf16 = MatmulSpec(PLAIN, torch.bfloat16, spec.experts, hidden)
+            self.bf16_matmul = WeightMatmul(MATMUL, spec_of_bf16, build)
 
     def finish_loading(self) -> None:
         """Let the gate's weight be bf16 where that loses nothing: checkpoints mostly store it so.
@@ -83,13 +89,13 @@ class Router(nn.Module):
         Products of bf16 are exact in fp32, so that logits are as exact, several times as fast for long prompts.
         """
         weight = self.gate.weight
-        assert weight is not None
-        if self.dtype != torch.bfloat16 or weight.device.type != "cuda" or torch.version.cuda is None:
+        assert isinstance(weight, torch.Tensor)
+        if self.bf16_matmul is None or not self.bf16_matmul.backend.fp32_out:
             return
         rounded = weight.data.to(torch.bfloat16)
-        if has_kernel(rounded) and torch.equal(rounded.float(), weight.data):
+        if torch.equal(rounded.float(), weight.data):
             # The gate's own hook comes after this one, and keeps what it finds.
-            self.narrow, weight.data = prepare_plain(rounded), rounded
+            self.bf16_weight, weight.data = self.bf16_matmul.pack(PlainWeight(rounded)), rounded
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`x`: [T, hidden]. `ids`: [T] token ids. Returns weights [T, topk] fp32 and experts [T, topk]."""
@@ -113,12 +119,12 @@ class Router(nn.Module):
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """[T, experts] fp32."""
-        if self.narrow is None:
+        if self.bf16_weight is None:
             return self.gate(x.float())
+        assert self.bf16_matmul is not None
         if x.dtype != torch.bfloat16:
-            return F.linear(x.float(), self.narrow.codes[0].float(), self.gate.bias)
-        logits = torch.empty(len(x), self.spec.experts, dtype=torch.float32, device=x.device)
-        return multiply(x, self.narrow, bias=self.gate.bias, out=logits)
+            return F.linear(x.float(), self.bf16_weight.dequantize(), self.gate.bias)
+        return self.bf16_matmul.in_fp32(x, self.bf16_weight, self.gate.bias)
 
     def _choose(self, scores: torch.Tensor) -> torch.Tensor:
         """[T, topk] experts of the highest scores, within the best groups."""

@@ -1,4 +1,4 @@
-"""What a forward pass may know about the step: an argument of every layer, never a global."""
+"""The step of a forward pass: an argument of every layer, never a global."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ import torch
 
 from allotrope.attention.batch import BatchLayout
 from allotrope.attention.family import CacheViews
-from allotrope.ops.rope.reference import RopeSpec, RopeTable, Rotation
+from allotrope.ops.rope import RopeSpec, RopeTables, Rotation
 
 
 @dataclass
 class Step:
-    """One forward pass. `ids`: [T] token ids. `layers`: what each layer attends with.
+    """One forward pass. `ids`: [T] token ids. `layers`: per layer, its plan and caches. `tables`: of rotations, which
+    outlive the step; None for ones of the step's own.
 
-    `notes`: results that a later layer reads (such as an indexer's picks); empty at the start of each step.
+    Results that later layers read, None until a layer sets them: `topk_indices`: [T, K] those of the last layer with an
+    indexer, in the backend's form. `per_layer_inputs`: [T, layers, width] input of each layer beside the hidden states.
     """
 
     ids: torch.Tensor
     batch: BatchLayout
     layers: Sequence[LayerStep]
-    tables: dict[RopeSpec, RopeTable] = field(default_factory=dict)
-    notes: dict[str, Any] = field(default_factory=dict)
+    tables: RopeTables | None = None
+    topk_indices: Any = None
+    per_layer_inputs: torch.Tensor | None = None
     _rotations: dict[tuple[RopeSpec, torch.dtype], Rotation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -33,11 +36,11 @@ class Step:
             layer.belongs_to(self)
 
     def rotation(self, spec: RopeSpec, dtype: torch.dtype) -> Rotation:
-        """cos and sin of the step's positions; made once per step and kind. `tables` outlives the step."""
+        """cos and sin of the step's positions; made once per step and kind."""
         key = (spec, dtype)
         if key not in self._rotations:
-            if spec not in self.tables:
-                self.tables[spec] = RopeTable(spec, self.batch.device)
+            if self.tables is None:
+                self.tables = RopeTables(self.batch.device)
             self._rotations[key] = self.tables[spec].at(self.batch.positions, dtype)
         return self._rotations[key]
 
@@ -58,6 +61,6 @@ class LayerStep:
 
     @property
     def step(self) -> Step:
-        found = None if self._step is None else self._step()
-        assert found is not None, "a layer's step is over, or has not begun"
-        return found
+        step = None if self._step is None else self._step()
+        assert step is not None, "a layer's step is over, or has not begun"
+        return step

@@ -1,7 +1,7 @@
-"""How an answer looks in JSON: OpenAI's chat completions and text completions, whole or in chunks.
+"""Writes an answer as JSON: OpenAI's chat completions and text completions, whole or in chunks.
 
-Each class folds the same pieces: `chunks` turns one into stream events, `whole` joins all into one body. It must not
-know the engine or HTTP.
+Each class reads the same deltas: `chunks` turns one into stream events, `whole` joins all of them into one body. This
+module must not know the engine or HTTP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from allotrope.server.generation import Generation, Piece, Scored
+from allotrope.server.generation import Delta, Generation, TokenScore
 from allotrope.server.logprobs import Report, TokenWriter
 
 if TYPE_CHECKING:
@@ -23,21 +23,21 @@ Json = dict[str, Any]
 
 
 class Answer(Protocol):
-    """One route's way to write pieces."""
+    """Writes deltas in the JSON form of one route."""
 
     def opening(self) -> list[Json]:
-        """Stream events before the first piece."""
+        """Stream events before the first delta."""
         ...
 
-    def chunks(self, piece: Piece) -> list[Json]:
-        """Stream events of one piece."""
+    def chunks(self, delta: Delta) -> list[Json]:
+        """Stream events of one delta."""
         ...
 
     def closing(self) -> list[Json]:
-        """Stream events after the last piece."""
+        """Stream events after the last delta."""
         ...
 
-    def whole(self, pieces: Sequence[Piece]) -> Json:
+    def whole(self, deltas: Sequence[Delta]) -> Json:
         """The body of an answer that is not streamed."""
         ...
 
@@ -47,30 +47,30 @@ class Answer(Protocol):
 
 
 @dataclass
-class _Joined:
-    """All pieces of one sequence."""
+class _Accumulated:
+    """The joined deltas of one sequence."""
 
     text: str = ""
-    tokens: list[Scored] = field(default_factory=list)
+    tokens: list[TokenScore] = field(default_factory=list)
     echoed_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
 
-def _join(pieces: Sequence[Piece], count: int) -> list[_Joined]:
-    joined = [_Joined() for _ in range(count)]
-    for piece in pieces:
-        sequence = joined[piece.index]
-        sequence.text += piece.text
-        sequence.tokens += piece.tokens
-        sequence.echoed_tokens += len(piece.tokens) if piece.echoed else 0
-        if piece.finish_reason is not None:
-            sequence.finish_reason, sequence.stop_reason = piece.finish_reason, piece.stop_reason
-    return joined
+def _accumulate(deltas: Sequence[Delta], count: int) -> list[_Accumulated]:
+    sequences = [_Accumulated() for _ in range(count)]
+    for delta in deltas:
+        sequence = sequences[delta.index]
+        sequence.text += delta.text
+        sequence.tokens += delta.tokens
+        sequence.echoed_tokens += len(delta.tokens) if delta.echoed else 0
+        if delta.finish_reason is not None:
+            sequence.finish_reason, sequence.stop_reason = delta.finish_reason, delta.stop_reason
+    return sequences
 
 
 class _Common:
-    """What both routes share: the frame around choices, and the usage."""
+    """The parts that both routes share: the object around the choices, and the usage."""
 
     prefix: str
     object_whole: str
@@ -114,7 +114,7 @@ class _Common:
         details: Json = {"cached_tokens": sum(generation.cached_tokens for generation in self._generations)}
         lost: Counter[str] = sum((Counter(generation.cache_lost) for generation in self._generations), Counter())
         if lost:
-            # Not OpenAI's: why tokens that had been cached were computed again.
+            # OpenAI has no such field. It says why cached tokens were computed again.
             details["cache_lost_tokens"] = dict(lost)
         return {
             "prompt_tokens": prompt,
@@ -141,24 +141,24 @@ class ChatAnswer(_Common):
             events[0]["prompt_logprobs"] = self._writer.prompt_logprobs(self._generations[0])
         return events
 
-    def chunks(self, piece: Piece) -> list[Json]:
+    def chunks(self, delta: Delta) -> list[Json]:
         events = []
-        tokens: Sequence[Scored] = piece.tokens
-        if piece.text or piece.finish_reason is None:
-            delta = {"content": piece.text}
-            events.append(self._chunk([self._choice(piece.index, delta, tokens)]))
+        tokens: Sequence[TokenScore] = delta.tokens
+        if delta.text or delta.finish_reason is None:
+            message = {"content": delta.text}
+            events.append(self._chunk([self._choice(delta.index, message, tokens)]))
             tokens = ()
-        if piece.finish_reason is not None:
-            choice = self._choice(piece.index, {}, tokens)
-            choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+        if delta.finish_reason is not None:
+            choice = self._choice(delta.index, {}, tokens)
+            choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
             events.append(self._chunk([choice]))
         return events
 
-    def _choice(self, index: int, delta: Json, tokens: Sequence[Scored] = ()) -> Json:
+    def _choice(self, index: int, message: Json, tokens: Sequence[TokenScore] = ()) -> Json:
         scored = self._report.logprobs is not None and tokens
         choice: Json = {
             "index": index,
-            "delta": delta,
+            "delta": message,
             "logprobs": self._writer.chat_logprobs(tokens) if scored else None,
             "finish_reason": None,
         }
@@ -166,9 +166,9 @@ class ChatAnswer(_Common):
             choice["token_ids"] = [token.id for token in tokens]
         return choice
 
-    def whole(self, pieces: Sequence[Piece]) -> Json:
+    def whole(self, deltas: Sequence[Delta]) -> Json:
         choices = []
-        for index, sequence in enumerate(_join(pieces, self._count)):
+        for index, sequence in enumerate(_accumulate(deltas, self._count)):
             choice: Json = {
                 "index": index,
                 "message": {"role": "assistant", "content": sequence.text, "refusal": None},
@@ -202,27 +202,29 @@ class CompletionAnswer(_Common):
     def opening(self) -> list[Json]:
         return []
 
-    def chunks(self, piece: Piece) -> list[Json]:
-        new = () if piece.echoed else piece.tokens
-        choice = self._choice(piece.index, piece.text, piece.tokens, new, self._offsets[piece.index])
-        choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+    def chunks(self, delta: Delta) -> list[Json]:
+        new = () if delta.echoed else delta.tokens
+        choice = self._choice(delta.index, delta.text, delta.tokens, new, self._offsets[delta.index])
+        choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if self._report.logprobs is not None:
-            self._offsets[piece.index] += sum(len(text) for text in choice["logprobs"]["tokens"])
-        if not self._begun[piece.index]:
-            self._begun[piece.index] = True
-            choice |= self._about_prompt(piece.index)
+            self._offsets[delta.index] += sum(len(text) for text in choice["logprobs"]["tokens"])
+        if not self._begun[delta.index]:
+            self._begun[delta.index] = True
+            choice |= self._about_prompt(delta.index)
         return [self._chunk([choice])]
 
-    def whole(self, pieces: Sequence[Piece]) -> Json:
+    def whole(self, deltas: Sequence[Delta]) -> Json:
         choices = []
-        for index, sequence in enumerate(_join(pieces, self._count)):
+        for index, sequence in enumerate(_accumulate(deltas, self._count)):
             new = sequence.tokens[sequence.echoed_tokens :]
             choice = self._choice(index, sequence.text, sequence.tokens, new, 0)
             choice |= {"finish_reason": sequence.finish_reason, "stop_reason": sequence.stop_reason}
             choices.append(choice | self._about_prompt(index))
         return self._frame(self.object_whole, choices) | {"usage": self.usage()}
 
-    def _choice(self, index: int, text: str, tokens: Sequence[Scored], new: Sequence[Scored], offset: int) -> Json:
+    def _choice(
+        self, index: int, text: str, tokens: Sequence[TokenScore], new: Sequence[TokenScore], offset: int
+    ) -> Json:
         scored = self._report.logprobs is not None
         choice: Json = {
             "index": index,

@@ -1,4 +1,4 @@
-"""The application: routes, the guard around them, and errors in OpenAI's form for whatever goes wrong."""
+"""The application: routes, the middleware around them, and handlers that write errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 import allotrope
 from allotrope.errors import AllotropeError
+from allotrope.server.drain_request import ReadToTheEnd
 from allotrope.server.errors import HttpError, as_http, error_response
 from allotrope.server.guard import Guard
-from allotrope.server.head import HeadAsGet
+from allotrope.server.head_requests import HeadAsGet
 from allotrope.server.openapi import describe_api
-from allotrope.server.read_to_end import ReadToTheEnd
 from allotrope.server.request_log import RequestLog
 from allotrope.server.routes import build_router
 from allotrope.server.state import ServerState
@@ -25,13 +25,13 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 def build_app(state: ServerState) -> FastAPI:
-    """The application of the server whose state this is."""
+    """The ASGI application. `state`: the state that its routes share."""
     app = FastAPI(
         title="Allotrope",
         version=allotrope.__version__,
         description="Language model server with the OpenAI API.",
         root_path=state.config.root_path,
-        # FastAPI's pages load their scripts from another host.
+        # FastAPI's own pages load scripts from another host, so they are off.
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -41,11 +41,11 @@ def build_app(state: ServerState) -> FastAPI:
     for kind in (AllotropeError, HttpError, Exception):
         app.add_exception_handler(kind, _answer_error)
     app.add_exception_handler(HTTPException, _answer_routing_error)
-    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    app.add_exception_handler(ClientDisconnect, _answer_disconnected)
     described: list[dict[str, Any]] = []
 
     def openapi() -> dict[str, Any]:
-        # Only made when asked for: it takes longer than a request should, and needs the model's limits.
+        # The first call builds the description: it is slow, and it needs the limits of the loaded model.
         if not described:
             described.append(describe_api(app, state))
         return described[0]
@@ -55,13 +55,14 @@ def build_app(state: ServerState) -> FastAPI:
 
 
 def _wrap(app: FastAPI, state: ServerState) -> None:
-    """Put around `app` what every request passes; the last one here sees it first."""
+    """Add the middleware to `app`. The last one added sees a request first."""
     config = state.config
     app.add_middleware(Guard, state=state)
     app.add_middleware(HeadAsGet)
     app.add_middleware(ReadToTheEnd)
     if config.allowed_origins:
-        # Around the guard: a browser asks without a key what it may do, and shows errors only where this allows it.
+        # CORS stands outside the guard: a browser's preflight request has no key, and the browser shows an error only
+        # if it has CORS headers.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.allowed_origins,
@@ -90,5 +91,5 @@ async def _answer_routing_error(request: Request, error: Exception) -> Response:
     return error_response(HttpError(error.status_code, message), error.headers)
 
 
-async def _answer_nobody(request: Request, error: Exception) -> Response:
+async def _answer_disconnected(request: Request, error: Exception) -> Response:
     return Response(status_code=_CLIENT_CLOSED_REQUEST)

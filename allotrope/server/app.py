@@ -1,4 +1,4 @@
-"""The server's life: open the port, load, serve, then drain on a signal or end because the engine did."""
+"""Lifecycle of the server: open the port, load, serve, then drain on a signal, or exit if the engine ends."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ log = logging.getLogger("allotrope.server")
 
 _PACKAGES = ("fastapi", "msgspec", "prometheus_client", "pydantic", "uvicorn")
 _STOPPED, _FAILED = 0, 1
-# Longest wait for the answers that tell open requests of the engine's end; the process must be gone within 5 s.
-_FAREWELL_SECONDS = 2.0
+# After the engine's end, open requests get this long to send their error. The process must exit within 5 s.
+_ERROR_ANSWER_SECONDS = 2.0
 _BACKLOG = 2048
 
 
 def serve(engine: EngineConfig, server: ServerConfig) -> int:
-    """Serve until a signal or the engine's end; returns the exit status (0 after a signal, 1 after a failure).
+    """Serve until a signal or the engine's end. Returns the exit status: 0 after a signal, 1 after a failure.
 
-    Raises `ConfigError` if the address cannot be listened on, or a package of the server is missing.
+    Raises `ConfigError` if the server cannot listen on the address, or a package of the server is missing.
     """
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise ConfigError(f"the server needs {', '.join(missing)}. Run: pip install 'allotrope[server]'")
     from allotrope.engine.client import EngineClient
-    from allotrope.server.repeats import limit_repeated_errors
+    from allotrope.server.log_limiter import limit_repeated_errors
 
     configure_logging()
     limit_repeated_errors()
     listener = _listen(server)
-    # The engine's process loads its packages while this one loads those of the server.
+    # EngineClient starts the engine's process now, so that both processes import their packages at the same time.
     return asyncio.run(_Service(engine, server, listener, EngineClient(engine)).run())
 
 
@@ -59,11 +59,11 @@ def _listen(config: ServerConfig) -> socket.socket:
         )
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it. Without it the first token waits, behind the headers, for the client's delayed
-        # acknowledgement: 40 ms. asyncio sets it only where the socket names its protocol.
+        # Connections inherit TCP_NODELAY. Without it the first token waits 40 ms for the client's delayed
+        # acknowledgement of the headers. asyncio sets it only if the socket names its protocol.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind(address)
-        # At once, so that nobody else can take the address and early clients wait rather than fail.
+        # The socket listens before the model is loaded, so that the address is reserved and early clients wait.
         listener.listen(_BACKLOG)
     except OSError as error:
         raise ConfigError(
@@ -93,7 +93,7 @@ class _Service:
         self._stop = asyncio.Event()
 
     async def run(self) -> int:
-        """Serve; the exit status."""
+        """Serve, and return the exit status."""
         with self._signal_handlers():
             accepting = asyncio.create_task(self._http.serve(sockets=[self._listener]))
             log.info(
@@ -103,15 +103,15 @@ class _Service:
                 self._engine_config.model,
             )
             try:
-                return await self._live(accepting)
+                return await self._serve_until_end(accepting)
             finally:
                 self._http.should_exit = True
                 await accepting
                 await self._client.stop()
 
-    async def _live(self, accepting: asyncio.Task[None]) -> int:
+    async def _serve_until_end(self, accepting: asyncio.Task[None]) -> int:
         loading = asyncio.create_task(self._load())
-        if not await self._before_stop(loading, accepting):
+        if not await self._ends_before_stop(loading, accepting):
             loading.cancel()
             log.info("stopped while loading")
             return _STOPPED
@@ -120,14 +120,14 @@ class _Service:
         except AllotropeError as error:
             log.error("cannot serve: %s", one_line(str(error)))
             return _FAILED
-        print("\n".join((*self._client.summary, self._invitation())), flush=True)
+        print("\n".join((*self._client.summary, self._ready_message())), flush=True)
         died = asyncio.create_task(self._client.died.wait())
-        if await self._before_stop(died, accepting):
-            return await self._mourn()
+        if await self._ends_before_stop(died, accepting):
+            return await self._end_with_engine()
         return await self._drain(died)
 
-    async def _before_stop(self, task: asyncio.Task[Any], accepting: asyncio.Task[None]) -> bool:
-        """Wait for `task` or for a signal to stop; whether the task came first. Raises if the HTTP server broke."""
+    async def _ends_before_stop(self, task: asyncio.Task[Any], accepting: asyncio.Task[None]) -> bool:
+        """Wait for `task` or a stop signal. Returns whether the task ended. Raises if the HTTP server failed."""
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait({task, stop, accepting}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
@@ -136,7 +136,7 @@ class _Service:
         return task.done()
 
     async def _load(self) -> None:
-        """Load tokenizer and model side by side, then take requests. Raises `AllotropeError` if either fails."""
+        """Load tokenizer and model concurrently, then accept requests. Raises `AllotropeError` if either fails."""
         from allotrope.engine.sampling_defaults import describe_defaults
         from allotrope.server.metrics import Metrics
         from allotrope.server.prompts import PromptReader
@@ -149,14 +149,14 @@ class _Service:
             await asyncio.gather(starting, tokenizing)
         finally:
             starting.cancel()
-        (tokenizer, longest), limits = tokenizing.result(), self._client.limits
+        (tokenizer, max_token_bytes), limits = tokenizing.result(), self._client.limits
         if limits.sampling_defaults:
             log.warning("%s", describe_defaults(limits.sampling_defaults))
         self._state.serving = Serving(
             engine=self._client,
             options=self._engine_config,
             tokenizer=tokenizer,
-            prompts=PromptReader(tokenizer, limits.max_model_len, longest, template),
+            prompts=PromptReader(tokenizer, limits.max_model_len, max_token_bytes, template),
             metrics=Metrics(self._state.model_name, self._client.stats, self._config.metrics_compat),
             limits=limits,
             max_sequences=self._engine_config.max_num_waiting,
@@ -168,13 +168,13 @@ class _Service:
         self._state.detail = phase
         log.info("engine: %s", phase)
 
-    async def _mourn(self) -> int:
+    async def _end_with_engine(self) -> int:
         from allotrope.server.state import Phase
 
         reason = self._client.dead or "unknown"
         self._state.phase, self._state.detail = Phase.DEAD, reason
         log.error("ending, because %s", reason)
-        await self._state.idle(_FAREWELL_SECONDS)
+        await self._state.idle(_ERROR_ANSWER_SECONDS)
         return _FAILED
 
     async def _drain(self, died: asyncio.Task[object]) -> int:
@@ -188,21 +188,21 @@ class _Service:
         await asyncio.wait({idle, died, again}, return_when=asyncio.FIRST_COMPLETED)
         again.cancel()
         if died.done():
-            return await self._mourn()
+            return await self._end_with_engine()
         if not (idle.done() and idle.result()):
             idle.cancel()
             log.warning("stopping with requests still open; they are dropped")
             await self._client.stop()
-            await self._state.idle(_FAREWELL_SECONDS)
+            await self._state.idle(_ERROR_ANSWER_SECONDS)
         return _STOPPED
 
-    def _invitation(self) -> str:
-        """Where the server is, and a request that it answers."""
+    def _ready_message(self) -> str:
+        """The server's address and an example request."""
         serving = self._state.serving
         assert serving is not None
         chats = self._config.chat_template is not None or serving.tokenizer.chat_template is not None
-        asked = {"messages": [{"role": "user", "content": "Hello"}]} if chats else {"prompt": "Hello"}
-        body = json.dumps({"model": self._state.model_name, **asked})
+        prompt = {"messages": [{"role": "user", "content": "Hello"}]} if chats else {"prompt": "Hello"}
+        body = json.dumps({"model": self._state.model_name, **prompt})
         key = ' -H "Authorization: Bearer $ALLOTROPE_API_KEY"' if self._config.api_key else ""
         route = "chat/completions" if chats else "completions"
         return (
@@ -216,7 +216,7 @@ class _Service:
 
     @contextlib.contextmanager
     def _signal_handlers(self) -> Iterator[None]:
-        # Outside the main thread there are no signals to handle; whoever runs the server there ends it otherwise.
+        # Python delivers signals to the main thread only. In another thread, the caller stops the server itself.
         signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
         loop = asyncio.get_running_loop()
         for number in signals:
@@ -229,7 +229,7 @@ class _Service:
 
 
 def _load_tokenizer(config: EngineConfig) -> tuple[Tokenizer, int]:
-    """The tokenizer, and the bytes of its longest token (which takes a while to find where there are many)."""
+    """The tokenizer and the byte length of its longest token. The search over a large vocabulary takes a while."""
     from allotrope.checkpoint.hub import find_snapshot
     from allotrope.text.tokenizer import load_tokenizer
 

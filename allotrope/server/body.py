@@ -1,4 +1,4 @@
-"""From the bytes of a request to a checked model: every way in which a body can be wrong ends here as a 400 or 413."""
+"""Reads the bytes of a request into a checked model. Every fault of a body becomes a 400 or 413 here."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ M = TypeVar("M", bound=BaseModel)
 
 _INLINE_BYTES = 64 * 1024
 _LISTED_ERRORS = 3
-# Every integer below it is a float too.
+# A float represents every integer below this bound exactly.
 _LARGEST_EXACT = 2**53
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises `HttpError` 413 as soon as it is longer than `max_bytes`."""
+    """The whole body. Raises `HttpError` 413 as soon as it exceeds `max_bytes`."""
     too_large = HttpError(413, f"The request body is larger than {max_bytes} bytes (--max-body-bytes).")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise too_large
     data = bytearray()
-    async for piece in request.stream():
-        data += piece
+    async for delta in request.stream():
+        data += delta
         if len(data) > max_bytes:
             raise too_large
     return bytes(data)
@@ -41,7 +41,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 async def parse(data: bytes, model: type[M], fields: Fields, *, strict: bool) -> tuple[M, list[str]]:
     """The body `data` as `model`, and the fields that were ignored.
 
-    `fields`: what becomes of each field. `strict`: refuse unknown fields. Raises `InvalidRequest`.
+    `fields`: the rule of each field. `strict`: refuse unknown fields. Raises `InvalidRequest`.
     """
     if len(data) <= _INLINE_BYTES:
         return _parse(data, model, fields, strict)
@@ -77,7 +77,7 @@ def _decode(data: bytes) -> dict[str, Any]:
 
 
 def _read_float(text: str) -> float:
-    """JSON has one kind of number, so 3.0 is an integer; some clients write it so."""
+    """Read 3.0 as the integer 3: JSON has one number type, and some clients write integers so."""
     value = float(text)
     if math.isinf(value):
         raise ValueError(f"the number {text[:40]} is out of range")
@@ -88,21 +88,21 @@ _decoder = msgspec.json.Decoder(float_hook=_read_float)
 
 
 def _as_invalid_request(error: ValidationError, body: dict[str, Any]) -> InvalidRequest:
-    """One message for the first few faults; the first one's field is the error's `param`."""
-    found: dict[str, str] = {}
+    """One message for the first few faults. The error's `param` is the field of the first one."""
+    faults: dict[str, str] = {}
     for detail in error.errors(include_url=False, include_context=False):
         path, value = _locate(detail, body)
-        found.setdefault(path, _sentence(path, value, detail))
-    # Where one branch of a union failed deep inside, that another did not fit at all says nothing.
-    for path in [short for short in found if any(path.startswith((f"{short}.", f"{short}[")) for path in found)]:
-        del found[path]
-    listed = list(found.values())[:_LISTED_ERRORS]
-    more = len(found) - len(listed)
-    return InvalidRequest(" ".join(listed) + (f" And {more} more." if more else ""), next(iter(found)))
+        faults.setdefault(path, _sentence(path, value, detail))
+    # A union reports every branch. A fault deep inside one branch makes the mismatch of the others redundant.
+    for path in [short for short in faults if any(path.startswith((f"{short}.", f"{short}[")) for path in faults)]:
+        del faults[path]
+    listed = list(faults.values())[:_LISTED_ERRORS]
+    more = len(faults) - len(listed)
+    return InvalidRequest(" ".join(listed) + (f" And {more} more." if more else ""), next(iter(faults)))
 
 
 def _locate(detail: ErrorDetails, body: dict[str, Any]) -> tuple[str, Any]:
-    """The path of a fault in the client's own terms (`messages[0].content`) and the value there."""
+    """The path of a fault in the client's body (`messages[0].content`), and the value at it."""
     path = ""
     value: Any = body
     for part in detail["loc"]:
@@ -110,7 +110,7 @@ def _locate(detail: ErrorDetails, body: dict[str, Any]) -> tuple[str, Any]:
             path, value = f"{path}[{part}]", value[part]
         elif isinstance(part, str) and isinstance(value, dict) and (part in value or detail["type"] == "missing"):
             path, value = f"{path}.{part}" if path else part, value.get(part)
-        # Other parts name a branch of a union, which is nothing that the client wrote.
+        # Other parts of `loc` name a branch of a union and are skipped.
     return path, value
 
 

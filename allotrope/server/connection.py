@@ -1,6 +1,6 @@
-"""One client's connection: how long its next request may take to arrive, and what it is told when that is too long.
+"""A client's connection with deadlines: a request that arrives too slowly gets a 408, and the connection closes.
 
-Owns deadlines for heads and bodies of requests. It must not know routes, nor when the server is full.
+Owns the deadlines for heads and bodies of requests. It must not know routes, nor the limit of connections.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from allotrope.server.errors import HttpError, error_body
 
-# A body may take a second more for each of these bytes, so that a large one over a slow line is not cut off.
+# The deadline of a body grows by one second for each of these bytes, so that large bodies arrive over slow lines.
 _BYTES_PER_SECOND = 64 * 1024
-# What a client goes on sending after its answer is read for so long, so that the answer is not lost in a reset.
+# After the answer, the rest of the body is read for this long. Closing at once would reset the connection, and the
+# client could lose the answer.
 _LINGER_SECONDS = 10.0
 _CLOSE_SECONDS = 5.0
 
@@ -25,7 +26,7 @@ _Protocol: Any = AutoHTTPProtocol
 
 @dataclass(frozen=True)
 class Deadlines:
-    """`head`: seconds for a request's line and headers. `body`: seconds for its body, plus one for each 64 KiB."""
+    """`head`: seconds for the request line and headers. `body`: seconds for the body, plus one for each 64 KiB."""
 
     head: float
     body: float
@@ -44,12 +45,12 @@ class Connection(_Protocol):
         self._closing_since: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """The client has connected; its first request is waited for."""
+        """Start the deadline of the first request's head."""
         super().connection_made(transport)
         self._head_since = self.loop.time()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a request came."""
+        """Read bytes of a request, and start the deadline of its body or of the next head."""
         if self._closing_since is not None:
             return
         before = self.cycle
@@ -64,7 +65,7 @@ class Connection(_Protocol):
 
     @property
     def waits_since(self) -> float | None:
-        """Since when the client owes a request's head, or has been idle; None in a request, or where it is closing."""
+        """The time since which the connection waits for a request. None during a request and while it closes."""
         if self.transport.is_closing():
             return None
         if self._head_since is not None:
@@ -73,7 +74,7 @@ class Connection(_Protocol):
         return self._body_since if cycle.response_complete and not cycle.more_body else None
 
     def check(self, now: float) -> None:
-        """Close the connection if its request is overdue. `now`: time of the event loop, in seconds."""
+        """Close the connection if its request is past a deadline. `now`: time of the event loop, in seconds."""
         if self._closing_since is not None:
             if now - self._closing_since > _CLOSE_SECONDS:
                 self.transport.abort()
@@ -98,11 +99,11 @@ class Connection(_Protocol):
         self._answer_and_close(HttpError(408, f"{what} did not arrive within {allowed} ({option})."), now)
 
     def send_400_response(self, msg: str) -> None:
-        """Called where bytes are not HTTP."""
+        """Answer bytes that are not HTTP; uvicorn calls this."""
         self._answer_and_close(HttpError(400, msg), self.loop.time())
 
     def _answer_and_close(self, error: HttpError, now: float) -> None:
-        """Write the answer past the protocol's state machine, which is in the middle of a request."""
+        """Write the answer directly to the transport: the protocol's state machine is in the middle of a request."""
         body = msgspec.json.encode(error_body(error))
         reason = {400: "Bad Request", 408: "Request Timeout"}[error.status]
         self.transport.write(

@@ -1,4 +1,4 @@
-"""File descriptors: how many this process may open, and how many connections that leaves.
+"""The limit of file descriptors, and the number of connections that fit into it.
 
 It must not know HTTP.
 """
@@ -9,30 +9,31 @@ import contextlib
 import resource
 from pathlib import Path
 
-# Far above what one process serves; some systems allow a billion, and some programs close each of them at a fork.
+# One process serves far fewer connections. Some systems allow a billion descriptors, and some programs close each
+# possible descriptor at a fork.
 _MAX_DESCRIPTORS = 65536
-# Left for files, pipes and sockets that are not connections of clients.
+# Descriptors that stay free for files, pipes and other sockets.
 _RESERVED = 64
-# Connections beyond the bound that are taken all the same, to be told so and to answer /health.
+# Connections accepted beyond --max-connections: they get a 503, or an answer of /health.
 SPARE_CONNECTIONS = 16
 _MAX_CONNECTIONS = 8192
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit of file descriptors to the hard one (65536 at most); returns the limit that holds now."""
+    """Raise the soft limit of file descriptors to the hard one (65536 at most). Returns the new soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return _MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
     with contextlib.suppress(OSError, ValueError):
-        # Some systems refuse what they have named as the hard limit.
+        # Some systems refuse a soft limit equal to the hard limit that they report.
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return wanted
     return soft
 
 
 def default_max_connections(descriptors: int) -> int:
-    """Connections that fit beside what is open now. `descriptors`: the limit of file descriptors."""
+    """The number of connections that fit beside the open descriptors. `descriptors`: the limit of descriptors."""
     spare = descriptors - _count_open() - _RESERVED - SPARE_CONNECTIONS
     return max(1, min(spare, _MAX_CONNECTIONS))
 

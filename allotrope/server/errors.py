@@ -1,4 +1,4 @@
-"""Errors as HTTP answers, always in the form that OpenAI clients read."""
+"""Writes errors as HTTP answers in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RETRY_SECONDS = "1"
 
 
 class HttpError(Exception):
-    """A request that ends with `status` for a reason of the HTTP layer's own (a missing key, a server that loads)."""
+    """An error of the HTTP layer, such as a missing key or a server that is loading. It is answered with `status`."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -33,12 +33,12 @@ class HttpError(Exception):
 
 
 def as_http(error: Exception) -> HttpError:
-    """The HTTP meaning of an error of the engine; what is not known is a fault of ours (500)."""
+    """The HTTP error for an exception. An unknown exception is an internal error (500)."""
     match error:
         case HttpError():
             return error
         case InvalidRequest():
-            return HttpError(error.status, str(error), error.param)
+            return HttpError(400, str(error), error.param)
         case Overloaded():
             return HttpError(429, str(error))
         case EngineDead():
@@ -50,20 +50,20 @@ def as_http(error: Exception) -> HttpError:
 
 
 def error_body(error: HttpError) -> dict[str, Any]:
-    """The JSON object that tells of `error`."""
+    """`error` as OpenAI's JSON object."""
     kind, code = _TYPES.get(error.status, ("server_error" if error.status >= 500 else "invalid_request_error", None))
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code or code}}
 
 
 def error_response(error: HttpError, headers: Mapping[str, str] | None = None) -> Response:
-    """The HTTP answer that tells of `error`."""
+    """`error` as an HTTP answer."""
     extra = dict(headers or {})
     if error.status == 401:
         extra["www-authenticate"] = "Bearer"
     if error.status in (429, 503):
         extra["retry-after"] = _RETRY_SECONDS
     if error.status == 413:
-        # What is left of the body is not worth sending.
+        # The connection closes, so that the client stops sending the body.
         extra["connection"] = "close"
     body = msgspec.json.encode(error_body(error))
     return Response(body, status_code=error.status, headers=extra, media_type="application/json")

@@ -1,9 +1,9 @@
-"""Every request field that the API knows, and what becomes of it: one table per route.
+"""Tables of every request field that the API knows, one for each route, with the rule that holds for its value.
 
-A field is honoured (the models in `protocol` declare it and it has an effect), accepted without effect (any value means
-the same here), or limited to neutral values (anything else is refused with the reason). Fields by which other engines
-change an answer are in `foreign_fields` and are refused with what to write here. null always means "not given".
-A field in none of these is unknown: refused under --strict, else named in a response header. Within messages and
+A field is honoured (a model in `protocol` declares it, and it has an effect), accepted without effect (no value changes
+the answer), or limited to neutral values (other values are refused with the reason). `foreign_fields` has the fields by
+which other engines change an answer; they are refused with a hint. null means that a field is left out.
+A field in none of these tables is unknown: --strict refuses it, otherwise a response header names it. In messages and
 stream_options an unknown field is always refused.
 """
 
@@ -159,10 +159,10 @@ _STREAM_OPTIONS: dict[str, Rule] = {
 
 
 def _of_the_other_route(table: Mapping[str, Rule], other: Mapping[str, Rule], path: str) -> dict[str, Rule]:
-    """Rules for what the route `path` reads and this one does not."""
-    asks = Misplaced(f"it is one of {path}")
+    """Rules for the fields that only the other route reads. `table`: this route's; `other`: the one of `path`."""
+    misplaced = Misplaced(f"it is one of {path}")
     return {
-        name: rule if isinstance(rule, Only) else asks
+        name: rule if isinstance(rule, Only) else misplaced
         for name, rule in other.items()
         if name not in table and not isinstance(rule, WithoutEffect)
     }
@@ -170,7 +170,7 @@ def _of_the_other_route(table: Mapping[str, Rule], other: Mapping[str, Rule], pa
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of one route's body: those of the API, and those of others that would change the answer."""
+    """Rules of one body's fields. `known`: fields of this API. `foreign`: fields of other engines."""
 
     known: Mapping[str, Rule]
     foreign: Mapping[str, Rule]
@@ -188,9 +188,9 @@ STREAM_OPTIONS = Fields(_STREAM_OPTIONS, {})
 
 
 def unknown_fields(body: Mapping[str, Any], fields: Fields) -> list[str]:
-    """The fields of `body` that are in neither table of `fields`, except those that are null.
+    """The fields of `body` that are in neither table of `fields` and are not null.
 
-    Raises `InvalidRequest` for a value that is refused, and for an unknown field within messages or stream_options.
+    Raises `InvalidRequest` for a refused value, and for an unknown field within messages or stream_options.
     """
     unknown = _check(body, fields)
     for path, inner, inner_fields in _inner_objects(body):
@@ -203,7 +203,7 @@ def unknown_fields(body: Mapping[str, Any], fields: Fields) -> list[str]:
 
 
 def _check(body: Mapping[str, Any], fields: Fields, prefix: str = "") -> list[str]:
-    """Hold each field against its rule; returns those that have a value and no rule."""
+    """Check each field by its rule. Returns the fields that have a value and no rule."""
     unknown = []
     for name, value in body.items():
         rule = fields.known.get(name) or fields.foreign.get(name)
@@ -215,18 +215,18 @@ def _check(body: Mapping[str, Any], fields: Fields, prefix: str = "") -> list[st
 
 
 def _inner_objects(body: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Fields]]:
-    """Objects of fixed form within a body: where they are and what they may hold."""
+    """The objects within a body that have tables of their own: path, object and table."""
     if isinstance(options := body.get("stream_options"), dict):
         yield "stream_options", options, STREAM_OPTIONS
-    for place, message in _objects(body.get("messages")):
-        yield f"messages[{place}]", message, MESSAGE
-        for part_place, part in _objects(message.get("content")):
-            # A part of another type is refused for that.
+    for index, message in _objects(body.get("messages")):
+        yield f"messages[{index}]", message, MESSAGE
+        for part_index, part in _objects(message.get("content")):
+            # The pydantic model refuses parts of other types.
             if part.get("type") == "text":
-                yield f"messages[{place}].content[{part_place}]", part, PART
+                yield f"messages[{index}].content[{part_index}]", part, PART
 
 
 def _objects(value: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The objects in a list, with their places; none where it is no list."""
+    """Index and value of the objects in `value`, if it is a list."""
     if isinstance(value, list):
-        yield from ((place, item) for place, item in enumerate(value) if isinstance(item, dict))
+        yield from ((index, item) for index, item in enumerate(value) if isinstance(item, dict))

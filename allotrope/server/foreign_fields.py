@@ -1,8 +1,8 @@
-"""Request fields of other engines that would change the answer: each with its spelling here, or why there is none.
+"""Request fields by which other engines change the answer: each with this API's name for it, or the reason of refusal.
 
-Known are those of vLLM, SGLang, llama.cpp's server, Ollama, Text Generation Inference, LM Studio,
-text-generation-webui, KoboldAI, ExLlama's servers, Transformers and the sellers of hosted models. A field whose value
-could not change an answer has no row: it counts as unknown.
+The tables cover vLLM, SGLang, llama.cpp's server, Ollama, Text Generation Inference, LM Studio, text-generation-webui,
+KoboldAI, ExLlama's servers, Transformers and APIs of hosted models. A foreign field that cannot change an answer has
+no row, and counts as unknown.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ _ANY_ROUTE: dict[str, Rule] = {
     **dict.fromkeys(
         ("custom_logit_processor", "custom_params", "logits_processor_args"), Only((), "code in requests is not run")
     ),
-    # Held output.
+    # Structured output.
     **dict.fromkeys(
         ("grammar", "grammar_string", "grammar_lazy", "grammar_triggers", "ebnf", "guided_whitespace_pattern"),
         Only(("", False, []), _NO_GRAMMAR),
@@ -113,7 +113,7 @@ _ANY_ROUTE: dict[str, Rule] = {
     **dict.fromkeys(("speculative.n_max", "speculative.n_min", "speculative.p_min"), Only((), _NO_SPECULATION)),
     **dict.fromkeys(("images", "image_data", "audio_data", "video_data", "mm_payload"), Only(([],), _NO_MEDIA)),
     "media_io_kwargs": Only(({},), _NO_MEDIA),
-    # What is read, and how much of it.
+    # Prompts and their lengths.
     "num_ctx": Misplaced("the context is set at the start of the server (--max-model-len)"),
     **dict.fromkeys(
         ("n_ctx", "context_length", "max_context_length"), Misplaced("the context is set with --max-model-len")
@@ -133,7 +133,7 @@ _ANY_ROUTE: dict[str, Rule] = {
     ),
     "parameters": Misplaced(f"{_IN_THE_BODY}: max_new_tokens as max_tokens, others by their names"),
     "sampling_params": Misplaced(f"{_IN_THE_BODY}: max_new_tokens as max_tokens, others by their names"),
-    # Reports.
+    # Contents of the answer.
     "return_text": Only((True,), "return_token_ids adds ids to the text"),
     "return_tokens": Renamed("return_token_ids", (False,)),
     "return_logprob": Only((False,), "write logprobs"),

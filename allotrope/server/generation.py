@@ -1,7 +1,7 @@
-"""One prompt on its way through the engine: sequence outputs in, pieces of text out.
+"""Runs one prompt in the engine, and turns its sequence outputs into deltas of text.
 
-Both kinds of answer are made of the same pieces: a stream sends each, a whole answer is all of them joined. It must not
-know HTTP or any JSON form.
+Both kinds of answer are made of the same deltas: a stream sends each one, a whole answer accumulates them. This module
+must not know HTTP or any JSON form.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
 
 class GenerationFailed(AllotropeError):
-    """The engine gave up on this request; others go on."""
+    """The engine dropped this request; other requests continue."""
 
 
-class Scored(NamedTuple):
-    """A token and, where asked for, its log-probabilities."""
+class TokenScore(NamedTuple):
+    """A token and, if requested, its log-probabilities."""
 
     id: int
     logprobs: TokenLogprobs | None
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What is new in sequence `index` of an answer.
+class Delta:
+    """The text and tokens that sequence `index` of an answer gains.
 
-    `tokens`: those that `text` was made of, and any that gave none. `echoed`: this is the prompt, not the answer.
+    `tokens`: the tokens of `text`, with those that add no text. `echoed`: the delta repeats the prompt.
     """
 
     index: int
     text: str
-    tokens: tuple[Scored, ...]
+    tokens: tuple[TokenScore, ...]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     echoed: bool = False
@@ -51,17 +51,19 @@ class Piece:
 @dataclass
 class _Sequence:
     stream: TextStream
-    held: list[Scored] = field(default_factory=list)
+    # Tokens whose text is not sent yet.
+    held: list[TokenScore] = field(default_factory=list)
     done: bool = False
 
 
 class Generation:
     """The answer to one prompt: `request.params.n` sequences.
 
-    `continues_text`: the answer goes on where the prompt's text stops (a completion), rather than being a text of its
-    own. `echo`: text of the prompt, where each sequence begins with it. `silent`: the client wants no new tokens (the
-    engine always makes one). `first_index`: index of the first sequence, where one answer covers several prompts.
-    `cached_tokens`, `cache_lost`, `prompt_logprobs` and `completion_tokens` are filled as outputs arrive.
+    `continues_text`: the answer continues the prompt's text (a completion); a chat answer starts a text of its own.
+    `echo`: text of the prompt with which each sequence begins, or None. `no_new_tokens`: the client sent
+    `max_tokens=0`, so the one token that the engine generates is dropped. `first_index`: index of the first sequence
+    in an answer that covers several prompts. Arriving outputs fill `cached_tokens`, `cache_lost`, `prompt_logprobs`
+    and `completion_tokens`.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Generation:
         *,
         continues_text: bool = False,
         echo: str | None = None,
-        silent: bool = False,
+        no_new_tokens: bool = False,
         first_index: int = 0,
     ) -> None:
         self.request = request
@@ -80,8 +82,8 @@ class Generation:
         self.cache_lost: dict[str, int] = {}
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._echo = echo
-        self._silent = silent
-        self._generated = 0
+        self._no_new_tokens = no_new_tokens
+        self._completion_tokens = 0
         self._started = False
         self._sequences = [
             _Sequence(TextStream(tokenizer, request.params, continues_text=continues_text))
@@ -90,74 +92,75 @@ class Generation:
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of the answer so far, of all its sequences."""
-        return 0 if self._silent else self._generated
+        """The number of tokens generated so far, over all sequences."""
+        return 0 if self._no_new_tokens else self._completion_tokens
 
-    async def pieces(self, engine: EngineClient, metrics: Metrics) -> AsyncGenerator[Piece, None]:
-        """Run the request and yield its pieces. Closing the generator aborts what still runs.
+    async def deltas(self, engine: EngineClient, metrics: Metrics) -> AsyncGenerator[Delta, None]:
+        """Run the request and yield its deltas. Closing the generator aborts the sequences that still run.
 
-        Raises `GenerationFailed` if the engine gave up on a sequence, and whatever `EngineClient.generate` raises.
+        Raises `GenerationFailed` if the engine dropped a sequence, and every error of `EngineClient.generate`.
         """
         with metrics.track(self.request) as timer:
             async with aclosing(engine.generate(self.request)) as outputs:
                 async for output in outputs:
-                    before = self._generated
-                    pieces = self.take(output)
-                    timer.tokens(output.index, self._generated - before)
+                    before = self._completion_tokens
+                    deltas = self.take(output)
+                    timer.tokens(output.index, self._completion_tokens - before)
                     if before == 0:
                         timer.queued(output.queued_seconds)
-                    for piece in pieces:
-                        if piece.finish_reason is not None:
-                            timer.ended(piece.finish_reason)
-                        yield piece
+                    for delta in deltas:
+                        if delta.finish_reason is not None:
+                            timer.ended(delta.finish_reason)
+                        yield delta
                     if all(sequence.done for sequence in self._sequences):
                         break
                     if self._sequences[output.index].done and output.finish_reason is None:
-                        # Its text was stopped here, which the engine cannot know; its siblings go on.
+                        # A stop string ended this sequence. The engine matches stop ids only, so it is told to abort
+                        # it; the other sequences continue.
                         engine.abort(self.request.request_id, output.index)
 
-    def take(self, output: SequenceOutput) -> list[Piece]:
-        """The pieces that `output` adds; none where its text must wait for more, or its sequence has ended.
+    def take(self, output: SequenceOutput) -> list[Delta]:
+        """The deltas that `output` adds. There are none if its text is held back, or its sequence has ended.
 
-        Raises `GenerationFailed` if the engine gave up on the sequence.
+        Raises `GenerationFailed` if the engine dropped the sequence.
         """
         sequence = self._sequences[output.index]
         if sequence.done:
             return []
         if output.finish_reason in ("error", "abort"):
             raise GenerationFailed(output.error or "the engine dropped this request")
-        pieces = self._begin(output) if not self._started else []
-        piece = self._advance(sequence, output)
-        if piece.text or piece.finish_reason is not None:
-            pieces.append(piece)
+        deltas = self._begin(output) if not self._started else []
+        delta = self._advance(sequence, output)
+        if delta.text or delta.finish_reason is not None:
+            deltas.append(delta)
         else:
-            sequence.held = [*piece.tokens]
-        return pieces
+            sequence.held = [*delta.tokens]
+        return deltas
 
-    def _begin(self, output: SequenceOutput) -> list[Piece]:
-        """Take what only the first output brings; the echoed prompt, once for each sequence."""
+    def _begin(self, output: SequenceOutput) -> list[Delta]:
+        """Store the fields of the first output. Returns the echoed prompt once for each sequence."""
         self._started = True
         self.cached_tokens, self.cache_lost = output.cached_tokens, output.cache_lost
         self.prompt_logprobs = output.prompt_logprobs
         if self._echo is None:
             return []
         ids = self.request.prompt_ids
-        tokens = tuple(map(Scored, ids, self.prompt_logprobs or [None] * len(ids)))
+        tokens = tuple(map(TokenScore, ids, self.prompt_logprobs or [None] * len(ids)))
         indices = range(self.first_index, self.first_index + len(self._sequences))
-        return [Piece(index, self._echo, tokens, echoed=True) for index in indices]
+        return [Delta(index, self._echo, tokens, echoed=True) for index in indices]
 
-    def _advance(self, sequence: _Sequence, output: SequenceOutput) -> Piece:
-        """Token by token, so that the answer does not depend on how many tokens one step brought."""
+    def _advance(self, sequence: _Sequence, output: SequenceOutput) -> Delta:
+        """The delta of `output`. Tokens are read one by one, so the text is the same for any number of them a step."""
         params = self.request.params
         tokens, text = sequence.held, ""
         held, sequence.held = len(tokens), []
         reason, stop_reason = output.finish_reason, output.stop_reason
-        # The engine knows stop ids only: where it stopped, the last token is one, and shown only on request.
-        unseen = len(output.token_ids) - 1 if reason == "stop" and not params.include_stop_str_in_output else -1
+        # The engine stops at stop ids only, so the last token of reason "stop" is one. Its text is left out by default.
+        omitted = len(output.token_ids) - 1 if reason == "stop" and not params.include_stop_str_in_output else -1
         scores = output.logprobs or [None] * len(output.token_ids)
-        for place, (token, score) in enumerate(zip(output.token_ids, scores, strict=True)):
-            tokens.append(Scored(token, score))
-            if place != unseen:
+        for offset, (token, score) in enumerate(zip(output.token_ids, scores, strict=True)):
+            tokens.append(TokenScore(token, score))
+            if offset != omitted:
                 text += sequence.stream.push([token])
             if sequence.stream.stopped_by is not None:
                 reason, stop_reason = "stop", sequence.stream.stopped_by
@@ -165,22 +168,25 @@ class Generation:
         if reason is not None and sequence.stream.stopped_by is None:
             text += sequence.stream.push([], final=True)
         sequence.done = reason is not None
-        self._generated += len(tokens) - held
+        self._completion_tokens += len(tokens) - held
         index = self.first_index + output.index
-        if self._silent:
-            return Piece(index, "", (), "length" if reason is not None else None)
-        return Piece(index, text, tuple(tokens), reason, stop_reason)
+        if self._no_new_tokens:
+            return Delta(index, "", (), "length" if reason is not None else None)
+        return Delta(index, text, tuple(tokens), reason, stop_reason)
 
 
-async def merged(sources: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
-    """The pieces of several generations as they come. The first that fails fails all; closing closes all."""
-    arrived: asyncio.Queue[Piece | None] = asyncio.Queue()
+async def merge(sources: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
+    """The deltas of several generations as they arrive.
 
-    async def forward(source: AsyncGenerator[Piece, None]) -> None:
+    The first error is raised and ends all of them. Closing this generator closes all of them.
+    """
+    arrived: asyncio.Queue[Delta | None] = asyncio.Queue()
+
+    async def forward(source: AsyncGenerator[Delta, None]) -> None:
         try:
             async with aclosing(source):
-                async for piece in source:
-                    arrived.put_nowait(piece)
+                async for delta in source:
+                    arrived.put_nowait(delta)
         finally:
             arrived.put_nowait(None)
 
@@ -188,9 +194,9 @@ async def merged(sources: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerat
     try:
         left = len(tasks)
         while left:
-            piece = await arrived.get()
-            if piece is not None:
-                yield piece
+            delta = await arrived.get()
+            if delta is not None:
+                yield delta
                 continue
             left -= 1
             for task in tasks:

@@ -1,6 +1,6 @@
-"""What every request passes before its route: the key, the server's phase, and the count of open requests.
+"""Checks every request before its route: its key, the server's phase and its load. Counts the open requests.
 
-Plain ASGI, because a stream must reach the client unbuffered and its end must be seen.
+Plain ASGI, so that a stream reaches the client unbuffered and the guard sees its end.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _TOO_MANY = "Too many clients are connected (--max-connections). Try again in a 
 
 
 def path_of(scope: Scope) -> str:
-    """The path of a request as routes know it: without the path under which a proxy shows the server."""
+    """The path of a request without `--root-path`, the prefix under which a proxy serves it."""
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
     return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
 
 
 class Guard:
-    """Wraps the application `app`; `state` says whether requests are taken, and its config who may ask."""
+    """Wraps the application `app`. `state` says whether the server takes requests; its config has the keys."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
@@ -38,13 +38,13 @@ class Guard:
         self._metrics_keys = [key.encode() for key in state.config.metrics_api_key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with an error, or let the request through and count it until its answer has ended."""
+        """Answer with an error, or pass the request on and count it as open until its answer ends."""
         if scope["type"] != "http":
             return
         path = path_of(scope)
         error = self._refuse(path, scope)
         if error is not None:
-            # While clients are too many, each one that is refused leaves.
+            # A full server closes the connection of every client that it refuses.
             headers = {"connection": "close"} if self._state.is_full() else None
             await error_response(error, headers)(scope, receive, send)
         elif path in PROBES:
@@ -65,13 +65,13 @@ class Guard:
         return None if reason is None else HttpError(503, reason)
 
     def _may_ask(self, path: str, authorization: str) -> bool:
-        # The page is the same for every model and says nothing of this one; a browser could not send it a key.
+        # The page tells nothing of the model, and a browser that opens it cannot send a key.
         if path == DOCS:
             return True
         keys = [*self._keys, *self._metrics_keys] if path == METRICS else self._keys
         if not keys:
             return True
-        scheme, _, given = authorization.partition(" ")
-        # Headers are latin-1; comparisons in constant time, of all keys, give nothing away about them.
-        found = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in keys]
-        return scheme.lower() == "bearer" and any(found)
+        scheme, _, sent_key = authorization.partition(" ")
+        # Headers are latin-1. Constant-time comparisons with all keys leak nothing about them.
+        matches = [hmac.compare_digest(sent_key.strip().encode("latin-1"), key) for key in keys]
+        return scheme.lower() == "bearer" and any(matches)

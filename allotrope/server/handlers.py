@@ -1,4 +1,4 @@
-"""What the generating routes do: a checked body becomes engine requests, and these an answer."""
+"""Handlers of the generating routes: they turn a checked body into engine requests and return the response."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from allotrope.errors import InvalidRequest
 from allotrope.request import Request, SamplingParams
 from allotrope.server.answers import Answer, ChatAnswer, CompletionAnswer
-from allotrope.server.generation import Generation, Piece, merged
+from allotrope.server.generation import Delta, Generation, merge
 from allotrope.server.logprobs import Report
 from allotrope.server.protocol import ChatRequest, CompletionRequest, Prompt
 from allotrope.server.request_log import note_prompt
-from allotrope.server.respond import Generated
-from allotrope.server.sampling import chat_length, chat_sampling, completion_sampling
+from allotrope.server.respond import GenerationResponse
+from allotrope.server.sampling import chat_max_tokens, chat_sampling, completion_sampling
 from allotrope.server.state import ServerState, Serving
 
 
-async def answer_chat(state: ServerState, body: ChatRequest, headers: Mapping[str, str]) -> Generated:
+async def answer_chat(state: ServerState, body: ChatRequest, headers: Mapping[str, str]) -> GenerationResponse:
     """The answer to a conversation. Raises `InvalidRequest`."""
     serving = state.ready()
     params = chat_sampling(body, serving.limits.sampling_defaults)
     _check_count(serving, params.n, f"n={params.n} asks for {params.n} sequences", "n")
     ids = await serving.prompts.read_messages(body.messages, body)
-    asked = chat_length(body)
-    ids = serving.prompts.truncate(ids, body.truncate_prompt_tokens, asked or 1)
-    if asked is None:
+    max_tokens = chat_max_tokens(body)
+    ids = serving.prompts.truncate(ids, body.truncate_prompt_tokens, max_tokens or 1)
+    if max_tokens is None:
         params = _limit_length(state, params, len(ids)).fitted(len(ids), serving.limits.max_model_len)
     try:
         request = _request(serving, ids, params)
@@ -36,58 +36,62 @@ async def answer_chat(state: ServerState, body: ChatRequest, headers: Mapping[st
     _note_prompt(state, ids)
     generation = Generation(request, serving.tokenizer, continues_text=body.continue_final_message or False)
     answer = ChatAnswer(state.model_name, [generation], serving.tokenizer, _report(body, params.logprobs))
-    pieces = generation.pieces(serving.engine, serving.metrics)
-    return _generated(state, body, headers, answer, pieces)
+    deltas = generation.deltas(serving.engine, serving.metrics)
+    return _response(state, body, headers, answer, deltas)
 
 
-async def answer_completion(state: ServerState, body: CompletionRequest, headers: Mapping[str, str]) -> Generated:
-    """The continuations of one prompt or several. Raises `InvalidRequest`."""
+async def answer_completion(
+    state: ServerState, body: CompletionRequest, headers: Mapping[str, str]
+) -> GenerationResponse:
+    """The continuations of one or more prompts. Raises `InvalidRequest`."""
     serving = state.ready()
     params = completion_sampling(body, serving.limits.sampling_defaults)
-    wanted = len(body.prompt) * params.n
+    count = len(body.prompt) * params.n
     param = "prompt" if len(body.prompt) > 1 else "n"
-    _check_count(serving, wanted, f"prompt has {len(body.prompt)} prompts, with n={params.n} {wanted} sequences", param)
+    _check_count(serving, count, f"prompt has {len(body.prompt)} prompts, with n={params.n} {count} sequences", param)
     generations: list[Generation] = []
     for prompt in body.prompt:
         generations.append(await _read_completion(serving, body, params, prompt, len(generations)))
         _note_prompt(state, generations[-1].request.prompt_ids)
     answer = CompletionAnswer(state.model_name, generations, serving.tokenizer, _report(body, params.logprobs))
-    streams = [generation.pieces(serving.engine, serving.metrics) for generation in generations]
-    pieces = streams[0] if len(streams) == 1 else merged(streams)
-    return _generated(state, body, headers, answer, pieces)
+    streams = [generation.deltas(serving.engine, serving.metrics) for generation in generations]
+    deltas = streams[0] if len(streams) == 1 else merge(streams)
+    return _response(state, body, headers, answer, deltas)
 
 
 async def _read_completion(
-    serving: Serving, body: CompletionRequest, params: SamplingParams, prompt: Prompt, place: int
+    serving: Serving, body: CompletionRequest, params: SamplingParams, prompt: Prompt, index: int
 ) -> Generation:
-    """`place`: which prompt of the batch this is."""
-    read = await serving.prompts.read_prompt(prompt, add_special_tokens=body.add_special_tokens is not False)
-    ids = serving.prompts.truncate(read, body.truncate_prompt_tokens, params.max_tokens or 1)
+    """`index`: of the prompt in the batch."""
+    all_ids = await serving.prompts.read_prompt(prompt, add_special_tokens=body.add_special_tokens is not False)
+    ids = serving.prompts.truncate(all_ids, body.truncate_prompt_tokens, params.max_tokens or 1)
     request = _request(serving, ids, params)
     echo = None
     if body.echo:
-        whole = isinstance(prompt, str) and len(ids) == len(read)
+        whole = isinstance(prompt, str) and len(ids) == len(all_ids)
         echo = str(prompt) if whole else serving.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
     return Generation(
         request,
         serving.tokenizer,
         continues_text=True,
         echo=echo,
-        silent=body.max_tokens == 0,
-        first_index=place * params.n,
+        no_new_tokens=body.max_tokens == 0,
+        first_index=index * params.n,
     )
 
 
-def _generated(
+def _response(
     state: ServerState,
     body: ChatRequest | CompletionRequest,
     headers: Mapping[str, str],
     answer: Answer,
-    pieces: AsyncGenerator[Piece, None],
-) -> Generated:
-    """The response that sends `answer` as its `pieces` come, streamed if `body` asks for it."""
+    deltas: AsyncGenerator[Delta, None],
+) -> GenerationResponse:
+    """The response that sends `answer` as its `deltas` arrive. It streams if `body` asks for it."""
     keep_alive = state.config.sse_keep_alive_interval
-    return Generated(answer, pieces, stream=body.stream or False, headers=headers, keep_alive_seconds=keep_alive)
+    return GenerationResponse(
+        answer, deltas, stream=body.stream or False, headers=headers, keep_alive_seconds=keep_alive
+    )
 
 
 def _note_prompt(state: ServerState, ids: Sequence[int]) -> None:
@@ -96,7 +100,7 @@ def _note_prompt(state: ServerState, ids: Sequence[int]) -> None:
 
 
 def _limit_length(state: ServerState, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
-    """`params` with the server's limit, where the client set none and the context leaves more room than that."""
+    """`params` with the server's default for `max_tokens`, if the client set none and the context has room for more."""
     limit = state.default_max_tokens
     if limit is None or params.max_tokens is not None:
         return params
@@ -105,8 +109,8 @@ def _limit_length(state: ServerState, params: SamplingParams, prompt_tokens: int
     return dataclasses.replace(params, max_tokens=limit) if limit < room else params
 
 
-def _check_count(serving: Serving, wanted: int, fact: str, param: str) -> None:
-    if wanted > serving.max_sequences:
+def _check_count(serving: Serving, count: int, fact: str, param: str) -> None:
+    if count > serving.max_sequences:
         raise InvalidRequest(f"{fact}; this server queues {serving.max_sequences} at most (--max-num-waiting).", param)
 
 
@@ -123,7 +127,7 @@ def _request(serving: Serving, ids: Sequence[int], params: SamplingParams) -> Re
 
 
 def _in_terms_of_chat(body: ChatRequest, error: InvalidRequest) -> InvalidRequest:
-    """`error` with the names that this client used."""
+    """`error` with the field names that this client used."""
     if error.param == "prompt":
         return InvalidRequest(f"messages: {error}", "messages")
     if error.param == "max_tokens" and body.max_tokens is None:

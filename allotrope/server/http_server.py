@@ -1,6 +1,6 @@
-"""The HTTP server beneath the application: uvicorn, with bounded connections that have deadlines.
+"""The HTTP server beneath the application: uvicorn with a bounded number of connections that have deadlines.
 
-Owns how uvicorn is set up. It must not know routes.
+Owns uvicorn's configuration. It must not know routes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEEP_ALIVE_SECONDS = 60
 
 
 class HttpServer(uvicorn.Server):
-    """Serves `app`. `serve(sockets)` runs until `should_exit` is set; signals are left to others."""
+    """Serves `app`. `serve(sockets)` runs until `should_exit` is set. The caller handles signals."""
 
     def __init__(self, app: object, config: ServerConfig) -> None:
         super().__init__(
@@ -44,11 +44,11 @@ class HttpServer(uvicorn.Server):
 
     @property
     def is_full(self) -> bool:
-        """Whether more connections are open than are served."""
+        """Whether the number of open connections exceeds the limit."""
         return len(self.server_state.connections) > self.max_connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to accept. Asyncio's own way of it takes no bound, and logs thousands of errors where one occurs."""
+        """Begin to accept. asyncio's server has no limit of connections, and repeats one error thousands of times."""
         await self.lifespan.startup()
         self.servers = []
         connections: set[Connection] = self.server_state.connections  # type: ignore[assignment]
@@ -56,14 +56,14 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more, and close what is open."""
+        """Stop accepting, and close the open connections."""
         if self._listener is not None:
             self._listener.close()
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none: the service decides when to stop."""
+        """Capture no signals: the service decides when to stop."""
         yield
 
     def _connection(self) -> Connection:

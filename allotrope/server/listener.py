@@ -1,6 +1,7 @@
-"""Takes connections in bounded number, so that no flood of them can use up the process's file descriptors.
+"""Accepts a bounded number of connections, so that a flood of them cannot use up the file descriptors.
 
-Owns who is let in and who must make room. It must not know HTTP: a connection says itself whether it only waits.
+Owns which connections are accepted and which are closed for new ones. It must not know HTTP: a connection says itself
+since when it waits for a request.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ _BATCH = 64
 _CHECK_SECONDS = 0.25
 _FULL_SECONDS = 0.05
 _FAILED_SECONDS = 0.5
-# A connection this young may have sent a request that has not been read yet.
+# A younger connection may have sent a request that the server has not read yet.
 _YOUNG_SECONDS = 1.0
-# Of the connections that wait, one in so many makes room at once, so that a flood does not look for one at a time.
+# A full server closes up to 1/16 of its connections at once, so that a flood does not cause a search for each one.
 _SHARE = 16
 _TCP_KEEP_ALIVE_SECONDS = 30
 
 
 class Listener:
-    """Accepts from `sockets` while there is room.
+    """Accepts connections from `sockets` while there is room.
 
-    `connections`: those that are open, kept by themselves. `limit`: most of them; a few more are let in so that they
-    can be told. `make`: makes the protocol of a new one. When full, connections that have sent no complete request
-    for a second or are idle are closed for new ones, those first that have waited longest.
+    `connections`: the open connections, which enter and leave this set themselves. `limit`: their largest number;
+    `SPARE_CONNECTIONS` more are accepted and get an error. `make`: makes the protocol of a new connection. At the
+    limit, new connections replace those that are idle or have sent no complete request for a second, the
+    longest-waiting first.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Listener:
             self._resume(each)
 
     def close(self) -> None:
-        """Take no more connections; those that are open stay."""
+        """Stop accepting. Open connections stay open."""
         self._checks.cancel()
         for retry in self._retries.values():
             retry.cancel()
@@ -73,7 +75,7 @@ class Listener:
         for _ in range(_BATCH):
             count = len(self._connections) + len(self._opening)
             if count >= self._limit and self._close_waiting():
-                # They are gone in the loop's next turn, which comes here again.
+                # The event loop removes the closed connections in its next iteration, which calls `_accept` again.
                 return
             if count >= self._limit + SPARE_CONNECTIONS:
                 self._pause(listening, _FULL_SECONDS)
@@ -100,7 +102,7 @@ class Listener:
             log.error("cannot open a connection: %s", error.strerror)
 
     def _close_waiting(self) -> bool:
-        """Close some connections that have sent no request; whether there were any."""
+        """Close some connections that wait for a request. Returns whether there were any."""
         oldest = self._loop.time() - _YOUNG_SECONDS
         waiting = [(since, each) for each in self._connections if (since := each.waits_since) is not None]
         closable = sorted((pair for pair in waiting if pair[0] < oldest), key=lambda pair: pair[0])
@@ -125,7 +127,7 @@ class Listener:
 
 
 def _keep_alive(client: socket.socket) -> None:
-    """Let the system notice clients that vanished, and keep routers from forgetting those that wait for an answer."""
+    """Turn TCP keep-alive on: it detects lost clients, and keeps routers from dropping connections that wait."""
     with contextlib.suppress(OSError, AttributeError):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _TCP_KEEP_ALIVE_SECONDS)

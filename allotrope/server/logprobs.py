@@ -1,6 +1,6 @@
-"""How tokens and their log-probabilities look in JSON, in the three forms that clients know.
+"""Writes tokens and their log-probabilities as JSON.
 
-Chat completions have one form, text completions an older one, and prompt log-probabilities a third.
+Chat completions, text completions and prompt log-probabilities have a form each.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from allotrope.request import TokenLogprobs
-from allotrope.server.generation import Generation, Scored
+from allotrope.server.generation import Generation, TokenScore
 
 if TYPE_CHECKING:
     from allotrope.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
-# JSON has no -inf.
-_LEAST_LOGPROB = -9999.0
+# JSON has no -inf, so the lowest log-probability stands for it.
+_MIN_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What an answer tells beside its text.
+    """The parts of an answer beside its text.
 
-    `logprobs`: alternatives to report at each position (None: no log-probabilities). `prompt_logprobs`: the same for
-    the prompt. `token_ids`: report ids. `ids_as_tokens`: write tokens as 'token_id:7'. `usage`: a stream ends with the
-    usage. `usage_always`: every chunk has it.
+    `logprobs`: number of alternatives to report at each position (None: no log-probabilities). `prompt_logprobs`: the
+    same for the prompt. `token_ids`: report token ids. `ids_as_tokens`: write tokens as 'token_id:7'. `usage`: a stream
+    ends with the usage. `usage_always`: every chunk has the usage.
     """
 
     logprobs: int | None = None
@@ -39,7 +39,7 @@ class Report:
 
 
 class TokenWriter:
-    """Tokens as the API spells them."""
+    """Writes tokens in the forms of the API."""
 
     def __init__(self, tokenizer: Tokenizer, report: Report) -> None:
         self._tokenizer = tokenizer
@@ -48,10 +48,10 @@ class TokenWriter:
     def text(self, token: int) -> str:
         return f"token_id:{token}" if self._report.ids_as_tokens else self._tokenizer.token_text(token)
 
-    def chat_logprobs(self, tokens: Sequence[Scored]) -> Json:
+    def chat_logprobs(self, tokens: Sequence[TokenScore]) -> Json:
         return {"content": [self._chat_entry(token) for token in tokens], "refusal": None}
 
-    def _chat_entry(self, token: Scored) -> Json:
+    def _chat_entry(self, token: TokenScore) -> Json:
         scores = token.logprobs
         if scores is None:
             raise RuntimeError(f"token {token.id} came without the log-probabilities that were asked for")
@@ -62,8 +62,8 @@ class TokenWriter:
         bytes_ = list(self._tokenizer.token_bytes(token))
         return {"token": self.text(token), "logprob": _finite(logprob), "bytes": bytes_}
 
-    def legacy_logprobs(self, tokens: Sequence[Scored], offset: int) -> Json:
-        """`offset`: characters of the answer before the first of `tokens`."""
+    def legacy_logprobs(self, tokens: Sequence[TokenScore], offset: int) -> Json:
+        """`offset`: number of characters of the answer before the first token."""
         texts = [self.text(token.id) for token in tokens]
         offsets = []
         for text in texts:
@@ -97,4 +97,4 @@ class TokenWriter:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST_LOGPROB)
+    return max(logprob, _MIN_LOGPROB)

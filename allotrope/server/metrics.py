@@ -1,6 +1,6 @@
-"""What the server tells Prometheus: its own counts and times, and the engine's state at the moment of the scrape.
+"""Prometheus metrics: the server's own counts and times, and the engine's state at the moment of the scrape.
 
-Every metric has the prefix `allotrope_`; another engine's names for the same values can be exported beside them.
+Every metric has the prefix `allotrope_`. The server can export the same values under another engine's names too.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 _PREFIX = "allotrope_"
-# Another engine's name for a metric, where it is not ours behind its own prefix.
+# The other engine's names of metrics that differ from ours in more than the prefix.
 _RENAMED = {"kv_cache_usage_ratio": "kv_cache_usage_perc"}
 
 
 class Metrics:
     """The counts and times of one server.
 
-    `model_name`: label of every sample. `stats`: reads the engine's state. `compat`: the engine whose names are
-    exported too ("none": only ours).
+    `model_name`: label of every sample. `stats`: reads the engine's state. `compat`: the engine whose metric names are
+    exported too ("none": ours only).
     """
 
     def __init__(self, model_name: str, stats: Callable[[], EngineStats], compat: str = "none") -> None:
@@ -67,8 +67,8 @@ class _Instruments:
             return Counter(_PREFIX + name, help, ["model_name"], registry=registry).labels(model_name)
 
         def histogram(name: str, help: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-            made = Histogram(_PREFIX + name, help, ["model_name"], registry=registry, buckets=buckets)
-            return made.labels(model_name)
+            family = Histogram(_PREFIX + name, help, ["model_name"], registry=registry, buckets=buckets)
+            return family.labels(model_name)
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
@@ -88,17 +88,17 @@ class _Instruments:
 
 
 class RequestTimer:
-    """Takes the times of one request; see `Metrics.track`."""
+    """Measures the times of one request; see `Metrics.track`."""
 
     def __init__(self, instruments: _Instruments, request: Request) -> None:
         self._instruments = instruments
         self._request = request
         self._last: dict[int, float] = {}
-        self._generated = 0
+        self._response = 0
         self._ended = 0
 
     def tokens(self, index: int, count: int) -> None:
-        """`count` tokens of sequence `index` arrived now."""
+        """Record that `count` tokens of sequence `index` arrived now."""
         if not count:
             return
         now = time.monotonic()
@@ -109,28 +109,28 @@ class RequestTimer:
         elif index in self._last:
             self._instruments.between_tokens.observe(now - self._last[index])
         self._last[index] = now
-        self._generated += count
+        self._response += count
         self._instruments.generation_tokens.inc(count)
 
     def queued(self, seconds: float) -> None:
-        """The request waited `seconds` before the engine began with it."""
+        """Record that the request waited `seconds` in the engine's queue."""
         self._instruments.queue.observe(seconds)
 
     def ended(self, reason: FinishReason) -> None:
-        """One sequence ended."""
+        """Record that one sequence ended."""
         self._ended += 1
         self._instruments.ended[reason].inc()
 
     def end(self, why: FinishReason) -> None:
-        """The request ended, and with it, because of `why`, its sequences that had not."""
+        """Record that the request ended. `why`: the finish reason of its sequences that still ran."""
         for _ in range(self._request.params.n - self._ended):
             self.ended(why)
         self._instruments.whole.observe(time.monotonic() - self._request.arrival)
-        self._instruments.answer_size.observe(self._generated)
+        self._instruments.answer_size.observe(self._response)
 
 
 class _EngineCollector(Collector):
-    """The engine's state, read when Prometheus asks."""
+    """The engine's state, read at each scrape."""
 
     def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
         self._model_name = model_name
@@ -194,7 +194,8 @@ class _WithAliases(Collector):
         for sample in metric.samples:
             labels = {key: value for key, value in sample.labels.items() if key != "group"} | {"engine": "0"}
             key = (name + sample.name.removeprefix(metric.name), tuple(labels.items()))
-            # The other engine has one pool of pages; the fullest of ours is the one that will stop requests.
+            # The other engine has one pool of pages. The fullest of our groups stands for it, as that one limits
+            # requests.
             grouped[key] = max(sample.value, grouped.get(key, sample.value))
         for (sample_name, items), value in grouped.items():
             alias.add_sample(sample_name, dict(items), value)

@@ -1,4 +1,4 @@
-"""The OpenAPI description: schemas as tight as what is honoured, so that a body that fits them is rarely refused."""
+"""The OpenAPI description. Its schemas hold the server's limits, so that it rarely refuses a body that fits them."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _ERROR: Json = {
 
 
 def accepts(model: type[BaseModel]) -> Json:
-    """What a route that reads its body as `model` adds to its description."""
+    """The part of a route's description that declares its body as `model`."""
     schema = {"$ref": _REF.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def describe_api(app: FastAPI, state: ServerState) -> Json:
-    """The whole description, narrowed to the limits of the model that is loaded."""
+    """The whole description, with the limits of the loaded model."""
     api = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     for path in api["paths"].values():
         for operation in path.values():
@@ -71,7 +71,7 @@ def describe_api(app: FastAPI, state: ServerState) -> Json:
 
 
 def _schemas(model: type[BaseModel], table: fields.Fields, state: ServerState) -> Json:
-    """Schema of `model` and of the models it holds, by name."""
+    """Schemas of `model` and of the models within it, by name."""
     schema = model.model_json_schema(ref_template=_REF)
     inner = schema.pop("$defs", {})
     properties = schema["properties"]

@@ -1,4 +1,4 @@
-"""From what a client sent (text, token ids, messages) to prompt token ids, without holding up the event loop."""
+"""Turns a client's text, token ids or messages into prompt token ids, in threads beside the event loop."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ _RESERVED_VARIABLES = ("messages", "add_generation_prompt", "continue_final_mess
 
 
 class PromptReader:
-    """The tokenizer behind a small pool of threads.
+    """Runs the tokenizer in a small pool of threads.
 
-    `max_model_len`: context of the model in tokens. `longest_token`: bytes of the longest token. `template`: chat
-    template used in place of the tokenizer's own.
+    `max_model_len`: context of the model in tokens. `max_token_bytes`: byte length of the longest token. `template`:
+    chat template that replaces the tokenizer's own, or None.
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int, longest_token: int, template: str | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int, max_token_bytes: int, template: str | None) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._template = template
-        # No token stands for more bytes than the longest, so a longer text cannot fit, however it is cut. (Twice that,
-        # because some tokenizers drop characters before they look for tokens.)
-        self._max_characters = 2 * max_model_len * longest_token
+        # A text of more bytes than max_model_len longest tokens cannot fit. The factor 2 allows for tokenizers that
+        # drop characters before they match tokens.
+        self._max_characters = 2 * max_model_len * max_token_bytes
         self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="tokenizer")
 
     async def read_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Raises `InvalidRequest` for a text that could never fit."""
+        """Token ids of `text`. Raises `InvalidRequest` for a text that is too long for any tokenization."""
         self._check_size(len(text), "prompt")
         return await self._in_pool(lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def read_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of one prompt of a completion request; ids are passed on as they are."""
+        """Token ids of one prompt of a completion request. Token ids are returned unchanged."""
         if isinstance(prompt, str):
             return await self.read_text(prompt, add_special_tokens=add_special_tokens)
         return prompt
 
     async def read_messages(self, messages: Sequence[Message], body: ChatRequest | TokenizeRequest) -> list[int]:
-        """Token ids of a conversation, as the chat template writes it."""
+        """Token ids of a conversation, rendered by the chat template."""
         plain = [_as_template_reads(message) for message in messages]
         self._check_size(sum(len(message["content"]) for message in plain), "messages")
         extra, continued, opening = _template_options(body)
@@ -63,13 +63,13 @@ class PromptReader:
         return await self._in_pool(work)
 
     def _render_open(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> str:
-        """The conversation up to the end of its last message, without what closes that one."""
+        """The conversation up to the last message's content, without the tokens that close that message."""
         mark = f"<{uuid.uuid4().hex}>"
         *earlier, last = messages
         marked = [*earlier, {**last, "content": last["content"] + mark}]
         text = self._tokenizer.render_chat(marked, template=self._template, add_generation_prompt=False, **extra)
-        before, found, _ = text.rpartition(mark)
-        if not found:
+        before, separator, _ = text.rpartition(mark)
+        if not separator:
             raise InvalidRequest(
                 "continue_final_message=true is not possible: the chat template leaves the last message out.",
                 "continue_final_message",
@@ -81,7 +81,7 @@ class PromptReader:
         return await self._in_pool(lambda: self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def truncate(self, ids: list[int], keep: int | None, reserve: int) -> list[int]:
-        """The last `keep` tokens of a prompt (None: all of it; -1: as many as leave room for `reserve` more)."""
+        """The last `keep` tokens of a prompt. None: all of them; -1: as many as leave room for `reserve` more."""
         if keep is None:
             return ids
         if keep == 0 or keep > self._max_model_len:
@@ -92,7 +92,7 @@ class PromptReader:
         return ids[-(keep if keep > 0 else max(1, self._max_model_len - reserve)) :]
 
     def close(self) -> None:
-        """Let the threads end after what they are doing."""
+        """Cancel the queued calls, and let the running ones end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_size(self, characters: int, param: str) -> None:
@@ -119,7 +119,7 @@ def _as_template_reads(message: Message) -> dict[str, Any]:
 
 
 def _template_options(body: ChatRequest | TokenizeRequest) -> tuple[dict[str, Any], bool, bool]:
-    """Variables for the template; whether the last message is continued; whether the answer's opening is written."""
+    """Variables for the template, whether to continue the last message, and whether to add the generation prompt."""
     extra = body.chat_template_kwargs or {}
     for name in _RESERVED_VARIABLES:
         if name in extra:

@@ -1,7 +1,7 @@
-"""The request bodies that the API honours, as pydantic models; the only place that declares a request's form.
+"""Pydantic models of the request bodies. No other module declares the schema of a request.
 
-Fields that are known but not honoured stand in `fields`. What a value means for the engine is decided in `sampling`
-and `prompts`; here are types and ranges only, so that a body that fits its schema is rarely refused.
+`fields` lists the known fields that have no effect or a limited one. `sampling` and `prompts` turn values into engine
+parameters. The models check types and ranges only, so that the server rarely refuses a body that fits its schema.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Prompt = str | list[int]
 
 
 def _read_prompts(value: Any) -> list[Prompt]:
-    """The four forms of `prompt` as one: a list of texts and token id lists."""
+    """Read the four forms of `prompt` as a list of texts and token id lists."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -31,14 +31,14 @@ def _read_prompts(value: Any) -> list[Prompt]:
     if all(isinstance(item, str) for item in value):
         return value
     if all(isinstance(item, list) for item in value):
-        return [_read_ids(item, f"prompt {place} of the batch must hold token ids") for place, item in enumerate(value)]
+        return [_read_ids(item, f"prompt {index} of the batch must hold token ids") for index, item in enumerate(value)]
     return [_read_ids(value, "its items must be all strings, all token ids or all lists of token ids")]
 
 
 def _read_ids(value: list[Any], rule: str) -> list[int]:
-    odd = [item for item in value if type(item) is not int]
-    if odd:
-        raise ValueError(f"{rule}; found {describe_value(odd[0])}")
+    invalid = [item for item in value if type(item) is not int]
+    if invalid:
+        raise ValueError(f"{rule}; found {describe_value(invalid[0])}")
     return value
 
 
@@ -65,14 +65,14 @@ _STOP_SCHEMA = {
 
 
 class _Body(BaseModel):
-    # What a model does not declare is judged by the tables in `fields`, before the model is made.
+    # The tables in `fields` check undeclared fields before pydantic validates the body.
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
     model: str | None = Field(None, description="Name of the served model; may be left out.")
 
 
 class _Inner(BaseModel):
-    """An object within a body. What it does not declare is judged by `fields`, which lets nothing unknown pass."""
+    """An object within a body. `fields` refuses every field that it does not declare."""
 
     model_config = ConfigDict(
         strict=True, extra="ignore", frozen=True, json_schema_extra={"additionalProperties": False}
@@ -80,14 +80,14 @@ class _Inner(BaseModel):
 
 
 class StreamOptions(_Inner):
-    """What a stream carries beside the text."""
+    """Options of a stream's chunks."""
 
     include_usage: bool | None = Field(None, description="Send the usage in one more chunk at the end.")
     continuous_usage_stats: bool | None = Field(None, description="Send the usage so far in every chunk.")
 
 
 class _Generation(_Body):
-    """What both generating routes share: sampling, limits, and what to report."""
+    """Fields of both generating routes: sampling, limits and reports."""
 
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; 1 where left out.")
     top_p: float | None = Field(None, gt=0, le=1, description="Sample among the most likely that hold this mass.")
@@ -131,14 +131,14 @@ class _Generation(_Body):
 
 
 class TextPart(_Inner):
-    """One text of a message's content."""
+    """A text part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(_Inner):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1)]
@@ -147,7 +147,7 @@ class Message(_Inner):
 
 
 class _Templated(BaseModel):
-    """How messages become a prompt."""
+    """Options of the chat template."""
 
     add_generation_prompt: bool | None = Field(None, description="End with the opening of the answer; true by default.")
     continue_final_message: bool | None = Field(None, description="Leave the last message open, to be continued.")
@@ -184,9 +184,9 @@ class CompletionRequest(_Generation):
     best_of: int | None = Field(None, ge=1, le=128, description="Must equal n: candidates are not ranked.")
 
 
-def _only(given: str, other: str) -> dict[str, Any]:
-    """Schema of an object that has the one field and not the other."""
-    return {"required": [given], "properties": {given: {"not": {"type": "null"}}, other: {"type": "null"}}}
+def _only(required: str, absent: str) -> dict[str, Any]:
+    """Schema of an object that has field `required` and lacks field `absent`."""
+    return {"required": [required], "properties": {required: {"not": {"type": "null"}}, absent: {"type": "null"}}}
 
 
 class TokenizeRequest(_Body, _Templated):

@@ -1,6 +1,6 @@
-"""The id of each request, and one line of log at its end where that is asked for.
+"""Gives each request an id, and logs one line at its end if --enable-log-requests is on.
 
-Owns what the log tells of a request: never its texts, unless asked for those too. Plain ASGI.
+Owns the log lines of requests. They hold a prompt's text only with --enable-log-prompts. Plain ASGI.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from allotrope.server.guard import METRICS, PROBES, path_of
 log = logging.getLogger("allotrope.server")
 
 _ID = "x-request-id"
-# What a client may choose itself: nothing that could look like another line or field of a log.
+# A client's own id. It must not look like another line or field of the log.
 _CLIENTS_ID = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)
 _PROMPT_CHARACTERS = 1000
 _PATH_CHARACTERS = 200
@@ -30,21 +30,21 @@ _current: ContextVar[_Facts | None] = ContextVar("_current", default=None)
 
 
 def note(**facts: Any) -> None:
-    """Add `facts` to the line that the present request will have in the log."""
+    """Add `facts` to the log line of the current request."""
     current = _current.get()
     if current is not None:
         current |= facts
 
 
 def note_prompt(text: str) -> None:
-    """Log the beginning of a prompt of the present request. To be called only where that was asked for."""
+    """Log the beginning of a prompt of the current request. The caller checks --enable-log-prompts."""
     current = _current.get() or {}
     shown = text[:_PROMPT_CHARACTERS]
     log.info("request id=%s prompt=%r%s", current.get("id"), shown, "" if shown == text else " ...")
 
 
 class RequestLog:
-    """Wraps the application `app`: each answer carries its request's id. `enabled`: log its end."""
+    """Wraps the application `app`: adds the request's id to each answer. `enabled`: log the end of requests."""
 
     def __init__(self, app: ASGIApp, enabled: bool) -> None:
         self._app = app
@@ -55,8 +55,8 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(_ID, "")
-        facts: _Facts = {"id": given if _CLIENTS_ID.fullmatch(given) else uuid.uuid4().hex}
+        clients_id = Headers(scope=scope).get(_ID, "")
+        facts: _Facts = {"id": clients_id if _CLIENTS_ID.fullmatch(clients_id) else uuid.uuid4().hex}
         started = time.monotonic()
         status, has_ended = 0, False
 
@@ -79,17 +79,17 @@ class RequestLog:
 
 
 def _log_end(scope: Scope, facts: _Facts, status: int, seconds: float) -> None:
-    """`status`: 0 where the client went away before the answer had ended."""
+    """`status`: 0 if the client disconnected before the answer ended."""
     client = scope.get("client") or ("unknown", 0)
-    told = {name: value for name, value in facts.items() if name != "id"}
+    extra = {name: value for name, value in facts.items() if name != "id"}
     log.info(
         "request id=%s client=%s %s %s status=%s seconds=%.3f%s",
         facts["id"],
         client[0],
         scope["method"],
-        # The path as it was sent, which has no spaces, and without the query.
+        # The raw path has no spaces and no query.
         scope["raw_path"].decode("ascii", "replace")[:_PATH_CHARACTERS],
         status or "aborted",
         seconds,
-        "".join(f" {name}={value}" for name, value in told.items()),
+        "".join(f" {name}={value}" for name, value in extra.items()),
     )

@@ -1,4 +1,4 @@
-"""Sends an answer, whole or as a stream of events, and drops the work as soon as the client has gone."""
+"""Sends an answer, whole or as a stream of events, and aborts the generation when the client disconnects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from allotrope.errors import AllotropeError
 from allotrope.server.answers import Answer
 from allotrope.server.errors import as_http, error_body, error_response
-from allotrope.server.generation import Piece
+from allotrope.server.generation import Delta
 from allotrope.server.request_log import note
 
 log = logging.getLogger("allotrope.server")
@@ -25,18 +25,18 @@ _DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
 
 
-class Generated(Response):
-    """The answer that `pieces` make, in the form of `answer`.
+class GenerationResponse(Response):
+    """Sends `deltas` in the JSON form of `answer`.
 
-    No byte is sent before the first piece has come, so that a request that fails until then gets a plain HTTP error.
-    But a stream begins once `keep_alive_seconds` have passed without one (0: it waits), and a comment is sent each time
-    that they pass: clients and what stands between give up on connections on which nothing happens.
+    The response sends its first byte with the first delta, so that a request that fails before it gets a plain HTTP
+    error. Clients and proxies close idle connections, so a stream sends a comment after every `keep_alive_seconds`
+    without an event (0: never), and begins with one if the first delta takes that long.
     """
 
     def __init__(
         self,
         answer: Answer,
-        pieces: AsyncGenerator[Piece, None],
+        deltas: AsyncGenerator[Delta, None],
         *,
         stream: bool,
         headers: Mapping[str, str],
@@ -44,13 +44,13 @@ class Generated(Response):
     ) -> None:
         super().__init__()
         self._answer = answer
-        self._pieces = pieces
+        self._deltas = deltas
         self._stream = stream
         self._extra_headers = headers
         self._keep_alive_seconds = keep_alive_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it; being cancelled, or the client's going away, aborts the generation."""
+        """Send the answer. Cancellation and a disconnect of the client abort the generation."""
         work = asyncio.create_task(self._send(scope, receive, send))
         gone = asyncio.create_task(_client_gone(receive))
         try:
@@ -64,23 +64,23 @@ class Generated(Response):
             raise outcomes[0]
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._pieces):
+        async with aclosing(self._deltas):
             try:
-                await self._send_pieces(scope, receive, send)
+                await self._send_deltas(scope, receive, send)
             finally:
                 usage = self._answer.usage()
                 note(prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"])
 
-    async def _send_pieces(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_deltas(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._stream:
             await self._send_stream(scope, receive, send)
             return
         try:
-            pieces = [piece async for piece in self._pieces]
+            deltas = [delta async for delta in self._deltas]
         except AllotropeError as error:
             await error_response(as_http(error), self._extra_headers)(scope, receive, send)
             return
-        body = _encode(self._answer.whole(pieces))
+        body = _encode(self._answer.whole(deltas))
         await Response(body, headers=dict(self._extra_headers), media_type="application/json")(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,9 +88,9 @@ class Generated(Response):
         beats = asyncio.create_task(events.keep_alive(self._keep_alive_seconds))
         opening = self._answer.opening
         try:
-            async for piece in self._pieces:
-                # What the opening tells is known with the first piece only.
-                await events.send([*opening(), *self._answer.chunks(piece)])
+            async for delta in self._deltas:
+                # The opening reports prompt tokens and logprobs, which are known with the first delta.
+                await events.send([*opening(), *self._answer.chunks(delta)])
                 opening = list
             await events.send(self._answer.closing())
         except AllotropeError as error:
@@ -101,7 +101,7 @@ class Generated(Response):
         except Exception as error:
             if not events.has_begun:
                 raise
-            # The status line is out, so the client can hear of this only here; the traceback goes to the log.
+            # The status line is sent already, so an event carries the error. The log gets the traceback.
             log.exception("a stream broke off")
             await events.send([error_body(as_http(error))])
         finally:
@@ -110,13 +110,13 @@ class Generated(Response):
 
 
 class _EventStream:
-    """Server-sent events to one client; the head of the answer goes out with the first of them."""
+    """Sends server-sent events to one client. The first event sends the head of the response too."""
 
     def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
         self._send = send
         self._headers = headers
         self._sent_at = asyncio.get_running_loop().time()
-        # Keeps a comment from coming between the head and the first event.
+        # The lock keeps a comment from being sent between the head and the first event.
         self._sending = asyncio.Lock()
         self.has_begun = False
 
@@ -127,11 +127,11 @@ class _EventStream:
             await self._write(body)
 
     async def end(self) -> None:
-        """Send the last event, and end the answer."""
+        """Send the last event and end the response."""
         await self._write(_DONE, more=False)
 
     async def keep_alive(self, seconds: float) -> None:
-        """Send a comment whenever nothing was sent for `seconds`; does nothing for 0. Runs until it is cancelled."""
+        """Send a comment after every `seconds` without an event, until cancelled. 0 sends none and returns at once."""
         while seconds:
             left = self._sent_at + seconds - asyncio.get_running_loop().time()
             if left <= 0:

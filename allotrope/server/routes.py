@@ -1,4 +1,4 @@
-"""The routes: each reads and checks its body, and leaves the work to others."""
+"""The routes: each one reads and checks its body, then calls the handler that does the work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from allotrope.server.handlers import answer_chat, answer_completion
 from allotrope.server.openapi import accepts
 from allotrope.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from allotrope.server.state import ServerState, Serving
-from allotrope.server.telling import add_telling_routes, json_response
+from allotrope.server.status_routes import add_status_routes, json_response
 from allotrope.server.values import header_value
 
 M = TypeVar("M", bound=BaseModel)
@@ -26,9 +26,9 @@ log = logging.getLogger("allotrope.server")
 
 
 def build_router(state: ServerState) -> APIRouter:
-    """All routes of the server whose state this is."""
+    """All routes of the server. `state`: the state that they share."""
     router = APIRouter()
-    for routes in (_generating_routes, _token_routes, _model_routes, add_telling_routes):
+    for routes in (_generating_routes, _token_routes, _model_routes, add_status_routes):
         routes(router, state)
     return router
 
@@ -42,7 +42,7 @@ def _generating_routes(router: APIRouter, state: ServerState) -> None:
 
     @router.post("/v1/completions", openapi_extra=accepts(CompletionRequest))
     async def completions(http: HttpRequest) -> Response:
-        """Continue one prompt or several."""
+        """Continue one or more prompts."""
         body, headers = await _read(http, state, CompletionRequest, fields.COMPLETIONS)
         return await answer_completion(state, body, headers)
 

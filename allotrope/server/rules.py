@@ -1,6 +1,7 @@
-"""What can become of a request field: the kinds of rule, and how a value is held against one.
+"""Rules for request fields: their kinds, and the check of a value.
 
-It must not know any field; the tables are in `fields` and `foreign_fields`. null always means "not given".
+This module must not know any field; the tables are in `fields` and `foreign_fields`. null means that a field is left
+out.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from allotrope.server.values import describe_value, same_value
 
 @dataclass(frozen=True)
 class Honoured:
-    """Has the effect that its help text in `protocol` states."""
+    """The field has the effect that its help text in `protocol` states."""
 
 
 @dataclass(frozen=True)
 class WithoutEffect:
-    """Taken in any value of a JSON type, because none could change the answer."""
+    """Every value of type `json_type` is accepted, because none changes the answer; `why` says why not."""
 
     json_type: str
     why: str
@@ -28,7 +29,7 @@ class WithoutEffect:
 
 @dataclass(frozen=True)
 class Only:
-    """Taken in `values` only, all of which ask for what this server does anyway; others are refused because `why`."""
+    """Only `values` are accepted: they ask for the server's own behaviour. Others are refused; `why` is the reason."""
 
     values: tuple[Any, ...]
     why: str
@@ -36,9 +37,9 @@ class Only:
 
 @dataclass(frozen=True)
 class Renamed:
-    """The name that another engine gives to our field `to`; taken beside `to` with the same value, and where `neutral`.
+    """Another engine's name for the field `to`.
 
-    `neutral`: values that ask for nothing.
+    It is accepted if `to` has the same value, or if its value is in `neutral`: values that ask for nothing.
     """
 
     to: str
@@ -47,7 +48,7 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Misplaced:
-    """A field that another engine reads here; refused in any value. `advice`: what to write instead."""
+    """A field that another engine reads here. Every value is refused. `advice`: the field to write instead."""
 
     advice: str
 
@@ -58,10 +59,9 @@ _PYTHON_TYPES: dict[str, type] = {"string": str, "object": dict, "boolean": bool
 
 
 def check_value(name: str, body: Mapping[str, Any], rule: Rule, path: str) -> None:
-    """Hold field `name` of `body` against its rule.
+    """Check field `name` of `body` by its rule.
 
-    `path`: the field as the client sees it, such as `messages[0].name`. Raises `InvalidRequest` for a value that is
-    refused.
+    `path`: the field's path in the body, such as `messages[0].name`. Raises `InvalidRequest` for a refused value.
     """
     value = body[name]
     if value is None:
@@ -73,14 +73,14 @@ def check_value(name: str, body: Mapping[str, Any], rule: Rule, path: str) -> No
             raise InvalidRequest(f"{fact} is not supported: {why}. Allowed: {allowed}.", path)
         case WithoutEffect(json_type, _) if not isinstance(value, _PYTHON_TYPES[json_type]):
             raise InvalidRequest(f"{fact} is not valid: a JSON {json_type} is needed.", path)
-        case Renamed(to, neutral) if not any(same_value(value, one) for one in (body.get(to), *neutral)):
+        case Renamed(to, neutral) if not any(same_value(value, allowed) for allowed in (body.get(to), *neutral)):
             raise InvalidRequest(f"{fact} is not a field of this server: write {to}.", path)
         case Misplaced(advice):
             raise InvalidRequest(f"{fact} is not a field of this server: {advice}.", path)
 
 
 def schema_of(rule: WithoutEffect | Only) -> dict[str, Any]:
-    """The JSON schema of a field that is not honoured."""
+    """The JSON schema of a field that has no effect or a limited one."""
     if isinstance(rule, WithoutEffect):
         return {"type": [rule.json_type, "null"], "description": f"Without effect: {rule.why}."}
     return {"enum": [*rule.values, None], "description": f"Limited: {rule.why}."}

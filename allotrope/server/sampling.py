@@ -1,4 +1,4 @@
-"""From a request body to the engine's `SamplingParams`: defaults, and rules between fields."""
+"""Makes the engine's `SamplingParams` from a request body: applies defaults and checks rules between fields."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _COMPLETION_TOKENS = 16
 
 
 def chat_sampling(body: ChatRequest, defaults: Defaults) -> SamplingParams:
-    """How a chat answer is sampled.
+    """Sampling parameters of a chat answer.
 
-    `defaults`: of the checkpoint. Where neither it nor the client limits the length, the context alone does.
+    `defaults`: sampling defaults of the checkpoint. If neither they nor the client set `max_tokens`, only the context
+    limits the answer.
     """
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest(f"top_logprobs={body.top_logprobs} needs logprobs=true.", "top_logprobs")
@@ -23,26 +24,26 @@ def chat_sampling(body: ChatRequest, defaults: Defaults) -> SamplingParams:
             f"max_tokens={body.max_tokens} and max_completion_tokens={body.max_completion_tokens} differ; set one.",
             "max_completion_tokens",
         )
-    asked, usual = chat_length(body), defaults.get("max_tokens")
+    max_tokens, default = chat_max_tokens(body), defaults.get("max_tokens")
     return _sampling(
         body,
         defaults,
-        max_tokens=int(usual) if asked is None and usual is not None else asked,
+        max_tokens=int(default) if max_tokens is None and default is not None else max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
 
 
-def chat_length(body: ChatRequest) -> int | None:
-    """The limit that the client sets to the length of the answer, by either name."""
+def chat_max_tokens(body: ChatRequest) -> int | None:
+    """The client's `max_tokens` or `max_completion_tokens`."""
     return body.max_completion_tokens if body.max_tokens is None else body.max_tokens
 
 
 def completion_sampling(body: CompletionRequest, defaults: Defaults) -> SamplingParams:
-    """How a completion is sampled.
+    """Sampling parameters of a completion.
 
-    `defaults`: of the checkpoint; they do not set a completion's length. The engine always generates: for max_tokens=0
-    it is asked for one token.
+    `defaults`: sampling defaults of the checkpoint; their `max_tokens` is ignored. The engine always generates a token,
+    so max_tokens=0 becomes 1 here.
     """
     if body.best_of not in (None, body.n or 1):
         raise InvalidRequest(
@@ -70,11 +71,11 @@ def _sampling(
 ) -> SamplingParams:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is only for stream=true.", "stream_options")
-    given = {name: value for name in _PASSED_ON if (value := getattr(body, name)) is not None}
+    values = {name: value for name in _PASSED_ON if (value := getattr(body, name)) is not None}
     if body.top_k is not None:
-        given["top_k"] = max(body.top_k, 0)
+        values["top_k"] = max(body.top_k, 0)
     return SamplingParams(
-        **{**defaults, **given, "max_tokens": max_tokens},
+        **{**defaults, **values, "max_tokens": max_tokens},
         stop=tuple(body.stop or ()),
         stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
         logit_bias=_logit_bias(body.logit_bias or {}),
@@ -84,7 +85,7 @@ def _sampling(
     )
 
 
-# Fields of the same name, meaning and disabled value in a body and in `SamplingParams`.
+# These fields have the same name, meaning and neutral value in a body and in `SamplingParams`.
 _PASSED_ON = (
     "n",
     "temperature",
@@ -101,8 +102,8 @@ _PASSED_ON = (
 )
 
 
-def _logit_bias(given: dict[str, float]) -> dict[int, float]:
-    for key in given:
+def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
+    for key in biases:
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
             raise InvalidRequest(f"logit_bias has the key {describe_value(key)}; keys are token ids.", "logit_bias")
-    return {int(key): bias for key, bias in given.items()}
+    return {int(key): bias for key, bias in biases.items()}

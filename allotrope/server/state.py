@@ -1,4 +1,4 @@
-"""What all routes share: the engine, the tokenizer, and the phase of the server's life."""
+"""State that all routes share: the engine, the tokenizer, and the phase of the server's lifecycle."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from allotrope.text.tokenizer import Tokenizer
 
 
-# A minute or so of a small model's time; a client that knows nothing of it would wait for the whole context.
+# A small model takes about a minute for these on a CPU. Without a limit, an answer may fill the whole context.
 _CPU_MAX_TOKENS = 1024
 
 
 class Phase(Enum):
-    """A server loads, serves, then drains or finds its engine dead."""
+    """Phase of the server: it loads, serves, then drains or ends with its engine."""
 
     LOADING = auto()
     SERVING = auto()
@@ -35,10 +35,11 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Serving:
-    """What exists once the model is loaded. `max_sequences`: most that one request may ask for.
+    """The parts that exist once the model is loaded.
 
-    `options`: what the engine was started with. `eos_ids`: ids that end a sequence by the word of checkpoint or
-    tokenizer."""
+    `options`: the engine's configuration. `max_sequences`: the largest number of sequences of one request. `eos_ids`:
+    end-of-sequence ids of the checkpoint and the tokenizer.
+    """
 
     engine: EngineClient
     options: EngineConfig
@@ -51,7 +52,7 @@ class Serving:
 
 
 class ServerState:
-    """`model_names`: the model's names in the API. `detail`: what the present phase is about, in words."""
+    """`model_names`: the model's names in the API. `detail`: a description of the current phase."""
 
     def __init__(self, config: ServerConfig, model_names: Sequence[str]) -> None:
         self.config = config
@@ -60,7 +61,7 @@ class ServerState:
         self.phase = Phase.LOADING
         self.detail = "starting"
         self.serving: Serving | None = None
-        # Whether more clients are connected than are served.
+        # Returns whether the number of connections exceeds --max-connections.
         self.is_full: Callable[[], bool] = lambda: False
         self._open_requests = 0
         self._idle = asyncio.Event()
@@ -73,7 +74,7 @@ class ServerState:
 
     @property
     def why_not_ready(self) -> str | None:
-        """Why no request can be taken now; None if it can."""
+        """The reason why the server takes no requests now, or None if it takes them."""
         match self.phase:
             case Phase.LOADING:
                 return f"The server is loading the model ({self.detail}). Try again in a moment."
@@ -86,30 +87,30 @@ class ServerState:
 
     @property
     def why_unhealthy(self) -> str | None:
-        """Why nobody should send requests here now; None if they may."""
-        silent = 0.0 if self.serving is None else self.serving.engine.silent_seconds
-        if self.phase is Phase.SERVING and silent > self.config.health_timeout:
+        """The reason why a load balancer should send no requests now, or None."""
+        stalled = 0.0 if self.serving is None else self.serving.engine.silent_seconds
+        if self.phase is Phase.SERVING and stalled > self.config.health_timeout:
             return (
-                f"The engine has ended no step for {silent:.0f} s although requests are under way "
+                f"The engine has ended no step for {stalled:.0f} s although requests are under way "
                 f"(--health-timeout {self.config.health_timeout:g})."
             )
         return self.why_not_ready
 
     def ready(self) -> Serving:
-        """The parts that serve. Raises `RuntimeError` while loading; the guard lets no request come that far."""
+        """The loaded parts. Raises `RuntimeError` while the model loads; the guard refuses requests until then."""
         if self.serving is None:
             raise RuntimeError("a request passed while the model was loading")
         return self.serving
 
     @property
     def default_max_tokens(self) -> int | None:
-        """Longest chat answer where the client sets no limit; None: the rest of the context."""
-        given = self.config.default_max_tokens
-        return _CPU_MAX_TOKENS if given is None and self.ready().limits.device_type == "cpu" else given
+        """The limit of a chat answer for clients that set none. None: the rest of the context."""
+        limit = self.config.default_max_tokens
+        return _CPU_MAX_TOKENS if limit is None and self.ready().limits.device_type == "cpu" else limit
 
     @contextmanager
     def open_request(self) -> Iterator[None]:
-        """Count a request as open for the length of the block."""
+        """Count a request as open until the block ends."""
         self._open_requests += 1
         self._idle.clear()
         try:
@@ -120,7 +121,7 @@ class ServerState:
                 self._idle.set()
 
     async def idle(self, timeout: float) -> bool:
-        """Wait until no request is open, `timeout` seconds at most; whether that came about."""
+        """Wait `timeout` seconds at most until no request is open. Returns whether none is open."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""JSON values as error messages and comparisons see them: always short, never raising."""
+"""Describes and compares JSON values for error messages. Descriptions are short, and no value makes them raise."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-_LONGEST = 60
-_MOST_NAMES = 16
+_MAX_CHARACTERS = 60
+_MAX_NAMES = 16
 
 
 def describe_value(value: Any) -> str:
-    """`value` in a few words, fit for one line of an error message, however large or odd it is."""
+    """A short description of `value`, for one line of an error message."""
     match value:
         case bool() | None:
             return json.dumps(value)
@@ -23,8 +23,8 @@ def describe_value(value: Any) -> str:
         case str():
             return (
                 json.dumps(value)
-                if len(value) <= _LONGEST
-                else f"{json.dumps(value[:_LONGEST])}... ({len(value)} characters)"
+                if len(value) <= _MAX_CHARACTERS
+                else f"{json.dumps(value[:_MAX_CHARACTERS])}... ({len(value)} characters)"
             )
         case list():
             return "[]" if not value else _short(value) or f"(a list of {len(value)})"
@@ -35,7 +35,7 @@ def describe_value(value: Any) -> str:
 
 
 def _short(value: list[Any] | dict[str, Any]) -> str | None:
-    """JSON of a small container of plain values, or None."""
+    """JSON of a small container of plain values. None for larger and nested ones."""
     inner = value if isinstance(value, list) else list(value.values())
     if len(inner) > 4 or any(isinstance(item, list | dict) for item in inner):
         return None
@@ -43,11 +43,11 @@ def _short(value: list[Any] | dict[str, Any]) -> str | None:
         text = "[" + ", ".join(describe_value(item) for item in value) + "]"
     else:
         text = "{" + ", ".join(f"{describe_value(key)}: {describe_value(item)}" for key, item in value.items()) + "}"
-    return text if len(text) <= 2 * _LONGEST else None
+    return text if len(text) <= 2 * _MAX_CHARACTERS else None
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Whether two JSON values are equal; unlike Python's ==, true is not 1."""
+    """Whether two JSON values are equal. Unlike Python's ==, true differs from 1."""
     if isinstance(left, bool) or isinstance(right, bool):
         return left is right
     if isinstance(left, list) and isinstance(right, list):
@@ -56,6 +56,6 @@ def same_value(left: Any, right: Any) -> bool:
 
 
 def header_value(names: Sequence[str]) -> str:
-    """A client's own names, as a list that is safe in a header or a log line whatever they hold."""
-    listed = [quote(name[:_LONGEST], safe="") or '""' for name in names[:_MOST_NAMES]]
-    return ", ".join(listed) + (f", and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")
+    """A client's own names as a quoted list that is safe in a header or a log line."""
+    listed = [quote(name[:_MAX_CHARACTERS], safe="") or '""' for name in names[:_MAX_NAMES]]
+    return ", ".join(listed) + (f", and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")

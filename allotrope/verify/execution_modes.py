@@ -17,7 +17,7 @@ import torch
 from allotrope.cache.memory import Demand, make_plan
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
-from allotrope.engine.load import resolve_load_plan
+from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.observer import Observer
 from allotrope.layers.parallel import Parallel
 from allotrope.request import Request, SamplingParams

@@ -17,7 +17,8 @@ import torch
 from allotrope.architectures.kv_scales import FP8
 from allotrope.checkpoint.checkpoint import locate, open_checkpoint
 from allotrope.config import EngineConfig
-from allotrope.engine.load import LoadPlan, available_memory
+from allotrope.engine.load_plan import LoadPlan
+from allotrope.engine.memory import available_memory
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.verify import prompts
 from allotrope.verify.execution_modes import ALL, Bench

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from allotrope.architectures.registry import Architecture, read_spec
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.checkpoint.weights import Rule
-from allotrope.engine.load import available_memory
+from allotrope.engine.memory import available_memory
 from allotrope.errors import ConfigError, ModelError
 from allotrope.layers.build import Build
 from allotrope.layers.model_spec import ModelSpec

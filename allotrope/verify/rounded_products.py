@@ -21,15 +21,15 @@ from torch.overrides import TorchFunctionMode
 from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.checkpoint.dequantize import QuantizedView, dequantized
 from allotrope.checkpoint.weights import filled
-from allotrope.engine.load import LoadPlan
+from allotrope.engine.load_plan import LoadPlan
 from allotrope.layers.parallel import placement_of
-from allotrope.ops.matmul.product import CODES
-from allotrope.ops.matmul.quantized_weight import as_multiplied
+from allotrope.layers.weights import VALUES
+from allotrope.ops.matmul.fp8 import Fp8
 
 
 def keeps_fp8(load_plan: LoadPlan) -> bool:
     """Whether the engine has products with FP8 weights."""
-    return any(format.kind == "fp8" for format in load_plan.build.formats.values())
+    return any(format.name == "fp8" for format in load_plan.build.formats.values())
 
 
 def fp8_tensors(load_plan: LoadPlan) -> list[str]:
@@ -43,11 +43,11 @@ def fp8_tensors(load_plan: LoadPlan) -> list[str]:
     found = []
     for name in view.headers():
         format = view.format(name)
-        if format is None or format.kind != "fp8":
+        if format is None or format.name != "fp8":
             continue
         for pattern, rule in rules:
             match = pattern.fullmatch(name)
-            codes = parameters.get(filled(rule, match) + CODES) if match else None
+            codes = parameters.get(filled(rule, match) + VALUES) if match else None
             if codes is not None and any(one.name == rule.section for one in placement_of(codes).sections):
                 found.append(name)
                 break
@@ -81,7 +81,7 @@ class RoundedProducts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and len(args) > 1 and args[1].data_ptr() in self.places:
             x = args[0]
-            rounded = as_multiplied(x.reshape(-1, x.shape[-1]), "fp8").to(x.dtype).view(x.shape)
+            rounded = Fp8().activations(x.reshape(-1, x.shape[-1])).to(x.dtype).view(x.shape)
             args = (rounded, *args[1:])
         return func(*args, **(kwargs or {}))
 

@@ -15,7 +15,7 @@ from allotrope.architectures.kv_scales import FP8
 from allotrope.architectures.registry import ARCHITECTURES, find_architecture
 from allotrope.checkpoint.checkpoint import locate, open_checkpoint
 from allotrope.config import EngineConfig
-from allotrope.engine.load import LoadPlan, resolve_load_plan
+from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.verify import execution_modes as regimes
 from allotrope.verify.execution_modes import Bench, NotExercised, Regime

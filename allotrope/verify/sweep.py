@@ -17,7 +17,7 @@ import torch
 from allotrope.attention.registry import FAMILIES
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
-from allotrope.engine.load import LoadPlan, resolve_load_plan
+from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.errors import ConfigError
 from allotrope.request import Request, SamplingParams
 from allotrope.verify.prompts import draw_prompts, usable_ids

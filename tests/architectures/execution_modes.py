@@ -51,7 +51,7 @@ def _assert_preempted(
     """Every few steps the last sequence is sent back, as if pages had run out: cached pages take it up, or nothing."""
     for caching in (True, False):
         running = engine(tiny.directory, max_num_batched_tokens=64, enable_prefix_caching=caching, **options)
-        scheduler, got = running._scheduler, {name: [] for name in ids}
+        scheduler, got = running._requests.scheduler, {name: [] for name in ids}
         for name, prompt in ids.items():
             running.add(request(name, prompt))
         for step in itertools.count():
@@ -59,7 +59,7 @@ def _assert_preempted(
                 break
             if step % 4 == 3 and scheduler.running:
                 last = scheduler.running.pop()
-                scheduler.keeper.end(last)
+                scheduler.kv_cache_manager.free(last)
                 scheduler.waiting.appendleft(last)
             for output in running.step():
                 got[output.request_id].extend(output.token_ids)

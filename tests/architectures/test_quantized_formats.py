@@ -15,10 +15,11 @@ from allotrope.architectures.registry import find_architecture
 from allotrope.checkpoint.dequantize import dequantized
 from allotrope.checkpoint.weights import Loader
 from allotrope.config import EngineConfig
-from allotrope.engine.load import LoadPlan, load_model, resolve_load_plan
+from allotrope.engine.load import load_model
+from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.layers.parallel import Parallel, placement_of
-from allotrope.ops.matmul.product import CODES, SCALES
-from allotrope.ops.matmul.quantized_weight import Format, Quantized
+from allotrope.layers.weights import SCALES, VALUES
+from allotrope.ops.matmul.weight import Format, QuantizedWeight
 from allotrope.verify.options import VerifyOptions
 from allotrope.verify.random_checkpoint import write_random
 from allotrope.verify.run import verify
@@ -67,7 +68,7 @@ def loaded(load_plan: LoadPlan, keep: bool) -> nn.Module:
 def effective(model: nn.Module, name: str, section: str, parallel: Parallel) -> tuple[torch.Tensor, bool]:
     """A section of a weight as plain numbers, and whether it is kept quantized."""
     parameters = dict(model.named_parameters())
-    kept = next((one for one in (name, name + CODES) if one in parameters and has(parameters[one], section)), None)
+    kept = next((one for one in (name, name + VALUES) if one in parameters and has(parameters[one], section)), None)
     assert kept is not None, (name, section)
     plain = cut(parameters[kept], section, parallel)
     if kept == name:
@@ -76,7 +77,7 @@ def effective(model: nn.Module, name: str, section: str, parallel: Parallel) -> 
     taken = cut(scales, section, parallel) if has(scales, section) else scales.data
     packed = plain.dtype == torch.uint8
     run = 0 if scales.shape[-1] == 1 and not packed else 32 if packed else 16
-    return Quantized(Format("mxfp4" if packed else "fp8", run), plain, taken).dequantized(), True
+    return QuantizedWeight(Format("mxfp4" if packed else "fp8", run), plain, taken).dequantize(), True
 
 
 def has(parameter: nn.Parameter, section: str) -> bool:

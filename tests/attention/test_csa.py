@@ -1,17 +1,21 @@
-"""Compressed sparse attention against a token-by-token float64 model, however its tokens arrive."""
+"""Compressed sparse attention against its definition in float64, however its tokens arrive.
+
+That every schedule of every case gives the definition is held by `test_naive.py`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import cache
 
 import pytest
 import torch
-from csa_golden import RIGHT, Wrong, attend_all
+from attention.naive_output import naive_output
 
 from allotrope.attention.batch import BatchLayout, PageIndex
-from allotrope.attention.check import Case, cases, compare
-from allotrope.attention.csa import CSA, CsaSpec, IndexerSpec
+from allotrope.attention.check import Case, Inputs, cases, compare
+from allotrope.attention.csa import CSA, CsaSpec, IndexerSpec, naive
 from allotrope.attention.csa.cases import MAIN, PAGE, draw
 from allotrope.attention.csa.reference import attend
 from allotrope.attention.registry import FAMILIES
@@ -31,35 +35,20 @@ SCHEDULES = {
     "random": at_random(LENGTHS, seed=5),
     **{f"chunks_{size}": in_chunks(LENGTHS, size) for size in (1, 3, 64, 100)},
 }
-
-
-def golden(case: Case, wrong: Wrong = RIGHT) -> torch.Tensor:
-    inputs, outputs, begin = case.inputs(), [], 0
-    for n in case.lengths:
-        tokens = {name: t[begin : begin + n] for name, t in inputs.tokens.items()}
-        outputs.append(attend_all(case.spec, tokens, inputs.layer, wrong))
-        begin += n
-    return torch.cat(outputs)
+Fault = Callable[[Case, Inputs, pytest.MonkeyPatch], Case]
+"""Puts a known fault into the definition, or into what it is given; returns the case to compute."""
 
 
 @cache
-def golden_of_kind(kind: str) -> torch.Tensor:
-    return golden(KINDS[kind])
+def definition_of_kind(kind: str) -> torch.Tensor:
+    return naive_output(KINDS[kind])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_the_direct_loop_however_tokens_arrive(kind: str, schedule: str) -> None:
+def test_equals_the_definition_however_tokens_arrive(kind: str, schedule: str) -> None:
     got = Replay(KINDS[kind], BACKEND).play(SCHEDULES[schedule])
-    assert (verdict := compare(got, golden_of_kind(kind), "fp32")), verdict
-
-
-@pytest.mark.parametrize("name", cases("csa"))
-def test_every_variant_equals_the_direct_loop(name: str) -> None:
-    case = cases("csa")[name]
-    want = golden(case)
-    for steps in (whole(case.lengths), in_chunks(case.lengths, 1), at_random(case.lengths, seed=1)):
-        assert (verdict := compare(Replay(case, BACKEND).play(steps), want, "fp32")), verdict
+    assert (verdict := compare(got, definition_of_kind(kind), "fp32")), verdict
 
 
 def test_bf16_rounds_rows_and_output_only() -> None:
@@ -71,34 +60,109 @@ def test_bf16_rounds_rows_and_output_only() -> None:
                 case, spec=dataclasses.replace(case.spec, indexer=dataclasses.replace(case.spec.indexer, topk=64))
             )
         got = Replay(case, BACKEND).play(in_chunks(case.lengths, 3))
-        assert (verdict := compare(got, golden(case), "bf16")), verdict
+        assert (verdict := compare(got, naive_output(case), "bf16")), verdict
 
 
-FAULTS = {
-    "rope at the last token of an entry": ("chosen", Wrong(rope_at_last_token=True)),
-    "rope at the last token of an entry of 128": ("all_of_128", Wrong(rope_at_last_token=True)),
-    "rope at the number of an entry": ("chosen", Wrong(rope_at_entry_number=True)),
-    "streams swapped": ("chosen", Wrong(halves_swapped=True)),
-    "score 0 before the first token": ("chosen", Wrong(first_previous_scores_zero=True)),
-    "position bias off by one": ("all_of_128", Wrong(bias_by_offset=1)),
-    "sink dropped": ("window_only", Wrong(no_sink=True)),
-    "window one longer": ("window_only", Wrong(window_plus=1)),
-    "window one shorter": ("chosen", Wrong(window_plus=-1)),
-    "entry visible one token late": ("all_of_128", Wrong(visible_plus=-1)),
-    "entry visible one token early": ("all_of_128", Wrong(visible_plus=1)),
-    "output not turned back": ("window_only", Wrong(not_turned_back=True)),
-    "one entry too many chosen": ("chosen", Wrong(topk_plus=1)),
+def rotated_on(tokens: Callable[[CsaSpec, torch.Tensor], torch.Tensor | int]) -> Fault:
+    """Every entry is rotated at a position that many tokens later."""
+
+    def put_in(case: Case, inputs: Inputs, patch: pytest.MonkeyPatch) -> Case:
+        right = naive.compressor
+
+        def compressor(spec: CsaSpec, *given: torch.Tensor) -> torch.Tensor:
+            entries = right(spec, *given)
+            return naive.rope(spec, entries, torch.zeros(len(entries)) + tokens(spec, torch.arange(len(entries))))
+
+        patch.setattr(naive, "compressor", compressor)
+        return case
+
+    return put_in
+
+
+def first_block_scored_zero(case: Case, inputs: Inputs, patch: pytest.MonkeyPatch) -> Case:
+    """The first entry pools, beside its own block, a block of zeros whose scores are 0 and not -inf."""
+    right = naive.compressor
+
+    def compressor(spec: CsaSpec, kv_score: torch.Tensor, bias: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        before = torch.cat((torch.zeros_like(bias), -bias), dim=-1)
+        entries = right(spec, torch.cat((before, kv_score)), bias, norm)[1:]
+        return naive.rope(spec, entries, torch.full((len(entries),), -spec.ratio))
+
+    patch.setattr(naive, "compressor", compressor)
+    return case
+
+
+def streams_swapped(case: Case, inputs: Inputs, patch: pytest.MonkeyPatch) -> Case:
+    for given, prefix in ((inputs.tokens, "kv_score"), (inputs.layer, "position_bias")):
+        for name in (prefix, f"index_{prefix}"):
+            streams = given[name].unflatten(-1, (-1, 2, len(inputs.layer[name.replace(prefix, "entry_norm")])))
+            given[name] = streams.flip(-2).flatten(-3)
+    return case
+
+
+def bias_off_by_one(case: Case, inputs: Inputs, patch: pytest.MonkeyPatch) -> Case:
+    inputs.layer["position_bias"] = inputs.layer["position_bias"].roll(-1, 0)
+    return case
+
+
+def no_sink(case: Case, inputs: Inputs, patch: pytest.MonkeyPatch) -> Case:
+    inputs.layer["sinks"] = torch.full_like(inputs.layer["sinks"], -torch.inf)
+    return case
+
+
+def window_longer(tokens: int) -> Fault:
+    return lambda case, inputs, patch: dataclasses.replace(
+        case, spec=dataclasses.replace(case.spec, window=case.spec.window + tokens)
+    )
+
+
+def visible_later(tokens: int) -> Fault:
+    def put_in(case: Case, inputs: Inputs, patch: pytest.MonkeyPatch) -> Case:
+        right = naive.select
+        patch.setattr(naive, "select", lambda spec, scores, position: right(spec, scores, position - tokens))
+        return case
+
+    return put_in
+
+
+def not_rotated_back(case: Case, inputs: Inputs, patch: pytest.MonkeyPatch) -> Case:
+    right = naive.rope
+    patch.setattr(naive, "rope", lambda spec, x, p: x if p.sum() < 0 else right(spec, x, p))
+    return case
+
+
+def one_entry_more(case: Case, inputs: Inputs, patch: pytest.MonkeyPatch) -> Case:
+    indexer = dataclasses.replace(case.spec.indexer, topk=case.spec.indexer.topk + 1)
+    return dataclasses.replace(case, spec=dataclasses.replace(case.spec, indexer=indexer))
+
+
+FAULTS: dict[str, tuple[str, Fault]] = {
+    "rope at the last token of an entry": ("chosen", rotated_on(lambda spec, entry: spec.ratio - 1)),
+    "rope at the last token of an entry of 128": ("all_of_128", rotated_on(lambda spec, entry: spec.ratio - 1)),
+    "rope at the number of an entry": ("chosen", rotated_on(lambda spec, entry: entry - entry * spec.ratio)),
+    "streams swapped": ("chosen", streams_swapped),
+    "score 0 before the first token": ("chosen", first_block_scored_zero),
+    "position bias off by one": ("all_of_128", bias_off_by_one),
+    "sink dropped": ("window_only", no_sink),
+    "window one longer": ("window_only", window_longer(1)),
+    "window one shorter": ("chosen", window_longer(-1)),
+    "entry visible one token late": ("all_of_128", visible_later(1)),
+    "entry visible one token early": ("all_of_128", visible_later(-1)),
+    "output not rotated back": ("window_only", not_rotated_back),
+    "one entry too many selected": ("chosen", one_entry_more),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_is_seen(fault: str) -> None:
-    kind, wrong = FAULTS[fault]
+def test_each_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults that are known from other implementations, put into the definition: then nothing agrees with it."""
+    kind, put_in = FAULTS[fault]
     lengths = (8, 70) if kind != "all_of_128" else (129, 150)
     case = dataclasses.replace(KINDS[kind], lengths=lengths)
-    got = Replay(case, BACKEND).play(whole(lengths))
-    assert compare(got, golden(case), "fp32")
-    assert not compare(got, golden(case, wrong), "fp32")
+    got, inputs = Replay(case, BACKEND).play(whole(lengths)), case.inputs()
+    assert compare(got, naive_output(case), "fp32")
+    wrong = put_in(case, inputs, monkeypatch)
+    assert not compare(got, naive_output(wrong, inputs=inputs), "fp32")
 
 
 @pytest.mark.parametrize("kind", ["chosen", "all_of_128"])
@@ -116,9 +180,7 @@ def test_pages_of_a_shared_beginning_serve_another_sequence(kind: str) -> None:
     replay.done[1] = shared
     for n in (1, 60, 91):
         replay.step([(1, n)])
-    inputs = replay.inputs
-    tokens = {name: t[280:] for name, t in inputs.tokens.items()}
-    want = attend_all(case.spec, tokens, inputs.layer)[shared:]
+    want = naive_output(case, inputs=replay.inputs)[280 + shared :]
     assert (verdict := compare(torch.cat(replay.outputs[1]), want, "fp32")), verdict
 
 
@@ -132,7 +194,7 @@ def test_a_sequence_that_starts_again_ignores_what_it_left(kind: str) -> None:
         replay.free[name].extend(page for page in held[0] if page >= 0)
         held[0] = []
     got = replay.play(at_random(case.lengths, seed=3))
-    assert (verdict := compare(got, golden(case), "fp32")), verdict
+    assert (verdict := compare(got, naive_output(case), "fp32")), verdict
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -195,7 +257,7 @@ def test_one_plan_serves_every_layer_of_a_kind() -> None:
         plan = plans[-1]
         second.step([(0, n)])
     for layer in (first, second):
-        want = attend_all(case.spec, layer.inputs.tokens, layer.inputs.layer)
+        want = naive_output(case, inputs=layer.inputs)
         assert (verdict := compare(torch.cat(layer.outputs[0]), want, "fp32")), verdict
 
 
@@ -216,7 +278,7 @@ def test_tied_scores_choose_alike_in_every_schedule() -> None:
     """One scoring head leaves most scores at exactly 0: the choice must not hang on how a step is cut or padded."""
     spec = dataclasses.replace(KINDS["chosen"].spec, indexer=IndexerSpec(num_heads=1, head_dim=16, topk=8))
     case = Case("tied", spec, (100, 61), draw, torch.float32, PAGE)
-    want = golden(case)
+    want = naive_output(case)
     for steps in (whole(case.lengths), in_chunks(case.lengths, 1), at_random(case.lengths, seed=2)):
         assert (verdict := compare(Replay(case, BACKEND).play(steps), want, "fp32")), verdict
 

@@ -1,4 +1,7 @@
-"""The gated delta rule against its equation in float64, on scattered, recycled and poisoned slots."""
+"""The gated delta rule against its definition in float64, on scattered, recycled and poisoned slots.
+
+That every schedule of every case gives the definition is held by `test_naive.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,16 @@ import dataclasses
 
 import pytest
 import torch
+from attention.naive_output import naive_output, naive_results
 from attention.on_cpu import skip_unless_it_runs
+from torch.nn.functional import pad
 
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout, SlotIndex
 from allotrope.attention.check import Case, cases, compare
 from allotrope.attention.gdn import GDN, GdnSpec
 from allotrope.attention.gdn.plan import PART_TOKENS
-from allotrope.attention.replay import Replay, alone, at_random, in_chunks, in_order, whole
+from allotrope.attention.replay import Replay, at_random, in_chunks, in_order, whole
 from allotrope.kernels.chip import CPU as CPU_CHIP
 
 CASES = {name: case for name, case in cases("gdn").items() if not case.spec.channel_decay}
@@ -22,65 +27,12 @@ ON_CPU = [one for one in GDN.backends if not one.rejects(next(iter(CASES.values(
 BACKENDS = pytest.mark.parametrize("backend", ON_CPU, ids=lambda backend: backend.name)
 
 
-def oracle(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[N, nv, dv] outputs, [sequences, nv, dk, dv] final states and [sequences, W - 1, conv_dim] final convolution
-    inputs, in float64, one value head and one token at a time."""
-    spec = case.spec
-    inputs = case.inputs()
-    qkv, b, a = (inputs.tokens[name].double() for name in ("qkv", "b", "a"))
-    weight, bias, a_log, dt_bias = (
-        inputs.layer[name].double() for name in ("conv_weight", "conv_bias", "A_log", "dt_bias")
-    )
-    out = torch.zeros(len(qkv), spec.num_v_heads, spec.v_head_dim, dtype=torch.float64)
-    states, kept, begin = [], [], 0
-    for n in case.lengths:
-        before = torch.zeros(spec.conv_width - 1, spec.conv_dim, dtype=torch.float64)
-        u = torch.cat((before, qkv[begin : begin + n]))
-        kept.append(u[n:])
-        y = torch.stack([(u[t : t + spec.conv_width].T * weight).sum(1) + bias for t in range(n)])
-        y = y / (1 + torch.exp(-y))
-        q, k, v = y.split((spec.key_dim, spec.key_dim, spec.value_dim), dim=1)
-        heads = []
-        for j in range(spec.num_v_heads):
-            source = j // (spec.num_v_heads // spec.num_k_heads)
-            state = torch.zeros(spec.k_head_dim, spec.v_head_dim, dtype=torch.float64)
-            for t in range(n):
-                q_t = q[t, source * spec.k_head_dim : (source + 1) * spec.k_head_dim]
-                k_t = k[t, source * spec.k_head_dim : (source + 1) * spec.k_head_dim]
-                v_t = v[t, j * spec.v_head_dim : (j + 1) * spec.v_head_dim]
-                q_t = q_t / (q_t @ q_t + 1e-6).sqrt() / spec.k_head_dim**0.5
-                k_t = k_t / (k_t @ k_t + 1e-6).sqrt()
-                step = torch.log1p(torch.exp(a[begin + t, j] + dt_bias[j]))
-                state = torch.exp(-torch.exp(a_log[j]) * step) * state
-                delta = (v_t - state.T @ k_t) / (1 + torch.exp(-b[begin + t, j]))
-                state = state + torch.outer(k_t, delta)
-                out[begin + t, j] = state.T @ q_t
-            heads.append(state)
-        states.append(torch.stack(heads))
-        begin += n
-    return out, torch.stack(states), torch.stack(kept)
-
-
-ORACLES = {name: oracle(CASES[name]) for name in SMALL}
-
-
-@BACKENDS
-@pytest.mark.parametrize("name", SMALL)
-def test_any_schedule_gives_the_equation(name: str, backend: AttentionBackend) -> None:
-    case = CASES[name]
-    skip_unless_it_runs(backend, case)
-    lengths = case.lengths
-    schedules = [whole(lengths), alone(lengths), *(in_chunks(lengths, size) for size in (1, 3, 64))]
-    for steps in [*schedules, at_random(lengths, 1), at_random(lengths, 2)]:
-        found = compare(Replay(case, backend).play(steps), ORACLES[name][0], "fp32")
-        assert found, f"{found}, steps {steps}"
-
-
-def test_released_size() -> None:
-    case = CASES["released_size"]
-    want = oracle(case)[0]
-    for steps in (whole(case.lengths), at_random(case.lengths, 3)):
-        assert (found := compare(Replay(case, ON_CPU[0]).play(steps), want, "fp32")), found
+def final_states(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """[sequences, Hv, Dk, Dv] recurrent states in float64, and [sequences, conv_width - 1, conv_dim] the last inputs of
+    the convolution, zeros before the first token."""
+    inputs = [pad(u, (0, 0, case.spec.conv_width - 1, 0)) for u in case.inputs().tokens["qkv"].split(case.lengths)]
+    last = torch.stack([u[len(u) - case.spec.conv_width + 1 :] for u in inputs])
+    return torch.stack([state for _, state in naive_results(case)]), last
 
 
 @BACKENDS
@@ -89,8 +41,7 @@ def test_released_size() -> None:
 def test_half_precision(name: str, dtype: torch.dtype, backend: AttentionBackend) -> None:
     case = cases("gdn", dtype)[name]
     skip_unless_it_runs(backend, case)
-    skip_unless_it_runs(backend, case)
-    want = oracle(case)[0]
+    want = naive_output(case)
     for steps in (at_random(case.lengths, 1), at_random(case.lengths, 3)):
         assert (found := compare(Replay(case, backend).play(steps), want, case.kind)), found
 
@@ -100,14 +51,14 @@ def test_half_precision(name: str, dtype: torch.dtype, backend: AttentionBackend
 def test_a_slot_holds_the_state_after_the_last_token(name: str, backend: AttentionBackend) -> None:
     case = CASES[name]
     skip_unless_it_runs(backend, case)
-    _, states, kept = ORACLES[name]
+    states, last_inputs = final_states(case)
     for steps in (whole(case.lengths), at_random(case.lengths, 6)):
         replay = Replay(case, backend)
         slots = list(range(1, 1 + len(case.lengths)))
         replay.held["state"] = [[slot] for slot in slots]
         replay.play(steps)
         assert (found := compare(replay.pools["state"]["ssm"][slots], states, "fp32")), found
-        assert torch.equal(replay.pools["state"]["conv"][slots], kept.float())
+        assert torch.equal(replay.pools["state"]["conv"][slots], last_inputs)
 
 
 @BACKENDS
@@ -129,7 +80,7 @@ def test_neighbours_and_their_order_change_at_most_the_last_bits(name: str, back
 def test_prefill_longer_than_a_part(backend: AttentionBackend) -> None:
     short = CASES["one_to_two"]
     case = dataclasses.replace(short, lengths=(3, PART_TOKENS + 61, PART_TOKENS + 61, 1, 2 * PART_TOKENS))
-    want = oracle(case)[0]
+    want = naive_output(case)
     for steps in (whole(case.lengths), in_chunks(case.lengths, 300)):
         assert (found := compare(Replay(case, backend).play(steps), want, "fp32")), found
 
@@ -192,7 +143,7 @@ def test_half_precision_state_is_rounded_once_a_step() -> None:
     slots = [5, 1, 9, 2, 8, 3, 7, 4, 6]
     replay.held["state"] = [[slot] for slot in slots]
     replay.play(whole(case.lengths))
-    states = ORACLES["one_to_one"][1]
+    states, _ = final_states(case)
     assert (found := compare(replay.pools["state"]["ssm"][slots], states, "fp16")), found
 
 

@@ -1,4 +1,7 @@
-"""Softmax attention against its equation in float64, on scattered, recycled and poisoned pages."""
+"""Softmax attention against its definition in float64, on scattered, recycled and poisoned pages.
+
+That every schedule of every case gives the definition is held by `test_naive.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ import dataclasses
 
 import pytest
 import torch
+from attention.naive_output import naive_output
 
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout, index_pages
 from allotrope.attention.cache_layout import pool_bytes, views
-from allotrope.attention.check import Case, cases, compare
+from allotrope.attention.check import cases, compare
 from allotrope.attention.mha import MHA, MhaSpec
 from allotrope.attention.mha.plan import QUERY_BLOCK
-from allotrope.attention.replay import Replay, Step, alone, at_random, in_chunks, in_order, whole
+from allotrope.attention.replay import Replay, Step, at_random, in_chunks, in_order, whole
 from allotrope.kernels.backend import choose
 from allotrope.kernels.chip import CPU as CPU_CHIP
 
@@ -36,46 +40,15 @@ BACKENDS = [
 FIRST = choose(MHA, CASES["multi_head"].spec, CPU_CHIP).backend
 
 
-def oracle(case: Case) -> torch.Tensor:
-    """[N, H, Dv] float64, from the whole sequences at once and no cache."""
-    spec, inputs = case.spec, case.inputs()
-    out, begin = [], 0
-    for n in case.lengths:
-        q, k, v = (inputs.tokens[name][begin : begin + n].double() for name in "qkv")
-        v = k if spec.values_are_keys else v
-        k, v = (t.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1) for t in (k, v))
-        logits = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
-        if spec.softcap:
-            logits = torch.tanh(logits / spec.softcap) * spec.softcap
-        behind = torch.arange(n)[:, None] - torch.arange(n)[None]
-        hidden = (behind < 0) | (behind >= (spec.window or n))
-        weights = logits.masked_fill(hidden, -torch.inf).exp()
-        total = weights.sum(-1)
-        if spec.sinks:
-            total = total + inputs.layer["sinks"].double().exp()[:, None]
-        out.append(torch.einsum("hqk,khd->qhd", weights / total[..., None], v))
-        begin += n
-    return torch.cat(out)
-
-
-@pytest.mark.parametrize(("name", "backend"), RUNS)
-def test_any_schedule_gives_the_equation(name: str, backend: AttentionBackend) -> None:
-    case = CASES[name]
-    want = oracle(case)
-    lengths = case.lengths
-    schedules = [whole(lengths), alone(lengths), *(in_chunks(lengths, size) for size in (1, 3, 64))]
-    for steps in [*schedules, at_random(lengths, 1), at_random(lengths, 2)]:
-        found = compare(Replay(case, backend).play(steps), want, "fp32")
-        assert found, f"{found}, steps {steps}"
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("name", "backend"), RUNS)
 def test_half_precision(name: str, backend: AttentionBackend, dtype: torch.dtype) -> None:
     case = cases("mha", dtype)[name]
     if reasons := backend.rejects(case.spec, CPU_CHIP):
         pytest.skip("; ".join(reasons))
-    assert (found := compare(Replay(case, backend).play(at_random(case.lengths, 3)), oracle(case), case.kind)), found
+    assert (found := compare(Replay(case, backend).play(at_random(case.lengths, 3)), naive_output(case), case.kind)), (
+        found
+    )
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -85,7 +58,7 @@ def test_prefill_longer_than_a_block_of_queries(backend: AttentionBackend, windo
     case = dataclasses.replace(
         short, spec=dataclasses.replace(short.spec, window=window), lengths=(3, QUERY_BLOCK + 61, QUERY_BLOCK)
     )
-    want = oracle(case)
+    want = naive_output(case)
     for steps in (whole(case.lengths), in_chunks(case.lengths, 300), at_random(case.lengths, 4)):
         assert (found := compare(Replay(case, backend).play(steps), want, "fp32")), found
 

@@ -1,4 +1,7 @@
-"""Latent attention against its equation in float64, on scattered, recycled and poisoned pages."""
+"""Latent attention against its definition in float64, on scattered, recycled and poisoned pages.
+
+That every schedule of every case gives the definition is held by `test_naive.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,16 @@ import dataclasses
 
 import pytest
 import torch
+from attention.naive_output import naive_output
 
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout, index_pages
 from allotrope.attention.cache_layout import page_bytes, pool_bytes, row_bytes, views
-from allotrope.attention.check import Case, cases, compare
+from allotrope.attention.check import cases, compare
 from allotrope.attention.mla import MLA, MlaSpec
 from allotrope.attention.mla import plan as mla_plan
 from allotrope.attention.mla.plan import MlaPlan
-from allotrope.attention.replay import Replay, Step, alone, at_random, in_chunks, in_order, whole
+from allotrope.attention.replay import Replay, Step, at_random, in_chunks, in_order, whole
 from allotrope.kernels.chip import CPU as CPU_CHIP
 
 CPU = torch.device("cpu")
@@ -27,43 +31,12 @@ BACKENDS = [
 ]
 
 
-def oracle(case: Case) -> torch.Tensor:
-    """[N, H, V] float64: keys and values of every head written out, whole sequences, no cache."""
-    spec, inputs = case.spec, case.inputs()
-    w_uk, w_uv = inputs.layer["w_uk"].double(), inputs.layer["w_uv"].double()
-    out, begin = [], 0
-    for n in case.lengths:
-        rows = {name: t[begin : begin + n].double() for name, t in inputs.tokens.items()}
-        k = torch.einsum("hpc,sc->hsp", w_uk, rows["c"])
-        logits = torch.einsum("thp,hsp->hts", rows["q_nope"], k) + torch.einsum(
-            "thr,sr->hts", rows["q_pe"], rows["k_pe"]
-        )
-        hidden = torch.ones(n, n).triu(1).bool()
-        weights = (logits * spec.scale).masked_fill(hidden, -torch.inf).softmax(-1)
-        v = torch.einsum("hvc,sc->hsv", w_uv, rows["c"])
-        out.append(torch.einsum("hts,hsv->thv", weights, v))
-        begin += n
-    return torch.cat(out)
-
-
 def plan_of(spec: MlaSpec, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> MlaPlan:
     batch = BatchLayout(query_lens, seq_lens, CPU)
     pages, free = [], iter(range(1, 10_000))
     for n in seq_lens:
         pages.append([next(free) for _ in range(-(-n // 16))])
     return MLA.backends[-1].plan(spec, batch, {"latent": index_pages(batch, 16, pages)})
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CASES)
-def test_any_schedule_gives_the_equation(name: str, backend: AttentionBackend) -> None:
-    case = CASES[name]
-    want = oracle(case)
-    lengths = case.lengths
-    schedules = [whole(lengths), alone(lengths), *(in_chunks(lengths, size) for size in (1, 3, 64))]
-    for steps in [*schedules, at_random(lengths, 1), at_random(lengths, 2)]:
-        found = compare(Replay(case, backend).play(steps), want, "fp32")
-        assert found, f"{found}, steps {steps}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -73,14 +46,16 @@ def test_half_precision(name: str, backend: AttentionBackend, dtype: torch.dtype
     case = cases("mla", dtype)[name]
     if reasons := backend.rejects(case.spec, CPU_CHIP):
         pytest.skip("; ".join(reasons))
-    assert (found := compare(Replay(case, backend).play(at_random(case.lengths, 3)), oracle(case), case.kind)), found
+    assert (found := compare(Replay(case, backend).play(at_random(case.lengths, 3)), naive_output(case), case.kind)), (
+        found
+    )
 
 
 @pytest.mark.parametrize("name", ["released", "small"])
 def test_slices_and_tiles_of_any_size_are_merged(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds so small that every request takes several slices, some of which a query block does not see."""
     case = CASES[name]
-    want = oracle(case)
+    want = naive_output(case)
     for keys, queries, decode_rows in ((16, 8, 16), (7, 5, 40), (24, 64, 1)):
         monkeypatch.setattr(mla_plan, "KEY_SLICE", keys)
         monkeypatch.setattr(mla_plan, "QUERY_BLOCK", queries)
@@ -94,7 +69,7 @@ def test_slices_and_tiles_of_any_size_are_merged(name: str, monkeypatch: pytest.
 def test_longer_than_a_slice_and_a_block(backend: AttentionBackend) -> None:
     lengths = (mla_plan.KEY_SLICE + 90, 5)
     case = dataclasses.replace(CASES["released"], lengths=lengths)
-    want = oracle(case)
+    want = naive_output(case)
     then_decoded: list[Step] = [[(0, lengths[0] - 2), (1, 3)], [(0, 1), (1, 1)], [(0, 1), (1, 1)]]
     for steps in (whole(lengths), in_chunks(lengths, 700), then_decoded):
         assert (found := compare(Replay(case, backend).play(steps), want, "fp32")), found
@@ -107,7 +82,7 @@ def test_equal_prompts_share_a_part(name: str) -> None:
     assert [len(part.slices[0].rows) for part in (*plan.absorbed, *plan.expanded)] == [3, 2]
     case = dataclasses.replace(CASES[name], lengths=lengths)
     for steps in (whole(lengths), in_chunks(lengths, 20)):
-        assert (found := compare(Replay(case, REFERENCE).play(steps), oracle(case), "fp32")), found
+        assert (found := compare(Replay(case, REFERENCE).play(steps), naive_output(case), "fp32")), found
 
 
 def test_each_part_takes_the_cheaper_form() -> None:

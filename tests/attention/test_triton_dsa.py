@@ -22,7 +22,7 @@ from allotrope.attention.topk import top_indices
 from allotrope.kernels.chip import CHIPS
 
 REFERENCE = DSA.backends[-1]
-TRITON = AttentionBackend("triton", lambda spec, chip: [], triton.run, plan=triton.build_plan, in_graphs=True)
+TRITON = AttentionBackend("triton", lambda spec, chip: [], plan=triton.build_plan, run=triton.run, in_graphs=True)
 FP8 = torch.float8_e4m3fn
 GPU = torch.cuda.is_available()
 ARCH = arch_of(torch.device(DEVICE))

@@ -19,7 +19,7 @@ from allotrope.kernels.chip import CPU as CPU_CHIP
 from allotrope.kernels.triton_version import triton_reasons
 
 REFERENCE = MHA.backends[-1]
-TRITON = AttentionBackend("triton", lambda spec, chip: [], triton.run, plan=triton.build_plan, in_graphs=True)
+TRITON = AttentionBackend("triton", lambda spec, chip: [], plan=triton.build_plan, run=triton.run, in_graphs=True)
 CASES = cases("mha")
 FP8 = torch.float8_e4m3fn
 
@@ -162,7 +162,7 @@ def test_views_of_larger_tensors(gather: bool, monkeypatch: pytest.MonkeyPatch) 
 def test_many_rows_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     case = dataclasses.replace(CASES["grouped_4"], lengths=(33, 70))
     want = Replay(case, TRITON, DEVICE).play(whole(case.lengths))
-    monkeypatch.setattr(triton_prefill, "_MOST_GATHERED", 0)
+    monkeypatch.setattr(triton_prefill, "_MAX_SCRATCH_BYTES", 0)
     assert (found := compare(Replay(case, TRITON, DEVICE).play(whole(case.lengths)), want, "fp32")), found
 
 

@@ -25,7 +25,7 @@ from allotrope.kernels.chip import CPU as CPU_CHIP
 from allotrope.kernels.triton_version import triton_reasons
 
 REFERENCE = MLA.backends[-1]
-TRITON = AttentionBackend("triton", lambda spec, chip: [], triton.run, plan=triton.build_plan, in_graphs=True)
+TRITON = AttentionBackend("triton", lambda spec, chip: [], plan=triton.build_plan, run=triton.run, in_graphs=True)
 FP8 = torch.float8_e4m3fn
 GPU = torch.cuda.is_available()
 # The interpreter takes seconds for what the GPU does at once.

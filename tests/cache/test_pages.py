@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from allotrope.cache.pages import PagePool
 
 ACTIONS = st.lists(
-    st.tuples(st.sampled_from(["take", "hold", "release", "publish", "find", "forget"]), st.integers(0, 9))
+    st.tuples(st.sampled_from(["allocate", "incref", "decref", "cache_block", "find", "evict"]), st.integers(0, 9))
 )
 
 
@@ -24,58 +24,58 @@ def test_random_use(actions: list[tuple[str, int]], pages: int) -> None:
         key = bytes([number])
         mine = sorted(held)
         page = mine[number % len(mine)] if mine else None
-        if action == "take" and pool.available:
-            taken = pool.take()
+        if action == "allocate" and pool.available:
+            taken = pool.allocate()
             assert taken != 0, "page 0 is nobody's"
             assert not held[taken], "a page that is held was given out again"
             held[taken] += 1
             named = {k: p for k, p in named.items() if p != taken}
-        elif action == "hold" and page is not None:
-            pool.hold(page)
+        elif action == "incref" and page is not None:
+            pool.incref(page)
             held[page] += 1
-        elif action == "release" and page is not None:
-            pool.release(page)
+        elif action == "decref" and page is not None:
+            pool.decref(page)
             held[page] -= 1
             held += Counter()
-        elif action == "publish" and page is not None:
-            pool.publish(page, key)
+        elif action == "cache_block" and page is not None:
+            pool.cache_block(page, key)
             if key not in named and page not in named.values():
                 named[key] = page
         elif action == "find":
             assert pool.find(key) == named.get(key)
-        elif action == "forget" and page is not None:
-            pool.forget(page)
+        elif action == "evict" and page is not None:
+            pool.evict(page)
             named = {k: p for k, p in named.items() if p != page}
         assert pool.used == len(held)
         assert pool.used + pool.available == pool.total == pages - 1
     for page, count in held.items():
         for _ in range(count):
-            pool.release(page)
+            pool.decref(page)
     assert pool.used == 0
 
 
 def test_least_recently_released_goes_first() -> None:
     pool = PagePool(4)
-    pages = [pool.take() for _ in range(3)]
+    pages = [pool.allocate() for _ in range(3)]
     for page in pages:
-        pool.publish(page, bytes([page]))
+        pool.cache_block(page, bytes([page]))
     for page in (pages[1], pages[0], pages[2]):
-        pool.release(page)
+        pool.decref(page)
     found = pool.find(bytes([pages[1]]))
     assert found == pages[1]
-    pool.hold(found)
-    pool.release(found)
-    assert [pool.take() for _ in range(3)] == [pages[0], pages[2], pages[1]]
-    assert pool.was_dropped(bytes([pages[0]]))
+    pool.incref(found)
+    pool.decref(found)
+    assert [pool.allocate() for _ in range(3)] == [pages[0], pages[2], pages[1]]
+    assert pool.was_evicted(bytes([pages[0]]))
 
 
 def test_forgetting_everything_frees_idle_pages() -> None:
     pool = PagePool(3)
-    first, second = pool.take(), pool.take()
-    pool.publish(first, b"a")
-    pool.publish(second, b"b")
-    pool.release(first)
-    pool.forget_all()
+    first, second = pool.allocate(), pool.allocate()
+    pool.cache_block(first, b"a")
+    pool.cache_block(second, b"b")
+    pool.decref(first)
+    pool.evict_all()
     assert pool.find(b"a") is None and pool.find(b"b") is None
     assert (pool.used, pool.available) == (1, 1)
-    assert not pool.was_dropped(b"a")
+    assert not pool.was_evicted(b"a")

@@ -35,10 +35,10 @@ def fill(cache: PrefixCache, kept: dict[int, set[int]]) -> None:
     chain = cache.chain()
     for index, (group, pool) in enumerate(zip(cache.groups, cache.pools, strict=True)):
         for number in sorted(kept.get(index, ())):
-            page = pool.take()
+            page = pool.allocate()
             end = number if group.kind == "state" else (number + 1) * group.page_size
-            pool.publish(page, chain.key(IDS, end))
-            pool.release(page)
+            pool.cache_block(page, chain.key(IDS, end))
+            pool.decref(page)
 
 
 def usable(cache: PrefixCache, kept: dict[int, set[int]], tokens: int) -> bool:
@@ -49,8 +49,8 @@ def usable(cache: PrefixCache, kept: dict[int, set[int]], tokens: int) -> bool:
                 return False
             continue
         first = 0 if group.window is None else max(0, tokens - group.window + 1)
-        wanted = {position // group.page_size for position in range(first, tokens)}
-        if not wanted <= kept.get(index, set()):
+        needed = {position // group.page_size for position in range(first, tokens)}
+        if not needed <= kept.get(index, set()):
             return False
     return True
 
@@ -75,8 +75,8 @@ def test_longest_usable_prefix(mix: str, data: st.DataObject, length: int) -> No
             assert (state > 0) == (want > 0)
             continue
         assert len(pages) == want // group.page_size
-        dead = group.dead_pages(want)
-        assert all((page < 0) == (j < dead) for j, page in enumerate(pages))
+        out_of_window = group.out_of_window_pages(want)
+        assert all((page < 0) == (j < out_of_window) for j, page in enumerate(pages))
 
 
 def test_other_tokens_are_not_a_match() -> None:
@@ -97,12 +97,12 @@ def test_reasons() -> None:
     cache = make("paged state")
     fill(cache, {0: set(range(12)), 1: {16}})
     match = cache.match(IDS, cache.chain())
-    assert (match.tokens, match.lost, match.wanted) == (16, {"state checkpoint": 28}, 44)
+    assert (match.tokens, match.lost, match.checkpoint_position) == (16, {"state checkpoint": 28}, 44)
 
     cache = make("paged")
     fill(cache, {0: set(range(12))})
     assert cache.match([*IDS[:46]], cache.chain()).lost == {"partial page": 1}
     pool = cache.pools[0]
-    for page in [pool.take() for _ in range(pool.available)]:
-        pool.release(page)
+    for page in [pool.allocate() for _ in range(pool.available)]:
+        pool.decref(page)
     assert cache.match(IDS, cache.chain()).lost == {"evicted": 44}

@@ -16,7 +16,7 @@ from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.checkpoint.read_config import BOOKKEEPING
 from allotrope.errors import ModelError
 from allotrope.layers.mixers.mha import MhaMixerSpec
-from allotrope.ops.rope.reference import RopeSpec
+from allotrope.ops.rope import RopeSpec
 
 LATENT = ("Deepseek", "GlmMoeDsa", "Kimi")
 # Last part of a key's path -> why its value changes nothing, and in which models.
@@ -126,7 +126,7 @@ def test_rope_scaling_stands_in_place_of_rope_parameters(case: str, tmp_path: Pa
     from transformers import AutoConfig
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-    from allotrope.ops.rope.reference import inverse_frequencies
+    from allotrope.ops.rope import inverse_frequencies
 
     (tmp_path / "config.json").write_text(json.dumps(qwen3(**BOTH[case])))
     theirs = Qwen3RotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq

@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.checkpoint.dequantize import QuantizedView, dequantized, scaled, unpack_mxfp4
 from allotrope.errors import ModelError
-from allotrope.ops.matmul.quantized_weight import FP4_VALUES, Format, Quantized
+from allotrope.ops.matmul.fp8 import Fp8
+from allotrope.ops.matmul.mxfp4 import FP4_VALUES
+from allotrope.ops.matmul.weight import QuantizedWeight
 
 
 @pytest.fixture(autouse=True)
@@ -85,9 +87,9 @@ def test_a_weight_of_one_block_is_kept_like_its_neighbours(tmp_path: Path) -> No
         tensors[f"{name}.weight_scale_inv"] = torch.rand(-(-rows // 128), 1)
     view = dequantized(checkpoint(tmp_path, stated, tensors))
     assert isinstance(view, QuantizedView)
-    assert {name: view.format(f"{name}.weight") for name in "abc"} == dict.fromkeys("abc", Format("fp8", 128, rows=128))
+    assert {name: view.format(f"{name}.weight") for name in "abc"} == dict.fromkeys("abc", Fp8(128, rows=128))
     codes, scales = view.packed("b.weight")
-    assert torch.equal(Quantized(Format("fp8", 128), codes, scales).dequantized(), view.read("b.weight"))
+    assert torch.equal(QuantizedWeight(Fp8(128), codes, scales).dequantize(), view.read("b.weight"))
 
 
 def test_packed_experts_beside_fp8_weights(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_checkpoints import write_tiny
 from torch import nn
 from weight_formats import FORMATS, INT4, KIMI, MXFP4, compressed, float8, quark, write_released
@@ -21,18 +22,18 @@ from allotrope.checkpoint.dequantize import QuantizedView, dequantized
 from allotrope.checkpoint.weight_formats import weight_formats
 from allotrope.checkpoint.weights import Loader
 from allotrope.config import EngineConfig
-from allotrope.engine.load import load_model, resolve_load_plan
+from allotrope.engine.load import load_model
+from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.plan_report import report_model
 from allotrope.errors import ModelError
-from allotrope.ops.matmul.product import CODES
-from allotrope.ops.matmul.quantized_weight import Quantized
+from allotrope.layers.weights import VALUES
+from allotrope.ops.matmul.weight import QuantizedWeight
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 INTEGERS = "compressed-tensors int4"
-LOADED = [name for name in FORMATS if name != INTEGERS]
 MODELS = {"dense": "LlamaForCausalLM", "experts": "Qwen3MoeForCausalLM"}
-CASES = [(kind, name) for name in LOADED for kind in MODELS if kind == "experts" or not FORMATS[name].experts_alone]
+CASES = [(kind, name) for name in FORMATS for kind in MODELS if kind == "experts" or not FORMATS[name].experts_alone]
 # Heads and experts of whole blocks of 128.
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
 
@@ -105,7 +106,7 @@ def test_stored_numbers_are_those_of_the_format(released: Path) -> None:
     assert any(formats.values())
     for name, format in formats.items():
         if format is not None:
-            assert torch.equal(Quantized(format, *view.packed(name)).dequantized(), view.read(name)), name
+            assert torch.equal(QuantizedWeight(format, *view.packed(name)).dequantize(), view.read(name)), name
 
 
 @pytest.mark.parametrize("mode", ["keep", "unpack"])
@@ -117,7 +118,7 @@ def test_the_plan_is_what_the_engine_and_dummy_weights_take(released: Path, mode
     assert report.formats_from == "the checkpoint"
     assert held_bytes(load_model(resolve_load_plan(stored), 0)) == wanted
     assert held_bytes(load_model(resolve_load_plan(stated), 0)) == wanted
-    kept = [name for name, _ in resolve_load_plan(stored).meta_model().named_parameters() if name.endswith(CODES)]
+    kept = [name for name, _ in resolve_load_plan(stored).meta_model().named_parameters() if name.endswith(VALUES)]
     assert bool(kept) == (mode == "keep")
     # From the config alone, as of a hub id whose weights are elsewhere.
     (released / "model.safetensors").unlink()
@@ -126,19 +127,26 @@ def test_the_plan_is_what_the_engine_and_dummy_weights_take(released: Path, mode
 
 
 @pytest.mark.parametrize("released", [("experts", INTEGERS)], indirect=True, ids=": ".join)
-def test_integers_are_planned_as_released_and_refused(released: Path, tmp_path: Path) -> None:
+def test_integers_are_kept_as_released(released: Path, tmp_path: Path) -> None:
+    """Where weights are kept, the plan is what lies in the files; on a CPU they are dequantized if nobody asks."""
     headers = open_checkpoint(str(released)).headers()
-    plain = sum(header.stored_bytes for name, header in headers.items() if not name.endswith("_shape"))
-    for mode in ("auto", "keep"):
-        report = report_model(config(released, mode), 1 << 30)
-        assert report.weight_bytes == plain
-        assert report.unloadable is not None and "4-bit integers" in report.unloadable
-        assert any(line.startswith("cannot be loaded: its weights are 4-bit integers") for line in report.lines())
-    for options in (config(released), config(released, "unpack"), config(released, load_format="dummy")):
-        with pytest.raises(ModelError, match="4-bit integers"):
-            load_model(resolve_load_plan(options), 0)
+    stored = sum(header.stored_bytes for name, header in headers.items() if not name.endswith("_shape"))
+    assert report_model(config(released), 1 << 30).weight_bytes == stored
+    plain = report_model(config(released.with_name("released-plain")), 1 << 30).weight_bytes
+    assert report_model(config(released, "auto"), 1 << 30).weight_bytes == plain
     shutil.copy(released / "config.json", tmp_path)
-    assert report_model(config(tmp_path), 1 << 30).weight_bytes == plain
+    assert report_model(config(tmp_path), 1 << 30).weight_bytes == stored
+
+
+def test_a_shape_that_is_not_that_of_the_words_is_refused(plain: dict[str, Path], tmp_path: Path) -> None:
+    """As of inputs that do not fill their last word."""
+    write_released(plain["experts"], tmp_path / "released", FORMATS[INTEGERS])
+    path = tmp_path / "released" / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("_shape"))
+    save_file(tensors | {name: tensors[name] - torch.tensor([0, 3])}, path)
+    with pytest.raises(ModelError, match=r"weight_shape is .* multiple of 8"):
+        loaded(config(tmp_path / "released"))
 
 
 def test_the_text_part_of_a_wrapper_states_its_formats(tmp_path: Path) -> None:
@@ -146,10 +154,9 @@ def test_the_text_part_of_a_wrapper_states_its_formats(tmp_path: Path) -> None:
     wrapper = find_architecture({"architectures": ["KimiK25ForConditionalGeneration"]}, "").tiny()
     wrapper["text_config"]["quantization_config"] = compressed(INT4, "pack-quantized", KIMI)
     (tmp_path / "config.json").write_text(json.dumps(wrapper))
-    load_plan = resolve_load_plan(config(tmp_path, "auto", load_format="dummy"))
-    names = [name for name, _ in load_plan.meta_model().named_parameters() if name.endswith(CODES)]
+    load_plan = resolve_load_plan(config(tmp_path, load_format="dummy"))
+    names = [name for name, _ in load_plan.meta_model().named_parameters() if name.endswith(VALUES)]
     assert names and all(".ffn.experts." in name for name in names)
-    assert "4-bit integers" in load_plan.unloadable
 
 
 @pytest.mark.parametrize(
@@ -189,7 +196,7 @@ def test_layers_of_their_own_and_lists_of_what_stays_plain() -> None:
 
     def kind(name: str) -> str | None:
         scheme = formats.scheme(name)
-        return None if scheme is None else f"{scheme.format.kind} {scheme.format.run}"
+        return None if scheme is None else f"{scheme.format.name} {scheme.format.group_size}"
 
     assert kind("model.layers.1.self_attn.q_proj.weight") == "fp8 0"
     assert kind("model.layers.1.mlp.experts.0.up_proj.weight") == "mxfp4 32"

@@ -82,7 +82,8 @@ def test_refusals_name_options_that_exist() -> None:
     [
         ("--quantization", "--quantized-weights"),
         ("--quantization-config", "--quantized-weights"),
-        ("--async-scheduling", "--overlap"),
+        ("--overlap", "--async-scheduling"),
+        ("--no-async-scheduling", "--async-scheduling off"),
         ("--mamba-cache-dtype", "--state-dtype"),
         ("--cpu-offload-gb", "--tensor-parallel-size"),
     ],

@@ -101,7 +101,8 @@ def test_on_a_terminal_there_is_a_bar_that_goes_away() -> None:
 
 def test_a_model_is_told_to_its_last_byte(weighted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from allotrope.config import EngineConfig
-    from allotrope.engine.load import load_model, resolve_load_plan
+    from allotrope.engine.load import load_model
+    from allotrope.engine.load_plan import resolve_load_plan
 
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr("allotrope.checkpoint.weights.report_bytes", lambda done, total: seen.append((done, total)))

@@ -68,12 +68,12 @@ def static(running: Engine, size: int) -> Runner:
 
 def on_buffers(running: Engine, size: int, backend: Callable[[Any], AttentionBackend]) -> Runner:
     """As `static`, each layer attended to by the `backend` of its spec."""
-    executor: Any = running._executor
-    for layer in executor.model.layers:
+    worker: Any = running._executor.worker  # type: ignore[attr-defined]
+    for layer in worker.model.layers:
         layer.mixer.backend = backend(layer.mixer.spec)
-    old, load_plan = executor.runner, executor._blueprint
+    old, load_plan = worker.runner, worker.load_plan
     shape = DecodeShape(size, load_plan.max_model_len, capture=False)
-    executor._runner = Runner(
-        executor.model, load_plan.specs, old.groups, old.arena, load_plan.shares, torch.device("cpu"), shape
+    worker.runner = Runner(
+        worker.model, load_plan.specs, old.groups, old.arena, load_plan.shares, torch.device("cpu"), shape
     )
-    return executor._runner
+    return worker.runner

@@ -1,4 +1,4 @@
-"""Decode steps on static buffers, run eagerly on a CPU: refreshed, padded, filled up; and steps that overlap."""
+"""Decode steps on static buffers, run eagerly on a CPU: refreshed and padded; and async scheduling."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_static_steps_equal_exact_ones(model: Path) -> None:
-    """Same logits everywhere, whatever fills up a step; and nothing is ever written for what fills it up."""
+    """Same logits everywhere, however many padding rows a step has; and nothing is ever written for these."""
     options = {"device": "cpu", "max_num_seqs": 7, "max_num_batched_tokens": 64, "page_size": 4, "max_model_len": 96}
     requests = [request(f"r{i}", ids) for i, ids in enumerate(prompts((5, 33, 7, 30, 2, 9, 11, 70, 1)))]
     want, got = Watch(), Watch()
@@ -69,17 +69,17 @@ def test_refresh_forgets_the_step_before() -> None:
     groups = [CacheGroup("paged", 4, None, ()), CacheGroup("state", 1, None, ()), CacheGroup("window", 2, 6, ())]
     buffers = DecodeBuffers(groups, 5, 32, 8, torch.float32, CPU)
     long = [StepRow((i,), 20, [[1, 2, 3, 4, 5, 6], [], [-1] * 8 + [7, 8, 9]], [0, i + 1, 0], 1) for i in range(5)]
-    short = [StepRow((3,), 4, [[9, 8], [], [1, 2, 3]], [0, 4, 0], 1, follows=2)]
+    short = [StepRow((3,), 4, [[9, 8], [], [1, 2, 3]], [0, 4, 0], 1, prev_sampled_index=2)]
     buffers.refresh(long, None)
     buffers.refresh(short, torch.tensor([5, 6, 7]))
-    inputs, chosen = buffers.inputs(4)
+    inputs, prev_sampled = buffers.inputs(4)
     exact = pack(short, groups, CPU)
     assert inputs.batch.query_lens == (1,) * 4 and inputs.batch.seq_lens == (32,) * 4
     assert inputs.batch.tensors.seq_lens.tolist() == [5, 0, 0, 0]
     assert inputs.batch.tensors.positions.tolist() == [4, 0, 0, 0]
     assert inputs.batch.tensors.query_start.tolist() == [0, 1, 2, 3, 4]
-    assert inputs.follows is not None and inputs.follows.tolist() == [2, -1, -1, -1]
-    assert chosen[:3].tolist() == [5, 6, 7]
+    assert inputs.prev_sampled_indices is not None and inputs.prev_sampled_indices.tolist() == [2, -1, -1, -1]
+    assert prev_sampled[:3].tolist() == [5, 6, 7]
     for g in (0, 2):
         table, want = inputs.index[g].table, exact.index[g].table
         assert table[0, : want.shape[1]].tolist() == want[0].tolist()
@@ -99,16 +99,16 @@ MIXED = [
 
 
 @pytest.mark.parametrize("kind", ["exact", "static"])
-def test_overlapping_steps_say_the_same(model: Path, kind: str) -> None:
+def test_async_scheduling_gives_the_same(model: Path, kind: str) -> None:
     """Tokens, reasons and log-probabilities of every kind of request, under memory that sends sequences back."""
     options = {"device": "cpu", "max_num_seqs": 5, "max_num_batched_tokens": 48, "page_size": 4, "max_model_len": 96}
     asked = [
         request(f"r{i}", ids, MIXED[i % len(MIXED)], eos_ids=tuple(range(20, 40)))
         for i, ids in enumerate(prompts((5, 33, 7, 30, 2, 9, 11, 70, 1, 12, 64, 8, 3)))
     ]
-    want = outputs(engine(model, overlap="off", **options), asked)
-    roomy = engine(model, overlap="on", **options)
-    tight = engine(model, overlap="on", kv_cache_memory_bytes=roomy.memory.bytes // 3, **options)
+    want = outputs(engine(model, async_scheduling="off", **options), asked)
+    roomy = engine(model, async_scheduling="on", **options)
+    tight = engine(model, async_scheduling="on", kv_cache_memory_bytes=roomy.memory.bytes // 3, **options)
     for running in (roomy, tight):
         if kind == "static":
             static(running, 5)
@@ -133,11 +133,11 @@ def _story(found: list[Any], name: str, index: int) -> tuple[list[Any], list[flo
     return facts, [p for one in told for record in one.logprobs or () for _, p in record.top]
 
 
-def test_overlap_aborts_and_states(hybrid: Path) -> None:
+def test_async_scheduling_with_aborts_and_states(hybrid: Path) -> None:
     """A request that is aborted while its token is on its way leaves nothing; the others do not notice."""
     ids = prompts((5, 20, 7, 40))
-    want = run(engine(hybrid, overlap="off"), [request(f"r{i}", one) for i, one in enumerate(ids)])
-    running = engine(hybrid, overlap="on", page_size=4)
+    want = run(engine(hybrid, async_scheduling="off"), [request(f"r{i}", one) for i, one in enumerate(ids)])
+    running = engine(hybrid, async_scheduling="on", page_size=4)
     for i, one in enumerate(ids):
         running.add(request(f"r{i}", one))
     tokens: dict[str, list[int]] = {}
@@ -160,7 +160,7 @@ def test_an_ending_learnt_late_is_not_passed(model: Path) -> None:
     (ids,) = prompts((14,))
     plain = run(engine(model), [request("plain", ids)])["plain"]
     params = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=(plain[3],))
-    running = engine(model, overlap="on", page_size=2)
+    running = engine(model, async_scheduling="on", page_size=2)
     found = outputs(running, [request("late", ids, params)])
     stop = plain.index(plain[3])
     assert [token for one in found for token in one.token_ids] == plain[: stop + 1]

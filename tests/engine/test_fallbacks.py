@@ -15,7 +15,7 @@ from quantized_twins import write_twin
 from tiny_checkpoints import prompts, write_tiny
 
 from allotrope.architectures.llama import tiny_llama
-from allotrope.ops.matmul import product
+from allotrope.layers import weights
 
 OPTIONS = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 96}
 
@@ -43,35 +43,35 @@ def said(caplog: pytest.LogCaptureFixture, start: str) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "watched", "reasons"),
     [
-        ({"overlap": "off"}, False, ["--overlap off was asked for"]),
-        ({"overlap": "auto"}, False, ["device=cpu (auto overlaps the steps of a GPU)"]),
-        ({"overlap": "on"}, True, ["an observer may replace tokens"]),
+        ({"async_scheduling": "off"}, False, ["--async-scheduling off was asked for"]),
+        ({"async_scheduling": "auto"}, False, ["device=cpu (auto schedules the steps of a GPU asynchronously)"]),
+        ({"async_scheduling": "on"}, True, ["an observer may replace tokens"]),
         (
-            {"overlap": "on", "tensor_parallel_size": 2, "threads": 1},
+            {"async_scheduling": "on", "tensor_parallel_size": 2, "threads": 1},
             True,
             ["an observer may replace tokens", "tensor_parallel_size=2 (needs 1"],
         ),
     ],
 )
-def test_steps_that_do_not_overlap_say_why(
+def test_steps_without_async_scheduling_say_why(
     options: dict[str, Any], watched: bool, reasons: list[str], model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "allotrope"):
         engine(model, Watch() if watched else None, load_format="dummy", **OPTIONS, **options).close()
-    (line,) = said(caplog, "steps do not overlap")
+    (line,) = said(caplog, "async scheduling is off")
     assert all(reason in line for reason in reasons) and line.count(";") == len(reasons) - 1
-    assert not said(caplog, "steps overlap")
+    assert not said(caplog, "async scheduling is on")
 
 
-def test_penalties_are_said_once_to_make_steps_wait(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_penalties_are_said_once_to_pause_async_scheduling(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     penalized = dataclasses.replace(GREEDY, repetition_penalty=1.2)
     with caplog.at_level(logging.INFO, "allotrope"):
-        running = engine(model, load_format="dummy", overlap="on", **OPTIONS)
+        running = engine(model, load_format="dummy", async_scheduling="on", **OPTIONS)
         run(running, [request("plain", prompts((5,))[0])])
-        assert said(caplog, "steps overlap") and not said(caplog, "steps wait")
+        assert said(caplog, "async scheduling is on") and not said(caplog, "async scheduling pauses")
         for name in ("one", "two"):
             run(running, [request(name, prompts((5,))[0], penalized)])
-    assert len(said(caplog, "steps wait for each other while a request with penalties runs")) == 1
+    assert len(said(caplog, "async scheduling pauses while a request with penalties runs")) == 1
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_weights_that_are_dequantized_on_load_say_why(
 def test_weights_that_are_kept_say_that_each_product_dequantizes_them(
     quantized: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    product._say.cache_clear()
+    weights._warn.cache_clear()
     with caplog.at_level(logging.INFO, "allotrope"):
         engine(quantized, quantized_weights="keep", **OPTIONS)
     assert not said(caplog, "dequantized on load")
     (line,) = said(caplog, "fp8 weights are dequantized anew for every product")
-    assert "device=cpu (needs cuda)" in line
+    assert "chip=cpu (needs a GPU)" in line
 
 
 def test_weights_that_cannot_be_kept_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -85,7 +85,7 @@ def test_graphs_give_the_bits_of_eager_steps(model: Path, dtype: str) -> None:
     assert_idle(captured)
     # Again with every size captured, and none left out.
     captured.capture_all()
-    made = captured._executor.runner.graphs  # type: ignore[attr-defined]
+    made = captured._executor.worker.runner.graphs  # type: ignore[attr-defined]
     assert made.captured == made.sizes
     eager_steps = made.eager
     again = [request(f"again {i}", ids) for i, ids in enumerate(prompts(LENGTHS))]
@@ -132,7 +132,7 @@ def test_decode_steps_on_static_buffers_give_the_logits_of_exact_ones(model: Pat
 
 
 @needs_a_gpu
-def test_overlap_on_a_gpu_says_the_same(model: Path) -> None:
+def test_async_scheduling_on_a_gpu_gives_the_same(model: Path) -> None:
     params = [
         SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True),
         SamplingParams(temperature=0.9, max_tokens=7, seed=3, logprobs=2),
@@ -144,7 +144,7 @@ def test_overlap_on_a_gpu_says_the_same(model: Path) -> None:
         for i, ids in enumerate(prompts((5, 33, 7, 30, 2, 9, 11, 70, 1, 12)))
     ]
     options = {"device": "cuda", "max_num_seqs": 5, "max_num_batched_tokens": 48}
-    want = run(tiny(model, overlap="off", **options), asked)
-    running = tiny(model, overlap="on", **options)
+    want = run(tiny(model, async_scheduling="off", **options), asked)
+    running = tiny(model, async_scheduling="on", **options)
     assert_same(run(running, asked), want)
     assert_idle(running)

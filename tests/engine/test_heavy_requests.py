@@ -13,7 +13,7 @@ from tiny_checkpoints import prompts, write_tiny
 from allotrope import LLM, SamplingParams
 from allotrope.architectures.llama import tiny_llama
 from allotrope.architectures.qwen3_next import tiny_qwen3_next
-from allotrope.engine.scheduler import SCORED_AT_ONCE
+from allotrope.engine.scheduler import PROMPT_LOGPROBS_CHUNK
 
 SCORED = replace(GREEDY, prompt_logprobs=2, max_tokens=3)
 
@@ -33,13 +33,13 @@ def test_scored_prompts_share_a_bound(model: Path, monkeypatch: pytest.MonkeyPat
     scored: list[int] = []
     inner = running._executor.run
 
-    def counted(plan, chosen=None):
-        scored.append(sum(row.scored for row in plan.rows if len(row.ids) > 1))
-        return inner(plan, chosen)
+    def counted(plan, prev_sampled=None):
+        scored.append(sum(row.num_logits for row in plan.rows if len(row.ids) > 1))
+        return inner(plan, prev_sampled)
 
     monkeypatch.setattr(running._executor, "run", counted)
     found = {one.request_id: one.prompt_logprobs for one in outputs(running, asked) if one.prompt_logprobs}
-    assert max(scored) == SCORED_AT_ONCE and sum(scored) >= 6 * 149
+    assert max(scored) == PROMPT_LOGPROBS_CHUNK and sum(scored) >= 6 * 149
     for i, want in enumerate(alone):
         got = found[str(i)]
         assert want is not None and got is not None
@@ -48,7 +48,7 @@ def test_scored_prompts_share_a_bound(model: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("caching", [False, True])
 def test_the_first_of_several_tells_the_prompts_scores(model: Path, caching: bool) -> None:
-    (ids,) = prompts((SCORED_AT_ONCE + 40,))
+    (ids,) = prompts((PROMPT_LOGPROBS_CHUNK + 40,))
     running = engine(model, enable_prefix_caching=caching)
     first = outputs(running, [request("r", ids, replace(SCORED, n=2))])[0]
     assert first.index == 0 and first.prompt_logprobs is not None and len(first.prompt_logprobs) == len(ids)
@@ -77,20 +77,20 @@ def test_nothing_of_a_sequence_without_numbers_is_kept(tmp_path: Path) -> None:
     path = write_tiny(tiny_qwen3_next(), tmp_path).directory
     running = engine(path, Watch(), max_num_batched_tokens=16, max_num_seqs=2)
     (ids,) = prompts((70,))
-    kept = [[pool.find(key) for key in _keys(running, ids)] for pool in running._keeper.pools]
+    kept = [[pool.find(key) for key in _keys(running, ids)] for pool in running._requests.kv_cache_manager.pools]
     assert not any(page for pages in kept for page in pages)
     running.add(request("r", ids))
-    while not running._requests["r"][0].output_len:
+    while not running._requests.open["r"][0].output_len:
         running.step()
-    (seq,) = running._requests["r"]
-    assert any(pool.find(key) for pool in running._keeper.pools for key in seq.chain.made)
-    made = list(seq.chain.made)
-    running._end(seq, forget=True)
-    assert not any(pool.find(key) for pool in running._keeper.pools for key in made)
-    assert not any(pool.used for pool in running._keeper.pools)
+    (seq,) = running._requests.open["r"]
+    assert any(pool.find(key) for pool in running._requests.kv_cache_manager.pools for key in seq.chain.keys)
+    made = list(seq.chain.keys)
+    running._requests.end(seq, evict=True)
+    assert not any(pool.find(key) for pool in running._requests.kv_cache_manager.pools for key in made)
+    assert not any(pool.used for pool in running._requests.kv_cache_manager.pools)
 
 
 def _keys(running, ids):
-    chain = running._keeper.prefix.chain()
+    chain = running._requests.kv_cache_manager.prefix.chain()
     chain.key(list(ids), len(ids) // chain.step * chain.step)
-    return chain.made
+    return chain.keys

@@ -109,20 +109,20 @@ def test_rows_with_factors_of_their_own(tmp_path: Path, caplog: pytest.LogCaptur
     save_file(tensors, path / "model.safetensors")
     (ids,) = prompts((40,))
     seen = {}
-    for kind in ("auto", "fp8", "fp8_scaled"):
+    for kind in ("auto", "fp8", "fp8_ds_mla"):
         watch = Watch()
         with caplog.at_level(logging.INFO, "allotrope"):
             running = engine(path, watch, kv_cache_dtype=kind)
         run(running, [request("r", ids)])
         seen[kind] = torch.stack([watch.seen["r"][i] for i in range(len(ids))])
     assert "FP8 rows carry factors of their own" in caplog.text
-    errors = [float((seen[kind] - seen["auto"]).abs().median()) for kind in ("fp8", "fp8_scaled")]
+    errors = [float((seen[kind] - seen["auto"]).abs().median()) for kind in ("fp8", "fp8_ds_mla")]
     assert 0 < errors[1] < 0.4 < errors[0], errors
 
 
 def test_plain_rows_have_no_factors(tiny: TinyCheckpoint) -> None:
     with pytest.raises(ModelError, match="mha: row_format='scaled'; its rows are plain"):
-        engine(tiny.directory, kv_cache_dtype="fp8_scaled")
+        engine(tiny.directory, kv_cache_dtype="fp8_ds_mla")
 
 
 def test_families_without_fp8_rows_refuse(monkeypatch: pytest.MonkeyPatch, tiny: TinyCheckpoint) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from allotrope.architectures.llama import tiny_llama
 from allotrope.config import EngineConfig
-from allotrope.engine.load import LoadPlan, plan_within, resolve_load_plan
+from allotrope.engine.cache_plan import plan_within
+from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_scores
+from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_logprobs
 from allotrope.engine.seeds import derive_seed, stream_keys, uniforms
 from allotrope.ops.logprobs.reference import largest, score_tokens
 from allotrope.ops.sampling.reference import RandomRows, SamplingStep, sample
@@ -352,7 +352,7 @@ def test_logprobs_are_of_the_raw_model() -> None:
 
 def test_prompt_scores_many_rows_and_ties_by_id() -> None:
     logits = torch.tensor([2.0, 5.0, 5.0, -0.0, 0.0, 1.0]).repeat(9, 1)
-    records = read_scores(score_tokens(logits, torch.arange(9) % 6, 20), [20] * 9)
+    records = read_logprobs(score_tokens(logits, torch.arange(9) % 6, 20), [20] * 9)
     assert [record.token_id for record in records] == [i % 6 for i in range(9)]
     assert [record.rank for record in records] == [3, 1, 1, 5, 5, 4, 3, 1, 1]
     assert all([token for token, _ in record.top] == [1, 2, 0, 5, 3, 4] for record in records)

@@ -47,9 +47,9 @@ def test_budget_is_never_exceeded(model: Path, monkeypatch: pytest.MonkeyPatch) 
     executor = running._executor
     inner = executor.run
 
-    def counted(plan, chosen=None):
+    def counted(plan, prev_sampled=None):
         seen.append((len(plan.rows), sum(len(row.ids) for row in plan.rows)))
-        return inner(plan, chosen)
+        return inner(plan, prev_sampled)
 
     monkeypatch.setattr(executor, "run", counted)
     run(running, [request(f"r{i}", ids) for i, ids in enumerate(prompts((5, 60, 7, 30, 2, 9, 11, 80)))])

@@ -18,13 +18,13 @@ from allotrope.attention.dsa import DSA, DsaSpec, IndexerSpec
 from allotrope.attention.mla import MLA, MlaSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.config import EngineConfig
-from allotrope.engine.load import LoadPlan, resolve_load_plan
+from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.plan_report import report_model
 from allotrope.engine.step_cost import step_cost
 from allotrope.layers.embedding import Embedding
 from allotrope.layers.moe import Experts
 from allotrope.layers.parallel import Parallel, placement_of
-from allotrope.ops.rope.reference import RopeSpec
+from allotrope.ops.rope import RopeSpec
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 # The tiny Llama and Qwen3-MoE: hidden 64, 4 heads of 16, 2 of keys and values, a vocabulary of 320; fp32.

@@ -17,7 +17,7 @@ from allotrope.architectures.qwen3_moe import tiny_qwen3_moe
 from allotrope.attention.cost import StepCost
 from allotrope.config import EngineConfig
 from allotrope.engine import step_log
-from allotrope.engine.load import resolve_load_plan
+from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.step_cost import step_cost
 from allotrope.errors import ConfigError
 
@@ -38,12 +38,12 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, ...]]:
     return [found.groups() for found in map(LINE.fullmatch, caplog.messages) if found]
 
 
-@pytest.mark.parametrize("overlap", ["on", "off"])
-def test_every_step_is_told(tiny: TinyCheckpoint, overlap: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("scheduling", ["on", "off"])
+def test_every_step_is_told(tiny: TinyCheckpoint, scheduling: str, caplog: pytest.LogCaptureFixture) -> None:
     asked = [request(str(i), ids) for i, ids in enumerate(prompts(LENGTHS))]
-    plain = run(engine(tiny.directory, overlap=overlap), asked)
+    plain = run(engine(tiny.directory, async_scheduling=scheduling), asked)
     with caplog.at_level(logging.INFO, "allotrope.engine"):
-        watched = run(engine(tiny.directory, overlap=overlap, step_log_seconds=0), asked)
+        watched = run(engine(tiny.directory, async_scheduling=scheduling, step_log_seconds=0), asked)
     assert watched == plain
     told = lines(caplog)
     assert [one[:4] for one in told[:2]] == [
@@ -63,7 +63,9 @@ def _numbers(work: StepCost) -> str:
 
 def test_rates_are_of_all_classes() -> None:
     classes = {"experts": StepCost(3_000_000_000, 4_000_000_000), "head": StepCost(1_000_000_000, 2_000_000_000)}
-    assert step_log.told(classes, 0.002) == ("at least experts 3 GB 4 GFLOP, head 1 GB 2 GFLOP: 2 TB/s, 3 TFLOP/s")
+    assert step_log.format_cost(classes, 0.002) == (
+        "at least experts 3 GB 4 GFLOP, head 1 GB 2 GFLOP: 2 TB/s, 3 TFLOP/s"
+    )
 
 
 def test_one_step_of_a_kind_when_it_is_time(
@@ -74,7 +76,7 @@ def test_one_step_of_a_kind_when_it_is_time(
     monkeypatch.setattr(step_log, "time", SimpleNamespace(monotonic=lambda: next(seconds), perf_counter=perf_counter))
     (ids,) = prompts((5,))
     with caplog.at_level(logging.INFO, "allotrope.engine"):
-        run(engine(tiny.directory, step_log_seconds=3, overlap="off"), [request("r", ids)])
+        run(engine(tiny.directory, step_log_seconds=3, async_scheduling="off"), [request("r", ids)])
     # A step is a second: of the prompt's none is told, of 7 decode steps the fourth and the last.
     assert [(one[0], one[3]) for one in lines(caplog)] == [("a decode step", "9"), ("a decode step", "12")]
 

@@ -53,8 +53,8 @@ def test_one_plan_a_step_and_kind(name: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     (tmp_path / "config.json").write_text(json.dumps(find_architecture({"architectures": [name]}, "").tiny()))
     options = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24}
-    running = engine(tmp_path, load_format="dummy", device="cpu", overlap="off", **options)
-    recorder, runner = Recorder(), running._executor.runner  # type: ignore[attr-defined]
+    running = engine(tmp_path, load_format="dummy", device="cpu", async_scheduling="off", **options)
+    recorder, runner = Recorder(), running._executor.worker.runner  # type: ignore[attr-defined]
     for layer in runner.model.layers:
         layer.mixer.backend = recorder.before(layer.mixer.backend)
     runner._layers = [(spec, layer.mixer.backend, homes) for (spec, _, homes), layer in _paired(runner)]

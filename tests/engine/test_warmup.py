@@ -24,10 +24,10 @@ from allotrope.architectures.qwen3_next import tiny_qwen3_next
 from allotrope.config import EngineConfig
 from allotrope.engine import warmup as warmup_module
 from allotrope.engine.engine import Engine
-from allotrope.engine.executor import InProcess
-from allotrope.engine.load import resolve_load_plan
+from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.step import DecodeShape
 from allotrope.engine.warmup import warm_up
+from allotrope.engine.worker import Worker
 from allotrope.ops import device_kernels
 from allotrope.request import SamplingParams
 
@@ -69,7 +69,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     for name in (
         "kernels.triton_version",
         "ops.device_kernels",
-        "ops.rope.reference",
         "attention.mha.family",
         "attention.gdn.family",
     ):
@@ -80,13 +79,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def warmed_up(running: Engine, decode: DecodeShape | None = None) -> None:
-    executor: Any = running._executor
-    warm_up(executor.model, executor._blueprint, executor._config, decode)
+    worker: Any = running._executor.worker  # type: ignore[attr-defined]
+    warm_up(worker.model, worker.load_plan, worker.config, decode)
 
 
 def assert_untouched(running: Engine) -> None:
     """No byte of the caches was written."""
-    runner = running._executor.runner  # type: ignore[attr-defined]
+    runner = running._executor.worker.runner  # type: ignore[attr-defined]
     written = [
         (layer, cache, field)
         for layer, caches in enumerate(runner.arena.layers)
@@ -105,7 +104,7 @@ def test_a_rehearsal_leaves_nothing(model: Path, here: None, caplog: pytest.LogC
     held = {name: tensor.clone() for name, tensor in running.model.state_dict().items()}
     with caplog.at_level(logging.DEBUG, "allotrope"):
         warmed_up(running)
-    assert "compiled 0 kernels in" in caplog.text and "cannot be rehearsed" not in caplog.text
+    assert "compiled 0 kernels in" in caplog.text and "the warm-up failed" not in caplog.text
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensor, held[name]) for name, tensor in running.model.state_dict().items())
     assert_untouched(running)
@@ -156,7 +155,7 @@ def test_a_rehearsal_that_fails_is_told_and_the_engine_goes_on(
     monkeypatch.setattr(warmup_module, "sample", fail)
     with caplog.at_level(logging.INFO, "allotrope"):
         warmed_up(running)
-    (told,) = [record for record in caplog.records if "rehearsed" in record.getMessage()]
+    (told,) = [record for record in caplog.records if "warm-up" in record.getMessage()]
     assert told.levelno == logging.WARNING and told.getMessage().endswith("launched: RuntimeError: no such luck")
     assert_untouched(running)
     assert_same(run(running, ASKED), tokens)
@@ -178,14 +177,14 @@ def test_steps_of_every_length_are_rehearsed(
     options = OPTIONS | option
     config = EngineConfig(model=str(model), dtype="float32", kv_cache_memory_bytes=1 << 22, **options)
     with caplog.at_level(logging.DEBUG, "allotrope"):
-        memory = InProcess(resolve_load_plan(config), config).plan()
+        memory = Worker(resolve_load_plan(config), config).plan_memory()
     assert memory.tokens and "compiled 0 kernels in" in caplog.text
 
 
 def test_nothing_is_rehearsed_where_no_kernel_runs(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "allotrope"):
         warmed_up(engine(model, **OPTIONS))
-    assert " kernels in " not in caplog.text and "rehearsed" not in caplog.text
+    assert " kernels in " not in caplog.text and "warm-up" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -197,4 +196,4 @@ def test_nothing_is_rehearsed_where_no_kernel_runs(model: Path, caplog: pytest.L
     ],
 )
 def test_one_size_stands_for_those_launched_alike(sizes: list[int], expected: list[int]) -> None:
-    assert warmup_module._unlike(sizes) == expected
+    assert warmup_module._launched_differently(sizes) == expected

@@ -1,4 +1,11 @@
-"""Every kernel compiles for every chip it is meant for, without one being here, within its memory and registers."""
+"""Every kernel compiles for every chip it is meant for, without one being here, within its memory and registers.
+
+Chips of one test are compiled by one process, the first one whole. Of a later one, a specialization that is launched
+as on the first is held to the later chip's shared memory by what the first one's compiler said, and not compiled again.
+So it is for sm_89 after sm_80: both have mma.sync and cp.async and no copy engine, and the PTX that Triton 3.6 makes
+for them differs in nothing but its target. What has FP8 numbers, and what is launched in another way, is compiled for
+sm_89 itself. sm_100 and sm_120 are compiled whole: products become tcgen05 on one, and tiles are copied by TMA on both.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +28,36 @@ import dataclasses, json, sys
 from allotrope.kernels.aot import examine
 from allotrope.kernels.chip import CHIPS
 from allotrope.kernels.registry import every_specialization
-chip = CHIPS[sys.argv[1]]
-print(json.dumps([(dataclasses.asdict(examine(one, chip)), one.spills) for one in every_specialization(chip)]))
+first, found = {}, {}
+for arch in sys.argv[1:]:
+    chip, found[arch] = CHIPS[arch], []
+    for one in every_specialization(chip):
+        launched = (one.kernel, dict(one.signature), dict(one.constants), one.num_warps, one.num_stages)
+        same = one.name in first and first[one.name][0] == launched
+        made = first[one.name][1] if same else dataclasses.asdict(examine(one, chip))
+        first.setdefault(one.name, (launched, made))
+        found[arch].append((made, one.spills))
+print(json.dumps(found))
 """
+
+TOGETHER = [("sm_80", "sm_89"), ("sm_90",), ("sm_100",), ("sm_120",), ("gfx942",), ("gfx950",)]
+
+# Spills of chips on which no kernel has been timed, where they are more than specializations state: by chip and name.
+# Nothing was traded for them, they are what the compiler needs for launches that fit.
+UNTIMED_SPILLS: dict[str, dict[str, int]] = {
+    "sm_80": {
+        "gdn pairs by channel": 2480,
+        "mxfp4 experts many rows": 424,
+        "fp32 experts few rows gated": 8,
+    },
+    "sm_89": {"mha decode 64/8 x 128 fp8": 8},
+    "sm_100": {"mla decode 128 heads scaled picked": 24},
+    "sm_120": {
+        "mla decode 128 heads scaled picked": 32,
+        "mxfp4 experts many rows": 160,
+        "rope store 128 interleaved": 8,
+    },
+}
 
 # Spills of newer releases of Triton, where they are more than specializations state: by release, chip and name.
 MORE_SPILLS = {
@@ -41,23 +75,32 @@ MORE_SPILLS = {
 }
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "gfx942", "gfx950"])
-def test_every_kernel_compiles_within_the_chip(arch: str) -> None:
+def test_every_chip_is_compiled_for() -> None:
+    assert sorted(arch for archs in TOGETHER for arch in archs) == sorted(CHIPS)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("archs", TOGETHER, ids="+".join)
+def test_every_kernel_compiles_within_the_chip(archs: tuple[str, ...]) -> None:
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, arch], env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *archs], env=env, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found
-    more = MORE_SPILLS.get((".".join(triton.__version__.split(".")[:2]), arch), {})
-    wrong = [
-        one
-        for one, spills in found
-        if one["shared"] > CHIPS[arch].shared_memory or one["spills"] > max(spills, more.get(one["name"], 0))
-    ]
-    assert not wrong, wrong
-    unordered = [one["name"] for one, _ in found if not one["waits_first"]]
-    assert not unordered, unordered
-    dropped = {one["name"]: one["dropped"] for one, _ in found if one["dropped"]}
-    assert not dropped, dropped
-    without_pdl = {one["name"] for one, _ in found if not one["pdl"]}
-    assert without_pdl == {"gdn scan", "gdn scan by channel"}
+    by_chip = json.loads(done.stdout.splitlines()[-1])
+    assert list(by_chip) == list(archs)
+    for arch, found in by_chip.items():
+        assert found
+        more = UNTIMED_SPILLS.get(arch, {}) | MORE_SPILLS.get((".".join(triton.__version__.split(".")[:2]), arch), {})
+        too_large = [one for one, _ in found if one["shared"] > CHIPS[arch].shared_memory]
+        assert not too_large, too_large
+        spilled = [
+            one
+            for one, spills in found
+            if one["arch"] == arch and one["spills"] > max(spills, more.get(one["name"], 0))
+        ]
+        assert not spilled, spilled
+        unordered = [one["name"] for one, _ in found if not one["waits_first"]]
+        assert not unordered, unordered
+        dropped = {one["name"]: one["dropped"] for one, _ in found if one["dropped"]}
+        assert not dropped, dropped
+        without_pdl = {one["name"] for one, _ in found if not one["pdl"]}
+        assert without_pdl == {"gdn scan", "gdn scan by channel"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shutil
@@ -18,13 +19,22 @@ from allotrope.attention.mha import MHA
 from allotrope.attention.mha.compiled import rejects
 from allotrope.kernels.backend import choose
 from allotrope.kernels.c import compiler
+from allotrope.kernels.c.function import CFunction, c_reasons
 from allotrope.kernels.chip import CPU as CPU_CHIP
-from allotrope.layers.mlp import Gating
-from allotrope.ops.hyper_connection.cpu import stream_functions
-from allotrope.ops.matmul.cpu import PackedStack, PackedWeight, packs
+from allotrope.ops.gated_activation import GatedActivation
+from allotrope.ops.gated_activation import cpu as gated_activation_cpu
+from allotrope.ops.gated_activation import reference as gated_activation_reference
+from allotrope.ops.gated_activation.cases import ACTIVATIONS
+from allotrope.ops.hyper_connection import HyperConnectionSpec
+from allotrope.ops.hyper_connection import cpu as hyper_connection_cpu
+from allotrope.ops.matmul.cpu import SOURCE, library_reasons, matmul, multiply_experts, pack
+from allotrope.ops.matmul.plain import PlainWeight
 from allotrope.ops.moe_route.cpu import SCORES, expert_functions
-from allotrope.ops.rms_norm.cpu import Rows, rows
-from allotrope.ops.rope.reference import RopeSpec, RopeTable, rotate
+from allotrope.ops.rms_norm import RMS_NORM, RMSNormSpec
+from allotrope.ops.rms_norm import cpu as rms_norm_cpu
+from allotrope.ops.rms_norm.reference import GateActivation
+from allotrope.ops.rope import RopeSpec, RopeTable
+from allotrope.ops.rope import cpu as rope_cpu
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -38,11 +48,9 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 @pytest.fixture
-def compiled(dtype: torch.dtype) -> Rows:
-    found = rows(dtype, CPU)
-    if found is None:
-        pytest.skip("there is no C compiler")
-    return found
+def compiled(dtype: torch.dtype) -> None:
+    if reasons := c_reasons(gated_activation_cpu.SOURCE, dtype, CPU_CHIP):
+        pytest.skip("; ".join(reasons))
 
 
 def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -51,67 +59,63 @@ def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("tokens", [1, 7, 300])
 @pytest.mark.parametrize("size", [8, 64, 577])
-def test_norm(compiled: Rows, dtype: torch.dtype, tokens: int, size: int) -> None:
+def test_norm(compiled: None, dtype: torch.dtype, tokens: int, size: int) -> None:
     """Of heads that are part of wider rows, too."""
     x, weight = drawn(tokens, 5, size, dtype=dtype)[:, 1:4], drawn(size, dtype=torch.float32)
     exact = x.double()
     want = exact / (exact.square().sum(-1, keepdim=True) + 0.25).sqrt() * weight
-    assert (found := compare(compiled.normalize(x, weight, 0.25), want, KINDS[dtype])), found
-    flat = compiled.normalize(x[:, 0], weight, 0.25)
-    assert torch.equal(flat, compiled.normalize(x, weight, 0.25)[:, 0])
+    assert (found := compare(rms_norm_cpu.rms_norm(x, weight, 0.25), want, KINDS[dtype])), found
+    flat = rms_norm_cpu.rms_norm(x[:, 0], weight, 0.25)
+    assert torch.equal(flat, rms_norm_cpu.rms_norm(x, weight, 0.25)[:, 0])
 
 
-@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 @pytest.mark.parametrize("tokens", [1, 7, 300])
-def test_opened_heads(compiled: Rows, dtype: torch.dtype, tokens: int, silu: bool) -> None:
+def test_gated_norm(compiled: None, dtype: torch.dtype, tokens: int, activation: GateActivation) -> None:
     """With gates that are part of wider rows, and extreme ones."""
     x, weight = drawn(tokens, 3, 32, dtype=dtype), drawn(32, dtype=torch.float32)
     gate = (6 * drawn(tokens, 3 * 32 + 5, dtype=dtype))[:, 5:]
     gate[0, :2] = torch.tensor([-300.0, 300.0])
-    assert compiled.opens(x, gate) and not compiled.opens(x[..., :24], gate)
     exact, g = x.double(), gate.double()
     want = (exact / (exact.square().sum(-1, keepdim=True) + 0.25).sqrt() * weight).flatten(1)
-    want = want * g.sigmoid() * (g if silu else 1.0)
-    assert (found := compare(compiled.open(x, weight, gate, 0.25, silu), want, KINDS[dtype])), found
+    want = want * g.sigmoid() * (g if activation == "silu" else 1.0)
+    found = rms_norm_cpu.gated_rms_norm(x, weight, 0.25, gate, activation)
+    assert (judged := compare(found, want, KINDS[dtype])), judged
 
 
-@pytest.mark.parametrize(
-    "gating",
-    [Gating(), Gating(activation="gelu_tanh"), Gating(limit=3.0), Gating(slope=1.702, limit=7.0, offset=1.0)],
-    ids=["silu", "gelu", "clamped", "gpt-oss"],
-)
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 @pytest.mark.parametrize("tokens", [1, 7, 300])
-def test_gate(compiled: Rows, dtype: torch.dtype, tokens: int, gating: Gating) -> None:
+def test_gated_activation(compiled: None, dtype: torch.dtype, tokens: int, activation: GatedActivation) -> None:
     x = 8 * drawn(tokens, 2 * 112 + 5, dtype=dtype)[:, : 2 * 112]
-    assert compiled.gates(x) and not compiled.gates(x[:, :-2])
-    # Of a type that nothing is compiled for.
-    want = gating(x.double())
-    assert (found := compare(compiled.gate(x, gating.compiled), want, KINDS[dtype])), found
+    want = gated_activation_reference.gated_activation(x.double(), activation)
+    assert (found := compare(gated_activation_cpu.gated_activation(x, activation), want, KINDS[dtype])), found
 
 
-def test_gate_of_extremes(compiled: Rows, dtype: torch.dtype) -> None:
+def test_gated_activation_of_extremes(compiled: None, dtype: torch.dtype) -> None:
     """What is not a number stays one, and nothing else becomes one."""
     gate = torch.tensor([-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, torch.nan] * 2, dtype=dtype)
-    got = compiled.gate(torch.cat((gate, torch.ones_like(gate)))[None], Gating().compiled)[0].float()
+    x = torch.cat((gate, torch.ones_like(gate)))[None]
+    got = gated_activation_cpu.gated_activation(x, GatedActivation())[0].float()
     assert torch.equal(got.isnan(), gate.isnan())
     assert torch.allclose(got[:7], torch.tensor([0, 0, 0, 0, 88, 200, 1e30]), rtol=5e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("half", [0, 1], ids=["gate", "up"])
-def test_a_bounded_gate_keeps_what_is_not_a_number(compiled: Rows, dtype: torch.dtype, half: int) -> None:
+def test_a_bounded_gate_keeps_what_is_not_a_number(compiled: None, dtype: torch.dtype, half: int) -> None:
     x = drawn(3, 2, 32, dtype=dtype)
     x[1, half, 5] = torch.nan
-    got = compiled.gate(x.flatten(1), Gating(slope=1.702, limit=7.0, offset=1.0).compiled)
+    activation = GatedActivation(slope=1.702, limit=7.0, offset=1.0)
+    got = gated_activation_cpu.gated_activation(x.flatten(1), activation)
     assert got.isnan().nonzero().tolist() == [[1, 5]]
 
 
-def test_norms_keep_what_is_not_a_number(compiled: Rows, dtype: torch.dtype) -> None:
+def test_norms_keep_what_is_not_a_number(compiled: None, dtype: torch.dtype) -> None:
     x, weight = drawn(3, 2, 32, dtype=dtype), torch.ones(32)
     x[1, 1, 5] = torch.nan
     lost = torch.zeros(3, 2, 1, dtype=torch.bool).index_put((torch.tensor(1), torch.tensor(1)), torch.tensor(True))
-    assert torch.equal(compiled.normalize(x, weight, 0.25).isnan(), lost.expand(3, 2, 32))
-    opened = compiled.open(x, weight, drawn(3, 64, dtype=dtype), 0.25, True)
-    assert torch.equal(opened.view(3, 2, 32).isnan(), lost.expand(3, 2, 32))
+    assert torch.equal(rms_norm_cpu.rms_norm(x, weight, 0.25).isnan(), lost.expand(3, 2, 32))
+    gated = rms_norm_cpu.gated_rms_norm(x, weight, 0.25, drawn(3, 64, dtype=dtype), "silu")
+    assert torch.equal(gated.view(3, 2, 32).isnan(), lost.expand(3, 2, 32))
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -127,66 +131,65 @@ def test_an_expert_whose_score_is_not_a_number_is_chosen(score: str) -> None:
     assert 6 in chosen[1].tolist() or score == "softmax"
 
 
-def test_mixed_streams_keep_what_is_not_a_number() -> None:
-    compiled = stream_functions(CPU)
-    if compiled is None:
-        pytest.skip("there is no C compiler")
-    mixes = drawn(3, 24, dtype=torch.float32)
-    for place in (0, 4, 9):
-        mixes[1] = drawn(24, dtype=torch.float32)
-        mixes[1, place] = torch.nan
-        found = compiled.mixing(mixes, torch.zeros(24), torch.ones(24), 4, 3, 1e-6)
+def test_hyper_connections_keep_what_is_not_a_number() -> None:
+    if reasons := c_reasons(hyper_connection_cpu.SOURCE, torch.float32, CPU_CHIP):
+        pytest.skip("; ".join(reasons))
+    spec = HyperConnectionSpec(streams=4, hidden=16, iterations=3, eps=1e-6, norm_eps=1e-6)
+    for index in (0, 4, 9):
+        mixes = drawn(3, 24, dtype=torch.float32)
+        mixes[1, index] = torch.nan
+        found = hyper_connection_cpu.mixing_weights(spec, mixes, torch.zeros(24), torch.ones(3))
         lost = torch.stack([part.flatten(1).isnan().any(1) for part in found])
         assert lost.any(0).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize(("dim", "turned"), [(64, 64), (64, 16), (24, 8)])
-def test_rotation(compiled: Rows, dtype: torch.dtype, dim: int, turned: int) -> None:
+@pytest.mark.parametrize(("dim", "rotated"), [(64, 64), (64, 16), (24, 8)])
+def test_rope(compiled: None, dtype: torch.dtype, dim: int, rotated: int) -> None:
     x = drawn(9, 7, dim, dtype=dtype)[:, 1:5]
-    rotation = RopeTable(RopeSpec(dim=turned, theta=1e4), CPU).at(torch.arange(9) * 100, dtype)
-    assert compiled.rotates(x, rotation.cos)
-    head = x[..., :turned].double()
-    swapped = torch.cat((head[..., turned // 2 :], head[..., : turned // 2]), dim=-1)
-    want = torch.cat((head * rotation.cos.double() + swapped * rotation.sin.double(), x[..., turned:].double()), dim=-1)
-    assert (found := compare(rotate(x, rotation), want, KINDS[dtype])), found
+    rotation = RopeTable(RopeSpec(dim=rotated, theta=1e4), CPU).at(torch.arange(9) * 100, dtype)
+    head = x[..., :rotated].double()
+    swapped = torch.cat((head[..., rotated // 2 :], head[..., : rotated // 2]), dim=-1)
+    cos, sin = rotation.cos.double(), rotation.sin.double()
+    want = torch.cat((head * cos + swapped * sin, x[..., rotated:].double()), dim=-1)
+    assert (found := compare(rope_cpu.apply_rope(x, rotation), want, KINDS[dtype])), found
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (33, 130), (31, 1536)])
 def test_product(dtype: torch.dtype, outputs: int, inputs: int) -> None:
     """Every number of tokens gives each token the same bits: sums have one order."""
     weight, bias = drawn(outputs, inputs, dtype=dtype) / inputs**0.5, drawn(outputs, dtype=dtype)
-    if not packs(weight):
+    if library_reasons(dtype):
         pytest.skip("this machine multiplies otherwise")
-    packed = PackedWeight(weight)
+    packed = functools.partial(matmul, weight=pack(PlainWeight(weight)))
     x = drawn(205, inputs + 3, dtype=dtype)[:, :inputs]
-    whole = packed(x, bias)
+    whole = packed(x, bias=bias)
     assert (found := compare(whole, x.double() @ weight.double().T + bias.double(), KINDS[dtype])), found
     for tokens in (1, 5, 12, 13, 96, 97):
-        assert torch.equal(packed(x[3 : 3 + tokens], bias), whole[3 : 3 + tokens]), tokens
-    assert torch.equal(packed(x), packed(x, torch.zeros_like(bias)))
+        assert torch.equal(packed(x[3 : 3 + tokens], bias=bias), whole[3 : 3 + tokens]), tokens
+    assert torch.equal(packed(x), packed(x, bias=torch.zeros_like(bias)))
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (33, 130)])
 def test_grouped_product(dtype: torch.dtype, outputs: int, inputs: int) -> None:
     """Experts without rows, with one and with many: each row gets the bits that its expert's own product gives it."""
     weights = drawn(5, outputs, inputs, dtype=dtype)
-    if not packs(weights[0]):
+    if library_reasons(dtype):
         pytest.skip("this machine multiplies otherwise")
     x = drawn(140, inputs + 2, dtype=dtype)[:, :inputs]
     ends = [0, 1, 1, 130, 140]
-    found = PackedStack(weights)(x, torch.tensor(ends, dtype=torch.int32))
-    want = [PackedWeight(w)(x[a:b]) for w, a, b in zip(weights, [0, *ends[:-1]], ends, strict=True)]
+    found = multiply_experts(x, pack(PlainWeight(weights)), torch.tensor(ends, dtype=torch.int32))
+    want = [matmul(x[a:b], pack(PlainWeight(w))) for w, a, b in zip(weights, [0, *ends[:-1]], ends, strict=True)]
     assert torch.equal(found, torch.cat(want))
 
 
 def test_products_are_compiled_only_where_they_are_used(dtype: torch.dtype) -> None:
     """Elsewhere the compiler would spend 20 seconds on code that nothing calls."""
     try:
-        library = compiler.load(Path(compiler.__file__).with_name("product.c"), dtype)
+        library = compiler.load(SOURCE, dtype)
     except compiler.CannotCompile as reason:
         pytest.skip(str(reason))
     assert bool(library.suits()) == hasattr(library, "product") == hasattr(library, "grouped_product")
-    assert packs(torch.empty(64, 64, dtype=dtype)) == bool(library.suits())
+    assert (not library_reasons(dtype)) == bool(library.suits())
 
 
 def test_without_a_compiler_everything_runs_and_says_so(
@@ -198,12 +201,13 @@ def test_without_a_compiler_everything_runs_and_says_so(
     monkeypatch.setattr(
         "allotrope.attention.mha.compiled._library", lambda spec: compiler.load(Path("none.c"), torch.float32)
     )
-    assert any("no-such-compiler" in reason for reason in rejects(spec, CPU))
+    assert any("no-such-compiler" in reason for reason in rejects(spec, CPU_CHIP))
     assert choose(MHA, spec, CPU_CHIP).backend.name == "cpu"
+    choice = choose(RMS_NORM, RMSNormSpec(64, torch.float32), CPU_CHIP)
+    assert choice.backend.name == "reference"
+    assert any("ALLOTROPE_CC" in reason for reason in choice.passed_over["cpu"])
     with pytest.raises(compiler.CannotCompile, match="ALLOTROPE_CC"):
-        Rows(torch.float32)
-    assert rows.__wrapped__(torch.float32, CPU) is None
-    assert "less than full speed" in caplog.text
+        CFunction(rms_norm_cpu.SOURCE, "rms_norm", torch.float32, "ppplllllf")
 
 
 def test_what_a_compiler_refuses_is_told(
@@ -212,7 +216,7 @@ def test_what_a_compiler_refuses_is_told(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = tmp_path / "wrong.c"
     source.write_text("this is not C;")
-    if compiler._load.__wrapped__(Path(compiler.__file__).with_name("rows.c"), (("ELEMENT_BFLOAT16", 0),)) is None:
+    if compiler._load.__wrapped__(rms_norm_cpu.SOURCE, (("ELEMENT_BFLOAT16", 0),)) is None:
         pytest.skip("there is no C compiler")
     with pytest.raises(compiler.CannotCompile, match=r"could not compile wrong\.c"):
         compiler.load(source, torch.float32)

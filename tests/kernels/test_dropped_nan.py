@@ -13,7 +13,7 @@ from allotrope.kernels.propagate_nan import highest
 
 LINE = inspect.getsourcelines(highest.fn)[1] + 3
 OWN = "some_kernel.py:12:34"
-ALLOWED = f"standard.py:170:27 @[ extremes.py:{LINE}:11 @[ {OWN} ] ]"
+ALLOWED = f"standard.py:170:27 @[ propagate_nan.py:{LINE}:11 @[ {OWN} ] ]"
 
 
 def found(text: str, nvidia: bool = True, mark: str = OWN, ir: str = "") -> list[str]:
@@ -40,7 +40,7 @@ def marks(*callers: str) -> str:
 
 def test_ptx_that_names_the_next_caller_only() -> None:
     text = "max.f32 %r1, %r2, %r3;"
-    ours, other = f"extremes.py:{LINE}:11", "other_kernel.py:3:11"
+    ours, other = f"propagate_nan.py:{LINE}:11", "other_kernel.py:3:11"
     assert not dropping("", f"{marks(ours)}\n\t{text}\n", True, (highest,))
     (one,) = dropping("", f"{marks(other)}\n\t{text}\n", True, (highest,))
     assert one == f"standard.py:196:12 @[ standard.py:216:16, {other}, {OWN} ]: {text}"
@@ -65,6 +65,6 @@ def test_a_moved_instruction_is_judged_by_the_ir(lost: str) -> None:
     assert not found(text, mark=lost)
     operation = "%1 = arith.maxnumf %2, %3 : tensor<4xf32> loc(#loc9)"
     own = '#loc1 = loc("/a/some_kernel.py":12:34)'
-    inner = f'#loc2 = loc("/a/extremes.py":{LINE}:11)'
+    inner = f'#loc2 = loc("/a/propagate_nan.py":{LINE}:11)'
     assert len(found(text, mark=lost, ir=f"{operation}\n{own}\n#loc9 = loc(#loc1)")) == 1
     assert not found(text, mark=lost, ir=f"{operation}\n{own}\n{inner}\n#loc9 = loc(callsite(#loc2 at #loc1))")

@@ -1,4 +1,4 @@
-"""In a rehearsal kernels are compiled and not launched, and what they would have written is zeros."""
+"""In a warm-up kernels are compiled and not launched, and what they would have written is zeros."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from allotrope.kernels import pdl
-from allotrope.kernels.warmup import rehearsal
+from allotrope.kernels.warmup import warmup
 from allotrope.ops.rms_norm import triton as norm_triton
 
 class Loaded(Exception):
@@ -63,27 +63,27 @@ def launched(size):
     except Exception as error:
         return type(error)
 
-with rehearsal(2, torch.device("cpu")) as found:
+with warmup(2, torch.device("cpu")) as found:
     norm(32), norm(64), norm(32)
 assert (found.kernels, found.failed) == (2, 0), found
 before = len(compiled)
 assert launched(32) is launched(64) is Loaded
-assert len(compiled) == before, "what was rehearsed was compiled again"
+assert len(compiled) == before, "what was warmed up was compiled again"
 
 loads, chosen = [], []
 torch.cuda.set_device = chosen.append
 utils.load_binary = lambda name, *_: loads.append(name) or (1, 1, 32, 0, 1024)
-with rehearsal(2, torch.device("cuda", 1)) as found:
+with warmup(2, torch.device("cuda", 1)) as found:
     norm(256), norm(512)
 assert (found.kernels, found.failed, len(loads), set(chosen)) == (2, 0, 2, {1}), (found, loads, chosen)
 norm(256), norm(512)
-assert len(launches) == len(loads) == 2, "what was rehearsed was loaded again"
+assert len(launches) == len(loads) == 2, "what was warmed up was loaded again"
 
 def broken(*_, **__):
     raise ZeroDivisionError
 
 norm_triton.norm_kernel.compile = broken
-with rehearsal(2, torch.device("cpu")) as found:
+with warmup(2, torch.device("cpu")) as found:
     norm(32), norm(128)
 assert (found.kernels, found.failed) == (0, 1), found
 assert launched(128) is ZeroDivisionError
@@ -91,7 +91,7 @@ print("as it should be")
 """
 
 
-def test_what_was_rehearsed_is_not_compiled_again(tmp_path: object) -> None:
+def test_what_was_warmed_up_is_not_compiled_again(tmp_path: object) -> None:
     """And a kernel that cannot be compiled fails where it is launched."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path)
@@ -137,7 +137,7 @@ def test_unwritten_memory_is_zeros(name: str, dtype: torch.dtype, inference: boo
             assert x.float().all()
 
 
-def test_only_the_thread_that_rehearses_does() -> None:
+def test_only_the_thread_that_warms_up_does() -> None:
     seen: list[bool] = []
     with warmup(1, CPU):
         assert warming_up()
@@ -147,7 +147,7 @@ def test_only_the_thread_that_rehearses_does() -> None:
     assert seen == [False] and not warming_up()
 
 
-def test_what_goes_wrong_inside_ends_the_rehearsal() -> None:
+def test_what_goes_wrong_inside_ends_the_warm_up() -> None:
     for _ in range(2):
         with pytest.raises(ZeroDivisionError), warmup(1, CPU):
             raise ZeroDivisionError

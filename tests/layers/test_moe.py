@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from allotrope.checkpoint.weights import finish
-from allotrope.layers import linear
 from allotrope.layers.build import Build
-from allotrope.layers.mlp import Gating, MlpSpec
+from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.moe import Moe, MoeSpec
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.router import RouterSpec
+from allotrope.ops.gated_activation import GatedActivation
+from allotrope.ops.matmul import onednn
 from allotrope.ops.moe_route import cpu as experts
 
 HIDDEN, WIDTH, EXPERTS, VOCABULARY = 16, 8, 12, 50
@@ -82,7 +83,7 @@ def choose(spec: RouterSpec, weights: dict[str, torch.Tensor], x: torch.Tensor, 
     return {e: score[e].item() / total * spec.scale for e in chosen}
 
 
-def gated(gating: Gating, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def gated(gating: GatedActivation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if gating.limit is not None:
         gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
     if gating.activation == "gelu_tanh":
@@ -103,7 +104,7 @@ def oracle(spec: MoeSpec, weights: dict[str, torch.Tensor], x: torch.Tensor, ids
         if spec.shared is not None:
             inner = weights["shared.gate_up.weight"] @ row
             width = spec.shared.width
-            gating = Gating(limit=spec.shared.limit)
+            gating = GatedActivation(limit=spec.shared.limit)
             out = weights["shared.down.weight"] @ gated(gating, inner[:width], inner[width:])
             y += out * (weights["shared_gate.weight"] @ row).sigmoid() if spec.shared_gate else out
         rows.append(y)
@@ -132,7 +133,7 @@ def check(router: RouterSpec, tokens: int = 40, **numbers: Any) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["in one call", "one by one"])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_routers(name: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "SMALLEST_PACKED", 1 if packed else 1 << 18)
+    monkeypatch.setattr(onednn, "MIN_NUMBERS", 1 if packed else 1 << 18)
     check(ROUTERS[name])
 
 
@@ -140,16 +141,16 @@ def test_routers(name: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "numbers",
     [
-        {"bias": True, "gating": Gating(slope=1.702, limit=2.0, offset=1.0)},
-        {"gating": Gating(activation="gelu_tanh")},
-        {"gating": Gating(limit=1.5), "shared": MlpSpec(hidden=HIDDEN, width=12, limit=1.5)},
+        {"bias": True, "gating": GatedActivation(slope=1.702, limit=2.0, offset=1.0)},
+        {"gating": GatedActivation(activation="gelu_tanh")},
+        {"gating": GatedActivation(limit=1.5), "shared": MlpSpec(hidden=HIDDEN, width=12, limit=1.5)},
         {"shared": MlpSpec(hidden=HIDDEN, width=24)},
         {"shared": MlpSpec(hidden=HIDDEN, width=8), "shared_gate": True},
     ],
     ids=["bias and clamps", "gelu", "clamped shared", "shared", "gated shared"],
 )
 def test_experts(numbers: dict[str, Any], packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "SMALLEST_PACKED", 1 if packed else 1 << 18)
+    monkeypatch.setattr(onednn, "MIN_NUMBERS", 1 if packed else 1 << 18)
     check(ROUTERS["sigmoid"], **numbers)
 
 

@@ -20,7 +20,7 @@ from allotrope.kernels.chip import CPU as CPU_CHIP
 from allotrope.layers.build import Build
 from allotrope.layers.mixers.mha import MhaMixer, MhaMixerSpec
 from allotrope.layers.step import LayerStep, Step
-from allotrope.ops.rope.reference import RopeSpec
+from allotrope.ops.rope import RopeSpec
 
 PLAIN = {"hidden": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "scale": 0.25}
 ROPE = RopeSpec(dim=16, theta=1e4)

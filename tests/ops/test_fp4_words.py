@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from allotrope.ops.matmul.packed_weight import fields, prepare
-from allotrope.ops.matmul.product import CODES, SCALES, lasting_bytes
-from allotrope.ops.matmul.quantized_weight import FP4_VALUES, SCALE_BIAS, Format, Quantized, quantize
+from allotrope.ops.matmul import pack_for_kernels as pack
+from allotrope.ops.matmul.mxfp4 import FP4_VALUES, MXFP4, SCALE_BIAS, fields
+from allotrope.ops.matmul.weight import QuantizedWeight
 
-MXFP4 = Format("mxfp4", 32)
 MASK = np.uint32(0x81C081C0)
 
 
@@ -20,8 +19,8 @@ def every_word() -> tuple[np.ndarray, np.ndarray]:
     # Number j of four runs: 32 words make 128 inputs.
     inputs = codes.view(-1, 32, 4).mT.reshape(-1, 128).byte()
     scales = torch.full((len(inputs), 4), SCALE_BIAS, dtype=torch.uint8)
-    prepared = prepare(Quantized(MXFP4, inputs[:, ::2] | inputs[:, 1::2] << 4, scales))
-    return codes.numpy(), prepared.codes.flatten().numpy().view(np.uint16)
+    prepared = pack(QuantizedWeight(MXFP4, inputs[:, ::2] | inputs[:, 1::2] << 4, scales))
+    return codes.numpy(), prepared.values.flatten().numpy().view(np.uint16)
 
 
 def bytes_picked(x: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
@@ -68,25 +67,24 @@ def test_powers_of_two_in_pairs_scale_without_rounding() -> None:
 
 
 def test_scales_keep_their_order_and_sizes_are_foretold() -> None:
-    weight = quantize(torch.randn(3, 160), MXFP4)
+    weight = MXFP4.quantize(torch.randn(3, 160))
     scales = weight.scales.clone()
-    gpu = torch.device("cuda")
-    sizes = lasting_bytes("w" + CODES, weight.codes, gpu), lasting_bytes("w" + SCALES, weight.scales, gpu)
-    prepared = prepare(weight)
-    assert sizes == (prepared.codes.nbytes, prepared.scales.nbytes)
-    assert prepared.padded == 256
-    assert prepared.codes.shape == (1, 1, 2, 64, 32) and prepared.scales.shape == (1, 1, 2, 64)
+    sizes = MXFP4.packed_bytes(weight.shape, False)
+    prepared = pack(weight)
+    assert sizes == (prepared.values.nbytes, prepared.scales.nbytes)
+    assert prepared.padded_inputs == 256
+    assert prepared.values.shape == (1, 1, 2, 64, 32) and prepared.scales.shape == (1, 1, 2, 64)
     stored = prepared.scales[0, 0].T.contiguous().view(torch.uint8)[:3, : scales.shape[1]]
     assert torch.equal(stored - 126, scales)
 
 
 def test_tiles_lie_in_one_piece_and_in_the_memory_that_was_given() -> None:
     """Of 64 rows and 128 inputs: inputs first, then rows."""
-    weight = quantize(torch.randn(2, 128, 256), MXFP4)
-    plain, memory = weight.codes.clone(), weight.codes.data_ptr()
-    prepared = prepare(weight)
-    assert prepared.codes.shape == (2, 2, 2, 64, 32) and prepared.codes.data_ptr() == memory
+    weight = MXFP4.quantize(torch.randn(2, 128, 256))
+    plain, memory = weight.values.clone(), weight.values.data_ptr()
+    prepared = pack(weight)
+    assert prepared.values.shape == (2, 2, 2, 64, 32) and prepared.values.data_ptr() == memory
     for expert, block, step in ((0, 0, 0), (0, 1, 0), (1, 0, 1), (1, 1, 1)):
         rows, inputs = slice(64 * block, 64 * block + 64), slice(64 * step, 64 * step + 64)
-        alone = prepare(Quantized(MXFP4, plain[expert, rows, inputs].contiguous(), weight.scales[expert, rows, :4]))
-        assert torch.equal(alone.codes.flatten(), prepared.codes[expert, block, step].flatten())
+        alone = pack(QuantizedWeight(MXFP4, plain[expert, rows, inputs].contiguous(), weight.scales[expert, rows, :4]))
+        assert torch.equal(alone.values.flatten(), prepared.values[expert, block, step].flatten())

@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
-from allotrope.layers import hyper_connection
+from allotrope.kernels.backend import Chooser
+from allotrope.kernels.chip import CPU
 from allotrope.layers.build import Build
-from allotrope.layers.hyper_connection import HyperConnection, HyperConnectionSpec, HyperHead, expand
+from allotrope.layers.hyper_connection import HyperConnection, HyperHead
+from allotrope.ops.hyper_connection import HyperConnectionSpec
 
 SPEC = HyperConnectionSpec(streams=4, hidden=24, iterations=20, eps=1e-2, norm_eps=1e-6)
 
@@ -57,35 +59,31 @@ def direct(module: HyperConnection, streams: torch.Tensor, y: torch.Tensor) -> t
     return x, new
 
 
-@pytest.fixture(params=["as it comes", "torch alone"], autouse=True)
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test with what is compiled on this machine, and without."""
-    if request.param == "torch alone":
-        monkeypatch.setattr(hyper_connection, "stream_functions", lambda device: None)
+@pytest.fixture(params=["chosen", "reference"])
+def chooser(request: pytest.FixtureRequest) -> Chooser:
+    """The backends that a CPU gets, and the reference."""
+    return Chooser(CPU, {"hc_pre": "reference"} if request.param == "reference" else None)
 
 
-def test_equals_the_equations() -> None:
-    module = filled(HyperConnection(SPEC, Build()))
+def test_equals_the_equations(chooser: Chooser) -> None:
+    module = filled(HyperConnection(SPEC, Build(chooser=chooser)))
     assert isinstance(module, HyperConnection)
-    module.finish_loading()
     streams, y = torch.randn(5, 4, 24), torch.randn(5, 24)
-    x, post, comb = module.collapse(streams)
-    new = expand(y, streams, post, comb)
+    x, post, comb = module.pre(streams)
+    new = module.post(y, streams, post, comb)
     for t in range(5):
         want_x, want_new = direct(module, streams[t], y[t])
         torch.testing.assert_close(x[t].double(), want_x, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(new[t].double(), want_new, atol=1e-5, rtol=1e-5)
     # The first index of C is the stream that is read: the other way round is another model.
-    assert (new - expand(y, streams, post, comb.transpose(1, 2))).abs().max() > 0.1
+    assert (new - module.post(y, streams, post, comb.transpose(1, 2))).abs().max() > 0.1
 
 
-def test_one_iteration_divides_by_columns_only() -> None:
-    module = filled(HyperConnection(SPEC, Build()))
+def test_one_iteration_divides_by_columns_only(chooser: Chooser) -> None:
+    spec = HyperConnectionSpec(streams=4, hidden=24, iterations=1, eps=1e-6, norm_eps=1e-6)
+    module = filled(HyperConnection(spec, Build(chooser=chooser)))
     assert isinstance(module, HyperConnection)
-    module.spec = HyperConnectionSpec(streams=4, hidden=24, iterations=1, eps=1e-6, norm_eps=1e-6)
-    module.floor.fill_(1e-6)
-    module.finish_loading()
-    _, _, comb = module.collapse(torch.randn(3, 4, 24))
+    _, _, comb = module.pre(torch.randn(3, 4, 24))
     torch.testing.assert_close(comb.sum(1), torch.ones(3, 4), atol=1e-3, rtol=0.0)
     assert (comb.sum(2) - 1).abs().max() > 0.05
 
@@ -102,10 +100,9 @@ def test_the_head_weighs_the_streams() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mixing_weights_are_fp32_and_streams_keep_their_type(dtype: torch.dtype) -> None:
-    module = filled(HyperConnection(SPEC, Build(dtype=dtype)))
+def test_mixing_weights_are_fp32_and_streams_keep_their_type(dtype: torch.dtype, chooser: Chooser) -> None:
+    module = filled(HyperConnection(SPEC, Build(dtype=dtype, chooser=chooser)))
     assert isinstance(module, HyperConnection)
-    module.finish_loading()
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
-    x, post, comb = module.collapse(torch.randn(2, 4, 24).to(dtype))
+    x, post, comb = module.pre(torch.randn(2, 4, 24).to(dtype))
     assert x.dtype == post.dtype == comb.dtype == dtype

@@ -9,27 +9,25 @@ from device_under_test import DEVICE
 pytest.importorskip("triton", reason="triton is not installed")
 
 from allotrope.attention.check import KINDS, compare
-from allotrope.layers.mlp import Gating
+from allotrope.ops.gated_activation import GatedActivation
+from allotrope.ops.matmul import pack_for_kernels as pack
 from allotrope.ops.matmul import triton_quantize
+from allotrope.ops.matmul.fp8 import ACTIVATION_GROUP, Fp8, quantize_rows
+from allotrope.ops.matmul.int4 import Int4
 from allotrope.ops.matmul.launch import GROUPS, PYTORCH, Launch
-from allotrope.ops.matmul.packed_weight import prepare, prepare_plain
-from allotrope.ops.matmul.quantized_weight import (
-    ACTIVATION_RUN,
-    Format,
-    Quantized,
-    as_multiplied,
-    quantize,
-    quantize_rows,
-)
+from allotrope.ops.matmul.mxfp4 import MXFP4
+from allotrope.ops.matmul.plain import pack_plain
 from allotrope.ops.matmul.triton import multiply
+from allotrope.ops.matmul.weight import Format, QuantizedWeight
 
 TYPES = {kind: dtype for dtype, kind in KINDS.items()}
-BLOCK, CHANNEL, MXFP4 = Format("fp8", 128), Format("fp8", 0), Format("mxfp4", 32)
+BLOCK, CHANNEL = Fp8(128), Fp8(0)
+INT4, INT4_BY_128, INT4_CHANNEL = Int4(32), Int4(128), Int4(0)
 
 
-def weight_of(format: Format, *shape: int, rows: int = 1) -> Quantized:
-    made = quantize(torch.randn(shape) / shape[-1] ** 0.5, format, rows)
-    return Quantized(format, made.codes.to(DEVICE), made.scales.to(DEVICE))
+def weight_of(format: Format, *shape: int, rows: int = 1) -> QuantizedWeight:
+    made = format.quantize(torch.randn(shape) / shape[-1] ** 0.5, rows)
+    return QuantizedWeight(format, made.values.to(DEVICE), made.scales.to(DEVICE))
 
 
 LAUNCHES = {
@@ -56,8 +54,8 @@ def test_activations_are_rounded_as_the_twin_does(inputs: int, many: bool, monke
     want, factors = quantize_rows(x)
     assert torch.equal(scales, factors)
     # Division rounds in its own way on a chip: a code may be the neighbour of one that is nearly as near.
-    near = (codes.float() * scales.repeat_interleave(ACTIVATION_RUN, 1) - x_padded(x)).abs()
-    assert bool((near <= 32.5 * scales.repeat_interleave(ACTIVATION_RUN, 1)).all())
+    near = (codes.float() * scales.repeat_interleave(ACTIVATION_GROUP, 1) - x_padded(x)).abs()
+    assert bool((near <= 32.5 * scales.repeat_interleave(ACTIVATION_GROUP, 1)).all())
     assert float((codes.float() != want.float()).float().mean()) < 0.01
     # Of rows in another order, the same.
     order = torch.tensor([4, 0, 0], device=DEVICE)
@@ -66,10 +64,10 @@ def test_activations_are_rounded_as_the_twin_does(inputs: int, many: bool, monke
 
 
 def x_padded(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(x.float(), (0, -x.shape[1] % ACTIVATION_RUN))
+    return torch.nn.functional.pad(x.float(), (0, -x.shape[1] % ACTIVATION_GROUP))
 
 
-def gated(y: torch.Tensor, gating: Gating | None) -> torch.Tensor:
+def gated(y: torch.Tensor, gating: GatedActivation | None) -> torch.Tensor:
     """What is wanted of products `y`, gates before ups."""
     if gating is None:
         return y
@@ -85,7 +83,9 @@ def check(got: torch.Tensor, want: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 @pytest.mark.parametrize(
-    ("format", "rows"), [(BLOCK, 128), (BLOCK, 1), (CHANNEL, 1), (MXFP4, 1)], ids=["block", "rows", "channel", "mxfp4"]
+    ("format", "rows"),
+    [(BLOCK, 128), (BLOCK, 1), (CHANNEL, 1), (MXFP4, 1), (INT4, 1), (INT4_BY_128, 1), (INT4_CHANNEL, 1)],
+    ids=["block", "rows", "channel", "mxfp4", "int4", "int4 by 128", "int4 channel"],
 )
 @pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 128, 384), (19, 41, 448)])
 def test_one_weight(format: Format, rows: int, tokens: int, outputs: int, inputs: int, launch: Launch) -> None:
@@ -96,8 +96,8 @@ def test_one_weight(format: Format, rows: int, tokens: int, outputs: int, inputs
     x = memory[:tokens, :inputs]
     x.copy_(torch.randn(x.shape))
     out = torch.full((tokens, outputs + 5), 7.0, device=DEVICE).bfloat16()
-    want = as_multiplied(x, format.kind) @ weight.dequantized().T + bias.float()
-    prepared = prepare(weight)
+    want = format.activations(x) @ weight.dequantize().T + bias.float()
+    prepared = pack(weight)
     got = multiply(x, prepared, bias=bias, out=out[:, :outputs], launch=launch)
     check(got, want)
     assert bool((out[:, outputs:] == 7).all())
@@ -106,12 +106,14 @@ def test_one_weight(format: Format, rows: int, tokens: int, outputs: int, inputs
 
 
 @pytest.mark.parametrize("launch", [LAUNCHES["weights left"], LAUNCHES["rows left"]], ids=["left", "right"])
-@pytest.mark.parametrize("format", [BLOCK, MXFP4], ids=["block", "mxfp4"])
+@pytest.mark.parametrize("format", [BLOCK, MXFP4, INT4], ids=["block", "mxfp4", "int4"])
 @pytest.mark.parametrize(
-    "gating", [None, Gating(), Gating(slope=1.702, limit=1.0, offset=1.0)], ids=["plain", "silu", "clamped"]
+    "gating",
+    [None, GatedActivation(), GatedActivation(slope=1.702, limit=1.0, offset=1.0)],
+    ids=["plain", "silu", "clamped"],
 )
 @pytest.mark.parametrize("sizes", [[5, 0, 17, 1], [0, 0, 1, 0], [0, 33, 0, 0]], ids=str)
-def test_experts(sizes: list[int], gating: Gating | None, format: Format, launch: Launch) -> None:
+def test_experts(sizes: list[int], gating: GatedActivation | None, format: Format, launch: Launch) -> None:
     """Empty experts and one that has all rows; rows of x taken in any order; biases and gates in the same launch."""
     torch.manual_seed(0)
     count, outputs, inputs, tokens = len(sizes), 64, 192, 7
@@ -120,11 +122,11 @@ def test_experts(sizes: list[int], gating: Gating | None, format: Format, launch
     x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
     source = torch.randint(tokens, (sum(sizes),), device=DEVICE, dtype=torch.int32)
     ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
-    plain, seen = weight.dequantized(), as_multiplied(x, format.kind)[source]
+    plain, seen = weight.dequantize(), format.activations(x)[source]
     parts = [seen[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True)]
     want = torch.cat([part @ plain[e].T + bias[e].float() for e, part in enumerate(parts)])
     want = gated(want, gating)
-    check(multiply(x, prepare(weight), bias=bias, ends=ends, source=source, gating=gating, launch=launch), want)
+    check(multiply(x, pack(weight), bias=bias, ends=ends, source=source, gating=gating, launch=launch), want)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +140,9 @@ def test_experts(sizes: list[int], gating: Gating | None, format: Format, launch
     ],
     ids=["16 rows", "parts", "long steps", "64 rows", "rows left"],
 )
-@pytest.mark.parametrize("gating", [None, Gating()], ids=["plain", "silu"])
+@pytest.mark.parametrize("gating", [None, GatedActivation()], ids=["plain", "silu"])
 @pytest.mark.parametrize("sizes", [[1, 0, 2], [0, 64, 0, 7], [0, 0, 33]], ids=str)
-def test_four_bits_for_few_rows(sizes: list[int], gating: Gating | None, launch: Launch) -> None:
+def test_four_bits_for_few_rows(sizes: list[int], gating: GatedActivation | None, launch: Launch) -> None:
     """Odd sizes and numbers of steps, rows of all magnitudes. A row that is not finite spoils itself and no other."""
     if gating is not None and launch.splits > 1:
         pytest.skip("gates want whole sums")
@@ -149,9 +151,9 @@ def test_four_bits_for_few_rows(sizes: list[int], gating: Gating | None, launch:
     weight, bias = weight_of(MXFP4, len(sizes), outputs, inputs), torch.randn(len(sizes), outputs, device=DEVICE)
     x, ends = torch.randn(rows, inputs, device=DEVICE).bfloat16(), torch.tensor(sizes, device=DEVICE).cumsum(0).int()
     x *= torch.exp2(torch.randint(-30, 5, (rows, 1), device=DEVICE))
-    given = {"weight": prepare(Quantized(MXFP4, weight.codes.clone(), weight.scales)), "bias": bias.bfloat16()}
+    given = {"weight": pack(QuantizedWeight(MXFP4, weight.values.clone(), weight.scales)), "bias": bias.bfloat16()}
     got = multiply(x, ends=ends, gating=gating, launch=launch, **given)
-    parts = zip(x.float().split(sizes), weight.dequantized(), bias.bfloat16().float(), strict=True)
+    parts = zip(x.float().split(sizes), weight.dequantize(), bias.bfloat16().float(), strict=True)
     want = torch.cat([part @ plain.T + more for part, plain, more in parts])
     want = gated(want, gating)
     for row in range(rows):
@@ -164,13 +166,13 @@ def test_four_bits_for_few_rows(sizes: list[int], gating: Gating | None, launch:
 
 @pytest.mark.parametrize("launch", [LAUNCHES["weights left"], LAUNCHES["rows left"]], ids=["left", "right"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("format", [BLOCK, MXFP4], ids=["block", "mxfp4"])
+@pytest.mark.parametrize("format", [BLOCK, MXFP4, INT4], ids=["block", "mxfp4", "int4"])
 def test_other_types_of_activations(format: Format, dtype: torch.dtype, launch: Launch) -> None:
     """4-bit weights round nothing, whatever the type."""
     torch.manual_seed(0)
     weight, x = weight_of(format, 40, 256), torch.randn(5, 256, device=DEVICE).to(dtype)
-    want = as_multiplied(x, format.kind) @ weight.dequantized().T
-    got = multiply(x, prepare(weight), launch=launch)
+    want = format.activations(x) @ weight.dequantize().T
+    got = multiply(x, pack(weight), launch=launch)
     # A code of FP8 activations that falls the other way shows in fp32.
     kind = "bf16" if format is BLOCK else KINDS[dtype]
     assert (found := compare(got.to(TYPES[kind]), want, kind)), str(found)
@@ -178,7 +180,7 @@ def test_other_types_of_activations(format: Format, dtype: torch.dtype, launch: 
 
 def test_a_table_of_tiles_says_what_programs_find(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    weight, sizes = prepare(weight_of(BLOCK, 5, 32, 128)), torch.tensor([0, 33, 1, 0, 20], device=DEVICE)
+    weight, sizes = pack(weight_of(BLOCK, 5, 32, 128)), torch.tensor([0, 33, 1, 0, 20], device=DEVICE)
     x, ends = torch.randn(54, 128, device=DEVICE).bfloat16(), sizes.cumsum(0).int()
     want = multiply(x, weight, ends=ends)
     monkeypatch.setattr("allotrope.ops.matmul.triton._SEARCHED", 0)
@@ -190,7 +192,7 @@ def test_products_of_the_same_rows_share_their_table(monkeypatch: pytest.MonkeyP
     torch.manual_seed(0)
     monkeypatch.setattr("allotrope.ops.matmul.triton._SEARCHED", 0)
     x, ends = torch.randn(21, 64, device=DEVICE).bfloat16(), torch.tensor([20, 20, 21], device=DEVICE).int()
-    weights = [prepare_plain(torch.randn(3, outputs, 64, device=DEVICE).bfloat16()) for outputs in (32, 48)]
+    weights = [pack_plain(torch.randn(3, outputs, 64, device=DEVICE).bfloat16()) for outputs in (32, 48)]
     tables: dict[int, torch.Tensor] = {}
     for rows in (16, 32):
         found = [multiply(x, weight, ends=ends, launch=Launch(rows, 32), tables=tables) for weight in weights]
@@ -202,9 +204,9 @@ def test_products_of_the_same_rows_share_their_table(monkeypatch: pytest.MonkeyP
     assert sorted(tables) == [16, 32]
 
 
-@pytest.mark.parametrize("gating", [None, Gating()], ids=["plain", "silu"])
+@pytest.mark.parametrize("gating", [None, GatedActivation()], ids=["plain", "silu"])
 @pytest.mark.parametrize("sizes", [[5, 0, 300, 1], [0, 128, 0, 65], [129, 64]], ids=str)
-def test_groups_of_warps_say_the_same(sizes: list[int], gating: Gating | None) -> None:
+def test_groups_of_warps_say_the_same(sizes: list[int], gating: GatedActivation | None) -> None:
     """On Hopper; elsewhere the same launch is one of `product_kernel`. Blocks of outputs and steps of odd numbers."""
     torch.manual_seed(0)
     count, outputs, inputs, tokens = len(sizes), 384 * (2 if gating else 1), 5 * 128, 40
@@ -212,12 +214,12 @@ def test_groups_of_warps_say_the_same(sizes: list[int], gating: Gating | None) -
     x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
     source = torch.randint(tokens, (sum(sizes),), device=DEVICE, dtype=torch.int32)
     ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
-    rows = as_multiplied(x, "fp8")[source].split(sizes)
-    want = torch.cat([part @ plain.T for part, plain in zip(rows, weight.dequantized(), strict=True)])
+    rows = Fp8().activations(x)[source].split(sizes)
+    want = torch.cat([part @ plain.T for part, plain in zip(rows, weight.dequantize(), strict=True)])
     want = gated(want, gating)
     memory = torch.full((len(want), want.shape[1] + 8), 7.0, device=DEVICE).bfloat16()
     out = memory[:, : want.shape[1]]
-    given = {"weight": prepare(weight), "ends": ends, "gating": gating, "launch": GROUPS}
+    given = {"weight": pack(weight), "ends": ends, "gating": gating, "launch": GROUPS}
     check(multiply(x, source=source, out=out, **given), want)
     assert bool((memory[:, want.shape[1] :] == 7).all())
     # The same rows, in order already.
@@ -225,10 +227,12 @@ def test_groups_of_warps_say_the_same(sizes: list[int], gating: Gating | None) -
 
 
 @pytest.mark.parametrize(
-    "gating", [None, Gating(), Gating(slope=1.702, limit=1.0, offset=1.0)], ids=["plain", "silu", "clamped"]
+    "gating",
+    [None, GatedActivation(), GatedActivation(slope=1.702, limit=1.0, offset=1.0)],
+    ids=["plain", "silu", "clamped"],
 )
 @pytest.mark.parametrize("sizes", [[5, 0, 300, 1], [0, 128, 0, 65], [129, 64]], ids=str)
-def test_groups_of_warps_take_four_bits_apart(sizes: list[int], gating: Gating | None) -> None:
+def test_groups_of_warps_take_four_bits_apart(sizes: list[int], gating: GatedActivation | None) -> None:
     """As above. Outputs and inputs that end within a block and a step, with a bias and without."""
     torch.manual_seed(0)
     count, outputs, inputs, tokens = len(sizes), 192 * 2 if gating else 208, 5 * 128 + 32, 40
@@ -236,15 +240,15 @@ def test_groups_of_warps_take_four_bits_apart(sizes: list[int], gating: Gating |
     x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
     source = torch.randint(tokens, (sum(sizes),), device=DEVICE, dtype=torch.int32)
     ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
-    bias = torch.randn(count, outputs, device=DEVICE).bfloat16() if gating != Gating() else None
-    parts = zip(x.float()[source].split(sizes), weight.dequantized(), strict=True)
+    bias = torch.randn(count, outputs, device=DEVICE).bfloat16() if gating != GatedActivation() else None
+    parts = zip(x.float()[source].split(sizes), weight.dequantize(), strict=True)
     want = torch.cat(
         [part @ plain.T + (0 if bias is None else bias[i].float()) for i, (part, plain) in enumerate(parts)]
     )
     want = gated(want, gating)
     memory = torch.full((len(want), want.shape[1] + 16), 7.0, device=DEVICE).bfloat16()
     out = memory[:, : want.shape[1]]
-    given = {"weight": prepare(weight), "ends": ends, "bias": bias, "gating": gating, "launch": GROUPS}
+    given = {"weight": pack(weight), "ends": ends, "bias": bias, "gating": gating, "launch": GROUPS}
     check(multiply(x, source=source, out=out, **given), want)
     assert bool((memory[:, want.shape[1] :] == 7).all())
     # The same rows, in order already.
@@ -257,12 +261,12 @@ def test_the_library_says_the_same(tokens: int) -> None:
     torch.manual_seed(0)
     weight = weight_of(BLOCK, 384, 640, rows=128)
     x, bias = torch.randn(tokens, 640, device=DEVICE).bfloat16(), torch.randn(384, device=DEVICE).bfloat16()
-    want = as_multiplied(x, "fp8") @ weight.dequantized().T + bias.float()
-    check(multiply(x, prepare(weight), bias=bias, launch=Launch(128, 128, library=True)), want)
+    want = Fp8().activations(x) @ weight.dequantize().T + bias.float()
+    check(multiply(x, pack(weight), bias=bias, launch=Launch(128, 128, library=True)), want)
 
 
 def test_nothing_to_multiply() -> None:
-    weight = prepare(weight_of(BLOCK, 32, 128))
+    weight = pack(weight_of(BLOCK, 32, 128))
     assert multiply(torch.empty(0, 128, device=DEVICE).bfloat16(), weight).shape == (0, 32)
     with pytest.raises(ValueError, match="rows of 64 numbers for a weight of 128 inputs"):
         multiply(torch.empty(1, 64, device=DEVICE).bfloat16(), weight)
@@ -271,10 +275,10 @@ def test_nothing_to_multiply() -> None:
 def test_scales_too_large_for_the_fast_way_are_right() -> None:
     torch.manual_seed(0)
     weight = weight_of(MXFP4, 32, 128)
-    weight = Quantized(MXFP4, weight.codes, weight.scales + 20)
+    weight = QuantizedWeight(MXFP4, weight.values, weight.scales + 20)
     x = torch.randn(3, 128, device=DEVICE).bfloat16()
-    want = x.float() @ weight.dequantized().T
-    check(multiply(x, prepare(weight)), want)
+    want = x.float() @ weight.dequantize().T
+    check(multiply(x, pack(weight)), want)
 
 
 @pytest.mark.parametrize(
@@ -292,11 +296,11 @@ def test_one_plain_weight(tokens: int, outputs: int, inputs: int, launch: Launch
     x = memory[:, :inputs]
     x.copy_(torch.randn(x.shape))
     out = torch.full((tokens, outputs + 5), 7.0, device=DEVICE).bfloat16()
-    got = multiply(x, prepare_plain(weight), bias=bias, out=out[:, :outputs], launch=launch)
+    got = multiply(x, pack_plain(weight), bias=bias, out=out[:, :outputs], launch=launch)
     check(got, x.float() @ weight.float().T + bias.float())
     assert bool((out[:, outputs:] == 7).all())
-    assert torch.equal(multiply(x, prepare_plain(weight), bias=bias, launch=launch), got)
-    assert multiply(x[:0], prepare_plain(weight), bias=bias, launch=launch).shape == (0, outputs)
+    assert torch.equal(multiply(x, pack_plain(weight), bias=bias, launch=launch), got)
+    assert multiply(x[:0], pack_plain(weight), bias=bias, launch=launch).shape == (0, outputs)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +316,7 @@ def test_sums_that_are_not_rounded(bias: bool, launch: Launch) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(40, 456, device=DEVICE).div_(456**0.5).bfloat16(), torch.randn(5, 456, device=DEVICE)
     added, out = torch.randn(40, device=DEVICE) if bias else None, torch.empty(5, 40, device=DEVICE)
-    got = multiply(x.bfloat16(), prepare_plain(weight), bias=added, out=out, launch=launch)
+    got = multiply(x.bfloat16(), pack_plain(weight), bias=added, out=out, launch=launch)
     assert got is out
     want = x.bfloat16().double() @ weight.double().T + (0.0 if added is None else added.double())
     torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=1e-5)
@@ -331,7 +335,7 @@ def test_plain_experts(sizes: list[int], left: bool, dtype: torch.dtype) -> None
     weights = (torch.randn(len(sizes), outputs, inputs, device=DEVICE) / 7).to(dtype)
     ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
     want = torch.cat([r.float() @ w.float().T for r, w in zip(rows.split(sizes), weights, strict=True)])
-    launch, prepared = Launch(16, 32, left=left), prepare_plain(weights)
+    launch, prepared = Launch(16, 32, left=left), pack_plain(weights)
     got = multiply(rows, prepared, ends=ends, launch=launch)
     assert (found := compare(got, want, KINDS[dtype])), str(found)
     last = [index for index, size in enumerate(sizes) if size][-1]

@@ -1,4 +1,4 @@
-"""Heads turned by one kernel, against the same by tensor operations."""
+"""Queries and one key rotated by one kernel, against the reference."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from device_under_test import DEVICE
 pytest.importorskip("triton", reason="triton is not installed")
 
 from allotrope.attention.check import KINDS, compare
-from allotrope.ops.mla_rope import triton as turn_triton
-from allotrope.ops.mla_rope.reference import LayerNorm, turn
-from allotrope.ops.rope.reference import RopeScaling, RopeSpec, RopeTable
+from allotrope.ops.mla_rope import LayerNorm, reference, triton
+from allotrope.ops.rope import RopeScaling, RopeSpec, RopeTable
 
 ROPES = {
     "halves": RopeSpec(dim=16, theta=1e4),
@@ -34,10 +33,10 @@ def test_heads_and_one_more(name: str, heads: int, dtype: torch.dtype) -> None:
     norm = LayerNorm(1 + torch.randn(dim) / 4, torch.randn(dim), 1e-6)
     for used in (None, norm):
         exact = RopeTable(rope, torch.device("cpu")).at(positions, torch.float32)
-        want = turn(wide[..., 8:].float(), row[:, 24:].float(), exact, used)
+        want = reference.mla_rope(wide[..., 8:].float(), row[:, 24:].float(), exact, used)
         rotation = RopeTable(rope, torch.device(DEVICE)).at(positions.to(DEVICE), dtype)
         there = None if used is None else LayerNorm(used.weight.to(DEVICE), used.bias.to(DEVICE), used.eps)
-        got = turn_triton.turn(wide.to(DEVICE)[..., 8:], row.to(DEVICE)[:, 24:], rotation, there)
+        got = triton.mla_rope(wide.to(DEVICE)[..., 8:], row.to(DEVICE)[:, 24:], rotation, there)
         assert got.is_contiguous() and got.dtype == dtype
         assert (found := compare(got.cpu(), want, KINDS[dtype])), str(found)
 
@@ -45,4 +44,4 @@ def test_heads_and_one_more(name: str, heads: int, dtype: torch.dtype) -> None:
 def test_no_tokens() -> None:
     rotation = RopeTable(ROPES["halves"], torch.device(DEVICE)).at(torch.zeros(0, device=DEVICE), torch.bfloat16)
     heads = torch.zeros(0, 4, 16, dtype=torch.bfloat16, device=DEVICE)
-    assert turn_triton.turn(heads, heads[:, 0], rotation).shape == (0, 5, 16)
+    assert triton.mla_rope(heads, heads[:, 0], rotation).shape == (0, 5, 16)

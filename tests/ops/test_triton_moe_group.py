@@ -9,8 +9,8 @@ from device_under_test import DEVICE
 pytest.importorskip("triton", reason="triton is not installed")
 
 from allotrope.layers.build import Build
-from allotrope.layers.mlp import Gating
 from allotrope.layers.moe import Experts
+from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.moe_group import triton as grouping_triton
 from allotrope.ops.moe_group.triton import group
 
@@ -80,7 +80,7 @@ def test_one_expert_takes_many(hot: int, short_runs: int) -> None:
 
 def test_more_experts_than_the_kernels_count_go_another_way() -> None:
     """An expert beyond 16 bits is one."""
-    experts = Experts(70000, 1, 1, Gating(), Build(device=torch.device(DEVICE)), bias=False)
+    experts = Experts(70000, 1, 1, GatedActivation(), Build(device=torch.device(DEVICE)), bias=False)
     chosen = torch.randint(0, 70000, (513, 8), device=DEVICE)
     owner, order = chosen.flatten().sort(stable=True)
     ends, source, place = experts.grouped(chosen)

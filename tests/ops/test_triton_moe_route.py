@@ -209,7 +209,7 @@ def test_logits_of_a_bf16_model_are_those_of_fp32(bias: bool, exact: bool) -> No
     assert weight is not None
     kept, added = weight.data.double(), 0.0 if module.gate.bias is None else module.gate.bias.double()
     finish(module)
-    assert (module.narrow is not None) == (exact and DEVICE == "cuda" and torch.version.cuda is not None)
+    assert (module.bf16_weight is not None) == (exact and DEVICE == "cuda" and torch.version.cuda is not None)
     for x in (torch.randn(9, 512, device=DEVICE).bfloat16(), torch.randn(9, 512, device=DEVICE)):
         weights, experts = module(x, torch.zeros(9, dtype=torch.int64, device=DEVICE))
         want = (x.double() @ kept.T + added).softmax(-1).gather(1, experts)

@@ -10,8 +10,8 @@ from device_under_test import DEVICE
 pytest.importorskip("triton", reason="triton is not installed")
 
 from allotrope.attention.check import KINDS, compare
-from allotrope.layers.mlp import Gating
-from allotrope.ops.gated_activation.triton import gated, opened
+from allotrope.ops.gated_activation import GatedActivation, reference
+from allotrope.ops.gated_activation.triton import gated_activation, sigmoid_gate
 from allotrope.ops.rms_norm.triton import add_rms_norm, gated_rms_norm, rms_norm
 
 FLOOR = 0.1
@@ -79,30 +79,30 @@ def test_a_row_alone_is_the_row_in_company() -> None:
 
 def test_nothing_in_nothing_out() -> None:
     assert rms_norm(_random(torch.float32, 0, 8), None, FLOOR).shape == (0, 8)
-    assert gated(_random(torch.float32, 0, 8), "silu").shape == (0, 4)
+    assert gated_activation(_random(torch.float32, 0, 8), GatedActivation()).shape == (0, 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "gating",
     [
-        Gating(),
-        Gating(activation="gelu_tanh"),
-        Gating(limit=1.5),
-        Gating(slope=1.702, limit=1.0, offset=1.0),
+        GatedActivation(),
+        GatedActivation(activation="gelu_tanh"),
+        GatedActivation(limit=1.5),
+        GatedActivation(slope=1.702, limit=1.0, offset=1.0),
     ],
     ids=str,
 )
-def test_activation(gating: Gating, dtype: torch.dtype) -> None:
+def test_activation(gating: GatedActivation, dtype: torch.dtype) -> None:
     """Widths that fill no block; rows cut out of wider ones."""
     for width in (4, 129, 1100):
         gate_up = 2 * _random(dtype, 3, 2 * width + 8)[:, 8:]
-        got = gated(gate_up, gating.activation, gating.slope, gating.limit, gating.offset)
-        _same(got, gating(gate_up.cpu().float()).to(DEVICE), dtype)
+        got = gated_activation(gate_up, gating)
+        _same(got, reference.gated_activation(gate_up.float(), gating), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_gate_beside(dtype: torch.dtype) -> None:
     """Both cut out of wider rows."""
     x, gate = _random(dtype, 3, 200)[:, 20:150], _random(dtype, 3, 300)[:, :130]
-    _same(opened(x, gate), x.float() * torch.sigmoid(gate.float()), dtype)
+    _same(sigmoid_gate(x, gate), x.float() * torch.sigmoid(gate.float()), dtype)

@@ -8,8 +8,8 @@ from device_under_test import DEVICE
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from allotrope.ops.rope.reference import RopeScaling, RopeSpec, RopeTable
-from allotrope.ops.rope.triton import angles
+from allotrope.ops.rope import RopeScaling, RopeSpec, RopeTable
+from allotrope.ops.rope.triton import rope_cos_sin
 
 YARN = RopeScaling(kind="yarn", factor=40.0, original_length=4096, attention_factor=1.2)
 SPECS = (
@@ -27,7 +27,7 @@ def test_every_quarter_and_far_positions(spec: RopeSpec) -> None:
     table = RopeTable(spec, torch.device("cpu"))
     exact = (POSITIONS.float()[:, None] * table.freq).double()
     given = [t.to(DEVICE) for t in (POSITIONS, table.freq, table.sign)]
-    cos, sin = angles(*given, table.factor, torch.float32)
+    cos, sin = rope_cos_sin(*given, table.factor, torch.float32)
     assert cos.shape == sin.shape == (len(POSITIONS), 1, spec.dim)
     for got, want in ((cos, exact.cos() * table.factor), (sin, exact.sin() * table.sign)):
         assert (got[:, 0].cpu() - want).abs().max() < 3e-7
@@ -37,6 +37,8 @@ def test_rounded_once() -> None:
     table = RopeTable(SPECS[0], torch.device("cpu"))
     given = [t.to(DEVICE) for t in (POSITIONS, table.freq, table.sign)]
     for rounded, whole in zip(
-        angles(*given, table.factor, torch.bfloat16), angles(*given, table.factor, torch.float32), strict=True
+        rope_cos_sin(*given, table.factor, torch.bfloat16),
+        rope_cos_sin(*given, table.factor, torch.float32),
+        strict=True,
     ):
         assert torch.equal(rounded, whole.bfloat16())

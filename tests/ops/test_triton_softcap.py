@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from allotrope.layers.build import Build
 from allotrope.layers.embedding import Head
-from allotrope.ops.softcap.triton import capped
+from allotrope.ops.softcap.triton import softcap
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -22,18 +22,18 @@ def test_small_and_large_numbers(cap: float, dtype: torch.dtype) -> None:
     x = (cap * torch.cat((sizes, -sizes))).to(dtype).repeat(3, 1)
     exact = cap * torch.tanh(x.double() / cap)
     for given in (x, x.repeat(1, 2)[:, : x.shape[1]]):
-        found = capped(given.to(DEVICE), cap).cpu()
+        found = softcap(given.to(DEVICE), cap).cpu()
         assert found.dtype == torch.float32 and found.shape == x.shape
         torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=0.0)
 
 
 def test_what_is_not_finite() -> None:
-    found = capped(torch.tensor([[torch.inf, -torch.inf, torch.nan]], device=DEVICE), 30.0).cpu()
+    found = softcap(torch.tensor([[torch.inf, -torch.inf, torch.nan]], device=DEVICE), 30.0).cpu()
     assert found[0, :2].tolist() == [30.0, -30.0] and bool(found[0, 2].isnan())
 
 
 def test_no_rows() -> None:
-    assert capped(torch.zeros(0, 7, device=DEVICE), 30.0).shape == (0, 7)
+    assert softcap(torch.zeros(0, 7, device=DEVICE), 30.0).shape == (0, 7)
 
 
 @pytest.mark.parametrize("rows", [1, 64, 65])

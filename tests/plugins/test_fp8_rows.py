@@ -119,7 +119,7 @@ def test_latent_and_compressed_rows(tmp_path: Path) -> None:
     """Plain FP8, and rows with factors of their own under vLLM's name for them; vLLM's log says which."""
     sparse = {"architecture": "DeepseekV32ForCausalLM", "config": {"kv_lora_rank": 128}}
     compressed = {"architecture": "DeepseekV4ForCausalLM", "config": {"head_dim": 80}}
-    scaled, plain = {"named": "fp8_ds_mla", "ours": "fp8_scaled"}, {"named": "fp8", "ours": "fp8"}
+    scaled, plain = {"named": "fp8_ds_mla", "ours": "fp8_ds_mla"}, {"named": "fp8", "ours": "fp8"}
     cases = [sparse | scaled, compressed | scaled, sparse | plain, compressed | plain]
     ended = run_apart(LATENT.format(cases=cases, path=str(tmp_path)), {"VLLM_LOGGING_LEVEL": "INFO"})
     text = ended.stdout + ended.stderr

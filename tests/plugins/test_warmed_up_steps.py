@@ -48,7 +48,6 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
         "kernels.triton_version",
         "ops.device_kernels",
-        "ops.rope.reference",
         "kernels.warmup",
         "attention.mha.family",
     ):

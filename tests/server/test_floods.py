@@ -15,7 +15,7 @@ import httpx
 import pytest
 from server_process import ServerProcess
 
-from allotrope.server.repeats import RepeatFilter
+from allotrope.server.log_limiter import RepeatFilter
 
 HALF = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-"
 SLOW_BODY = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{"
@@ -33,8 +33,8 @@ def read_all(client: socket.socket) -> bytes:
     """What the server sends until it closes."""
     data = b""
     with contextlib.suppress(ConnectionResetError):
-        while piece := client.recv(65536):
-            data += piece
+        while delta := client.recv(65536):
+            data += delta
     return data
 
 

@@ -145,8 +145,8 @@ def test_an_answer_before_the_end_of_the_body_can_be_read(
     for _ in range(3):
         connection = http.client.HTTPConnection(url.host, url.port, timeout=30)
         headers = {"connection": "close", "authorization": f"Bearer {key}"}
-        pieces = [b" " * 1_000_000] * 20
-        body = b"".join(pieces) if kind == "declared" else iter(pieces)
+        deltas = [b" " * 1_000_000] * 20
+        body = b"".join(deltas) if kind == "declared" else iter(deltas)
         connection.request("POST", "/v1/completions", body, headers)
         answer = connection.getresponse()
         assert answer.status == status

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from allotrope.request import Request, SamplingParams, SequenceOutput, TokenLogprobs
 from allotrope.server.answers import ChatAnswer, CompletionAnswer
-from allotrope.server.generation import Generation, GenerationFailed, Piece
+from allotrope.server.generation import Delta, Generation, GenerationFailed
 from allotrope.server.logprobs import Report
 from allotrope.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -146,7 +146,7 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 def _generate(
     tokenizer: Tokenizer, params: SamplingParams, portions: list[list[int]]
-) -> tuple[Generation, list[Piece]]:
+) -> tuple[Generation, list[Delta]]:
     generation = Generation(Request(request_id="r", prompt_ids=(5,), params=params), tokenizer)
     pieces = []
     for place, portion in enumerate(portions):

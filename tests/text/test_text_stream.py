@@ -73,8 +73,8 @@ def test_portions_do_not_matter(tokenizer: Tokenizer, data: st.DataObject) -> No
 
 def test_nothing_is_held_but_a_possible_stop_string(byte_level: Tokenizer) -> None:
     stream = TextStream(byte_level, SamplingParams(stop=("stopwatch",)))
-    pieces = [stream.push(byte_level.encode(text)) for text in ("the ", "sto", "p", " the st", "and")]
-    assert pieces == ["the ", "", "", "stop the ", "stand"]
+    deltas = [stream.push(byte_level.encode(text)) for text in ("the ", "sto", "p", " the st", "and")]
+    assert deltas == ["the ", "", "", "stop the ", "stand"]
     assert stream.push([], final=True) == "" and stream.stopped_by is None
 
 

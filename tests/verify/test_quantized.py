@@ -18,10 +18,11 @@ from allotrope.architectures.registry import find_architecture
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.checkpoint.dequantize import dequantized
 from allotrope.config import EngineConfig
-from allotrope.engine.load import resolve_load_plan
+from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.errors import ModelError
-from allotrope.ops.matmul.product import taken
-from allotrope.ops.matmul.quantized_weight import Format, Quantized
+from allotrope.layers.weights import pop_weights
+from allotrope.ops.matmul import StoredWeight
+from allotrope.ops.matmul.weight import Format, QuantizedWeight
 from allotrope.verify.options import REGIMES, VerifyOptions
 from allotrope.verify.plain_files import plain_files
 from allotrope.verify.random_checkpoint import write_random
@@ -88,14 +89,14 @@ def test_rows_that_round_as_well(twin: Twin) -> None:
     assert "bfloat16 with activations rounded" in report.limits.origin and "FP8 rows" in report.limits.origin
 
 
-def larger(weight: Quantized) -> Quantized:
+def larger(weight: QuantizedWeight) -> QuantizedWeight:
     return dataclasses.replace(weight, scales=weight.scales * 1.5)
 
 
-def swapped(weight: Quantized) -> Quantized:
+def swapped(weight: QuantizedWeight) -> QuantizedWeight:
     """Neighbouring rows in each other's place."""
     rows = torch.arange(weight.shape[-2]) ^ 1
-    return Quantized(weight.format, weight.codes[..., rows, :], weight.scales[..., rows, :])
+    return QuantizedWeight(weight.format, weight.values[..., rows, :], weight.scales[..., rows, :])
 
 
 class Fault(NamedTuple):
@@ -114,20 +115,22 @@ FAULTS = (Fault("linear", 0, 0), Fault("linear", 2, 1), Fault("moe", 0, 0), Faul
     "fault", [Fault("linear", 0, 0), Fault("linear", 2, 1), Fault("moe", 0, 0), Fault("moe", 2, 2)]
 )
 def test_faults_are_found(
-    twin: Twin, fault: Fault, change: Callable[[Quantized], Quantized], monkeypatch: pytest.MonkeyPatch
+    twin: Twin, fault: Fault, change: Callable[[QuantizedWeight], QuantizedWeight], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = twin("Qwen3MoeForCausalLM")
     taken_over: dict[int, int] = {}
     models: list[nn.Module] = []
 
-    def spoiled(module: nn.Module, name: str, format: Format) -> Quantized:
-        weight = taken(module, name, format)
+    def spoiled(module: nn.Module, name: str, format: Format) -> StoredWeight:
+        weight = pop_weights(module, name, format)
+        if not isinstance(weight, QuantizedWeight):
+            return weight
         # Every engine that verify makes has the fault.
         count = taken_over.setdefault(len(models), 0)
         taken_over[len(models)] += 1
         return change(weight) if count == fault.nth else weight
 
-    from allotrope.engine import load
+    from allotrope.architectures import load
 
     finish = load.finish
 
@@ -136,7 +139,7 @@ def test_faults_are_found(
         finish(model)
 
     monkeypatch.setattr(load, "finish", counted)
-    monkeypatch.setattr(f"allotrope.layers.{fault.module}.taken", spoiled)
+    monkeypatch.setattr(f"allotrope.layers.{fault.module}.pop_weights", spoiled)
     report = run(directory, regimes="whole")
     assert models and not report.passed
     assert report.layers is not None and report.layers.first is not None, report.verdict()

@@ -123,10 +123,10 @@ def test_stale_pages_after_preemption_are_found(tiny: Tiny, monkeypatch: pytest.
     """A sequence that is sent back forgets its pages, but not how far it was computed."""
     right = KVCacheManager._match
 
-    def stale(keeper: KVCacheManager, seq: object) -> object:
-        match = right(keeper, seq)
-        if seq.started and not match.tokens and len(keeper.groups) == 1:
-            size = keeper.groups[0].page_size
+    def stale(kv_cache_manager: KVCacheManager, seq: object) -> object:
+        match = right(kv_cache_manager, seq)
+        if seq.started and not match.tokens and len(kv_cache_manager.groups) == 1:
+            size = kv_cache_manager.groups[0].page_size
             return type(match)(size, ((1,),), (0,))
         return match
 

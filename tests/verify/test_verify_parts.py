@@ -14,7 +14,7 @@ from allotrope.attention.family import boundaries
 from allotrope.attention.gdn.spec import GdnSpec
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.errors import ConfigError
-from allotrope.ops.rope.reference import RopeSpec
+from allotrope.ops.rope import RopeSpec
 from allotrope.verify.hooks import Picks, tapped
 from allotrope.verify.layers import LayerWatch, read_layers
 from allotrope.verify.logits_recorder import Watch

@@ -1,4 +1,4 @@
-"""Small layers of compressed sparse attention: each kind, and what a kind may vary in."""
+"""Small layers of compressed sparse attention: each layer type, and its variations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 from allotrope.attention.check import Case, Inputs
 from allotrope.attention.csa.spec import CsaSpec, IndexerSpec
-from allotrope.ops.rope.reference import RopeScaling, RopeSpec
+from allotrope.ops.rope import RopeScaling, RopeSpec
 
 PAGE = 16
-# Around entries of 4 tokens, the window, and where the indexer starts to choose.
+# Around entries of 4 tokens, the window, and where there are more entries than the top-k.
 SHORT = (1, 3, 4, 5, 7, 8, PAGE, PAGE + 1, 34, 35, 36, 70)
 # Around the first and the second entry of 128 tokens.
 LONG = (1, 127, 128, 129, 257)
@@ -24,7 +24,7 @@ STRETCHED = RopeSpec(
     interleaved=True,
     scaling=RopeScaling(kind="yarn", factor=16.0, original_length=128),
 )
-# Many heads: with few, most scores are exactly 0 after the ReLU, and equal scores leave the choice open.
+# Many heads: with few, most scores are exactly 0 after the ReLU, and equal scores leave the top-k open.
 INDEXER = IndexerSpec(num_heads=32, head_dim=32, topk=8)
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -14,11 +14,11 @@ from allotrope.attention.csa.spec import CsaSpec
 from allotrope.attention.family import Family, formatted_entries
 from allotrope.kernels.backend import lazily, runs_anywhere
 from allotrope.kernels.chip import Chip
-from allotrope.kernels.triton_version import triton_reasons
+from allotrope.kernels.triton_version import e4m3fn_reasons, triton_reasons
 
 
 def _triton_rejects(spec: CsaSpec, chip: Chip) -> list[str]:
-    reasons = triton_reasons(chip)
+    reasons = triton_reasons(chip) + e4m3fn_reasons("kv_dtype", spec.kv_dtype, chip)
     if not spec.rope.interleaved:
         reasons.append("rope.interleaved=False (needs True: pairs of neighbours)")
     dims = {"head_dim": spec.head_dim, "rope.dim": spec.rope.dim}

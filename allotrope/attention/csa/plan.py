@@ -18,7 +18,7 @@ from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.csa.rotary import rotation_at
 from allotrope.attention.csa.rows import put
 from allotrope.attention.csa.spec import CsaSpec
-from allotrope.ops.rope.reference import Rotation
+from allotrope.ops.rope import Rotation
 
 Tokens = slice | torch.Tensor
 

@@ -1,14 +1,14 @@
-"""Compressed sparse attention over paged caches, written to be read: the definition that kernels are held against.
+"""Compressed sparse attention over paged caches: the definition of `naive.py` with the signature of the kernels.
 
-For the query of head h at position p, over the rows s that it sees (window rows p - W + 1 .. p and the entries that it
-may see; a row that both hold counts twice):
+For the query of head h at position p, over the rows s that it sees (window rows p - W + 1 .. p and the selected entries
+of compressed KV; a token that both cover counts twice):
 
     l_s = scale * rope(q_h, p) . kv_s
     o_h = rope^-1(sum_s exp(l_s) kv_s / (sum_s exp(l_s) + exp(sink_h)), p)
 
-A row is key and value at once, and it is stored rotated; so is what the sum returns, and it is turned back at the
-position of the query. All rotation of the layer is done here: what comes in and goes out is not rotated. Mathematics in
-fp32 whatever the inputs. Sources: DeepSeek-AI 2026, "DeepSeek-V4", section 2.3; Xiao et al. 2023, section 3 (sinks).
+A row is key and value at once, and it is stored rotated. The sum is rotated as well; the inverse rotation is at the
+position of the query. All rotary embedding of the layer is applied here: inputs and output are not rotated. Mathematics
+in fp32 whatever the inputs. Sources: DeepSeek-AI 2026, "DeepSeek-V4", section 2.3; Xiao et al. 2023, section 3 (sinks).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from allotrope.attention.family import CacheViews
 
 
 def run(spec: CsaSpec, plan: CsaPlan, caches: CacheViews, inputs: CsaInputs) -> torch.Tensor:
-    """Store the step's rows, save and pool compressor states, choose entries, attend.
+    """Store the step's rows, save compressor states, pool complete entries, select the top-k, attend.
 
     Returns [T, H, D] in the queries' type.
     """
@@ -65,7 +65,8 @@ def _put(pools: Mapping[str, torch.Tensor], writes: Writes, values: Mapping[str,
 def gather(
     spec: CsaSpec, caches: CacheViews, part: Part, picked: torch.Tensor | None, kv_scale: float
 ) -> list[torch.Tensor]:
-    """What each request of `part` reads: its window rows [b, Lw, D], and its entries [b, N, D], planned or `picked`."""
+    """Rows that each request of `part` reads: of its window [b, L, D], and its entries [b, N, D]: those of the plan, or
+    those of the sparse indices `picked`."""
     entry_rows = part.entry_rows
     if entry_rows is None and picked is not None:
         entry_rows = picked[part.tokens]

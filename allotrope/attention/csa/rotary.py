@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
-from allotrope.ops.rope.reference import RopeSpec, RopeTable, Rotation, rotate
+from allotrope.kernels.backend import choose
+from allotrope.kernels.chip import chip_of
+from allotrope.ops.rope import APPLY_ROPE, ApplyRopeSpec, RopeSpec, RopeTable, Rotation
 
 
 @functools.lru_cache(maxsize=16)
 def table(spec: RopeSpec, device: torch.device) -> RopeTable:
-    """One for all layers."""
+    """The table that all layers share."""
     return RopeTable(spec, device)
+
+
+@functools.cache
+def _apply_rope(device: torch.device) -> Callable[..., torch.Tensor]:
+    """The backend for fp32 heads on a device."""
+    run: Callable[..., torch.Tensor] = choose(APPLY_ROPE, ApplyRopeSpec(torch.float32), chip_of(device)).backend.run
+    return run
 
 
 def rotation_at(spec: RopeSpec, positions: torch.Tensor) -> Rotation:
@@ -24,5 +34,5 @@ def rotate_tail(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotate the last R dims, in fp32. `x`: [T, ..., D]. Returns the same shape and type."""
     border = x.shape[-1] - rotation.cos.shape[-1]
     tail = x[..., border:]
-    turned = rotate(tail.float() if x.dim() == 3 else tail.float()[:, None], rotation)
-    return torch.cat((x[..., :border], turned.view(tail.shape).to(x.dtype)), dim=-1)
+    rotated = _apply_rope(x.device)(tail.float() if x.dim() == 3 else tail.float()[:, None], rotation)
+    return torch.cat((x[..., :border], rotated.view(tail.shape).to(x.dtype)), dim=-1)

@@ -9,7 +9,7 @@ import torch
 
 from allotrope.attention.cache_layout import CacheLayout, Field, PagedRows, WindowRows
 from allotrope.attention.csa.rows import BLOCK, FP8, ROW_FORMATS, row_fields
-from allotrope.ops.rope.reference import RopeSpec
+from allotrope.ops.rope import RopeSpec
 
 MAX_HEAD_DIM = 512
 

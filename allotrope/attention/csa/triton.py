@@ -23,7 +23,7 @@ from allotrope.attention.csa.triton_plan import Lists, make_lists
 from allotrope.attention.dsa.triton_topk import top_rows
 from allotrope.attention.family import CacheViews
 from allotrope.kernels.chip import Chip, chip_of
-from allotrope.kernels.split_kv import cheapest_splits
+from allotrope.kernels.split_kv import num_splits
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 
 # Bytes of scores that are held at once in a prefill.
@@ -66,7 +66,7 @@ def split_count(programs: int, tiles: int, slots: int) -> int:
     """Parts of each list: the number under which `programs` lists of `tiles` tiles are done first by `slots` programs
     at a time. Beginning and ending a program takes as long as 2.4 tiles on an H200, joining parts as long as 1.3.
     """
-    return cheapest_splits(programs, tiles, slots, min(MOST_SPLITS, max(1, tiles)), begin=2.4, join=1.3)
+    return num_splits(programs, tiles, slots, min(MOST_SPLITS, max(1, tiles)), start=2.4, merge=1.3)
 
 
 def run(spec: CsaSpec, plan: CsaTritonPlan, caches: CacheViews, inputs: CsaInputs) -> torch.Tensor:
@@ -166,7 +166,7 @@ def _pick(
 
 
 def _precision(chip: Chip, dtype: torch.dtype) -> str:
-    return "tf32x3" if chip.has_wgmma and dtype == torch.float32 else "ieee"
+    return "tf32x3" if chip.has_tf32 and dtype == torch.float32 else "ieee"
 
 
 def _attend(

@@ -17,9 +17,9 @@ from allotrope.kernels.chip import Chip
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import higher_of, highest
 from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.softmax import LOG2E
 from allotrope.kernels.tiles import next_power_of_2
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _GROUP = tl.constexpr(BLOCK)
 
 
@@ -97,7 +97,7 @@ def attend_kernel(
     dtype = q.dtype.element_ty
     # Loaded and used as it is: then it stays in shared memory, where the products read it.
     x = tl.load(q + (token.to(tl.int64) * H + head)[:, None] * D + lane[None, :], mask=inside, other=0.0)
-    factor = scale * row_scale * _LOG2_E
+    factor = scale * row_scale * LOG2E
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     summed = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
@@ -122,7 +122,7 @@ def attend_kernel(
         none = total == 0
         tl.store(stats + at, tl.where(none, float("-inf"), top + tl.log2(tl.where(none, 1.0, total))), mask=in_head)
     else:
-        sink = tl.load(sinks + head, mask=in_head, other=float("-inf")).to(tl.float32) * _LOG2_E
+        sink = tl.load(sinks + head, mask=in_head, other=float("-inf")).to(tl.float32) * LOG2E
         best = higher_of(top, sink)
         safe = tl.where(best == float("-inf"), 0.0, best)
         fade = tl.exp2(top - safe)
@@ -147,7 +147,7 @@ def combine_kernel(
     head, lane = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     in_head = head < H
     inside = in_head[:, None] & (lane < D)[None, :]
-    sink = tl.load(sinks + head, mask=in_head, other=float("-inf")).to(tl.float32) * _LOG2_E
+    sink = tl.load(sinks + head, mask=in_head, other=float("-inf")).to(tl.float32) * LOG2E
     best = sink
     for split in tl.static_range(SPLITS):
         at = (token.to(tl.int64) * SPLITS + split) * H + head
@@ -201,7 +201,7 @@ def released(chip: Chip) -> list[Specialization]:
             signature |= dict.fromkeys((f"{pool}{part}_row" for part in "ctf"), "i32:16")
         signature |= dict.fromkeys(("window_row", "entry_row"), "i32:16")
         signature |= dict.fromkeys(("scale", "row_scale"), "fp32")
-        precision = "tf32x3" if name == "fp32" and chip.has_wgmma else "ieee"
+        precision = "tf32x3" if name == "fp32" and chip.has_tf32 else "ieee"
         constants = {"H": 64, "D": 512, "R": 64, "BLOCK_D": 512, "SPLITS": 2, "PRECISION": precision}
         constants |= {"FORMAT": {"fp8": 1, "scaled": 2}.get(name, 0)}
         # In fp32 it only proves itself: how fast it is matters to nobody.

@@ -1,4 +1,4 @@
-"""Small layers of sparse latent attention: those that pick, and those that reuse picks."""
+"""Small layers of sparse latent attention: with an indexer, and with the top-k indices of an earlier layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from allotrope.attention.dsa.spec import DsaSpec, IndexerSpec
 from allotrope.attention.mla import cases as mla
 
 PAGE = 16
-# Around where picking starts (8 rows), around a page, and long enough for several.
+# Around the top-k (8 tokens), around a page, and long enough for several.
 LENGTHS = (1, 7, 8, 9, PAGE, PAGE + 1, 70)
-# Many heads: with few, most scores are exactly 0 after the ReLU, and equal scores leave the choice open.
+# Many heads: with few, most scores are exactly 0 after the ReLU, and equal scores leave the top-k open.
 INDEXER = IndexerSpec(num_heads=32, head_dim=32)
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -37,7 +37,7 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def draw(spec: DsaSpec, tokens: int, generator: torch.Generator, dtype: torch.dtype) -> Inputs:
-    """As latent attention; normal index rows, or picks at random among what each query sees."""
+    """As latent attention; normal index keys, or random top-k indices among the tokens that each query sees."""
     inputs = mla.draw(spec.mla, tokens, generator, dtype)
     rows = dict(inputs.tokens)
     if spec.indexer is not None:
@@ -47,7 +47,7 @@ def draw(spec: DsaSpec, tokens: int, generator: torch.Generator, dtype: torch.dt
         rows["index_weights"] = torch.randn(tokens, heads, generator=generator).to(dtype)
     else:
         if tokens != sum(LENGTHS):
-            raise ValueError(f"{tokens} tokens; picks are drawn for the lengths {LENGTHS}")
+            raise ValueError(f"{tokens} tokens; top-k indices are drawn for the lengths {LENGTHS}")
         positions = torch.cat([torch.arange(n) for n in LENGTHS])
         rows["picks"] = _random_picks(positions, spec.topk, generator)
     return Inputs(rows, inputs.layer)

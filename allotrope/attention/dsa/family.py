@@ -16,6 +16,7 @@ from allotrope.attention.family import Family, formatted_entries
 from allotrope.attention.mla.family import triton_rejects as latent_rejects
 from allotrope.kernels.backend import lazily, runs_anywhere
 from allotrope.kernels.chip import Chip
+from allotrope.kernels.triton_version import e4m3fn_reasons
 
 MOST_PICKS = 4096
 
@@ -26,6 +27,8 @@ def triton_rejects(spec: Any, chip: Chip) -> list[str]:
     if spec.topk > MOST_PICKS and spec.indexer is not None:
         reasons.append(f"topk={spec.topk} (needs at most {MOST_PICKS})")
     if spec.indexer is not None:
+        if spec.indexer.key_format == "scaled":
+            reasons += e4m3fn_reasons("indexer keys", torch.float8_e4m3fn, chip)
         for name, most in (("num_heads", 128), ("head_dim", 256)):
             if getattr(spec.indexer, name) > most:
                 reasons.append(f"indexer {name}={getattr(spec.indexer, name)} (needs at most {most})")

@@ -8,9 +8,10 @@ import torch
 
 from allotrope.attention.dsa.spec import DsaSpec
 from allotrope.attention.mla import inputs as mla
-from allotrope.attention.mla.inputs import MlaInputs
-from allotrope.ops.mla_rope.reference import LayerNorm, turn
-from allotrope.ops.rope.reference import Rotation
+from allotrope.attention.mla.inputs import MlaInputs, MlaRope
+from allotrope.ops.mla_rope import LayerNorm
+from allotrope.ops.mla_rope.reference import mla_rope
+from allotrope.ops.rope import Rotation
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,11 @@ class IndexInputs:
     weights: torch.Tensor
     k_norm: LayerNorm | None = None
     rotation: Rotation | None = None
+    apply_rope: MlaRope = mla_rope
 
     def normed_and_rotated(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Index queries [T, heads, d] and keys [T, d]. One launch makes both where there are kernels."""
-        both = turn(self.q, self.k, self.rotation, self.k_norm)
+        both = self.apply_rope(self.q, self.k, self.rotation, self.k_norm)
         return both[:, :-1], both[:, -1]
 
 

@@ -1,11 +1,12 @@
-"""Latent attention over picked rows, written to be read: the definition that every kernel is held against.
+"""Sparse latent attention over paged caches: the definition of `naive.py` with the signature of the kernels.
 
-Query t attends, as in latent attention, to S_t alone: the rows that its indexer picked, or all rows up to its own where
-those are no more than `topk`.
+Query t attends, as in latent attention, to K_t alone: the top-k of its indexer's scores, or all tokens up to its own
+where those are no more than `topk`.
 
-    o_t,h = W_UV_h sum_{s in S_t} exp(l_s) c_s / sum_{s in S_t} exp(l_s)
+    o_t,h = W_UV_h sum_{s in K_t} exp(l_s) c_s / sum_{s in K_t} exp(l_s)
 
-Always absorbed: neighbouring queries pick different rows, so that no key would be expanded for more than one of them.
+Queries with sparse indices are always absorbed: neighbouring queries have different indices, so that a decompressed key
+would serve one of them.
 Source: DeepSeek-AI 2025 (DeepSeek-V3.2), section 2.
 """
 
@@ -30,9 +31,10 @@ GATHERED_ROWS = 1 << 16
 
 
 def run(spec: DsaSpec, plan: DsaPlan, caches: CacheViews, inputs: DsaInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Store the step's rows, choose indices (or take over those of an earlier layer), then attend.
+    """Store the step's rows, select top-k indices (or take those of an earlier layer), then attend.
 
-    Returns [T, H, V] in the queries' type, and the indices. Raises ValueError if what the layer needs is missing.
+    Returns [T, H, Dv] in the queries' type, and the top-k indices. Raises ValueError if a tensor that the layer needs
+    is missing.
     """
     latent, index, picks = inputs.latent, inputs.index, inputs.topk_indices
     heads, w_uk, w_uv, kv_scale = normed_and_rotated(spec.mla, latent), latent.w_uk, latent.w_uv, latent.kv_scale
@@ -61,9 +63,9 @@ def attend_picked(
     picks: torch.Tensor,
     kv_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Attention in the latent, every query over rows of its own.
+    """Attention in the latent, every query over its own sparse indices.
 
-    `q`: [t, H, C + R] absorbed. `picks`: [t, K] positions, -1 for none. Returns [t, H, C] fp32.
+    `q`: [t, H, C + R] absorbed. `picks`: [t, topk] positions, -1 for none. Returns [t, H, C] fp32.
     """
     z = q.new_empty(*q.shape[:2], spec.latent_dim)
     size = max(1, GATHERED_ROWS // picks.shape[1])
@@ -81,7 +83,7 @@ def attend_picked(
 def pool_rows(pickers: Pickers, picks: torch.Tensor, block: slice) -> torch.Tensor:
     """Positions to rows of the latent pool, through the page table of each query's own request; row 0 for -1.
 
-    `picks`: [n, K], those of the queries `block` of `pickers`.
+    `picks`: [n, topk], those of the queries `block` of `pickers`.
     """
     position = picks.clamp(min=0)
     size = pickers.pages.page_size

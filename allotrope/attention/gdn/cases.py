@@ -11,7 +11,7 @@ import torch
 from allotrope.attention.check import Case, Inputs
 from allotrope.attention.gdn.spec import GdnSpec
 
-# Shorter than the convolution, around one chunk of 64, two of them with a rest; two of one length share a part.
+# Shorter than the convolution, around one chunk of 64, two chunks with a remainder; equal lengths share a sub-batch.
 LENGTHS = (1, 2, 3, 4, 63, 64, 65, 65, 150)
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -1,13 +1,14 @@
-"""The gated delta rule, token by token, written to be read: the definition that every faster form is held against.
+"""The gated delta rule over state slots, token by token: `naive.py` with the signature of the kernels.
 
-For token t of value head j, with q and k from key head j // R and S the head's [dk, dv] state (0 before position 0):
+For token t of value head j, with q and k from key head j // (Hv / Hk) and S the head's [Dk, Dv] state (0 before
+position 0):
 
     [q | k | v] = silu(causal convolution of the step's [q | k | v])
-    q = q / |q| / sqrt(dk);  k = k / |k|
+    q = q / |q| / sqrt(Dk);  k = k / |k|
     beta = sigmoid(b);  g = -exp(A_log) softplus(a + dt_bias)
     S <- e^g S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T q
 
-With `channel_decay`, a, dt_bias and g are vectors of dk per head, and e^g S scales the rows of S. Mathematics in fp32
+With `channel_decay`, a, dt_bias and g are vectors of Dk per head, and e^g S scales the rows of S. Mathematics in fp32
 whatever the inputs; the result is rounded once. Sources: Yang et al. 2024 (gated delta networks), equation 10 and
 section 3; Kimi Team 2025 (Kimi Linear), section 3, for the decay per channel.
 """
@@ -32,16 +33,16 @@ Advance = Callable[..., torch.Tensor]
 """A function with the arguments of `advance`."""
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Feed = Callable[[GdnSpec, torch.Tensor, torch.Tensor, torch.Tensor | None], Heads | None]
-"""Queries, keys and values [b, L, heads, dim] of inputs [b, W - 1 + L, conv_dim], weight, bias; None if it cannot."""
+"""Queries, keys and values [b, L, heads, dim] of inputs [b, conv_width - 1 + L, conv_dim], weight and bias, or None."""
 
 
 def advance(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
-    """The last line of the equation for one rectangle, all tensors fp32.
+    """The last line of the equation for one sub-batch, all tensors fp32.
 
-    `q`, `k`: [b, L, nk, dk], normalised. `v`: [b, L, nv, dv]. `g`: [b, L, nv, 1 or dk]. `beta`: [b, L, nv]. `state`:
-    [b, nv, dk, dv], overwritten with the state after the last token. Returns [b, L, nv, dv].
+    `q`, `k`: [b, L, Hk, Dk], normalised. `v`: [b, L, Hv, Dv]. `g`: [b, L, Hv, 1 or Dk]. `beta`: [b, L, Hv]. `state`:
+    [b, Hv, Dk, Dv], overwritten with the state after the last token. Returns [b, L, Hv, Dv].
     """
     repeat = v.shape[2] // k.shape[2]
     q, k = q.repeat_interleave(repeat, dim=2), k.repeat_interleave(repeat, dim=2)
@@ -65,11 +66,10 @@ def run(
 ) -> torch.Tensor:
     """Advance every request's state over its new tokens.
 
-    `core`: the
-    rectangle's computation. `out`: the result, in which tokens outside of the plan stay as they are; None makes one.
-    `feed`: what makes queries, keys and values of inputs; None for the convolution and norms as they are written here.
-    Returns [T, nv, dv] in `qkv`'s type, 0 for tokens of requests without a slot. Afterwards
-    each slot holds the state after its request's last token.
+    `core`: the computation of a sub-batch. `out`: the result, in which tokens outside of the plan stay as they are;
+    None allocates one. `feed`: computes queries, keys and values from the convolution's inputs, or returns None; then,
+    and without it, the convolution and norms are computed here. Returns [T, Hv, Dv] in `qkv`'s type, 0 for tokens
+    of requests without a slot. Afterwards each slot holds the state after its request's last token.
     """
     pools, qkv, b, a = caches["state"], inputs.qkv, inputs.b, inputs.a
     conv_bias, A_log, dt_bias = inputs.conv_bias, inputs.A_log, inputs.dt_bias
@@ -113,7 +113,7 @@ def _advance(core: Advance, pool: torch.Tensor, slots: Slots, fed: Sequence[torc
 
 
 def _heads(spec: GdnSpec, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split [b, L, conv_dim] into heads; queries and keys get unit length, queries the factor 1 / sqrt(dk)."""
+    """Split [b, L, conv_dim] into heads; queries and keys get unit length, queries the factor 1 / sqrt(Dk)."""
     qk = qkv[..., : 2 * spec.key_dim].unflatten(-1, (2, spec.num_k_heads, spec.k_head_dim))
     qk = qk * torch.rsqrt(qk.square().sum(-1, keepdim=True) + NORM_EPS)
     q, k = qk.unbind(2)

@@ -147,7 +147,7 @@ def _prefill(
 def _precision(chip: Chip, exact: bool, channel: bool) -> dict[str, Any]:
     """How products are formed, where a chip has tf32: `exact` ones of fp32 as three of it, and the inverse, which is
     rounded to fp16 behind, as one, unless the kernel is large already (`channel`)."""
-    if not chip.has_wgmma:
+    if not chip.has_tf32:
         return {"PRECISION": "ieee", "INVERSE": "ieee"}
     return {"PRECISION": "tf32x3" if exact else "ieee", "INVERSE": "ieee" if exact or channel else "tf32"}
 

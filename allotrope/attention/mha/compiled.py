@@ -1,8 +1,8 @@
-"""Attention by C that is compiled for the layer's own sizes: decoding by `decode.c`, prompts by `prefill.c`.
+"""Attention on a CPU by C that is compiled for the layer's sizes: decodes by `decode.c`, prompts by `prefill.c`.
 
-Keys and values are read where they lie: no rows are gathered, nothing is padded. One call stores the step's rows and
-attends for all decoding requests, and one attends for all prompts. Where the processor lacks what `prefill.c` is made
-for, prompts go as in `cpu`.
+Keys and values are read from their pages, without gathering and without padding. One call stores the step's keys and
+values and attends for all decodes; another attends for all prompts. Prompts run as in `cpu` where the processor lacks
+the instructions of `prefill.c`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from allotrope.kernels.c.compiler import UNSUITED, CannotCompile, load
 from allotrope.kernels.chip import Chip
 
 _LANES = 16
-# Keys that one thread scores at a time.
-_PIECE = 64
-# Tokens of a prompt that one thread attends for at a time.
+# Keys of one chunk of a decode: the unit of work of a thread.
+_CHUNK = 64
+# Query tokens of one block of a prompt: the unit of work of a thread.
 _BLOCK = 64
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 
@@ -53,7 +53,7 @@ def rejects(spec: MhaSpec, chip: Chip) -> list[str]:
 
 
 def fallbacks(spec: MhaSpec, dtype: torch.dtype, chip: Chip) -> list[str]:
-    """Which steps go the way of `cpu`, and why."""
+    """The steps that run as `cpu` instead, each with its reason."""
     if dtype != spec.kv_dtype:
         return [f"every step runs as cpu: dtype={dtype} (needs kv_dtype={spec.kv_dtype})"]
     prefill = _prefill_library(spec)
@@ -62,27 +62,27 @@ def fallbacks(spec: MhaSpec, dtype: torch.dtype, chip: Chip) -> list[str]:
 
 @dataclass(eq=False)
 class CompiledPlan:
-    """`pieces`: [n, 3] int64 request, first key and end of each run of keys that a thread scores at a time; only of
-    requests with one new token, which are the first of the batch. `starts`: [decodes + 1] int64, first piece of each.
-    `blocks`: [n, 4] int64 request, first token, number of tokens and first position of each run of tokens of the other
-    requests, those with the most keys first.
+    """`chunks`: [n, 3] int64 request, first key and end of each chunk of keys of the decodes, which are the first
+    requests of the batch. `chunk_starts`: [decodes + 1] int64, first chunk of each decode. `blocks`: [n, 4] int64
+    request, first token, number of tokens and first position of each block of query tokens of the prompts, those with
+    the most keys first.
     """
 
     batch: BatchLayout
     paged: PageIndex
     window: int | None
-    pieces: torch.Tensor
-    starts: torch.Tensor
+    chunks: torch.Tensor
+    chunk_starts: torch.Tensor
     blocks: torch.Tensor
     _scratch: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
     def prompts(self) -> tuple[Part, ...]:
-        """The requests of `blocks` as `cpu` takes them."""
+        """The requests of `blocks`, as sub-batches for `cpu`."""
         return tuple(prefill_parts(self.window, self.batch, self.paged))
 
     def scratch(self, size: int) -> torch.Tensor:
-        """[size] bytes, the same ones for every layer."""
+        """[size] bytes that all layers share."""
         if size not in self._scratch:
             self._scratch[size] = torch.empty(size, dtype=torch.uint8)
         return self._scratch[size]
@@ -92,26 +92,28 @@ def plan(spec: MhaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> 
     """Plan one step for every layer that has `spec`'s window. `index` has the entry "kv"."""
     paged = index["kv"]
     assert isinstance(paged, PageIndex)
-    pieces: list[tuple[int, int, int]] = []
-    starts = [0]
-    for b, seen in enumerate(batch.seq_lens[: batch.num_decodes]):
-        first = 0 if spec.window is None else max(0, seen - spec.window)
-        pieces.extend((b, begin, min(begin + _PIECE, seen)) for begin in range(first, seen, _PIECE))
-        starts.append(len(pieces))
+    chunks: list[tuple[int, int, int]] = []
+    chunk_starts = [0]
+    for b, kv_len in enumerate(batch.seq_lens[: batch.num_decodes]):
+        first = 0 if spec.window is None else max(0, kv_len - spec.window)
+        chunks.extend((b, begin, min(begin + _CHUNK, kv_len)) for begin in range(first, kv_len, _CHUNK))
+        chunk_starts.append(len(chunks))
     blocks = [
         (b, batch.query_start[b] + begin, min(_BLOCK, batch.query_lens[b] - begin), batch.context_lens[b] + begin)
         for b in range(batch.num_decodes, batch.num_requests)
         for begin in range(0, batch.query_lens[b], _BLOCK)
     ]
     blocks.sort(key=lambda block: -block[3])
-    return CompiledPlan(batch, paged, spec.window, torch.tensor(pieces), torch.tensor(starts), torch.tensor(blocks))
+    return CompiledPlan(
+        batch, paged, spec.window, torch.tensor(chunks), torch.tensor(chunk_starts), torch.tensor(blocks)
+    )
 
 
 def run(spec: MhaSpec, plan: CompiledPlan, caches: CacheViews, inputs: MhaInputs) -> torch.Tensor:
-    """As `reference.run`. Where the queries are not of the cached rows' type, `cpu` runs the whole step."""
+    """As `reference.run`. Where the queries have another dtype than the KV cache, `cpu` runs the whole step."""
     if inputs.projected.dtype != spec.kv_dtype:
-        whole = build_plan(spec, plan.batch, {"kv": plan.paged})
-        return reference.run(spec, whole, caches, inputs, core=cpu.attend)
+        reference_plan = build_plan(spec, plan.batch, {"kv": plan.paged})
+        return reference.run(spec, reference_plan, caches, inputs, core=cpu.attend)
     return store_and_attend(spec, plan, caches, *normed_and_rotated(inputs), inputs.sinks)
 
 
@@ -124,7 +126,7 @@ def store_and_attend(
     v: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As `reference.store_and_attend`, of rows of the queries' type."""
+    """As `reference.store_and_attend`, of queries that have the dtype of the KV cache."""
     library, partial_bytes = _library(spec)
     keys = caches["kv"]["k"]
     values = keys if spec.values_are_keys else caches["kv"]["v"]
@@ -132,45 +134,45 @@ def store_and_attend(
         raise ValueError(f"strides of keys {keys.stride()} and values {values.stride()}; the last must be 1")
     requests, paged = plan.batch.num_decodes, plan.paged
     out = q.new_empty(len(q), spec.num_heads, spec.value_dim)
-    q = _side_by_side(q)
+    q = _contiguous_heads(q)
     stores = k is not None and v is not None
-    k, v = (_side_by_side(k), _side_by_side(v)) if k is not None and v is not None else (q, q)
-    exact_sinks = None if sinks is None else sinks.float()
-    scratch = plan.scratch(len(plan.pieces) * spec.num_kv_heads * partial_bytes)
-    library.store_and_attend(
+    k, v = (_contiguous_heads(k), _contiguous_heads(v)) if k is not None and v is not None else (q, q)
+    fp32_sinks = None if sinks is None else sinks.float()
+    scratch = plan.scratch(len(plan.chunks) * spec.num_kv_heads * partial_bytes)
+    library.store_and_decode(
         out.data_ptr(), q.data_ptr(), q.stride(0),
         k.data_ptr() if stores else None, k.stride(0), v.data_ptr(), v.stride(0), paged.slots.data_ptr(), len(q),
         keys.data_ptr(), _Strides(*keys.stride()[:3]), values.data_ptr(), _Strides(*values.stride()[:3]),
         spec.num_kv_heads, paged.page_size,
-        plan.pieces.data_ptr(), plan.starts.data_ptr(), requests, paged.table.data_ptr(), paged.table.shape[1],
-        spec.scale, None if exact_sinks is None else exact_sinks.data_ptr(), scratch.data_ptr(),
+        plan.chunks.data_ptr(), plan.chunk_starts.data_ptr(), requests, paged.table.data_ptr(), paged.table.shape[1],
+        spec.scale, None if fp32_sinks is None else fp32_sinks.data_ptr(), scratch.data_ptr(),
     )  # fmt: skip
     if not len(plan.blocks):
         return out
     prefill = _prefill_library(spec)
     if isinstance(prefill, str):
         return reference.attend_parts(spec, plan.prompts, caches, q, sinks, cpu.attend, out)
-    prefill.attend_prompts(
+    prefill.prefill(
         out.data_ptr(), q.data_ptr(), q.stride(0), keys.data_ptr(), _Strides(*keys.stride()[:3]), values.data_ptr(),
         _Strides(*values.stride()[:3]), spec.num_kv_heads, paged.page_size, plan.blocks.data_ptr(), len(plan.blocks),
         paged.table.data_ptr(), paged.table.shape[1], spec.window or 0, spec.scale,
-        None if exact_sinks is None else exact_sinks.data_ptr(),
+        None if fp32_sinks is None else fp32_sinks.data_ptr(),
     )  # fmt: skip
     return out
 
 
-def _side_by_side(x: torch.Tensor) -> torch.Tensor:
-    """`x`: [T, heads, dim] with the heads of a token in one piece."""
+def _contiguous_heads(x: torch.Tensor) -> torch.Tensor:
+    """`x` [T, heads, dim] with the heads of a token contiguous."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 @cache
 def _library(spec: MhaSpec) -> tuple[ctypes.CDLL, int]:
-    """The layer's functions, and the bytes of one partial result. Raises CannotCompile."""
-    library = load(Path(__file__).with_name("decode.c"), spec.kv_dtype, PIECE=_PIECE, **_sizes(spec))
+    """The layer's decode library, and the bytes of one partial result. Raises CannotCompile."""
+    library = load(Path(__file__).with_name("decode.c"), spec.kv_dtype, CHUNK=_CHUNK, **_sizes(spec))
     library.partial_bytes.restype = _LONG
-    library.store_and_attend.restype = None
-    library.store_and_attend.argtypes = [
+    library.store_and_decode.restype = None
+    library.store_and_decode.argtypes = [
         _POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _Strides, _POINTER,
         _Strides, _LONG, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _FLOAT, _POINTER, _POINTER,
     ]  # fmt: skip
@@ -179,15 +181,15 @@ def _library(spec: MhaSpec) -> tuple[ctypes.CDLL, int]:
 
 @cache
 def _prefill_library(spec: MhaSpec) -> ctypes.CDLL | str:
-    """The layer's function for prompts, or why this machine has none."""
+    """The layer's prefill library, or why this machine has none."""
     try:
         library = load(Path(__file__).with_name("prefill.c"), spec.kv_dtype, BLOCK=_BLOCK, **_sizes(spec))
     except CannotCompile as reason:
         return str(reason)
     if not library.suits():
         return UNSUITED
-    library.attend_prompts.restype = None
-    library.attend_prompts.argtypes = [
+    library.prefill.restype = None
+    library.prefill.argtypes = [
         _POINTER, _POINTER, _LONG, _POINTER, _Strides, _POINTER, _Strides, _LONG, _LONG, _POINTER, _LONG, _POINTER,
         _LONG, _LONG, _FLOAT, _POINTER,
     ]  # fmt: skip
@@ -195,9 +197,9 @@ def _prefill_library(spec: MhaSpec) -> ctypes.CDLL | str:
 
 
 def _sizes(spec: MhaSpec) -> dict[str, int]:
-    """What the C of a layer is compiled for."""
+    """The constants that a layer's C is compiled for."""
     return {
         "DIM": spec.head_dim,
         "VALUE_DIM": spec.value_dim,
-        "REPEAT": spec.num_heads // spec.num_kv_heads,
+        "Q_PER_KV": spec.num_heads // spec.num_kv_heads,
     }

@@ -1,7 +1,7 @@
-"""The rectangle on a CPU by PyTorch's flash attention, a prompt by blocks of its queries.
+"""One sub-batch on a CPU by PyTorch's flash attention, a prompt in blocks of its queries.
 
-The query heads that share a key/value head become rows of one matrix, so that keys are read once a group and never
-repeated. Logits and softmax are fp32; the weights are rounded to the rows' type before they meet the values.
+The query heads of one KV head become rows of one matrix, so that keys are read once and never repeated. Logits and
+softmax are fp32; p is rounded to the dtype of the KV cache before it multiplies the values.
 """
 
 from __future__ import annotations
@@ -50,33 +50,39 @@ def _decode(
     bias: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One query a request; sinks by `o * sigmoid(lse - sink)`. `bias`: [b, 1, 1, L]."""
+    """One query token for each request. A sink scales the output by sigmoid(lse - sink). `bias`: [b, 1, 1, L]."""
     requests, _, heads, dim = q.shape
-    groups = k.shape[2]
-    rows = q.view(requests, groups, heads // groups, dim)
-    out, lse = _flash(rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, scale=spec.scale)
+    num_kv_heads = k.shape[2]
+    q_rows = q.view(requests, num_kv_heads, heads // num_kv_heads, dim)
+    out, lse = _flash(q_rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, scale=spec.scale)
     if sinks is not None:
-        out = out * torch.sigmoid(lse - sinks.float().view(1, groups, heads // groups))[..., None].to(out.dtype)
+        out = out * torch.sigmoid(lse - sinks.float().view(1, num_kv_heads, heads // num_kv_heads))[..., None].to(
+            out.dtype
+        )
     return out.reshape(requests, 1, heads, dim)
 
 
 def _prefill(
     spec: MhaSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """Block after block of queries, each against the keys that any of them sees."""
+    """Block after block of queries, each against the keys that any of its queries attends to."""
     requests, queries, heads, dim = q.shape
-    groups, length = k.shape[2], k.shape[1]
-    repeat = heads // groups
-    rows, keys, values = q.view(requests, queries, groups, repeat, dim), k.transpose(1, 2), v.transpose(1, 2)
-    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    num_kv_heads, length = k.shape[2], k.shape[1]
+    q_per_kv = heads // num_kv_heads
+    q_rows, keys, values = q.view(requests, queries, num_kv_heads, q_per_kv, dim), k.transpose(1, 2), v.transpose(1, 2)
+    out = torch.empty_like(q_rows, memory_format=torch.contiguous_format)
     for start in range(0, queries, _BLOCK):
         size = min(_BLOCK, queries - start)
-        seen = length if part.visible is not None else length - queries + start + size
-        block = rows[:, start : start + size].permute(0, 2, 3, 1, 4).reshape(requests, groups, repeat * size, dim)
-        bias = part.block_bias(start, size, repeat, q.dtype)
-        mixed, lse = _flash(block, keys[:, :, :seen], values[:, :, :seen], attn_mask=bias, scale=spec.scale)
+        kv_len = length if part.visible is not None else length - queries + start + size
+        block = (
+            q_rows[:, start : start + size].permute(0, 2, 3, 1, 4).reshape(requests, num_kv_heads, q_per_kv * size, dim)
+        )
+        bias = part.block_bias(start, size, q_per_kv, q.dtype)
+        out_block, lse = _flash(block, keys[:, :, :kv_len], values[:, :, :kv_len], attn_mask=bias, scale=spec.scale)
         if sinks is not None:
-            sink = sinks.float().view(1, groups, repeat, 1).expand(-1, -1, -1, size).flatten(2)
-            mixed = mixed * torch.sigmoid(lse - sink)[..., None].to(mixed.dtype)
-        out[:, start : start + size] = mixed.view(requests, groups, repeat, size, dim).permute(0, 3, 1, 2, 4)
+            sink = sinks.float().view(1, num_kv_heads, q_per_kv, 1).expand(-1, -1, -1, size).flatten(2)
+            out_block = out_block * torch.sigmoid(lse - sink)[..., None].to(out_block.dtype)
+        out[:, start : start + size] = out_block.view(requests, num_kv_heads, q_per_kv, size, dim).permute(
+            0, 3, 1, 2, 4
+        )
     return out.flatten(2, 3)

@@ -1,34 +1,33 @@
-// Softmax attention of one new token per request over paged keys and values, for sizes known when it is compiled:
-// DIM of queries and keys, VALUE_DIM of values (multiples of LANES), REPEAT query heads to a key/value head, PIECE keys
-// scored at a time (a multiple of LANES).
+// Split-KV decode over a paged KV cache, for sizes known at compile time: DIM of queries and keys, VALUE_DIM of values
+// (multiples of LANES), Q_PER_KV query heads for each KV head, CHUNK keys of a chunk (a multiple of LANES).
 //
-// A request's keys are cut into pieces that depend on its own length alone. Each piece gives its largest logit, the
-// sum of e^(logit - largest) and the values weighted so; the merge of a request's pieces is exact.
+// A request's keys are cut into chunks that follow from its own length alone. Each chunk gives its row max m_i, its row
+// sum l_i of e^(logit - m_i), and the values weighted likewise. The merge of a request's chunks is exact.
 #include <math.h>
 
 #include "element.h"
 
-// Numbers of queries and keys that are multiplied at once, with what they are kept in.
+// The operands of one multiply_add: WIDTH values of a query or a key.
 #if ELEMENT_BFLOAT16 && defined(__AVX512BF16__) && DIM % (2 * LANES) == 0
 #define WIDTH (2 * LANES)
-typedef __m512bh factors;
-static inline lanes multiply_add(lanes total, factors a, factors b) {
+typedef __m512bh operand;
+static inline lanes multiply_add(lanes total, operand a, operand b) {
     return (lanes)_mm512_dpbf16_ps((__m512)total, a, b);
 }
-static inline factors load_factors(const element *from) {
-    factors found;
-    memcpy(&found, from, sizeof found);
-    return found;
+static inline operand load_operand(const element *from) {
+    operand result;
+    memcpy(&result, from, sizeof result);
+    return result;
 }
 #else
 #define WIDTH LANES
-typedef lanes factors;
-static inline lanes multiply_add(lanes total, factors a, factors b) { return total + a * b; }
-static inline factors load_factors(const element *from) { return load(from); }
+typedef lanes operand;
+static inline lanes multiply_add(lanes total, operand a, operand b) { return total + a * b; }
+static inline operand load_operand(const element *from) { return load(from); }
 #endif
 
-// The sums over the lanes of 16 vectors: halves of two are added into one, then quarters, and so on.
-static inline lanes sums(const lanes x[LANES]) {
+// The horizontal sums of 16 vectors: halves of two are added into one, then quarters, and so on.
+static inline lanes horizontal_sums(const lanes x[LANES]) {
     lanes y[8], z[4], u[2];
     for (int i = 0; i < 8; i++)
         y[i] = __builtin_shufflevector(x[i], x[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
@@ -44,138 +43,140 @@ static inline lanes sums(const lanes x[LANES]) {
 }
 
 typedef struct {
-    float largest[REPEAT], mass[REPEAT];
-    lanes values[REPEAT][VALUE_DIM / LANES];
+    float m_i[Q_PER_KV], l_i[Q_PER_KV];
+    lanes acc[Q_PER_KV][VALUE_DIM / LANES];
 } partial;
 
-// A pool of keys or values: numbers between two pages, two rows of a page, two heads of a row.
+// Strides of a pool of keys or values, in elements.
 typedef struct {
     long page, row, head;
 } strides;
 
-// Ask for the rows of all heads before the first head needs its part: rows are contiguous, a head's parts are not.
-static void fetch(const element *pool, const long *at, long count, long size) {
+// Prefetch the keys of all heads before the first head uses its own: a token's heads are contiguous.
+static void prefetch(const element *pool, const long *offsets, long count, long size) {
     for (long i = 0; i < count; i++)
-        for (long d = 0; d < size; d += 64 / sizeof(element)) __builtin_prefetch(pool + at[i] + d, 0, 2);
+        for (long d = 0; d < size; d += 64 / sizeof(element)) __builtin_prefetch(pool + offsets[i] + d, 0, 2);
 }
 
-// One piece for one key/value head. key_at, value_at: where each of its `count` rows is.
-static void attend(partial *to, const element *q, const element *keys, const element *values, const long *key_at,
-                   const long *value_at, long count, float scale) {
-    factors query[REPEAT][DIM / WIDTH];
-    for (int r = 0; r < REPEAT; r++)
-        for (int d = 0; d < DIM / WIDTH; d++) query[r][d] = load_factors(q + r * DIM + d * WIDTH);
-    float weights[REPEAT][PIECE] __attribute__((aligned(64)));
+// One chunk for one KV head. key_offsets, value_offsets: of its `count` keys and values in the pool.
+static void attend_chunk(partial *to, const element *q, const element *keys, const element *values,
+                         const long *key_offsets, const long *value_offsets, long count, float scale) {
+    operand query[Q_PER_KV][DIM / WIDTH];
+    for (int r = 0; r < Q_PER_KV; r++)
+        for (int d = 0; d < DIM / WIDTH; d++) query[r][d] = load_operand(q + r * DIM + d * WIDTH);
+    float weights[Q_PER_KV][CHUNK] __attribute__((aligned(64)));
     for (long begin = 0; begin < count; begin += LANES) {
-        lanes products[REPEAT][LANES] = {};
+        lanes dots[Q_PER_KV][LANES] = {};
         for (int i = 0; i < LANES; i++) {
-            // Beyond the last key comes the last key again, to be left out below.
-            const element *key = keys + key_at[begin + i < count ? begin + i : count - 1];
+            // The lanes behind the last key repeat it, and are masked below.
+            const element *key = keys + key_offsets[begin + i < count ? begin + i : count - 1];
 #pragma GCC unroll 32
             for (int d = 0; d < DIM / WIDTH; d++) {
-                const factors part = load_factors(key + d * WIDTH);
+                const operand part = load_operand(key + d * WIDTH);
 #pragma GCC unroll 16
-                for (int r = 0; r < REPEAT; r++)
-                    products[r][i] = multiply_add(products[r][i], query[r][d], part);
+                for (int r = 0; r < Q_PER_KV; r++)
+                    dots[r][i] = multiply_add(dots[r][i], query[r][d], part);
             }
         }
-        for (int r = 0; r < REPEAT; r++) *(lanes *)(weights[r] + begin) = sums(products[r]) * scale;
+        for (int r = 0; r < Q_PER_KV; r++) *(lanes *)(weights[r] + begin) = horizontal_sums(dots[r]) * scale;
     }
-    for (int r = 0; r < REPEAT; r++) {
-        float largest = -INFINITY;
-        for (long i = 0; i < count; i++) largest = weights[r][i] > largest ? weights[r][i] : largest;
-        // What is no key weighs e^-87: nothing beside the largest, which weighs 1.
+    for (int r = 0; r < Q_PER_KV; r++) {
+        float m_i = -INFINITY;
+        for (long i = 0; i < count; i++) m_i = weights[r][i] > m_i ? weights[r][i] : m_i;
+        // A masked lane gets e^-87, which is lost beside the 1 of the row max.
         for (long i = count; i % LANES; i++) weights[r][i] = -INFINITY;
-        lanes mass = {};
+        lanes l_i = {};
         for (long i = 0; i < count; i += LANES) {
-            lanes *some = (lanes *)(weights[r] + i);
-            *some = exponential(*some - largest);
-            mass += *some;
+            lanes *p = (lanes *)(weights[r] + i);
+            *p = exponential(*p - m_i);
+            l_i += *p;
         }
-        to->largest[r] = largest, to->mass[r] = sum(mass);
+        to->m_i[r] = m_i, to->l_i[r] = sum(l_i);
     }
-    lanes total[REPEAT][VALUE_DIM / LANES] = {};
+    lanes total[Q_PER_KV][VALUE_DIM / LANES] = {};
     for (long i = 0; i < count; i++) {
-        const element *value = values + value_at[i];
+        const element *value = values + value_offsets[i];
 #pragma GCC unroll 32
         for (int d = 0; d < VALUE_DIM / LANES; d++) {
             lanes part = load(value + d * LANES);
 #pragma GCC unroll 16
-            for (int r = 0; r < REPEAT; r++) total[r][d] += weights[r][i] * part;
+            for (int r = 0; r < Q_PER_KV; r++) total[r][d] += weights[r][i] * part;
         }
     }
-    memcpy(to->values, total, sizeof total);
+    memcpy(to->acc, total, sizeof total);
 }
 
-// The result of one query head from its request's `count` pieces, `apart` partials from each other.
-static void merge(element *to, const partial *from, long count, long apart, int r, const float *sink) {
-    float largest = sink ? *sink : -INFINITY;
+// Merge the `count` chunks of one query head, whose partials lie `apart` from each other.
+static void merge(element *to, const partial *from, long count, long stride, int r, const float *sink) {
+    float m_i = sink ? *sink : -INFINITY;
     for (long i = 0; i < count; i++) {
-        float other = from[i * apart].largest[r];
-        largest = other > largest ? other : largest;
+        float other = from[i * stride].m_i[r];
+        m_i = other > m_i ? other : m_i;
     }
-    float mass = sink ? expf(*sink - largest) : 0;
+    float l_i = sink ? expf(*sink - m_i) : 0;
     lanes total[VALUE_DIM / LANES] = {};
     for (long i = 0; i < count; i++) {
-        const partial *one = from + i * apart;
-        float share = expf(one->largest[r] - largest);
-        mass += share * one->mass[r];
-        for (int d = 0; d < VALUE_DIM / LANES; d++) total[d] += share * one->values[r][d];
+        const partial *chunk = from + i * stride;
+        float alpha = expf(chunk->m_i[r] - m_i);
+        l_i += alpha * chunk->l_i[r];
+        for (int d = 0; d < VALUE_DIM / LANES; d++) total[d] += alpha * chunk->acc[r][d];
     }
-    for (int d = 0; d < VALUE_DIM / LANES; d++) store(to + d * LANES, total[d] / mass);
+    for (int d = 0; d < VALUE_DIM / LANES; d++) store(to + d * LANES, total[d] / l_i);
 }
 
-// Bytes of scratch for each piece and key/value head.
+// Bytes of scratch for each chunk and KV head.
 long partial_bytes(void) { return sizeof(partial); }
 
-static void write(element *pool, strides stride, long slot, long page, const element *from, long groups, long dim) {
-    for (long g = 0; g < groups; g++)
+static void write(element *pool, strides stride, long slot, long page, const element *from, long kv_heads, long dim) {
+    for (long g = 0; g < kv_heads; g++)
         memcpy(pool + slot / page * stride.page + slot % page * stride.row + g * stride.head, from + g * dim,
                dim * sizeof(element));
 }
 
-// Write the rows of `tokens` tokens, then attend for the first `requests` of them.
-// out: [requests, groups, REPEAT, VALUE_DIM]. q, k, v: heads side by side, tokens a stride apart; k is none where
-// nothing is written. slots: [tokens], row of the pool for each token, below 0 for none. keys, values: [pages, page,
-// groups, dim] pools. pieces: [n, 3] request, first key, end. starts: [requests + 1], first piece of each request.
-// table: [requests, width] pages, below 0 where there is none: row 0, which holds zeros, is read then. sinks: [groups *
-// REPEAT] or none. scratch: n * groups partials.
-void store_and_attend(element *out, const element *q, long q_stride, const element *k, long k_stride,
-                      const element *v, long v_stride, const int64_t *slots, long tokens, element *keys,
-                      strides key_strides, element *values, strides value_strides, long groups, long page,
-                      const int64_t *pieces, const int64_t *starts, long requests, const int64_t *table, long width,
-                      float scale, const float *sinks, partial *scratch) {
-    const long count = starts[requests];
+// Write keys and values of `tokens` tokens, then attend for the first `requests` of them.
+// out: [requests, kv_heads, Q_PER_KV, VALUE_DIM]. q, k, v: contiguous heads, tokens a stride apart; k is null where
+// nothing is written. slot_mapping: [tokens], -1 for none. keys, values: [pages, page, kv_heads, dim] pools.
+// chunks: [n, 3] request, first key, end. chunk_starts: [requests + 1], first chunk of each request. table: [requests,
+// width] pages; a negative one reads row 0 of the null page, which holds zeros. sinks: [kv_heads * Q_PER_KV] or null.
+// scratch: n * kv_heads partials.
+void store_and_decode(element *out, const element *q, long q_stride, const element *k, long k_stride,
+                      const element *v, long v_stride, const int64_t *slot_mapping, long tokens, element *keys,
+                      strides key_strides, element *values, strides value_strides, long kv_heads, long page,
+                      const int64_t *chunks, const int64_t *chunk_starts, long requests, const int64_t *table,
+                      long width, float scale, const float *sinks, partial *scratch) {
+    const long count = chunk_starts[requests];
 #pragma omp parallel if (count > 1 || tokens > 64)
     {
         if (k) {
 #pragma omp for schedule(static)
             for (long t = 0; t < tokens; t++) {
-                if (slots[t] < 0) continue;
-                write(keys, key_strides, slots[t], page, k + t * k_stride, groups, DIM);
+                if (slot_mapping[t] < 0) continue;
+                write(keys, key_strides, slot_mapping[t], page, k + t * k_stride, kv_heads, DIM);
                 if (values != keys)
-                    write(values, value_strides, slots[t], page, v + t * v_stride, groups, VALUE_DIM);
+                    write(values, value_strides, slot_mapping[t], page, v + t * v_stride, kv_heads, VALUE_DIM);
             }
         }
 #pragma omp for schedule(dynamic)
         for (long n = 0; n < count; n++) {
-            const long b = pieces[3 * n], first = pieces[3 * n + 1], end = pieces[3 * n + 2];
-            long key_at[PIECE], value_at[PIECE];
+            const long b = chunks[3 * n], first = chunks[3 * n + 1], end = chunks[3 * n + 2];
+            long key_offsets[CHUNK], value_offsets[CHUNK];
             for (long i = first; i < end; i++) {
-                const long at = table[b * width + i / page], row = at < 0 ? 0 : i % page;
-                key_at[i - first] = (at < 0 ? 0 : at) * key_strides.page + row * key_strides.row;
-                value_at[i - first] = (at < 0 ? 0 : at) * value_strides.page + row * value_strides.row;
+                const long entry = table[b * width + i / page], row = entry < 0 ? 0 : i % page;
+                key_offsets[i - first] = (entry < 0 ? 0 : entry) * key_strides.page + row * key_strides.row;
+                value_offsets[i - first] = (entry < 0 ? 0 : entry) * value_strides.page + row * value_strides.row;
             }
-            if (key_strides.head == DIM) fetch(keys, key_at, end - first, groups * DIM);
-            if (value_strides.head == VALUE_DIM) fetch(values, value_at, end - first, groups * VALUE_DIM);
-            for (long g = 0; g < groups; g++)
-                attend(scratch + n * groups + g, q + b * q_stride + g * REPEAT * DIM, keys + g * key_strides.head,
-                       values + g * value_strides.head, key_at, value_at, end - first, scale);
+            if (key_strides.head == DIM) prefetch(keys, key_offsets, end - first, kv_heads * DIM);
+            if (value_strides.head == VALUE_DIM) prefetch(values, value_offsets, end - first, kv_heads * VALUE_DIM);
+            for (long g = 0; g < kv_heads; g++)
+                attend_chunk(scratch + n * kv_heads + g, q + b * q_stride + g * Q_PER_KV * DIM,
+                             keys + g * key_strides.head, values + g * value_strides.head, key_offsets, value_offsets,
+                             end - first, scale);
         }
 #pragma omp for schedule(static)
         for (long b = 0; b < requests; b++)
-            for (long h = 0; h < groups * REPEAT; h++)
-                merge(out + (b * groups * REPEAT + h) * VALUE_DIM, scratch + starts[b] * groups + h / REPEAT,
-                      starts[b + 1] - starts[b], groups, h % REPEAT, sinks ? sinks + h : 0);
+            for (long h = 0; h < kv_heads * Q_PER_KV; h++)
+                merge(out + (b * kv_heads * Q_PER_KV + h) * VALUE_DIM,
+                      scratch + chunk_starts[b] * kv_heads + h / Q_PER_KV, chunk_starts[b + 1] - chunk_starts[b],
+                      kv_heads, h % Q_PER_KV, sinks ? sinks + h : 0);
     }
 }

@@ -15,7 +15,7 @@ from allotrope.attention.mha.plan import build_plan
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.kernels.backend import lazily, runs_anywhere
 from allotrope.kernels.chip import Chip
-from allotrope.kernels.triton_version import triton_reasons
+from allotrope.kernels.triton_version import e4m3fn_reasons, triton_reasons
 
 _TRITON = "allotrope.attention.mha.triton"
 _TRITON_ROWS = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
@@ -25,6 +25,7 @@ def _triton_rejects(spec: MhaSpec, chip: Chip) -> list[str]:
     reasons = triton_reasons(chip)
     if spec.kv_dtype not in _TRITON_ROWS:
         reasons.append(f"kv_dtype={spec.kv_dtype} (needs one of {', '.join(str(dtype) for dtype in _TRITON_ROWS)})")
+    reasons += e4m3fn_reasons("kv_dtype", spec.kv_dtype, chip)
     return reasons
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from allotrope.attention.head_norm import HeadNorm
 from allotrope.attention.mha.spec import MhaSpec
-from allotrope.ops.qk_norm_rope.reference import HeadSpec
-from allotrope.ops.rope.reference import Rotation, rotate
+from allotrope.ops.qk_norm_rope import HeadSpec
+from allotrope.ops.rope import Rotation
+
+ApplyRope = Callable[[torch.Tensor, Rotation], torch.Tensor]
 
 Heads = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """q [T, H, D], k [T, G, D] and v [T, G, Dv]; k and v None for a layer that reads another's cache entries."""
@@ -18,14 +21,15 @@ Heads = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 @dataclass(frozen=True)
 class MhaInputs:
     """`projected`: [T, heads.width], [q | k | v] head by head. `heads`: their sizes, and which norms and factors they
-    get. `rotation`: of the step's positions, None for none. `q_norm`, `k_norm`, `v_norm`: None for none. `sinks`: [H]
-    where the spec has them. `k_scale`, `v_scale`: FP8 entries hold k / k_scale and v / v_scale; where values are keys,
-    `k_scale` is both.
+    get. `rotation`: of the step's positions, None for none. `apply_rope`: by the implementation that the layer chose.
+    `q_norm`, `k_norm`, `v_norm`: None for none. `sinks`: [H] where the spec has them. `k_scale`, `v_scale`: FP8 entries
+    hold k / k_scale and v / v_scale; where values are keys, `k_scale` is both.
     """
 
     projected: torch.Tensor
     heads: HeadSpec
     rotation: Rotation | None = None
+    apply_rope: ApplyRope | None = None
     q_norm: HeadNorm | None = None
     k_norm: HeadNorm | None = None
     v_norm: HeadNorm | None = None
@@ -55,8 +59,8 @@ def normed_and_rotated(inputs: MhaInputs) -> Heads:
         qk = torch.cat((inputs.q_norm(qk[:, : spec.heads]), inputs.k_norm(qk[:, spec.heads :])), dim=1)
     elif inputs.q_norm is not None:
         qk = inputs.q_norm(qk)
-    if inputs.rotation is not None:
-        qk = rotate(qk, inputs.rotation)
+    if inputs.rotation is not None and inputs.apply_rope is not None:
+        qk = inputs.apply_rope(qk, inputs.rotation)
     return qk[:, : spec.heads], qk[:, spec.heads :] if spec.kv_heads else None, v
 
 

@@ -1,6 +1,6 @@
-"""Softmax attention over a paged cache, written to be read: the definition that every kernel is held against.
+"""Softmax attention over a paged cache: the definition of `naive.py` by work tiles, with the signature of the kernels.
 
-For query t of head h, with g = h // (H / G) its key/value head and s over the keys that t sees:
+For query t of head h, with g = h // (H / G) its KV head and s over the keys that t sees:
 
     l_s = softcap(scale * q_t,h . k_s,g)
     o_t,h = sum_s exp(l_s) v_s,g / (sum_s exp(l_s) + exp(sink_h))
@@ -31,7 +31,7 @@ def attend(
     part: Part,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The equation above for one rectangle.
+    """The equation above for one work tile.
 
     `q`: [b, q, H, D]. `k`, `v`: [b, L, G, D]. `part`: which keys each query sees. `sinks`: [H].
     Returns [b, q, H, D] in `q`'s type; 0 where a query sees nothing.
@@ -55,7 +55,7 @@ def attend(
 
 
 def quantize(rows: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """rows / scale in a type of one byte; what is too large becomes the largest number there is."""
+    """rows / scale in a type of one byte; values beyond its range saturate."""
     largest = torch.finfo(dtype).max
     return (rows.float() / scale).clamp(-largest, largest).to(dtype)
 
@@ -81,8 +81,8 @@ def store(
 
 
 def gather(pool: torch.Tensor, part: Part, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    """The rows that a part reads. `pool`: [P, S, G, D]. Returns [b, L, G, D] in `dtype`; quantized rows times `scale`,
-    in fp32."""
+    """The rows that a work tile reads. `pool`: [P, S, G, D]. Returns [b, L, G, D] in `dtype`; quantized rows times
+    `scale`, in fp32."""
     if pool.dtype.is_floating_point and pool.dtype.itemsize == 1:
         return gather(pool.view(torch.uint8), part, torch.uint8).view(pool.dtype).float() * scale
     pool = pool.flatten(0, 1)
@@ -119,8 +119,8 @@ def store_and_attend(
     """Store the step's keys and values, then attend.
 
     `q`: [T, H, D]. `k`, `v`: [T, G, D], or None for a layer that reads the rows another layer stored. `sinks`: [H]
-    where the spec has them. `core`: the rectangle's computation. `k_scale`, `v_scale`: rows of FP8 hold k / k_scale and
-    v / v_scale; where values are keys, `k_scale` is both. Returns [T, H, Dv] in `q`'s type.
+    where the spec has them. `core`: the computation of a work tile. `k_scale`, `v_scale`: rows of FP8 hold
+    k / k_scale and v / v_scale; where values are keys, `k_scale` is both. Returns [T, H, Dv] in `q`'s type.
     """
     if k is not None and v is not None:
         store(spec, plan, caches, k, v, k_scale, v_scale)
@@ -143,7 +143,7 @@ def attend_parts(
 ) -> torch.Tensor:
     """Attend for some tokens of a step, whose rows are stored. Arguments as of `store_and_attend`.
 
-    `parts`: the tokens, at least one part. `out`: [T, H, Dv] that already has the others' results; None if all tokens
+    `parts`: their work tiles, at least one. `out`: [T, H, Dv] that already has the others' results; None if all tokens
     are in `parts`. Returns [T, H, Dv].
     """
     pools = caches["kv"]

@@ -1,4 +1,8 @@
-"""Softmax attention by our own kernels: one stores the new rows, one decodes, one attends with prompts."""
+"""Softmax attention by Triton and Gluon kernels.
+
+One kernel norms, rotates and stores a step's heads. Requests with one new token run the decode kernel, the others the
+prefill.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,15 @@ from allotrope.attention.mha import gluon_prefill, triton_decode, triton_prefill
 from allotrope.attention.mha.inputs import MhaInputs, normed_and_rotated
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.kernels.chip import Chip, chip_of
-from allotrope.ops.qk_norm_rope.reference import Rows
+from allotrope.ops.qk_norm_rope import Rows
 from allotrope.ops.qk_norm_rope.triton import rope_store
 
 
 @dataclass(eq=False)
 class TritonPlan:
-    """`batch`: lengths; those of decodes are upper bounds. `paged`: where rows lie. `window`: of every layer that uses
-    the plan. `_tiles`: tokens of a tile -> how the prompts are cut, made for the first layer that needs it."""
+    """`batch`: lengths; those of decodes are upper bounds. `paged`: slot mapping and page table. `window`: the sliding
+    window of every layer that uses the plan. `_tiles`: tokens of a tile -> tiles, built for the first layer that needs
+    them."""
 
     batch: BatchLayout
     paged: PageIndex
@@ -96,17 +101,17 @@ def _prefill(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """The prompts, by whichever kernel is fastest on the chip."""
+    """Run the prompts with the fastest kernel that the chip has."""
     how = triton_prefill.config(chip, spec, q.dtype)
-    specialized = gluon_prefill.config(chip, spec, q.dtype)
-    block_m = how.block_m if specialized is None else specialized.block_m
-    cut = plan.tiles(block_m // triton_prefill.heads_of_a_tile(spec, block_m))
-    rest = (q, pools, plan.paged.table, sinks, out, k_scale, v_scale)
-    if not triton_prefill.fits(spec, cut, q.dtype):
-        how = triton_prefill.paged(spec, how)
-        cut = plan.tiles(how.block_m // triton_prefill.heads_of_a_tile(spec, how.block_m))
-        triton_prefill.prefill(spec, how, cut, *rest)
-    elif specialized is None:
-        triton_prefill.prefill(spec, how, cut, *rest)
+    gluon_how = gluon_prefill.config(chip, spec, q.dtype)
+    block_m = how.block_m if gluon_how is None else gluon_how.block_m
+    tiles = plan.tiles(block_m // triton_prefill.heads_per_tile(spec, block_m))
+    args = (q, pools, plan.paged.table, sinks, out, k_scale, v_scale)
+    if not triton_prefill.fits_scratch(spec, tiles, q.dtype):
+        how = triton_prefill.without_gather(chip, spec, how)
+        tiles = plan.tiles(how.block_m // triton_prefill.heads_per_tile(spec, how.block_m))
+        triton_prefill.prefill(spec, how, tiles, *args)
+    elif gluon_how is None:
+        triton_prefill.prefill(spec, how, tiles, *args)
     else:
-        gluon_prefill.prefill(spec, specialized, cut, *rest)
+        gluon_prefill.prefill(spec, gluon_how, tiles, *args)

@@ -1,8 +1,9 @@
-"""Prompts against paged rows: tiles of queries, the keys first gathered where many tiles read them.
+"""FlashAttention prefill over a paged KV cache, whose keys and values are first gathered where many tiles read them.
 
-Owns: the kernels of a prefill and the lists of tiles, made on the host. Must not know: decodes.
+Owns: the kernels of a prefill and the lists of tiles, built on the host. Must not know: decodes.
 
-The query heads of a key/value head are rows of one tile, token after token: a tile of 128 rows is 16 tokens of 8 heads.
+A tile packs the query heads of one KV head, token after token (FlashAttention's PackGQA): a tile of 128 rows holds 16
+tokens of 8 heads.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -19,23 +20,24 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from allotrope.attention.batch import BatchLayout
 from allotrope.attention.mha.spec import MhaSpec
-from allotrope.attention.mha.triton_decode import _LOG2E, _LOWEST, EVERYTHING, _capped
+from allotrope.attention.mha.triton_decode import NO_WINDOW
 from allotrope.kernels.chip import Chip
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import higher_of, highest
 from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.softmax import LOG2E, LOWEST, logits_to_base_2
 from allotrope.kernels.tiles import next_power_of_2
 
-# Rows of one gathered block: a request's region of the scratch begins at a multiple, and is zeros to the next one.
-REGION = 128
-# Bytes of gathered rows above which prompts read their pages instead: it is slower, and takes no memory.
-_MOST_GATHERED = 2**29
+# Keys of one gathered block. A request's region of the scratch begins at a multiple, and is zeros up to the next one.
+GATHER_BLOCK = 128
+# Bytes of scratch above which the prefill reads pages instead: it is slower, and takes no memory.
+_MAX_SCRATCH_BYTES = 2**29
 
 
 @dataclass(frozen=True)
 class Config:
-    """`block_m`: rows of a tile. `block_n`: keys of one step. `gather`: copy a request's keys side by side first, so
-    that the chip's copy engine can fetch whole tiles."""
+    """`block_m`: rows of a tile. `block_n`: keys of one loop iteration. `gather`: copy a request's keys to contiguous
+    scratch first, so that TMA can load whole tiles."""
 
     block_m: int
     block_n: int
@@ -53,26 +55,40 @@ def config(chip: Chip, spec: MhaSpec, dtype: torch.dtype) -> Config:
         return Config(32, 32, 4, 1, False) if widest <= 128 else Config(16, 16, 4, 1, False)
     if chip.vendor == "amd":
         return Config(64, 32, 4, 1, False) if widest <= 256 else Config(32, 16, 4, 1, False)
-    # Small tiles, so that several programs of a multiprocessor fill each other's gaps.
+    # With small tiles several programs share a multiprocessor, and one computes while another waits.
     if widest <= 128:
-        return Config(64, 64, 4, 2 if widest <= 64 else 3, True)
-    return Config(128, 64, 8, 2, True) if widest <= 256 else Config(64, 32, 8, 2, True)
+        how = Config(64, 64, 4, 2 if widest <= 64 else 3, True)
+    else:
+        how = Config(128, 64, 8, 2, True) if widest <= 256 else Config(64, 32, 8, 2, True)
+    # Queries, and keys and values of each stage, two bytes a number; barriers take a little more.
+    needed = 2 * widest * (how.block_m + 2 * how.block_n * how.stages) + 2048
+    return how if chip.has_tma and needed <= chip.shared_memory else _by_pointers(widest)
 
 
-def paged(spec: MhaSpec, how: Config) -> Config:
-    """Launch parameters of the same layer without gathering."""
-    if not how.gather or max(spec.head_dim, spec.value_dim) > 256:
+def _by_pointers(widest: int) -> Config:
+    """Launch parameters of NVIDIA's chips without TMA or Hopper's shared memory: within 99 KiB."""
+    if widest <= 128:
+        return Config(128, 32, 8, 5, False)
+    return Config(64, 32, 8, 3, False) if widest <= 256 else Config(32, 32, 8, 2, False)
+
+
+def without_gather(chip: Chip, spec: MhaSpec, how: Config) -> Config:
+    """Launch parameters of the same layer that read pages, with no scratch."""
+    widest = max(spec.head_dim, spec.value_dim)
+    if how.gather and chip.vendor == "nvidia" and not chip.has_wgmma:
+        return _by_pointers(next_power_of_2(widest))
+    if not how.gather or widest > 256:
         return replace(how, gather=False)
-    # Pages are looked up a stage ahead of their rows.
-    return Config(128, 64, 8, 5 if max(spec.head_dim, spec.value_dim) <= 128 else 3, False)
+    # The page table is read one stage ahead of the keys.
+    return Config(128, 64, 8, 5 if widest <= 128 else 3, False)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """`records`: [N, 5] int32 on the device, a tile each, those with the most keys first: request, its first token in
-    the batch, tokens, position of the first, and where position 0 of the request would lie in the scratch.
-    `blocks`: [M, 4] int32, a block of the scratch each: request, position, row of the scratch, tokens of the request.
-    `rows`: of the scratch.
+    """`records`: [N, 5] int32 on the device, one for each tile, those with the most keys first: request, first token in
+    the batch, number of tokens, position of the first, and the scratch row that position 0 of the request would have.
+    `blocks`: [M, 4] int32, one for each block of the scratch: request, position, scratch row, KV length of the request.
+    `rows`: rows of the scratch.
     """
 
     records: torch.Tensor
@@ -87,7 +103,7 @@ def tiles(batch: BatchLayout, window: int | None, tokens: int) -> Tiles:
     rows = 0
     for b in range(batch.num_decodes, batch.num_requests):
         context, n, count = batch.context_lens[b], batch.seq_lens[b], batch.query_lens[b]
-        base = 0 if window is None else max(0, context + 1 - window) // REGION * REGION
+        base = 0 if window is None else max(0, context + 1 - window) // GATHER_BLOCK * GATHER_BLOCK
         begin = np.arange(0, count, tokens)
         record = np.empty((len(begin), 5), dtype=np.int32)
         record[:, 0] = b
@@ -96,14 +112,14 @@ def tiles(batch: BatchLayout, window: int | None, tokens: int) -> Tiles:
         record[:, 3] = context + begin
         record[:, 4] = rows - base
         records.append(record)
-        position = np.arange(base, n, REGION)
+        position = np.arange(base, n, GATHER_BLOCK)
         block = np.empty((len(position), 4), dtype=np.int32)
         block[:, 0] = b
         block[:, 1] = position
         block[:, 2] = rows + position - base
         block[:, 3] = n
         blocks.append(block)
-        rows += len(position) * REGION
+        rows += len(position) * GATHER_BLOCK
     all_records, all_blocks = np.concatenate(records), np.concatenate(blocks)
     last = all_records[:, 3] + all_records[:, 2]
     order = np.argsort(-(last if window is None else np.minimum(last, window)), kind="stable")
@@ -117,64 +133,69 @@ def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 @pdl_jit
 def gather_kernel(
-    k_pool, v_pool, table, blocks, k_rows, v_rows, rows, kp_p, kp_s, kp_g, vp_p, vp_s, vp_g, table_b,
+    k_pool, v_pool, table, blocks, k_scratch, v_scratch, rows, kp_p, kp_s, kp_g, vp_p, vp_s, vp_g, table_b,
     PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PITCH: tl.constexpr, PITCH_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, REGION: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, GATHER_BLOCK: tl.constexpr,
+    VALUES_ARE_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one request and head into the scratch [G, rows, pitch]; zeros where the request has none."""
+    """Copy BLOCK_T keys and values of one request and KV head to the scratch [G, rows, pitch], then zeros."""
     gdc_wait()
     gdc_launch_dependents()
-    part, head = tl.program_id(0), tl.program_id(1)
-    block = blocks + part // (REGION // BLOCK_T) * 4
-    shift = part % (REGION // BLOCK_T) * BLOCK_T + tl.arange(0, BLOCK_T)
+    program, kv_head = tl.program_id(0), tl.program_id(1)
+    block = blocks + program // (GATHER_BLOCK // BLOCK_T) * 4
+    offs_t = program % (GATHER_BLOCK // BLOCK_T) * BLOCK_T + tl.arange(0, BLOCK_T)
     request = tl.load(block).to(tl.int64)
-    position = tl.load(block + 1) + shift
-    to = head.to(tl.int64) * rows + tl.load(block + 2) + shift
-    page = tl.load(table + request * table_b + position // PAGE, mask=position < tl.load(block + 3), other=-1)
-    page, offset = page.to(tl.int64), position % PAGE
-    held = page >= 0
-    dim = tl.arange(0, BLOCK_D)
-    row = page * kp_p + offset * kp_s + head * kp_g
-    x = tl.load(k_pool + row[:, None] + dim[None, :], mask=held[:, None] & (dim < D)[None, :], other=0.0)
-    mask = (dim < PITCH)[None, :] & (shift >= 0)[:, None]
-    tl.store(k_rows + to[:, None] * PITCH + dim[None, :], x.to(k_rows.dtype.element_ty), mask=mask)
-    if not SHARED:
-        dim = tl.arange(0, BLOCK_DV)
-        row = page * vp_p + offset * vp_s + head * vp_g
-        x = tl.load(v_pool + row[:, None] + dim[None, :], mask=held[:, None] & (dim < DV)[None, :], other=0.0)
-        mask = (dim < PITCH_V)[None, :] & (shift >= 0)[:, None]
-        tl.store(v_rows + to[:, None] * PITCH_V + dim[None, :], x.to(v_rows.dtype.element_ty), mask=mask)
+    kv_pos = tl.load(block + 1) + offs_t
+    scratch_row = kv_head.to(tl.int64) * rows + tl.load(block + 2) + offs_t
+    page = tl.load(table + request * table_b + kv_pos // PAGE, mask=kv_pos < tl.load(block + 3), other=-1)
+    page, page_offset = page.to(tl.int64), kv_pos % PAGE
+    mask_t = page >= 0
+    offs_d = tl.arange(0, BLOCK_D)
+    kv_offset = page * kp_p + page_offset * kp_s + kv_head * kp_g
+    x = tl.load(k_pool + kv_offset[:, None] + offs_d[None, :], mask=mask_t[:, None] & (offs_d < D)[None, :], other=0.0)
+    mask = (offs_d < PITCH)[None, :] & (offs_t >= 0)[:, None]
+    tl.store(k_scratch + scratch_row[:, None] * PITCH + offs_d[None, :], x.to(k_scratch.dtype.element_ty), mask=mask)
+    if not VALUES_ARE_KEYS:
+        offs_d = tl.arange(0, BLOCK_DV)
+        kv_offset = page * vp_p + page_offset * vp_s + kv_head * vp_g
+        x = tl.load(
+            v_pool + kv_offset[:, None] + offs_d[None, :], mask=mask_t[:, None] & (offs_d < DV)[None, :], other=0.0
+        )
+        mask = (offs_d < PITCH_V)[None, :] & (offs_t >= 0)[:, None]
+        tl.store(
+            v_scratch + scratch_row[:, None] * PITCH_V + offs_d[None, :], x.to(v_scratch.dtype.element_ty), mask=mask
+        )
 
 
 @triton.jit
-def _rows(pool, scratch_row, start, n, table, dim, stride_p, stride_s, PAGE: tl.constexpr, D: tl.constexpr,
+def _load_kv(pool, scratch_row, start, kv_len, table, offs_d, stride_p, stride_s, PAGE: tl.constexpr, D: tl.constexpr,
           BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GATHERED: tl.constexpr):  # fmt: skip
-    """[BLOCK_N, BLOCK_D] keys or values from position `start` on; zeros from n on."""
+    """[BLOCK_N, BLOCK_D] keys or values from position `start` on; zeros from `kv_len` on."""
     if GATHERED:
         x = pool.load([scratch_row + start, 0])
     else:
-        key = start + tl.arange(0, BLOCK_N)
-        page = tl.load(table + key // PAGE, mask=key < n, other=-1).to(tl.int64)
-        row = page * stride_p + (key % PAGE) * stride_s
+        offs_n = start + tl.arange(0, BLOCK_N)
+        page = tl.load(table + offs_n // PAGE, mask=offs_n < kv_len, other=-1).to(tl.int64)
+        kv_offset = page * stride_p + (offs_n % PAGE) * stride_s
         mask = (page >= 0)[:, None]
         if D != BLOCK_D:
-            mask = mask & (dim < D)[None, :]
-        x = tl.load(pool + row[:, None] + dim[None, :], mask=mask, other=0.0)
+            mask = mask & (offs_d < D)[None, :]
+        x = tl.load(pool + kv_offset[:, None] + offs_d[None, :], mask=mask, other=0.0)
     return x
 
 
 @triton.jit
-def _softmax(logits, top, total, scale, softcap, SOFTCAP: tl.constexpr):
-    """Weights of one tile against the running maximum; returns them, the new maximum and sum, and how the old fade."""
+def online_softmax(logits, m_i, l_i, scale, softcap, SOFTCAP: tl.constexpr):
+    """One step of online softmax: p, the new m_i and l_i, and alpha, which rescales the accumulator."""
     if SOFTCAP:
-        logits = _capped(logits, scale, softcap, True)
-        higher = higher_of(top, highest(logits, 1))
-        weights = tl.exp2(logits - higher[:, None])
+        logits = logits_to_base_2(logits, scale, softcap, True)
+        m_new = higher_of(m_i, highest(logits, 1))
+        p = tl.exp2(logits - m_new[:, None])
     else:
-        higher = higher_of(top, highest(logits, 1) * (scale * _LOG2E))
-        weights = tl.exp2(logits * (scale * _LOG2E) - higher[:, None])
-    fade = tl.exp2(top - higher)
-    return weights, higher, total * fade + tl.sum(weights, 1), fade
+        m_new = higher_of(m_i, highest(logits, 1) * (scale * LOG2E))
+        p = tl.exp2(logits * (scale * LOG2E) - m_new[:, None])
+    alpha = tl.exp2(m_i - m_new)
+    return p, m_new, l_i * alpha + tl.sum(p, 1), alpha
 
 
 @pdl_jit
@@ -182,93 +203,94 @@ def prefill_kernel(
     q, k, v, table, records, sinks, out,
     scale, softcap, v_scale, window, rows,
     q_t, q_h, kp_p, kp_s, kp_g, vp_p, vp_s, vp_g, table_b, out_t, out_h,
-    GROUPS: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr, GATHERED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, Q_PER_KV: tl.constexpr, HEADS_PER_TILE: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr,
+    GATHERED: tl.constexpr,
 ):  # fmt: skip
-    """One tile: BLOCK_M // HEADS tokens of HEADS query heads that share a key/value head, over all keys they see.
+    """One tile: BLOCK_M // HEADS_PER_TILE tokens of HEADS_PER_TILE query heads of one KV head, over all of its keys.
 
-    `k`, `v`: pools, or with GATHERED descriptors of the scratch [G * rows, D]. Key blocks that every row sees wholly
-    need no mask; the others, at the window's edge and at the diagonal, come first.
+    `k`, `v`: pools, or with GATHERED descriptors of the scratch [G * rows, D]. Blocks of keys that every row attends to
+    need no mask. The partial blocks, at the window's edge and at the diagonal, come first.
     """
     gdc_wait()
     gdc_launch_dependents()
-    part = tl.program_id(0) % (GROUPS * (R // HEADS))
-    record = records + tl.program_id(0) // (GROUPS * (R // HEADS)) * 5
-    group = part // (R // HEADS)
+    head_tile = tl.program_id(0) % (NUM_KV_HEADS * (Q_PER_KV // HEADS_PER_TILE))
+    record = records + tl.program_id(0) // (NUM_KV_HEADS * (Q_PER_KV // HEADS_PER_TILE)) * 5
+    kv_head = head_tile // (Q_PER_KV // HEADS_PER_TILE)
     request = tl.load(record).to(tl.int64)
-    token, count, position = tl.load(record + 1).to(tl.int64), tl.load(record + 2), tl.load(record + 3)
-    scratch_row = group * rows + tl.load(record + 4)
-    lane = tl.arange(0, BLOCK_M)
-    head = part * HEADS + lane % HEADS
-    real = lane // HEADS < count
-    dim, value_dim = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    here = (token + lane // HEADS) * q_t + head * q_h
-    mask = real[:, None] & (dim < D)[None, :]
-    queries = tl.load(q + here[:, None] + dim[None, :], mask=mask, other=0.0)
-    at = position + lane // HEADS
-    n = position + count
+    first_token, num_tokens, first_pos = tl.load(record + 1).to(tl.int64), tl.load(record + 2), tl.load(record + 3)
+    scratch_row = kv_head * rows + tl.load(record + 4)
+    offs_m = tl.arange(0, BLOCK_M)
+    head = head_tile * HEADS_PER_TILE + offs_m % HEADS_PER_TILE
+    mask_m = offs_m // HEADS_PER_TILE < num_tokens
+    offs_d, offs_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    q_offset = (first_token + offs_m // HEADS_PER_TILE) * q_t + head * q_h
+    mask_md = mask_m[:, None] & (offs_d < D)[None, :]
+    queries = tl.load(q + q_offset[:, None] + offs_d[None, :], mask=mask_md, other=0.0)
+    q_pos = first_pos + offs_m // HEADS_PER_TILE
+    kv_len = first_pos + num_tokens
     table += request * table_b
     if not GATHERED:
-        k += group * kp_g
-        v += group * vp_g
-    first = tl.maximum(position + 1 - window, 0) // BLOCK_N * BLOCK_N
-    # Blocks that every row sees wholly: from the last row's window on, to the first row's own position.
-    low = tl.cdiv(tl.maximum(n - window, 0), BLOCK_N) * BLOCK_N
-    high = tl.maximum((position + 1) // BLOCK_N * BLOCK_N, low)
-    ahead = (low - first) // BLOCK_N
-    masked = ahead + tl.cdiv(tl.maximum(n - high, 0), BLOCK_N)
-    top = tl.full([BLOCK_M], _LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for i in range(masked):
-        start = tl.where(i < ahead, first + i * BLOCK_N, high + (i - ahead) * BLOCK_N)
-        keys = _rows(k, scratch_row, start, n, table, dim, kp_p, kp_s, PAGE, D, BLOCK_N, BLOCK_D, GATHERED)
+        k += kv_head * kp_g
+        v += kv_head * vp_g
+    first_key = tl.maximum(first_pos + 1 - window, 0) // BLOCK_N * BLOCK_N
+    # The full blocks reach from the start of the last row's window to the first row's own position.
+    full_begin = tl.cdiv(tl.maximum(kv_len - window, 0), BLOCK_N) * BLOCK_N
+    full_end = tl.maximum((first_pos + 1) // BLOCK_N * BLOCK_N, full_begin)
+    window_blocks = (full_begin - first_key) // BLOCK_N
+    partial_blocks = window_blocks + tl.cdiv(tl.maximum(kv_len - full_end, 0), BLOCK_N)
+    m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for i in range(partial_blocks):
+        start = tl.where(i < window_blocks, first_key + i * BLOCK_N, full_end + (i - window_blocks) * BLOCK_N)
+        keys = _load_kv(k, scratch_row, start, kv_len, table, offs_d, kp_p, kp_s, PAGE, D, BLOCK_N, BLOCK_D, GATHERED)
         keys = keys.to(queries.dtype)
         logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        behind = at[:, None] - (start + tl.arange(0, BLOCK_N))[None, :]
+        distance = q_pos[:, None] - (start + tl.arange(0, BLOCK_N))[None, :]
         if SOFTCAP:
-            logits = _capped(logits, scale, softcap, True)
-            logits = tl.where((behind >= 0) & (behind < window), logits, float("-inf"))
-            weights, top, total, fade = _softmax(logits, top, total, 1.0 / _LOG2E, softcap, False)
+            logits = logits_to_base_2(logits, scale, softcap, True)
+            logits = tl.where((distance >= 0) & (distance < window), logits, float("-inf"))
+            p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, 1.0 / LOG2E, softcap, False)
         else:
-            logits = tl.where((behind >= 0) & (behind < window), logits, float("-inf"))
-            weights, top, total, fade = _softmax(logits, top, total, scale, softcap, False)
-        if SHARED:
+            logits = tl.where((distance >= 0) & (distance < window), logits, float("-inf"))
+            p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, scale, softcap, False)
+        if VALUES_ARE_KEYS:
             values = keys
         else:
-            values = _rows(
-                v, scratch_row, start, n, table, value_dim, vp_p, vp_s, PAGE, DV, BLOCK_N, BLOCK_DV, GATHERED
+            values = _load_kv(
+                v, scratch_row, start, kv_len, table, offs_dv, vp_p, vp_s, PAGE, DV, BLOCK_N, BLOCK_DV, GATHERED
             )
             values = values.to(queries.dtype)
-        mixed = tl.dot(weights.to(queries.dtype), values, mixed * fade[:, None], input_precision="ieee")
-    for start in range(low, high, BLOCK_N):
-        keys = _rows(k, scratch_row, start, n, table, dim, kp_p, kp_s, PAGE, D, BLOCK_N, BLOCK_D, GATHERED)
+        acc = tl.dot(p.to(queries.dtype), values, acc * alpha[:, None], input_precision="ieee")
+    for start in range(full_begin, full_end, BLOCK_N):
+        keys = _load_kv(k, scratch_row, start, kv_len, table, offs_d, kp_p, kp_s, PAGE, D, BLOCK_N, BLOCK_D, GATHERED)
         keys = keys.to(queries.dtype)
         logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        weights, top, total, fade = _softmax(logits, top, total, scale, softcap, SOFTCAP)
-        if SHARED:
+        p, m_i, l_i, alpha = online_softmax(logits, m_i, l_i, scale, softcap, SOFTCAP)
+        if VALUES_ARE_KEYS:
             values = keys
         else:
-            values = _rows(
-                v, scratch_row, start, n, table, value_dim, vp_p, vp_s, PAGE, DV, BLOCK_N, BLOCK_DV, GATHERED
+            values = _load_kv(
+                v, scratch_row, start, kv_len, table, offs_dv, vp_p, vp_s, PAGE, DV, BLOCK_N, BLOCK_DV, GATHERED
             )
             values = values.to(queries.dtype)
-        mixed = tl.dot(weights.to(queries.dtype), values, mixed * fade[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(queries.dtype), values, acc * alpha[:, None], input_precision="ieee")
     if SINKS:
-        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * _LOG2E
-        higher = higher_of(top, sink)
-        fade = tl.exp2(top - higher)
-        total = total * fade + tl.exp2(sink - higher)
-        mixed = mixed * fade[:, None]
-    mixed = mixed * (v_scale / total)[:, None]
-    to = (token + lane // HEADS) * out_t + head * out_h
-    mask = real[:, None] & (value_dim < DV)[None, :]
-    tl.store(out + to[:, None] + value_dim[None, :], mixed.to(out.dtype.element_ty), mask=mask)
+        sink = tl.load(sinks + head, mask=mask_m, other=0.0).to(tl.float32) * LOG2E
+        m_new = higher_of(m_i, sink)
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.exp2(sink - m_new)
+        acc = acc * alpha[:, None]
+    acc = acc * (v_scale / l_i)[:, None]
+    out_offset = (first_token + offs_m // HEADS_PER_TILE) * out_t + head * out_h
+    mask_md = mask_m[:, None] & (offs_dv < DV)[None, :]
+    tl.store(out + out_offset[:, None] + offs_dv[None, :], acc.to(out.dtype.element_ty), mask=mask_md)
 
 
-def heads_of_a_tile(spec: MhaSpec, block_m: int) -> int:
-    """Query heads of one key/value head that share a tile: all, or as many as divide them."""
+def heads_per_tile(spec: MhaSpec, block_m: int) -> int:
+    """Query heads of one KV head that share a tile: all of them, or the largest divisor that fits."""
     repeat = spec.num_heads // spec.num_kv_heads
     return max(size for size in range(1, min(repeat, block_m) + 1) if repeat % size == 0)
 
@@ -276,7 +298,7 @@ def heads_of_a_tile(spec: MhaSpec, block_m: int) -> int:
 def prefill(
     spec: MhaSpec,
     how: Config,
-    cut: Tiles,
+    tiles: Tiles,
     q: torch.Tensor,
     pools: dict[str, torch.Tensor],
     table: torch.Tensor,
@@ -285,64 +307,66 @@ def prefill(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """Attend for every tile of `cut`, whose tokens are at most `how.block_m // heads_of_a_tile`.
+    """Attend for every tile of `tiles`, whose tokens are at most `how.block_m // heads_per_tile`.
 
-    `q`: [T, H, D]. `pools`: "k" [P, S, G, D], "v" [P, S, G, Dv]. `table`: [B, W]. `out`: [T, H, Dv], overwritten where
-    a tile is.
+    `q`: [T, H, D]. `pools`: "k" [P, S, G, D], "v" [P, S, G, Dv]. `table`: [B, W] page table. `out`: [T, H, Dv]; the
+    tokens of the tiles are overwritten.
     """
-    groups, dim, value_dim = spec.num_kv_heads, spec.head_dim, spec.value_dim
-    repeat = spec.num_heads // groups
-    heads = heads_of_a_tile(spec, how.block_m)
+    num_kv_heads, dim, value_dim = spec.num_kv_heads, spec.head_dim, spec.value_dim
+    q_per_kv = spec.num_heads // num_kv_heads
+    tile_heads = heads_per_tile(spec, how.block_m)
     k_pool = pools["k"]
     v_pool = k_pool if spec.values_are_keys else pools["v"]
-    page = k_pool.shape[1]
+    page_size = k_pool.shape[1]
     block_d, block_dv = max(16, next_power_of_2(dim)), max(16, next_power_of_2(value_dim))
     k: Any = k_pool
     v: Any = v_pool
     if how.gather:
-        k_rows, v_rows = gathered(spec, cut, k_pool, v_pool, table, q.dtype)
-        k = _descriptor(k_rows, dim, how.block_n, block_d)
-        v = _descriptor(v_rows, value_dim, how.block_n, block_dv)
-    prefill_kernel[(len(cut.records) * groups * (repeat // heads),)](
-        q, k, v, table, cut.records, out if sinks is None else sinks, out,
+        k_scratch, v_scratch = gather(spec, tiles, k_pool, v_pool, table, q.dtype)
+        k = _descriptor(k_scratch, dim, how.block_n, block_d)
+        v = _descriptor(v_scratch, value_dim, how.block_n, block_dv)
+    prefill_kernel[(len(tiles.records) * num_kv_heads * (q_per_kv // tile_heads),)](
+        q, k, v, table, tiles.records, out if sinks is None else sinks, out,
         spec.scale * k_scale, spec.softcap or 1.0, k_scale if spec.values_are_keys else v_scale,
-        EVERYTHING if spec.window is None else spec.window, cut.rows,
+        NO_WINDOW if spec.window is None else spec.window, tiles.rows,
         q.stride(0), q.stride(1), *k_pool.stride()[:3], *v_pool.stride()[:3], table.stride(0), *out.stride()[:2],
-        GROUPS=groups, R=repeat, HEADS=heads, PAGE=page, D=dim, DV=value_dim, BLOCK_M=how.block_m,
-        BLOCK_N=how.block_n, BLOCK_D=block_d, BLOCK_DV=block_dv, SOFTCAP=spec.softcap is not None,
-        SINKS=sinks is not None, SHARED=spec.values_are_keys, GATHERED=how.gather,
+        NUM_KV_HEADS=num_kv_heads, Q_PER_KV=q_per_kv, HEADS_PER_TILE=tile_heads, PAGE=page_size, D=dim, DV=value_dim,
+        BLOCK_M=how.block_m, BLOCK_N=how.block_n, BLOCK_D=block_d, BLOCK_DV=block_dv, SOFTCAP=spec.softcap is not None,
+        SINKS=sinks is not None, VALUES_ARE_KEYS=spec.values_are_keys, GATHERED=how.gather,
         num_warps=how.warps, num_stages=how.stages,
     )  # fmt: skip
 
 
-def fits(spec: MhaSpec, cut: Tiles, dtype: torch.dtype) -> bool:
-    """Whether the prompts' rows may be gathered."""
-    fields = spec.head_dim if spec.values_are_keys else spec.head_dim + spec.value_dim
-    return cut.rows * spec.num_kv_heads * fields * dtype.itemsize <= _MOST_GATHERED
+def fits_scratch(spec: MhaSpec, tiles: Tiles, dtype: torch.dtype) -> bool:
+    """Whether the scratch of the gathered keys and values is small enough."""
+    dims = spec.head_dim if spec.values_are_keys else spec.head_dim + spec.value_dim
+    return tiles.rows * spec.num_kv_heads * dims * dtype.itemsize <= _MAX_SCRATCH_BYTES
 
 
-def gathered(
-    spec: MhaSpec, cut: Tiles, k_pool: torch.Tensor, v_pool: torch.Tensor, table: torch.Tensor, dtype: torch.dtype
+def gather(
+    spec: MhaSpec, tiles: Tiles, k_pool: torch.Tensor, v_pool: torch.Tensor, table: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of every prompt, [G, rows, pitch] each in `dtype`, copied side by side.
+    """Copy the keys and values of every prompt to contiguous scratch, [G, rows, pitch] each, in `dtype`.
 
-    The pitch is a multiple of 16 bytes. A request's rows end with zeros up to a multiple of `REGION`.
+    The pitch is a multiple of 16 bytes. A request's rows are followed by zeros up to a multiple of `GATHER_BLOCK`.
     """
-    groups = spec.num_kv_heads
+    num_kv_heads = spec.num_kv_heads
     pitch, pitch_v = (-(-dim // 8) * 8 for dim in (spec.head_dim, spec.value_dim))
-    k_rows = torch.empty((groups, cut.rows, pitch), dtype=dtype, device=table.device)
-    v_rows = (
-        k_rows if spec.values_are_keys else torch.empty((groups, cut.rows, pitch_v), dtype=dtype, device=table.device)
+    k_scratch = torch.empty((num_kv_heads, tiles.rows, pitch), dtype=dtype, device=table.device)
+    v_scratch = (
+        k_scratch
+        if spec.values_are_keys
+        else torch.empty((num_kv_heads, tiles.rows, pitch_v), dtype=dtype, device=table.device)
     )
     block_t = 32
-    gather_kernel[(len(cut.blocks) * (REGION // block_t), groups)](
-        k_pool, v_pool, table, cut.blocks, k_rows, v_rows, cut.rows,
+    gather_kernel[(len(tiles.blocks) * (GATHER_BLOCK // block_t), num_kv_heads)](
+        k_pool, v_pool, table, tiles.blocks, k_scratch, v_scratch, tiles.rows,
         *k_pool.stride()[:3], *v_pool.stride()[:3], table.stride(0),
         PAGE=k_pool.shape[1], D=spec.head_dim, DV=spec.value_dim, PITCH=pitch, PITCH_V=pitch_v,
         BLOCK_D=next_power_of_2(pitch), BLOCK_DV=next_power_of_2(pitch_v), BLOCK_T=block_t,
-        REGION=REGION, SHARED=spec.values_are_keys, num_warps=4,
+        GATHER_BLOCK=GATHER_BLOCK, VALUES_ARE_KEYS=spec.values_are_keys, num_warps=4,
     )  # fmt: skip
-    return k_rows, v_rows
+    return k_scratch, v_scratch
 
 
 def _descriptor(rows: torch.Tensor, dim: int, block_n: int, block_d: int) -> TensorDescriptor:
@@ -353,9 +377,13 @@ def _descriptor(rows: torch.Tensor, dim: int, block_n: int, block_d: int) -> Ten
 
 @specializations
 def released(chip: Chip) -> list[Specialization]:
-    """Released sizes: heads, key/value heads, head size, whether there are sinks and a window; and the gathering."""
+    """Released sizes: query heads, KV heads, head dim, sinks."""
     found = []
-    for heads, groups, dim, sinks in ((64, 8, 128, False), (64, 8, 64, True), (32, 4, 512, False)):
+    sizes = [(64, 8, 128, False), (64, 8, 64, True), (32, 4, 512, False)]
+    if chip.vendor == "nvidia" and not chip.has_wgmma:
+        # Elsewhere these are another kernel's, or tiles as small as those of 512.
+        sizes.append((16, 2, 256, True))
+    for heads, groups, dim, sinks in sizes:
         spec = MhaSpec(num_heads=heads, num_kv_heads=groups, head_dim=dim, scale=1.0, kv_dtype=torch.bfloat16)
         how = config(chip, spec, torch.bfloat16)
         rows = f"tensordesc<bf16[{how.block_n},{dim}]>" if how.gather else "*bf16:16"
@@ -364,9 +392,20 @@ def released(chip: Chip) -> list[Specialization]:
         signature |= dict.fromkeys(("window", "table_b"), "i32")
         signature |= dict.fromkeys(("rows", "q_t", "q_h", "kp_p", "kp_s", "kp_g"), "i32:16")
         signature |= dict.fromkeys(("vp_p", "vp_s", "vp_g", "out_t", "out_h"), "i32:16")
-        constants = {"GROUPS": groups, "R": heads // groups, "HEADS": heads_of_a_tile(spec, how.block_m), "PAGE": 64}
+        constants = {
+            "NUM_KV_HEADS": groups,
+            "Q_PER_KV": heads // groups,
+            "HEADS_PER_TILE": heads_per_tile(spec, how.block_m),
+            "PAGE": 64,
+        }
         constants |= {"D": dim, "DV": dim, "BLOCK_M": how.block_m, "BLOCK_N": how.block_n, "BLOCK_D": dim}
-        constants |= {"BLOCK_DV": dim, "SOFTCAP": False, "SINKS": sinks, "SHARED": False, "GATHERED": how.gather}
+        constants |= {
+            "BLOCK_DV": dim,
+            "SOFTCAP": False,
+            "SINKS": sinks,
+            "VALUES_ARE_KEYS": False,
+            "GATHERED": how.gather,
+        }
         name = f"mha prefill {heads}/{groups} x {dim}"
         found.append(Specialization(name, prefill_kernel, signature, constants, how.warps, how.stages))
     return found

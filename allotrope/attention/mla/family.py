@@ -12,7 +12,7 @@ from allotrope.attention.mla.inputs import ready_inputs
 from allotrope.attention.mla.plan import build_plan
 from allotrope.kernels.backend import lazily, runs_anywhere
 from allotrope.kernels.chip import Chip
-from allotrope.kernels.triton_version import triton_reasons
+from allotrope.kernels.triton_version import e4m3fn_reasons, triton_reasons
 
 # Channels of a latent row that one program can hold for the heads it serves.
 WIDEST_LATENT = 512
@@ -20,7 +20,7 @@ WIDEST_LATENT = 512
 
 def triton_rejects(spec: Any, chip: Chip) -> list[str]:
     """Why the Triton kernels cannot run a layer."""
-    reasons = triton_reasons(chip)
+    reasons = triton_reasons(chip) + e4m3fn_reasons("kv_dtype", spec.kv_dtype, chip)
     if spec.latent_dim > WIDEST_LATENT:
         reasons.append(f"latent_dim={spec.latent_dim} (needs at most {WIDEST_LATENT})")
     if spec.row_format == "scaled" and spec.latent_dim & (spec.latent_dim - 1):

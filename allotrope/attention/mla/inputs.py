@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,15 +10,18 @@ import torch
 
 from allotrope.attention.head_norm import HeadNorm
 from allotrope.attention.mla.spec import MlaSpec
-from allotrope.ops.mla_rope.reference import turn
-from allotrope.ops.rope.reference import Rotation
+from allotrope.ops.mla_rope.reference import mla_rope
+from allotrope.ops.rope import Rotation
+
+MlaRope = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
 class MlaInputs:
     """`q`: [T, H, P + R], the part to be rotated last. `latent`: [T, C + R], the row to be cached. `w_uk`: [H, P, C].
     `w_uv`: [H, V, C]. `latent_norm`: of the first C numbers of the row, None for none. `rotation`: of the last R
-    numbers of queries and row, None for none. `kv_scale`: what plain FP8 entries are divided by.
+    numbers of queries and row, None for none. `apply_rope`: by the implementation that the layer chose. `kv_scale`:
+    what plain FP8 entries are divided by.
     """
 
     q: torch.Tensor
@@ -26,6 +30,7 @@ class MlaInputs:
     w_uv: torch.Tensor
     latent_norm: HeadNorm | None = None
     rotation: Rotation | None = None
+    apply_rope: MlaRope = mla_rope
     kv_scale: float = 1.0
 
 
@@ -43,7 +48,7 @@ def normed_and_rotated(spec: MlaSpec, inputs: MlaInputs) -> LatentHeads:
     c = inputs.latent[:, : spec.latent_dim]
     if inputs.latent_norm is not None:
         c = inputs.latent_norm(c)
-    rotated = turn(inputs.q[..., spec.nope_dim :], inputs.latent[:, spec.latent_dim :], inputs.rotation)
+    rotated = inputs.apply_rope(inputs.q[..., spec.nope_dim :], inputs.latent[:, spec.latent_dim :], inputs.rotation)
     return LatentHeads(inputs.q[..., : spec.nope_dim], rotated[:, :-1], c, rotated[:, -1])
 
 

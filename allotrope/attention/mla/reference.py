@@ -1,13 +1,13 @@
-"""Latent attention over a paged cache, written to be read: the definition that every kernel is held against.
+"""Latent attention over a paged cache: the definition of `naive.py` by tiles, with the signature of the kernels.
 
-Every token keeps one row [c | k_pe] for all heads. For query t of head h and s over the rows up to t's own:
+Every token keeps one row [c | k_pe] for all heads. For query t of head h and s over the tokens up to t's own:
 
     l_s = scale * ((W_UK_h c_s) . q_nope_t,h + k_pe_s . q_pe_t,h)
     o_t,h = W_UV_h z,   z = sum_s exp(l_s) c_s / sum_s exp(l_s)
 
-Absorbed, W_UK goes to the query: (W_UK_h c_s) . q = c_s . (q W_UK_h), and attention runs in the latent. Expanded, keys
-W_UK_h c_s and values W_UV_h c_s are made for every head. Mathematics in fp32 whatever the inputs; the result is rounded
-once. Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.1.
+Absorbed, W_UK goes to the query: (W_UK_h c_s) . q = c_s . (q W_UK_h), and attention runs in the latent. Decompressed,
+keys W_UK_h c_s and values W_UV_h c_s are computed for every head. Mathematics in fp32 whatever the inputs; the result
+is rounded once. Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def logits(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, scale: f
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """Softmax attention of one tile whose queries have no other keys. `v`: [n, L, V]. Returns [n, q, r, V] fp32."""
+    """Softmax attention of one tile whose queries have no other keys. `v`: [n, L, Dv]. Returns [n, q, r, Dv] fp32."""
     weights = torch.softmax(logits(q, k, bias, scale), dim=-1)
     return torch.matmul(weights.flatten(1, 2), v.float()).unflatten(1, q.shape[1:3])
 
@@ -45,7 +45,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
 def attend_partly(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> Partial:
-    """As `attend`, where the queries have other keys too, or none of these. Returns out [n, q, r, V], lse [n, q, r]."""
+    """As `attend`, where the queries have other keys too, or none of these.
+
+    Returns out [n, q, r, Dv], lse [n, q, r].
+    """
     weights = logits(q, k, bias, scale)
     # A row that sees nothing has no largest logit: its weights become exp(-inf), not exp(-inf + inf).
     top = weights.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
@@ -63,13 +66,13 @@ def store(writes: Writes, pools: Mapping[str, torch.Tensor], new: Mapping[str, t
 
 
 def absorb(q_nope: torch.Tensor, q_pe: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
-    """[q_nope W_UK | q_pe]. `q_nope`: [t, H, P]. `q_pe`: [t, H, R]. `w_uk`: [H, P, C]. Returns [t, H, C + R] fp32."""
+    """[q_nope W_UK | q_pe]. `q_nope`: [t, H, Dn]. `q_pe`: [t, H, R]. `w_uk`: [H, Dn, C]. Returns [t, H, C + R] fp32."""
     latent = torch.matmul(q_nope.transpose(0, 1).float(), w_uk.float()).transpose(0, 1)
     return torch.cat((latent, q_pe.float()), dim=-1)
 
 
 def project_up(z: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
-    """W_UV z, head by head. `z`: [t, H, C]. `w_uv`: [H, V, C]. Returns [t, H, V]."""
+    """W_UV z, head by head. `z`: [t, H, C]. `w_uv`: [H, Dv, C]. Returns [t, H, Dv]."""
     return torch.matmul(z.transpose(0, 1), w_uv.float().transpose(1, 2)).transpose(0, 1)
 
 
@@ -96,8 +99,8 @@ def store_and_attend(
 ) -> torch.Tensor:
     """Store the step's latent rows, then attend.
 
-    `q_nope`: [T, H, P]. `q_pe`: [T, H, R] rotated. `c`: [T, C] normed. `k_pe`: [T, R] rotated. `w_uk`: [H, P, C].
-    `w_uv`: [H, V, C]. `kv_scale`: what plain FP8 rows were divided by. Returns [T, H, V] in `q_nope`'s type.
+    `q_nope`: [T, H, Dn]. `q_pe`: [T, H, R] rotated. `c`: [T, C] normed. `k_pe`: [T, R] rotated. `w_uk`: [H, Dn, C].
+    `w_uv`: [H, Dv, C]. `kv_scale`: scale of plain FP8 rows. Returns [T, H, Dv] in `q_nope`'s type.
     """
     pools = caches["latent"]
     assert plan.writes is not None
@@ -118,7 +121,7 @@ def attend_planned(
     out: torch.Tensor,
     kv_scale: float = 1.0,
 ) -> None:
-    """Attend for the plan's queries, whose rows are stored, and write [T, H, V] `out` at their tokens."""
+    """Attend for the plan's queries, whose rows are stored, and write [T, H, Dv] `out` at their tokens."""
     if plan.reach is not None:
         q = absorb(q_nope[plan.reach], q_pe[plan.reach], w_uk)
         z = q.new_empty(*q.shape[:2], spec.latent_dim)
@@ -134,7 +137,7 @@ def attend_planned(
 
 
 Rows = Iterator[tuple[KeySlice, torch.Tensor, torch.Tensor]]
-"""A slice, its keys [n, L, D] and its values [n, L, V]."""
+"""A slice, its keys [n, L, D] and its values [n, L, Dv]."""
 
 
 def _absorbed(spec: MlaSpec, part: Part, pools: Mapping[str, torch.Tensor], kv_scale: float) -> Rows:
@@ -152,7 +155,7 @@ def _expanded(
     w_uv: torch.Tensor,
     kv_scale: float,
 ) -> Rows:
-    """A slice's keys and values are made once, for all tiles that read it; n counts requests and, in each, heads."""
+    """Keys and values of a slice are decompressed once, for all its tiles; n counts requests and, in each, heads."""
     heads = spec.num_heads
     for keys in part.slices:
         latent, k_pe = formats.decode(spec.row_format, spec.latent_dim, pools, keys.rows, kv_scale)
@@ -164,9 +167,9 @@ def _expanded(
 
 
 def _over_tiles(spec: MlaSpec, part: Part, q: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Attend tile by tile, join what a block of queries found in several slices, and then the blocks.
+    """Attend tile by tile, merge the partial results of a block of queries, and concatenate the blocks.
 
-    `q`: [n, q, r, D]. Returns [n, q, r, V] fp32.
+    `q`: [n, q, r, D]. Returns [n, q, r, Dv] fp32.
     """
     joined: dict[int, Partial] = {}
     blocks: dict[int, torch.Tensor] = {}

@@ -19,20 +19,19 @@ import triton
 import triton.language as tl
 
 from allotrope.attention.batch import PageIndex
-from allotrope.attention.mla.rows import BLOCK
 from allotrope.attention.mla.spec import MlaSpec
+from allotrope.attention.mla.triton_rows import load_rows
 from allotrope.attention.mla.triton_store import planes
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import at_least, higher_of, highest
 from allotrope.kernels.registry import Specialization, specializations
-from allotrope.kernels.split_kv import cheapest_splits
+from allotrope.kernels.softmax import LOG2E, LOWEST
+from allotrope.kernels.split_kv import num_splits
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 
-_LOG2E = tl.constexpr(1.4426950408889634)
-_BLOCK = tl.constexpr(BLOCK)
-# Below any logit, yet finite: the exp2 of a difference is never that of inf - inf.
-_LOWEST = tl.constexpr(-1.0e30)
+# Bytes of shared memory of a program with 16 heads and 16 keys of the largest rows.
+_SMALL_TILES = 52 * 1024
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,11 @@ def config(chip: Chip, spec: MlaSpec, dtype: torch.dtype, picked: bool) -> Confi
         return Config(heads, 32, 4, 1, 1, heads < 64)
     if dtype == torch.float32:
         return Config(16, 16, 4, 1, 1)
-    if not chip.has_wgmma:
+    if chip.vendor == "amd":
         return Config(16, 32 if chip.arch == "gfx950" else 16, 4, 1, 2)
+    if not chip.has_wgmma:
+        # Small tiles, which leave registers free; a program takes about 50 KiB.
+        return Config(16, 16, 4, 1, 2 if chip.shared_memory >= 2 * _SMALL_TILES else 1)
     fits = (spec.latent_dim, spec.rope_dim) == (512, 64) and (spec.kv_dtype == dtype or spec.row_format == "scaled")
     # Rows that are picked one by one are better fetched for heads that are not there than by fewer warps.
     if fits and (heads == 64 or picked):
@@ -78,31 +80,6 @@ def config(chip: Chip, spec: MlaSpec, dtype: torch.dtype, picked: bool) -> Confi
     if heads == 64:
         return Config(64, 64, 8, 2, 1)
     return Config(heads, 64, 4 if heads == 16 else 8, 2, 2 if heads == 16 else 1)
-
-
-@triton.jit
-def _rows(
-    c_pool, pe_pool, factors, page, offset, there, c_page, c_row, pe_page, pe_row, f_page, f_row, dtype: tl.constexpr,
-    C: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, KEYS: tl.constexpr,
-    SCALED: tl.constexpr,
-):  # fmt: skip
-    """Rows `offset` [KEYS] of `page` as numbers: latent [KEYS, BLOCK_C], rope [KEYS, BLOCK_R]; 0 where not `there`."""
-    channel, rope = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
-    in_c = there[:, None] if BLOCK_C == C else there[:, None] & (channel < C)[None, :]
-    in_r = there[:, None] if BLOCK_R == R else there[:, None] & (rope < R)[None, :]
-    if SCALED:
-        pe_pool += (C + C // _BLOCK * 4) // 2
-        block = tl.arange(0, BLOCK_C // _BLOCK)
-        f_at = factors + page * f_page + offset * f_row + C // 4
-        factor = tl.load(f_at[:, None] + block[None, :], mask=there[:, None], other=0.0)
-    c_at = c_pool + (page * c_page + offset * c_row)
-    pe_at = pe_pool + (page * pe_page + offset * pe_row)
-    latent = tl.load(c_at[:, None] + channel[None, :], mask=in_c, other=0.0)
-    tail = tl.load(pe_at[:, None] + rope[None, :], mask=in_r, other=0.0)
-    if SCALED:
-        blocks = tl.reshape(latent.to(tl.float32), (KEYS, BLOCK_C // _BLOCK, _BLOCK)) * factor[:, :, None]
-        return tl.reshape(blocks, (KEYS, BLOCK_C)).to(dtype), tail.to(dtype)
-    return latent.to(dtype), tail.to(dtype)
 
 
 @triton.jit
@@ -162,13 +139,13 @@ def attend_kernel(
         rope_q = tl.load(
             q_pe + query * pe_t + head[:, None] * pe_h + rope[None, :], mask=real[:, None] & in_r[None, :], other=0.0
         )
-        top = tl.full([HEADS], _LOWEST, tl.float32)
+        top = tl.full([HEADS], LOWEST, tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         if TURNED:
             mixed = tl.zeros([BLOCK_C, HEADS], tl.float32)
         else:
             mixed = tl.zeros([HEADS, BLOCK_C], tl.float32)
-        factor = scale * kv_scale * _LOG2E
+        factor = scale * kv_scale * LOG2E
         picks += query * picks_t
         # Where rows lie is known a step before they are read.
         key, page = _place(table, picks, begin, end, many, KEYS, PAGE, PICKED)
@@ -178,7 +155,7 @@ def attend_kernel(
                 key = start + tl.arange(0, KEYS)
                 key = tl.where(key < end, key, -1)
             there = key >= 0
-            latent, tail = _rows(
+            latent, tail = load_rows(
                 c_pool, pe_pool, factors, page.to(tl.int64), key % PAGE, there & (page >= 0), c_page, c_row, pe_page,
                 pe_row, f_page, f_row, latent_q.dtype, C, R, BLOCK_C, BLOCK_R, KEYS, SCALED,
             )  # fmt: skip
@@ -216,7 +193,7 @@ def attend_kernel(
             place = (query * splits + split) * H + head
             tl.store(partial + place[:, None] * C + channel[None, :], mixed, mask=kept)
             # A split whose picks are all -1 has found nothing, and weighs nothing.
-            found = tl.where(total == 0.0, _LOWEST, top + tl.log2(at_least(total, 1.0)))
+            found = tl.where(total == 0.0, LOWEST, top + tl.log2(at_least(total, 1.0)))
             tl.store(lse + place, found, mask=real)
 
 
@@ -238,15 +215,15 @@ def join_kernel(
     used = tl.cdiv(n, tl.maximum(size, 1))
     channel = tl.arange(0, BLOCK_C)
     in_c = channel < C
-    top = _LOWEST
+    top = LOWEST
     total = 0.0
     mixed = tl.zeros([BLOCK_C], tl.float32)
     for first in range(0, used, STEP):
         split = first + tl.arange(0, STEP)
         place = (query * splits + split) * H + head
-        found = tl.load(lse + place, mask=split < used, other=_LOWEST)
+        found = tl.load(lse + place, mask=split < used, other=LOWEST)
         higher = higher_of(top, highest(found, 0))
-        weight = tl.where(found == _LOWEST, 0.0, tl.exp2(found - higher))
+        weight = tl.where(found == LOWEST, 0.0, tl.exp2(found - higher))
         part = tl.load(
             partial + place[:, None] * C + channel[None, :], mask=(split < used)[:, None] & in_c[None, :], other=0.0
         )
@@ -264,7 +241,7 @@ def split_count(queries: int, groups: int, steps: int, slots: int) -> int:
     `groups`: programs of one split of a query. `steps`: of the longest query.
     """
     most = min(64, max(1, steps // 4), max(1, 2 * slots // max(1, queries * groups)))
-    return cheapest_splits(queries * groups, steps, slots, most, begin=2.0, join=4.0, each=0.25)
+    return num_splits(queries * groups, steps, slots, most, start=2.0, merge=4.0, per_split=0.25)
 
 
 def attend(

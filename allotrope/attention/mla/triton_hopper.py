@@ -32,11 +32,10 @@ from allotrope.kernels.gluon.opaque_zero import unknown_zero
 from allotrope.kernels.gluon.propagate_nan import at_least, higher_of, highest
 from allotrope.kernels.gluon.versions import barrier
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, with_pdl
+from allotrope.kernels.softmax import LOG2E, LOWEST
 
 # Heads of a program.
 _H = gl.constexpr(64)
-_LOG2E = gl.constexpr(1.4426950408889634)
-_LOWEST = gl.constexpr(-1.0e30)
 
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS.value, 16]))
 _SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF.value, 16]))
@@ -95,7 +94,7 @@ def _first(work, H: gl.constexpr, PICKED: gl.constexpr, DIRECT: gl.constexpr):
      picks, many, begin, end, factor, out, lse, head, kv_scale, q_h, pe_h, out_h) = work  # fmt: skip
     _load_queries(q, q_pe, q_left, q_right, q_rope, said.index(4), head, q_h, pe_h, H, 0)
     mixed = gl.zeros([_H, HALF], gl.float32, _SUMS)
-    top = gl.full([_H], _LOWEST, gl.float32, gl.SliceLayout(1, _SCORES))
+    top = gl.full([_H], LOWEST, gl.float32, gl.SliceLayout(1, _SCORES))
     total = gl.zeros([_H], gl.float32, gl.SliceLayout(1, _SCORES))
     pairs = gl.cdiv(end - begin, 2 * KEYS)
     for pair in range(pairs):
@@ -142,7 +141,7 @@ def _second(work, H: gl.constexpr, PICKED: gl.constexpr, DIRECT: gl.constexpr):
      picks, many, begin, end, factor, out, lse, head, kv_scale, q_h, pe_h, out_h) = work  # fmt: skip
     _load_queries(q, q_pe, q_left, q_right, q_rope, said.index(4), head, q_h, pe_h, H, 1)
     mixed = gl.zeros([_H, HALF], gl.float32, _SUMS)
-    top = gl.full([_H], _LOWEST, gl.float32, gl.SliceLayout(1, _SCORES))
+    top = gl.full([_H], LOWEST, gl.float32, gl.SliceLayout(1, _SCORES))
     total = gl.zeros([_H], gl.float32, gl.SliceLayout(1, _SCORES))
     pairs = gl.cdiv(end - begin, 2 * KEYS)
     for pair in range(pairs):
@@ -201,7 +200,7 @@ def _finish(
     gl.store(to, mixed.to(out.dtype.element_ty), mask=kept[:, None])
     if not DIRECT and WHICH == 0:
         largest = gl.convert_layout(top, gl.SliceLayout(1, _SUMS))
-        found = gl.where(sum_of == 0.0, _LOWEST, largest + gl.log2(at_least(sum_of, 1.0)))
+        found = gl.where(sum_of == 0.0, LOWEST, largest + gl.log2(at_least(sum_of, 1.0)))
         gl.store(lse + row, found, mask=kept)
 
 
@@ -261,7 +260,7 @@ def attend_kernel(
     else:
         to = partial + place * (2 * HALF)
         step = 2 * HALF
-    factor = scale * kv_scale * _LOG2E
+    factor = scale * kv_scale * LOG2E
     q += query * q_t
     q_pe += query * pe_t
     work = (q, q_pe, q_left, q_right, q_rope, a_left, a_right, a_rope, b_left, b_right, b_rope, full, empty, said,

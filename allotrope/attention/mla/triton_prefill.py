@@ -23,12 +23,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from allotrope.attention.batch import PageIndex
 from allotrope.attention.mla.plan import Span
 from allotrope.attention.mla.spec import MlaSpec
-from allotrope.attention.mla.triton_decode import _LOG2E, _LOWEST, _rows
+from allotrope.attention.mla.triton_rows import load_rows
 from allotrope.attention.mla.triton_store import planes
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import at_least, higher_of, highest
 from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.softmax import LOG2E, LOWEST
 from allotrope.kernels.tiles import next_power_of_2
 
 # Queries of a tile of a plan; a kernel may share it out among several programs.
@@ -96,8 +97,11 @@ def config(chip: Chip, spec: MlaSpec, dtype: torch.dtype) -> Config:
     if dtype == torch.float32:
         return Config(16, 32, 4, 1)
     wide = max(spec.nope_dim + spec.rope_dim, spec.v_head_dim) > 192
-    if not chip.has_wgmma:
+    if chip.vendor == "amd":
         return Config(64 if wide else 128, 32, 8, 1)
+    if not chip.has_wgmma:
+        # Two stages of keys and values beside the queries are less than 99 KiB.
+        return Config(64, 32, 8, 2) if wide else Config(128, 64, 8, 2)
     return Config(128, 64, 8, 2) if wide else Config(128, 64, 8, 3)
 
 
@@ -181,7 +185,7 @@ def gather_kernel(
     key = tl.load(blocks + block * 4 + 1) + place
     there = place < tl.load(blocks + block * 4 + 2)
     page = tl.load(table + request * table_b + key // PAGE, mask=there, other=-1).to(tl.int64)
-    c, tail = _rows(
+    c, tail = load_rows(
         c_pool, pe_pool, factors, page, key % PAGE, there & (page >= 0), c_page, c_row, pe_page, pe_row, f_page, f_row,
         tl.float32, C, R, BLOCK_C, BLOCK_R, STEP, SCALED,
     )  # fmt: skip
@@ -278,7 +282,7 @@ def prefill_kernel(
     k += place * (H * (A + B)) + head * (A + B)
     v += place * (H * V) + head * V
     rope += place * R
-    top = tl.full([QUERIES], _LOWEST, tl.float32)
+    top = tl.full([QUERIES], LOWEST, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mixed = tl.zeros([QUERIES, BLOCK_V], tl.float32)
     # Up to `common` every query sees every key.
@@ -286,20 +290,20 @@ def prefill_kernel(
     common = tl.maximum(0, tl.minimum(limit, offset + 1 - first)) // KEYS * KEYS
     mixed, top, total = _over_keys(
         mixed, top, total, queries_a, queries_b, queries_pe, k, rope, v, H * (A + B), R, H * V, 0, common, limit,
-        first, position, scale * _LOG2E, A, B, R, V, BLOCK_A, BLOCK_B, BLOCK_R, BLOCK_V, KEYS, False, PRECISION,
+        first, position, scale * LOG2E, A, B, R, V, BLOCK_A, BLOCK_B, BLOCK_R, BLOCK_V, KEYS, False, PRECISION,
     )  # fmt: skip
     mixed, top, total = _over_keys(
         mixed, top, total, queries_a, queries_b, queries_pe, k, rope, v, H * (A + B), R, H * V, common, end, limit,
-        first, position, scale * _LOG2E, A, B, R, V, BLOCK_A, BLOCK_B, BLOCK_R, BLOCK_V, KEYS, True, PRECISION,
+        first, position, scale * LOG2E, A, B, R, V, BLOCK_A, BLOCK_B, BLOCK_R, BLOCK_V, KEYS, True, PRECISION,
     )  # fmt: skip
     kept = real[:, None] & (values < V)[None, :]
     mixed = mixed / at_least(total, 1.0e-30)[:, None]
     to = out + row[:, None] * out_t + head * out_h + values[None, :]
     if JOINED:
-        found = tl.where(total == 0.0, _LOWEST, top + tl.log2(at_least(total, 1.0e-30)))
+        found = tl.where(total == 0.0, LOWEST, top + tl.log2(at_least(total, 1.0e-30)))
         at = held + (row[:, None] * H + head) * V + values[None, :]
         if tl.load(tile + 6) == 0:
-            before = tl.load(lse + row * H + head, mask=real, other=_LOWEST)
+            before = tl.load(lse + row * H + head, mask=real, other=LOWEST)
             higher = higher_of(before, found)
             left, right = tl.exp2(before - higher), tl.exp2(found - higher)
             mixed = mixed * (right / (left + right))[:, None]

@@ -1,4 +1,4 @@
-"""`extremes` for Gluon kernels."""
+"""`kernels/propagate_nan.py` for Gluon kernels."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
@@ -12,19 +12,19 @@ _KEEPS_NAN = gl.constexpr(tl.PropagateNan.ALL)
 
 @gluon.jit
 def at_least(x, low):
-    """As `extremes.at_least`."""
+    """As `propagate_nan.at_least`."""
     return gl.maximum(x, low, propagate_nan=_KEEPS_NAN)
 
 
 @gluon.jit
 def highest(logits, axis: gl.constexpr):
-    """As `extremes.highest`."""
+    """As `propagate_nan.highest`."""
     return gl.max(logits, axis)
 
 
 @gluon.jit
 def higher_of(one, other):
-    """As `extremes.higher_of`."""
+    """As `propagate_nan.higher_of`."""
     return gl.maximum(one, other)
 
 

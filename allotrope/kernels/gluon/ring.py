@@ -1,4 +1,4 @@
-"""The barriers of a ring of slots in shared memory, which one group of warps fills and others read."""
+"""The mbarriers of a ring of stages in shared memory: a producer warp group fills them, consumers read them."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
@@ -9,13 +9,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
-def ring(SLOTS: gl.constexpr, READERS: gl.constexpr):
-    """Of each slot: the barrier that says it is filled, and the one that says all READERS have done with it. They may
-    be waited for after a fence and a barrier of all warps.
+def ring(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Of each stage: the mbarrier `ready`, on which the producer arrives, and `free`, on which all CONSUMERS do. They
+    may be waited for after a fence and a barrier of all warps.
     """
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=READERS)
+        mbarrier.init(free.index(i), count=CONSUMERS)
     return ready, free

@@ -17,11 +17,8 @@ from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.mixers.mla import LatentProjection, MlaMixerSpec, Projected
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
-from allotrope.ops.mla_rope.reference import LayerNorm
-from allotrope.ops.rope.reference import RopeSpec
-
-TOPK_INDICES = "topk_indices"
-"""The note under which a layer with an indexer leaves its indices to the layers behind it that have none."""
+from allotrope.ops.mla_rope import MLA_ROPE, LayerNorm, MlaRopeSpec
+from allotrope.ops.rope import ROPE_COS_SIN, RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +70,12 @@ class DsaMixer(nn.Module):
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
-        projected = self.latent(x, here, self.row_scales)
-        notes = here.step.notes
+        projected, step = self.latent(x, here, self.row_scales), here.step
         if self.indexer is None:
-            inputs = DsaInputs(projected.inputs, topk_indices=notes[TOPK_INDICES])
+            inputs = DsaInputs(projected.inputs, topk_indices=step.topk_indices)
         else:
             inputs = DsaInputs(projected.inputs, self.indexer(projected, here))
-        attended, notes[TOPK_INDICES] = self.backend.run(self.spec, here.plan, here.caches, inputs)
+        attended, step.topk_indices = self.backend.run(self.spec, here.plan, here.caches, inputs)
         return self.out(attended.flatten(1))
 
 
@@ -89,6 +85,9 @@ class Indexer(nn.Module):
     def __init__(self, spec: DsaMixerSpec, indexer: IndexerSpec, build: Build) -> None:
         super().__init__()
         self.rope, self.eps = spec.index_rope, spec.index_norm_eps
+        if spec.index_rope is not None:
+            build.chooser.choose(ROPE_COS_SIN, spec.index_rope)
+        self._rope = build.chooser.choose(MLA_ROPE, MlaRopeSpec(spec.index_rope, build.dtype)).run
         self.heads, self.dim = indexer.num_heads, indexer.head_dim
         placement = Placement((Section("", indexer.head_dim),))
         self.k_norm_weight = parameter((indexer.head_dim,), placement, torch.float32, build.device)
@@ -101,4 +100,4 @@ class Indexer(nn.Module):
         rotation = None if self.rope is None else here.step.rotation(self.rope, k.dtype)
         norm = LayerNorm(self.k_norm_weight, self.k_norm_bias, self.eps)
         # In fp32: weights of both signs are summed up, and small differences decide.
-        return IndexInputs(q, k, weights.float() * self.heads**-0.5, norm, rotation)
+        return IndexInputs(q, k, weights.float() * self.heads**-0.5, norm, rotation, self._rope)

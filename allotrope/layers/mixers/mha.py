@@ -16,9 +16,9 @@ from allotrope.layers.mixers.mixer import attention_of, head_norm
 from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
-from allotrope.ops.device_kernels import device_kernels
-from allotrope.ops.qk_norm_rope.reference import HeadSpec
-from allotrope.ops.rope.reference import RopeSpec
+from allotrope.ops.gated_activation import SIGMOID_GATE, SigmoidGateSpec
+from allotrope.ops.qk_norm_rope import HeadSpec
+from allotrope.ops.rope import APPLY_ROPE, ROPE_COS_SIN, ApplyRopeSpec, RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,10 @@ class MhaMixer(nn.Module):
     def __init__(self, spec: MhaMixerSpec, build: Build) -> None:
         super().__init__()
         self.rope = spec.rope
+        self._apply_rope = None
+        if spec.rope is not None:
+            build.chooser.choose(ROPE_COS_SIN, spec.rope)
+            self._apply_rope = build.chooser.choose(APPLY_ROPE, ApplyRopeSpec(build.dtype)).run
         self.spec = attention_of(spec, build)
         self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
         # Of FP8 rows, by the argument's name; none for others.
@@ -83,6 +87,9 @@ class MhaMixer(nn.Module):
         out = Section("", heads * value_dim, value_dim)
         self.out = RowLinear(out, spec.hidden, build.at("out"), bias=spec.out_bias)
         self.gate_size = self.spec.num_heads * value_dim if spec.output_gate else 0
+        self._apply_gate = (
+            build.chooser.choose(SIGMOID_GATE, SigmoidGateSpec(build.dtype)).run if self.gate_size else None
+        )
         self.v_norm = RMSNorm(value_dim, spec.norm_eps, build, weighted=False) if spec.v_norm else None
         self.q_norm: RMSNorm | AllHeadsNorm | None = None
         self.k_norm: RMSNorm | AllHeadsNorm | None = None
@@ -119,6 +126,7 @@ class MhaMixer(nn.Module):
             projected,
             self.heads,
             None if self.rope is None else here.step.rotation(self.rope, projected.dtype),
+            self._apply_rope,
             head_norm(self.q_norm),
             head_norm(self.k_norm),
             head_norm(self.v_norm),
@@ -129,9 +137,8 @@ class MhaMixer(nn.Module):
 
     def _out(self, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         attended = attended.flatten(1)
-        if gate is not None:
-            fused = device_kernels("gated_activation", gate.device)
-            attended = attended * torch.sigmoid(gate) if fused is None else fused.opened(attended, gate)
+        if gate is not None and self._apply_gate is not None:
+            attended = self._apply_gate(attended, gate)
         return self.out(attended)
 
 

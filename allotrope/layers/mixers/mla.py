@@ -17,7 +17,8 @@ from allotrope.layers.mixers.mixer import attention_of, head_norm
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
-from allotrope.ops.rope.reference import RopeSpec
+from allotrope.ops.mla_rope import MLA_ROPE, MlaRopeSpec
+from allotrope.ops.rope import ROPE_COS_SIN, RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,9 @@ class LatentProjection(nn.Module):
     ) -> None:
         super().__init__()
         self.rope = spec.rope
+        if spec.rope is not None:
+            build.chooser.choose(ROPE_COS_SIN, spec.rope)
+        self._rope = build.chooser.choose(MLA_ROPE, MlaRopeSpec(spec.rope, build.dtype)).run
         self.nope_dim, self.rope_dim = spec.nope_dim, spec.rope_dim
         head_dim = spec.nope_dim + spec.rope_dim
         q, row = Section("q", spec.num_heads * head_dim, head_dim), Section("kv_a", spec.latent_dim + spec.rope_dim)
@@ -103,7 +107,7 @@ class LatentProjection(nn.Module):
         q = first.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
         w_uk, w_uv = self.get_parameter("w_uk"), self.get_parameter("w_uv")
         rotation = None if self.rope is None else here.step.rotation(self.rope, x.dtype)
-        inputs = MlaInputs(q, row, w_uk, w_uv, head_norm(self.kv_a_norm), rotation, **scales)
+        inputs = MlaInputs(q, row, w_uk, w_uv, head_norm(self.kv_a_norm), rotation, self._rope, **scales)
         return Projected(inputs, from_x, from_q)
 
 

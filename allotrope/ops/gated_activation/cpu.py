@@ -7,29 +7,30 @@ from pathlib import Path
 
 import torch
 
-from allotrope.kernels.c.compiler import CannotCompile
-from allotrope.kernels.c.function import CFunction
-from allotrope.ops.gated_activation.c_struct import CompiledGating
+from allotrope.kernels.c.function import CFunction, c_reasons
+from allotrope.kernels.chip import Chip
+from allotrope.ops.gated_activation import reference
+from allotrope.ops.gated_activation.spec import CGatedActivation, GatedActivation, GatedActivationSpec
 
 SOURCE = Path(__file__).with_name("cpu.c")
-# Numbers of a vector in C.
+# Numbers of a vector in C; widths that are no multiple of it go to the reference.
 LANES = 16
 
 
+def rejects(spec: GatedActivationSpec, chip: Chip) -> list[str]:
+    return c_reasons(SOURCE, spec.dtype, chip)
+
+
 @functools.cache
-def _gated(dtype: torch.dtype) -> CFunction | None:
-    try:
-        return CFunction(SOURCE, "gated_activation", dtype, "ppllls", CompiledGating)
-    except CannotCompile:
-        return None
+def _gated_activation(dtype: torch.dtype) -> CFunction:
+    return CFunction(SOURCE, "gated_activation", dtype, "ppllls", CGatedActivation)
 
 
-def gated_activation(x: torch.Tensor, how: CompiledGating) -> torch.Tensor | None:
-    """`x`: [T, 2 * width], gate first, then up. Returns [T, width]; None where C does not take it."""
-    function = None if x.device.type != "cpu" else _gated(x.dtype)
-    if function is None or x.dim() != 2 or x.stride(1) != 1 or x.shape[1] % (2 * LANES):
-        return None
-    tokens, width = x.shape[0], x.shape[1] // 2
-    out = x.new_empty(tokens, width)
-    function(out, x, tokens, width, x.stride(0), how)
+def gated_activation(gate_up: torch.Tensor, activation: GatedActivation) -> torch.Tensor:
+    """As `reference.gated_activation`, which runs what is no matrix, widths of no whole vectors and strided columns."""
+    if gate_up.dim() != 2 or gate_up.stride(1) != 1 or gate_up.shape[1] % (2 * LANES):
+        return reference.gated_activation(gate_up, activation)
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(tokens, width)
+    _gated_activation(gate_up.dtype)(out, gate_up, tokens, width, gate_up.stride(0), activation.compiled)
     return out

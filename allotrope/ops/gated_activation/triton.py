@@ -1,4 +1,4 @@
-"""Gates in one launch: y = act(gate) * (up + offset), in fp32, rounded once.
+"""Gated activations in one launch: y = act(gate) * (up + offset), in fp32, rounded once.
 
 A program owns a run of one token's columns. Bytes moved: gate, up and y.
 """
@@ -15,6 +15,8 @@ from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import at_most, clamped
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv, next_power_of_2
+from allotrope.ops.gated_activation import reference
+from allotrope.ops.gated_activation.spec import GatedActivation
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2}
 
@@ -56,34 +58,31 @@ def gating_kernel(
     gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = column < width
-    x = tl.load(gates + token * gate_stride + column, mask=there, other=0.0).to(tl.float32)
-    y = tl.load(up + token * up_stride + column, mask=there, other=0.0).to(tl.float32)
+    mask = column < width
+    x = tl.load(gates + token * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(up + token * up_stride + column, mask=mask, other=0.0).to(tl.float32)
     value = gate(x, y, slope, limit, offset, ACTIVATION, LIMIT)
-    tl.store(out + token * width + column, value.to(out.dtype.element_ty), mask=there)
+    tl.store(out + token * width + column, value.to(out.dtype.element_ty), mask=mask)
 
 
 def config(chip: Chip, width: int) -> dict[str, int]:
     """Two 16-byte loads a thread."""
     block = min(1024, max(128, next_power_of_2(width)))
-    wave = 64 if chip.vendor == "amd" else 32
-    return {"BLOCK": block, "num_warps": max(1, block // (8 * wave)), "num_stages": 1}
+    warp_size = 64 if chip.vendor == "amd" else 32
+    return {"BLOCK": block, "num_warps": max(1, block // (8 * warp_size)), "num_stages": 1}
 
 
-def gated(
-    gate_up: torch.Tensor, activation: str, slope: float = 1.0, limit: float | None = None, offset: float = 0.0
-) -> torch.Tensor:
-    """act(gate) * (up + offset), gate at most `limit` and up within +-`limit`.
-
-    `gate_up`: [T, 2 * width], gate first, any row stride. `activation`: "silu" (x * sigmoid(slope * x)) or "gelu_tanh".
-    Returns [T, width] in the same type.
-    """
+def gated_activation(gate_up: torch.Tensor, activation: GatedActivation) -> torch.Tensor:
+    """As `reference.gated_activation`, of a matrix with any row stride; others go to the reference."""
+    if gate_up.dim() != 2 or gate_up.stride(1) != 1:
+        return reference.gated_activation(gate_up, activation)
     width = gate_up.shape[1] // 2
-    return _launch(gate_up[:, :width], gate_up[:, width:], activation, slope, limit, offset)
+    name, slope, limit = activation.activation, activation.slope, activation.limit
+    return _launch(gate_up[:, :width], gate_up[:, width:], name, slope, limit, activation.offset)
 
 
-def opened(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(gate). `x`, `gate`: [T, width], any row strides. Returns [T, width]."""
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """As `reference.sigmoid_gate`; `x` and `gate` may have any row strides."""
     return _launch(gate, x, "sigmoid", 1.0, None, 0.0)
 
 
@@ -115,8 +114,8 @@ def _launch(
 
 @specializations
 def released(chip: Chip) -> list[Specialization]:
-    """Plain silu, gelu, and a clamped silu."""
-    made = []
+    """Plain silu, gelu, sigmoid, and a clamped silu."""
+    listed = []
     for name, kind, activation, limit in (
         ("gating silu", "*bf16", "silu", False),
         ("gating gelu", "*bf16", "gelu_tanh", False),
@@ -128,7 +127,7 @@ def released(chip: Chip) -> list[Specialization]:
         signature |= dict.fromkeys(("width", "gate_stride", "up_stride"), "i32")
         signature |= dict.fromkeys(("slope", "limit", "offset"), "fp32")
         constants = {"BLOCK": launch["BLOCK"], "ACTIVATION": ACTIVATIONS[activation], "LIMIT": limit}
-        made.append(
+        listed.append(
             Specialization(name, gating_kernel, signature, constants, launch["num_warps"], launch["num_stages"])
         )
-    return made
+    return listed

@@ -24,8 +24,8 @@ from allotrope.kernels.gluon.versions import barrier, load_tile
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, with_pdl
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv
-from allotrope.layers.mlp import Gating
-from allotrope.ops.matmul.packed_weight import Prepared
+from allotrope.ops.gated_activation import GatedActivation
+from allotrope.ops.matmul.packed_weight import PackedWeight
 
 ROWS, COLUMNS = 128, 128
 _STAGES, _REGISTERS = 4, 240
@@ -134,24 +134,24 @@ def experts_kernel(
             )  # fmt: skip
 
 
-def knows(weight: Prepared, gating: Gating | None, bias: torch.Tensor | None) -> bool:
+def knows(weight: PackedWeight, gating: GatedActivation | None, bias: torch.Tensor | None) -> bool:
     """Whether this kernel knows the product on the weight's device."""
     return (
-        weight.kind == "fp8"
+        weight.format.name == "fp8"
         and weight.experts > 0
         and weight.scale_rows == 128
         and not weight.row_scales
         and weight.outputs % (256 if gating else 128) == 0
-        and gating in (None, Gating())
+        and gating in (None, GatedActivation())
         and bias is None
-        and chip_of(weight.codes.device).has_wgmma
+        and chip_of(weight.values.device).has_wgmma
     )
 
 
 def multiply(
     codes: torch.Tensor,
     x_scales: torch.Tensor,
-    weight: Prepared,
+    weight: PackedWeight,
     ends: torch.Tensor,
     table: torch.Tensor,
     out: torch.Tensor,
@@ -163,8 +163,9 @@ def multiply(
     gated = outputs < weight.outputs
     grid = (cdiv(outputs, COLUMNS if gated else 2 * COLUMNS), len(table))
     experts_kernel[grid](
-        _descriptor(codes, 64), x_scales, _descriptor(weight.codes.flatten(0, 1), 128), weight.scales, ends, table, out,
-        weight.experts, outputs, weight.padded // 128, x_scales.stride(1), *weight.scales.stride()[:2], out.stride(0),
+        _descriptor(codes, 64), x_scales, _descriptor(weight.values.flatten(0, 1), 128), weight.scales, ends, table,
+        out, weight.experts, outputs, weight.padded_inputs // 128, x_scales.stride(1), *weight.scales.stride()[:2],
+        out.stride(0),
         GATED=gated, STAGES=_STAGES, REGISTERS=_REGISTERS, num_warps=4,
     )  # fmt: skip
 

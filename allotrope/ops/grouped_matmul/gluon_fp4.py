@@ -30,9 +30,10 @@ from allotrope.kernels.gluon.versions import barrier, load_tile
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, with_pdl
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv
-from allotrope.layers.mlp import Gating
+from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.gated_activation.triton import ACTIVATIONS, gate
-from allotrope.ops.matmul.packed_weight import TILE_ROWS, Prepared
+from allotrope.ops.matmul.mxfp4 import TILE_ROWS
+from allotrope.ops.matmul.packed_weight import PackedWeight
 from allotrope.ops.matmul.triton_fp4 import numbers
 
 ROWS, COLUMNS = 128, 128
@@ -179,10 +180,10 @@ def experts_kernel(
             )  # fmt: skip
 
 
-def knows(x: torch.Tensor, weight: Prepared, gating: Gating | None) -> bool:
+def knows(x: torch.Tensor, weight: PackedWeight, gating: GatedActivation | None) -> bool:
     """Whether this kernel can multiply `x` on its device."""
     return (
-        weight.kind == "mxfp4"
+        weight.format.name == "mxfp4"
         and weight.experts > 0
         and weight.fast
         and x.dtype == torch.bfloat16
@@ -195,12 +196,12 @@ def knows(x: torch.Tensor, weight: Prepared, gating: Gating | None) -> bool:
 
 def multiply(
     x: torch.Tensor,
-    weight: Prepared,
+    weight: PackedWeight,
     ends: torch.Tensor,
     table: torch.Tensor,
     out: torch.Tensor,
     bias: torch.Tensor | None,
-    gating: Gating | None,
+    gating: GatedActivation | None,
 ) -> None:
     """`x`: [n, inputs], rows in the order of experts. `table`: [tiles, 2], as `tiles_kernel` writes it for tiles of
     `ROWS`. `out`: [n, outputs], written into. Needs `knows`.
@@ -208,8 +209,8 @@ def multiply(
     outputs = out.shape[1]
     grid = (cdiv(outputs, COLUMNS if gating else 2 * COLUMNS), len(table))
     experts_kernel[grid](
-        _descriptor(x, [128, 64]), _descriptor(weight.codes.flatten(0, 3), [64, 32]), weight.scales,
-        out if bias is None else bias, ends, table, out, weight.experts, outputs, *weight.codes.shape[1:3],
+        _descriptor(x, [128, 64]), _descriptor(weight.values.flatten(0, 3), [64, 32]), weight.scales,
+        out if bias is None else bias, ends, table, out, weight.experts, outputs, *weight.values.shape[1:3],
         weight.scales.stride(0), 0 if bias is None else bias.stride(0), out.stride(0),
         gating.slope if gating else 0.0, (gating.limit if gating else None) or 0.0, gating.offset if gating else 0.0,
         ACTIVATION=ACTIVATIONS[gating.activation] if gating else -1,

@@ -7,8 +7,6 @@ first, once for all products of the same rows.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -17,9 +15,7 @@ from allotrope.kernels.chip import Chip
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv, next_power_of_2
-
-if TYPE_CHECKING:
-    from allotrope.ops.matmul.product import Tables
+from allotrope.ops.grouped_matmul.reference import TileTables
 
 # Tiles that a program lists.
 _BLOCK = 16
@@ -56,7 +52,7 @@ def most_tiles(rows: int, ends: torch.Tensor, height: int) -> int:
     return rows // height + min(len(ends), rows)
 
 
-def table_of_tiles(rows: int, ends: torch.Tensor, height: int, tables: Tables | None) -> torch.Tensor:
+def table_of_tiles(rows: int, ends: torch.Tensor, height: int, tables: TileTables | None) -> torch.Tensor:
     """What `tiles_kernel` writes, or has written for an earlier product."""
     if tables is not None and height in tables:
         return tables[height]

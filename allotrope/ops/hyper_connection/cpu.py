@@ -1,49 +1,44 @@
-"""The mixing weights of hyper-connections in one C function (`cpu.c`)."""
+"""Hyper-connections on a CPU: the mixing weights in one C function (`cpu.c`), the products in PyTorch."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from pathlib import Path
 
 import torch
 
-from allotrope.kernels.c.compiler import CannotCompile, load
+from allotrope.kernels.c.function import CFunction, c_reasons
+from allotrope.kernels.chip import Chip
+from allotrope.ops.hyper_connection.reference import mixes, weighted_sum
+from allotrope.ops.hyper_connection.spec import HyperConnectionSpec
 
-_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+SOURCE = Path(__file__).with_name("cpu.c")
 
 
-class StreamFunctions:
-    def __init__(self) -> None:
-        """Raises CannotCompile."""
-        self._mixing = load(Path(__file__).with_name("cpu.c"), torch.float32).mixing
-        self._mixing.argtypes = [_POINTER] * 6 + [_LONG] * 3 + [_FLOAT]
-        self._mixing.restype = None
-
-    def mixing(
-        self, mixes: torch.Tensor, base: torch.Tensor, scales: torch.Tensor, streams: int, iterations: int, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """From mixes [T, (2 + N) N] fp32 to pre [T, N], post [T, N] and C [T, N, N], fp32; `base`, `scales`: one each.
-
-        The equations are those of `layers.hyper_connection`.
-        """
-        assert mixes.dtype == base.dtype == scales.dtype == torch.float32
-        mixes, tokens = mixes.contiguous(), len(mixes)
-        pre, post = mixes.new_empty(2, tokens, streams).unbind()
-        comb = mixes.new_empty(tokens, streams, streams)
-        self._mixing(
-            pre.data_ptr(), post.data_ptr(), comb.data_ptr(), mixes.data_ptr(), base.data_ptr(), scales.data_ptr(),
-            tokens, streams, iterations, eps,
-        )  # fmt: skip
-        return pre, post, comb
+def rejects(spec: HyperConnectionSpec, chip: Chip) -> list[str]:
+    return c_reasons(SOURCE, torch.float32, chip)
 
 
 @functools.cache
-def stream_functions(device: torch.device) -> StreamFunctions | None:
-    """The functions for tensors on a device; None where there are none (`rows` says so)."""
-    if device.type != "cpu":
-        return None
-    try:
-        return StreamFunctions()
-    except CannotCompile:
-        return None
+def _mixing_weights() -> CFunction:
+    return CFunction(SOURCE, "mixing_weights", torch.float32, "pppppplllf")
+
+
+def mixing_weights(
+    spec: HyperConnectionSpec, m: torch.Tensor, base: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """pre [T, N], post [T, N] and C [T, N, N] of `m` [T, (2 + N) N], all fp32. `base`, `scale`: as in the reference."""
+    assert m.dtype == base.dtype == scale.dtype == torch.float32
+    m, tokens, n = m.contiguous(), len(m), spec.streams
+    pre, post = m.new_empty(2, tokens, n).unbind()
+    comb = m.new_empty(tokens, n, n)
+    _mixing_weights()(pre, post, comb, m, base, scale, tokens, n, spec.iterations, spec.eps)
+    return pre, post, comb
+
+
+def hc_pre(
+    spec: HyperConnectionSpec, streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `reference.hc_pre`."""
+    pre, post, comb = mixing_weights(spec, mixes(streams, fn, spec.norm_eps), base, scale)
+    return weighted_sum(pre, streams), post.to(streams.dtype), comb.to(streams.dtype)

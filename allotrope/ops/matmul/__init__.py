@@ -1,1 +1,85 @@
-"""Products with plain and quantized weights."""
+"""y = x W^T + b, and the same with a weight for each expert, of weights in every format.
+
+A backend packs a whole weight once and multiplies with what it made: `run(x, weight, bias, out)`. The weight of a layer
+that has loaded is that packed `Weight`, which still tells its shape, format, bytes and numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from allotrope.kernels.backend import Backend, Op, lazily, runs_anywhere
+from allotrope.kernels.chip import Chip
+from allotrope.kernels.triton_version import triton_reasons
+from allotrope.ops.matmul import cpu, onednn, pytorch, reference
+from allotrope.ops.matmul.plain import PLAIN, PlainWeight
+from allotrope.ops.matmul.weight import Format, QuantizedWeight, Weight
+
+StoredWeight = PlainWeight | QuantizedWeight
+
+
+@dataclass(frozen=True)
+class MatmulSpec:
+    """`format`: of the weight. `dtype`: of activations, and of a plain weight. `experts`: 0 for one weight."""
+
+    format: Format
+    dtype: torch.dtype
+    outputs: int
+    inputs: int
+    experts: int = 0
+
+
+def _copies_nothing(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class MatmulBackend(Backend):
+    """`pack`: a whole stored weight (`PlainWeight` or `QuantizedWeight`), as `run` reads it. `own_layout`: whether that
+    is what `Format.pack` makes. `fp32_out`: whether `out` may be fp32, for sums that are not rounded. `copy_bytes`:
+    shape and dtype of a plain weight -> bytes that `pack` takes beside the memory it is given, 0 where it takes that
+    over.
+    """
+
+    pack: Callable[[Any], Weight] = reference.pack
+    own_layout: bool = False
+    fp32_out: bool = False
+    copy_bytes: Callable[[Sequence[int], torch.dtype], int] = _copies_nothing
+
+
+def kernel_rejects(spec: Any, chip: Chip) -> list[str]:
+    """`Backend.rejects` of our kernels of both operations."""
+    reasons = triton_reasons(chip) or spec.format.kernel_reasons(chip)
+    if spec.format is PLAIN and not spec.experts and spec.dtype not in (torch.bfloat16, torch.float16):
+        reasons = [*reasons, f"plain weights of dtype={spec.dtype} (needs bfloat16 or float16)"]
+    return reasons
+
+
+def pack_for_kernels(weight: StoredWeight) -> Weight:
+    """`MatmulBackend.pack` of our kernels of both operations."""
+    stored = weight if isinstance(weight, QuantizedWeight) else QuantizedWeight(PLAIN, weight.values, weight.values)
+    return weight.format.pack(stored)
+
+
+MATMUL = Op(
+    "matmul",
+    "y = x W^T + b",
+    (
+        MatmulBackend(
+            "triton",
+            kernel_rejects,
+            lazily("allotrope.ops.matmul.triton", "matmul"),
+            pack_for_kernels,
+            own_layout=True,
+            fp32_out=True,
+        ),
+        MatmulBackend("cpu", cpu.rejects, cpu.matmul, cpu.pack, copy_bytes=cpu.panel_bytes),
+        MatmulBackend("onednn", onednn.rejects, onednn.matmul, onednn.pack),
+        MatmulBackend("pytorch", pytorch.rejects, pytorch.matmul),
+        MatmulBackend("reference", runs_anywhere, reference.matmul),
+    ),
+)

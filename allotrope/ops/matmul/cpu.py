@@ -1,109 +1,130 @@
-"""Products with a packed weight (`cpu.c`)."""
+"""Products with a weight in panels (`cpu.c`)."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from allotrope.kernels.c.compiler import UNSUITED, CannotCompile, load
+from allotrope.kernels.c.function import CFunction
+from allotrope.kernels.chip import Chip
+from allotrope.ops.matmul.onednn import plain_reasons, small_reasons
+from allotrope.ops.matmul.plain import PLAIN, PlainWeight
+from allotrope.ops.matmul.weight import Format, Weight
 
-log = logging.getLogger("allotrope.kernels")
-
+SOURCE = Path(__file__).with_name("cpu.c")
 # Outputs of a panel, as in C.
 _PANEL = 32
-_POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 
 
-class PackedWeight:
-    """A weight, [outputs, inputs], that multiplies in C. Only where `packs` says so."""
+class PanelWeight(Weight):
+    """`panels`: [[E,] panels, inputs / pair, panel, pair], zeros behind the last output."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.outputs, self.inputs = weight.shape
-        self.panels = _panels(weight)
-        self.bias: tuple[torch.Tensor, torch.Tensor] | None = None
-        library = _library(weight.dtype)
-        assert library is not None
-        self._product = library.product
+    format: Format = PLAIN
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x W^T + bias. `x`: [T, inputs]. `bias`: [outputs]. Returns [T, outputs]."""
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        y = x.new_empty(len(x), self.outputs)
-        padded = None if bias is None else self._padded(bias).data_ptr()
-        self._product(
-            y.data_ptr(), x.data_ptr(), x.stride(0), self.panels.data_ptr(), padded, len(x), self.inputs, self.outputs
-        )
-        return y
+    def __init__(self, panels: torch.Tensor, shape: tuple[int, ...]) -> None:
+        self.panels, self._shape = panels, shape
+        self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def _padded(self, bias: torch.Tensor) -> torch.Tensor:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As `Weight.shape`."""
+        return self._shape
+
+    @property
+    def nbytes(self) -> int:
+        """As `Weight.nbytes`."""
+        return self.panels.nbytes
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """As `Weight.dequantize`."""
+        rows = self.panels.transpose(-3, -2).flatten(-4, -3).flatten(-2)
+        return rows[..., : self._shape[-2], :].to(dtype)
+
+    def padded(self, bias: torch.Tensor) -> torch.Tensor:
         """`bias` in fp32, as long as the panels; made once, since a layer's bias is always the same."""
-        if self.bias is None or self.bias[0] is not bias:
-            self.bias = (bias, F.pad(bias.float(), (0, -self.outputs % _PANEL)))
-        return self.bias[1]
+        if self._bias is None or self._bias[0] is not bias:
+            self._bias = (bias, F.pad(bias.float(), (0, -self._shape[-2] % _PANEL)))
+        return self._bias[1]
 
 
-class PackedStack:
-    """Weights of experts, [E, outputs, inputs], that multiply rows sorted by expert. Only where `packs` says so."""
-
-    def __init__(self, weights: torch.Tensor) -> None:
-        self.experts, self.outputs, self.inputs = weights.shape
-        self.panels = _panels(weights)
-        library = _library(weights.dtype)
-        assert library is not None
-        self._product = library.grouped_product
-
-    def __call__(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """`rows`: [n, inputs]. `ends`: [E] int32, where each expert's rows end. Returns [n, outputs]."""
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
-        y = rows.new_empty(len(rows), self.outputs)
-        self._product(
-            y.data_ptr(), rows.data_ptr(), rows.stride(0), self.panels.data_ptr(), ends.data_ptr(), self.experts,
-            self.inputs, self.outputs,
-        )  # fmt: skip
-        return y
+def rejects(spec: Any, chip: Chip) -> list[str]:
+    """`Backend.rejects` of one weight."""
+    return rejects_experts(spec, chip) + small_reasons(spec)
 
 
-def _panels(weight: torch.Tensor) -> torch.Tensor:
-    """[..., outputs, inputs] as [..., panels, inputs / pair, panel, pair]."""
-    pair = 4 // weight.element_size()
-    padded = F.pad(weight, (0, 0, 0, -weight.shape[-2] % _PANEL))
-    return padded.unflatten(-1, (-1, pair)).unflatten(-3, (-1, _PANEL)).transpose(-3, -2).contiguous()
-
-
-def packed_bytes(weight: torch.Tensor) -> int:
-    """Bytes of a weight, [..., outputs, inputs], once it is packed."""
-    outputs = weight.shape[-2]
-    return weight.numel() // outputs * (outputs + -outputs % _PANEL) * weight.element_size()
-
-
-def packs(weight: torch.Tensor) -> bool:
-    """Whether a weight can be packed here and is multiplied fastest so."""
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or weight.shape[1] % 2:
-        return False
-    return _library(weight.dtype) is not None
+def rejects_experts(spec: Any, chip: Chip) -> list[str]:
+    """`Backend.rejects` of weights of experts, of any size."""
+    if chip.vendor != "cpu":
+        return [f"chip={chip.arch} (needs cpu)"]
+    reasons = plain_reasons(spec)
+    if spec.inputs % 2:
+        reasons.append(f"inputs={spec.inputs} (needs an even number)")
+    return reasons or library_reasons(spec.dtype)
 
 
 @functools.cache
-def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The functions for a type, if this machine has what they are made for. Why oneDNN multiplies is said once."""
+def _library_reasons(dtype: torch.dtype) -> tuple[str, ...]:
     try:
-        library = load(Path(__file__).with_name("cpu.c"), dtype)
-        if not library.suits():
-            raise CannotCompile(UNSUITED)
+        return () if load(SOURCE, dtype).suits() else (UNSUITED,)
     except CannotCompile as reason:
-        log.info("products of %s weights run by oneDNN: %s", dtype, reason)
-        return None
-    if not library.suits():
-        return None
-    library.product.restype = None
-    library.product.argtypes = [_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG]
-    library.grouped_product.restype = None
-    library.grouped_product.argtypes = [_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG]
-    return library
+        return (str(reason),)
+
+
+def library_reasons(dtype: torch.dtype) -> list[str]:
+    """Why this machine has no such products of a type."""
+    return list(_library_reasons(dtype))
+
+
+def pack(weight: PlainWeight) -> PanelWeight:
+    """`MatmulBackend.pack`: [..., outputs, inputs] as [..., panels, inputs / pair, panel, pair]."""
+    values = weight.values
+    pair = 4 // values.element_size()
+    padded = F.pad(values, (0, 0, 0, -values.shape[-2] % _PANEL))
+    panels = padded.unflatten(-1, (-1, pair)).unflatten(-3, (-1, _PANEL)).transpose(-3, -2).contiguous()
+    return PanelWeight(panels, weight.shape)
+
+
+def panel_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes of the panels of a weight of `shape`."""
+    *outer, outputs, inputs = shape
+    return torch.Size(outer).numel() * (outputs + -outputs % _PANEL) * inputs * dtype.itemsize
+
+
+@functools.cache
+def _product(dtype: torch.dtype) -> CFunction:
+    return CFunction(SOURCE, "product", dtype, "pplpplll")
+
+
+@functools.cache
+def _grouped_product(dtype: torch.dtype) -> CFunction:
+    return CFunction(SOURCE, "grouped_product", dtype, "pplpplll")
+
+
+def matmul(
+    x: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `reference.matmul`."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    outputs, inputs = weight.shape
+    y = x.new_empty(len(x), outputs)
+    added = None if bias is None else weight.padded(bias)
+    _product(x.dtype)(y, x, x.stride(0), weight.panels, added, len(x), inputs, outputs)
+    return y if out is None else out.copy_(y)
+
+
+def multiply_experts(rows: torch.Tensor, weight: PanelWeight, expert_offsets: torch.Tensor) -> torch.Tensor:
+    """`rows`: [n, inputs], sorted by expert. `expert_offsets`: [E] int32, where each expert's rows end. Returns
+    [n, outputs]."""
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    experts, outputs, inputs = weight.shape
+    y = rows.new_empty(len(rows), outputs)
+    _grouped_product(rows.dtype)(y, rows, rows.stride(0), weight.panels, expert_offsets, experts, inputs, outputs)
+    return y

@@ -1,18 +1,18 @@
 """How a quantized product is launched: what was measured to be fastest, by chip and shape, else a rule of thumb.
 
-Measured launches lie in `tuned/<chip>.json`; `bench/tune_products.py` writes them. Must not know Triton.
+Measured launches lie in `tuned/<chip>.json`; `bench/kernels/tune_products.py` writes them. Must not know Triton.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from allotrope.kernels.chip import Chip
-from allotrope.ops.matmul.quantized_weight import ACTIVATION_RUN, Kind
+from allotrope.ops.matmul.weight import KERNEL_STEP
 
 FOLDER = Path(__file__).parent / "tuned"
 # Rows of FP8 weights in blocks from which PyTorch's product was the fastest of every shape tried.
@@ -33,11 +33,11 @@ _HOPPER = ("h100", "h200", "h800", "h20", "gh200")
 
 @dataclass(frozen=True)
 class Shape:
-    """A product but for its rows. `kind`: of the weights, "plain" for those of 16 bits, "fp32" where any but FP8 ones
-    meet fp32 rows. `experts`: 0 for one weight. `outputs`: of the result; `gated`: of two weights.
+    """A product but for its rows. `kind`: the name of the weight's format; "fp32" where any but FP8 ones meet fp32
+    rows. `experts`: 0 for one weight. `outputs`: of the result; `gated`: of two weights.
     """
 
-    kind: Kind | Literal["plain", "fp32"]
+    kind: str
     experts: int
     outputs: int
     inputs: int
@@ -146,7 +146,7 @@ def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
     if usual > 64:
         if shape.kind == "fp8" and not shape.experts and not amd and rows >= _LIBRARY_ROWS:
             return PYTORCH
-        narrow = shape.gated or (amd and shape.kind == "plain")
+        narrow = shape.gated or (amd and shape.kind in ("plain", "int4"))
         return Launch(128, 64 if narrow else 128, left=False, quantize=False, warps=8, stages=2 if amd else 3)
     height = 16 if usual <= 16 else 32 if usual <= 32 else 64
     if shape.experts or shape.gated:
@@ -163,7 +163,7 @@ def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
         return Launch(height, 64, left=not amd, stages=stages)
     columns = 128 if shape.outputs >= 128 * _PROGRAMS else 64
     tiles = -(-shape.outputs // columns)
-    splits = max(1, min(_PROGRAMS // tiles, -(-shape.inputs // ACTIVATION_RUN) // 4, 8))
+    splits = max(1, min(_PROGRAMS // tiles, -(-shape.inputs // KERNEL_STEP) // 4, 8))
     # A barrier there does not wait until the parts that its waves have stored can be seen by other programs.
     return Launch(height, columns, 1 if amd else splits, left=not amd, stages=stages)
 
@@ -182,6 +182,17 @@ def _of_plain(shape: Shape, rows: int) -> Launch:
         return Launch(height, 128, warps=8, stages=3, depth=64)
     tiles = -(-shape.outputs // 64)
     return Launch(16, 64, max(1, min(4, 336 // tiles)), stages=3)
+
+
+def within(launch: Launch, shape: Shape, chip: Chip) -> Launch:
+    """`launch` with as many stages as the shared memory of a chip holds, where launches were made for a larger one."""
+    if chip.vendor != "nvidia" or chip.has_wgmma:
+        return launch
+    size = {"fp8": 1.0, "mxfp4": 0.5, "fp32": 4.0}.get(shape.kind, 2.0)
+    rows = launch.rows * (4 if shape.kind == "fp32" else 2)
+    stage = launch.depth * (rows + launch.columns * (2 if shape.gated else 1) * size)
+    # What is multiplied now is not held twice.
+    return replace(launch, stages=min(launch.stages, max(2, 1 + int(chip.shared_memory // stage))))
 
 
 def tuned_name(chip: Chip) -> str:

@@ -1,52 +1,24 @@
-"""FP8 products by PyTorch's library, which takes scales of blocks of 128 x 128; for many rows, where it is faster."""
+"""Products of plain weights by PyTorch."""
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from allotrope.kernels.chip import chip_of
-from allotrope.ops.matmul.packed_weight import Prepared
-from allotrope.ops.matmul.triton_quantize import quantize_rows
-
-
-def in_library(weight: Prepared) -> bool:
-    """Whether the library knows products with this weight on its device."""
-    return (
-        weight.library_scales is not None
-        and weight.padded == weight.inputs
-        and weight.outputs % 16 == 0
-        and chip_of(weight.codes.device).has_wgmma
-        and _has_blocks()
-    )
+from allotrope.kernels.chip import Chip
+from allotrope.ops.matmul.plain import PLAIN, PlainWeight
 
 
-@functools.cache
-def _has_blocks() -> bool:
-    """Scales of blocks came with CUDA 12.9."""
-    version = (torch.version.cuda or "0").split(".")
-    return tuple(map(int, version[:2])) >= (12, 9)
+def rejects(spec: Any, chip: Chip) -> list[str]:
+    """`Backend.rejects`."""
+    return [] if spec.format is PLAIN else [f"format={spec.format.name} (needs plain)"]
 
 
-def scaled_product(
-    x: torch.Tensor, weight: Prepared, bias: torch.Tensor | None, out: torch.Tensor | None
+def matmul(
+    x: torch.Tensor, weight: PlainWeight, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """y = W x + b [T, outputs]. `x`: [T, inputs]. `out`: copied into, where it is given. Needs `in_library(weight)`."""
-    from torch.nn.functional import ScalingType, scaled_mm
-
-    # Rows in fours, and runs of a row far apart: the layout of scales that the library wants.
-    codes, scales = quantize_rows(x, whole=True)
-    assert weight.library_scales is not None
-    y = scaled_mm(
-        codes,
-        weight.codes[0].t(),
-        scales,
-        ScalingType.BlockWise1x128,
-        weight.library_scales,
-        ScalingType.BlockWise128x128,
-        output_dtype=x.dtype,
-    )
-    if bias is not None:
-        y += bias
-    return y[: len(x)] if out is None else out.copy_(y[: len(x)])
+    """As `reference.matmul`, in the weight's own type."""
+    y = F.linear(x, weight.values, bias)
+    return y if out is None else out.copy_(y)

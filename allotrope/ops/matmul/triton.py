@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,21 +26,34 @@ import triton.language as tl
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.registry import Specialization, specializations
-from allotrope.kernels.side_stream import is_beside
+from allotrope.kernels.side_stream import on_side_stream
 from allotrope.kernels.tiles import cdiv, next_power_of_2
+from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.gated_activation.triton import ACTIVATIONS, gate
 from allotrope.ops.grouped_matmul import gluon as gluon_experts
-from allotrope.ops.grouped_matmul import gluon_fp4
+from allotrope.ops.grouped_matmul import gluon_fp4, pytorch
+from allotrope.ops.grouped_matmul.reference import TileTables, activated
 from allotrope.ops.grouped_matmul.triton_tile_table import most_tiles, table_of_tiles, tiles_of_experts
-from allotrope.ops.matmul.launch import INTERPRETER, Launch, Shape, launch_for, rule_of_thumb, tuned_name
-from allotrope.ops.matmul.packed_weight import Prepared
-from allotrope.ops.matmul.pytorch import in_library, scaled_product
+from allotrope.ops.matmul.fp8 import Fp8
+from allotrope.ops.matmul.int4 import Int4
+from allotrope.ops.matmul.launch import (
+    FEW_PLAIN_ROWS,
+    INTERPRETER,
+    Launch,
+    Shape,
+    launch_for,
+    rule_of_thumb,
+    tuned_name,
+    within,
+)
+from allotrope.ops.matmul.library import in_library, scaled_product
+from allotrope.ops.matmul.mxfp4 import MXFP4
+from allotrope.ops.matmul.packed_weight import PackedWeight, multiplies_pairs
+from allotrope.ops.matmul.plain import PLAIN
 from allotrope.ops.matmul.triton_fp4 import walk_fp4
+from allotrope.ops.matmul.triton_int4 import walk_int4
 from allotrope.ops.matmul.triton_quantize import quantize_rows, to_codes
-
-if TYPE_CHECKING:
-    from allotrope.layers.mlp import Gating
-    from allotrope.ops.matmul.product import Tables
+from allotrope.ops.matmul.weight import Format
 
 
 @triton.jit
@@ -178,6 +191,7 @@ def product_kernel(
     SPLITS: tl.constexpr,
     LEFT: tl.constexpr,
     DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """`x`: [.., inputs]; row i is row `source[i]` of it with GATHER. `codes`: [experts, outputs (twice that with an
     ACTIVATION, gates first), padded], or tiles of 4-bit ones. `ends`: [experts] int32, none if EXPERTS is 0. `table`:
@@ -235,6 +249,10 @@ def product_kernel(
             total, other = _walk_plain(
                 total, a, row_mask, w, v, column_mask, begin, stop, inputs, GATED, LEFT, DEPTH
             )  # fmt: skip
+        elif KIND == "int4":
+            total, other = walk_int4(
+                total, a, row_mask, w, v, near, far, column_mask, begin, stop, inputs, GROUP, GATED, LEFT, COLUMNS
+            )  # fmt: skip
         else:
             total, other = walk_fp4(
                 a, row_mask, own, s, block * COLUMNS, outputs, inputs, padded, begin, stop,
@@ -277,14 +295,14 @@ def product_kernel(
 
 def multiply(
     x: torch.Tensor,
-    weight: Prepared,
+    weight: PackedWeight,
     *,
     bias: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
     source: torch.Tensor | None = None,
-    gating: Gating | None = None,
+    gating: GatedActivation | None = None,
     out: torch.Tensor | None = None,
-    tables: Tables | None = None,
+    tables: TileTables | None = None,
     launch: Launch | None = None,
 ) -> torch.Tensor:
     """y_i = act(W_e x_i + b_e). Asks the device nothing.
@@ -302,13 +320,13 @@ def multiply(
     if not rows:
         return x.new_empty((0, outputs)) if out is None else out
     chip = tuned_name(chip_of(x.device))
-    kind = "fp32" if x.dtype == torch.float32 and weight.kind != "fp8" else weight.kind
+    kind = "fp32" if x.dtype == torch.float32 and weight.format.name != "fp8" else weight.format.name
     shape = Shape(kind, weight.experts, outputs, weight.inputs, gating is not None)
-    launch = launch or launch_for(shape, rows, chip)
+    launch = launch or within(launch_for(shape, rows, chip), shape, chip_of(x.device))
     if launch.library and in_library(weight):
         return scaled_product(x, weight, bias, out)
-    if launch.library and weight.kind == "plain" and ends is None:
-        return _in_torch(x, weight.codes[0], bias, out)
+    if launch.library and weight.format.name == "plain" and ends is None:
+        return _in_torch(x, weight.values[0], bias, out)
     if out is None:
         out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     if launch.groups and ends is not None and gluon_experts.knows(weight, gating, bias):
@@ -320,7 +338,7 @@ def multiply(
         inner = x if source is None else x.index_select(0, source)
         gluon_fp4.multiply(inner, weight, ends, tiles_of, out, bias, gating)
         return out
-    fp8 = weight.kind == "fp8"
+    fp8 = weight.format.name == "fp8"
     x_scales = None
     if fp8 and not launch.quantize:
         x, x_scales = quantize_rows(x)
@@ -334,13 +352,13 @@ def multiply(
         if tiles * blocks > _TILES or tiles * blocks * launch.splits * launch.rows * launch.columns > _PARTS:
             launch = replace(launch, splits=1)
         else:
-            parts, arrivals = _scratch(x.device, is_beside(x.device))
+            parts, arrivals = _scratch(x.device, on_side_stream(x.device))
     grid = (tiles, blocks) if ends is None else (blocks, tiles)
     product_kernel[*grid, launch.splits](
         x,
         x_scales,
         source,
-        weight.codes,
+        weight.values,
         weight.scales,
         bias,
         ends,
@@ -352,11 +370,11 @@ def multiply(
         weight.experts,
         outputs,
         weight.inputs,
-        weight.padded,
+        weight.padded_inputs,
         x.stride(0),
         x_scales.stride(1) if x_scales is not None else 0,
-        weight.codes.stride(0),
-        weight.codes.stride(1),
+        weight.values.stride(0),
+        weight.values.stride(1),
         weight.scales.stride(0),
         weight.scales.stride(1),
         weight.scales.stride(2),
@@ -377,25 +395,57 @@ def multiply(
     return out
 
 
+def matmul(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `reference.matmul`; `out` may be of fp32, for sums that are not rounded."""
+    if weight.format is PLAIN and len(x) > FEW_PLAIN_ROWS and (out is None or out.dtype == x.dtype):
+        y = F.linear(x, weight.values[0], bias)
+        return y if out is None else out.copy_(y)
+    return multiply(x, weight, bias=bias, out=out)
+
+
+def grouped_matmul(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    expert_offsets: torch.Tensor,
+    sorted_token_ids: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    gating: GatedActivation | None = None,
+    expert_ids: torch.Tensor | None = None,
+    tile_tables: TileTables | None = None,
+) -> torch.Tensor:
+    """As `grouped_matmul.reference.grouped_matmul`, in one launch or two, which never ask the device how many rows an
+    expert has."""
+    rows = len(x) if sorted_token_ids is None else len(sorted_token_ids)
+    if weight.format is PLAIN and bias is None and rows >= pytorch.MIN_ROWS and pytorch.in_one_call(weight.values):
+        rows_of = x if sorted_token_ids is None else x.index_select(0, sorted_token_ids)
+        y = F.grouped_mm(rows_of, weight.values.transpose(1, 2), offs=expert_offsets)
+        return y if gating is None else activated(y, gating)
+    return multiply(
+        x, weight, bias=bias, ends=expert_offsets, source=sorted_token_ids, gating=gating, tables=tile_tables
+    )
+
+
 def _in_torch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
     """PyTorch's product with a plain weight, into `out` where it is given; on NVIDIA chips not rounded before that."""
-    if out is None or out.dtype == x.dtype or torch.version.cuda is None:
+    if out is None or out.dtype == x.dtype or chip_of(x.device).vendor != "nvidia":
         y = F.linear(x, weight, bias)
         return y if out is None else out.copy_(y)
     torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
     return out if bias is None else out.add_(bias)
 
 
-def _constants(weight: Prepared, outputs: int, launch: Launch, chip: str) -> dict[str, Any]:
+def _constants(weight: PackedWeight, outputs: int, launch: Launch, chip: str) -> dict[str, Any]:
     whole_tiles = weight.scale_rows % launch.columns == 0 and outputs % launch.columns == 0
     return {
-        "KIND": weight.kind,
+        "KIND": weight.format.name,
         "EXPERTS": next_power_of_2(weight.experts) if weight.experts else 0,
-        "QUANTIZE": launch.quantize and weight.kind == "fp8",
+        "QUANTIZE": launch.quantize and weight.format.name == "fp8",
         "SCALE_ROWS": weight.scale_rows,
-        "ONE_SCALE": weight.kind == "fp8" and whole_tiles,
+        "ONE_SCALE": weight.format.name == "fp8" and whole_tiles,
         "ROW_SCALES": weight.row_scales,
         "HOPPER": weight.fast and chip != INTERPRETER and not chip.startswith("gfx"),
         # This chip's e4m3 has another bias.
@@ -404,7 +454,8 @@ def _constants(weight: Prepared, outputs: int, launch: Launch, chip: str) -> dic
         "COLUMNS": launch.columns,
         "SPLITS": launch.splits,
         "LEFT": launch.left,
-        "DEPTH": launch.depth if weight.kind != "fp8" else 128,
+        "DEPTH": launch.depth if weight.format.name != "fp8" else 128,
+        "GROUP": weight.format.group_size if weight.format.name == "int4" else 0,
     }
 
 
@@ -416,11 +467,14 @@ _PARTS, _TILES = 1 << 23, 1 << 13
 
 
 @functools.cache
-def _scratch(device: torch.device, beside: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _scratch(device: torch.device, overlap: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Parts and arrivals: products follow each other, but for those that run beside others. Of one size for good, for
     graphs hold on to them.
     """
     return torch.empty(_PARTS, device=device), torch.zeros(_TILES, dtype=torch.int32, device=device)
+
+
+_RELEASED: dict[str, Format] = {"plain": PLAIN, "fp32": PLAIN, "fp8": Fp8(128), "mxfp4": MXFP4, "int4": Int4(32)}
 
 
 @specializations
@@ -442,6 +496,12 @@ def released(chip: Chip) -> list[Specialization]:
         ("plain few outputs", "plain", 0, 16, False),
         ("plain experts few rows gated", "plain", 128, 64, True),
         ("plain experts many rows", "plain", 128, 32768, False),
+        ("int4 few rows", "int4", 0, 16, False),
+        ("int4 many rows", "int4", 0, 8192, False),
+        ("int4 experts few rows gated", "int4", 384, 64, True),
+        ("int4 experts few rows", "int4", 384, 64, False),
+        ("int4 experts many rows gated", "int4", 384, 65536, True),
+        ("int4 experts many rows", "int4", 384, 65536, False),
         ("fp32 experts few rows gated", "fp32", 128, 64, True),
         ("fp32 experts many rows gated", "fp32", 128, 32768, True),
     )
@@ -449,17 +509,18 @@ def released(chip: Chip) -> list[Specialization]:
         outputs = 131072 if kind == "plain" and not experts else 12288
         if name == "plain few outputs":
             outputs = 128
-        launch = rule_of_thumb(Shape(kind, experts, outputs, 2048, gated), rows, tuned)
+        shape = Shape(kind, experts, outputs, 2048, gated)
+        launch = within(rule_of_thumb(shape, rows, tuned), shape, chip)
         if launch.library and kind == "plain":
             # There is nothing of ours to compile.
             continue
         rounded = kind == "fp8" and not launch.quantize
         none = torch.empty(0)
-        stored: Any = "plain" if kind == "fp32" else kind
-        weight = Prepared(stored, none, none, outputs, 2048, 2048, 128 if kind == "fp8" else 1, False, experts, True)
+        group, fast = 128 if kind == "fp8" else 1, multiplies_pairs(chip)
+        weight = PackedWeight(_RELEASED[kind], none, none, outputs, 2048, 2048, group, False, experts, fast)
         numbers = "*fp32:16" if kind == "fp32" else "*bf16:16"
         signature = {"x": "*fp8e4nv:16" if rounded else numbers, "ends": "*i32:16", "out": numbers}
-        signature |= {"codes": {"fp8": "*fp8e4nv:16", "mxfp4": "*i16:16"}.get(kind, numbers)}
+        signature |= {"codes": {"fp8": "*fp8e4nv:16", "mxfp4": "*i16:16", "int4": "*i32:16"}.get(kind, numbers)}
         signature |= {"scales": {"fp8": "*fp32:16", "mxfp4": "*i32:16"}.get(kind, numbers)}
         signature |= dict.fromkeys(("rows", "experts", "x_scale_stride", "scale_expert", "scale_row"), "i32")
         signature |= dict.fromkeys(("outputs", "inputs", "padded", "x_stride"), "i32:16")

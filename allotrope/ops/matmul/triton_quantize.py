@@ -12,13 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from allotrope.attention.mla.rows import FP8_MAX
 from allotrope.kernels.chip import Chip
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import at_least, largest_of
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv
-from allotrope.ops.matmul.quantized_weight import ACTIVATION_RUN, SMALLEST_SCALE
+from allotrope.ops.matmul.fp8 import ACTIVATION_GROUP, FP8_MAX, SMALLEST_SCALE
 
 _MANY_RUNS = 1 << 15
 _LARGEST, _SMALLEST = tl.constexpr(FP8_MAX), tl.constexpr(SMALLEST_SCALE)
@@ -26,7 +25,7 @@ _LARGEST, _SMALLEST = tl.constexpr(FP8_MAX), tl.constexpr(SMALLEST_SCALE)
 
 @triton.jit
 def to_codes(x):
-    """`x`: [n, 128] fp32. Returns codes and scales [n]. What `format.quantize_rows` does to runs."""
+    """`x`: [n, 128] fp32. Returns codes and scales [n]. What `fp8.quantize_rows` does to runs."""
     scale = at_least(largest_of(x, 1) / _LARGEST, _SMALLEST)
     return (x / scale[:, None]).to(tl.float8e4nv), scale
 
@@ -58,7 +57,7 @@ def quantize_kernel(
 def quantize_rows(
     x: torch.Tensor, *, source: torch.Tensor | None = None, whole: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `format.quantize_rows`. `x`: any row stride. The scales are a view whose rows lie side by side in memory.
+    """As `fp8.quantize_rows`. `x`: any row stride. The scales are a view whose rows lie side by side in memory.
 
     `source`: which rows of x, all in their order if None. `whole`: rows are rounded up to fours, with anything in those
     that are not in x.
@@ -68,9 +67,9 @@ def quantize_rows(
         # they were in its registers.
         x = torch.nn.functional.pad(x, (0, 1))
     tokens, inputs = len(x) if source is None else len(source), x.shape[1]
-    runs = cdiv(inputs, ACTIVATION_RUN)
+    runs = cdiv(inputs, ACTIVATION_GROUP)
     rows = -(-tokens // 4) * 4
-    codes = torch.empty((rows, runs * ACTIVATION_RUN), dtype=torch.float8_e4m3fn, device=x.device)
+    codes = torch.empty((rows, runs * ACTIVATION_GROUP), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((runs, rows), dtype=torch.float32, device=x.device)
     if tokens:
         # Of many runs a thread asks for 64 bytes at once; few are shared out to as many programs as can be.

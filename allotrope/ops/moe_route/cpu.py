@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from allotrope.kernels.c.compiler import CannotCompile, load
-from allotrope.ops.gated_activation.c_struct import CompiledGating
+from allotrope.ops.gated_activation.spec import CGatedActivation
 
 LANES = 16
 SCORES = ("softmax", "sigmoid", "sqrt_softplus")
@@ -27,7 +27,7 @@ class ExpertFunctions:
         self._mix, self._combine = library.mix_experts, library.combine
         self._route.argtypes = [_POINTER] * 4 + [_LONG] * 8 + [_FLOAT]
         self._group.argtypes = [_POINTER] * 5 + [_LONG] * 3
-        self._mix.argtypes = [_POINTER] * 2 + [_LONG] + [_POINTER] * 7 + [_LONG] * 4 + [CompiledGating]
+        self._mix.argtypes = [_POINTER] * 2 + [_LONG] + [_POINTER] * 7 + [_LONG] * 4 + [CGatedActivation]
         self._combine.argtypes = [_POINTER] * 6 + [_LONG] * 3
         for function in (self._route, self._group, self._mix, self._combine):
             function.restype = None
@@ -77,7 +77,7 @@ class ExpertFunctions:
         chosen: torch.Tensor,
         gate_up: tuple[torch.Tensor, torch.Tensor | None],
         down: tuple[torch.Tensor, torch.Tensor | None],
-        how: CompiledGating,
+        how: CGatedActivation,
     ) -> torch.Tensor:
         """The sum over each token's experts, for few tokens: every expert's rows are read anew for each.
 

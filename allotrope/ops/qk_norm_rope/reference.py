@@ -1,81 +1,34 @@
-"""What stands between the fused projection and attention: norms of heads, rotation, and the rows' way to the cache.
-
-For every token, with [q | k | v] its projection, head by head:
-
-    q = rotate(norm(q));  k = rotate(norm(k));  v = value_scale norm(v);  pools[slot] = k / k_scale, v / v_scale
-    norm(x) = x / sqrt(sum x^2 + D eps) * factors
-
-each of norm, rotation and scale where the layer has it. Mathematics in fp32; q, k and v are rounded once to the
-projection's type, and k and v again to the pool's.
-"""
+"""Norm, rotation and store in PyTorch: what kernels are held against. The package's docstring has the equations."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from allotrope.ops.rope.reference import Rotation, rotate
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadSpec:
-    """`heads`, `kv_heads`: H and G; G is 0 for a layer that reads another's rows. `dim`: D. `v_dim`: Dv. `eps`: of the
-    norms. `qk_norm`: RMS over each head of q and k. `v_norm`: RMS over each head of v, without a weight.
-    `values_from_keys`: values are the keys as projected, and the projection has none of their own.
-    """
-
-    heads: int
-    kv_heads: int
-    dim: int
-    v_dim: int
-    eps: float = 1e-6
-    qk_norm: bool = False
-    v_norm: bool = False
-    value_scale: float = 1.0
-    values_from_keys: bool = False
-
-    @property
-    def width(self) -> int:
-        """Columns of the projection that are read."""
-        values = 0 if self.values_from_keys else self.kv_heads * self.v_dim
-        return (self.heads + self.kv_heads) * self.dim + values
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Where keys and values go. `k`: [P, S, G, D] pool. `v`: [P, S, G, Dv] pool, None where keys serve as values.
-    `slots`: [T] int64, row of each token, below 0 for a token that is not stored. `k_scale`, `v_scale`: in FP8 pools, a
-    stored number is the true one divided by these.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor | None
-    slots: torch.Tensor
-    k_scale: float = 1.0
-    v_scale: float = 1.0
+from allotrope.ops.qk_norm_rope.spec import HeadSpec, Rows
+from allotrope.ops.rope import Rotation
+from allotrope.ops.rope.reference import apply_rope
 
 
 def rope_store(
     spec: HeadSpec,
     projected: torch.Tensor,
     rotation: Rotation | None,
-    q_factors: torch.Tensor | None,
-    k_factors: torch.Tensor | None,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     rows: Rows | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The equation above, written to be read.
+    """Norm, rotate and store.
 
-    `projected`: [T, >= width]. `rotation`: of the step's positions, None for none. `q_factors`, `k_factors`: [D] fp32
-    with `qk_norm`, the norms' weights times sqrt(D). `rows`: None to return k and v instead of storing them.
+    `projected`: [T, >= width]. `rotation`: of the step's positions, None for none. `q_weight`, `k_weight`: [D] fp32
+    with `qk_norm`, weights of the norms times sqrt(D). `rows`: None to return k and v instead of storing them.
     Returns q [T, H, D], and k [T, G, D] and v [T, G, Dv] or None.
     """
     tokens, border = len(projected), spec.heads * spec.dim
-    q = _turned(spec, projected[:, :border].view(tokens, spec.heads, spec.dim), q_factors, rotation)
+    q = _rotated(spec, projected[:, :border].view(tokens, spec.heads, spec.dim), q_weight, rotation)
     if not spec.kv_heads:
         return q, None, None
     keys = projected[:, border : border + spec.kv_heads * spec.dim].view(tokens, spec.kv_heads, spec.dim)
-    k = _turned(spec, keys, k_factors, rotation)
+    k = _rotated(spec, keys, k_weight, rotation)
     start = border + spec.kv_heads * spec.dim
     values = keys.float()
     if not spec.values_from_keys:
@@ -98,13 +51,13 @@ def quantize(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     return (x.float() / scale).clamp(-limit, limit).to(dtype)
 
 
-def _normed(x: torch.Tensor, factors: torch.Tensor | None, eps: float) -> torch.Tensor:
+def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     size = x.shape[-1]
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + size * eps) * (size**0.5 if factors is None else factors)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + size * eps) * (size**0.5 if weight is None else weight)
 
 
-def _turned(spec: HeadSpec, x: torch.Tensor, factors: torch.Tensor | None, rotation: Rotation | None) -> torch.Tensor:
-    exact = _normed(x.float(), factors, spec.eps) if spec.qk_norm else x.float()
+def _rotated(spec: HeadSpec, x: torch.Tensor, weight: torch.Tensor | None, rotation: Rotation | None) -> torch.Tensor:
+    x_fp32 = _normed(x.float(), weight, spec.eps) if spec.qk_norm else x.float()
     if rotation is not None:
-        exact = rotate(exact, Rotation(rotation.cos.float(), rotation.sin.float(), rotation.interleaved))
-    return exact.to(x.dtype)
+        x_fp32 = apply_rope(x_fp32, Rotation(rotation.cos.float(), rotation.sin.float(), rotation.interleaved))
+    return x_fp32.to(x.dtype)

@@ -1,4 +1,5 @@
-"""`rope_store` in one launch: the fused projection is read once, q is written contiguous, k and v to their pools.
+"""`rope_store` in one launch: the fused projection is read once, q is written contiguous, k and v go to their
+pools.
 
 A program owns some heads of one kind (q, k or v) of one token. Rows of the pools are addressed in 64 bits.
 """
@@ -18,14 +19,14 @@ from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import clamped
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv, next_power_of_2
-from allotrope.ops.qk_norm_rope.reference import HeadSpec, Rows
-from allotrope.ops.rope.reference import Rotation
+from allotrope.ops.qk_norm_rope.spec import HeadSpec, Rows
+from allotrope.ops.rope import Rotation
 
 _FP8_MAX = tl.constexpr(448.0)
 
 
 @triton.jit
-def _stored(x, scale, pool, FP8: tl.constexpr):
+def _to_pool(x, scale, pool, FP8: tl.constexpr):
     """What a pool holds of `x`."""
     if FP8:
         x = clamped(x / scale, _FP8_MAX)
@@ -33,178 +34,182 @@ def _stored(x, scale, pool, FP8: tl.constexpr):
 
 
 @triton.jit
-def _turn(
-    source, place, inside, cos, sin, factors, floor, scale,
-    DIM: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, WHOLE: tl.constexpr, HEADS: tl.constexpr,
+def _rotate(
+    src, dst, mask_h, cos, sin, weight, floor, scale,
+    DIM: tl.constexpr, ROTATED: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and write heads. `source`, `place`: [HEADS, 1] pointers to their starts; `inside`: to be written.
+    """Norm, rotate and write heads. `src`, `dst`: [BLOCK_H, 1] pointers to their starts; `mask_h`: heads to store.
 
-    The table's sine carries the sign of its place.
+    The sine carries the sign of its dim.
     """
     if ROTATED < DIM:
-        _turn_partly(
-            source, place, inside, cos, sin, factors, floor, scale,
-            DIM, ROTATED, WHOLE, HEADS, INTERLEAVED, NORM, FP8,
+        _rotate_partial(
+            src, dst, mask_h, cos, sin, weight, floor, scale,
+            DIM, ROTATED, BLOCK_D, BLOCK_H, INTERLEAVED, NORM, FP8,
         )  # fmt: skip
     else:
-        _turn_whole(
-            source, place, inside, cos, sin, factors, floor, scale, DIM, HALF, HEADS, INTERLEAVED, NORM, FP8
+        _rotate_full(
+            src, dst, mask_h, cos, sin, weight, floor, scale, DIM, BLOCK_PAIRS, BLOCK_H, INTERLEAVED, NORM, FP8
         )  # fmt: skip
 
 
 @triton.jit
-def _turn_whole(
-    source, place, inside, cos, sin, factors, floor, scale,
-    DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+def _rotate_full(
+    src, dst, mask_h, cos, sin, weight, floor, scale,
+    DIM: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_H: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """As `_turn`; the pairs are held as two halves a and b."""
-    dtype = source.dtype.element_ty
-    pair = tl.arange(0, HALF)[None, :]
-    both = tl.arange(0, 2 * HALF)[None, :]
+    """As `_rotate`; the pairs are held as two halves a and b."""
+    dtype = src.dtype.element_ty
+    pair = tl.arange(0, BLOCK_PAIRS)[None, :]
+    both = tl.arange(0, 2 * BLOCK_PAIRS)[None, :]
     paired = pair < DIM // 2
     if INTERLEAVED:
-        whole = tl.load(source + both, mask=inside & (both < DIM), other=0.0).to(tl.float32)
-        a, b = tl.split(tl.reshape(whole, [HEADS, HALF, 2]))
+        x = tl.load(src + both, mask=mask_h & (both < DIM), other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(x, [BLOCK_H, BLOCK_PAIRS, 2]))
     else:
-        a = tl.load(source + pair, mask=inside & paired, other=0.0).to(tl.float32)
-        b = tl.load(source + DIM // 2 + pair, mask=inside & paired, other=0.0).to(tl.float32)
+        a = tl.load(src + pair, mask=mask_h & paired, other=0.0).to(tl.float32)
+        b = tl.load(src + DIM // 2 + pair, mask=mask_h & paired, other=0.0).to(tl.float32)
     # Which of a head's numbers are first and second of a pair.
     first = 2 * pair if INTERLEAVED else pair
     second = first + 1 if INTERLEAVED else first + DIM // 2
     if NORM:
-        root = tl.rsqrt(floor + tl.sum(a * a + b * b, axis=1))[:, None]
-        a *= root * tl.load(factors + first, mask=paired, other=0.0)
-        b *= root * tl.load(factors + second, mask=paired, other=0.0)
+        rstd = tl.rsqrt(floor + tl.sum(a * a + b * b, axis=1))[:, None]
+        a *= rstd * tl.load(weight + first, mask=paired, other=0.0)
+        b *= rstd * tl.load(weight + second, mask=paired, other=0.0)
     cosine = tl.load(cos + first, mask=paired, other=0.0).to(tl.float32)
     sine = tl.load(sin + first, mask=paired, other=0.0).to(tl.float32)
-    turned_a = _stored((a * cosine + b * sine).to(dtype).to(tl.float32), scale, place, FP8)
-    turned_b = _stored((b * cosine - a * sine).to(dtype).to(tl.float32), scale, place, FP8)
+    rotated_a = _to_pool((a * cosine + b * sine).to(dtype).to(tl.float32), scale, dst, FP8)
+    rotated_b = _to_pool((b * cosine - a * sine).to(dtype).to(tl.float32), scale, dst, FP8)
     if INTERLEAVED:
-        joined = tl.reshape(tl.join(turned_a, turned_b), [HEADS, 2 * HALF])
-        tl.store(place + both, joined, mask=inside & (both < DIM))
+        interleaved = tl.reshape(tl.join(rotated_a, rotated_b), [BLOCK_H, 2 * BLOCK_PAIRS])
+        tl.store(dst + both, interleaved, mask=mask_h & (both < DIM))
     else:
-        tl.store(place + pair, turned_a, mask=inside & paired)
-        tl.store(place + DIM // 2 + pair, turned_b, mask=inside & paired)
+        tl.store(dst + pair, rotated_a, mask=mask_h & paired)
+        tl.store(dst + DIM // 2 + pair, rotated_b, mask=mask_h & paired)
 
 
 @triton.jit
-def _turn_partly(
-    source, place, inside, cos, sin, factors, floor, scale,
-    DIM: tl.constexpr, ROTATED: tl.constexpr, WHOLE: tl.constexpr, HEADS: tl.constexpr,
+def _rotate_partial(
+    src, dst, mask_h, cos, sin, weight, floor, scale,
+    DIM: tl.constexpr, ROTATED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """As `_turn`; a head is one tile, and so are the other numbers of its pairs, read again where they lie apart:
-    tiles of other widths would meet in shared memory."""
-    dtype = source.dtype.element_ty
-    column = tl.arange(0, WHOLE)[None, :]
-    there = column < DIM
-    x = tl.load(source + column, mask=inside & there, other=0.0).to(tl.float32)
+    """As `_rotate`; a head is one tile, and so are the partners of its numbers, read again where pairs lie apart:
+    tiles of different widths would be exchanged through shared memory."""
+    dtype = src.dtype.element_ty
+    column = tl.arange(0, BLOCK_D)[None, :]
+    mask_d = column < DIM
+    x = tl.load(src + column, mask=mask_h & mask_d, other=0.0).to(tl.float32)
     if NORM:
-        root = tl.rsqrt(floor + tl.sum(x * x, axis=1))[:, None]
-        x *= root * tl.load(factors + column, mask=there, other=0.0)
+        rstd = tl.rsqrt(floor + tl.sum(x * x, axis=1))[:, None]
+        x *= rstd * tl.load(weight + column, mask=mask_d, other=0.0)
     if ROTATED > 0:
-        turning = column < ROTATED
+        is_rotated = column < ROTATED
         if INTERLEAVED:
-            a, b = tl.split(tl.reshape(x, [HEADS, WHOLE // 2, 2]))
-            other = tl.reshape(tl.join(b, a), [HEADS, WHOLE])
+            a, b = tl.split(tl.reshape(x, [BLOCK_H, BLOCK_D // 2, 2]))
+            partner = tl.reshape(tl.join(b, a), [BLOCK_H, BLOCK_D])
         else:
-            partner = tl.where(column < ROTATED // 2, column + ROTATED // 2, column - ROTATED // 2)
+            partner_column = tl.where(column < ROTATED // 2, column + ROTATED // 2, column - ROTATED // 2)
             if ROTATED % 16 == 0:
                 # Runs of 8 stay runs.
-                partner = tl.max_contiguous(tl.multiple_of(partner, [1, 8]), [1, 8])
-            other = tl.load(source + partner, mask=inside & turning, other=0.0).to(tl.float32)
+                partner_column = tl.max_contiguous(tl.multiple_of(partner_column, [1, 8]), [1, 8])
+            partner = tl.load(src + partner_column, mask=mask_h & is_rotated, other=0.0).to(tl.float32)
             if NORM:
-                other *= root * tl.load(factors + partner, mask=turning, other=0.0)
-        cosine = tl.load(cos + column, mask=turning, other=1.0).to(tl.float32)
-        sine = tl.load(sin + column, mask=turning, other=0.0).to(tl.float32)
-        x = x * cosine + other * sine
-    tl.store(place + column, _stored(x.to(dtype).to(tl.float32), scale, place, FP8), mask=inside & there)
+                partner *= rstd * tl.load(weight + partner_column, mask=is_rotated, other=0.0)
+        cosine = tl.load(cos + column, mask=is_rotated, other=1.0).to(tl.float32)
+        sine = tl.load(sin + column, mask=is_rotated, other=0.0).to(tl.float32)
+        x = x * cosine + partner * sine
+    tl.store(dst + column, _to_pool(x.to(dtype).to(tl.float32), scale, dst, FP8), mask=mask_h & mask_d)
 
 
 @pdl_jit
 def rope_store_kernel(
-    projected, cos, sin, q_factors, k_factors, slots, q, k_pool, v_pool,
-    heads, kv_heads, q_blocks, kv_blocks, blocks, parts, v_start,
+    projected, cos, sin, q_weight, k_weight, slots, q, k_pool, v_pool,
+    heads, kv_heads, q_blocks, kv_blocks, blocks, programs, v_start,
     row_stride, cos_stride, q_row, k_row, k_head, v_row, v_head,
-    k_scale, v_scale, floor, v_floor, v_unit,
-    DIM: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, WHOLE: tl.constexpr,
-    V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    k_scale, v_scale, floor, v_floor, v_factor,
+    DIM: tl.constexpr, ROTATED: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_D: tl.constexpr,
+    V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, V_NORM: tl.constexpr, FP8: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """`parts` programs share a token's `blocks` of heads: those of q, then of k, then of v.
+    """`programs` programs share the `blocks` of heads of a token: those of q, then of k, then of v.
 
-    Without `SLOTS`, row t of the pools is token t's. `floor`, `v_floor`: size * eps; `v_unit`: factor of the values,
+    Without `SLOTS`, row t of the pools is token t's. `floor`, `v_floor`: size * eps; `v_factor`: factor of the values,
     with sqrt(size) where they are normed.
     """
     gdc_wait()
     gdc_launch_dependents()
     program = tl.program_id(0)
-    token, part = (program // parts).to(tl.int64), program % parts
-    source = projected + token * row_stride
-    lane = tl.arange(0, HEADS)[:, None]
+    token, index = (program // programs).to(tl.int64), program % programs
+    src = projected + token * row_stride
+    head_offset = tl.arange(0, BLOCK_H)[:, None]
     cos += token * cos_stride
     sin += token * cos_stride
     row = tl.load(slots + token) if SLOTS else token
-    written = row >= 0
+    is_stored = row >= 0
     row = tl.maximum(row, 0)
-    for block in range(part, blocks, parts):
+    for block in range(index, blocks, programs):
         if block < q_blocks:
-            head = block * HEADS + lane
-            _turn(source + head * DIM, q + token * q_row + head * DIM, head < heads, cos, sin, q_factors, floor, 1.0,
-                  DIM, ROTATED, HALF, WHOLE, HEADS, INTERLEAVED, NORM, False)  # fmt: skip
+            head = block * BLOCK_H + head_offset
+            _rotate(src + head * DIM, q + token * q_row + head * DIM, head < heads, cos, sin, q_weight, floor, 1.0,
+                  DIM, ROTATED, BLOCK_PAIRS, BLOCK_D, BLOCK_H, INTERLEAVED, NORM, False)  # fmt: skip
         elif block < q_blocks + kv_blocks:
-            head = (block - q_blocks) * HEADS + lane
-            _turn(source + (heads + head) * DIM, k_pool + row * k_row + head * k_head, (head < kv_heads) & written,
-                  cos, sin, k_factors, floor, k_scale,
-                  DIM, ROTATED, HALF, WHOLE, HEADS, INTERLEAVED, NORM, FP8)  # fmt: skip
+            head = (block - q_blocks) * BLOCK_H + head_offset
+            _rotate(src + (heads + head) * DIM, k_pool + row * k_row + head * k_head, (head < kv_heads) & is_stored,
+                  cos, sin, k_weight, floor, k_scale,
+                  DIM, ROTATED, BLOCK_PAIRS, BLOCK_D, BLOCK_H, INTERLEAVED, NORM, FP8)  # fmt: skip
         else:
-            head = (block - q_blocks - kv_blocks) * HEADS + lane
-            column = tl.arange(0, V_BLOCK)[None, :]
-            there = (head < kv_heads) & written & (column < V_DIM)
-            v = tl.load(source + v_start + head * V_DIM + column, mask=there, other=0.0).to(tl.float32)
+            head = (block - q_blocks - kv_blocks) * BLOCK_H + head_offset
+            column = tl.arange(0, BLOCK_V)[None, :]
+            mask_d = (head < kv_heads) & is_stored & (column < V_DIM)
+            v = tl.load(src + v_start + head * V_DIM + column, mask=mask_d, other=0.0).to(tl.float32)
             if V_NORM:
                 v *= tl.rsqrt(tl.sum(v * v, axis=1)[:, None] + v_floor)
-            v = (v * v_unit).to(projected.dtype.element_ty).to(tl.float32)
-            tl.store(v_pool + row * v_row + head * v_head + column, _stored(v, v_scale, v_pool, FP8), mask=there)
+            v = (v * v_factor).to(projected.dtype.element_ty).to(tl.float32)
+            tl.store(v_pool + row * v_row + head * v_head + column, _to_pool(v, v_scale, v_pool, FP8), mask=mask_d)
 
 
 def config(chip: Chip, spec: HeadSpec, rotated: int) -> dict[str, int]:
-    """About a thousand numbers at a time, a head within a wave where it fits. Of heads that turn partly, half of that
-    in one wave: tiles that meet in more waves would be exchanged through shared memory."""
+    """About a thousand numbers at a time, a head within a warp where it fits. Heads that rotate partly take half of
+    that in one warp: more warps would exchange their tiles through shared memory."""
     dim = next_power_of_2(max(spec.dim, spec.v_dim))
-    most = next_power_of_2(spec.heads)
+    max_heads = next_power_of_2(spec.heads)
     if rotated < spec.dim:
-        return {"HEADS": max(1, min(512 // dim, most)), "num_warps": 1, "num_stages": 1}
-    heads = max(1, min(1024 // dim, most))
-    wave = 64 if chip.vendor == "amd" else 32
-    return {"HEADS": heads, "num_warps": max(1, heads * dim // ((8 if dim <= 256 else 16) * wave)), "num_stages": 1}
+        return {"BLOCK_H": max(1, min(512 // dim, max_heads)), "num_warps": 1, "num_stages": 1}
+    heads = max(1, min(1024 // dim, max_heads))
+    warp_size = 64 if chip.vendor == "amd" else 32
+    return {
+        "BLOCK_H": heads,
+        "num_warps": max(1, heads * dim // ((8 if dim <= 256 else 16) * warp_size)),
+        "num_stages": 1,
+    }
 
 
 # Programs that keep a chip busy; where tokens alone are as many, one program takes all heads of its token.
-_PROGRAMS = 4096
+_MIN_PROGRAMS = 4096
 
 
 def rope_store(
     spec: HeadSpec,
     projected: torch.Tensor,
     rotation: Rotation | None,
-    q_factors: torch.Tensor | None,
-    k_factors: torch.Tensor | None,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     rows: Rows | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """As `allotrope.ops.qk_norm_rope.reference.rope_store`."""
+    """As `reference.rope_store`."""
     assert projected.stride(1) == 1 and projected.shape[1] >= spec.width
-    tokens, heads, groups = len(projected), spec.heads, spec.kv_heads
+    tokens, heads, kv_heads = len(projected), spec.heads, spec.kv_heads
     q = projected.new_empty(tokens, heads, spec.dim)
     k = v = None
     # Without pools, as pools of one row a page.
     k_pool, v_pool = q[:, None], None
     if rows is not None:
         k_pool, v_pool = rows.k, rows.v
-    elif groups:
-        k, v = projected.new_empty(tokens, groups, spec.dim), projected.new_empty(tokens, groups, spec.v_dim)
+    elif kv_heads:
+        k, v = projected.new_empty(tokens, kv_heads, spec.dim), projected.new_empty(tokens, kv_heads, spec.v_dim)
         k_pool, v_pool = k[:, None], v[:, None]
     if not tokens:
         return q, k, v
@@ -213,23 +218,23 @@ def rope_store(
             assert pool.stride(3) == 1 and pool.stride(0) == pool.shape[1] * pool.stride(1)
     constants = _constants(spec, rotation)
     launch = config(chip_of(projected.device), spec, constants["ROTATED"])
-    q_blocks, kv_blocks = cdiv(heads, launch["HEADS"]), cdiv(groups, launch["HEADS"])
+    q_blocks, kv_blocks = cdiv(heads, launch["BLOCK_H"]), cdiv(kv_heads, launch["BLOCK_H"])
     v_blocks = 0 if v_pool is None else kv_blocks
     v_pool = k_pool if v_pool is None else v_pool
-    v_unit = spec.value_scale * (math.sqrt(spec.v_dim) if spec.v_norm else 1.0)
-    v_start = (heads if spec.values_from_keys else heads + groups) * spec.dim
+    v_factor = spec.value_scale * (math.sqrt(spec.v_dim) if spec.v_norm else 1.0)
+    v_start = (heads if spec.values_from_keys else heads + kv_heads) * spec.dim
     cos, sin = (projected, projected) if rotation is None else (rotation.cos, rotation.sin)
     blocks = q_blocks + kv_blocks + v_blocks
-    parts = min(blocks, cdiv(_PROGRAMS, tokens))
-    rope_store_kernel[(tokens * parts,)](
+    programs = min(blocks, cdiv(_MIN_PROGRAMS, tokens))
+    rope_store_kernel[(tokens * programs,)](
         projected, cos, sin,
-        projected if q_factors is None else q_factors, projected if k_factors is None else k_factors,
+        projected if q_weight is None else q_weight, projected if k_weight is None else k_weight,
         projected if rows is None else rows.slots, q, k_pool, v_pool,
-        heads, groups, q_blocks, kv_blocks, blocks, parts, v_start,
+        heads, kv_heads, q_blocks, kv_blocks, blocks, programs, v_start,
         projected.stride(0), cos.stride(0), q.stride(0),
         k_pool.stride(1 if k is None else 0), k_pool.stride(2), v_pool.stride(1 if k is None else 0), v_pool.stride(2),
         1.0 if rows is None else rows.k_scale, 1.0 if rows is None else rows.v_scale,
-        spec.dim * spec.eps, spec.v_dim * spec.eps, v_unit,
+        spec.dim * spec.eps, spec.v_dim * spec.eps, v_factor,
         FP8=k_pool.dtype == torch.float8_e4m3fn, SLOTS=rows is not None,
         **constants, **launch,
     )  # fmt: skip
@@ -241,10 +246,10 @@ def _constants(spec: HeadSpec, rotation: Rotation | None) -> dict[str, Any]:
     return {
         "DIM": spec.dim,
         "ROTATED": rotated,
-        "HALF": next_power_of_2(max(1, rotated // 2)),
-        "WHOLE": next_power_of_2(spec.dim),
+        "BLOCK_PAIRS": next_power_of_2(max(1, rotated // 2)),
+        "BLOCK_D": next_power_of_2(spec.dim),
         "V_DIM": spec.v_dim,
-        "V_BLOCK": next_power_of_2(spec.v_dim),
+        "BLOCK_V": next_power_of_2(spec.v_dim),
         "INTERLEAVED": rotation is not None and rotation.interleaved,
         "NORM": spec.qk_norm,
         "V_NORM": spec.v_norm,
@@ -254,7 +259,7 @@ def _constants(spec: HeadSpec, rotation: Rotation | None) -> dict[str, Any]:
 @specializations
 def released(chip: Chip) -> list[Specialization]:
     """Released heads: plain, normed and half rotated, interleaved, and FP8 rows where the chip has the type."""
-    made = []
+    listed = []
     plain = HeadSpec(heads=64, kv_heads=8, dim=128, v_dim=128, qk_norm=True)
     wide = HeadSpec(heads=16, kv_heads=2, dim=256, v_dim=256, qk_norm=True)
     for name, spec, kind, pool, rotated, interleaved in (
@@ -268,14 +273,17 @@ def released(chip: Chip) -> list[Specialization]:
         table = torch.empty(1, 1, rotated)
         launch = config(chip, spec, rotated)
         signature = dict.fromkeys(("projected", "cos", "sin", "q"), kind) | dict.fromkeys(("k_pool", "v_pool"), pool)
-        signature |= dict.fromkeys(("q_factors", "k_factors"), "*fp32") | {"slots": "*i64"}
-        counts = "heads kv_heads q_blocks kv_blocks blocks parts v_start"
+        signature |= dict.fromkeys(("q_weight", "k_weight"), "*fp32") | {"slots": "*i64"}
+        counts = "heads kv_heads q_blocks kv_blocks blocks programs v_start"
         strides = "row_stride cos_stride q_row k_row k_head v_row v_head"
         signature |= dict.fromkeys((*counts.split(), *strides.split()), "i32")
-        signature |= dict.fromkeys("k_scale v_scale floor v_floor v_unit".split(), "fp32")
-        constants = _constants(spec, Rotation(table, table, interleaved)) | {"HEADS": launch["HEADS"], "SLOTS": True}
+        signature |= dict.fromkeys("k_scale v_scale floor v_floor v_factor".split(), "fp32")
+        constants = _constants(spec, Rotation(table, table, interleaved)) | {
+            "BLOCK_H": launch["BLOCK_H"],
+            "SLOTS": True,
+        }
         constants["FP8"] = pool == "*fp8e4nv"
-        made.append(
+        listed.append(
             Specialization(name, rope_store_kernel, signature, constants, launch["num_warps"], launch["num_stages"])
         )
-    return made
+    return listed

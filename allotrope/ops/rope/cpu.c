@@ -6,9 +6,9 @@
 
 // Rotate the pairs (i, i + rotated / 2), or (2i, 2i + 1) where they are interleaved, of the first `rotated` dims of each
 // head; the other dims are copied. x: [tokens, heads, dim], with strides. cosine, sine: [tokens, rotated], sine with the
-// sign of its place.
-void rotate(element *y, const element *x, const element *cosine, const element *sine, long tokens, long heads,
-            long dim, long rotated, long token_stride, long head_stride, long interleaved) {
+// sign of its dim.
+void apply_rope(element *y, const element *x, const element *cosine, const element *sine, long tokens, long heads,
+                long dim, long rotated, long token_stride, long head_stride, long interleaved) {
     const long half = rotated / 2;
 #pragma omp parallel for if (tokens * heads * dim > WORTH_THREADS) schedule(static)
     for (long token = 0; token < tokens; token++) {

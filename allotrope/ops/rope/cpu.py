@@ -1,4 +1,4 @@
-"""Rotation of heads in C (`cpu.c`)."""
+"""Rotary position embedding in C (`cpu.c`)."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ from pathlib import Path
 
 import torch
 
-from allotrope.kernels.c.compiler import CannotCompile
-from allotrope.kernels.c.function import CFunction
+from allotrope.kernels.c.function import CFunction, c_reasons
+from allotrope.kernels.chip import Chip
+from allotrope.ops.rope import reference
+from allotrope.ops.rope.spec import ApplyRopeSpec, Rotation
 
 SOURCE = Path(__file__).with_name("cpu.c")
 
 
+def rejects(spec: ApplyRopeSpec, chip: Chip) -> list[str]:
+    return c_reasons(SOURCE, spec.dtype, chip)
+
+
 @functools.cache
-def _rotate(dtype: torch.dtype) -> CFunction | None:
-    try:
-        return CFunction(SOURCE, "rotate", dtype, "pppplllllll")
-    except CannotCompile:
-        return None
+def _apply_rope(dtype: torch.dtype) -> CFunction:
+    return CFunction(SOURCE, "apply_rope", dtype, "pppplllllll")
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor | None:
-    """x cos + (x with the numbers of each pair exchanged) sin over the first R dims.
-
-    `x`: [T, heads, D]. `cos`, `sin`: [T, 1, R] of its type; `sin` has the sign of its place. Pairs are i and i + R/2,
-    or 2i and 2i + 1 where they are `interleaved`. None where C does not take them.
-    """
-    function = None if x.device.type != "cpu" else _rotate(x.dtype)
-    taken = x.dim() == 3 and x.stride(2) == 1 and cos.dtype == x.dtype and len(cos) == len(x) and cos.is_contiguous()
-    if function is None or not taken:
-        return None
+def apply_rope(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """As `reference.apply_rope`, which runs heads with strided dims, and cos and sin of another type or length."""
+    cos, sin = rotation.cos, rotation.sin
+    if x.dim() != 3 or x.stride(2) != 1 or cos.dtype != x.dtype or len(cos) != len(x) or not cos.is_contiguous():
+        return reference.apply_rope(x, rotation)
     tokens, heads, dim = x.shape
     out = x.new_empty(tokens, heads, dim)
-    function(out, x, cos, sin, tokens, heads, dim, cos.shape[-1], x.stride(0), x.stride(1), interleaved)
+    strides = x.stride(0), x.stride(1)
+    _apply_rope(x.dtype)(out, x, cos, sin, tokens, heads, dim, cos.shape[-1], *strides, rotation.interleaved)
     return out

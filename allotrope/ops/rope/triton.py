@@ -12,10 +12,10 @@ from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 
-_QUARTER = tl.constexpr(1.5707963267948966)
-_QUARTERS = tl.constexpr(0.6366197723675814)
-# Numbers that a program has.
-_PROGRAM = 256
+_HALF_PI = tl.constexpr(1.5707963267948966)
+_TWO_OVER_PI = tl.constexpr(0.6366197723675814)
+# Numbers of a program.
+_BLOCK = 256
 
 
 @triton.jit
@@ -23,19 +23,19 @@ def cos_sin(angle):
     """cos and sin of fp32 radians. Whole quarters of a turn are taken off in fp64, so that positions of any size keep
     the digits of fp32; the rest, at most an eighth of a turn, goes through Taylor's series.
     """
-    exact = angle.to(tl.float64)
-    quarters = tl.floor(exact * _QUARTERS + 0.5)
-    x = exact - quarters * _QUARTER
+    angle_fp64 = angle.to(tl.float64)
+    quadrants = tl.floor(angle_fp64 * _TWO_OVER_PI + 0.5)
+    x = angle_fp64 - quadrants * _HALF_PI
     s = x * x
     sine = x * (1.0 + s * (-1 / 6 + s * (1 / 120 + s * (-1 / 5040 + s * (1 / 362880 - s * (1 / 39916800))))))
     cosine = 1.0 + s * (-1 / 2 + s * (1 / 24 + s * (-1 / 720 + s * (1 / 40320 - s * (1 / 3628800)))))
-    quarter = quarters.to(tl.int64) & 3
-    odd = (quarter & 1) == 1
-    c = tl.where(odd, sine, cosine)
-    c = tl.where((quarter == 1) | (quarter == 2), -c, c)
-    d = tl.where(odd, cosine, sine)
-    d = tl.where(quarter >= 2, -d, d)
-    return c.to(tl.float32), d.to(tl.float32)
+    quadrant = quadrants.to(tl.int64) & 3
+    odd = (quadrant & 1) == 1
+    cos = tl.where(odd, sine, cosine)
+    cos = tl.where((quadrant == 1) | (quadrant == 2), -cos, cos)
+    sin = tl.where(odd, cosine, sine)
+    sin = tl.where(quadrant >= 2, -sin, sin)
+    return cos.to(tl.float32), sin.to(tl.float32)
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def rotation(position, freq, sign, factor, dim, R: tl.constexpr):
 
 
 @pdl_jit
-def angles_kernel(
+def cos_sin_kernel(
     positions, freq, sign, cos, sin, tokens, factor, R: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """`freq`, `sign`: [R] fp32, the sign with the factor. `cos`, `sin`: [T, R]."""
@@ -56,22 +56,22 @@ def angles_kernel(
     dim = tl.arange(0, BLOCK_R)
     position = tl.load(positions + token, mask=token < tokens, other=0)
     c, s = rotation(position[:, None], freq, sign, factor, dim[None, :], R)
-    place = token.to(tl.int64)[:, None] * R + dim[None, :]
-    inside = (token < tokens)[:, None] & (dim < R)[None, :]
-    tl.store(cos + place, c.to(cos.dtype.element_ty), mask=inside)
-    tl.store(sin + place, s.to(sin.dtype.element_ty), mask=inside)
+    offset = token.to(tl.int64)[:, None] * R + dim[None, :]
+    mask = (token < tokens)[:, None] & (dim < R)[None, :]
+    tl.store(cos + offset, c.to(cos.dtype.element_ty), mask=mask)
+    tl.store(sin + offset, s.to(sin.dtype.element_ty), mask=mask)
 
 
-def angles(
+def rope_cos_sin(
     positions: torch.Tensor, freq: torch.Tensor, sign: torch.Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [T, 1, R] in `dtype`. `positions`: [T]. `freq`, `sign`: [R] fp32, the sine's sign with `factor`."""
+    """As `reference.rope_cos_sin`."""
     cos = torch.empty(len(positions), 1, len(freq), dtype=dtype, device=positions.device)
     sin = torch.empty_like(cos)
     if len(positions):
         block = next_power_of_2(len(freq))
-        rows = max(1, _PROGRAM // block)
-        angles_kernel[(cdiv(len(positions), rows),)](
+        rows = max(1, _BLOCK // block)
+        cos_sin_kernel[(cdiv(len(positions), rows),)](
             positions, freq, sign, cos, sin, len(positions), factor,
             R=len(freq), BLOCK_R=block, ROWS=rows, num_warps=4,
         )  # fmt: skip
@@ -81,10 +81,10 @@ def angles(
 @specializations
 def released(chip: Chip) -> list[Specialization]:
     """A table of 64 in bf16 and fp32."""
-    made = []
+    listed = []
     for name, kind in (("bf16", "*bf16"), ("fp32", "*fp32")):
         signature = {"positions": "*i64", "freq": "*fp32", "sign": "*fp32", "cos": kind, "sin": kind}
         signature |= {"tokens": "i32", "factor": "fp32"}
-        constants = {"R": 64, "BLOCK_R": 64, "ROWS": _PROGRAM // 64}
-        made.append(Specialization(f"angles {name}", angles_kernel, signature, constants, 4, 1))
-    return made
+        constants = {"R": 64, "BLOCK_R": 64, "ROWS": _BLOCK // 64}
+        listed.append(Specialization(f"angles {name}", cos_sin_kernel, signature, constants, 4, 1))
+    return listed

@@ -20,26 +20,24 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 
-from allotrope.architectures.kv_scales import FP8, WithoutRowScales, attention_specs, set_row_scales
-from allotrope.architectures.quantized_formats import kept_formats
+from allotrope.architectures.kv_scales import FP8, attention_specs
+from allotrope.architectures.load import keeps_quantized, load_decoder, make_decoder, quantized_build
 from allotrope.architectures.registry import Architecture, read_spec
 from allotrope.attention.batch import BatchLayout
 from allotrope.attention.cache_layout import Field, StateSlots, row_bytes
 from allotrope.attention.registry import FAMILIES
 from allotrope.checkpoint.checkpoint import Checkpoint, TensorHeader, open_checkpoint
-from allotrope.checkpoint.dequantize import dequantized
 from allotrope.checkpoint.weight_formats import quantization_of, weight_formats
-from allotrope.checkpoint.weights import Loader, fill_random, finish
 from allotrope.errors import ConfigError, ModelError
 from allotrope.kernels.backend import Chooser, parse_wanted
 from allotrope.kernels.chip import chip_of
 from allotrope.kernels.warmup import warm_up_steps
-from allotrope.layers.backend_report import backend_choices, uncaptured
+from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.build import Build
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.step import LayerStep, Step
-from allotrope.ops.rope.reference import RopeSpec, RopeTable
+from allotrope.ops.rope import RopeTables
 from allotrope.plugins.vllm.cache import HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
 from allotrope.plugins.vllm.translate import Order, arrange
@@ -120,9 +118,8 @@ def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint) -> None:
         "measuring scales of FP8 rows": getattr(cache, "calculate_kv_scales", False),
     }
     reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]
-    formats = weight_formats(checkpoint.config, config.model)
-    if formats is not None and formats.unloadable:
-        reasons.append(formats.unloadable)
+    # Raises for a quantization that is not known.
+    weight_formats(checkpoint.config, config.model)
     if reasons:
         raise ModelError(config.model, [*reasons, "ALLOTROPE_VLLM=0 gives vLLM's own models"])
 
@@ -186,12 +183,12 @@ def _options(vllm_config: VllmConfig) -> dict[str, Any]:
     return dict(found)
 
 
-def _keeps_quantized(vllm_config: VllmConfig) -> bool:
-    """Whether weights that are stored quantized stay so: on a GPU, unless something else is asked for."""
-    wanted = _options(vllm_config).get("quantized_weights", "auto")
-    if wanted not in ("auto", "keep", "unpack"):
-        raise ConfigError(f"quantized_weights={wanted!r} is not understood; allowed: auto, keep, unpack.")
-    return wanted == "keep" or (wanted == "auto" and vllm_config.device_config.device_type == "cuda")
+def _quantized_weights(vllm_config: VllmConfig) -> str:
+    """Our option of that name. Raises ConfigError for a value that it does not have."""
+    option: str = _options(vllm_config).get("quantized_weights", "auto")
+    if option not in ("auto", "keep", "unpack"):
+        raise ConfigError(f"quantized_weights={option!r} is not understood; allowed: auto, keep, unpack.")
+    return option
 
 
 class HostedModel(nn.Module):
@@ -201,7 +198,8 @@ class HostedModel(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        keeps = _keeps_quantized(vllm_config)
+        self._quantized_weights = _quantized_weights(vllm_config)
+        keeps = keeps_quantized(self._quantized_weights, torch.device(vllm_config.device_config.device_type))
         stored = keeps and vllm_config.load_config.load_format != "dummy"
         self.checkpoint, self.architecture, spec = open_config(vllm_config, stored)
         _refuse(vllm_config, self.checkpoint)
@@ -211,11 +209,10 @@ class HostedModel(nn.Module):
         specs = attention_specs(spec, self.build, self.checkpoint.source)
         _log_state_dtype(vllm_config, any(isinstance(one, StateSlots) for of in specs for one in of.caches().values()))
         if keeps:
-            formats = kept_formats(WithoutRowScales(self.checkpoint), self.architecture, spec, self.build)
-            self.build = dataclasses.replace(self.build, formats=formats)
-        self.decoder = self.architecture.decoder(spec, self.build)
+            self.build = quantized_build(self.checkpoint, self.architecture, spec, self.build)
+        self.decoder = make_decoder(self.architecture, spec, self.build)
         self.finished, self._seed = False, vllm_config.model_config.seed or 0
-        self._tables: dict[RopeSpec, RopeTable] = {}
+        self._tables = RopeTables(self.build.device, self.build.chooser)
         self._rehearsed: set[tuple[bool, bool, int, bool]] = set()
         self.layers = _host(self.decoder, prefix or "model", vllm_config)
         # Of steps that can be captured; none otherwise.
@@ -245,8 +242,7 @@ class HostedModel(nn.Module):
             raise ModelError(self.checkpoint.source, ["Allotrope's models take token ids, not embeddings or stages"])
         if not self.finished:
             # Dummy weights never come through `load_weights`; vLLM leaves whole numbers, such as codes, unwritten.
-            fill_random(self.decoder, self._seed, self.build.parallel)
-            self._finish()
+            self._load(None)
         if not BreakableCUDAGraphCapture.is_active():
             self._warm_up(input_ids)
             return self._compute(input_ids)
@@ -311,21 +307,19 @@ class HostedModel(nn.Module):
         if self.finished:
             raise ModelError(self.checkpoint.source, ["weights cannot be loaded a second time; start vLLM anew"])
         names = {name for name, _ in self.named_parameters()}
-        rules = self.architecture.rules(self.decoder.spec)
-        given = WithoutRowScales(GivenWeights(self.checkpoint, weights))
-        Loader(self.decoder, rules, self.build.parallel).load(dequantized(given))
-        self._finish(given)
+        self._load(GivenWeights(self.checkpoint, weights))
         return names
 
-    def _finish(self, given: WithoutRowScales | None = None) -> None:
-        finish(self.decoder)
-        for choice in backend_choices(self.decoder, self.build):
-            log.info("allotrope: %s", choice)
+    def _load(self, weights: GivenWeights | None) -> None:
+        """Load `weights`; None: random ones."""
+        load_decoder(
+            *(self.decoder, self.architecture, self.build, weights),
+            seed=self._seed,
+            quantized_weights=self._quantized_weights,
+            log=lambda line: log.info("allotrope: %s", line),
+        )
         if self.build.device.type == "cuda" and (reasons := uncaptured(self.decoder)):
             log.info("allotrope: decode steps run without CUDA graphs: %s", "; ".join(reasons))
-        line = set_row_scales(self.decoder, given)
-        if line:
-            log.info("allotrope: %s", line)
         self.finished = True
 
 

@@ -1,0 +1,98 @@
+"""How every host loads a decoder: one rank, one of several ranks, and the plugins all call `load_decoder`.
+
+Owns the order of loading: fill every parameter, pack the weights, read the scales of cached rows, report the choices.
+Must not know where weights come from, who asked for which format, or how much memory there is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import torch
+
+from allotrope.architectures.kv_scales import WithoutRowScales, set_row_scales
+from allotrope.architectures.quantized_formats import kept_formats
+from allotrope.architectures.registry import Architecture
+from allotrope.checkpoint.checkpoint import Checkpoint
+from allotrope.checkpoint.dequantize import dequantized
+from allotrope.checkpoint.weights import Loader, LoadReport, fill_random, finish
+from allotrope.layers.backend_report import backend_choices
+from allotrope.layers.build import Build
+from allotrope.layers.decoder import Decoder
+from allotrope.layers.model_spec import ModelSpec
+
+
+def keeps_quantized(option: str, device: torch.device) -> bool:
+    """Whether weights that are stored quantized stay so. `option`: quantized_weights, "auto", "keep" or "unpack"."""
+    return option == "keep" or (option == "auto" and device.type == "cuda")
+
+
+def quantized_build(checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, build: Build) -> Build:
+    """`build` with the formats of the weights that stay quantized, as the checkpoint's headers or its config say."""
+    formats = kept_formats(WithoutRowScales(checkpoint), architecture, spec, build)
+    return dataclasses.replace(build, formats=formats)
+
+
+def make_decoder(architecture: Architecture, spec: ModelSpec, build: Build) -> Decoder:
+    """The decoder with parameters on the build's device and no values in them."""
+    return architecture.decoder(spec, build)
+
+
+def make_meta_decoder(architecture: Architecture, spec: ModelSpec, build: Build) -> Decoder:
+    """The decoder with parameters that take no memory."""
+    return make_decoder(architecture, spec, dataclasses.replace(build, device=torch.device("meta")))
+
+
+def load_decoder(
+    decoder: Decoder,
+    architecture: Architecture,
+    build: Build,
+    weights: Checkpoint | None,
+    *,
+    seed: int,
+    quantized_weights: str,
+    log: Callable[[str], None],
+) -> Decoder:
+    """Fill `decoder` and make it ready to run.
+
+    `weights`: the checkpoint to read; None draws reproducible random weights from `seed`. `quantized_weights`: the
+    option, which the log names where weights are dequantized. `log`: takes each line about the loading. Returns
+    `decoder`. Raises ModelError for weights that do not fit the architecture, with every key on either side.
+    """
+    source = None if weights is None else WithoutRowScales(weights)
+    if source is None:
+        fill_random(decoder, seed, build.parallel)
+    else:
+        started = time.monotonic()
+        rules = architecture.rules(decoder.spec)
+        report = Loader(decoder, rules, build.parallel).load(dequantized(source))
+        for line in _read_lines(report, build, time.monotonic() - started, quantized_weights):
+            log(line)
+    finish(decoder)
+    for line in backend_choices(decoder, build):
+        log(line)
+    if line := set_row_scales(decoder, source):
+        log(line)
+    decoder.eval()
+    return decoder
+
+
+def _read_lines(report: LoadReport, build: Build, seconds: float, quantized_weights: str) -> list[str]:
+    lines = [
+        f"read {report.tensors} tensors, {report.bytes / 1e6:.1f} MB in {seconds:.1f} s; dropped {len(report.dropped)}"
+    ]
+    if report.unpacked:
+        names = ", ".join(sorted(report.unpacked))
+        lines.append(f"dequantized on load, kept as {build.dtype}: {names}: {_why(quantized_weights, build.device)}")
+    return lines
+
+
+def _why(quantized_weights: str, device: torch.device) -> str:
+    """The reason that weights which are stored quantized do not stay so."""
+    if quantized_weights == "unpack":
+        return "quantized_weights=unpack"
+    if quantized_weights == "auto" and device.type != "cuda":
+        return f"quantized_weights=auto keeps them on a GPU alone, and device={device.type}"
+    return "their layers or their formats cannot be kept quantized"

@@ -1,0 +1,55 @@
+"""How many pages the caches get: the memory plan under the options, on a CPU and on a GPU.
+
+Owns the refusal of a model that does not fit. Must not run a step: `profile` measures what one takes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from allotrope.cache.memory import Demand, MemoryPlan, plan_memory
+from allotrope.config import EngineConfig
+from allotrope.engine.load_plan import LoadPlan
+from allotrope.engine.memory import free_memory, utilization
+from allotrope.errors import ConfigError
+
+
+def plan_caches(load_plan: LoadPlan, config: EngineConfig, available: int | None = None) -> MemoryPlan:
+    """The memory plan under the options. `available`: bytes for weights and caches; default: bytes that are free now.
+
+    Raises ConfigError if weights, or caches for one sequence of full length, do not fit.
+    """
+    if config.kv_cache_memory_bytes is not None:
+        return plan_memory(load_plan.groups, _demand(load_plan, config), config.kv_cache_memory_bytes)
+    available = free_memory(load_plan.build.device) if available is None else available
+    share = utilization(config, load_plan.build.device)
+    if load_plan.build.device.type == "cuda":
+        return plan_within(load_plan, config, int(available * share) - load_plan.weight_bytes, available)
+    room = min(int(available * share), available - load_plan.weight_bytes)
+    return plan_within(load_plan, config, room, available)
+
+
+def plan_within(load_plan: LoadPlan, config: EngineConfig, room: int, available: int) -> MemoryPlan:
+    """The memory plan in `room` bytes of `available` ones. Raises ConfigError if one long sequence does not fit."""
+    if room <= 0:
+        weights, advice = load_plan.weight_bytes, ""
+        if load_plan.build.dtype == torch.float32:
+            advice = " Try --dtype bfloat16."
+        if weights >= available:
+            raise ConfigError(f"the weights do not fit: they take {weights} bytes, and {available} are free.{advice}")
+        share = utilization(config, load_plan.build.device)
+        raise ConfigError(
+            f"nothing is left for caches: memory_utilization={share:g} of {available} free bytes is "
+            f"{int(available * share)}, which the weights ({weights} bytes), libraries and the largest step fill. Try "
+            f"a larger --memory-utilization, or a --max-num-batched-tokens below {load_plan.step_tokens}."
+        )
+    return plan_memory(load_plan.groups, _demand(load_plan, config), room)
+
+
+def _demand(load_plan: LoadPlan, config: EngineConfig) -> Demand:
+    return Demand(
+        context=load_plan.max_model_len,
+        sequences=load_plan.max_num_seqs,
+        step_tokens=load_plan.step_tokens,
+        reuse=config.enable_prefix_caching,
+    )

@@ -1,0 +1,154 @@
+"""What config.json and the options decide before a weight is read: the `LoadPlan` of one rank.
+
+Owns types, device, attention specs, cache groups and limits of a step. Must not read a weight or allocate memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from allotrope.architectures.kv_scales import attention_specs
+from allotrope.architectures.load import keeps_quantized, make_meta_decoder, quantized_build
+from allotrope.architectures.registry import Architecture, read_spec
+from allotrope.attention.family import Spec
+from allotrope.attention.registry import FAMILIES
+from allotrope.cache.groups import CacheGroup, group_caches
+from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from allotrope.config import EngineConfig
+from allotrope.engine.memory import free_memory, utilization, weight_bytes_of
+from allotrope.engine.step_limits import GPU_TOKENS, StepLimits, StepRoom, cpu_limits, gpu_limits
+from allotrope.errors import ConfigError
+from allotrope.kernels.backend import Chooser, parse_wanted
+from allotrope.kernels.chip import chip_of
+from allotrope.layers.build import Build
+from allotrope.layers.decoder import Decoder
+from allotrope.layers.model_spec import ModelSpec
+from allotrope.layers.parallel import Parallel
+from allotrope.ops.registry import registered_ops
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_KV_DTYPES = {**_DTYPES, "fp8": torch.float8_e4m3fn, "fp8_ds_mla": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Everything that config.json and the options decide, before a weight is read.
+
+    `build`: how layers are made on this rank. `specs`: per layer, its attention on this rank. `shares`: layer ->
+    earlier layer whose cache it reads. `max_model_len`: longest sequence. `limits`: of a step. `weight_bytes`: of the
+    weights that one rank holds.
+    """
+
+    checkpoint: Checkpoint
+    architecture: Architecture
+    spec: ModelSpec
+    build: Build
+    specs: tuple[Spec, ...]
+    shares: dict[int, int]
+    groups: tuple[CacheGroup, ...]
+    max_model_len: int
+    limits: StepLimits
+    weight_bytes: int
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a step."""
+        return self.limits.step_tokens
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences of a step."""
+        return self.limits.max_num_seqs
+
+    def meta_model(self) -> Decoder:
+        """One rank's model, with parameters that take no memory."""
+        return make_meta_decoder(self.architecture, self.spec, self.build)
+
+
+def resolve_load_plan(
+    config: EngineConfig,
+    parallel: Parallel | None = None,
+    *,
+    preferred_tokens: int = GPU_TOKENS,
+    available: int | None = None,
+) -> LoadPlan:
+    """Read the config; choose types, device and limits of a step; group the caches. Raises ModelError or ConfigError.
+
+    `preferred_tokens`: tokens of a step on a GPU, where the options name none and memory serves them. `available`:
+    bytes for weights, steps and caches; default: the bytes that are free on the device now.
+    """
+    parallel = parallel or Parallel()
+    checkpoint = open_checkpoint(
+        config.model, revision=config.revision, load_format=config.load_format, hf_overrides=config.hf_overrides
+    )
+    architecture, spec = read_spec(checkpoint.config, checkpoint.source)
+    build = _build(config, parallel, checkpoint)
+    if config.max_model_len is not None and config.max_model_len > spec.context:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is more than the {spec.context} tokens that {checkpoint.source} "
+            f"was made for. Give at most that."
+        )
+    specs = attention_specs(spec, build, checkpoint.source)
+    if keeps_quantized(config.quantized_weights, build.device):
+        build = quantized_build(checkpoint, architecture, spec, build)
+    shares = {i: layer.mixer.shares_cache_of for i, layer in enumerate(spec.layers)}
+    owners = {i: owner for i, owner in shares.items() if owner is not None}
+    caches = [{} if i in owners else one.caches() for i, one in enumerate(specs)]
+    groups = group_caches(caches, config.page_size)
+    max_model_len = config.max_model_len or spec.context
+    weight_bytes = weight_bytes_of(make_meta_decoder(architecture, spec, build))
+    limits = cpu_limits(config)
+    if build.device.type == "cuda":
+        free = free_memory(build.device) if available is None else available
+        room = StepRoom(
+            bytes=int(free * utilization(config, build.device)) - weight_bytes,
+            hidden=spec.hidden * build.dtype.itemsize,
+            vocabulary=spec.vocab_size,
+            context=max_model_len,
+            groups=groups,
+        )
+        limits = gpu_limits(config, room, preferred_tokens)
+    return LoadPlan(checkpoint, architecture, spec, build, specs, owners, groups, max_model_len, limits, weight_bytes)
+
+
+def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint) -> Build:
+    dtype = _dtype(config.dtype, checkpoint)
+    device = device_named(config.device, parallel.rank)
+    wanted = parse_wanted("attention_backend", config.attention_backend, FAMILIES)
+    wanted |= parse_wanted("op_backend", config.op_backend, registered_ops())
+    return Build(
+        dtype,
+        dtype if config.kv_cache_dtype == "auto" else _KV_DTYPES[config.kv_cache_dtype],
+        device,
+        parallel,
+        Chooser(chip_of(device), wanted),
+        "scaled" if config.kv_cache_dtype == "fp8_ds_mla" else "plain",
+        _DTYPES.get(config.state_dtype, torch.float32),
+    )
+
+
+def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
+    if name != "auto":
+        return _DTYPES[name]
+    text = checkpoint.config.get("text_config") or {}
+    stated = [source.get(key) for source in (checkpoint.config, text) for key in ("dtype", "torch_dtype")]
+    return next((_DTYPES[str(value)] for value in stated if str(value) in _DTYPES), torch.bfloat16)
+
+
+def device_named(name: str, rank: int = 0) -> torch.device:
+    """The device that an option names for a rank. Raises ConfigError if there is none."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{rank}"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is not a device; allowed: auto, cpu, cuda, cuda:N.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r} is not supported; allowed: auto, cpu, cuda, cuda:N.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}, but PyTorch sees no GPU here. Try --device cpu.")
+    return device

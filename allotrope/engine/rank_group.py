@@ -1,0 +1,65 @@
+"""The ranks of one model, as one of them sees them: joining, waiting for each other, leaving.
+
+Owns the process group. A model of one rank has a group of its own, in which nothing happens.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+# Longer than any load or step should take; a rank that hangs that long is as good as dead.
+_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """`store`: where the ranks meet; None for a model of one rank."""
+
+    rank: int
+    size: int
+    store: TCPStore | None = None
+
+    @staticmethod
+    def open(size: int) -> RankGroup:
+        """The group as rank 0 sees it."""
+        if size == 1:
+            return RankGroup(0, 1)
+        store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+        return RankGroup(0, size, store)
+
+    @staticmethod
+    def connect(rank: int, size: int, port: int) -> RankGroup:
+        """The group as a further rank sees it. `port`: of rank 0's store."""
+        return RankGroup(rank, size, TCPStore("127.0.0.1", port, size, is_master=False, timeout=_TIMEOUT))
+
+    @property
+    def port(self) -> int:
+        """The port of rank 0's store."""
+        assert self.store is not None, "a model of one rank has no store"
+        return int(self.store.port)
+
+    def join(self, device: torch.device) -> None:
+        """Wait until all ranks have joined. `device`: this rank's."""
+        if self.store is None:
+            return
+        if device.type == "cpu":
+            # All ranks are on this machine; gloo would otherwise look the host's name up.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.size, timeout=_TIMEOUT)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.store is not None:
+            dist.barrier()
+
+    def leave(self) -> None:
+        """Let go of the process group."""
+        if self.store is not None and dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,152 @@
+"""One rank: its share of the model, its caches, and the steps that it runs. Every rank starts by `Worker.start`.
+
+Owns the order of a rank's start. Must not know who decides what runs, or how ranks talk to each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from allotrope.cache.arena import Arena
+from allotrope.cache.memory import MemoryPlan
+from allotrope.config import EngineConfig
+from allotrope.engine.cache_plan import plan_caches
+from allotrope.engine.inputs import StepPlan
+from allotrope.engine.load import load_model
+from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
+from allotrope.engine.profile import measure_peak, plan_device
+from allotrope.engine.rank_group import RankGroup
+from allotrope.engine.step import Runner, decode_shape
+from allotrope.engine.warmup import warm_up
+from allotrope.env import cpu_quota, keep_freed_memory, thread_count
+from allotrope.kernels.chip import free_memory
+from allotrope.layers.decoder import Decoder
+from allotrope.layers.parallel import Parallel
+
+log = logging.getLogger("allotrope.engine")
+
+AgreeOnMemory = Callable[[MemoryPlan | None], MemoryPlan]
+
+
+def prepare_rank(config: EngineConfig, rank: int, preferred_tokens: int) -> LoadPlan:
+    """Set up this process for one rank and resolve the rank's load plan. Raises ModelError or ConfigError."""
+    keep_freed_memory()
+    _share_threads(config)
+    return resolve_load_plan(config, Parallel(rank, config.tensor_parallel_size), preferred_tokens=preferred_tokens)
+
+
+class Worker:
+    """The whole model, or one rank's share of it, in the calling process. It runs once it has its caches."""
+
+    @classmethod
+    def start(
+        cls,
+        load_plan: LoadPlan,
+        config: EngineConfig,
+        ranks: RankGroup,
+        agree: AgreeOnMemory,
+        planned: MemoryPlan | None = None,
+    ) -> Worker:
+        """Join the other ranks, load the weights, agree on a memory plan, allocate the caches.
+
+        `agree`: takes this rank's memory plan, if it made one, and returns that of rank 0. `planned`: rank 0's plan of
+        a CPU's memory. A GPU's is planned here, once the largest step has run.
+        """
+        device = load_plan.build.device
+        ranks.join(device)
+        worker = cls(load_plan, config)
+        if device.type == "cuda":
+            # The step by which rank 0 plans takes every rank.
+            planned = worker.plan_memory()
+        worker.allocate(agree(planned))
+        ranks.barrier()
+        return worker
+
+    def __init__(self, load_plan: LoadPlan, config: EngineConfig) -> None:
+        self.load_plan, self.config = load_plan, config
+        self._device = load_plan.build.device
+        self._free = _free(self._device)
+        self.model: Decoder = load_model(load_plan, config.seed, config.quantized_weights)
+        self._decode = decode_shape(
+            self.model, load_plan.max_num_seqs, load_plan.max_model_len, self._device, capture=config.cuda_graphs
+        )
+        self._runner: Runner | None = None
+
+    @property
+    def graph_replays(self) -> int:
+        """Decode steps that ran as captured graphs so far."""
+        return 0 if self.runner.graphs is None else self.runner.graphs.replays
+
+    @property
+    def runner(self) -> Runner:
+        """The runner of the steps."""
+        assert self._runner is not None, "no caches were allocated"
+        return self._runner
+
+    @runner.setter
+    def runner(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def plan_memory(self) -> MemoryPlan:
+        """The memory plan on a GPU, by the bytes that are left beside the weights and the largest step, which runs.
+
+        The warm-up comes first, so that the kernels of that step are compiled.
+        """
+        config, load_plan = self.config, self.load_plan
+        warm_up(self.model, load_plan, config, self._decode)
+        if config.kv_cache_memory_bytes is not None:
+            return plan_caches(load_plan, config)
+        started = time.monotonic()
+        peak = measure_peak(self.model, load_plan, config)
+        log.info("measured the largest step in %.1f s", time.monotonic() - started)
+        return plan_device(load_plan, config, self._free, peak)
+
+    def allocate(self, memory: MemoryPlan) -> None:
+        """Make the caches."""
+        load_plan, device = self.load_plan, self._device
+        started = time.monotonic()
+        arena = Arena(memory, len(load_plan.specs), load_plan.shares, device)
+        groups = [entry.group for entry in memory.groups]
+        self._runner = Runner(self.model, load_plan.specs, groups, arena, load_plan.shares, device, self._decode)
+        static = 0 if self._runner.buffers is None else self._runner.buffers.bytes
+        seconds = time.monotonic() - started
+        log.info(
+            "made caches of %.1f MB, decode buffers of %.1f MB in %.1f s", arena.bytes / 1e6, static / 1e6, seconds
+        )
+
+    def run(self, plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
+        """As `Executor.run`, for this rank."""
+        return self.runner.run(plan, prev_sampled)
+
+    def capture_next(self) -> bool:
+        """As `Executor.capture_next`, for this rank."""
+        return self.runner.capture_next()
+
+    def close(self) -> None:
+        """Let go of the model and its memory."""
+        if self._runner is not None:
+            self._runner.close()
+        del self._runner, self.model
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that are free on a GPU before anything of ours is there; 0 for a CPU, whose plan is made before loading."""
+    return free_memory(device) if device.type == "cuda" else 0
+
+
+def _share_threads(config: EngineConfig) -> None:
+    """Give each rank on a CPU its part of the cores that this process may use, or the number that the options give."""
+    threads = config.threads
+    if threads is None:
+        available = torch.get_num_threads()
+        threads = max(1, thread_count(available) // config.tensor_parallel_size)
+        if thread_count(available) < available:
+            log.info("%d threads, not %d: the control group may use %.3g CPUs", threads, available, cpu_quota())
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)

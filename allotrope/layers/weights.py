@@ -1,0 +1,139 @@
+"""The parameters that weights are loaded into, and what becomes of them once all are in.
+
+Must not know: how a format stores its numbers, or how a backend multiplies.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from allotrope.kernels.backend import Op
+from allotrope.layers.build import Build
+from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.ops.matmul import MatmulBackend, MatmulSpec, StoredWeight
+from allotrope.ops.matmul.plain import PLAIN, PlainWeight
+from allotrope.ops.matmul.weight import Format, QuantizedWeight, Weight
+
+VALUES, SCALES = "_values", "_scales"
+"""What the names of the two parameters of a quantized weight end with."""
+
+# Of parameters: their bytes once packed, and their format; of scales, whether blocks of rows share them in the stored
+# weight.
+_PACKED_BYTES, _FORMAT, _BLOCKS = "packed_bytes", "format", "scales_of_blocks"
+
+log = logging.getLogger("allotrope.layers")
+
+
+class WeightMatmul:
+    """The backend that multiplies a weight, chosen when the layer is made."""
+
+    def __init__(self, op: Op, spec: MatmulSpec, build: Build) -> None:
+        self.backend: MatmulBackend = build.chooser.choose(op, spec)
+        self.run = self.backend.run
+        self.format = spec.format
+        choices = (one for one in build.chooser.choices if one.op == op.name and one.spec == spec)
+        self.passed_over = next(choices).passed_over
+
+    def pack(self, weight: StoredWeight) -> Weight:
+        """The whole weight as `run` reads it. One that is dequantized for each product says why, once."""
+        if self.format is not PLAIN and not self.backend.own_layout:
+            _warn(self.format.name, "; ".join(dict.fromkeys(itertools.chain(*self.passed_over.values()))))
+        return self.backend.pack(weight)
+
+    def in_fp32(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """The product in fp32: not rounded before, where the backend can leave that out."""
+        if not self.backend.fp32_out:
+            rounded: torch.Tensor = self.run(x, weight, bias)
+            return rounded.float()
+        out = torch.empty(len(x), weight.shape[-2], dtype=torch.float32, device=x.device)
+        exact: torch.Tensor = self.run(x, weight, bias, out=out)
+        return exact
+
+
+@functools.cache
+def _warn(format: str, reasons: str) -> None:
+    log.warning("%s weights are dequantized anew for every product: %s", format, reasons)
+
+
+def create_weights(
+    module: nn.Module,
+    name: str,
+    matmul: WeightMatmul,
+    shape: tuple[int, ...],
+    placement: Placement,
+    build: Build,
+) -> None:
+    """Give `module` the parameters of a weight `name`, of `shape` ([E,] outputs, inputs) on this rank: one of that name
+    for a plain weight, `VALUES` and `SCALES` for a quantized one."""
+    format = matmul.format
+    if format is PLAIN:
+        module.register_parameter(name, parameter(shape, placement, build.dtype, build.device))
+        return
+    *outer, inputs = shape
+    values = scales = placement
+    if placement.dim == 1:
+        values = replace(placement, sections=_counted(placement.sections, format.pack_factor))
+        scales = replace(placement, sections=_counted(placement.sections, format.group_size or 1))
+        if not format.group_size:
+            # A row's scale counts for all of its inputs: every rank has it.
+            scales = replace(placement, sections=(Section(placement.sections[0].name, outer[-1]),), dim=0)
+    outputs = [section.local(build.parallel) for section in placement.sections] if placement.dim == 0 else outer[-1:]
+    shared = format.shares(*outputs)
+    sizes = format.packed_bytes if matmul.backend.own_layout else format.stored_bytes
+    for ending, width, place, dtype, size in zip(
+        (VALUES, SCALES),
+        (inputs // format.pack_factor, format.groups(inputs)),
+        (values, scales),
+        (format.value_dtype, format.scale_dtype),
+        sizes(shape, shared),
+        strict=True,
+    ):
+        made = parameter((*outer, width), place, dtype, build.device)
+        setattr(made, _PACKED_BYTES, size)
+        setattr(made, _FORMAT, format)
+        setattr(made, _BLOCKS, ending == SCALES and format.shares())
+        module.register_parameter(name + ending, made)
+
+
+def _counted(sections: tuple[Section, ...], by: int) -> tuple[Section, ...]:
+    """Sections of inputs in groups of `by`."""
+    return tuple(replace(s, size=-(-s.size // by), unit=1 if s.unit else 0) for s in sections)
+
+
+def scales_of_blocks(parameter: torch.Tensor) -> bool:
+    """Whether a parameter holds scales that each 128 rows of the stored weight share."""
+    return bool(getattr(parameter, _BLOCKS, False))
+
+
+def format_of(parameter: torch.Tensor) -> Format:
+    """The format of the weight that a parameter is, or is a part of."""
+    format = getattr(parameter, _FORMAT, PLAIN)
+    assert isinstance(format, Format)
+    return format
+
+
+def packed_bytes(parameter: torch.Tensor) -> int:
+    """Bytes of a parameter once it is loaded: blocks of rows then share their scales, and where our kernels run, values
+    fill whole tiles."""
+    return int(getattr(parameter, _PACKED_BYTES, parameter.numel() * parameter.element_size()))
+
+
+def shardable(format: Format, section: Section, build: Build) -> bool:
+    """Whether a rank's share of the inputs `section` is a whole number of groups, so that it can stay quantized."""
+    whole = format.group_size or format.pack_factor
+    return build.parallel.size == 1 or section.local(build.parallel) % whole == 0
+
+
+def pop_weights(module: nn.Module, name: str, format: Format) -> StoredWeight:
+    """The loaded weight `name`; the module gives its parameters up."""
+    endings = ("",) if format is PLAIN else (VALUES, SCALES)
+    tensors = [module.get_parameter(name + ending).data for ending in endings]
+    for ending in endings:
+        delattr(module, name + ending)
+    return PlainWeight(tensors[0]) if format is PLAIN else QuantizedWeight(format, *tensors)

@@ -1,0 +1,67 @@
+"""Products of rows with their experts' weights in PyTorch, in fp32: what all others are held against."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from allotrope.kernels.backend import choose
+from allotrope.kernels.chip import chip_of
+from allotrope.ops.gated_activation import GATED_ACTIVATION, GatedActivation, GatedActivationSpec
+from allotrope.ops.matmul.plain import PlainWeight
+from allotrope.ops.matmul.weight import QuantizedWeight
+
+TileTables = dict[int, torch.Tensor]
+"""BLOCK_M -> the tiles of rows sorted by expert (`triton_tile_table`), which all products of these rows share."""
+
+
+def grouped_matmul(
+    x: torch.Tensor,
+    weight: PlainWeight | QuantizedWeight,
+    expert_offsets: torch.Tensor,
+    sorted_token_ids: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    gating: GatedActivation | None = None,
+    expert_ids: torch.Tensor | None = None,
+    tile_tables: TileTables | None = None,
+) -> torch.Tensor:
+    """y_i = act(W_e x_i + b_e), rounded once.
+
+    `x`: [T, inputs]. `expert_offsets`: [E] int32, where each expert's rows end. `sorted_token_ids`: [n] rows of x in
+    the order of experts, None if x has that. `bias`: [E, outputs]. `gating`: of the first half of the outputs with the
+    second. `expert_ids`: [n] each row's expert, where it is known. `tile_tables`: what products of the same offsets
+    share, empty before the first. Returns [n, outputs]. Each expert's weight is dequantized for each call.
+    """
+    rows = x if sorted_token_ids is None else x.index_select(0, sorted_token_ids)
+    seen = weight.format.activations(rows)
+    y = seen.new_empty(len(rows), weight.shape[1])
+    start = 0
+    for expert, end in enumerate(expert_offsets.tolist()):
+        if end > start:
+            added = None if bias is None else bias[expert].float()
+            y[start:end] = F.linear(seen[start:end], weight[expert].dequantize(), added)
+            start = end
+    return (y if gating is None else activated(y, gating)).to(x.dtype)
+
+
+def biased_and_gated(
+    y: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    gating: GatedActivation | None,
+    expert_ids: torch.Tensor | None,
+) -> torch.Tensor:
+    """What is left of `grouped_matmul` after products `y` [n, outputs], which it may write into."""
+    if bias is not None:
+        if expert_ids is None:
+            rows = torch.arange(len(y), dtype=expert_offsets.dtype, device=y.device)
+            expert_ids = torch.searchsorted(expert_offsets, rows, right=True)
+        y += bias.index_select(0, expert_ids)
+    return y if gating is None else activated(y, gating)
+
+
+def activated(y: torch.Tensor, gating: GatedActivation) -> torch.Tensor:
+    """act of gates and ups `y` [n, 2 * width], by the best backend of `gated_activation`."""
+    best = choose(GATED_ACTIVATION, GatedActivationSpec(gating, y.dtype), chip_of(y.device))
+    found: torch.Tensor = best.backend.run(y, gating)
+    return found

@@ -1,0 +1,62 @@
+"""Small cases of products: every format, odd sizes, and rows cut out of wider memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from allotrope.ops.case import Cases, Draw, OpCase
+from allotrope.ops.matmul import MatmulSpec, StoredWeight
+from allotrope.ops.matmul.fp8 import Fp8
+from allotrope.ops.matmul.int4 import Int4
+from allotrope.ops.matmul.mxfp4 import MXFP4
+from allotrope.ops.matmul.plain import PLAIN, PlainWeight
+from allotrope.ops.matmul.weight import Format
+
+FORMATS: dict[str, tuple[Format, int]] = {
+    "plain": (PLAIN, 1),
+    "fp8 blocks": (Fp8(128, rows=128), 128),
+    "fp8 rows": (Fp8(0), 1),
+    "mxfp4": (MXFP4, 1),
+    "int4 by 32": (Int4(32), 1),
+    "int4 by 128": (Int4(128), 1),
+    "int4 rows": (Int4(0), 1),
+}
+"""Name of a case -> its format, and rows that share a scale."""
+
+
+def draw_weight(draw: Draw, format: Format, block_rows: int, dtype: torch.dtype, *shape: int) -> StoredWeight:
+    """A stored weight of unit gain. `shape`: [E,] outputs, inputs."""
+    plain = draw(torch.float32, *shape) / shape[-1] ** 0.5
+    if format is PLAIN:
+        return PlainWeight(plain.to(dtype))
+    return format.quantize(plain, block_rows)
+
+
+def tolerance_of(format: Format) -> torch.dtype | None:
+    """Values that activations are rounded to may fall the other way: that shows in fp32."""
+    return torch.bfloat16 if isinstance(format, Fp8) else None
+
+
+def _case(format: Format, block_rows: int, tokens: int, outputs: int, inputs: int, bias: bool) -> OpCase:
+    def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        draw = Draw(generator, device)
+        weight = draw_weight(draw, format, block_rows, dtype, outputs, inputs)
+        return draw(dtype, tokens, inputs + 8)[:, :inputs], weight, draw(dtype, outputs) if bias else None
+
+    spec: Callable[[torch.dtype], MatmulSpec] = lambda dtype: MatmulSpec(format, dtype, outputs, inputs)  # noqa: E731
+    return OpCase(spec, make, tolerance=tolerance_of(format))
+
+
+def _cases() -> dict[str, OpCase]:
+    found = {}
+    for name, (format, block_rows) in FORMATS.items():
+        found[f"{name}, one row"] = _case(format, block_rows, 1, 128, 384, False)
+        found[f"{name}, odd"] = _case(format, block_rows, 19, 41, 448, True)
+    found["plain, large"] = _case(PLAIN, 1, 5, 520, 512, True)
+    return found
+
+
+CASES: Cases = {"matmul": _cases()}

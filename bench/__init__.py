@@ -1,0 +1,1 @@
+"""Benchmarks: commands at the top, their modules in `kernels/`, `engine/` and `cpu/`."""

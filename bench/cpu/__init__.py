@@ -1,0 +1,1 @@
+"""Engines on a CPU, beside others and on a busy machine."""

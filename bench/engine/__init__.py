@@ -1,0 +1,1 @@
+"""Whole engines: offline, over HTTP, by kernel class, and under mixed load."""

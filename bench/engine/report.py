@@ -1,0 +1,364 @@
+"""What a run of `bench/engine.py` leaves: JSON, a table and a plot; and joining what several runs found.
+
+With `--roofline`: JSON and a table for each kind of step.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+OURS = "allotrope"
+# Measure -> how it is called in a table, digits, whether it is worth a ratio: those are the better the smaller.
+MEASURES = {
+    "prefill_s": ("prefill s", 3, True),
+    "tpot_ms": ("TPOT ms", 2, True),
+    "tokens_per_s": ("tokens/s in and out", 0, False),
+    "distinct": ("distinct tokens in a step", 2, False),
+}
+# What must be equal for two runs to be of one kind.
+SETTINGS = ("seed", "prefix_caching", "parity_tokens")
+
+Report = dict[str, Any]
+
+
+def merged(old: Report, new: Report) -> Report:
+    """Both reports as one; where both have a case of an engine, the newer counts, and all starts are kept.
+
+    Raises ValueError if they are not of the same files, settings and options.
+    """
+    differing = [key for key in SETTINGS if old["settings"][key] != new["settings"][key]]
+    if differing:
+        raise ValueError(f"settings differ: {', '.join(differing)}")
+    models = dict(old["models"])
+    for name, model in new["models"].items():
+        before = models.get(name)
+        if before is None:
+            models[name] = model
+            continue
+        if before["digest"] != model["digest"]:
+            raise ValueError(f"{name} is not the same checkpoint in both (digests differ)")
+        engines = dict(before["engines"])
+        for engine, found in model["engines"].items():
+            engines[engine] = _merged_engine(f"{name}, {engine}", engines.get(engine), found)
+        models[name] = model | {"engines": engines}
+    commands = [*old["commands"], *(one for one in new["commands"] if one not in old["commands"])]
+    return new | {"commands": commands, "models": models}
+
+
+def _merged_engine(what: str, old: Report | None, new: Report) -> Report:
+    if old is None:
+        return new
+    if old["options"] != new["options"]:
+        raise ValueError(f"{what}: options differ: {old['options']} and {new['options']}")
+    cases, starts = {**old["cases"], **new["cases"]}, [*old["start_s"], *new["start_s"]]
+    return (
+        old
+        | {key: value for key, value in new.items() if value}
+        | {
+            "cases": cases,
+            "start_s": starts,
+            "error": new["error"],
+        }
+    )
+
+
+def summarize(report: Report) -> Report:
+    """The report with what its engines have in common: equal tokens (`parity`), logprobs (`apart`), medians (`ratios`).
+
+    By the peer, or for ratios by "one / other" as tables name it; above 1 the other is faster.
+    """
+    models = {}
+    for name, model in report["models"].items():
+        engines = model["engines"]
+        peers = [engine for engine in engines if engine != OURS and OURS in engines]
+        models[name] = model | {
+            "parity": {peer: parity(engines[OURS]["parity_ids"], engines[peer]["parity_ids"]) for peer in peers},
+            "apart": {who: apart(engines[OURS].get("forced", []), other) for who, other in forced(engines).items()},
+            "ratios": {f"{one} / {base}": ratios(engines[base], engines[one]) for base, one in compared_pairs(engines)},
+        }
+    return report | {"models": models}
+
+
+def forced(engines: Report) -> Report:
+    """What is held against our logprobs of the forced texts: the peers' ones, and ours of each text alone."""
+    found = {engine: one.get("forced", []) for engine, one in engines.items() if engine != OURS and OURS in engines}
+    alone = engines.get(OURS, {}).get("forced_alone")
+    return found | ({f"{OURS} with each text alone": alone} if alone else {})
+
+
+def compared_pairs(engines: Report) -> list[tuple[str, str]]:
+    """Which engines are compared: ours with each peer, and a host with our plugin with the host as it is."""
+    found = [(base, one) for base in (OURS, f"vllm+{OURS}") for one in engines if base in engines]
+    return [(base, one) for base, one in found if one not in (OURS, base)]
+
+
+def parity(ours: list[list[int]], theirs: list[list[int]]) -> list[int]:
+    """For each prompt, how many leading tokens are equal."""
+    found = []
+    for mine, other in zip(ours, theirs, strict=False):
+        pairs = list(zip(mine, other, strict=False))
+        found.append(next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs)))
+    return found
+
+
+def apart(ours: list[list[dict[str, float]]], theirs: list[list[dict[str, float]]]) -> Report:
+    """How far logprobs of the same ids at the same places of the same texts differ. Empty if there are none.
+
+    `median` and `most`: of the places, each counted by the mean over its ids.
+    """
+    places = [pair for one, other in zip(ours, theirs, strict=False) for pair in zip(one, other, strict=False)]
+    common = [[abs(mine[id] - other[id]) for id in mine.keys() & other.keys()] for mine, other in places]
+    found = [statistics.fmean(values) for values in common if values]
+    if not found:
+        return {}
+    return {"places": len(found), "median": statistics.median(found), "most": max(found)}
+
+
+def ratios(ours: Report, theirs: Report) -> Report:
+    """Medians of theirs over those of ours, of the start and of each case that both have."""
+    found: Report = {}
+    if ours["start_s"] and theirs["start_s"]:
+        found["start_s"] = statistics.median(theirs["start_s"]) / statistics.median(ours["start_s"])
+    for case, mine in ours["cases"].items():
+        other = theirs["cases"].get(case)
+        if other is not None:
+            found[case] = {
+                key: statistics.median(other[key]) / statistics.median(mine[key])
+                for key, (_, _, compared) in MEASURES.items()
+                if compared
+            }
+    return found
+
+
+def write_report(out: Path, report: Report) -> list[Path]:
+    """Write `out`.json, `out`.md and, if matplotlib is there and anything was timed, `out`.png. Returns the paths."""
+    paths = [write_json(out, report), out.with_name(out.name + ".md")]
+    report = summarize(report)
+    paths[1].write_text(page(report))
+    timed = any(engine["cases"] for model in report["models"].values() for engine in model["engines"].values())
+    if timed and importlib.util.find_spec("matplotlib"):
+        paths.append(out.with_name(out.name + ".png"))
+        _plot(paths[2], report)
+    return paths
+
+
+def write_json(out: Path, report: Report) -> Path:
+    """Write `out`.json alone: what is found so far, summarized."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    path = out.with_name(out.name + ".json")
+    # Numbers side by side: a line for each of them would be thousands.
+    text = _NUMBERS.sub(lambda found: " ".join(found[0].split()), json.dumps(summarize(report), indent=1))
+    path.write_text(text + "\n")
+    return path
+
+
+_NUMBERS = re.compile(r'\[\s+(?:[-\d.e]+,?\s+)+\]|\{\s+(?:"\d+": [-\d.e]+,?\s+)+\}')
+
+
+def page(report: Report) -> str:
+    """The report in Markdown."""
+    settings = report["settings"]
+    caching = "on" if settings["prefix_caching"] else "off"
+    lines = [
+        "# Engines",
+        "",
+        f"Random weights and prompts, greedy, prefix caches {caching}; median of {settings['runs']} runs (minimum to "
+        f"maximum). A ratio A / B above 1 means that B is faster. {report['date']}.",
+        *_overview(report["models"]),
+    ]
+    for name, model in report["models"].items():
+        lines += ["", f"## {name}", "", f"{model['described']}", "", *_table(model), "", *_remarks(model, settings)]
+    lines += ["", "## Commands", "", "\n\n".join(f"`{command}`" for command in report["commands"])]
+    return "\n".join(lines) + "\n"
+
+
+def _overview(models: Report) -> list[str]:
+    """A row of ratios for each model and pair of engines, where there are several."""
+    pairs = [(name, pair, found) for name, model in models.items() for pair, found in model["ratios"].items() if found]
+    if len(pairs) < 2:
+        return []
+    cases = list(dict.fromkeys(case for _, _, found in pairs for case in found if case != "start_s"))
+    shown = [(case, key, label) for key, (label, _, compared) in MEASURES.items() if compared for case in cases]
+    head = ["", "", "start", *(f"{label.partition(' ')[0]} {case}" for case, _, label in shown)]
+    lines = ["", *_head(head)]
+    for name, pair, found in pairs:
+        ratio = [found.get("start_s"), *(found.get(case, {}).get(key) for case, key, _ in shown)]
+        lines.append(_line([name, pair, *_times(ratio)]))
+    return lines
+
+
+def _table(model: Report) -> list[str]:
+    engines = model["engines"]
+    shown = list(model["ratios"])
+    head = ["case", "", *engines, *shown]
+    lines = _head(head)
+    starts = {engine: found["start_s"] for engine, found in engines.items()}
+    lines.append(_row("", "start s", 1, starts, [model["ratios"][pair].get("start_s") for pair in shown]))
+    cases = dict.fromkeys(case for found in engines.values() for case in found["cases"])
+    for case in cases:
+        for key, (label, digits, compared) in MEASURES.items():
+            numbers = {engine: found["cases"].get(case, {}).get(key, []) for engine, found in engines.items()}
+            ratio = [model["ratios"][pair].get(case, {}).get(key) if compared else None for pair in shown]
+            if any(numbers.values()):
+                lines.append(_row(case, label, digits, numbers, ratio))
+    return lines
+
+
+def _row(case: str, label: str, digits: int, numbers: dict[str, list[float]], ratio: list[float | None]) -> str:
+    cells = [case, label, *(_spread(found, digits) for found in numbers.values())]
+    return _line([*cells, *_times(ratio)])
+
+
+def _head(names: list[str]) -> list[str]:
+    """Of a table whose first two columns are words."""
+    return [_line(names), "|---|---|" + "---:|" * (len(names) - 2)]
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _times(ratios: list[float | None]) -> list[str]:
+    return ["" if one is None else f"{one:.2f}×" for one in ratios]
+
+
+def _spread(numbers: list[float], digits: int) -> str:
+    if not numbers:
+        return "–"
+    middle = f"{statistics.median(numbers):.{digits}f}"
+    return middle if len(numbers) == 1 else f"{middle} ({min(numbers):.{digits}f}–{max(numbers):.{digits}f})"
+
+
+def _remarks(model: Report, settings: Report) -> list[str]:
+    lines = []
+    for engine, found in model["engines"].items():
+        where = found["environment"]
+        parts = [f"{where[key]}" if key == "device" else f"{key} {where[key]}" for key in where]
+        if found["kv_tokens"]:
+            parts.append(f"caches of {found['kv_tokens']} tokens")
+        parts += [
+            f"{key.removesuffix('_gb').replace('_', ' ')} {value:.1f} GB" for key, value in found["memory"].items()
+        ]
+        parts.append(f"options {json.dumps(found['options'])}")
+        lines.append(f"- {engine}: {'; '.join(parts)}.")
+        if found["error"]:
+            lines.append(f"- **{engine} did not finish**: {found['error']}")
+    for peer, common in model["parity"].items():
+        shown = ", ".join(map(str, common)) or "not compared"
+        lines.append(f"- {OURS} and {peer}: equal leading tokens of {settings['parity_tokens']}, by prompt: {shown}.")
+    for who, found in model["apart"].items():
+        if found:
+            lines.append(
+                f"- {OURS} and {who}, logprobs of forced texts: they differ by {found['median']:.3f} in the median of "
+                f"{found['places']} positions, by {found['most']:.3f} in the worst."
+            )
+    return lines
+
+
+def roofline_classes(work: Report, micros: dict[str, float], ceilings: Report) -> Report:
+    """By class, what a step must at least do, how long that takes at the ceilings, and how long it took.
+
+    `work`: class -> bytes, flops, and fp8: those of the flops that are of FP8 numbers. `micros`: class -> us on the
+    device. `ceilings`: copy, bytes/s; matmul, type -> FLOP/s (that of a type that is not there is bf16's).
+    """
+    plain = ceilings["matmul"]["bf16"]
+    fast = ceilings["matmul"].get("fp8") or plain
+    found: Report = {}
+    for kind in dict.fromkeys((*work, *micros)):
+        least = work.get(kind, {"bytes": 0, "flops": 0, "fp8": 0})
+        copy = least["bytes"] / ceilings["copy"] * 1e6
+        matmul = ((least["flops"] - least["fp8"]) / plain + least["fp8"] / fast) * 1e6
+        took = micros.get(kind, 0.0)
+        found[kind] = least | {
+            "least_us": max(copy, matmul),
+            "bound": "copy" if copy >= matmul else "matmul",
+            "us": took,
+            "of_ceiling": max(copy, matmul) / took if took else None,
+        }
+    return found
+
+
+def roofline_page(report: Report) -> str:
+    """The report of `--roofline` in Markdown."""
+    ceilings, settings = report["ceilings"], report["settings"]
+    rates = ", ".join(f"{kind} {rate / 1e12:.0f} TFLOP/s" for kind, rate in ceilings["matmul"].items() if rate)
+    lines = ["# Roofline", "", f"`{report['command']}`", "", f"{report['model']}: {report['described']}", ""]
+    lines += [
+        f"Ceilings of the same run: copy {ceilings['copy'] / 1e12:.2f} TB/s, products {rates}. Of {settings['runs']} "
+        f"profiled steps of each kind the one of median time counts, without graphs: sums of kernels' times, without "
+        f"gaps between kernels. Bytes are those of weights, caches, and queries and results of attention; what passes "
+        f"between other kernels is not counted. {report['date']}.",
+        "",
+        f"- {'; '.join(f'{key} {value}' for key, value in report['environment'].items())}.",
+    ]
+    for name, step in report["steps"].items():
+        lines += ["", f"## {name}: {step['requests']} requests, {step['tokens']} tokens, {step['seen']} visible", ""]
+        lines += ["| class | GB | GFLOP | bound by | minimum us | measured us | of the ceiling |"]
+        lines.append("|---|---:|---:|---|---:|---:|---:|")
+        classes = step["classes"]
+        lines += [_roofline_row(kind, one) for kind, one in sorted(classes.items(), key=lambda item: -item[1]["us"])]
+        whole = {key: sum(one[key] for one in classes.values()) for key in ("bytes", "flops", "least_us", "us")}
+        part = whole["least_us"] / whole["us"] if whole["us"] else None
+        lines.append(_roofline_row("all", whole | {"bound": "", "of_ceiling": part}))
+    return "\n".join(lines) + "\n"
+
+
+def _roofline_row(kind: str, one: Report) -> str:
+    part = "–" if one["of_ceiling"] is None else f"{one['of_ceiling']:.0%}"
+    done = f"{one['bytes'] / 1e9:.3f} | {one['flops'] / 1e9:.1f} | {one['bound']}"
+    return f"| {kind} | {done} | {one['least_us']:.1f} | {one['us']:.1f} | {part} |"
+
+
+def write_roofline(out: Path, report: Report) -> list[Path]:
+    """Write `out`.json and `out`.md. Returns the paths."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    paths = [out.with_name(out.name + ending) for ending in (".json", ".md")]
+    paths[0].write_text(json.dumps(report, indent=1) + "\n")
+    paths[1].write_text(roofline_page(report))
+    return paths
+
+
+def _plot(path: Path, report: Report) -> None:
+    """Bars by case and engine, with least and most; one line of plots for each model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [key for key, (_, _, compared) in MEASURES.items() if compared]
+    models = report["models"]
+    figure, grid = pyplot.subplots(
+        len(models), len(shown), figsize=(6 * len(shown), 3.4 * len(models) + 1), squeeze=False
+    )
+    for line, (name, model) in zip(grid, models.items(), strict=True):
+        for axes, key in zip(line, shown, strict=True):
+            _bars(axes, model["engines"], key)
+            axes.set_title(f"{name}: {MEASURES[key][0]}")
+    figure.text(0.01, 0.005, f"{report['date']}; commands: {path.with_suffix('.json').name}", fontsize=8)
+    figure.tight_layout(rect=(0, 0.1 / (len(models) + 1), 1, 1))
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def _bars(axes: Any, engines: Report, key: str) -> None:
+    cases = list(dict.fromkeys(case for found in engines.values() for case in found["cases"]))
+    width = 0.8 / len(engines)
+    for number, (engine, found) in enumerate(engines.items()):
+        own = [case for case in cases if case in found["cases"]]
+        if not own:
+            continue
+        places = [cases.index(case) + (number - (len(engines) - 1) / 2) * width for case in own]
+        numbers = [found["cases"][case][key] for case in own]
+        middle = [statistics.median(values) for values in numbers]
+        below = [m - min(values) for m, values in zip(middle, numbers, strict=True)]
+        above = [max(values) - m for m, values in zip(middle, numbers, strict=True)]
+        axes.bar(places, middle, width, yerr=[below, above], capsize=2, label=engine, color=f"C{number}")
+    axes.set_xticks(range(len(cases)), cases)
+    axes.set_xlabel("input / output / requests at once")
+    axes.grid(alpha=0.3, axis="y")
+    axes.legend()

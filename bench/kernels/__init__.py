@@ -1,0 +1,1 @@
+"""Kernels one by one: cases, timing, reports, and the tuning of quantized matrix products."""

@@ -1,0 +1,319 @@
+"""The engine bench without a GPU: random checkpoints load and generate, and a run leaves its numbers and tables."""
+
+from __future__ import annotations
+
+import json
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from bench_scripts import BENCH, load_script
+
+from allotrope import LLM, SamplingParams
+from allotrope.architectures.registry import find_architecture, read_spec
+from allotrope.errors import ConfigError
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+KEPT = {"modules_to_not_convert": ["lm_head", "model.layers.*.mlp.gate"]}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+CASES = ["16/4/2", "8/3/1"]
+
+
+def tiny(architecture: str, quantization: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    config = find_architecture({"architectures": [architecture]}, "test").tiny() | more
+    return config if quantization is None else config | {"quantization_config": quantization}
+
+
+@pytest.fixture
+def weights() -> Any:
+    from bench import random_weights
+
+    return random_weights
+
+
+@pytest.fixture
+def engine() -> Any:
+    return load_script("engine")
+
+
+def tokens(directory: Path) -> list[list[int]]:
+    llm = LLM(str(directory), device="cpu", dtype="float32", max_model_len=64, max_num_seqs=2, threads=1)
+    try:
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        return [output.outputs[0].token_ids for output in llm.generate([[5, 6, 7, 8], [9, 10, 11]], params)]
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "stored"),
+    [
+        (tiny("Qwen3MoeForCausalLM", FP8 | KEPT), "model.layers.0.mlp.experts.7.up_proj.weight"),
+        (tiny("Qwen3NextForCausalLM", FP8), "model.layers.0.linear_attn.in_proj_qkvz.weight"),
+        (tiny("DeepseekV32ForCausalLM", FP8 | {"scale_fmt": "ue8m0"}), "model.layers.2.self_attn.kv_b_proj.weight"),
+        (tiny("DeepseekV4ForCausalLM", FP8, expert_dtype="fp4"), "layers.3.ffn.experts.7.w2.weight"),
+        (tiny("DeepseekV4ForCausalLM", FP8, expert_dtype="fp8"), "layers.0.attn.wo_a.weight"),
+        (tiny("GptOssForCausalLM", MXFP4), "model.layers.3.mlp.experts.gate_up_proj_blocks"),
+        (tiny("Gemma4ForCausalLM"), "model.layers.0.self_attn.q_proj.weight"),
+    ],
+    ids=["qwen3 moe fp8", "qwen3-next fp8", "v3.2 fp8", "v4 fp4", "v4 fp8", "gpt-oss mxfp4", "gemma 4"],
+)
+def test_a_random_checkpoint_generates(config: dict[str, Any], stored: str, weights: Any, tmp_path: Path) -> None:
+    from allotrope.checkpoint.checkpoint import open_checkpoint
+
+    weights.write_checkpoint(config, tmp_path, seed=3)
+    header = open_checkpoint(str(tmp_path)).headers()[stored]
+    plain = "quantization_config" not in config
+    assert header.dtype in ((torch.bfloat16,) if plain else (torch.float8_e4m3fn, torch.int8, torch.uint8))
+    found = tokens(tmp_path)
+    # Neither stuck nor all alike.
+    assert all(len(set(ids)) > 2 for ids in found) and found[0] != found[1]
+
+
+def test_quantized_values_have_the_size_of_plain_ones(weights: Any) -> None:
+    weight = torch.randn(200, 300, generator=torch.Generator().manual_seed(0)) / 300**0.5
+    for power_of_two in (False, True):
+        rounded, scale = weights.fp8_blocks(weight, (128, 128), power_of_two=power_of_two)
+        assert list(scale.shape) == [2, 3] and rounded.shape == weight.shape
+        whole = scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300] * rounded.float()
+        assert (whole - weight).norm() < 0.05 * weight.norm()
+    spec = read_spec(tiny("GptOssForCausalLM"), "test")[1]
+    maker = weights.Maker(tiny("GptOssForCausalLM", MXFP4), spec, 0, torch.device("cpu"))
+    name = "model.layers.0.mlp.experts.down_proj"
+    stored = dict(maker.make(name, torch.empty(4, 96, 256, device="meta")))
+    assert {key: list(value.shape) for key, value in stored.items()} == {
+        name + "_blocks": [4, 256, 3, 16],
+        name + "_scales": [4, 256, 3],
+    }
+    from allotrope.checkpoint.dequantize import unpack_mxfp4
+
+    plain = unpack_mxfp4(stored[name + "_blocks"], stored[name + "_scales"]).float()
+    assert abs(float(plain.square().mean()) * 96 - 1) < 0.05
+
+
+def test_released_configs_shrink_to_whole_patterns(weights: Any) -> None:
+    """Every config under bench/configs is one that we read, and names what its release leaves unquantized."""
+    periods = {"qwen3_next_80b_fp8": 4, "gpt_oss_120b": 2, "gemma4_31b": 6, "deepseek_v4_flash": 2}
+    found = {file.parent.name: json.loads(file.read_text()) for file in BENCH.glob("configs/*/config.json")}
+    assert periods.keys() <= found.keys()
+    for name, config in found.items():
+        weights.read_quantization(config)
+        period = periods.get(name, 1)
+        cut = weights.with_layers(config, 2 * period)
+        assert len(read_spec(cut, name)[1].layers) == 2 * period
+        assert cut.get("first_k_dense_replace", 0) <= 1 and cut.get("num_hash_layers", 0) <= 1
+        if period > 1:
+            with pytest.raises(ConfigError, match=f"multiple of {period}"):
+                weights.with_layers(config, period + 1)
+
+
+def test_shards_are_indexed_and_written_once(weights: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "SHARD_BYTES", 100_000)
+    config = tiny("Qwen3MoeForCausalLM", FP8 | KEPT)
+    count, size = weights.write_checkpoint(config, tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
+    assert len(files) > 1 and sorted(set(index["weight_map"].values())) == files
+    assert len(index["weight_map"]) == count and index["metadata"]["total_size"] == size
+    kept = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert kept == ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(config["num_hidden_layers"]))]
+    with pytest.raises(ConfigError, match="has weights already"):
+        weights.write_checkpoint(config, tmp_path)
+
+
+def test_share_of_tokens_that_differ(engine: Any) -> None:
+    assert engine.distinct_share([[1, 2, 3, 4]]) == 1
+    assert engine.distinct_share([[1, 2], [1, 3], [1, 3], [1, 4]]) == (1 / 4 + 3 / 4) / 2
+
+
+def test_a_run_leaves_numbers_a_table_and_what_failed(engine: Any, weights: Any, tmp_path: Path) -> None:
+    model, out = tmp_path / "tiny", tmp_path / "found"
+    weights.write_checkpoint(tiny("LlamaForCausalLM"), model)
+    small = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": 128, "max_num_seqs": 4}
+    command = [str(model), "--cases", ",".join(CASES), "--runs", "2", "--our-options", json.dumps(small)]
+    command += ["--forced", "9,40"]
+    assert engine.main([*command, "--peer-python", "false", "--out", str(out)]) == 1
+    report = json.loads(out.with_suffix(".json").read_text())
+    found = report["models"]["tiny"]["engines"]
+    assert "ended with code 1" in found["vllm"]["error"] and found["allotrope"]["error"] is None
+    ours = found["allotrope"]
+    assert len(ours["start_s"]) == 1 and [len(ids) for ids in ours["parity_ids"]] == [16, 16] and ours["kv_tokens"] > 0
+    assert [[len(step) >= 8 for step in steps] for steps in ours["forced"]] == [[True] * 16] * 2
+    assert list(ours["cases"]) == CASES
+    for case in ours["cases"].values():
+        assert {key: len(values) for key, values in case.items()} == dict.fromkeys(
+            ("prefill_s", "total_s", "tpot_ms", "tokens_per_s", "distinct"), 2
+        )
+        assert all(0 < share <= 1 for share in case["distinct"])
+    assert report["commands"][0].startswith("python bench/engine.py tiny --cases") and str(tmp_path) not in str(report)
+    page = out.with_suffix(".md").read_text()
+    assert "| 16/4/2 | TPOT ms |" in page and "**vllm did not finish**" in page
+
+    # A later run of the peer, twice as slow, parting after five tokens and a quarter off everywhere, is joined.
+    slow = {key: [2 * value for value in values] for key, values in ours["cases"]["16/4/2"].items()}
+    peer = ours | {
+        "options": found["vllm"]["options"],
+        "cases": {"16/4/2": slow},
+        "start_s": [4 * ours["start_s"][0]],
+        "forced": [[{id: value - 0.25 for id, value in step.items()} for step in steps] for steps in ours["forced"]],
+        "parity_ids": [ours["parity_ids"][0], [*ours["parity_ids"][1][:5], -1, *ours["parity_ids"][1][6:]]],
+    }
+    later = report | {"models": {"tiny": report["models"]["tiny"] | {"engines": {"vllm": peer}}}}
+    (tmp_path / "later.json").write_text(json.dumps(later))
+    merge = ["--merge", str(out.with_suffix(".json")), str(tmp_path / "later.json"), "--out", str(tmp_path / "both")]
+    assert engine.main(merge) == 0
+    whole = json.loads((tmp_path / "both.json").read_text())["models"]["tiny"]
+    assert whole["parity"] == {"vllm": [16, 5]}
+    assert whole["apart"]["allotrope with each text alone"]["most"] < 1e-3
+    assert whole["apart"]["vllm"] == pytest.approx({"places": 32, "median": 0.25, "most": 0.25})
+    assert whole["ratios"]["vllm / allotrope"] == {"start_s": 4.0, "16/4/2": {"prefill_s": 2.0, "tpot_ms": 2.0}}
+    page = (tmp_path / "both.md").read_text()
+    assert "2.00×" in page and page.rstrip().endswith("`") and "| tiny | vllm / allotrope |" not in page
+    assert not find_spec("matplotlib") or (tmp_path / "both.png").stat().st_size > 1000
+
+    # With the plugin's host as well there is a row for each pair.
+    hosted = later | {"models": {"tiny": later["models"]["tiny"] | {"engines": {"vllm+allotrope": peer}}}}
+    (tmp_path / "hosted.json").write_text(json.dumps(hosted))
+    assert engine.main([*merge[:3], str(tmp_path / "hosted.json"), "--out", str(tmp_path / "all")]) == 0
+    page = (tmp_path / "all.md").read_text()
+    assert page.count("| tiny | ") == 3 and "| tiny | vllm / vllm+allotrope | 1.00× |" in page
+
+    other = later | {"models": {"tiny": later["models"]["tiny"] | {"digest": "another"}}}
+    (tmp_path / "later.json").write_text(json.dumps(other))
+    with pytest.raises(SystemExit, match="not the same checkpoint"):
+        engine.main(merge)
+
+
+def test_an_engine_that_takes_too_long_is_killed(engine: Any, weights: Any, tmp_path: Path) -> None:
+    weights.write_checkpoint(tiny("LlamaForCausalLM"), tmp_path / "tiny")
+    command = [str(tmp_path / "tiny"), "--engines", "allotrope", "--limit", "0.3", "--out", str(tmp_path / "found")]
+    assert engine.main(command) == 1
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert report["models"]["tiny"]["engines"]["allotrope"]["error"] == "killed after --limit 0.3 s"
+
+
+def test_engines_wait_for_the_signal_to_be_measured(engine: Any, tmp_path: Path) -> None:
+    signal = tmp_path / "go"
+    waiting = threading.Thread(target=engine.await_signal, args=(signal, "model.vllm", SimpleNamespace(late=False)))
+    waiting.start()
+    while not (tmp_path / "go.model.vllm").exists():
+        assert waiting.is_alive()
+    signal.touch()
+    waiting.join(timeout=10)
+    assert not waiting.is_alive()
+    signal.unlink()
+    with pytest.raises(engine.EngineFailed, match="killed after --limit 7 s, waiting for go"):
+        engine.await_signal(signal, "model.vllm", SimpleNamespace(late=True, limit=7.0))
+
+
+def test_a_roofline_needs_a_gpu_and_one_model(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert engine.main([str(tmp_path), "--roofline"]) == 2
+    assert capsys.readouterr().err == "there is no GPU to measure a roofline on\n"
+    with pytest.raises(SystemExit):
+        engine.main([str(tmp_path), str(tmp_path / "other"), "--roofline"])
+
+
+def test_a_roofline_of_a_synthetic_profile(engine: Any, tmp_path: Path) -> None:
+    from bench.engine import report as engine_report
+    from bench.engine.launches import Launch, Span, micros_by_class
+
+    spans = [Span("mha", 10, 20), Span("dense", 20, 30), Span("experts", 30, 40), Span("head", 40, 50)]
+    kernels = [("attend", 11, 8.0), ("store", 12, 2.0), ("gemm", 21, 4.0), ("group", 31, 1.0), ("product", 32, 9.0)]
+    kernels += [("gemm", 41, 5.0), ("norm_kernel", 51, 1.0), ("nvjet_router", 52, 6.0)]
+    micros = micros_by_class([Launch(*kernel) for kernel in kernels], spans, frozenset({"norm_kernel"}))
+    assert micros == {"mha": 10.0, "dense": 10.0, "experts": 10.0, "head": 5.0, "rest": 1.0}
+
+    work = {
+        "mha": {"bytes": 5_000_000, "flops": 10**9, "fp8": 0},
+        "dense": {"bytes": 1_000_000, "flops": 4 * 10**9, "fp8": 2 * 10**9},
+        "experts": {"bytes": 0, "flops": 2 * 10**9, "fp8": 0},
+        "head": {"bytes": 5_000_000, "flops": 0, "fp8": 0},
+    }
+    ceilings = {"copy": 1e12, "matmul": {"bf16": 1e15, "fp8": 2e15}}
+    classes = engine_report.roofline_classes(work, micros, ceilings)
+    assert {kind: (one["least_us"], one["bound"], one["of_ceiling"]) for kind, one in classes.items()} == {
+        "mha": (pytest.approx(5.0), "copy", pytest.approx(0.5)),
+        "dense": (pytest.approx(3.0), "matmul", pytest.approx(0.3)),
+        "experts": (pytest.approx(2.0), "matmul", pytest.approx(0.2)),
+        "head": (pytest.approx(5.0), "copy", pytest.approx(1.0)),
+        "rest": (0.0, "copy", 0.0),
+    }
+    slow = engine_report.roofline_classes(work, {}, {"copy": 1e12, "matmul": {"bf16": 1e15}})
+    assert slow["dense"]["least_us"] == pytest.approx(4.0) and slow["dense"]["of_ceiling"] is None
+
+    step = {"requests": 2, "tokens": 2, "seen": 20, "classes": classes}
+    report = {
+        "command": "python bench/engine.py tiny --roofline", "date": "today", "model": "tiny", "described": "Small.",
+        "settings": {"runs": 3}, "environment": {"device": "none"}, "ceilings": ceilings, "steps": {"decode": step},
+    }  # fmt: skip
+    paths = engine_report.write_roofline(tmp_path / "found" / "roofline", report)
+    assert json.loads(paths[0].read_text()) == report
+    page = paths[1].read_text()
+    assert "## decode: 2 requests, 2 tokens, 20 visible" in page
+    assert "| mha | 0.005 | 1.0 | copy | 5.0 | 10.0 | 50% |" in page
+    assert "| all | 0.011 | 7.0 |  | 15.0 | 36.0 | 42% |" in page
+
+
+@pytest.mark.parametrize(("architecture", "family"), [("Qwen3MoeForCausalLM", "mha"), ("DeepseekV4ForCausalLM", "csa")])
+def test_a_profiled_step_names_every_class(architecture: str, family: str, engine: Any, tmp_path: Path) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    from allotrope.config import EngineConfig
+    from bench.engine.launches import classes_of, decoding, lengths_of, named_spans
+
+    (tmp_path / "config.json").write_text(json.dumps(tiny(architecture)))
+    config = EngineConfig(
+        model=str(tmp_path), load_format="dummy", device="cpu", dtype="float32", threads=1, max_model_len=64
+    )
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    running = decoding(config, [[5, 6, 7], [8, 9, 10, 11]], params)
+    before = running.model.backends
+    profiler = profile(activities=[ProfilerActivity.CPU])
+    with classes_of(running.model), lengths_of(running.model) as passes, profiler as profiled:
+        running.step()
+    assert running.model.backends == before
+    ((new, seen),) = passes
+    assert new == (1, 1) and seen[1] == seen[0] + 1
+    names = [span.name for span in named_spans(profiled.profiler.kineto_results.events())]
+    layers = len(running.model.layers)
+    assert set(names) == {family, "experts", "dense", "head"}
+    assert names.count(family) == layers and names.count("head") == 1
+    running.close()
+
+
+def test_roofline_steps_are_what_was_asked_for(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where no kernel is seen: what the steps read, and their least work."""
+    from allotrope.config import EngineConfig
+    from allotrope.engine.load_plan import resolve_load_plan
+    from bench.engine import roofline
+    from bench.engine.launches import Launch, Span
+
+    def unprofiled(running: Any, spans: Any) -> tuple[list[Launch], list[Span]]:
+        with spans(running.model):
+            running.step()
+        return [Launch("attend", 1, 2.0)], [Span("mha", 0, 2)]
+
+    monkeypatch.setattr(roofline, "record", unprofiled)
+    monkeypatch.setattr(roofline, "our_kernels", frozenset)
+    (tmp_path / "config.json").write_text(json.dumps(tiny("Qwen3MoeForCausalLM")))
+    options = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "threads": 1, "async_scheduling": "on"}
+    sizes = roofline.Sizes(requests=3, context=20, prefill=50, runs=2)
+
+    def prompts(what: str, count: int, length: int) -> list[list[int]]:
+        return engine.random_prompts(what, count, length, 320)
+
+    found = roofline.profile_steps(str(tmp_path), sizes, prompts, options)
+    decode, prefill = found["decode"], found["prefill"]
+    assert decode.new == (1, 1, 1) and all(20 < n < 40 for n in decode.seen) and decode.micros == {"mha": 2.0}
+    assert (prefill.new, prefill.seen) == ((50,), (50,))
+    load_plan = resolve_load_plan(EngineConfig(model=str(tmp_path), **options))
+    assert prefill.work == roofline.least(load_plan, (50,), (50,))
+    with pytest.raises(RuntimeError, match=r"requests=3, of which \d decode at once"):
+        roofline.profile_steps(str(tmp_path), sizes, prompts, options | {"kv_cache_memory_bytes": 61_440})
