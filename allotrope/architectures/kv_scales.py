@@ -27,7 +27,7 @@ FP8 = torch.float8_e4m3fn
 _NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\..*\.(q|k|v|kv)_scale")
 
 
-class WithoutRowScales:
+class WithoutKvScales:
     """A checkpoint whose scales of cached rows are taken out: its other tensors are those of any release.
 
     `scales`: layer -> "k", "v" or "kv" -> name of the tensor.
@@ -92,7 +92,7 @@ def _refuse_fp8(specs: Sequence[Spec]) -> None:
         )
 
 
-def set_row_scales(model: Decoder, checkpoint: WithoutRowScales | None) -> str:
+def set_kv_scales(model: Decoder, checkpoint: WithoutKvScales | None) -> str:
     """Give each layer with FP8 rows its scales. `checkpoint`: None if there is none to ask.
 
     Returns one line on where they come from, for the host's log; empty where there is nothing to say.
@@ -113,7 +113,7 @@ def set_row_scales(model: Decoder, checkpoint: WithoutRowScales | None) -> str:
             stated += found is not None
             scales[name] = 1.0 if found is None else found
         values += scales.values()
-        mixer.row_scales = scales
+        mixer.kv_scales = scales
     if fp8 and stated:
         return f"FP8 rows of {fp8} layers: scales {min(values):.3g} to {max(values):.3g}, from the checkpoint"
     if any(_block_scaled(mixer.spec) for mixer in mixers):

@@ -67,8 +67,9 @@ def boundaries(spec: Spec) -> tuple[int, ...]:
 class Family:
     """One kind of attention: everything that the rest of the project asks about it. A row of `FAMILIES`.
 
-    `backends`: best first; the last one is the reference, which runs anywhere. `ready_inputs(spec, **tensors)`: what
-    `run` takes, of tensors that are normed and rotated already, under the names of the definition.
+    `backends`: best first; the last one is the reference, which runs anywhere. `naive(spec, **tensors)`: the
+    definition, for one sequence without a cache. `ready_inputs(spec, **tensors)`: what `run` takes, made of tensors
+    that are normed and rotated already, under the names of the definition.
     `cost(spec, lengths)`: the roofline cost of one layer's step, without parameters. `output_shapes(spec)`: of each
     output of `run`, the shape behind the tokens and the type, None for that of the activations.
     `with_cache(spec, cache)`: the spec with entries and states of a format. `scale_names`: the inputs that plain FP8
@@ -79,6 +80,7 @@ class Family:
 
     name: str
     backends: tuple[AttentionBackend, ...]
+    naive: Callable[..., Any]
     ready_inputs: Callable[..., Any]
     cost: Callable[[Any, Lengths], StepCost]
     output_shapes: Callable[[Any], tuple[OutputShape, ...]]

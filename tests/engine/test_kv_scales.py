@@ -40,7 +40,7 @@ def with_scales(tiny: TinyCheckpoint, directory: Path, scales: dict[str, float])
 
 def scales_of(running: Engine) -> list[dict[str, float]]:
     layers: list[Any] = list(running.model.layers)
-    return [layer.mixer.row_scales for layer in layers]
+    return [layer.mixer.kv_scales for layer in layers]
 
 
 def test_scales_of_the_checkpoint(tiny: TinyCheckpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from allotrope.attention.mha import MHA, MhaSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.checkpoint.read_config import ConfigReader
 from allotrope.config import EngineConfig
-from allotrope.engine.load import resolve_load_plan
+from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.step_cost import step_cost
 from allotrope.errors import ConfigError
 from allotrope.layers.mixers.mha import MhaMixerSpec
@@ -94,6 +94,6 @@ def test_a_new_family_has_backends_to_ask_for(path: Path, with_toy: None) -> Non
 
 def test_a_new_family_has_scales_and_formats(path: Path, with_toy: None) -> None:
     running = engine(path, kv_cache_dtype="fp8", **OPTIONS)
-    assert all(layer.mixer.row_scales == {"k_scale": 1.0, "v_scale": 1.0} for layer in running.model.layers)
+    assert all(layer.mixer.kv_scales == {"k_scale": 1.0, "v_scale": 1.0} for layer in running.model.layers)
     with pytest.raises(ConfigError, match="state_dtype: toy keeps no recurrent state"):
         engine(path, state_dtype="bfloat16", **OPTIONS)

@@ -8,6 +8,7 @@ from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.csa import reference
 from allotrope.attention.csa.cost import cost
 from allotrope.attention.csa.inputs import ready_inputs
+from allotrope.attention.csa.naive import naive
 from allotrope.attention.csa.plan import build_plan
 from allotrope.attention.csa.rows import BLOCK, FP8
 from allotrope.attention.csa.spec import CsaSpec
@@ -45,6 +46,7 @@ CSA = Family(
         ),
         AttentionBackend("reference", runs_anywhere, reference.run, plan=build_plan),
     ),
+    naive=naive,
     ready_inputs=ready_inputs,
     cost=cost,
     output_shapes=lambda spec: (((spec.num_heads, spec.head_dim), None),),

@@ -21,7 +21,7 @@ from allotrope.attention.csa import rows
 from allotrope.attention.csa.compressor import compress
 from allotrope.attention.csa.indexer import pick
 from allotrope.attention.csa.inputs import CsaInputs
-from allotrope.attention.csa.plan import CsaPlan, Part, Writes
+from allotrope.attention.csa.plan import CsaPlan, SubBatch, Writes
 from allotrope.attention.csa.rotary import rotate_tail
 from allotrope.attention.csa.spec import CsaSpec
 from allotrope.attention.family import CacheViews
@@ -63,7 +63,7 @@ def _put(pools: Mapping[str, torch.Tensor], writes: Writes, values: Mapping[str,
 
 
 def gather(
-    spec: CsaSpec, caches: CacheViews, part: Part, picked: torch.Tensor | None, kv_scale: float
+    spec: CsaSpec, caches: CacheViews, part: SubBatch, picked: torch.Tensor | None, kv_scale: float
 ) -> list[torch.Tensor]:
     """Rows that each request of `part` reads: of its window [b, L, D], and its entries [b, N, D]: those of the plan, or
     those of the sparse indices `picked`."""

@@ -11,6 +11,7 @@ from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.dsa import reference
 from allotrope.attention.dsa.cost import cost
 from allotrope.attention.dsa.inputs import ready_inputs
+from allotrope.attention.dsa.naive import naive
 from allotrope.attention.dsa.plan import build_plan
 from allotrope.attention.family import Family, formatted_entries
 from allotrope.attention.mla.family import triton_rejects as latent_rejects
@@ -47,6 +48,7 @@ DSA = Family(
         ),
         AttentionBackend("reference", runs_anywhere, reference.run, plan=build_plan),
     ),
+    naive=naive,
     ready_inputs=ready_inputs,
     cost=cost,
     # The second are the positions of the chosen entries, -1 for none.

@@ -12,6 +12,7 @@ from allotrope.attention.family import Family
 from allotrope.attention.gdn import chunked, compiled, reference
 from allotrope.attention.gdn.cost import cost
 from allotrope.attention.gdn.inputs import ready_inputs
+from allotrope.attention.gdn.naive import naive
 from allotrope.attention.gdn.plan import build_plan
 from allotrope.attention.gdn.spec import GdnSpec
 from allotrope.kernels.backend import lazily, runs_anywhere
@@ -49,6 +50,7 @@ GDN = Family(
         ),
         AttentionBackend("reference", runs_anywhere, reference.run, plan=build_plan),
     ),
+    naive=naive,
     ready_inputs=ready_inputs,
     cost=cost,
     output_shapes=lambda spec: (((spec.num_v_heads, spec.v_head_dim), None),),

@@ -19,7 +19,7 @@ from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mha import cpu, reference
 from allotrope.attention.mha.inputs import MhaInputs, normed_and_rotated
-from allotrope.attention.mha.plan import Part, build_plan, prefill_parts
+from allotrope.attention.mha.plan import SubBatch, build_plan, prefill_parts
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.kernels.c.compiler import UNSUITED, CannotCompile, load
 from allotrope.kernels.chip import Chip
@@ -77,7 +77,7 @@ class CompiledPlan:
     _scratch: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
-    def prompts(self) -> tuple[Part, ...]:
+    def prompts(self) -> tuple[SubBatch, ...]:
         """The requests of `blocks`, as sub-batches for `cpu`."""
         return tuple(prefill_parts(self.window, self.batch, self.paged))
 

@@ -11,6 +11,7 @@ from allotrope.attention.family import Family, plain_entries
 from allotrope.attention.mha import compiled, cpu, reference
 from allotrope.attention.mha.cost import cost
 from allotrope.attention.mha.inputs import ready_inputs
+from allotrope.attention.mha.naive import naive
 from allotrope.attention.mha.plan import build_plan
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.kernels.backend import lazily, runs_anywhere
@@ -39,6 +40,7 @@ MHA = Family(
         AttentionBackend("cpu", cpu.rejects, functools.partial(reference.run, core=cpu.attend), plan=build_plan),
         AttentionBackend("reference", runs_anywhere, reference.run, plan=build_plan),
     ),
+    naive=naive,
     ready_inputs=ready_inputs,
     cost=cost,
     output_shapes=lambda spec: (((spec.num_heads, spec.value_dim), None),),

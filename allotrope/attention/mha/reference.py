@@ -17,10 +17,10 @@ import torch
 
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mha.inputs import MhaInputs, normed_and_rotated
-from allotrope.attention.mha.plan import MhaPlan, Part
+from allotrope.attention.mha.plan import MhaPlan, SubBatch
 from allotrope.attention.mha.spec import MhaSpec
 
-Attend = Callable[[MhaSpec, torch.Tensor, torch.Tensor, torch.Tensor, Part, torch.Tensor | None], torch.Tensor]
+Attend = Callable[[MhaSpec, torch.Tensor, torch.Tensor, torch.Tensor, SubBatch, torch.Tensor | None], torch.Tensor]
 
 
 def attend(
@@ -28,7 +28,7 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    part: Part,
+    part: SubBatch,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """The equation above for one work tile.
@@ -80,14 +80,14 @@ def store(
             pool.index_copy_(0, plan.slots, rows.to(pool.dtype))
 
 
-def gather(pool: torch.Tensor, part: Part, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+def gather(pool: torch.Tensor, part: SubBatch, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
     """The rows that a work tile reads. `pool`: [P, S, G, D]. Returns [b, L, G, D] in `dtype`; quantized rows times
     `scale`, in fp32."""
     if pool.dtype.is_floating_point and pool.dtype.itemsize == 1:
         return gather(pool.view(torch.uint8), part, torch.uint8).view(pool.dtype).float() * scale
     pool = pool.flatten(0, 1)
-    if part.run is not None:
-        return pool[part.run][None].to(dtype)
+    if part.contiguous is not None:
+        return pool[part.contiguous][None].to(dtype)
     rows = pool.index_select(0, part.flat_rows)
     return rows.view(*part.rows.shape, *rows.shape[1:]).to(dtype)
 
@@ -131,7 +131,7 @@ def store_and_attend(
 
 def attend_parts(
     spec: MhaSpec,
-    parts: Sequence[Part],
+    parts: Sequence[SubBatch],
     caches: CacheViews,
     q: torch.Tensor,
     sinks: torch.Tensor | None,

@@ -9,6 +9,7 @@ from allotrope.attention.family import Family, formatted_entries
 from allotrope.attention.mla import compiled, reference
 from allotrope.attention.mla.cost import cost
 from allotrope.attention.mla.inputs import ready_inputs
+from allotrope.attention.mla.naive import naive
 from allotrope.attention.mla.plan import build_plan
 from allotrope.kernels.backend import lazily, runs_anywhere
 from allotrope.kernels.chip import Chip
@@ -41,6 +42,7 @@ MLA = Family(
         AttentionBackend("compiled", compiled.rejects, compiled.run, plan=compiled.plan, fallbacks=compiled.fallbacks),
         AttentionBackend("reference", runs_anywhere, reference.run, plan=build_plan),
     ),
+    naive=naive,
     ready_inputs=ready_inputs,
     cost=cost,
     output_shapes=lambda spec: (((spec.num_heads, spec.v_head_dim), None),),

@@ -21,7 +21,7 @@ from allotrope.attention.family import CacheViews
 from allotrope.attention.merge import Partial, merge
 from allotrope.attention.mla import rows as formats
 from allotrope.attention.mla.inputs import MlaInputs, normed_and_rotated
-from allotrope.attention.mla.plan import KeySlice, MlaPlan, Part, Writes
+from allotrope.attention.mla.plan import KeySlice, MlaPlan, SubBatch, Writes
 from allotrope.attention.mla.spec import MlaSpec
 
 
@@ -140,7 +140,7 @@ Rows = Iterator[tuple[KeySlice, torch.Tensor, torch.Tensor]]
 """A slice, its keys [n, L, D] and its values [n, L, Dv]."""
 
 
-def _absorbed(spec: MlaSpec, part: Part, pools: Mapping[str, torch.Tensor], kv_scale: float) -> Rows:
+def _absorbed(spec: MlaSpec, part: SubBatch, pools: Mapping[str, torch.Tensor], kv_scale: float) -> Rows:
     """All heads of a query read the same rows; n is the number of requests."""
     for keys in part.slices:
         latent, k_pe = formats.decode(spec.row_format, spec.latent_dim, pools, keys.rows, kv_scale)
@@ -149,7 +149,7 @@ def _absorbed(spec: MlaSpec, part: Part, pools: Mapping[str, torch.Tensor], kv_s
 
 def _expanded(
     spec: MlaSpec,
-    part: Part,
+    part: SubBatch,
     pools: Mapping[str, torch.Tensor],
     w_uk: torch.Tensor,
     w_uv: torch.Tensor,
@@ -166,7 +166,7 @@ def _expanded(
         yield keys, k.flatten(0, 1), v.flatten(0, 1)
 
 
-def _over_tiles(spec: MlaSpec, part: Part, q: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _over_tiles(spec: MlaSpec, part: SubBatch, q: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Attend tile by tile, merge the partial results of a block of queries, and concatenate the blocks.
 
     `q`: [n, q, r, D]. Returns [n, q, r, Dv] fp32.

@@ -64,7 +64,7 @@ class CsaMixer(nn.Module):
         self.spec = attention_of(spec, build)
         self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
         # Of FP8 rows, by the argument's name; none for others.
-        self.row_scales: dict[str, float] = {}
+        self.kv_scales: dict[str, float] = {}
         dim, indexer = spec.head_dim, spec.indexer
         inputs = [Section("q_a", spec.q_rank), Section("kv", dim)]
         queries = [Section("q", spec.num_heads * dim, dim)]
@@ -102,7 +102,7 @@ class CsaMixer(nn.Module):
             head_norm(self.kv_norm),
             compressor,
             index,
-            **self.row_scales,
+            **self.kv_scales,
         )
         attended = self.backend.run(self.spec, here.plan, here.caches, inputs)
         return self.out(self.grouped(attended.flatten(1)))

@@ -56,7 +56,7 @@ class DsaMixer(nn.Module):
         self.spec = attention_of(spec, build)
         self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
         # Of FP8 rows, by the argument's name; none for others.
-        self.row_scales: dict[str, float] = {}
+        self.kv_scales: dict[str, float] = {}
         from_x: tuple[Section, ...] = ()
         from_q: tuple[Section, ...] = ()
         if spec.indexer is not None:
@@ -70,7 +70,7 @@ class DsaMixer(nn.Module):
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
-        projected, step = self.latent(x, here, self.row_scales), here.step
+        projected, step = self.latent(x, here, self.kv_scales), here.step
         if self.indexer is None:
             inputs = DsaInputs(projected.inputs, topk_indices=step.topk_indices)
         else:

@@ -81,7 +81,7 @@ class MhaMixer(nn.Module):
         self.spec = attention_of(spec, build)
         self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
         # Of FP8 rows, by the argument's name; none for others.
-        self.row_scales: dict[str, float] = {}
+        self.kv_scales: dict[str, float] = {}
         heads, dim, value_dim = spec.num_heads, spec.head_dim, self.spec.value_dim
         self.qkv = Linear(spec.hidden, _sections(spec, value_dim), build.at("qkv"), bias=spec.bias)
         out = Section("", heads * value_dim, value_dim)
@@ -131,7 +131,7 @@ class MhaMixer(nn.Module):
             head_norm(self.k_norm),
             head_norm(self.v_norm),
             self.sinks,
-            **self.row_scales,
+            **self.kv_scales,
         )
         return self._out(self.backend.run(self.spec, here.plan, here.caches, inputs), gate)
 

@@ -117,13 +117,13 @@ class MlaMixer(nn.Module):
         self.spec = attention_of(spec, build)
         self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
         # Of FP8 rows, by the argument's name; none for others.
-        self.row_scales: dict[str, float] = {}
+        self.kv_scales: dict[str, float] = {}
         self.latent = LatentProjection(spec, build.at("latent"))
         out = Section("", spec.num_heads * spec.v_head_dim, spec.v_head_dim)
         self.out = RowLinear(out, spec.hidden, build.at("out"))
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
-        inputs = self.latent(x, here, self.row_scales).inputs
+        inputs = self.latent(x, here, self.kv_scales).inputs
         attended = self.backend.run(self.spec, here.plan, here.caches, inputs)
         return self.out(attended.flatten(1))
