@@ -175,8 +175,47 @@ def test_families_enumerate() -> None:
     for name, family in FAMILIES.items():
         assert family.name == name
         assert family.backends[-1].name == "reference"
-        for file in ("spec.py", "plan.py", "reference.py", "README.md"):
+        for file in ("spec.py", "plan.py", "reference.py", "cost.py", "README.md"):
             assert (PACKAGE / "attention" / name / file).exists(), f"{name} has no {file}"
+
+
+def test_a_family_is_known_to_its_folder_and_its_mixer_alone() -> None:
+    """Others ask `FAMILIES`. A kernel bench or a test may name the family that it is about."""
+    folders = {path.parent.name for path in (PACKAGE / "attention").glob("*/spec.py")}
+    for module, path in _modules():
+        # Operations lie below attention: another test holds that.
+        if module.startswith(("allotrope.attention.", "allotrope.layers.mixers.", "allotrope.ops.")):
+            continue
+        named = [name for name in _imports(path) if name.split(".")[1:2] == ["attention"]]
+        assert not [name for name in named if set(name.split(".")[2:]) & folders], f"{module} imports {named}"
+
+
+def test_families_say_what_their_caches_are() -> None:
+    """`cache_kinds`, `scale_names` and `output_shapes` against the caches and outputs of the family's own cases."""
+    import torch
+
+    from allotrope.attention.cache_layout import PagedRows, StateSlots
+    from allotrope.attention.check import cases
+    from allotrope.attention.family import CacheFormat
+    from allotrope.attention.registry import FAMILIES
+
+    for name, family in FAMILIES.items():
+        specs = [case.spec for case in cases(name).values()]
+        layouts = [layout for spec in specs for layout in spec.caches().values()]
+        assert ("state" in family.cache_kinds) == any(isinstance(one, StateSlots) for one in layouts), name
+        strides = [one.stride for one in layouts if isinstance(one, PagedRows)]
+        assert ("compressed" in family.cache_kinds) == any(stride > 1 for stride in strides), name
+        assert ("latent" in family.cache_kinds) == any("latent" in spec.caches() for spec in specs), name
+        # States have no scales, entries have.
+        assert bool(family.scale_names) == (not all(isinstance(one, StateSlots) for one in layouts)), name
+        for spec in specs:
+            assert not family.block_scaled(spec)
+            assert family.with_cache(spec, CacheFormat()) == spec
+            (shape, dtype), *_ = family.output_shapes(spec)
+            assert len(shape) == 2 and dtype is None
+            half = family.with_cache(spec, CacheFormat(state_dtype=torch.float16)).caches().values()
+            kinds = {field.dtype for layout in half for field in layout.fields}
+            assert (torch.float16 in kinds) == ("state" in family.cache_kinds), name
 
 
 def test_every_architecture_reads_its_tiny_config() -> None:

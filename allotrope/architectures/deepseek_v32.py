@@ -12,10 +12,9 @@ from typing import Any
 from allotrope.architectures.deepseek_v2 import latent_model, latent_rules, read_latent
 from allotrope.architectures.deepseek_v3 import read_corrected_router, tiny_deepseek_v3
 from allotrope.architectures.registry import Architecture
-from allotrope.attention.dsa import IndexerSpec
 from allotrope.checkpoint.read_config import ConfigReader, layer_types
 from allotrope.checkpoint.weights import Rule
-from allotrope.layers.mixers.dsa import DsaMixerSpec
+from allotrope.layers.mixers.dsa import DsaMixerSpec, IndexerSpec
 from allotrope.layers.model_spec import ModelSpec
 
 FULL, SHARED = "full", "shared"

@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from allotrope.architectures.registry import Architecture
-from allotrope.attention.csa import IndexerSpec
 from allotrope.checkpoint.expert_rules import expert_rules, mlp_rules
 from allotrope.checkpoint.read_config import ConfigReader, layer_types, read_rope, rope_values
 from allotrope.checkpoint.weights import Rule, drop
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.hyper_connection import HyperConnection, HyperHead
-from allotrope.layers.mixers.csa import CsaMixerSpec
+from allotrope.layers.mixers.csa import CsaMixerSpec, IndexerSpec
 from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.model_spec import LayerSpec, ModelSpec
 from allotrope.layers.moe import MoeSpec

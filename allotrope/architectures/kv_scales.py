@@ -6,7 +6,6 @@ Released checkpoints hold one number per layer for keys and one for values (`k_s
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -14,9 +13,8 @@ from typing import Any
 
 import torch
 
-from allotrope.attention.cache_layout import CacheLayout
+from allotrope.attention.cache_layout import CacheLayout, StateSlots
 from allotrope.attention.family import Spec
-from allotrope.attention.gdn import GdnSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.checkpoint.checkpoint import Checkpoint, TensorHeader
 from allotrope.errors import ConfigError, ModelError
@@ -29,7 +27,7 @@ FP8 = torch.float8_e4m3fn
 _NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\..*\.(q|k|v|kv)_scale")
 
 
-class WithoutRowScales:
+class WithoutKvScales:
     """A checkpoint whose scales of cached rows are taken out: its other tensors are those of any release.
 
     `scales`: layer -> "k", "v" or "kv" -> name of the tensor.
@@ -80,21 +78,21 @@ def attention_specs(spec: ModelSpec, build: Build, source: str) -> tuple[Spec, .
     except ValueError as error:
         raise ModelError(source, [str(error)]) from error
     _refuse_fp8(specs)
-    if build.state_dtype != torch.float32 and not any(isinstance(one, GdnSpec) for one in specs):
+    if build.state_dtype != torch.float32 and not any(_keeps_state(one) for one in specs):
         families = ", ".join(sorted({one.family for one in specs}))
         raise ConfigError(f"state_dtype: {families} keeps no recurrent state. Leave it out.")
     return specs
 
 
 def _refuse_fp8(specs: Sequence[Spec]) -> None:
-    families = {spec.family for spec in specs if _has_fp8(spec.caches()) and not _arguments(spec.family)}
+    families = {spec.family for spec in specs if _has_fp8(spec.caches()) and not FAMILIES[spec.family].scale_names}
     if families:
         raise ConfigError(
             f"kv_cache_dtype='fp8': {', '.join(sorted(families))} stores no FP8 rows. Try --kv-cache-dtype auto."
         )
 
 
-def set_row_scales(model: Decoder, checkpoint: WithoutRowScales | None) -> str:
+def set_kv_scales(model: Decoder, checkpoint: WithoutKvScales | None) -> str:
     """Give each layer with FP8 rows its scales. `checkpoint`: None if there is none to ask.
 
     Returns one line on where they come from, for the host's log; empty where there is nothing to say.
@@ -105,20 +103,20 @@ def set_row_scales(model: Decoder, checkpoint: WithoutRowScales | None) -> str:
     values: list[float] = []
     for number, (mixer, shared) in enumerate(zip(mixers, shares, strict=True)):
         owner = number if shared is None else shared
-        if _is_scaled(mixer.spec) or not _has_fp8(mixers[owner].spec.caches()):
+        if _block_scaled(mixer.spec) or not _has_fp8(mixers[owner].spec.caches()):
             continue
         fp8 += 1
         scales = {}
-        for name in _arguments(mixer.spec.family):
+        for name in FAMILIES[mixer.spec.family].scale_names:
             kind = name.removesuffix("_scale")
             found = None if checkpoint is None else checkpoint.scale(owner, kind, "kv")
             stated += found is not None
             scales[name] = 1.0 if found is None else found
         values += scales.values()
-        mixer.row_scales = scales
+        mixer.kv_scales = scales
     if fp8 and stated:
         return f"FP8 rows of {fp8} layers: scales {min(values):.3g} to {max(values):.3g}, from the checkpoint"
-    if any(_is_scaled(mixer.spec) for mixer in mixers):
+    if any(_block_scaled(mixer.spec) for mixer in mixers):
         return "FP8 rows carry factors of their own"
     if fp8:
         return f"FP8 rows of {fp8} layers: scale 1, as the checkpoint brings none"
@@ -127,16 +125,13 @@ def set_row_scales(model: Decoder, checkpoint: WithoutRowScales | None) -> str:
     return ""
 
 
-def _is_scaled(spec: Any) -> bool:
-    """Whether rows carry factors of their own."""
-    return getattr(getattr(spec, "mla", spec), "row_format", "plain") == "scaled"
+def _block_scaled(spec: Spec) -> bool:
+    return FAMILIES[spec.family].block_scaled(spec)
+
+
+def _keeps_state(spec: Spec) -> bool:
+    return any(isinstance(layout, StateSlots) for layout in spec.caches().values())
 
 
 def _has_fp8(caches: Mapping[str, CacheLayout]) -> bool:
     return any(field.dtype == FP8 for layout in caches.values() for field in layout.fields)
-
-
-def _arguments(family: str) -> list[str]:
-    """The arguments of a family's `run` that are scales of rows."""
-    found = inspect.signature(FAMILIES[family].backends[-1].run).parameters
-    return [name for name in found if name in ("k_scale", "v_scale", "kv_scale")]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from allotrope.architectures.kv_scales import WithoutRowScales, set_row_scales
+from allotrope.architectures.kv_scales import WithoutKvScales, set_kv_scales
 from allotrope.architectures.quantized_formats import kept_formats
 from allotrope.architectures.registry import Architecture
 from allotrope.checkpoint.checkpoint import Checkpoint
@@ -31,7 +31,7 @@ def keeps_quantized(option: str, device: torch.device) -> bool:
 
 def quantized_build(checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, build: Build) -> Build:
     """`build` with the formats of the weights that stay quantized, as the checkpoint's headers or its config say."""
-    formats = kept_formats(WithoutRowScales(checkpoint), architecture, spec, build)
+    formats = kept_formats(WithoutKvScales(checkpoint), architecture, spec, build)
     return dataclasses.replace(build, formats=formats)
 
 
@@ -61,7 +61,7 @@ def load_decoder(
     option, which the log names where weights are dequantized. `log`: takes each line about the loading. Returns
     `decoder`. Raises ModelError for weights that do not fit the architecture, with every key on either side.
     """
-    source = None if weights is None else WithoutRowScales(weights)
+    source = None if weights is None else WithoutKvScales(weights)
     if source is None:
         fill_random(decoder, seed, build.parallel)
     else:
@@ -74,7 +74,7 @@ def load_decoder(
     warn_without_kernels(build)
     for line in backend_choices(decoder, build):
         log(line)
-    if line := set_row_scales(decoder, source):
+    if line := set_kv_scales(decoder, source):
         log(line)
     decoder.eval()
     return decoder

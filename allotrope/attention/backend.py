@@ -16,6 +16,9 @@ from allotrope.kernels.chip import Chip
 class AttentionBackend(Backend):
     """One implementation of a family.
 
+    `run(spec, plan, caches, inputs)` stores the step's entries or states and attends. `inputs` is the family's
+    dataclass (`inputs.py`): what comes out of the projections, before norm, rotation and convolution. The backend
+    decides which of these it fuses.
     `plan(spec, batch, index)` builds what all layers of `spec.plan_key` share in a step; only this backend's `run`
     reads it. `index`: cache name -> where its entries lie. `in_graphs`: its plan is made by device operations alone
     from `batch.tensors` and `index`, the host's integers being upper bounds, so that a step of one token a request can

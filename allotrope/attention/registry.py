@@ -9,4 +9,4 @@ from allotrope.attention.gdn.family import GDN
 from allotrope.attention.mha.family import MHA
 from allotrope.attention.mla.family import MLA
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (MHA(), MLA(), DSA(), GDN(), CSA())}
+FAMILIES: dict[str, Family] = {family.name: family for family in (MHA, MLA, DSA, GDN, CSA)}

@@ -17,6 +17,7 @@ from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex, index_
 from allotrope.attention.cache_layout import PagedRows, StateSlots, WindowRows, pool_bytes, views
 from allotrope.attention.check import Case
 from allotrope.attention.family import Spec
+from allotrope.attention.registry import FAMILIES
 
 Step = Sequence[tuple[int, int]]
 """(sequence, new tokens) in the order of the batch, sequences with one new token first."""
@@ -105,7 +106,8 @@ class Replay:
         for (i, _), end in zip(step, ends, strict=True):
             self._take_pages(i, end)
         plan = self.plan(batch, {name: self.index(name, batch, [i for i, _ in step]) for name in self.layouts})
-        found = self.backend.run(self.spec, plan, self.pools, **self.tokens(step), **self.layer)
+        inputs = FAMILIES[self.spec.family].ready_inputs(self.spec, **self.tokens(step), **self.layer)
+        found = self.backend.run(self.spec, plan, self.pools, inputs)
         # A layer that picks rows for the layers behind it returns its picks as well.
         out: torch.Tensor = found[0] if isinstance(found, tuple) else found
         for (i, n), start in zip(step, batch.query_start[:-1], strict=True):

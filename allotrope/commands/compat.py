@@ -38,6 +38,7 @@ def report(name: str) -> dict[str, Any]:
     """The report of one host. `name`: module of its contract."""
     from importlib import import_module
 
+    from allotrope.attention.registry import FAMILIES
     from allotrope.commands.catalogue import catalogue
 
     contract: Any = import_module(name)
@@ -45,7 +46,8 @@ def report(name: str) -> dict[str, Any]:
     refusals = contract.refusals()
     models = []
     for architecture, families in catalogue().architectures.items():
-        limits = list(dict.fromkeys(contract.LIMITS[family] for family in families if family in contract.LIMITS))
+        kinds = sorted({kind for family in families for kind in FAMILIES[family].cache_kinds})
+        limits = [contract.LIMITS[kind] for kind in kinds if kind in contract.LIMITS]
         models.append({"architecture": architecture, "families": families, "taken": not refusals, "limits": limits})
     return {
         "host": contract.HOST,

@@ -13,13 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from allotrope.attention.cost import StepCost
 from allotrope.cache.memory import GroupPlan, MemoryPlan
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.config import EngineConfig
 from allotrope.engine.cache_plan import plan_caches
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.memory import free_memory
-from allotrope.engine.step_cost import Work, step_work
+from allotrope.engine.step_cost import step_cost
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.layers.parallel import Parallel
 
@@ -51,11 +52,11 @@ class DecodeReport:
 
     requests: int
     context: int
-    classes: dict[str, Work]
+    classes: dict[str, StepCost]
 
     def lines(self) -> list[str]:
         """The same for people, one line each."""
-        shown = [*self.classes.items(), ("all", sum(self.classes.values(), Work()))]
+        shown = [*self.classes.items(), ("all", sum(self.classes.values(), StepCost()))]
         rows = [(kind, _size(work.bytes), f"{work.flops / 1e9:.3f}") for kind, work in shown]
         title = f"a decode step of {self.requests} requests that see {self.context} tokens, at least:"
         return [title, *_table([("work", "bytes", "GFLOP"), *rows])]
@@ -214,7 +215,7 @@ def describe(
 
 
 def _decode(load_plan: LoadPlan, requests: int, context: int) -> DecodeReport:
-    return DecodeReport(requests, context, step_work(load_plan, (1,) * requests, (context,) * requests))
+    return DecodeReport(requests, context, step_cost(load_plan, (1,) * requests, (context,) * requests))
 
 
 def _sizes(plan: GroupPlan | None) -> dict[str, int | None]:

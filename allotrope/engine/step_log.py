@@ -11,10 +11,11 @@ import time
 
 import torch
 
+from allotrope.attention.cost import StepCost
 from allotrope.engine.executor import Executor
 from allotrope.engine.inputs import StepPlan
 from allotrope.engine.load_plan import LoadPlan
-from allotrope.engine.step_cost import StepWork, Work
+from allotrope.engine.step_cost import ModelCost
 
 log = logging.getLogger("allotrope.engine")
 
@@ -24,7 +25,7 @@ class StepLog:
 
     def __init__(self, executor: Executor, load_plan: LoadPlan, seconds: float) -> None:
         self._executor, self._seconds = executor, seconds
-        self._device, self._work = load_plan.build.device, StepWork(load_plan)
+        self._device, self._work = load_plan.build.device, ModelCost(load_plan)
         # When a step of a kind is timed next.
         self._due: dict[str, float] = {}
 
@@ -51,9 +52,9 @@ class StepLog:
             torch.cuda.synchronize(self._device)
 
 
-def format_cost(classes: dict[str, Work], seconds: float) -> str:
+def format_cost(classes: dict[str, StepCost], seconds: float) -> str:
     """The roofline cost by class, and the rates that it and the time give."""
     by_class = [f"{kind} {work.bytes / 1e9:.3g} GB {work.flops / 1e9:.3g} GFLOP" for kind, work in classes.items()]
-    total = sum(classes.values(), Work())
+    total = sum(classes.values(), StepCost())
     rates = f"{total.bytes / seconds / 1e12:.3g} TB/s, {total.flops / seconds / 1e12:.3g} TFLOP/s"
     return f"at least {', '.join(by_class)}: {rates}"

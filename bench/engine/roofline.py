@@ -112,9 +112,9 @@ def add(engine: Any, name: str, ids: Sequence[int]) -> None:
 
 def least(load_plan: Any, new: Sequence[int], seen: Sequence[int]) -> dict[str, dict[str, int]]:
     """The work of a step as plain data."""
-    from allotrope.engine.step_cost import step_work
+    from allotrope.engine.step_cost import step_cost
 
-    return {kind: dataclasses.asdict(work) for kind, work in step_work(load_plan, new, seen).items()}
+    return {kind: dataclasses.asdict(work) for kind, work in step_cost(load_plan, new, seen).items()}
 
 
 def _profile(engine: Any, ours: frozenset[str]) -> Profiled:

@@ -137,9 +137,8 @@ def tile_heads(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def use_core(core: Callable[..., torch.Tensor]) -> Fault:
     def fault(replay: Replay) -> None:
-        replay.backend = AttentionBackend(
-            "faulty", runs_anywhere, FAMILIES["gdn"].backends[-1].plan, functools.partial(gdn_reference.run, core=core)
-        )
+        run = functools.partial(gdn_reference.run, core=core)
+        replay.backend = AttentionBackend("faulty", runs_anywhere, run, plan=FAMILIES["gdn"].backends[-1].plan)
 
     return fault
 

@@ -15,7 +15,7 @@ from attention.naive_output import naive_output
 
 from allotrope.attention.batch import BatchLayout, PageIndex
 from allotrope.attention.check import Case, Inputs, cases, compare
-from allotrope.attention.csa import CsaSpec, IndexerSpec, naive
+from allotrope.attention.csa import CSA, CsaSpec, IndexerSpec, naive
 from allotrope.attention.csa.cases import MAIN, PAGE, draw
 from allotrope.attention.csa.reference import attend
 from allotrope.attention.registry import FAMILIES
@@ -214,7 +214,12 @@ def test_padding_writes_nothing_and_is_finite(kind: str) -> None:
         table = torch.full((3, real.table.shape[1]), -1)
         table[0] = real.table[0]
         index[name] = PageIndex(real.page_size, table, torch.cat((real.slots, torch.full((4,), -1))))
-    out = BACKEND.run(case.spec, replay.plan(batch, index), replay.pools, **_step_of_five(replay), **replay.layer)
+    out = BACKEND.run(
+        case.spec,
+        replay.plan(batch, index),
+        replay.pools,
+        CSA.ready_inputs(case.spec, **_step_of_five(replay), **replay.layer),
+    )
     assert torch.equal(out[:1], want)
     assert out.isfinite().all()
     for name, fields in replay.pools.items():

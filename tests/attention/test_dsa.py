@@ -188,7 +188,12 @@ def test_missing_tensors_are_refused() -> None:
         kept = ("q_nope", "q_pe", "c", "k_pe")
         tokens = {key: t[:3] for key, t in replay.inputs.tokens.items() if key in kept}
         with pytest.raises(ValueError, match=wanted):
-            REFERENCE.run(case.spec, REFERENCE.plan(case.spec, batch, index), replay.pools, **tokens, **replay.layer)
+            REFERENCE.run(
+                case.spec,
+                REFERENCE.plan(case.spec, batch, index),
+                replay.pools,
+                DSA.ready_inputs(case.spec, **tokens, **replay.layer),
+            )
 
 
 def test_spec_refuses_numbers_that_make_no_sense() -> None:

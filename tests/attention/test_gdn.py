@@ -95,7 +95,10 @@ def test_padding_requests_give_zeros_and_write_nothing(backend: AttentionBackend
     batch = BatchLayout((1, 1, 5, 3), (1, 9, 5, 3), torch.device("cpu"))
     plan = backend.plan(case.spec, batch, {"state": SlotIndex(torch.tensor([2, null, 4, null]))})
     out = backend.run(
-        case.spec, plan, replay.pools, **{name: t[:10] for name, t in replay.inputs.tokens.items()}, **replay.layer
+        case.spec,
+        plan,
+        replay.pools,
+        GDN.ready_inputs(case.spec, **{name: t[:10] for name, t in replay.inputs.tokens.items()}, **replay.layer),
     )
     assert not out[[1, 7, 8, 9]].any()
     assert out[[0, 2, 3, 4, 5, 6]].isfinite().all()

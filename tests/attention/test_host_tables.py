@@ -33,7 +33,7 @@ BOUND = 96
 
 def triton(family: str) -> AttentionBackend:
     plan, run = (lazily(f"allotrope.attention.{family}.triton", name) for name in ("build_plan", "run"))
-    return AttentionBackend("triton", lambda spec, chip: [], plan, run, in_graphs=True)
+    return AttentionBackend("triton", lambda spec, chip: [], run, plan=plan, in_graphs=True)
 
 
 class Captured(Replay):

@@ -37,7 +37,7 @@ BACKENDS = [
     if not backend.rejects(CASES["multi_head"].spec, CPU_CHIP)
 ]
 
-FIRST = choose(MHA(), CASES["multi_head"].spec, CPU_CHIP).backend
+FIRST = choose(MHA, CASES["multi_head"].spec, CPU_CHIP).backend
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -93,7 +93,7 @@ def test_padding_tokens_are_not_written_and_stay_finite(backend: AttentionBacken
     batch = BatchLayout((1, 1, 3), (1, 1, 3), CPU)
     plan = backend.plan(case.spec, batch, {"kv": index_pages(batch, 16, [[2], [-1], [3]])})
     tokens = {name: t[:5] for name, t in case.inputs().tokens.items()}
-    out = backend.run(case.spec, plan, pools, **tokens, sinks=None)
+    out = backend.run(case.spec, plan, pools, MHA.ready_inputs(case.spec, **tokens, sinks=None))
     assert out.isfinite().all()
     written = {name: view.flatten(0, 1).isfinite().flatten(1).all(1) for name, view in pools["kv"].items()}
     rows = {0: 16, 32: 1, 48: 3}

@@ -140,7 +140,7 @@ def test_padding_tokens_are_not_written_and_stay_finite(backend: AttentionBacken
     plan = backend.plan(case.spec, batch, {"latent": index_pages(batch, 16, [[2], [-1], [3]])})
     inputs = case.inputs()
     tokens = {name: t[:5] for name, t in inputs.tokens.items()}
-    out = backend.run(case.spec, plan, pools, **tokens, **inputs.layer)
+    out = backend.run(case.spec, plan, pools, MLA.ready_inputs(case.spec, **tokens, **inputs.layer))
     assert out.isfinite().all()
     want = torch.zeros(64, dtype=torch.bool)
     want[:17] = want[32:33] = want[48:51] = True

@@ -187,7 +187,7 @@ def test_fillers_of_a_captured_size(name: str) -> None:
     before = {key: {f: t.clone() for f, t in fields.items()} for key, fields in padded.pools.items()}
     plan = TRITON.plan(case.spec, batch, filled)
     tokens = {key: torch.cat((t, torch.full_like(t, torch.nan))) for key, t in padded.tokens([(0, 1), (1, 1)]).items()}
-    out = TRITON.run(case.spec, plan, padded.pools, **tokens, **padded.layer)
+    out = TRITON.run(case.spec, plan, padded.pools, CSA.ready_inputs(case.spec, **tokens, **padded.layer))
     assert not out[2:].any()
     assert (found := compare(out[:2].cpu(), want.cpu(), "fp32")), found
     for key, fields in padded.pools.items():

@@ -177,7 +177,9 @@ def test_a_captured_step_scores_by_what_the_device_knows() -> None:
         torch.tensor([40, 0, 5], device=DEVICE), torch.arange(3, device=DEVICE),
     )  # fmt: skip
     batch = BatchLayout((1,) * 3, (512,) * 3, torch.device(DEVICE), given)
-    out, picks = triton.run(spec, triton.build_plan(spec, batch, index), pools, **tokens, **replay.layer)
+    out, picks = triton.run(
+        spec, triton.build_plan(spec, batch, index), pools, DSA.ready_inputs(spec, **tokens, **replay.layer)
+    )
     assert not out[1].any()
     assert (picks[1] == -1).all()
     assert picks[2].tolist() == [0, 1, 2, 3, 4, 5, -1, -1]

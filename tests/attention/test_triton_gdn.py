@@ -107,7 +107,7 @@ def test_padding_requests_give_zeros_and_write_nothing(channel: bool, null: int)
     batch = BatchLayout(query_lens, (9, 9, 9, 9), device, given)
     plan = TRITON.plan(case.spec, batch, {"state": SlotIndex(torch.tensor([2, null, 4, null], device=device))})
     tokens = {name: t[:10].to(device) for name, t in replay.inputs.tokens.items()}
-    out = TRITON.run(case.spec, plan, replay.pools, **tokens, **replay.layer)
+    out = TRITON.run(case.spec, plan, replay.pools, GDN.ready_inputs(case.spec, **tokens, **replay.layer))
     assert not out[[1, 7, 8, 9]].any()
     assert out[[0, 2, 3, 4, 5, 6]].isfinite().all()
     assert out[[0, 2, 3, 4, 5, 6]].any()

@@ -126,7 +126,12 @@ def test_a_request_that_fills_up_a_captured_size(name: str, bound: int) -> None:
     paged = index_pages(real, case.page_size, [[1], [-1], [2]])
     before = {name: pool.clone() for name, pool in replay.pools["kv"].items()}
     plan = TRITON.plan(case.spec, batch, {"kv": paged})
-    out = TRITON.run(case.spec, plan, replay.pools, **replay.tokens([(0, 1), (1, 1), (2, 1)]), **replay.layer)
+    out = TRITON.run(
+        case.spec,
+        plan,
+        replay.pools,
+        MHA.ready_inputs(case.spec, **replay.tokens([(0, 1), (1, 1), (2, 1)]), **replay.layer),
+    )
     assert not out[1].any()
     want = Replay(case, REFERENCE, DEVICE).play(alone(case.lengths))
     assert (found := compare(out[::2], want[::2], "fp32")), found

@@ -181,7 +181,10 @@ def test_requests_that_fill_up_a_captured_size_touch_nothing() -> None:
     batch = BatchLayout((1,) * 4, (bound,) * 4, torch.device(DEVICE), given)
     new = {name: t[100:104] for name, t in tokens.items()}
     out = triton.run(
-        spec, triton.build_plan(spec, batch, {"latent": PageIndex(16, table, slots)}), pools, **new, **layer
+        spec,
+        triton.build_plan(spec, batch, {"latent": PageIndex(16, table, slots)}),
+        pools,
+        MLA.ready_inputs(spec, **new, **layer),
     )
     assert not out[[1, 3]].any()
     changed = {
@@ -192,7 +195,7 @@ def test_requests_that_fill_up_a_captured_size_touch_nothing() -> None:
     plain = BatchLayout((1, 1), (40, 17), torch.device(DEVICE))
     index = {"latent": PageIndex(16, table[[0, 2]], torch.full((2,), -1, device=DEVICE))}
     pair = {name: t[[0, 2]] for name, t in new.items()}
-    want = REFERENCE.run(spec, REFERENCE.plan(spec, plain, index), pools, **pair, **layer)
+    want = REFERENCE.run(spec, REFERENCE.plan(spec, plain, index), pools, MLA.ready_inputs(spec, **pair, **layer))
     assert (found := compare(out[[0, 2]], want, "fp32")), found
 
 
@@ -212,10 +215,10 @@ def test_strided_inputs_and_pools_of_another_host() -> None:
     }  # fmt: skip
     batch = BatchLayout((n,), (n,), torch.device(DEVICE))
     index = {"latent": index_pages(batch, 16, [[2, 1, 3]])}
-    got = triton.run(spec, triton.build_plan(spec, batch, index), pools, **strided, **layer)
+    got = triton.store_and_attend(spec, triton.build_plan(spec, batch, index), pools, **strided, **layer)
     layout = spec.caches()["latent"]
     own = {"latent": views(layout, 16, 4, torch.zeros(pool_bytes(layout, 16, 4), dtype=torch.uint8, device=DEVICE))}
-    want = REFERENCE.run(spec, REFERENCE.plan(spec, batch, index), own, **tokens, **layer)
+    want = REFERENCE.run(spec, REFERENCE.plan(spec, batch, index), own, MLA.ready_inputs(spec, **tokens, **layer))
     assert (found := compare(got, want, "fp32")), found
 
 
@@ -230,5 +233,5 @@ def test_what_does_not_fit_is_refused_with_its_value() -> None:
     spec = dataclasses.replace(cases("mla")["small"].spec, latent_dim=1024)
     reasons = MLA.backends[0].rejects(spec, CHIPS["sm_90"])
     assert "latent_dim=1024 (needs at most 512)" in reasons
-    assert choose(MLA(), spec, CPU_CHIP).backend.name != "triton"
+    assert choose(MLA, spec, CPU_CHIP).backend.name != "triton"
     assert triton_reasons(CPU_CHIP)

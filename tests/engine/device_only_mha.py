@@ -10,7 +10,8 @@ import torch
 
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout, PageIndex
-from allotrope.attention.mha import MhaSpec, reference
+from allotrope.attention.mha import MhaInputs, MhaSpec, reference
+from allotrope.attention.mha.inputs import normed_and_rotated
 from allotrope.attention.mha.plan import build_plan
 from allotrope.engine.engine import Engine
 from allotrope.engine.step import DecodeShape, Runner
@@ -40,9 +41,11 @@ def plan(spec: MhaSpec, batch: BatchLayout, index: dict[str, Any]) -> Any:
     return DecodePlan(pages.slots, rows, visible)
 
 
-def run(spec: MhaSpec, plan: Any, caches: Any, q: Any, k: Any, v: Any, sinks: Any, **scales: float) -> torch.Tensor:
+def run(spec: MhaSpec, plan: Any, caches: Any, inputs: MhaInputs) -> torch.Tensor:
     if not isinstance(plan, DecodePlan):
-        return reference.run(spec, plan, caches, q, k, v, sinks, **scales)
+        return reference.run(spec, plan, caches, inputs)
+    q, k, v = normed_and_rotated(inputs)
+    assert k is not None and v is not None
     kept = (plan.slots >= 0)[:, None, None]
     for name, new in (("k", k), ("v", v)):
         # What may not be stored becomes zeros in row 0, which holds zeros anyway.
@@ -67,11 +70,7 @@ def on_buffers(running: Engine, size: int, backend: Callable[[Any], AttentionBac
     """As `static`, each layer attended to by the `backend` of its spec."""
     worker: Any = running._executor.worker  # type: ignore[attr-defined]
     for layer in worker.model.layers:
-        mixer = layer.mixer
-        if hasattr(mixer, "use"):
-            mixer.use(backend(mixer.spec))
-        else:
-            mixer.backend = backend(mixer.spec)
+        layer.mixer.backend = backend(layer.mixer.spec)
     old, load_plan = worker.runner, worker.load_plan
     shape = DecodeShape(size, load_plan.max_model_len, capture=False)
     worker.runner = Runner(

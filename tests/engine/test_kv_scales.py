@@ -15,6 +15,7 @@ from tiny_checkpoints import TinyCheckpoint, prompts, write_tiny
 
 from allotrope.architectures.deepseek_v32 import tiny_deepseek_v32
 from allotrope.architectures.llama import tiny_llama
+from allotrope.attention.registry import FAMILIES
 from allotrope.engine.engine import Engine
 from allotrope.errors import ConfigError, ModelError
 
@@ -39,7 +40,7 @@ def with_scales(tiny: TinyCheckpoint, directory: Path, scales: dict[str, float])
 
 def scales_of(running: Engine) -> list[dict[str, float]]:
     layers: list[Any] = list(running.model.layers)
-    return [layer.mixer.row_scales for layer in layers]
+    return [layer.mixer.kv_scales for layer in layers]
 
 
 def test_scales_of_the_checkpoint(tiny: TinyCheckpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -125,6 +126,6 @@ def test_plain_rows_have_no_factors(tiny: TinyCheckpoint) -> None:
 
 
 def test_families_without_fp8_rows_refuse(monkeypatch: pytest.MonkeyPatch, tiny: TinyCheckpoint) -> None:
-    monkeypatch.setattr("allotrope.architectures.kv_scales._arguments", lambda family: [])
+    monkeypatch.setattr(FAMILIES["mha"], "scale_names", ())
     with pytest.raises(ConfigError, match="kv_cache_dtype='fp8': mha stores no FP8 rows"):
         engine(tiny.directory, kv_cache_dtype="fp8")

@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from allotrope.architectures.registry import ARCHITECTURES, find_architecture
-from allotrope.attention.csa import CsaSpec
+from allotrope.attention.cost import Lengths, StepCost
+from allotrope.attention.csa import CSA, CsaSpec
 from allotrope.attention.csa import IndexerSpec as EntryIndexer
-from allotrope.attention.dsa import DsaSpec, IndexerSpec
-from allotrope.attention.mla import MlaSpec
+from allotrope.attention.dsa import DSA, DsaSpec, IndexerSpec
+from allotrope.attention.mla import MLA, MlaSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.plan_report import report_model
-from allotrope.engine.step_cost import FORMULAE, Lengths, Work, csa_work, dsa_work, mla_work, step_work
+from allotrope.engine.step_cost import step_cost
 from allotrope.layers.embedding import Embedding
 from allotrope.layers.moe import Experts
 from allotrope.layers.parallel import Parallel, placement_of
@@ -49,31 +50,31 @@ def lengths(new: list[int], seen: list[int]) -> Lengths:
 
 def test_a_dense_model_by_hand(tmp_path: Path) -> None:
     # Five visible tokens for the first token; five, six and seven for the second request's three.
-    found = step_work(drawn(tmp_path, "LlamaForCausalLM"), (1, 3), (5, 7))
+    found = step_cost(drawn(tmp_path, "LlamaForCausalLM"), (1, 3), (5, 7))
     dense, tokens = HEADS + 3 * 64 * 128, 4
     assert found == {
-        "mha": Work(2 * 4 * ((5 + 7) * 2 * 2 * 16 + tokens * 4 * 32), 2 * 2 * (5 + 5 + 6 + 7) * 4 * 32),
-        "dense": Work(2 * 4 * dense, 2 * 2 * tokens * dense),
-        "head": Work(4 * HEAD, 2 * 2 * HEAD),
-        "rest": Work(4 * 5 * 64),
+        "mha": StepCost(2 * 4 * ((5 + 7) * 2 * 2 * 16 + tokens * 4 * 32), 2 * 2 * (5 + 5 + 6 + 7) * 4 * 32),
+        "dense": StepCost(2 * 4 * dense, 2 * 2 * tokens * dense),
+        "head": StepCost(4 * HEAD, 2 * 2 * HEAD),
+        "rest": StepCost(4 * 5 * 64),
     }
 
 
 def test_a_mixture_of_experts_by_hand(tmp_path: Path) -> None:
-    found = step_work(drawn(tmp_path, "Qwen3MoeForCausalLM"), (1, 1), (9, 9))
+    found = step_cost(drawn(tmp_path, "Qwen3MoeForCausalLM"), (1, 1), (9, 9))
     # Two of three layers have 8 experts of which a token takes 3; the other is dense.
     expert, chosen = 3 * 64 * 32, 8 * (1 - (5 / 8) ** 2)
     dense = 3 * HEADS + 2 * 64 * 8 + 3 * 64 * 128
-    assert found["experts"] == Work(round(4 * 2 * chosen * expert), 2 * 2 * 2 * 3 * expert)
-    assert found["dense"] == Work(4 * dense, 2 * 2 * dense)
-    assert found["head"] == Work(4 * HEAD, 2 * 2 * HEAD)
-    assert found["rest"] == Work(4 * (7 * 64 + 3 * 2 * 16))
+    assert found["experts"] == StepCost(round(4 * 2 * chosen * expert), 2 * 2 * 2 * 3 * expert)
+    assert found["dense"] == StepCost(4 * dense, 2 * 2 * dense)
+    assert found["head"] == StepCost(4 * HEAD, 2 * 2 * HEAD)
+    assert found["rest"] == StepCost(4 * (7 * 64 + 3 * 2 * 16))
 
 
 def test_no_more_experts_are_read_than_there_are(tmp_path: Path) -> None:
     load_plan = drawn(tmp_path, "Qwen3MoeForCausalLM")
     every = 4 * 2 * 8 * 3 * 64 * 32
-    read = [step_work(load_plan, (count,), (count,))["experts"].bytes for count in (1, 2, 8, 1000)]
+    read = [step_cost(load_plan, (count,), (count,))["experts"].bytes for count in (1, 2, 8, 1000)]
     assert read[0] == every * 3 // 8 and read == sorted(set(read)) and read[-1] == every
 
 
@@ -82,20 +83,20 @@ def test_a_window_bounds_rows_and_products(tmp_path: Path) -> None:
         drawn(tmp_path, "MistralForCausalLM"),
         drawn(tmp_path, "MistralForCausalLM", {"sliding_window": None}),
     )
-    assert step_work(window, (1,), (32,)) == step_work(full, (1,), (32,)) == step_work(window, (1,), (400,))
-    assert step_work(window, (1,), (400,))["mha"].bytes < step_work(full, (1,), (400,))["mha"].bytes
+    assert step_cost(window, (1,), (32,)) == step_cost(full, (1,), (32,)) == step_cost(window, (1,), (400,))
+    assert step_cost(window, (1,), (400,))["mha"].bytes < step_cost(full, (1,), (400,))["mha"].bytes
     pairs = sum(min(i, 32) for i in range(61, 101))
     # The last 40 of 100 tokens read 40 + 31 rows.
-    assert step_work(window, (40,), (100,))["mha"] == Work(2 * 4 * (71 * 64 + 40 * 128), 2 * 2 * pairs * 4 * 32)
+    assert step_cost(window, (40,), (100,))["mha"] == StepCost(2 * 4 * (71 * 64 + 40 * 128), 2 * 2 * pairs * 4 * 32)
 
 
 def test_states_do_not_grow_with_the_context(tmp_path: Path) -> None:
     load_plan = drawn(tmp_path, "Qwen3NextForCausalLM")
-    short, long = (step_work(load_plan, (1,) * 3, (n,) * 3) for n in (50, 500))
+    short, long = (step_cost(load_plan, (1,) * 3, (n,) * 3) for n in (50, 500))
     assert short["gdn"] == long["gdn"] and short["mha"].bytes < long["mha"].bytes
     state, row = 4 * (4 * 16 * 32 + 3 * 192), 4 * (192 + 4 + 4 + 128)
     weights = 4 * (192 * 4 + 4 + 4 + 32)
-    assert short["gdn"] == Work(4 * (3 * (2 * state + row) + weights), 4 * 3 * 4 * 7 * 16 * 32)
+    assert short["gdn"] == StepCost(4 * (3 * (2 * state + row) + weights), 4 * 3 * 4 * 7 * 16 * 32)
 
 
 @pytest.mark.parametrize("indexed", [True, False])
@@ -104,18 +105,18 @@ def test_picked_rows_by_counting(indexed: bool) -> None:
         num_heads=4, latent_dim=32, rope_dim=8, nope_dim=16, v_head_dim=24, scale=1.0, kv_dtype=torch.bfloat16
     )
     spec = DsaSpec(mla=mla, topk=6, indexer=IndexerSpec(num_heads=3, head_dim=10) if indexed else None)
-    near = dsa_work(spec, lengths([1, 2], [4, 6]))
-    assert near == mla_work(mla, lengths([1, 2], [4, 6]))
+    near = DSA.cost(spec, lengths([1, 2], [4, 6]))
+    assert near == MLA.cost(mla, lengths([1, 2], [4, 6]))
     # Queries that see 5 and 6 tokens as before, of the others 7, 8 and 9 each; and one that sees 30.
-    found = dsa_work(spec, lengths([5, 1], [9, 30]))
+    found = DSA.cost(spec, lengths([5, 1], [9, 30]))
     up, pair = 2 * 4 * 32 * (16 + 24), 2 * 4 * (32 + 32 + 8)
     flops = min(11 * pair + 2 * up, 11 * 2 * 4 * (16 + 8 + 24) + 6 * up) + 4 * (6 * pair + up)
     moved = (9 + 6) * 40 * 2 + 6 * 4 * (16 + 8 + 24) * 2
     if indexed:
         moved += (9 + 30) * 10 * 2 + 4 * 3 * 10 * 2
         flops += 2 * 3 * 10 * (7 + 8 + 9 + 30)
-    assert found == Work(moved, flops)
-    whole = mla_work(mla, lengths([500], [500]))
+    assert found == StepCost(moved, flops)
+    whole = MLA.cost(mla, lengths([500], [500]))
     assert whole.flops == 2 * 4 * (500 * 501 // 2 * (16 + 8 + 24)) + 500 * up, "a prompt is cheaper expanded"
 
 
@@ -140,13 +141,13 @@ def test_compressed_rows_by_counting(kind: str) -> None:
         moved += 6 * 4 * (2 * 16 * spec.streams + (2 * 8 * spec.streams if indexer else 0))
     if indexer:
         moved += (5 + 3) * 8 * 2 + 2 * 3 * 8 * 2
-    assert csa_work(spec, lengths([1, 5], [21, 12])) == Work(moved, 4 * 4 * 16 * pairs + 2 * 3 * 8 * scored)
+    assert CSA.cost(spec, lengths([1, 5], [21, 12])) == StepCost(moved, 4 * 4 * 16 * pairs + 2 * 3 * 8 * scored)
 
 
 def test_quantized_weights_count_as_stored(tmp_path: Path) -> None:
-    def found(name: str, quantization: dict[str, Any], keep: str) -> dict[str, Work]:
+    def found(name: str, quantization: dict[str, Any], keep: str) -> dict[str, StepCost]:
         more = {"quantization_config": quantization}
-        return step_work(drawn(tmp_path, name, more, quantized_weights=keep, dtype="bfloat16"), (1,) * 8, (9,) * 8)
+        return step_cost(drawn(tmp_path, name, more, quantized_weights=keep, dtype="bfloat16"), (1,) * 8, (9,) * 8)
 
     kept, plain = (found("Qwen3MoeForCausalLM", FP8, keep) for keep in ("keep", "unpack"))
     for kind in ("experts", "dense"):
@@ -159,10 +160,6 @@ def test_quantized_weights_count_as_stored(tmp_path: Path) -> None:
     assert kept["experts"].flops == plain["experts"].flops and kept["experts"].fp8 == 0
 
 
-def test_every_family_has_a_formula() -> None:
-    assert set(FORMULAE) == set(FAMILIES)
-
-
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_all_weights_are_read_but_for_tables(name: str, tmp_path: Path) -> None:
     load_plan = drawn(tmp_path, name)
@@ -171,19 +168,18 @@ def test_all_weights_are_read_but_for_tables(name: str, tmp_path: Path) -> None:
     tables |= {id(m.weight): m.weight.nbytes for m in model.modules() if isinstance(m, Embedding)}
     tables.pop(id(model.head.weight), None)
     # What lies in memory in two orders is read in one.
-    copies = sum(m.copied_bytes(load_plan.build.device) for m in model.modules() if isinstance(m, Experts))
+    copies = sum(m.copied_bytes() for m in model.modules() if isinstance(m, Experts))
     length = torch.tensor([2000])
-    attention = sum(
-        (FORMULAE[spec.family](spec, Lengths(length, length, 4)) * n for spec, n in Counter(load_plan.specs).items()),
-        Work(),
-    )
-    whole = sum(step_work(load_plan, (2000,), (2000,)).values(), Work())
+    lengths = Lengths(length, length, 4)
+    counted = Counter(load_plan.specs)
+    attention = sum((FAMILIES[spec.family].cost(spec, lengths) * n for spec, n in counted.items()), StepCost())
+    whole = sum(step_cost(load_plan, (2000,), (2000,)).values(), StepCost())
     assert whole.bytes - attention.bytes == load_plan.weight_bytes - copies - sum(tables.values())
 
 
 def test_ranks_share_the_work(tmp_path: Path) -> None:
     options = config(tmp_path, "Qwen3MoeForCausalLM")
-    one, two = (step_work(resolve_load_plan(options, Parallel(size=size)), (1,) * 4, (64,) * 4) for size in (1, 2))
+    one, two = (step_cost(resolve_load_plan(options, Parallel(size=size)), (1,) * 4, (64,) * 4) for size in (1, 2))
     for kind in ("mha", "experts", "head"):
         assert two[kind].flops * 2 == one[kind].flops
     # Every rank routes by itself.
@@ -193,7 +189,7 @@ def test_ranks_share_the_work(tmp_path: Path) -> None:
 def test_the_plan_shows_a_decode_step(tmp_path: Path) -> None:
     options = config(tmp_path, "Qwen3MoeForCausalLM", max_num_seqs=4, max_model_len=100)
     report = report_model(options, 1 << 30)
-    assert report.decode.classes == step_work(resolve_load_plan(options), (1,) * 4, (50,) * 4)
+    assert report.decode.classes == step_cost(resolve_load_plan(options), (1,) * 4, (50,) * 4)
     lines = report.lines()
     at = lines.index("a decode step of 4 requests that see 50 tokens, at least:")
     shown = {line.split()[0] for line in lines[at + 2 : -1]}

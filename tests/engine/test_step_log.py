@@ -14,10 +14,11 @@ from engine.watching import engine, request, run
 from tiny_checkpoints import TinyCheckpoint, prompts, write_tiny
 
 from allotrope.architectures.qwen3_moe import tiny_qwen3_moe
+from allotrope.attention.cost import StepCost
 from allotrope.config import EngineConfig
 from allotrope.engine import step_log
 from allotrope.engine.load_plan import resolve_load_plan
-from allotrope.engine.step_cost import Work, step_work
+from allotrope.engine.step_cost import step_cost
 from allotrope.errors import ConfigError
 
 LENGTHS = (3, 11)
@@ -52,16 +53,16 @@ def test_every_step_is_told(tiny: TinyCheckpoint, scheduling: str, caplog: pytes
     assert len(told) >= 8 and all(float(one[4]) > 0 for one in told)
     # What is told of the first step is the work of a step of its lengths.
     load_plan = resolve_load_plan(EngineConfig(model=str(tiny.directory), dtype="float32"))
-    work = step_work(load_plan, LENGTHS, LENGTHS)
+    work = step_cost(load_plan, LENGTHS, LENGTHS)
     assert told[0][5].startswith(", ".join(f"{kind} {_numbers(one)}" for kind, one in work.items()) + ": ")
 
 
-def _numbers(work: Work) -> str:
+def _numbers(work: StepCost) -> str:
     return f"{work.bytes / 1e9:.3g} GB {work.flops / 1e9:.3g} GFLOP"
 
 
 def test_rates_are_of_all_classes() -> None:
-    classes = {"experts": Work(3_000_000_000, 4_000_000_000), "head": Work(1_000_000_000, 2_000_000_000)}
+    classes = {"experts": StepCost(3_000_000_000, 4_000_000_000), "head": StepCost(1_000_000_000, 2_000_000_000)}
     assert step_log.format_cost(classes, 0.002) == (
         "at least experts 3 GB 4 GFLOP, head 1 GB 2 GFLOP: 2 TB/s, 3 TFLOP/s"
     )

@@ -24,22 +24,22 @@ SPEC = cases("mha")["grouped_4"].spec
 
 
 def test_the_first_that_can_is_chosen() -> None:
-    assert choose(MHA(), SPEC, CPU_CHIP).backend.name == "compiled"
+    assert choose(MHA, SPEC, CPU_CHIP).backend.name == "compiled"
     odd = dataclasses.replace(SPEC, head_dim=24)
-    assert choose(MHA(), odd, CPU_CHIP).backend.name == "cpu"
+    assert choose(MHA, odd, CPU_CHIP).backend.name == "cpu"
     capped = dataclasses.replace(SPEC, softcap=5.0)
-    assert choose(MHA(), capped, CPU_CHIP).backend.name == "reference"
-    assert choose(MHA(), SPEC, CPU_CHIP, "reference").backend.name == "reference"
+    assert choose(MHA, capped, CPU_CHIP).backend.name == "reference"
+    assert choose(MHA, SPEC, CPU_CHIP, "reference").backend.name == "reference"
 
 
 def test_a_refusal_gives_every_reason_and_what_would_work() -> None:
     odd = dataclasses.replace(SPEC, softcap=5.0, v_head_dim=64)
     with pytest.raises(BackendError) as found:
-        choose(MHA(), odd, NO_CHIP, "cpu")
+        choose(MHA, odd, NO_CHIP, "cpu")
     for fact in ("chip=none (needs cpu)", "softcap=5.0", "v_head_dim=64", "--attention-backend mha=reference"):
         assert fact in str(found.value)
     with pytest.raises(BackendError, match=r"no backend 'flash'; it has: .*cpu, reference"):
-        choose(MHA(), SPEC, CPU_CHIP, "flash")
+        choose(MHA, SPEC, CPU_CHIP, "flash")
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1+gitabc", "3.8.0", "3.9.0rc1"])

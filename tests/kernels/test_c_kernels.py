@@ -203,7 +203,7 @@ def test_without_a_compiler_everything_runs_and_says_so(
         "allotrope.attention.mha.compiled._library", lambda spec: compiler.load(Path("none.c"), torch.float32)
     )
     assert any("no-such-compiler" in reason for reason in rejects(spec, CPU_CHIP))
-    assert choose(MHA(), spec, CPU_CHIP).backend.name == "cpu"
+    assert choose(MHA, spec, CPU_CHIP).backend.name == "cpu"
     choice = choose(RMS_NORM, RMSNormSpec(64, torch.float32), CPU_CHIP)
     assert choice.backend.name == "reference"
     assert any("ALLOTROPE_CC" in reason for reason in choice.passed_over["cpu"])

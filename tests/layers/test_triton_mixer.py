@@ -45,7 +45,7 @@ def _run(spec: MhaMixerSpec, device: str, name: str) -> tuple[torch.Tensor, torc
         if hasattr(module, "finish_loading"):
             module.finish_loading()
     backend: AttentionBackend = next(one for one in FAMILIES["mha"].backends if one.name == name)
-    mixer.use(backend)
+    mixer.backend = backend
     batch = BatchLayout((1, 5), (3, 5), torch.device(device))
     layout = mixer.spec.caches()["kv"]
     torch.manual_seed(1)

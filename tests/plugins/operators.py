@@ -21,17 +21,17 @@ from allotrope.plugins.vllm.ops import HostedLayer
 
 @dataclass(frozen=True)
 class Call:
-    """A step of a prompt and a decode. `named`: the family's arguments."""
+    """A step of a prompt and a decode. `inputs`: the family's."""
 
     layer: HostedLayer
     plan: Any
-    named: dict[str, Any]
+    inputs: Any
 
     def run(self, plan: Any) -> tuple[torch.Tensor, ...]:
         """What the layer answers on empty memory, with the plan at hand or without."""
         for pool in self.layer.pools.values():
             pool.zero_()
-        found = self.layer.run(self.layer.spec, plan, self.layer.views, **self.named)
+        found = self.layer.run(self.layer.spec, plan, self.layer.views, self.inputs)
         return found if isinstance(found, tuple) else (found,)
 
     def arguments(self) -> tuple[Any, ...]:
@@ -65,4 +65,4 @@ def calls() -> Iterator[Call]:
         inputs = case.inputs(0)
         named = {key: value[:8] for key, value in inputs.tokens.items()} | inputs.layer
         with override_forward_context(context):
-            yield Call(layer, plan, named)
+            yield Call(layer, plan, family.ready_inputs(case.spec, **named))

@@ -76,14 +76,14 @@ def assert_as_ours(path: Path, named: str, kv_cache_dtype: str) -> list[dict[str
         first, again = running.answers(ASKED, COUNT), running.answers(ASKED, COUNT)
         running.assert_ours()
         _assert_small_rows(running)
-        scales = [layer.mixer.row_scales for layer in _with_rows(running)]
+        scales = [layer.mixer.kv_scales for layer in _with_rows(running)]
     assert_same(first, want)
     assert_same(again, want)
     return scales
 
 
 def _with_rows(running: Hosted) -> list[Any]:
-    return [layer for layer in running.runner.model.decoder.layers if hasattr(layer.mixer, "row_scales")]
+    return [layer for layer in running.runner.model.decoder.layers if hasattr(layer.mixer, "kv_scales")]
 
 
 def _assert_small_rows(running: Hosted) -> None:
@@ -142,7 +142,7 @@ def test_scales_beside_quantized_weights(tmp_path: Path) -> None:
         with hosted(path, kv_cache_dtype=kind, **options) as running:
             assert running.runner.model.build.formats
             found = running.answers(ASKED, COUNT)
-            scales = _with_rows(running)[-1].mixer.row_scales
+            scales = _with_rows(running)[-1].mixer.kv_scales
         assert [answer.ids for answer in found] == [answer.ids for answer in want]
         assert scales == (pytest.approx({"k_scale": 0.3, "v_scale": 0.11}) if kind == "fp8" else {})
 

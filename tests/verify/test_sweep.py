@@ -37,9 +37,9 @@ def test_a_length_that_turns_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatc
     """A backend whose decode steps are too loud at 42 to 50 rows is wrong behind the prompt of 40 tokens alone."""
     right = MHA.backends[-1]
 
-    def loud(spec: Any, plan: Any, caches: Any, q: Any, *rest: Any, **scales: Any) -> torch.Tensor:
-        out = right.run(spec, plan, caches, q, *rest, **scales)
-        return out * 1.2 if len(q) == 1 and 42 <= plan.parts[0].rows.shape[1] <= 50 else out
+    def loud(spec: Any, plan: Any, caches: Any, inputs: Any) -> torch.Tensor:
+        out = right.run(spec, plan, caches, inputs)
+        return out * 1.2 if len(out) == 1 and 42 <= plan.parts[0].rows.shape[1] <= 50 else out
 
     wrong = dataclasses.replace(right, name="loud", run=loud)
     monkeypatch.setattr(MHA, "backends", (wrong, right))
@@ -51,9 +51,9 @@ def test_a_length_that_turns_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatc
 def test_one_prompt_that_is_off_is_not_its_length(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     right, said = MHA.backends[-1], []
 
-    def moody(spec: Any, plan: Any, caches: Any, q: Any, *rest: Any, **scales: Any) -> torch.Tensor:
-        out = right.run(spec, plan, caches, q, *rest, **scales)
-        return out * 1.2 if not any("again" in text for text in said) and len(q) == 40 else out
+    def moody(spec: Any, plan: Any, caches: Any, inputs: Any) -> torch.Tensor:
+        out = right.run(spec, plan, caches, inputs)
+        return out * 1.2 if not any("again" in text for text in said) and len(out) == 40 else out
 
     monkeypatch.setattr(MHA, "backends", (dataclasses.replace(right, name="moody", run=moody), right))
     found = sweep(EngineConfig(model=str(tiny("llama").directory)), 4, said.append)

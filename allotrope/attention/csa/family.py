@@ -6,9 +6,13 @@ import torch
 
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.csa import reference
+from allotrope.attention.csa.cost import cost
+from allotrope.attention.csa.inputs import ready_inputs
+from allotrope.attention.csa.naive import naive
 from allotrope.attention.csa.plan import build_plan
 from allotrope.attention.csa.rows import BLOCK, FP8
 from allotrope.attention.csa.spec import CsaSpec
+from allotrope.attention.family import Family, formatted_entries
 from allotrope.kernels.backend import lazily, runs_anywhere
 from allotrope.kernels.chip import Chip
 from allotrope.kernels.triton_version import e4m3fn_reasons, triton_reasons
@@ -30,11 +34,9 @@ def _triton_rejects(spec: CsaSpec, chip: Chip) -> list[str]:
     return reasons
 
 
-class CSA:
-    """Compressed sparse attention."""
-
-    name = "csa"
-    backends = (
+CSA = Family(
+    name="csa",
+    backends=(
         AttentionBackend(
             "triton",
             _triton_rejects,
@@ -43,4 +45,14 @@ class CSA:
             in_graphs=True,
         ),
         AttentionBackend("reference", runs_anywhere, reference.run, plan=build_plan),
-    )
+    ),
+    naive=naive,
+    ready_inputs=ready_inputs,
+    cost=cost,
+    output_shapes=lambda spec: (((spec.num_heads, spec.head_dim), None),),
+    with_cache=formatted_entries,
+    scale_names=("kv_scale",),
+    block_scaled=lambda spec: spec.row_format == "scaled",
+    cache_kinds=frozenset({"compressed"}),
+)
+"""Compressed sparse attention."""

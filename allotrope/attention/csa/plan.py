@@ -1,7 +1,7 @@
 """Everything about a step that follows from positions and page tables: built once, shared by all layers of one kind.
 
 Three things are planned: where rows, states and entries are written; which states each closing entry pools; and which
-rows each query reads. Reading is cut into `Part`s, rectangles of b requests with q queries that read the same L rows.
+rows each query reads. A step is cut into `SubBatch`es: b requests with q queries each that read L rows.
 Decoding requests of similar length share a part; a prefill is cut into blocks of queries. Queries that see more entries
 than the indexer picks have lists of their own: one part row each, its entries filled in by each layer's contest.
 A row that a request lacks is row 0 of its pool, which is never written and holds zeros.
@@ -67,7 +67,7 @@ class Pooling:
 
 
 @dataclass(frozen=True)
-class Part:
+class SubBatch:
     """b requests with q queries each, request after request.
 
     `tokens`: the b * q tokens. `window_rows`: [b, Lw] rows of the window cache. `entry_rows`: [b, N] rows of the
@@ -105,7 +105,7 @@ class CsaPlan:
     window: Writes
     pooling: Pooling | None
     index_pooling: Pooling | None
-    parts: tuple[Part, ...]
+    parts: tuple[SubBatch, ...]
     contests: tuple[Contest, ...]
 
 
@@ -210,7 +210,7 @@ def _block(batch: BatchLayout, request: int, begin: int, end: int, *, alone: boo
     return _Queries(slice(token + begin, token + end), requests, rows)
 
 
-def _decode_parts(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[Part]:
+def _decode_parts(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[SubBatch]:
     groups: dict[tuple[int, int | None], list[int]] = {}
     for b, n in enumerate(batch.seq_lens[: batch.num_decodes]):
         entries = None if _picks(spec, n) else _padded(spec.visible_entries(n))
@@ -219,7 +219,7 @@ def _decode_parts(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageInd
         yield _part(spec, paged, _decodes(batch, members), width, entries)
 
 
-def _prefill_parts(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[Part]:
+def _prefill_parts(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[SubBatch]:
     for b in range(batch.num_decodes, batch.num_requests):
         context, end = batch.context_lens[b], batch.seq_lens[b]
         border = _first_picking(spec, context, end)
@@ -242,7 +242,9 @@ def _first_picking(spec: CsaSpec, begin: int, end: int) -> int:
     return min(end, max(begin, (spec.indexer.topk + 1) * spec.ratio - 1))
 
 
-def _part(spec: CsaSpec, paged: Mapping[str, PageIndex], queries: _Queries, width: int, entries: int | None) -> Part:
+def _part(
+    spec: CsaSpec, paged: Mapping[str, PageIndex], queries: _Queries, width: int, entries: int | None
+) -> SubBatch:
     """`width`: window rows to read. `entries`: compressed rows to read, from the first; None for each layer's picks."""
     seen, window = queries.seen, paged["window"]
     first = (seen[:, :1] - spec.window).clamp(min=0)
@@ -258,7 +260,7 @@ def _part(spec: CsaSpec, paged: Mapping[str, PageIndex], queries: _Queries, widt
         hidden = torch.cat((hidden, unseen), dim=-1)
     else:
         entry_rows = window_rows[:, :0]
-    return Part(queries.tokens, seen.shape[1], window_rows, entry_rows, _bias(hidden))
+    return SubBatch(queries.tokens, seen.shape[1], window_rows, entry_rows, _bias(hidden))
 
 
 def _entries(spec: CsaSpec, paged: PageIndex, queries: _Queries, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,60 +18,41 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from allotrope.attention.csa import rows
-from allotrope.attention.csa.compressor import Compression, compress
+from allotrope.attention.csa.compressor import compress
 from allotrope.attention.csa.indexer import pick
-from allotrope.attention.csa.plan import CsaPlan, Part, Writes
+from allotrope.attention.csa.inputs import CsaInputs
+from allotrope.attention.csa.plan import CsaPlan, SubBatch, Writes
 from allotrope.attention.csa.rotary import rotate_tail
 from allotrope.attention.csa.spec import CsaSpec
 from allotrope.attention.family import CacheViews
 
 
-def run(
-    spec: CsaSpec,
-    plan: CsaPlan,
-    caches: CacheViews,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    sinks: torch.Tensor,
-    kv_score: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    entry_norm: torch.Tensor | None = None,
-    index_q: torch.Tensor | None = None,
-    index_weights: torch.Tensor | None = None,
-    index_kv_score: torch.Tensor | None = None,
-    index_position_bias: torch.Tensor | None = None,
-    index_entry_norm: torch.Tensor | None = None,
-    kv_scale: float = 1.0,
-) -> torch.Tensor:
+def run(spec: CsaSpec, plan: CsaPlan, caches: CacheViews, inputs: CsaInputs) -> torch.Tensor:
     """Store the step's rows, save compressor states, pool complete entries, select the top-k, attend.
 
-    `q`: [T, H, D] and `kv`: [T, D], normed, not rotated. `sinks`: [H]. Where the spec has a ratio, `kv_score`,
-    `position_bias` and `entry_norm` are those of `Compression`. Where it has an indexer, `index_q`: [T, Hi, Di], not
-    rotated, `index_weights`: [T, Hi], and the other three are those of the indexer's own compressor. `kv_scale`: scale
-    of plain FP8 rows. Returns [T, H, D] in `q`'s type.
+    Returns [T, H, D] in the queries' type.
     """
+    (q, kv), kv_scale, index = inputs.normed(), inputs.kv_scale, inputs.index
     _put(caches["window"], plan.window, rows.encode(spec, rotate_tail(kv, plan.rotation), kv_scale))
     picked = None
     if plan.pooling is not None:
-        assert kv_score is not None and position_bias is not None and entry_norm is not None
-        new = Compression(kv_score, position_bias, entry_norm)
-        entries = compress(plan.pooling, caches["state"]["kv_score"], new, spec.norm_eps)
+        assert inputs.compressor is not None
+        entries = compress(plan.pooling, caches["state"]["kv_score"], inputs.compressor, spec.norm_eps)
         if entries is not None and plan.pooling.closing is not None:
             _put(caches["compressed"], plan.pooling.closing.writes, rows.encode(spec, entries, kv_scale))
     if plan.index_pooling is not None:
-        assert index_kv_score is not None and index_position_bias is not None and index_entry_norm is not None
-        assert spec.indexer is not None and index_q is not None and index_weights is not None
-        new, keys = Compression(index_kv_score, index_position_bias, index_entry_norm), caches["index"]["k"]
-        entries = compress(plan.index_pooling, caches["index_state"]["kv_score"], new, spec.norm_eps)
+        assert spec.indexer is not None and index is not None
+        keys = caches["index"]["k"]
+        entries = compress(plan.index_pooling, caches["index_state"]["kv_score"], index.compressor, spec.norm_eps)
         if entries is not None and plan.index_pooling.closing is not None:
             plan.index_pooling.closing.writes.put(keys, entries)
-        picked = pick(spec.indexer, plan, keys, index_q, index_weights)
+        picked = pick(spec.indexer, plan, keys, index.q, index.weights)
     q = rotate_tail(q, plan.rotation)
     out = torch.empty_like(q)
     for part in plan.parts:
         block = q[part.tokens].unflatten(0, (-1, part.queries))
         out[part.tokens] = attend(
-            block, gather(spec, caches, part, picked, kv_scale), part.bias, sinks, spec.scale
+            block, gather(spec, caches, part, picked, kv_scale), part.bias, inputs.sinks, spec.scale
         ).flatten(0, 1)
     return rotate_tail(out, plan.rotation.inverse())
 
@@ -82,7 +63,7 @@ def _put(pools: Mapping[str, torch.Tensor], writes: Writes, values: Mapping[str,
 
 
 def gather(
-    spec: CsaSpec, caches: CacheViews, part: Part, picked: torch.Tensor | None, kv_scale: float
+    spec: CsaSpec, caches: CacheViews, part: SubBatch, picked: torch.Tensor | None, kv_scale: float
 ) -> list[torch.Tensor]:
     """Rows that each request of `part` reads: of its window [b, L, D], and its entries [b, N, D]: those of the plan, or
     those of the sparse indices `picked`."""

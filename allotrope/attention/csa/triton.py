@@ -15,6 +15,8 @@ import torch
 
 from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex
 from allotrope.attention.csa import triton_attend, triton_index, triton_store
+from allotrope.attention.csa.compressor import Compression
+from allotrope.attention.csa.inputs import CsaInputs
 from allotrope.attention.csa.rows import FP8
 from allotrope.attention.csa.spec import CsaSpec
 from allotrope.attention.csa.triton_plan import Lists, make_lists
@@ -68,33 +70,16 @@ def split_count(programs: int, tiles: int, num_sms: int) -> int:
     return num_splits(programs, tiles, num_sms, min(MAX_SPLITS, max(1, tiles)), start=2.4, merge=1.3)
 
 
-def run(
-    spec: CsaSpec,
-    plan: CsaTritonPlan,
-    caches: CacheViews,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    sinks: torch.Tensor,
-    kv_score: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    entry_norm: torch.Tensor | None = None,
-    index_q: torch.Tensor | None = None,
-    index_weights: torch.Tensor | None = None,
-    index_kv_score: torch.Tensor | None = None,
-    index_position_bias: torch.Tensor | None = None,
-    index_entry_norm: torch.Tensor | None = None,
-    kv_scale: float = 1.0,
-) -> torch.Tensor:
+def run(spec: CsaSpec, plan: CsaTritonPlan, caches: CacheViews, inputs: CsaInputs) -> torch.Tensor:
     """As the reference's `run`."""
-    main = (kv_score, position_bias, entry_norm)
-    q_rotated = _store(
-        spec, plan, caches, q, kv, main, (index_kv_score, index_position_bias, index_entry_norm), kv_scale
-    )
+    (q, kv), index = inputs.normed(), inputs.index
+    keys = None if index is None else index.compressor
+    q_rotated = _store(spec, plan, caches, q, kv, inputs.compressor, keys, inputs.kv_scale)
     entries = plan.lists.entry_list
     if spec.ratio and entries is None:
-        assert index_q is not None and index_weights is not None
-        entries = _select_topk(spec, plan, caches["index"]["k"], index_q, index_weights)
-    return _attend(spec, plan, caches, q_rotated, sinks, entries, kv_scale)
+        assert index is not None
+        entries = _select_topk(spec, plan, caches["index"]["k"], index.q, index.weights)
+    return _attend(spec, plan, caches, q_rotated, inputs.sinks, entries, inputs.kv_scale)
 
 
 def _format(spec: CsaSpec) -> int:
@@ -117,12 +102,9 @@ def _pool_views(spec: CsaSpec, pools: Mapping[str, torch.Tensor]) -> list[Any]:
     return [*parts, *(stride for part in parts for stride in part.stride()[:2])]
 
 
-Compressor = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-
 def _store(
-    spec: CsaSpec, plan: CsaTritonPlan, caches: CacheViews, q: torch.Tensor, kv: torch.Tensor, main: Compressor,
-    index: Compressor, kv_scale: float,
+    spec: CsaSpec, plan: CsaTritonPlan, caches: CacheViews, q: torch.Tensor, kv: torch.Tensor, main: Compression | None,
+    index: Compression | None, kv_scale: float,
 ) -> torch.Tensor:  # fmt: skip
     """Write all caches. `main`, `index`: kv and score, position bias and norm of each compressor that the layer has.
 
@@ -132,12 +114,12 @@ def _store(
     tensors = plan.tensors
     window, pools = plan.paged["window"], caches["window"]
 
-    def compressor(new: Compressor, state: str, entries: str) -> tuple[list[Any], torch.Tensor]:
+    def compressor(new: Compression | None, state: str, entries: str) -> tuple[list[Any], torch.Tensor]:
         """The kernel's arguments for one compressor and its state cache, and the slots of its entries."""
-        kv_score, bias, norm = new
-        if kv_score is None or bias is None or norm is None:
+        if new is None:
             unused = tensors.positions
             return [unused, 0, unused, unused, unused, unused, unused, 0, 0, 0], unused
+        kv_score, bias, norm = new.kv_score, new.position_bias, new.norm
         states, paged = caches[state]["kv_score"], plan.paged[state]
         assert kv_score.stride(1) == 1 and bias.is_contiguous() and states.stride(2) == 1
         rows = [kv_score, kv_score.stride(0), bias, norm, states, paged.slots, paged.table, states.stride(0)]

@@ -1,6 +1,8 @@
 """Sparse latent attention: a light indexer picks the rows that each query attends to."""
 
 from allotrope.attention.dsa.family import DSA as DSA
+from allotrope.attention.dsa.inputs import DsaInputs as DsaInputs
+from allotrope.attention.dsa.inputs import IndexInputs as IndexInputs
 from allotrope.attention.dsa.plan import DsaPlan as DsaPlan
 from allotrope.attention.dsa.spec import DsaSpec as DsaSpec
 from allotrope.attention.dsa.spec import IndexerSpec as IndexerSpec

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.dsa import reference
+from allotrope.attention.dsa.cost import cost
+from allotrope.attention.dsa.inputs import ready_inputs
+from allotrope.attention.dsa.naive import naive
 from allotrope.attention.dsa.plan import build_plan
 from allotrope.attention.dsa.spec import IndexerSpec
+from allotrope.attention.family import Family, formatted_entries
 from allotrope.attention.mla.family import triton_rejects as latent_rejects
 from allotrope.kernels.backend import lazily, runs_anywhere
 from allotrope.kernels.chip import Chip
@@ -43,11 +48,9 @@ def _index_memory(indexer: IndexerSpec) -> int:
     return 2 * next_power_of_2(indexer.head_dim) * (INDEX_KEYS + max(64, next_power_of_2(indexer.num_heads)))
 
 
-class DSA:
-    """Latent attention over the rows that an indexer picks."""
-
-    name = "dsa"
-    backends = (
+DSA = Family(
+    name="dsa",
+    backends=(
         AttentionBackend(
             "triton",
             triton_rejects,
@@ -56,4 +59,15 @@ class DSA:
             in_graphs=True,
         ),
         AttentionBackend("reference", runs_anywhere, reference.run, plan=build_plan),
-    )
+    ),
+    naive=naive,
+    ready_inputs=ready_inputs,
+    cost=cost,
+    # The second are the positions of the chosen entries, -1 for none.
+    output_shapes=lambda spec: (((spec.mla.num_heads, spec.mla.v_head_dim), None), ((spec.topk,), torch.int64)),
+    with_cache=lambda spec, cache: dataclasses.replace(spec, mla=formatted_entries(spec.mla, cache)),
+    scale_names=("kv_scale",),
+    block_scaled=lambda spec: spec.mla.row_format == "scaled",
+    cache_kinds=frozenset({"latent"}),
+)
+"""Latent attention over the rows that an indexer picks."""

@@ -17,10 +17,12 @@ from collections.abc import Mapping
 import torch
 
 from allotrope.attention.dsa.indexer import encode_keys, pick
+from allotrope.attention.dsa.inputs import DsaInputs
 from allotrope.attention.dsa.plan import DsaPlan, Pickers
 from allotrope.attention.dsa.spec import DsaSpec
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mla import reference as mla
+from allotrope.attention.mla.inputs import normed_and_rotated
 from allotrope.attention.mla.rows import decode
 from allotrope.attention.mla.spec import MlaSpec
 
@@ -28,41 +30,26 @@ from allotrope.attention.mla.spec import MlaSpec
 GATHERED_ROWS = 1 << 16
 
 
-def run(
-    spec: DsaSpec,
-    plan: DsaPlan,
-    caches: CacheViews,
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    c: torch.Tensor,
-    k_pe: torch.Tensor,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
-    index_q: torch.Tensor | None = None,
-    index_k: torch.Tensor | None = None,
-    index_weights: torch.Tensor | None = None,
-    picks: torch.Tensor | None = None,
-    kv_scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def run(spec: DsaSpec, plan: DsaPlan, caches: CacheViews, inputs: DsaInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Store the step's rows, select top-k indices (or take those of an earlier layer), then attend.
 
-    `q_nope`: [T, H, Dn]. `q_pe`: [T, H, R] rotated. `c`: [T, C] normed. `k_pe`: [T, R] rotated. `w_uk`: [H, Dn, C].
-    `w_uv`: [H, Dv, C]. With an indexer: `index_q`: [T, Hi, Di] rotated, `index_k`: [T, Di] normed and rotated,
-    `index_weights`: [T, Hi]. Without: `picks`: [T, topk] int64, the top-k indices that the last layer with an indexer
-    returned in this step. `kv_scale`: as in mla. Returns [T, H, Dv] in `q_nope`'s type, and the top-k indices. Raises
-    ValueError if a tensor that the layer needs is missing.
+    Returns [T, H, Dv] in the queries' type, and the top-k indices. Raises ValueError if a tensor that the layer needs
+    is missing.
     """
-    out = mla.run(spec.mla, plan.dense, caches, q_nope, q_pe, c, k_pe, w_uk, w_uv, kv_scale)
+    latent, index, picks = inputs.latent, inputs.index, inputs.topk_indices
+    heads, w_uk, w_uv, kv_scale = normed_and_rotated(spec.mla, latent), latent.w_uk, latent.w_uv, latent.kv_scale
+    out = mla.store_and_attend(spec.mla, plan.dense, caches, *heads, w_uk, w_uv, kv_scale)
     if spec.indexer is not None:
-        if index_q is None or index_k is None or index_weights is None or plan.index_writes is None:
+        if index is None or plan.index_writes is None:
             raise ValueError("dsa: a layer with an indexer needs index_q, index_k and index_weights")
+        index_q, index_k = index.normed_and_rotated()
         mla.store(plan.index_writes, caches["index"], encode_keys(spec.indexer, spec.mla.kv_dtype, index_k))
-        picks = pick(spec, plan, caches["index"], index_q, index_weights)
+        picks = pick(spec, plan, caches["index"], index_q, index.weights)
     elif picks is None:
         raise ValueError("dsa: a layer without an indexer needs the picks of an earlier layer")
     if plan.pickers is not None:
         tokens = plan.pickers.tokens
-        q = mla.absorb(q_nope[tokens], q_pe[tokens], w_uk)
+        q = mla.absorb(heads.q_nope[tokens], heads.q_pe[tokens], w_uk)
         z = attend_picked(spec.mla, plan.pickers, caches["latent"], q, picks[tokens], kv_scale)
         out[tokens] = mla.project_up(z, w_uv).to(out.dtype)
     return out, picks

@@ -16,10 +16,12 @@ import torch
 
 from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.dsa import triton_index, triton_topk
+from allotrope.attention.dsa.inputs import DsaInputs
 from allotrope.attention.dsa.spec import DsaSpec
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mla import triton as mla
 from allotrope.attention.mla import triton_store
+from allotrope.attention.mla.inputs import normed_and_rotated
 from allotrope.attention.mla.plan import Span, token_index
 from allotrope.attention.mla.triton import Absorbed
 from allotrope.kernels.chip import chip_of
@@ -119,30 +121,20 @@ def _score_chunk(
     )
 
 
-def run(
-    spec: DsaSpec,
-    plan: TritonPlan,
-    caches: CacheViews,
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    c: torch.Tensor,
-    k_pe: torch.Tensor,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
-    index_q: torch.Tensor | None = None,
-    index_k: torch.Tensor | None = None,
-    index_weights: torch.Tensor | None = None,
-    picks: torch.Tensor | None = None,
-    kv_scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def run(spec: DsaSpec, plan: TritonPlan, caches: CacheViews, inputs: DsaInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference's `run`."""
     pools, paged = caches["latent"], plan.dense.paged
+    latent, index, picks = inputs.latent, inputs.index, inputs.topk_indices
+    w_uk, w_uv, kv_scale = latent.w_uk, latent.w_uv, latent.kv_scale
+    q_nope, q_pe, c, k_pe = normed_and_rotated(spec.mla, latent)
+    rotated = None if spec.indexer is None or index is None else index.normed_and_rotated()
     triton_store.store(spec.mla, pools, paged.slots, c, k_pe, kv_scale)
     if spec.indexer is not None:
-        if index_q is None or index_k is None or index_weights is None or plan.keys is None:
+        if index is None or rotated is None or plan.keys is None:
             raise ValueError("dsa: a layer with an indexer needs index_q, index_k and index_weights")
+        index_q, index_k = rotated
         triton_index.store(spec.indexer, caches["index"], plan.keys.slots, index_k)
-        picks = select_topk(spec, plan, caches["index"], index_q, index_weights)
+        picks = select_topk(spec, plan, caches["index"], index_q, index.weights)
     elif picks is None:
         raise ValueError("dsa: a layer without an indexer needs the top-k indices of an earlier layer")
     out = q_nope.new_empty(len(q_nope), spec.mla.num_heads, spec.mla.v_head_dim)

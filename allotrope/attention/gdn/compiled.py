@@ -13,6 +13,7 @@ import torch
 from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex
 from allotrope.attention.family import CacheViews
 from allotrope.attention.gdn import chunked, reference
+from allotrope.attention.gdn.inputs import GdnInputs
 from allotrope.attention.gdn.plan import GdnPlan, build_plan
 from allotrope.attention.gdn.spec import GdnSpec
 from allotrope.kernels.c.compiler import CannotCompile, load
@@ -72,20 +73,9 @@ def plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> 
     return CompiledPlan(torch.tensor(new_slots, device=batch.device) if new_slots else None, slots, prompts)
 
 
-def run(
-    spec: GdnSpec,
-    plan: CompiledPlan,
-    caches: CacheViews,
-    qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor | None,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-) -> torch.Tensor:
+def run(spec: GdnSpec, plan: CompiledPlan, caches: CacheViews, inputs: GdnInputs) -> torch.Tensor:
     """As `reference.run`."""
-    pools = caches["state"]
+    pools, qkv, b, a = caches["state"], inputs.qkv, inputs.b, inputs.a
     if plan.new_slots is not None:
         for pool in pools.values():
             pool.index_fill_(0, plan.new_slots, 0)
@@ -96,8 +86,9 @@ def run(
         new, b_new, a_new = (x[:requests].to(spec.conv_dtype) for x in (qkv, b, a))
         new, b_new, a_new = (x if x.stride(1) == 1 else x.contiguous() for x in (new, b_new, a_new))
         result = out if out.dtype == spec.conv_dtype else out.new_empty(out[:requests].shape, dtype=spec.conv_dtype)
-        fp32_weight, fp32_bias = conv_weight.float().t().contiguous(), None if conv_bias is None else conv_bias.float()
-        fp32_A_log, fp32_dt_bias = A_log.float(), dt_bias.float()
+        fp32_weight = inputs.conv_weight.float().t().contiguous()
+        fp32_bias = None if inputs.conv_bias is None else inputs.conv_bias.float()
+        fp32_A_log, fp32_dt_bias = inputs.A_log.float(), inputs.dt_bias.float()
         scratch = torch.empty(requests * (spec.conv_dim + spec.num_v_heads * spec.k_head_dim), dtype=torch.float32)
         sizes = _Sizes(
             requests, spec.num_k_heads, spec.num_v_heads, spec.k_head_dim, spec.v_head_dim, spec.conv_width,
@@ -113,8 +104,7 @@ def run(
         if result is not out:
             out[:requests] = result
     if plan.prompts is not None:
-        layer = (conv_weight, conv_bias, A_log, dt_bias)
-        reference.run(spec, plan.prompts, caches, qkv, b, a, *layer, core=chunked.advance, out=out, feed=_conv_prompts)
+        reference.run(spec, plan.prompts, caches, inputs, core=chunked.advance, out=out, feed=_conv_prompts)
     return out
 
 

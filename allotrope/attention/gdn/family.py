@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
 
 from allotrope.attention.backend import AttentionBackend
+from allotrope.attention.family import Family
 from allotrope.attention.gdn import chunked, compiled, reference
+from allotrope.attention.gdn.cost import cost
+from allotrope.attention.gdn.inputs import ready_inputs
+from allotrope.attention.gdn.naive import naive
 from allotrope.attention.gdn.plan import build_plan
 from allotrope.attention.gdn.spec import GdnSpec
 from allotrope.kernels.backend import lazily, runs_anywhere
@@ -29,11 +34,9 @@ def _triton_rejects(spec: GdnSpec, chip: Chip) -> list[str]:
     return reasons
 
 
-class GDN:
-    """Gated delta rule with a short convolution."""
-
-    name = "gdn"
-    backends = (
+GDN = Family(
+    name="gdn",
+    backends=(
         AttentionBackend(
             "triton",
             _triton_rejects,
@@ -46,4 +49,13 @@ class GDN:
             "chunked", runs_anywhere, functools.partial(reference.run, core=chunked.advance), plan=build_plan
         ),
         AttentionBackend("reference", runs_anywhere, reference.run, plan=build_plan),
-    )
+    ),
+    naive=naive,
+    ready_inputs=ready_inputs,
+    cost=cost,
+    output_shapes=lambda spec: (((spec.num_v_heads, spec.v_head_dim), None),),
+    # A state has no format but its type.
+    with_cache=lambda spec, cache: dataclasses.replace(spec, state_dtype=cache.state_dtype),
+    cache_kinds=frozenset({"state"}),
+)
+"""Gated delta rule with a short convolution."""

@@ -1,6 +1,6 @@
 """Which requests advance together: built on the host once a step, shared by all layers.
 
-A step becomes `Part`s, each a rectangle of b requests with L new tokens. Requests meet in one part only if they have
+A step becomes `SubBatch`es: b requests with L new tokens each. Requests meet in one sub-batch only if they have
 equally many new tokens, so nothing is padded. Their recurrent states advance together only while those are small:
 large ones advance one by one where they lie, which beats gathering them. A long prefill becomes several parts in
 order, each taking over the state that the one before left in the slot.
@@ -26,7 +26,7 @@ Slots = slice | torch.Tensor
 
 
 @dataclass(frozen=True)
-class Part:
+class SubBatch:
     """b requests with `length` new tokens each, request after request.
 
     `tokens`: the b * length tokens, a slice or an index into the batch. `slots`: the b slots. `states`: runs of the b
@@ -46,7 +46,7 @@ class GdnPlan:
 
     fresh: torch.Tensor | None
     complete: bool
-    parts: tuple[Part, ...]
+    parts: tuple[SubBatch, ...]
 
 
 def build_plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex], first: int = 0) -> GdnPlan:
@@ -66,7 +66,7 @@ def build_plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     )
 
 
-def _parts(batch: BatchLayout, slots: Sequence[int], real: Sequence[int], together: int) -> Iterator[Part]:
+def _parts(batch: BatchLayout, slots: Sequence[int], real: Sequence[int], together: int) -> Iterator[SubBatch]:
     buckets: dict[tuple[int, int], list[int]] = {}
     for b in real:
         for begin in range(0, batch.query_lens[b], PART_TOKENS):
@@ -74,7 +74,7 @@ def _parts(batch: BatchLayout, slots: Sequence[int], real: Sequence[int], togeth
     for (begin, length), bucket in sorted(buckets.items()):
         for members in _runs(bucket, max(1, PART_TOKENS // length)):
             held = [slots[b] for b in members]
-            yield Part(
+            yield SubBatch(
                 _rows([batch.query_start[b] + begin for b in members], length, batch.device),
                 length,
                 _rows(held, 1, batch.device),

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from allotrope.attention.conv import causal_conv
 from allotrope.attention.family import CacheViews
+from allotrope.attention.gdn.inputs import GdnInputs
 from allotrope.attention.gdn.plan import GdnPlan, Slots
 from allotrope.attention.gdn.spec import GdnSpec
 
@@ -58,27 +59,20 @@ def run(
     spec: GdnSpec,
     plan: GdnPlan,
     caches: CacheViews,
-    qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor | None,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
+    inputs: GdnInputs,
     core: Advance = advance,
     out: torch.Tensor | None = None,
     feed: Feed | None = None,
 ) -> torch.Tensor:
     """Advance every request's state over its new tokens.
 
-    `qkv`: [T, conv_dim] projections [q | k | v] before the convolution. `b`: [T, Hv], `a`: [T, decay_dim], of any
-    strides. `conv_weight`: [conv_dim, conv_width]. `conv_bias`: [conv_dim]. `A_log`: [Hv]. `dt_bias`: [decay_dim].
     `core`: the computation of a sub-batch. `out`: the result, in which tokens outside of the plan stay as they are;
     None allocates one. `feed`: computes queries, keys and values from the convolution's inputs, or returns None; then,
     and without it, the convolution and norms are computed here. Returns [T, Hv, Dv] in `qkv`'s type, 0 for tokens
     of requests without a slot. Afterwards each slot holds the state after its request's last token.
     """
-    pools = caches["state"]
+    pools, qkv, b, a = caches["state"], inputs.qkv, inputs.b, inputs.a
+    conv_bias, A_log, dt_bias = inputs.conv_bias, inputs.A_log, inputs.dt_bias
     if plan.fresh is not None:
         for pool in pools.values():
             pool.index_fill_(0, plan.fresh, 0)
@@ -89,13 +83,13 @@ def run(
         shape = (qkv.shape[0], spec.num_v_heads, spec.v_head_dim)
         out = qkv.new_empty(shape) if plan.complete else qkv.new_zeros(shape)
     # Laid out once for all parts as the convolution reads it, one factor of all channels after another.
-    weight = conv_weight.float().t().contiguous().t()
+    weight = inputs.conv_weight.float().t().contiguous().t()
     for part in plan.parts:
         new = _take(qkv, part.tokens).unflatten(0, (-1, part.length))
-        inputs = torch.cat((_take(pools["conv"], part.slots), new), dim=1)
-        pools["conv"][part.slots] = inputs[:, part.length :]
-        heads = None if feed is None else feed(spec, inputs, weight, conv_bias)
-        fed = [*(heads or _heads(spec, causal_conv(inputs, weight, conv_bias)))]
+        convolved = torch.cat((_take(pools["conv"], part.slots), new), dim=1)
+        pools["conv"][part.slots] = convolved[:, part.length :]
+        heads = None if feed is None else feed(spec, convolved, weight, conv_bias)
+        fed = [*(heads or _heads(spec, causal_conv(convolved, weight, conv_bias)))]
         fed += [_take(t, part.tokens).unflatten(0, (-1, part.length)) for t in (g, beta)]
         done = [_advance(core, pools["ssm"], slots, [t[rows] for t in fed]) for rows, slots in part.states]
         # Assigning through an index, unlike through a slice, wants the same type on both sides.

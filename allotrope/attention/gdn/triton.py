@@ -11,6 +11,7 @@ import torch
 from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex
 from allotrope.attention.family import CacheViews
 from allotrope.attention.gdn import triton_chunk_scan, triton_conv, triton_decode, triton_wy
+from allotrope.attention.gdn.inputs import GdnInputs
 from allotrope.attention.gdn.reference import NORM_EPS
 from allotrope.attention.gdn.spec import GdnSpec
 from allotrope.attention.gdn.triton_conv import CHUNK, VALUE_SCALE
@@ -60,22 +61,11 @@ def build_plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     )
 
 
-def run(
-    spec: GdnSpec,
-    plan: GdnTritonPlan,
-    caches: CacheViews,
-    qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor | None,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-) -> torch.Tensor:
+def run(spec: GdnSpec, plan: GdnTritonPlan, caches: CacheViews, inputs: GdnInputs) -> torch.Tensor:
     """As `reference.run`."""
-    pools = caches["state"]
+    pools, qkv, b, a = caches["state"], inputs.qkv, inputs.b, inputs.a
     assert qkv.stride(1) == 1 and pools["ssm"][0].is_contiguous() and pools["conv"].stride(2) == 1
-    layer = (conv_weight, conv_bias, A_log, dt_bias)
+    layer = (inputs.conv_weight, inputs.conv_bias, inputs.A_log, inputs.dt_bias)
     out = qkv.new_empty((qkv.shape[0], spec.num_v_heads, spec.v_head_dim))
     if plan.decodes:
         triton_decode.decode(

@@ -18,7 +18,8 @@ import torch
 from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mha import cpu, reference
-from allotrope.attention.mha.plan import Part, build_plan, prefill_parts
+from allotrope.attention.mha.inputs import MhaInputs, normed_and_rotated
+from allotrope.attention.mha.plan import SubBatch, build_plan, prefill_parts
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.kernels.c.compiler import UNSUITED, CannotCompile, load
 from allotrope.kernels.chip import Chip
@@ -76,7 +77,7 @@ class CompiledPlan:
     _scratch: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
-    def prompts(self) -> tuple[Part, ...]:
+    def prompts(self) -> tuple[SubBatch, ...]:
         """The requests of `blocks`, as sub-batches for `cpu`."""
         return tuple(prefill_parts(self.window, self.batch, self.paged))
 
@@ -108,7 +109,15 @@ def plan(spec: MhaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> 
     )
 
 
-def run(
+def run(spec: MhaSpec, plan: CompiledPlan, caches: CacheViews, inputs: MhaInputs) -> torch.Tensor:
+    """As `reference.run`. Where the queries have another dtype than the KV cache, `cpu` runs the whole step."""
+    if inputs.projected.dtype != spec.kv_dtype:
+        reference_plan = build_plan(spec, plan.batch, {"kv": plan.paged})
+        return reference.run(spec, reference_plan, caches, inputs, core=cpu.attend)
+    return store_and_attend(spec, plan, caches, *normed_and_rotated(inputs), inputs.sinks)
+
+
+def store_and_attend(
     spec: MhaSpec,
     plan: CompiledPlan,
     caches: CacheViews,
@@ -117,10 +126,7 @@ def run(
     v: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As `reference.run`. Where the queries have another dtype than the KV cache, `cpu` runs the whole step."""
-    if q.dtype != spec.kv_dtype:
-        reference_plan = build_plan(spec, plan.batch, {"kv": plan.paged})
-        return reference.run(spec, reference_plan, caches, q, k, v, sinks, core=cpu.attend)
+    """As `reference.store_and_attend`, of queries that have the dtype of the KV cache."""
     library, partial_bytes = _library(spec)
     keys = caches["kv"]["k"]
     values = keys if spec.values_are_keys else caches["kv"]["v"]

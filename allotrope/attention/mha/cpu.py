@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from allotrope.attention.mha.plan import Part
+from allotrope.attention.mha.plan import SubBatch
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.kernels.chip import Chip
 
@@ -33,7 +33,7 @@ def rejects(spec: MhaSpec, chip: Chip) -> list[str]:
 
 
 def attend(
-    spec: MhaSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, sinks: torch.Tensor | None
+    spec: MhaSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: SubBatch, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """As `reference.attend`."""
     if q.shape[1] == 1:
@@ -63,7 +63,7 @@ def _decode(
 
 
 def _prefill(
-    spec: MhaSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, sinks: torch.Tensor | None
+    spec: MhaSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: SubBatch, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """Block after block of queries, each against the keys that any of its queries attends to."""
     requests, queries, heads, dim = q.shape

@@ -7,7 +7,11 @@ import functools
 import torch
 
 from allotrope.attention.backend import AttentionBackend
+from allotrope.attention.family import Family, plain_entries
 from allotrope.attention.mha import compiled, cpu, reference
+from allotrope.attention.mha.cost import cost
+from allotrope.attention.mha.inputs import ready_inputs
+from allotrope.attention.mha.naive import naive
 from allotrope.attention.mha.plan import build_plan
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.kernels.backend import lazily, runs_anywhere
@@ -26,15 +30,21 @@ def _triton_rejects(spec: MhaSpec, chip: Chip) -> list[str]:
     return reasons
 
 
-class MHA:
-    """Softmax attention over keys and values."""
-
-    name = "mha"
-    backends = (
+MHA = Family(
+    name="mha",
+    backends=(
         AttentionBackend(
             "triton", _triton_rejects, lazily(_TRITON, "run"), plan=lazily(_TRITON, "build_plan"), in_graphs=True
         ),
         AttentionBackend("compiled", compiled.rejects, compiled.run, plan=compiled.plan, fallbacks=compiled.fallbacks),
         AttentionBackend("cpu", cpu.rejects, functools.partial(reference.run, core=cpu.attend), plan=build_plan),
         AttentionBackend("reference", runs_anywhere, reference.run, plan=build_plan),
-    )
+    ),
+    naive=naive,
+    ready_inputs=ready_inputs,
+    cost=cost,
+    output_shapes=lambda spec: (((spec.num_heads, spec.value_dim), None),),
+    with_cache=plain_entries,
+    scale_names=("k_scale", "v_scale"),
+)
+"""Softmax attention over keys and values."""

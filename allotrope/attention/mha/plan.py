@@ -1,9 +1,9 @@
-"""Which rows each query of a step reads: built on the host once, shared by all layers of one window.
+"""Which cache entries each query of a step reads: built on the host once, shared by all layers of one window.
 
-A step becomes a few `Part`s, each a rectangle of b requests with q query tokens that read L rows. Decoding requests
-of similar length share a part; a prefill is cut into blocks of queries, so that neither a score matrix nor the keys
-before the window are ever held whole. The rectangle a request falls into depends on its own lengths alone, and rows
-that are not its own are never read: its result does not depend on its neighbours or on what a page held before.
+A step becomes a few `SubBatch`es: b requests, each with q query tokens that read L cache entries. Decoding requests of
+similar length share a sub-batch. A prefill is cut into blocks of queries, so that neither a score matrix nor the keys
+before the window are ever held whole. A request's own lengths alone decide its sub-batch, and no entry of another
+request is ever read: a result depends neither on other requests nor on what a page held before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ QUERY_BLOCK = 512
 
 
 @dataclass(eq=False)
-class Part:
+class SubBatch:
     """b requests with q queries each, request after request.
 
     `tokens`: the b * q tokens, a slice or an index into the batch. `rows`: [b, L] int64 rows of the pool; row 0, which
@@ -43,7 +43,7 @@ class Part:
         return self.rows.flatten()
 
     @cached_property
-    def run(self) -> slice | None:
+    def contiguous(self) -> slice | None:
         """The rows as a slice of the pool, where a CPU's one request has them side by side: nothing need be copied."""
         if len(self.rows) > 1 or self.rows.device.type != "cpu":
             return None
@@ -82,7 +82,7 @@ class MhaPlan:
 
     slots: torch.Tensor
     writes: torch.Tensor | None
-    parts: tuple[Part, ...]
+    parts: tuple[SubBatch, ...]
 
 
 def build_plan(spec: MhaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> MhaPlan:
@@ -97,7 +97,7 @@ def build_plan(spec: MhaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     )
 
 
-def _decode_parts(window: int | None, batch: BatchLayout, paged: PageIndex) -> Iterator[Part]:
+def _decode_parts(window: int | None, batch: BatchLayout, paged: PageIndex) -> Iterator[SubBatch]:
     buckets: dict[int, list[int]] = {}
     for b, n in enumerate(batch.seq_lens[: batch.num_decodes]):
         buckets.setdefault(_padded(n if window is None else min(n, window)), []).append(b)
@@ -110,15 +110,15 @@ def _decode_parts(window: int | None, batch: BatchLayout, paged: PageIndex) -> I
         seen = torch.tensor([batch.seq_lens[b] for b in members], device=batch.device)[:, None]
         first = (seen - length).clamp(min=0) if window is not None else torch.zeros_like(seen)
         key = first + torch.arange(length, device=batch.device)
-        yield Part(tokens, 1, _rows(paged, paged.table[tokens], key, key < seen), _visible(key, seen, window))
+        yield SubBatch(tokens, 1, _rows(paged, paged.table[tokens], key, key < seen), _visible(key, seen, window))
 
 
-def _single(b: int, window: int | None, batch: BatchLayout, paged: PageIndex) -> Part:
+def _single(b: int, window: int | None, batch: BatchLayout, paged: PageIndex) -> SubBatch:
     """A decoding request by itself needs no padding, and so no mask."""
     seen = batch.seq_lens[b]
     key = torch.arange(0 if window is None else max(0, seen - window), seen, device=batch.device)[None]
     rows = _rows(paged, paged.table[b : b + 1], key, torch.ones_like(key, dtype=torch.bool))
-    return Part(slice(b, b + 1), 1, rows, None)
+    return SubBatch(slice(b, b + 1), 1, rows, None)
 
 
 def _padded(length: int) -> int:
@@ -127,9 +127,9 @@ def _padded(length: int) -> int:
     return -(-length // step) * step
 
 
-def prefill_parts(window: int | None, batch: BatchLayout, paged: PageIndex) -> Iterator[Part]:
+def prefill_parts(window: int | None, batch: BatchLayout, paged: PageIndex) -> Iterator[SubBatch]:
     """The requests with more than one new token."""
-    for b, alike in _alike(batch):
+    for b, alike in _equal_shapes(batch):
         context, token = batch.context_lens[b], batch.query_start[b]
         for begin in range(0, batch.query_lens[b], QUERY_BLOCK):
             queries = min(QUERY_BLOCK, batch.query_lens[b] - begin)
@@ -141,10 +141,10 @@ def prefill_parts(window: int | None, batch: BatchLayout, paged: PageIndex) -> I
             visible = None if plain else _visible(key, seen, window)
             table = paged.table[b : b + alike]
             rows = _rows(paged, table, key.expand(alike, -1), torch.ones_like(key, dtype=torch.bool))
-            yield Part(slice(token + begin, token + begin + alike * queries), queries, rows, visible)
+            yield SubBatch(slice(token + begin, token + begin + alike * queries), queries, rows, visible)
 
 
-def _alike(batch: BatchLayout) -> Iterator[tuple[int, int]]:
+def _equal_shapes(batch: BatchLayout) -> Iterator[tuple[int, int]]:
     """Prompts side by side of equal context and length, short enough for one block: (first request, how many)."""
     b = batch.num_decodes
     while b < batch.num_requests:

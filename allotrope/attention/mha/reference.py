@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from allotrope.attention.family import CacheViews
-from allotrope.attention.mha.plan import MhaPlan, Part
+from allotrope.attention.mha.inputs import MhaInputs, normed_and_rotated
+from allotrope.attention.mha.plan import MhaPlan, SubBatch
 from allotrope.attention.mha.spec import MhaSpec
 
-Attend = Callable[[MhaSpec, torch.Tensor, torch.Tensor, torch.Tensor, Part, torch.Tensor | None], torch.Tensor]
+Attend = Callable[[MhaSpec, torch.Tensor, torch.Tensor, torch.Tensor, SubBatch, torch.Tensor | None], torch.Tensor]
 
 
 def attend(
@@ -27,7 +28,7 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    part: Part,
+    part: SubBatch,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """The equation above for one work tile.
@@ -79,19 +80,30 @@ def store(
             pool.index_copy_(0, plan.slots, rows.to(pool.dtype))
 
 
-def gather(pool: torch.Tensor, part: Part, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+def gather(pool: torch.Tensor, part: SubBatch, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
     """The rows that a work tile reads. `pool`: [P, S, G, D]. Returns [b, L, G, D] in `dtype`; quantized rows times
     `scale`, in fp32."""
     if pool.dtype.is_floating_point and pool.dtype.itemsize == 1:
         return gather(pool.view(torch.uint8), part, torch.uint8).view(pool.dtype).float() * scale
     pool = pool.flatten(0, 1)
-    if part.run is not None:
-        return pool[part.run][None].to(dtype)
+    if part.contiguous is not None:
+        return pool[part.contiguous][None].to(dtype)
     rows = pool.index_select(0, part.flat_rows)
     return rows.view(*part.rows.shape, *rows.shape[1:]).to(dtype)
 
 
-def run(
+def run(spec: MhaSpec, plan: MhaPlan, caches: CacheViews, inputs: MhaInputs, core: Attend = attend) -> torch.Tensor:
+    """Norm and rotate the step's heads, store its keys and values, then attend.
+
+    `core`: computes a rectangle. Returns [T, H, Dv] in the projection's type.
+    """
+    heads = normed_and_rotated(inputs)
+    return store_and_attend(
+        spec, plan, caches, *heads, inputs.sinks, core, k_scale=inputs.k_scale, v_scale=inputs.v_scale
+    )
+
+
+def store_and_attend(
     spec: MhaSpec,
     plan: MhaPlan,
     caches: CacheViews,
@@ -119,7 +131,7 @@ def run(
 
 def attend_parts(
     spec: MhaSpec,
-    parts: Sequence[Part],
+    parts: Sequence[SubBatch],
     caches: CacheViews,
     q: torch.Tensor,
     sinks: torch.Tensor | None,
@@ -129,7 +141,7 @@ def attend_parts(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Attend for some tokens of a step, whose rows are stored. Arguments as of `run`.
+    """Attend for some tokens of a step, whose rows are stored. Arguments as of `store_and_attend`.
 
     `parts`: their work tiles, at least one. `out`: [T, H, Dv] that already has the others' results; None if all tokens
     are in `parts`. Returns [T, H, Dv].

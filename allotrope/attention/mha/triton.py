@@ -1,6 +1,7 @@
 """Softmax attention by Triton and Gluon kernels.
 
-A step's keys and values are stored first. Requests with one new token run the decode kernel, the others the prefill.
+One kernel norms, rotates and stores a step's heads. Requests with one new token run the decode kernel, the others the
+prefill.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import torch
 from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mha import gluon_prefill, triton_decode, triton_prefill, triton_store
+from allotrope.attention.mha.inputs import MhaInputs, normed_and_rotated
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.kernels.chip import Chip, chip_of
+from allotrope.ops.qk_norm_rope import Rows
+from allotrope.ops.qk_norm_rope.triton import rope_store
 
 
 @dataclass(eq=False)
@@ -42,7 +46,22 @@ def build_plan(spec: MhaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     return TritonPlan(batch, paged, spec.window)
 
 
-def run(
+def run(spec: MhaSpec, plan: TritonPlan, caches: CacheViews, inputs: MhaInputs) -> torch.Tensor:
+    """As `reference.run`; one launch norms, rotates and stores, where each head is normed by itself."""
+    k_scale, v_scale = inputs.k_scale, inputs.v_scale
+    if not inputs.normed_by_head:
+        q, k, v = normed_and_rotated(inputs)
+        return store_and_attend(spec, plan, caches, q, k, v, inputs.sinks, k_scale=k_scale, v_scale=v_scale)
+    rows = None
+    if inputs.heads.kv_heads:
+        pools = caches["kv"]
+        rows = Rows(pools["k"], pools.get("v"), plan.paged.slots, k_scale, v_scale)
+    q_weight, k_weight = (None if norm is None else norm.weight for norm in (inputs.q_norm, inputs.k_norm))
+    q, _, _ = rope_store(inputs.heads, inputs.projected, inputs.rotation, q_weight, k_weight, rows)
+    return store_and_attend(spec, plan, caches, q, None, None, inputs.sinks, k_scale=k_scale, v_scale=v_scale)
+
+
+def store_and_attend(
     spec: MhaSpec,
     plan: TritonPlan,
     caches: CacheViews,
@@ -54,7 +73,7 @@ def run(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """As `reference.run`; tokens of requests of length 0 become zeros."""
+    """As `reference.store_and_attend`; tokens of requests of length 0 become zeros."""
     batch, paged, pools = plan.batch, plan.paged, dict(caches["kv"])
     if k is not None and v is not None:
         triton_store.store(spec, paged.slots, pools, k, v, k_scale, v_scale)

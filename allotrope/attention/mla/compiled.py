@@ -13,6 +13,7 @@ import torch
 from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mla import reference
+from allotrope.attention.mla.inputs import MlaInputs, normed_and_rotated
 from allotrope.attention.mla.plan import MlaPlan, Span, build_plan, plan_reads
 from allotrope.attention.mla.spec import MlaSpec
 from allotrope.kernels.c.compiler import CannotCompile, load
@@ -89,7 +90,15 @@ def plan(spec: MlaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> 
     return CompiledPlan(batch, paged, torch.tensor(chunks), torch.tensor(chunk_starts), torch.tensor(kv_lens), prompts)
 
 
-def run(
+def run(spec: MlaSpec, plan: CompiledPlan, caches: CacheViews, inputs: MlaInputs) -> torch.Tensor:
+    """As `reference.run`, which runs the whole step where the queries are not of the cached rows' type."""
+    if inputs.q.dtype != spec.kv_dtype:
+        whole = build_plan(spec, plan.batch, {"latent": plan.paged})
+        return reference.run(spec, whole, caches, inputs)
+    return store_and_attend(spec, plan, caches, *normed_and_rotated(spec, inputs), inputs.w_uk, inputs.w_uv)
+
+
+def store_and_attend(
     spec: MlaSpec,
     plan: CompiledPlan,
     caches: CacheViews,
@@ -100,10 +109,7 @@ def run(
     w_uk: torch.Tensor,
     w_uv: torch.Tensor,
 ) -> torch.Tensor:
-    """As `reference.run`, which runs the whole step where the queries have another dtype than the KV cache."""
-    if q_nope.dtype != spec.kv_dtype:
-        reference_plan = build_plan(spec, plan.batch, {"latent": plan.paged})
-        return reference.run(spec, reference_plan, caches, q_nope, q_pe, c, k_pe, w_uk, w_uv)
+    """As `reference.store_and_attend`, of queries of the KV cache's dtype."""
     pools, paged = caches["latent"], plan.paged
     tokens, requests = len(q_nope), plan.batch.num_decodes
     sizes = _Sizes(

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from allotrope.attention.backend import AttentionBackend
+from allotrope.attention.family import Family, formatted_entries
 from allotrope.attention.mla import compiled, reference
+from allotrope.attention.mla.cost import cost
+from allotrope.attention.mla.inputs import ready_inputs
+from allotrope.attention.mla.naive import naive
 from allotrope.attention.mla.plan import build_plan
 from allotrope.kernels.backend import lazily, runs_anywhere
 from allotrope.kernels.chip import Chip
@@ -25,11 +29,9 @@ def triton_rejects(spec: Any, chip: Chip) -> list[str]:
     return reasons
 
 
-class MLA:
-    """Attention over a latent row per token that all heads share."""
-
-    name = "mla"
-    backends = (
+MLA = Family(
+    name="mla",
+    backends=(
         AttentionBackend(
             "triton",
             triton_rejects,
@@ -39,4 +41,14 @@ class MLA:
         ),
         AttentionBackend("compiled", compiled.rejects, compiled.run, plan=compiled.plan, fallbacks=compiled.fallbacks),
         AttentionBackend("reference", runs_anywhere, reference.run, plan=build_plan),
-    )
+    ),
+    naive=naive,
+    ready_inputs=ready_inputs,
+    cost=cost,
+    output_shapes=lambda spec: (((spec.num_heads, spec.v_head_dim), None),),
+    with_cache=formatted_entries,
+    scale_names=("kv_scale",),
+    block_scaled=lambda spec: spec.row_format == "scaled",
+    cache_kinds=frozenset({"latent"}),
+)
+"""Attention over a latent row per token that all heads share."""

@@ -1,9 +1,9 @@
 """Which rows each query of a step reads and in which form: built on the host once, shared by all layers.
 
-A step becomes `Part`s: b requests with q queries each, whose keys are read in `KeySlice`s of bounded size and whose
-queries are scored in `Tile`s of bounded size; the results over the slices are merged by log-sum-exp. So neither the
-gathered rows, nor the up-projected keys, nor the scores grow with the context. What becomes of a request depends on its
-own lengths alone, and rows that are not its own are never read.
+A step becomes `SubBatch`es: b requests with q queries each, whose keys are read in `KeySlice`s of bounded size and
+whose queries are scored in `Tile`s of bounded size; the results over the slices are merged by log-sum-exp. So neither
+the gathered rows, nor the up-projected keys, nor the scores grow with the context. A request's own lengths alone decide
+what becomes of it, and entries of other requests are never read.
 
 Each part takes the cheaper of two forms of the same attention. Per head, in multiply-adds, with N visible pairs of q
 queries and L keys:
@@ -53,7 +53,7 @@ class KeySlice:
 
 
 @dataclass(frozen=True)
-class Part:
+class SubBatch:
     """b requests with q queries each. `tokens`: the b * q tokens, request after request. `queries`: q."""
 
     tokens: slice | torch.Tensor
@@ -77,8 +77,8 @@ class MlaPlan:
 
     writes: Writes | None
     reach: slice | torch.Tensor | None
-    absorbed: tuple[Part, ...]
-    expanded: tuple[Part, ...]
+    absorbed: tuple[SubBatch, ...]
+    expanded: tuple[SubBatch, ...]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def plan_spans(spec: MlaSpec, paged: PageIndex, spans: Sequence[Span]) -> MlaPla
 
 def plan_reads(spec: MlaSpec, paged: PageIndex, spans: Sequence[Span]) -> MlaPlan:
     """As `plan_spans`, where the new rows are written by others."""
-    expanded = [_prefill_part(paged, alike) for alike in _alike([span for span in spans if expands(spec, span)])]
+    expanded = [_prefill_part(paged, alike) for alike in _equal_shapes([span for span in spans if expands(spec, span)])]
     tokens: list[int] = []
     absorbed: list[Span] = []
     for span in spans:
@@ -114,7 +114,7 @@ def plan_reads(spec: MlaSpec, paged: PageIndex, spans: Sequence[Span]) -> MlaPla
             absorbed.append(replace(span, token=len(tokens)))
             tokens.extend(range(span.token, span.token + span.queries))
     parts = [*_decode_parts(paged, [span for span in absorbed if span.queries == 1])]
-    parts += [_prefill_part(paged, alike) for alike in _alike([span for span in absorbed if span.queries > 1])]
+    parts += [_prefill_part(paged, alike) for alike in _equal_shapes([span for span in absorbed if span.queries > 1])]
     reach = token_index(tokens, paged.table.device) if tokens else None
     return MlaPlan(None, reach, tuple(parts), tuple(expanded))
 
@@ -155,7 +155,7 @@ def bucket(spans: Sequence[Span]) -> Iterator[tuple[int, list[Span]]]:
     yield from buckets.items()
 
 
-def _decode_parts(paged: PageIndex, spans: Sequence[Span]) -> Iterator[Part]:
+def _decode_parts(paged: PageIndex, spans: Sequence[Span]) -> Iterator[SubBatch]:
     device = paged.table.device
     for length, members in bucket(spans):
         tokens = token_index([span.token for span in members], device)
@@ -170,10 +170,10 @@ def _decode_parts(paged: PageIndex, spans: Sequence[Span]) -> Iterator[Part]:
             inside = key < seen
             bias = None if last <= shortest else _bias(inside[:, None])
             slices.append(KeySlice(page_rows(paged, table, key, inside), (Tile(slice(0, 1), last - first, bias),)))
-        yield Part(tokens, 1, tuple(slices))
+        yield SubBatch(tokens, 1, tuple(slices))
 
 
-def _alike(spans: Sequence[Span]) -> list[list[Span]]:
+def _equal_shapes(spans: Sequence[Span]) -> list[list[Span]]:
     """Runs of neighbours with equal positions and numbers of queries, whose keys together are no more than a slice."""
     runs: list[list[Span]] = []
     for span in spans:
@@ -190,7 +190,7 @@ def _alike(spans: Sequence[Span]) -> list[list[Span]]:
     return runs
 
 
-def _prefill_part(paged: PageIndex, alike: Sequence[Span]) -> Part:
+def _prefill_part(paged: PageIndex, alike: Sequence[Span]) -> SubBatch:
     device, span = paged.table.device, alike[0]
     table = paged.table[span.request : span.request + len(alike)]
     end = span.position + span.queries
@@ -203,7 +203,7 @@ def _prefill_part(paged: PageIndex, alike: Sequence[Span]) -> Part:
             _tile(span, queries, first, last, device) for queries in blocks if first < span.position + queries.stop
         )
         slices.append(KeySlice(page_rows(paged, table, key, torch.ones_like(key, dtype=torch.bool)), tiles))
-    return Part(slice(span.token, span.token + len(alike) * span.queries), span.queries, tuple(slices))
+    return SubBatch(slice(span.token, span.token + len(alike) * span.queries), span.queries, tuple(slices))
 
 
 def _tile(span: Span, queries: slice, first: int, last: int, device: torch.device) -> Tile:

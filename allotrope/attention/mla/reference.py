@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from allotrope.attention.family import CacheViews
 from allotrope.attention.merge import Partial, merge
 from allotrope.attention.mla import rows as formats
-from allotrope.attention.mla.plan import KeySlice, MlaPlan, Part, Writes
+from allotrope.attention.mla.inputs import MlaInputs, normed_and_rotated
+from allotrope.attention.mla.plan import KeySlice, MlaPlan, SubBatch, Writes
 from allotrope.attention.mla.spec import MlaSpec
 
 
@@ -75,7 +76,16 @@ def project_up(z: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
     return torch.matmul(z.transpose(0, 1), w_uv.float().transpose(1, 2)).transpose(0, 1)
 
 
-def run(
+def run(spec: MlaSpec, plan: MlaPlan, caches: CacheViews, inputs: MlaInputs) -> torch.Tensor:
+    """Norm and rotate the step's queries and rows, store the rows, then attend.
+
+    Returns [T, H, V] in the queries' type.
+    """
+    heads = normed_and_rotated(spec, inputs)
+    return store_and_attend(spec, plan, caches, *heads, inputs.w_uk, inputs.w_uv, inputs.kv_scale)
+
+
+def store_and_attend(
     spec: MlaSpec,
     plan: MlaPlan,
     caches: CacheViews,
@@ -130,7 +140,7 @@ Rows = Iterator[tuple[KeySlice, torch.Tensor, torch.Tensor]]
 """A slice, its keys [n, L, D] and its values [n, L, Dv]."""
 
 
-def _absorbed(spec: MlaSpec, part: Part, pools: Mapping[str, torch.Tensor], kv_scale: float) -> Rows:
+def _absorbed(spec: MlaSpec, part: SubBatch, pools: Mapping[str, torch.Tensor], kv_scale: float) -> Rows:
     """All heads of a query read the same rows; n is the number of requests."""
     for keys in part.slices:
         latent, k_pe = formats.decode(spec.row_format, spec.latent_dim, pools, keys.rows, kv_scale)
@@ -139,7 +149,7 @@ def _absorbed(spec: MlaSpec, part: Part, pools: Mapping[str, torch.Tensor], kv_s
 
 def _expanded(
     spec: MlaSpec,
-    part: Part,
+    part: SubBatch,
     pools: Mapping[str, torch.Tensor],
     w_uk: torch.Tensor,
     w_uv: torch.Tensor,
@@ -156,7 +166,7 @@ def _expanded(
         yield keys, k.flatten(0, 1), v.flatten(0, 1)
 
 
-def _over_tiles(spec: MlaSpec, part: Part, q: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _over_tiles(spec: MlaSpec, part: SubBatch, q: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Attend tile by tile, merge the partial results of a block of queries, and concatenate the blocks.
 
     `q`: [n, q, r, D]. Returns [n, q, r, Dv] fp32.

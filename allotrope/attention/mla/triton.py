@@ -15,6 +15,7 @@ import torch
 from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mla import triton_decode, triton_prefill, triton_store
+from allotrope.attention.mla.inputs import MlaInputs, normed_and_rotated
 from allotrope.attention.mla.plan import Span, expands, token_index
 from allotrope.attention.mla.spec import MlaSpec
 from allotrope.attention.mla.triton_decode import Queries
@@ -108,7 +109,13 @@ def project_up(z: torch.Tensor, w_uv: torch.Tensor, out: torch.Tensor) -> torch.
     return out
 
 
-def run(
+def run(spec: MlaSpec, plan: TritonPlan, caches: CacheViews, inputs: MlaInputs) -> torch.Tensor:
+    """As the reference's `run`."""
+    heads = normed_and_rotated(spec, inputs)
+    return store_and_attend(spec, plan, caches, *heads, inputs.w_uk, inputs.w_uv, inputs.kv_scale)
+
+
+def store_and_attend(
     spec: MlaSpec,
     plan: TritonPlan,
     caches: CacheViews,
@@ -120,7 +127,7 @@ def run(
     w_uv: torch.Tensor,
     kv_scale: float = 1.0,
 ) -> torch.Tensor:
-    """As the reference's `run`."""
+    """As the reference's `store_and_attend`."""
     pools = caches["latent"]
     triton_store.store(spec, pools, plan.paged.slots, c, k_pe, kv_scale)
     out = q_nope.new_empty(len(q_nope), spec.num_heads, spec.v_head_dim)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from allotrope.attention.csa import CsaSpec, IndexerSpec
+from allotrope.attention.csa import Compression, CsaInputs, CsaSpec, IndexInputs
+from allotrope.attention.csa import IndexerSpec as IndexerSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
-from allotrope.layers.mixers.mixer import attention_of
+from allotrope.layers.mixers.mixer import attention_of, head_norm
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
@@ -63,7 +64,7 @@ class CsaMixer(nn.Module):
         self.spec = attention_of(spec, build)
         self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
         # Of FP8 rows, by the argument's name; none for others.
-        self.row_scales: dict[str, float] = {}
+        self.kv_scales: dict[str, float] = {}
         dim, indexer = spec.head_dim, spec.indexer
         inputs = [Section("q_a", spec.q_rank), Section("kv", dim)]
         queries = [Section("q", spec.num_heads * dim, dim)]
@@ -86,15 +87,24 @@ class CsaMixer(nn.Module):
         """`x`: [T, hidden]. Returns the same shape."""
         projected = self.inputs(x).split(self.inputs.sizes, dim=-1)
         queries = self.queries(self.q_a_norm(projected[0])).split(self.queries.sizes, dim=-1)
-        q = self.q_norm(queries[0].unflatten(-1, (-1, self.spec.head_dim)))
-        extra: dict[str, torch.Tensor] = {}
+        compressor = keys = index = None
         if self.compressor is not None:
-            extra = self.compressor(x)
+            compressor, keys = self.compressor(x)
         if self.spec.indexer is not None:
-            extra["index_q"] = queries[1].unflatten(-1, (-1, self.spec.indexer.head_dim))
-            extra["index_weights"] = projected[2]
-        kv = self.kv_norm(projected[1])
-        attended = self.backend.run(self.spec, here.plan, here.caches, q, kv, self.sinks, **extra, **self.row_scales)
+            assert keys is not None
+            index_q = queries[1].unflatten(-1, (-1, self.spec.indexer.head_dim))
+            index = IndexInputs(index_q, projected[2], keys)
+        inputs = CsaInputs(
+            queries[0].unflatten(-1, (-1, self.spec.head_dim)),
+            projected[1],
+            self.sinks,
+            head_norm(self.q_norm),
+            head_norm(self.kv_norm),
+            compressor,
+            index,
+            **self.kv_scales,
+        )
+        attended = self.backend.run(self.spec, here.plan, here.caches, inputs)
         return self.out(self.grouped(attended.flatten(1)))
 
 
@@ -120,15 +130,13 @@ class Compressor(nn.Module):
         self.widths = [2 * width for width in widths.values()]
         self.projection = Linear(hidden, tuple(sections), exact)
 
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`x`: [T, hidden]. Returns the family's arguments by name."""
-        extra: dict[str, torch.Tensor] = {}
-        states = self.projection(x.float()).split(self.widths, dim=-1)
-        for prefix, state in zip(self.dims, states, strict=True):
-            extra[prefix + "kv_score"] = state
-            extra[prefix + "position_bias"] = self.get_parameter(prefix + "position_bias")
-            extra[prefix + "entry_norm"] = self.get_parameter(prefix + "norm")
-        return extra
+    def forward(self, x: torch.Tensor) -> tuple[Compression, Compression | None]:
+        """`x`: [T, hidden]. Returns what entries and, with an indexer, its keys are pooled from."""
+        made = [
+            Compression(state, self.get_parameter(prefix + "position_bias"), self.get_parameter(prefix + "norm"))
+            for prefix, state in zip(self.dims, self.projection(x.float()).split(self.widths, dim=-1), strict=True)
+        ]
+        return made[0], made[1] if len(made) > 1 else None
 
 
 def _whole(size: int) -> Placement:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from allotrope.attention.dsa import DsaSpec, IndexerSpec
+from allotrope.attention.dsa import DsaInputs, DsaSpec, IndexInputs
+from allotrope.attention.dsa import IndexerSpec as IndexerSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
 from allotrope.layers.linear import RowLinear
@@ -18,9 +19,6 @@ from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
 from allotrope.ops.mla_rope import MLA_ROPE, LayerNorm, MlaRopeSpec
 from allotrope.ops.rope import ROPE_COS_SIN, RopeSpec
-
-PICKS = "picks"
-"""The family's argument for the top-k indices of an earlier layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +56,7 @@ class DsaMixer(nn.Module):
         self.spec = attention_of(spec, build)
         self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
         # Of FP8 rows, by the argument's name; none for others.
-        self.row_scales: dict[str, float] = {}
+        self.kv_scales: dict[str, float] = {}
         from_x: tuple[Section, ...] = ()
         from_q: tuple[Section, ...] = ()
         if spec.indexer is not None:
@@ -72,12 +70,12 @@ class DsaMixer(nn.Module):
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
-        projected = self.latent(x, here)
-        step = here.step
-        extra = {PICKS: step.topk_indices} if self.indexer is None else self.indexer(projected, here)
-        attended, step.topk_indices = self.backend.run(
-            self.spec, here.plan, here.caches, **projected.tokens, **self.latent.up, **extra, **self.row_scales
-        )
+        projected, step = self.latent(x, here, self.kv_scales), here.step
+        if self.indexer is None:
+            inputs = DsaInputs(projected.inputs, topk_indices=step.topk_indices)
+        else:
+            inputs = DsaInputs(projected.inputs, self.indexer(projected, here))
+        attended, step.topk_indices = self.backend.run(self.spec, here.plan, here.caches, inputs)
         return self.out(attended.flatten(1))
 
 
@@ -95,11 +93,11 @@ class Indexer(nn.Module):
         self.k_norm_weight = parameter((indexer.head_dim,), placement, torch.float32, build.device)
         self.k_norm_bias = parameter((indexer.head_dim,), placement, torch.float32, build.device)
 
-    def forward(self, projected: Projected, here: LayerStep) -> dict[str, torch.Tensor]:
-        """Returns the family's arguments by name."""
+    def forward(self, projected: Projected, here: LayerStep) -> IndexInputs:
+        """Returns the indexer's part of the family's inputs."""
         k, weights = projected.from_x
         q = projected.from_q[0].unflatten(-1, (self.heads, self.dim))
         rotation = None if self.rope is None else here.step.rotation(self.rope, k.dtype)
-        rows = self._rope(q, k, rotation, LayerNorm(self.k_norm_weight, self.k_norm_bias, self.eps))
+        norm = LayerNorm(self.k_norm_weight, self.k_norm_bias, self.eps)
         # In fp32: weights of both signs are summed up, and small differences decide.
-        return {"index_q": rows[:, :-1], "index_k": rows[:, -1], "index_weights": weights.float() * self.heads**-0.5}
+        return IndexInputs(q, k, weights.float() * self.heads**-0.5, norm, rotation, self._rope)

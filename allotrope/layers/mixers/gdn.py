@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from allotrope.attention.gdn import GdnSpec
+from allotrope.attention.gdn import GdnInputs, GdnSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
@@ -104,9 +104,8 @@ class GdnMixer(nn.Module):
 
     def mix(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """The rule. Arguments as the family's; returns [T, Hv, Dv]."""
-        return self.backend.run(
-            self.spec, here.plan, here.caches, qkv, b, a, self.conv_weight, None, self.A_log, self.dt_bias
-        )
+        inputs = GdnInputs(qkv, b, a, self.conv_weight, None, self.A_log, self.dt_bias)
+        return self.backend.run(self.spec, here.plan, here.caches, inputs)
 
     def opened(self, mixed: torch.Tensor, gate: torch.Tensor, kind: Literal["silu", "sigmoid"]) -> torch.Tensor:
         """The norm of each head times silu or sigmoid of its gate. `mixed`: [T, Hv, Dv]. `gate`: [T, value_dim].

@@ -8,21 +8,17 @@ from typing import Literal
 import torch
 from torch import nn
 
-from allotrope.attention.backend import AttentionBackend
-from allotrope.attention.mha import MhaSpec
+from allotrope.attention.mha import MhaInputs, MhaSpec
 from allotrope.attention.registry import FAMILIES
-from allotrope.kernels.backend import lazily
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
-from allotrope.layers.mixers.mixer import attention_of
+from allotrope.layers.mixers.mixer import attention_of, head_norm
 from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
 from allotrope.ops.gated_activation import SIGMOID_GATE, SigmoidGateSpec
-from allotrope.ops.qk_norm_rope import HeadSpec, Rows
+from allotrope.ops.qk_norm_rope import HeadSpec
 from allotrope.ops.rope import APPLY_ROPE, ROPE_COS_SIN, ApplyRopeSpec, RopeSpec
-
-_rope_store = lazily("allotrope.ops.qk_norm_rope.triton", "rope_store")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +79,13 @@ class MhaMixer(nn.Module):
             build.chooser.choose(ROPE_COS_SIN, spec.rope)
             self._apply_rope = build.chooser.choose(APPLY_ROPE, ApplyRopeSpec(build.dtype)).run
         self.spec = attention_of(spec, build)
-        backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
+        self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
         # Of FP8 rows, by the argument's name; none for others.
-        self.row_scales: dict[str, float] = {}
+        self.kv_scales: dict[str, float] = {}
         heads, dim, value_dim = spec.num_heads, spec.head_dim, self.spec.value_dim
         self.qkv = Linear(spec.hidden, _sections(spec, value_dim), build.at("qkv"), bias=spec.bias)
         out = Section("", heads * value_dim, value_dim)
         self.out = RowLinear(out, spec.hidden, build.at("out"), bias=spec.out_bias)
-        self.owns_rows, self.values_from_keys = spec.shares_cache_of is None, spec.values_from_keys
-        self.value_scale = spec.value_scale
         self.gate_size = self.spec.num_heads * value_dim if spec.output_gate else 0
         self._apply_gate = (
             build.chooser.choose(SIGMOID_GATE, SigmoidGateSpec(build.dtype)).run if self.gate_size else None
@@ -101,7 +95,7 @@ class MhaMixer(nn.Module):
         self.k_norm: RMSNorm | AllHeadsNorm | None = None
         if spec.qk_norm == "head":
             self.q_norm = RMSNorm(dim, spec.norm_eps, build, offset=spec.norm_offset)
-            if self.owns_rows:
+            if spec.shares_cache_of is None:
                 self.k_norm = RMSNorm(dim, spec.norm_eps, build, offset=spec.norm_offset)
         if spec.qk_norm == "all":
             self.q_norm = AllHeadsNorm(heads, dim, spec.norm_eps, build)
@@ -112,7 +106,7 @@ class MhaMixer(nn.Module):
             self.sinks = parameter((self.spec.num_heads,), placement, torch.float32, build.device)
         self.heads = HeadSpec(
             heads=self.spec.num_heads,
-            kv_heads=self.spec.num_kv_heads if self.owns_rows else 0,
+            kv_heads=self.spec.num_kv_heads if spec.shares_cache_of is None else 0,
             dim=spec.head_dim,
             v_dim=self.spec.value_dim,
             eps=spec.norm_eps,
@@ -121,69 +115,31 @@ class MhaMixer(nn.Module):
             value_scale=spec.value_scale,
             values_from_keys=spec.values_from_keys,
         )
-        self.use(backend)
-
-    def use(self, backend: AttentionBackend) -> None:
-        """Let `backend` attend. Before one of our kernels, one more does what else happens to heads."""
-        self.backend = backend
-        self.fused = backend.name == "triton" and not isinstance(self.q_norm, AllHeadsNorm)
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
-        spec, heads = self.spec, self.spec.num_heads
         projected = self.qkv(x)
         gate = None
         if self.gate_size:
             projected, gate = projected.split((projected.shape[1] - self.gate_size, self.gate_size), dim=1)
-        if self.fused:
-            q, k, v = self._turn_and_store(projected, here)
-            attended = self.backend.run(spec, here.plan, here.caches, q, k, v, self.sinks, **self.row_scales)
-            return self._out(attended, gate)
-        rotated = heads + spec.num_kv_heads if self.owns_rows else heads
-        border = rotated * spec.head_dim
-        qk = projected[:, :border].view(-1, rotated, spec.head_dim)
-        v = self._values(qk, projected[:, border:]) if self.owns_rows else None
-        if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), dim=1)
-        elif self.q_norm is not None:
-            qk = self.q_norm(qk)
-        if self.rope is not None and self._apply_rope is not None:
-            qk = self._apply_rope(qk, here.step.rotation(self.rope, x.dtype))
-        k = qk[:, heads:] if self.owns_rows else None
-        attended = self.backend.run(spec, here.plan, here.caches, qk[:, :heads], k, v, self.sinks, **self.row_scales)
-        return self._out(attended, gate)
+        inputs = MhaInputs(
+            projected,
+            self.heads,
+            None if self.rope is None else here.step.rotation(self.rope, projected.dtype),
+            self._apply_rope,
+            head_norm(self.q_norm),
+            head_norm(self.k_norm),
+            head_norm(self.v_norm),
+            self.sinks,
+            **self.kv_scales,
+        )
+        return self._out(self.backend.run(self.spec, here.plan, here.caches, inputs), gate)
 
     def _out(self, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         attended = attended.flatten(1)
         if gate is not None and self._apply_gate is not None:
             attended = self._apply_gate(attended, gate)
         return self.out(attended)
-
-    def _turn_and_store(
-        self, projected: torch.Tensor, here: LayerStep
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Norm and rotate what was projected, in one launch: q, and k and v where they are not stored yet."""
-        rows = None
-        # Some hosts show the step's plan to the backend alone, which then has to store.
-        paged = getattr(here.plan, "paged", None)
-        if self.owns_rows and paged is not None:
-            pools = here.caches["kv"]
-            rows = Rows(pools["k"], pools.get("v"), paged.slots, **self.row_scales)
-        rotation = None if self.rope is None else here.step.rotation(self.rope, projected.dtype)
-        norms = (self.q_norm, self.k_norm)
-        factors = (norm.scaled_weight if isinstance(norm, RMSNorm) else None for norm in norms)
-        return _rope_store(self.heads, projected, rotation, *factors, rows)
-
-    def _values(self, qk: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
-        """[T, G, Dv], from keys before their norm or from what was projected."""
-        v = (
-            qk[:, self.spec.num_heads :]
-            if self.values_from_keys
-            else projected.view(-1, self.spec.num_kv_heads, self.spec.value_dim)
-        )
-        if self.v_norm is not None:
-            v = self.v_norm(v)
-        return v if self.value_scale == 1.0 else v * self.value_scale
 
 
 def _sections(spec: MhaMixerSpec, value_dim: int) -> tuple[Section, ...]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from allotrope.attention.cache_layout import StateSlots
-from allotrope.attention.dsa import DsaSpec
-from allotrope.attention.family import Spec
-from allotrope.attention.gdn import GdnSpec
+from allotrope.attention.family import CacheFormat, Spec
+from allotrope.attention.head_norm import HeadNorm
+from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
+from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import Parallel
 
 
@@ -34,17 +33,13 @@ class MixerSpec(Protocol):
 
 
 def attention_of(spec: MixerSpec, build: Build) -> Any:
-    """The family's spec of a layer as `build` wants its rows or states. Raises ValueError where it cannot be."""
-    found = with_row_format(spec.attention(build.parallel, build.dtype, build.kv_dtype), build.row_format)
-    return dataclasses.replace(found, state_dtype=build.state_dtype) if isinstance(found, GdnSpec) else found
+    """The family's spec of a layer with the cache that `build` wants. Raises ValueError where it cannot be."""
+    found = spec.attention(build.parallel, build.dtype, build.kv_dtype)
+    return FAMILIES[found.family].with_cache(found, CacheFormat(build.row_format, build.state_dtype))
 
 
-def with_row_format(spec: Any, row_format: str) -> Any:
-    """`spec` with rows of a format. Raises ValueError if its family has no such rows; states have no format."""
-    if isinstance(spec, DsaSpec):
-        return dataclasses.replace(spec, mla=with_row_format(spec.mla, row_format))
-    if row_format == "plain" or all(isinstance(layout, StateSlots) for layout in spec.caches().values()):
-        return spec
-    if not hasattr(spec, "row_format"):
-        raise ValueError(f"{spec.family}: row_format={row_format!r}; its rows are plain")
-    return dataclasses.replace(spec, row_format=row_format)
+def head_norm(norm: RMSNorm | AllHeadsNorm | None) -> HeadNorm | None:
+    """A layer's norm as its family takes it."""
+    if norm is None:
+        return None
+    return HeadNorm(norm, norm.scaled_weight if isinstance(norm, RMSNorm) else None)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from allotrope.attention.mla import MlaSpec
+from allotrope.attention.mla import MlaInputs, MlaSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
-from allotrope.layers.mixers.mixer import attention_of
+from allotrope.layers.mixers.mixer import attention_of, head_norm
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.step import LayerStep
@@ -55,9 +55,9 @@ class MlaMixerSpec:
 
 
 class Projected(NamedTuple):
-    """What the family is called with, by its names; then what else was asked of the two projections."""
+    """What the family takes; then what else was asked of the two projections."""
 
-    tokens: dict[str, torch.Tensor]
+    inputs: MlaInputs
     from_x: Sequence[torch.Tensor]
     from_q: Sequence[torch.Tensor]
 
@@ -78,7 +78,7 @@ class LatentProjection(nn.Module):
         from_q: tuple[Section, ...] = (),
     ) -> None:
         super().__init__()
-        self.rope, self.latent_dim = spec.rope, spec.latent_dim
+        self.rope = spec.rope
         if spec.rope is not None:
             build.chooser.choose(ROPE_COS_SIN, spec.rope)
         self._rope = build.chooser.choose(MLA_ROPE, MlaRopeSpec(spec.rope, build.dtype)).run
@@ -98,23 +98,17 @@ class LatentProjection(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, parameter(shape, placement, build.dtype, build.device))
 
-    def forward(self, x: torch.Tensor, here: LayerStep) -> Projected:
-        """`x`: [T, hidden]."""
+    def forward(self, x: torch.Tensor, here: LayerStep, scales: Mapping[str, float]) -> Projected:
+        """`x`: [T, hidden]. `scales`: of plain FP8 entries, by the names of the family's inputs."""
         first, row, *from_x = self.inputs(x).split(self.inputs.sizes, dim=-1)
         from_q: Sequence[torch.Tensor] = ()
         if self.queries is not None and self.q_a_norm is not None:
             first, *from_q = self.queries(self.q_a_norm(first)).split(self.queries.sizes, dim=-1)
         q = first.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
-        c = self.kv_a_norm(row[:, : self.latent_dim])
+        w_uk, w_uv = self.get_parameter("w_uk"), self.get_parameter("w_uv")
         rotation = None if self.rope is None else here.step.rotation(self.rope, x.dtype)
-        rotated = self._rope(q[..., self.nope_dim :], row[:, self.latent_dim :], rotation)
-        tokens = {"q_nope": q[..., : self.nope_dim], "q_pe": rotated[:, :-1], "c": c, "k_pe": rotated[:, -1]}
-        return Projected(tokens, from_x, from_q)
-
-    @property
-    def up(self) -> dict[str, torch.Tensor]:
-        """The family's arguments that are weights."""
-        return {"w_uk": self.get_parameter("w_uk"), "w_uv": self.get_parameter("w_uv")}
+        inputs = MlaInputs(q, row, w_uk, w_uv, head_norm(self.kv_a_norm), rotation, self._rope, **scales)
+        return Projected(inputs, from_x, from_q)
 
 
 class MlaMixer(nn.Module):
@@ -123,15 +117,13 @@ class MlaMixer(nn.Module):
         self.spec = attention_of(spec, build)
         self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
         # Of FP8 rows, by the argument's name; none for others.
-        self.row_scales: dict[str, float] = {}
+        self.kv_scales: dict[str, float] = {}
         self.latent = LatentProjection(spec, build.at("latent"))
         out = Section("", spec.num_heads * spec.v_head_dim, spec.v_head_dim)
         self.out = RowLinear(out, spec.hidden, build.at("out"))
 
     def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
-        projected = self.latent(x, here)
-        attended = self.backend.run(
-            self.spec, here.plan, here.caches, **projected.tokens, **self.latent.up, **self.row_scales
-        )
+        inputs = self.latent(x, here, self.kv_scales).inputs
+        attended = self.backend.run(self.spec, here.plan, here.caches, inputs)
         return self.out(attended.flatten(1))

@@ -138,10 +138,9 @@ def refusals() -> list[str]:
     return reasons or [f"{finding.path} {finding.reason}" for finding in probe() if finding.reason]
 
 
-# What vLLM does not let a family do as in our own engine; by family.
+# What vLLM does not let a kind of cache do as in our own engine; by the kinds of `Family.cache_kinds`.
 LIMITS = {
-    "mla": "vLLM's CPU platform turns chunked prefill and prefix caching off (not with AMX or VLLM_MLA_DISABLE=1)",
-    "dsa": "vLLM's CPU platform turns chunked prefill and prefix caching off (not with AMX or VLLM_MLA_DISABLE=1)",
-    "gdn": "states are padded to vLLM's one page size",
-    "csa": "prefixes are shared in long runs: vLLM has one page size for all caches",
+    "latent": "vLLM's CPU platform turns chunked prefill and prefix caching off (not with AMX or VLLM_MLA_DISABLE=1)",
+    "state": "states are padded to vLLM's one page size",
+    "compressed": "prefixes are shared in long runs: vLLM has one page size for all caches",
 }

@@ -2,7 +2,7 @@
 
     allotrope::FAMILY(inputs, outputs, pools, cache, layer) -> ()
 
-`inputs`: the family's tensors in the order of its function. `outputs`: written whole. `pools`: the cache memory of the
+`inputs`: the tensors of the family's inputs in their order. `outputs`: written whole. `pools`: the cache memory of the
 layer, which is read and written; empty until there is any. `cache`, `layer`: names by which the step's plan is found.
 An operator is opaque, so it can be a split point of piecewise compilation under its name. Where the step's plan is at
 hand nothing is being compiled, and the layer calls its family as our engine does.
@@ -10,6 +10,9 @@ hand nothing is being compiled, and the layer calls its family as our engine doe
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,15 +26,6 @@ from allotrope.plugins.vllm.cache import HostedCache
 
 SPLIT_POINTS = tuple(f"allotrope::{name}" for name in FAMILIES)
 
-# Shape of one token's outputs; what an indexer picked follows as positions, -1 for none.
-_SHAPES: dict[str, Callable[[Any], tuple[int, ...]]] = {
-    "mha": lambda spec: (spec.num_heads, spec.value_dim),
-    "mla": lambda spec: (spec.num_heads, spec.v_head_dim),
-    "dsa": lambda spec: (spec.mla.num_heads, spec.mla.v_head_dim),
-    "gdn": lambda spec: (spec.num_v_heads, spec.v_head_dim),
-    "csa": lambda spec: (spec.num_heads, spec.head_dim),
-}
-
 
 class HostedLayer:
     """One layer's attention: its own or another layer's `caches`, and the `backend` that our library chose for it."""
@@ -41,8 +35,7 @@ class HostedLayer:
         self.home = next(iter(caches.values()))
         self.home.readers[name] = self
         self.op = getattr(torch.ops.allotrope, spec.family)
-        self._names: tuple[str | None, ...] = ()
-        self._scales: dict[str, float] = {}
+        self._inputs: Unflatten
 
     @property
     def views(self) -> CacheViews:
@@ -54,30 +47,27 @@ class HostedLayer:
         """(cache, field) -> memory; empty until vLLM has allocated it."""
         return {(name, field): pool for name, fields in self.views.items() for field, pool in fields.items()}
 
-    def run(self, spec: Spec, plan: object, caches: CacheViews, *args: Any, **named: Any) -> Any:
+    def run(self, spec: Spec, plan: object, caches: CacheViews, inputs: Any) -> Any:
         """The family's function; without a `plan` through its operator, which finds this step's by itself.
 
-        Scales of FP8 rows are numbers, the same in every step: the layer keeps them, and operators see tensors alone.
+        Operators see tensors alone: the layer keeps how the family's inputs are made of them.
         """
         if plan is not None:
-            return self.backend.run(spec, plan, caches, *args, **named)
-        self._scales = {name: value for name, value in named.items() if isinstance(value, float)}
-        tensors = [(name, value) for name, value in named.items() if name not in self._scales]
-        given = [(None, tensor) for tensor in args] + tensors
-        self._names = tuple(name for name, _ in given)
-        inputs = [tensor for _, tensor in given]
-        first = next(tensor for tensor in inputs if tensor is not None)
-        outputs = [first.new_empty(first.shape[0], *_SHAPES[spec.family](spec))]
-        topk = getattr(spec, "topk", None)
-        if topk is not None:
-            outputs.append(torch.empty(first.shape[0], topk, dtype=torch.int64, device=first.device))
-        self.op(inputs, outputs, list(self.pools.values()), self.home.name, self.name)
-        return outputs[0] if topk is None else tuple(outputs)
+            return self.backend.run(spec, plan, caches, inputs)
+        tensors: list[torch.Tensor] = []
+        self._inputs = _flatten(inputs, tensors)
+        first = tensors[0]
+        outputs = [
+            first.new_empty(first.shape[0], *shape, dtype=first.dtype if dtype is None else dtype)
+            for shape, dtype in FAMILIES[spec.family].output_shapes(spec)
+        ]
+        self.op(tensors, outputs, list(self.pools.values()), self.home.name, self.name)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def compute(
         self,
         plan: object,
-        inputs: Sequence[torch.Tensor | None],
+        inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         pools: Sequence[torch.Tensor],
     ) -> None:
@@ -85,20 +75,41 @@ class HostedLayer:
         caches: dict[str, dict[str, torch.Tensor]] = {}
         for (cache, field), pool in zip(self.pools, pools, strict=True):
             caches.setdefault(cache, {})[field] = pool
-        pairs = list(zip(self._names, inputs, strict=True))
-        args = [tensor for name, tensor in pairs if name is None]
-        named = {name: tensor for name, tensor in pairs if name is not None}
-        found = self.backend.run(self.spec, plan, caches, *args, **named, **self._scales)
+        found = self.backend.run(self.spec, plan, caches, self._inputs(inputs))
         if len(outputs) == 1:
             outputs[0].copy_(found)
             return
         outputs[0].copy_(found[0])
-        # Fewer columns than the most that can be picked, where no request is that long.
+        # Fewer columns than the most that can be chosen, where no request is that long.
         outputs[1].fill_(-1)[:, : found[1].shape[1]].copy_(found[1])
 
 
+Unflatten = Callable[[Sequence[torch.Tensor]], Any]
+
+
+def _flatten(value: Any, tensors: list[torch.Tensor]) -> Unflatten:
+    """Append the tensors of a family's inputs to `tensors`. Returns what makes inputs of such tensors again, and holds
+    none itself."""
+    if isinstance(value, torch.Tensor):
+        number = len(tensors)
+        tensors.append(value)
+        return operator.itemgetter(number)
+    kind: Any = type(value)
+    if dataclasses.is_dataclass(value):
+        fields = {one.name: _flatten(getattr(value, one.name), tensors) for one in dataclasses.fields(kind)}
+        return lambda given: kind(**{name: made(given) for name, made in fields.items()})
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        items = [_flatten(item, tensors) for item in value]
+        return lambda given: kind(*(made(given) for made in items))
+    return functools.partial(_constant, value)
+
+
+def _constant(value: Any, given: Sequence[torch.Tensor]) -> Any:
+    return value
+
+
 def _attend(
-    inputs: Sequence[torch.Tensor | None],
+    inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     pools: Sequence[torch.Tensor],
     cache: str,
@@ -106,7 +117,8 @@ def _attend(
 ) -> None:
     context = get_forward_context()
     if context.attn_metadata is None:
-        # vLLM measures memory before there are caches.
+        # vLLM measures memory before there are caches; heads are normed and rotated in memory of their own.
+        torch.empty_like(inputs[0])
         for output in outputs:
             output.fill_(0 if output.is_floating_point() else -1)
         return
@@ -117,9 +129,7 @@ def _attend(
 def _define() -> torch.library.Library:
     library = torch.library.Library("allotrope", "FRAGMENT")
     for name in FAMILIES:
-        library.define(
-            f"{name}(Tensor?[] inputs, Tensor(a!)[] outputs, Tensor(b!)[] pools, str cache, str layer) -> ()"
-        )
+        library.define(f"{name}(Tensor[] inputs, Tensor(a!)[] outputs, Tensor(b!)[] pools, str cache, str layer) -> ()")
         library.impl(name, _attend, "CompositeExplicitAutograd")
         torch.library.register_fake(f"allotrope::{name}", lambda *args: None, lib=library)
     return library

@@ -130,7 +130,8 @@ def _make(spec: CsaSpec, query_lens: tuple[int, ...], seq_lens: tuple[int, ...],
 
 def _timed(x: Inputs, backend: AttentionBackend, pools: dict[str, dict[str, torch.Tensor]]) -> Timed:
     plan = backend.plan(x.spec, x.batch, x.index)
-    return lambda: backend.run(x.spec, plan, pools, **x.given)
+    inputs = CSA.ready_inputs(x.spec, **x.given)
+    return lambda: backend.run(x.spec, plan, pools, inputs)
 
 
 def _check(x: Inputs, timed: Timed) -> Sequence[Comparison]:
@@ -146,7 +147,7 @@ def _check(x: Inputs, timed: Timed) -> Sequence[Comparison]:
         wrong = _wrong_topk(x, plan, sparse_indices)
         if not wrong:
             plan = _with_topk(x.spec, plan, sparse_indices)
-    found = compare(got, reference.run(x.spec, plan, copies, **x.given), "bf16")
+    found = compare(got, reference.run(x.spec, plan, copies, CSA.ready_inputs(x.spec, **x.given)), "bf16")
     found = replace(found, wrong=(*wrong, *found.wrong))
     if plan.index_pooling is None or plan.index_pooling.closing is None:
         return [found]

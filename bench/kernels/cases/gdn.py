@@ -91,7 +91,8 @@ def _make(spec: GdnSpec, query_lens: tuple[int, ...], seq_lens: tuple[int, ...],
 def _timed(x: Inputs, name: str, pools: dict[str, torch.Tensor]) -> Timed:
     (backend,) = (one for one in GDN.backends if one.name == name)
     plan = backend.plan(x.spec, x.batch, {"state": SlotIndex(x.slots)})
-    return lambda: backend.run(x.spec, plan, {"state": pools}, **x.tokens, conv_bias=None, **x.layer)
+    inputs = GDN.ready_inputs(x.spec, **x.tokens, conv_bias=None, **x.layer)
+    return lambda: backend.run(x.spec, plan, {"state": pools}, inputs)
 
 
 def _ours(x: Inputs) -> Timed:

@@ -99,7 +99,7 @@ def _ours(x: Inputs) -> Timed:
     from allotrope.attention.mha import triton
 
     plan = triton.build_plan(x.spec, x.batch, {"kv": x.paged})
-    return functools.partial(triton.run, x.spec, plan, x.caches, x.q, None, None, x.sinks)
+    return functools.partial(triton.store_and_attend, x.spec, plan, x.caches, x.q, None, None, x.sinks)
 
 
 def _check(dtype: torch.dtype) -> Check:
@@ -117,7 +117,8 @@ def _check(dtype: torch.dtype) -> Check:
                 pages = PageIndex(PAGE, x.paged.table[b : b + 1], x.paged.slots[:0])
                 plan = MHA.backends[-1].plan(x.spec, part, {"kv": pages})
                 assert seen <= length
-                want = MHA.backends[-1].run(x.spec, plan, x.caches, x.q[first:last].float(), None, None, x.sinks)
+                given = MHA.ready_inputs(x.spec, x.q[first:last].float(), None, None, x.sinks)
+                want = MHA.backends[-1].run(x.spec, plan, x.caches, given)
                 found.append(compare(got[first:last], want, KINDS[dtype]))
         return found
 

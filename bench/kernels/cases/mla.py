@@ -138,9 +138,10 @@ def attend(x: Inputs) -> Timed:
 
 
 def run(x: Inputs) -> Timed:
-    ours = MLA.backends[0]
-    plan = ours.plan(x.spec, x.batch, {"latent": x.paged})
-    return lambda: ours.run(x.spec, plan, x.caches, **x.tokens, **x.layer)
+    from allotrope.attention.mla import triton
+
+    plan = triton.build_plan(x.spec, x.batch, {"latent": x.paged})
+    return lambda: triton.store_and_attend(x.spec, plan, x.caches, **x.tokens, **x.layer)
 
 
 def check_decode(x: Inputs, timed: Timed) -> list[Comparison]:
@@ -165,7 +166,8 @@ def check_run(x: Inputs, timed: Timed) -> list[Comparison]:
     tail = {name: t[-count:].float() for name, t in x.tokens.items()}
     reference = MLA.backends[-1]
     plan = reference.plan(x.spec, batch, {"latent": paged})
-    want = reference.run(x.spec, plan, x.caches, **tail, **{name: t.float() for name, t in x.layer.items()})
+    inputs = MLA.ready_inputs(x.spec, **tail, **{name: t.float() for name, t in x.layer.items()})
+    want = reference.run(x.spec, plan, x.caches, inputs)
     return [compare(got[-count:], want, KINDS[got.dtype])]
 
 

@@ -1,0 +1,55 @@
+"""The roofline cost of an operation: bytes that must move and operations that must be computed.
+
+Each family counts its own in `cost.py`. Must not know models, kernels, times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """`bytes`: read and written. `flops`: floating-point operations, `fp8` of them in products of FP8 numbers."""
+
+    bytes: int = 0
+    flops: int = 0
+    fp8: int = 0
+
+    def __add__(self, other: StepCost) -> StepCost:
+        return StepCost(self.bytes + other.bytes, self.flops + other.flops, self.fp8 + other.fp8)
+
+    def __mul__(self, times: int) -> StepCost:
+        return StepCost(self.bytes * times, self.flops * times, self.fp8 * times)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A step's requests. `new`, `kv`: [B] their new tokens, and the tokens that the last of these sees. `itemsize`:
+    bytes of a number of the activations."""
+
+    new: torch.Tensor
+    kv: torch.Tensor
+    itemsize: int
+
+    @property
+    def tokens(self) -> int:
+        return int(self.new.sum())
+
+    @cached_property
+    def visible(self) -> torch.Tensor:
+        """[T] tokens that each new token sees, itself included."""
+        starts = self.new.cumsum(0) - self.new
+        return torch.arange(self.tokens) + 1 + (self.kv - self.new - starts).repeat_interleave(self.new)
+
+    def within(self, window: int) -> int:
+        """Cache entries of the last `window` tokens that the queries read, each entry once a request."""
+        return int(torch.minimum(self.kv, self.new - 1 + window).sum())
+
+
+def causal_pairs(new: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """[B] pairs of a query among the last `new` tokens of `kv` ones and a key that it sees."""
+    return new * (kv - new) + new * (new + 1) // 2

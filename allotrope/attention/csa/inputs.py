@@ -1,0 +1,67 @@
+"""What a layer of compressed sparse attention hands to its backend: its projections, before norms and rotation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from allotrope.attention.csa.compressor import Compression
+from allotrope.attention.csa.spec import CsaSpec
+from allotrope.attention.head_norm import HeadNorm
+
+
+@dataclass(frozen=True)
+class IndexInputs:
+    """Of the indexer. `q`: [T, heads, d]. `weights`: [T, heads] of the heads' scores. `compressor`: of index keys."""
+
+    q: torch.Tensor
+    weights: torch.Tensor
+    compressor: Compression
+
+
+@dataclass(frozen=True)
+class CsaInputs:
+    """`q`: [T, H, D]. `kv`: [T, D]. `sinks`: [H]. `q_norm`, `kv_norm`: None for none. `compressor`: where the spec has
+    a ratio. `index`: where it has an indexer. `kv_scale`: what plain FP8 entries are divided by. The plan knows the
+    rotation."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    sinks: torch.Tensor
+    q_norm: HeadNorm | None = None
+    kv_norm: HeadNorm | None = None
+    compressor: Compression | None = None
+    index: IndexInputs | None = None
+    kv_scale: float = 1.0
+
+    def normed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [T, H, D] and rows [T, D]."""
+        q = self.q if self.q_norm is None else self.q_norm(self.q)
+        return q, self.kv if self.kv_norm is None else self.kv_norm(self.kv)
+
+
+def ready_inputs(
+    spec: CsaSpec,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    sinks: torch.Tensor,
+    kv_score: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    entry_norm: torch.Tensor | None = None,
+    index_q: torch.Tensor | None = None,
+    index_weights: torch.Tensor | None = None,
+    index_kv_score: torch.Tensor | None = None,
+    index_position_bias: torch.Tensor | None = None,
+    index_entry_norm: torch.Tensor | None = None,
+    kv_scale: float = 1.0,
+) -> CsaInputs:
+    """Inputs that need no norm. Arguments as in `CsaInputs`, those of the indexer's own compressor with `index_`."""
+    compressor = index = None
+    if kv_score is not None and position_bias is not None and entry_norm is not None:
+        compressor = Compression(kv_score, position_bias, entry_norm)
+    if index_kv_score is not None and index_position_bias is not None and index_entry_norm is not None:
+        assert index_q is not None and index_weights is not None
+        keys = Compression(index_kv_score, index_position_bias, index_entry_norm)
+        index = IndexInputs(index_q, index_weights, keys)
+    return CsaInputs(q, kv, sinks, compressor=compressor, index=index, kv_scale=kv_scale)

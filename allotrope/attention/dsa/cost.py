@@ -1,0 +1,29 @@
+"""The roofline cost of sparse latent attention."""
+
+from __future__ import annotations
+
+import torch
+
+from allotrope.attention.cache_layout import row_bytes
+from allotrope.attention.cost import Lengths, StepCost, causal_pairs
+from allotrope.attention.dsa.spec import DsaSpec
+from allotrope.attention.mla.cost import flops, width
+
+
+def cost(spec: DsaSpec, lengths: Lengths) -> StepCost:
+    """Queries that see at most `topk` entries cost as in latent attention. For the others all index keys are scored,
+    and the chosen entries are read, in the absorbed form."""
+    new, kv, mla = lengths.new, lengths.kv, spec.mla
+    dense = (spec.topk - (kv - new)).clamp(min=0).minimum(new)
+    sparse = new - dense
+    computed = flops(mla, causal_pairs(dense, kv - sparse), dense, torch.where(dense > 0, kv - sparse, 0))
+    computed = computed + flops(mla, sparse * spec.topk, sparse, None)
+    moved = int(kv.minimum(spec.topk * new).sum()) * row_bytes(mla.caches()["latent"])
+    attended = StepCost(moved + lengths.tokens * width(mla) * lengths.itemsize, int(computed.sum()))
+    if spec.indexer is None:
+        return attended
+    index_width = spec.indexer.num_heads * spec.indexer.head_dim
+    scored = 2 * index_width * int(causal_pairs(sparse, kv).sum())
+    keys = int(kv[sparse > 0].sum()) * row_bytes(spec.caches()["index"])
+    fp8 = scored if spec.indexer.key_format == "scaled" else 0
+    return attended + StepCost(keys + int(sparse.sum()) * index_width * lengths.itemsize, scored, fp8)

@@ -1,0 +1,64 @@
+"""What a layer of sparse latent attention hands to its backend: its projections, before norms and rotation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from allotrope.attention.dsa.spec import DsaSpec
+from allotrope.attention.mla import inputs as mla
+from allotrope.attention.mla.inputs import MlaInputs, MlaRope
+from allotrope.ops.mla_rope import LayerNorm
+from allotrope.ops.mla_rope.reference import mla_rope
+from allotrope.ops.rope import Rotation
+
+
+@dataclass(frozen=True)
+class IndexInputs:
+    """Of the indexer. `q`: [T, heads, d]. `k`: [T, d]. `weights`: [T, heads] of the heads' scores. `k_norm`: of the
+    keys, None for none. `rotation`: of the first numbers of queries and keys, None for none."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    weights: torch.Tensor
+    k_norm: LayerNorm | None = None
+    rotation: Rotation | None = None
+    apply_rope: MlaRope = mla_rope
+
+    def normed_and_rotated(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Index queries [T, heads, d] and keys [T, d]. One launch makes both where there are kernels."""
+        both = self.apply_rope(self.q, self.k, self.rotation, self.k_norm)
+        return both[:, :-1], both[:, -1]
+
+
+@dataclass(frozen=True)
+class DsaInputs:
+    """`latent`: as in latent attention. `index`: of a layer with an indexer. `topk_indices`: for a layer without one,
+    [T, K] int64 positions that the last layer with an indexer returned in this step, -1 for none."""
+
+    latent: MlaInputs
+    index: IndexInputs | None = None
+    topk_indices: torch.Tensor | None = None
+
+
+def ready_inputs(
+    spec: DsaSpec,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    c: torch.Tensor,
+    k_pe: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    index_q: torch.Tensor | None = None,
+    index_k: torch.Tensor | None = None,
+    index_weights: torch.Tensor | None = None,
+    picks: torch.Tensor | None = None,
+    kv_scale: float = 1.0,
+) -> DsaInputs:
+    """Inputs that need neither norm nor rotation. Arguments as in `DsaInputs`."""
+    latent = mla.ready_inputs(spec.mla, q_nope, q_pe, c, k_pe, w_uk, w_uv, kv_scale)
+    index = None
+    if index_q is not None and index_k is not None and index_weights is not None:
+        index = IndexInputs(index_q, index_k, index_weights)
+    return DsaInputs(latent, index, picks)

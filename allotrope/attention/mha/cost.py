@@ -1,0 +1,17 @@
+"""The roofline cost of softmax attention."""
+
+from __future__ import annotations
+
+from allotrope.attention.cache_layout import row_bytes
+from allotrope.attention.cost import Lengths, StepCost
+from allotrope.attention.mha.spec import MhaSpec
+
+
+def cost(spec: MhaSpec, lengths: Lengths) -> StepCost:
+    """Each cache entry in the window is read once; every pair of a query and a visible key has a logit and a weighted
+    value."""
+    window = int(lengths.kv.max()) if spec.window is None else spec.window
+    width = spec.num_heads * (spec.head_dim + spec.value_dim)
+    moved = lengths.within(window) * row_bytes(spec.caches()["kv"])
+    pairs = int(lengths.visible.clamp(max=window).sum())
+    return StepCost(moved + lengths.tokens * width * lengths.itemsize, 2 * pairs * width)
