@@ -54,7 +54,7 @@ def select(wanted: Sequence[str], parts: Sequence[str], tiny: bool) -> Iterator[
                 yield case
 
 
-def run_case(case: KernelCase, device: torch.device, watch: Stopwatch | None, ceilings: Ceilings | None) -> Row:
+def run_case(case: KernelCase, device: torch.device, recorder: Stopwatch | None, ceilings: Ceilings | None) -> Row:
     """Check, then time ours and every peer. Without a `watch` (no GPU) it only checks."""
     row = Row(case)
     try:
@@ -64,24 +64,24 @@ def run_case(case: KernelCase, device: torch.device, watch: Stopwatch | None, ce
         found = case.check(inputs, timed)
         row.parity = [str(one) for one in found]
         row.right = bool(found) and all(found)
-        if row.right and watch is not None and ceilings is not None:
-            row.ours = watch.time(timed)
-            row.kernels = watch.kernels(timed)
+        if row.right and recorder is not None and ceilings is not None:
+            row.ours = recorder.time(timed)
+            row.kernels = recorder.kernels(timed)
             row.floor_us = ceilings.floor_us(case.bytes, case.flops, case.rate)
     except Exception as error:  # one broken case must not hide the others
         row.error = f"{type(error).__name__}: {error}"
         row.trace = traceback.format_exc()
         return row
-    if row.ours is not None and watch is not None:
+    if row.ours is not None and recorder is not None:
         for name, prepare in case.peers.items():
-            _time_peer(row, name, prepare, inputs, watch)
+            _time_peer(row, name, prepare, inputs, recorder)
         row.absent.update(case.absent)
     return row
 
 
-def _time_peer(row: Row, name: str, prepare: Any, inputs: Any, watch: Stopwatch) -> None:
+def _time_peer(row: Row, name: str, prepare: Any, inputs: Any, recorder: Stopwatch) -> None:
     try:
-        row.peers[name] = watch.time(prepare(inputs))
+        row.peers[name] = recorder.time(prepare(inputs))
     except ImportError as error:
         row.absent[name] = str(error)
     except Exception as error:  # a peer's failure is a fact about the peer
@@ -104,18 +104,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Where faults of Triton's interpreter are mended.
         sys.path.append(str(ROOT / "tests"))
         importlib.import_module("interpreter_loops")
-    watch = Stopwatch(device) if device.type == "cuda" else None
-    ceilings = measure_ceilings(watch, device) if watch is not None else None
+    recorder = Stopwatch(device) if device.type == "cuda" else None
+    ceilings = measure_ceilings(recorder, device) if recorder is not None else None
     print(line(None, ceilings), flush=True)
     rows = []
     for case in select([name for name in options.family.split(",") if name], options.case, options.tiny):
         if options.no_peers:
             case = dataclasses.replace(case, peers={})
-        row = run_case(case, device, watch, ceilings)
+        row = run_case(case, device, recorder, ceilings)
         print(line(row, ceilings), flush=True)
         rows.append(row)
         gc.collect()
-        if watch is not None:
+        if recorder is not None:
             torch.cuda.empty_cache()
     if not rows:
         print("no case has that name", file=sys.stderr)

@@ -28,7 +28,7 @@ class Released:
     stated: dict[str, Any]
     store: Store
     experts_alone: bool = False
-    beside: bool = False
+    own_file: bool = False
 
 
 def fp8(rows: int, columns: int, scale_name: str = "weight_scale", *, more: int = 0, static: bool = False) -> Store:
@@ -123,7 +123,7 @@ FORMATS = {
     "modelopt beside": Released(
         {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
         fp8(0, 0, static=True),
-        beside=True,
+        own_file=True,
     ),
     "quark fp8": Released(quark({"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, ["lm_head"]), fp8(0, 0, static=True)),
     "quark mxfp4": Released(quark(MXFP4, ["lm_head", "re:.*gate$"]), quark_mxfp4),
@@ -154,7 +154,7 @@ def write_released(plain: Path, directory: Path, released: Released) -> Path:
         path.mkdir()
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
         (path / "config.json").write_text(json.dumps(config))
-    if released.beside:
+    if released.own_file:
         (directory / "hf_quant_config.json").write_text(json.dumps(released.stated))
     else:
         (directory / "config.json").write_text(json.dumps(config | {"quantization_config": released.stated}))

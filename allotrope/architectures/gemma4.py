@@ -104,7 +104,9 @@ class Gemma4Layer(SandwichLayer):
         assert isinstance(extra, Gemma4Extra)
         self.index, self.per_layer = extra.index, extra.per_layer
         self.scalar = parameter((1,), Placement((Section("", 1),)), build.dtype, build.device)
-        self.beside = ParallelExperts(extra.experts, model, build.at("beside")) if extra.experts is not None else None
+        self.parallel_experts = (
+            ParallelExperts(extra.experts, model, build.at("parallel_experts")) if extra.experts is not None else None
+        )
         if extra.per_layer:
             self.per_layer_gate = _replicated(model.hidden, extra.per_layer, build.at("per_layer_gate"))
             self.per_layer_out = _replicated(extra.per_layer, model.hidden, build.at("per_layer_out"))
@@ -115,8 +117,8 @@ class Gemma4Layer(SandwichLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, normed = self.ffn_norm.add(self.mixer(normed, here), x, self.mixer_out_norm)
         y = self.ffn(normed, here)
-        if self.beside is not None:
-            y = self.beside(x, y, here)
+        if self.parallel_experts is not None:
+            y = self.parallel_experts(x, y, here)
         out_norm = self.ffn_out_norm
         if self.per_layer:
             x = x + out_norm(y)
@@ -294,16 +296,16 @@ def gemma4_rules(spec: ModelSpec, prefix: str = "model.") -> list[Rule]:
         prefix + "per_layer_model_projection.weight": "per_layer.projection.weight",
         prefix + "per_layer_projection_norm.weight": "per_layer.norm.weight",
     }
-    beside = ours + "beside."
+    parallel_experts = ours + "parallel_experts."
     renamed |= {
-        layer + "post_feedforward_layernorm_1.weight": beside + "dense_norm.weight",
-        layer + "pre_feedforward_layernorm_2.weight": beside + "in_norm.weight",
-        layer + "post_feedforward_layernorm_2.weight": beside + "out_norm.weight",
-        layer + "router.scale": beside + "router_scale",
-        layer + "router.proj.weight": beside + "router.gate.weight",
-        layer + "router.per_expert_scale": beside + "expert_scale",
+        layer + "post_feedforward_layernorm_1.weight": parallel_experts + "dense_norm.weight",
+        layer + "pre_feedforward_layernorm_2.weight": parallel_experts + "in_norm.weight",
+        layer + "post_feedforward_layernorm_2.weight": parallel_experts + "out_norm.weight",
+        layer + "router.scale": parallel_experts + "router_scale",
+        layer + "router.proj.weight": parallel_experts + "router.gate.weight",
+        layer + "router.per_expert_scale": parallel_experts + "expert_scale",
     }
-    experts = expert_rules(layer + "experts.", beside + "experts.")
+    experts = expert_rules(layer + "experts.", parallel_experts + "experts.")
     return [*gemma_rules(spec, prefix), *experts, *(Rule(theirs, name) for theirs, name in renamed.items())]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from allotrope.architectures.kv_scales import WithoutKvScales, set_kv_scales
-from allotrope.architectures.quantized_formats import kept_formats
+from allotrope.architectures.quantized_formats import formats_kept_quantized
 from allotrope.architectures.registry import Architecture
 from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.checkpoint.dequantize import dequantized
@@ -31,7 +31,7 @@ def keeps_quantized(option: str, device: torch.device) -> bool:
 
 def quantized_build(checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, build: Build) -> Build:
     """`build` with the formats of the weights that stay quantized, as the checkpoint's headers or its config say."""
-    formats = kept_formats(WithoutKvScales(checkpoint), architecture, spec, build)
+    formats = formats_kept_quantized(WithoutKvScales(checkpoint), architecture, spec, build)
     return dataclasses.replace(build, formats=formats)
 
 

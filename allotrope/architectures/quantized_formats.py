@@ -25,7 +25,9 @@ from allotrope.ops.matmul.weight import Format
 _LATER_EXPERT = re.compile(r"\.experts\.(?!0\.)\d+\.")
 
 
-def kept_formats(checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, build: Build) -> Formats:
+def formats_kept_quantized(
+    checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, build: Build
+) -> Formats:
     """Weights that stay quantized where a device keeps them so. `checkpoint`: as it stands, scales included."""
     rules = architecture.rules(spec)
     stated = weight_formats(checkpoint.config, checkpoint.source)
@@ -50,7 +52,7 @@ def stored_formats(checkpoint: Checkpoint, rules: Sequence[Rule]) -> Formats:
             match = pattern.fullmatch(name)
             if match is not None:
                 found.setdefault((filled(rule, match), rule.section), set()).add(checkpoint.format(name))
-    return _alike(found)
+    return _uniform(found)
 
 
 def stated_formats(stated: WeightFormats, rules: Sequence[Rule], parameters: Iterable[str]) -> Formats:
@@ -62,13 +64,13 @@ def stated_formats(stated: WeightFormats, rules: Sequence[Rule], parameters: Ite
     for place, source in _sources(rules, list(parameters)):
         scheme = stated.scheme(source)
         found.setdefault(place, set()).add(None if scheme is None else scheme.format)
-    return _alike(found)
+    return _uniform(found)
 
 
-def _alike(found: Mapping[tuple[str, str], set[Format | None]]) -> Formats:
+def _uniform(found: Mapping[tuple[str, str], set[Format | None]]) -> Formats:
     """Places whose tensors are all in one format; sections of one product are kept in one format, or not at all."""
-    alike = {place: next(iter(formats)) for place, formats in found.items() if len(formats) == 1}
-    kept = {place: format for place, format in alike.items() if format is not None}
+    uniform = {place: next(iter(formats)) for place, formats in found.items() if len(formats) == 1}
+    kept = {place: format for place, format in uniform.items() if format is not None}
     of_weight: dict[str, set[Format]] = {}
     for (weight, _), format in kept.items():
         of_weight.setdefault(weight, set()).add(format)
@@ -85,7 +87,7 @@ def _sources(rules: Sequence[Rule], parameters: Sequence[str]) -> Iterator[tuple
             match = pattern.fullmatch(name)
             if match is not None:
                 source = rule.source
-                for hole, number in match.groupdict().items():
-                    source = source.replace("{" + hole + "}", number)
+                for placeholder, number in match.groupdict().items():
+                    source = source.replace("{" + placeholder + "}", number)
                 # The first expert, where ours are stacked.
                 yield (name, rule.section), re.sub(r"\{\w+\}", "0", source)

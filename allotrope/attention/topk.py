@@ -28,6 +28,6 @@ def top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
         return index.view(rows, k)
     counts = taken.sum(-1)
     rank = torch.arange(len(row), device=scores.device) - (counts.cumsum(0) - counts)[row]
-    picks = torch.full((rows, k), -1, dtype=torch.int64, device=scores.device)
-    picks[row, rank] = index
-    return picks
+    topk_indices = torch.full((rows, k), -1, dtype=torch.int64, device=scores.device)
+    topk_indices[row, rank] = index
+    return topk_indices

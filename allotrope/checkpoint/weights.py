@@ -27,17 +27,17 @@ from allotrope.progress import report_bytes
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
-_HOLE = re.compile(r"\{(\w+)\}")
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
 # Reasons shown before the rest is counted: a wrong checkpoint has thousands of them, all alike.
 _SHOWN = 20
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`source`: checkpoint name with holes such as `{i}` for integers, the same in `target`.
+    """`source`: checkpoint name with placeholders such as `{i}` for integers, the same in `target`.
 
-    `section`: which part of the target the tensor fills. `expert`: hole that counts the experts of a stacked target;
-    without one, the tensor holds all of them.
+    `section`: which part of the target the tensor fills. `expert`: the placeholder that counts the experts of a stacked
+    target; without one, the tensor holds all of them.
     `transform`: applied to the full tensor before it is cut. A `target` of None drops the tensor, for `reason`.
     """
 
@@ -52,10 +52,10 @@ class Rule:
         """The source as a regular expression; `{i}` matches an integer, `*` anything."""
         parts = []
         last = 0
-        for hole in _HOLE.finditer(self.source):
-            parts.append(re.escape(self.source[last : hole.start()]))
-            parts.append(f"(?P<{hole.group(1)}>\\d+)")
-            last = hole.end()
+        for placeholder in _PLACEHOLDER.finditer(self.source):
+            parts.append(re.escape(self.source[last : placeholder.start()]))
+            parts.append(f"(?P<{placeholder.group(1)}>\\d+)")
+            last = placeholder.end()
         parts.append(re.escape(self.source[last:]))
         return re.compile("".join(parts).replace(r"\*", ".*"))
 
@@ -73,7 +73,7 @@ def fuse(source: str, target: str, sections: Iterable[str]) -> list[Rule]:
 def filled(rule: Rule, match: re.Match[str]) -> str:
     """The rule's target with the integers of a match of its source."""
     assert rule.target is not None
-    return _HOLE.sub(lambda hole: match.group(hole.group(1)), rule.target)
+    return _PLACEHOLDER.sub(lambda placeholder: match.group(placeholder.group(1)), rule.target)
 
 
 @dataclass

@@ -68,11 +68,11 @@ def verify(engine: EngineConfig, options: VerifyOptions) -> None:
 
     Outputs beside MODEL (expected.safetensors, manifest.json) are used where there are some. Otherwise Transformers
     runs the same checkpoint: logits at all positions, and layer by layer to the first that diverges. Both run in
-    float32 unless --dtype says otherwise. The regimes set batch, chunk and memory sizes themselves.
+    float32 unless --dtype says otherwise. The modes set batch, chunk and memory sizes themselves.
     """
     from rich.console import Console
 
-    from allotrope.verify.report import layer_table, regime_table, write_json, write_plot
+    from allotrope.verify.report import layer_table, mode_table, write_json, write_plot
     from allotrope.verify.run import verify as run
 
     if options.sweep:
@@ -84,7 +84,7 @@ def verify(engine: EngineConfig, options: VerifyOptions) -> None:
     console = Console()
     console.width = max(console.width, 100)
     _say(console, report.heading())
-    console.print(regime_table(report))
+    console.print(mode_table(report))
     _say(console, report.legend())
     if report.layers is not None:
         print(f"\nrelative error of hidden states, layer by layer; allowed: {max(report.layers.limits):.0e}")

@@ -97,11 +97,11 @@ def _routers(model: Decoder) -> dict[int, RouterSpec]:
     """Who chooses among some experts, by their id: the router beside them."""
     found = {}
     for parent in model.modules():
-        beside = {type(child): child for child in parent.children()}
-        if Experts in beside:
-            router = beside[Router]
+        siblings = {type(child): child for child in parent.children()}
+        if Experts in siblings:
+            router = siblings[Router]
             assert isinstance(router, Router)
-            found[id(beside[Experts])] = router.spec
+            found[id(siblings[Experts])] = router.spec
     return found
 
 

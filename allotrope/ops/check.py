@@ -109,6 +109,6 @@ def _wrong(got: torch.Tensor, want: torch.Tensor, exact: torch.Tensor, tolerance
         return None
     if want.dtype not in KINDS:
         return f"{int((got != want).sum())} of {want.numel()} values of {want.dtype} differ"
-    judged = tolerance or want.dtype
-    found = compare(got.to(judged), exact, KINDS[judged])
+    dtype_of_tolerance = tolerance or want.dtype
+    found = compare(got.to(dtype_of_tolerance), exact, KINDS[dtype_of_tolerance])
     return None if found else str(found)

@@ -1,6 +1,6 @@
 """The ways in which the engine may cut the same tokens into steps; none may change an answer.
 
-Each regime builds an engine with settings of its own and runs the samples through it. Must not know what is right.
+Each mode builds an engine with settings of its own and runs the samples through it. Must not know what is right.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from allotrope.request import Request, SamplingParams
 from allotrope.verify.prompts import draw_prompt
 from allotrope.verify.sample import Sample
 
-# Steps of the regimes that take a step for every token or three of them, unless all is asked for.
+# Steps of the modes that take a step for every token or three of them, unless all is asked for.
 _SLOW_STEPS = 300
 # Sequences that run together where they do, and where there is hardly any memory.
 _TOGETHER, _TIGHT = 16, 8
@@ -34,7 +34,7 @@ Attach = Callable[[Engine], None]
 
 @dataclass(frozen=True)
 class Bench:
-    """What all regimes share. `config`: the engine as asked for. `samples`: what is run. `thorough`: leave none out.
+    """What all modes share. `config`: the engine as asked for. `samples`: what is run. `thorough`: leave none out.
 
     `attach(engine)`: called with each engine before it runs.
     """
@@ -72,20 +72,20 @@ class Bench:
     def longest(self) -> int:
         return max(len(sample.prompt) + len(sample.forced) for sample in self.samples)
 
-    def strangers(self, count: int, seed: int) -> list[Request]:
+    def background_requests(self, count: int, seed: int) -> list[Request]:
         """Requests that are nobody's sample, of up to half the longest one's length."""
         generator = torch.Generator().manual_seed(seed)
         longest = max(2, self.longest // 2)
         ids = sorted({token for sample in self.samples for token in sample.prompt})
         lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
         return [
-            _request(f"stranger/{i}", draw_prompt(ids, length, generator), min(4, self.longest - length))
+            _request(f"background/{i}", draw_prompt(ids, length, generator), min(4, self.longest - length))
             for i, length in enumerate(lengths)
         ]
 
 
 @dataclass(frozen=True)
-class Regime:
+class ExecutionMode:
     """`text`: what it does, for people. `run(bench, observer)` returns a remark on what happened, perhaps "".
 
     It raises NotExercised where the model gives it nothing to do.
@@ -97,7 +97,7 @@ class Regime:
 
 
 class NotExercised(Exception):
-    """What a regime is there to try did not come about; its text says why."""
+    """What a mode is there to try did not come about; its text says why."""
 
 
 def drain(engine: Engine, requests: Sequence[Request]) -> None:
@@ -151,7 +151,7 @@ def _some(samples: Sequence[Sample], tokens: int) -> list[Sample]:
 
 
 def _cached(bench: Bench, observer: Observer) -> str:
-    """Each prompt after a stranger that begins like it, at several cuts, and after itself."""
+    """Each prompt after a background request that begins like it, at several cuts, and after itself."""
     together = min(2 * _TOGETHER, len(bench.samples))
     settings = {"max_num_seqs": together, "max_num_batched_tokens": max(bench.longest, together)}
     with bench.engine(observer, enable_prefix_caching=True, **settings) as engine:
@@ -161,7 +161,7 @@ def _cached(bench: Bench, observer: Observer) -> str:
         for turn in range(max(map(len, cuts))):
             engine.reset_prefix_cache()
             pairs = [(sample, own[turn]) for sample, own in zip(bench.samples, cuts, strict=True) if turn < len(own)]
-            warmers = bench.strangers(len(pairs), seed=turn)
+            warmers = bench.background_requests(len(pairs), seed=turn)
             drain(engine, [_beginning(*pair, warmer) for pair, warmer in zip(pairs, warmers, strict=True)])
             drain(engine, [ask(sample, f"cut {cut}", tokens=3) for sample, cut in pairs])
         drain(engine, [ask(sample, "again") for sample in bench.samples])
@@ -172,26 +172,26 @@ def _cached(bench: Bench, observer: Observer) -> str:
 
 
 def _cuts(length: int, unit: int) -> list[int]:
-    """Where a stranger parts from a prompt: at its last page end, within a page, at a page's end, before its end."""
+    """Where a background request leaves a prompt: at its last page's end, in a page, at a page's, before the end."""
     last = (length - 1) // unit * unit
     wanted = (last, last // 2 + unit // 2 + 1, min(unit, last), length - 1)
     return list(dict.fromkeys(cut for cut in wanted if 0 < cut < length))
 
 
-def _beginning(sample: Sample, cut: int, stranger: Request) -> Request:
-    """The stranger's tokens behind the first `cut` tokens of the sample."""
-    ids = (*sample.prompt[:cut], *stranger.prompt_ids[: max(1, min(3, len(sample.fed) - cut - 1))])
-    return _request(f"stranger/{sample.name}", ids, 1)
+def _beginning(sample: Sample, cut: int, background: Request) -> Request:
+    """The background request's tokens behind the first `cut` tokens of the sample."""
+    ids = (*sample.prompt[:cut], *background.prompt_ids[: max(1, min(3, len(sample.fed) - cut - 1))])
+    return _request(f"background/{sample.name}", ids, 1)
 
 
 def _batched(bench: Bench, observer: Observer) -> str:
     together = min(_TOGETHER, 2 * len(bench.samples))
-    strangers = bench.strangers(max(4, len(bench.samples) // 2), seed=1)
-    requests = [ask(sample, "batched") for sample in bench.samples] + strangers
+    background_requests = bench.background_requests(max(4, len(bench.samples) // 2), seed=1)
+    requests = [ask(sample, "batched") for sample in bench.samples] + background_requests
     order = torch.randperm(len(requests), generator=torch.Generator().manual_seed(2)).tolist()
     with bench.engine(observer, max_num_seqs=together, max_num_batched_tokens=max(64, together)) as engine:
         drain(engine, [requests[i] for i in order])
-    return f"with {len(strangers)} strangers, up to {together} at a time"
+    return f"with {len(background_requests)} background requests, up to {together} at a time"
 
 
 class _Recorder:
@@ -261,21 +261,25 @@ def _squeezed(bench: Bench, observer: Observer, windows: int, reuse: bool) -> in
     memory = make_plan(groups, demand, bench.longest).bytes
     with bench.engine(observer, **settings, kv_cache_memory_bytes=max(1, memory)) as engine:
         samples = [ask(sample, f"{windows}, reuse {reuse}") for sample in bench.samples]
-        drain(engine, samples + bench.strangers(2, seed=3))
+        drain(engine, samples + bench.background_requests(2, seed=3))
         return engine.stats().preemptions
 
 
 ALL = {
-    regime.name: regime
-    for regime in (
-        Regime("whole", "each prompt alone and in one step, then token by token", _whole),
-        Regime("chunked-1", "each prompt alone, one token a step", _chunked(1)),
-        Regime("chunked-3", "each prompt alone, three tokens a step", _chunked(3)),
-        Regime("chunked-64", "each prompt alone, 64 tokens a step", _chunked(64)),
-        Regime("cached", "prompts whose beginning another request has left in the prefix cache", _cached),
-        Regime("batched", "all prompts at once among strangers, prompts and decodes in the same steps", _batched),
-        Regime("graphs", "all prompts at once through captured graphs, bit for bit as without them", _graphs),
-        Regime("preempted", "all prompts at once in memory for one: each is sent back and computed again", _preempted),
+    mode.name: mode
+    for mode in (
+        ExecutionMode("whole", "each prompt alone and in one step, then token by token", _whole),
+        ExecutionMode("chunked-1", "each prompt alone, one token a step", _chunked(1)),
+        ExecutionMode("chunked-3", "each prompt alone, three tokens a step", _chunked(3)),
+        ExecutionMode("chunked-64", "each prompt alone, 64 tokens a step", _chunked(64)),
+        ExecutionMode("cached", "prompts whose beginning another request has left in the prefix cache", _cached),
+        ExecutionMode(
+            "batched", "all prompts at once among background requests, prompts and decodes in the same steps", _batched
+        ),
+        ExecutionMode("graphs", "all prompts at once through captured graphs, bit for bit as without them", _graphs),
+        ExecutionMode(
+            "preempted", "all prompts at once in memory for one: each is sent back and computed again", _preempted
+        ),
     )
 }
 """By name, in the order in which they run."""

@@ -46,7 +46,7 @@ _KEPT_LOGITS, _KEPT_HIDDEN = 1 << 30, 1 << 30
 
 
 @dataclass(frozen=True)
-class Truth:
+class ExpectedOutputs:
     """`marks`: context lengths at which a layer or the engine changes how it works. `traces`: of samples whose layers
     are compared. `layer_limits`: relative error allowed of each layer, RMS or the median token's as `limits` judge.
     """
@@ -85,8 +85,8 @@ class Reference:
 
 
 def ask_transformers(
-    config: EngineConfig, options: VerifyOptions, load_plan: LoadPlan, *, exact: bool, tell: Callable[[str], None]
-) -> Truth:
+    config: EngineConfig, options: VerifyOptions, load_plan: LoadPlan, *, exact: bool, log: Callable[[str], None]
+) -> ExpectedOutputs:
     """Make prompts, let the engine continue them, and let Transformers judge. `exact`: the engine runs in fp32, with
     products that round nothing.
     """
@@ -99,23 +99,23 @@ def ask_transformers(
     lengths = options.named_lengths() or lengths
     ids = prompts.usable_ids(load_plan.checkpoint.config, load_plan.spec.vocab_size)
     drawn = prompts.draw_prompts(ids, lengths, config.seed)
-    tell("running the engine on its own")
+    log("running the engine on its own")
     forced = _continue(config, drawn, options.new_tokens)
     checkpoint = load_plan.checkpoint if options.reference is None else open_checkpoint(options.reference)
     path = locate(options.reference or config.model, revision=config.revision if options.reference is None else None)
     remarks = [f"the boundary at {mark} tokens is not crossed (--longest {options.longest})" for mark in missed]
-    tell("running Transformers")
+    log("running Transformers")
     with plain_files(path, checkpoint.config) as (files, stated):
         reference = Reference(files, stated, len(load_plan.specs), options.reference)
         samples, traces, origin, affordable = _answers(reference, load_plan, drawn, forced)
-        tell("measuring how far off rounding alone is")
+        log("measuring how far off rounding alone is")
         if exact:
             other = _deviation(reference, torch.float64, samples, traces) if affordable else None
             limits, layer_limits = _exact_limits(other, spread(samples), len(load_plan.specs))
         else:
             limits, layer_limits, found = _measured_limits(reference, load_plan, samples, traces)
             remarks += found
-    return Truth(marks, samples, traces, limits, layer_limits, origin, tuple(remarks))
+    return ExpectedOutputs(marks, samples, traces, limits, layer_limits, origin, tuple(remarks))
 
 
 def _answers(
@@ -217,9 +217,9 @@ def _deviation(
         for (layer, stage), want in traces[sample.name].hidden.items():
             if stage == "out" and end:
                 layers[layer].append(_errors(trace.hidden[layer, stage][:end].float(), want[:end], exact))
-        judged = sample.wanted.positions < end
-        rows = sample.wanted.rows[judged]
-        error = logits[sample.wanted.positions[judged]] - rows
+        compared = sample.wanted.positions < end
+        rows = sample.wanted.rows[compared]
+        error = logits[sample.wanted.positions[compared]] - rows
         off, size = off + float(error.double().square().sum()), size + float(rows.double().square().sum())
         errors.append(error.abs().amax(-1))
         same.append((logits.argmax(-1) == sample.wanted.top1).float())
@@ -239,8 +239,8 @@ def _errors(got: torch.Tensor, want: torch.Tensor, together: bool) -> torch.Tens
 def first_difference(one: Trace, other: Trace) -> int:
     """The first token of a sample for which two runs of the same code picked differently; its length if none."""
     end = min(len(hidden) for hidden in one.hidden.values())
-    for layer, calls in one.picks.items():
-        for mine, theirs in zip(calls, other.picks.get(layer, ()), strict=False):
+    for layer, calls in one.selections.items():
+        for mine, theirs in zip(calls, other.selections.get(layer, ()), strict=False):
             differs = (mine.chosen != theirs.chosen).any(-1).nonzero()
             end = min(end, int(differs[0])) if len(differs) else end
     return end

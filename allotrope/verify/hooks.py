@@ -30,11 +30,11 @@ _FFNS = ("ffn", "mlp", "feed_forward", "block_sparse_moe", "moe")
 
 
 @dataclass(frozen=True)
-class Picks:
+class TopkSelection:
     """One top-k over `count` scores of each of T tokens.
 
     `gap`: [T] how far the last pick is above the first that was left, in standard deviations of the scores.
-    `chosen`: [T, n * k] the picks, those of each of the n rows of a token in ascending order.
+    `chosen`: [T, n * k] the selections, those of each of the n rows of a token in ascending order.
     """
 
     count: int
@@ -47,8 +47,8 @@ class Picks:
         return self.count, self.k, self.chosen.shape[1]
 
 
-class Taps(TorchFunctionMode):
-    """Collects the hidden states and picks of the latest forward pass of `layers`.
+class LayerHooks(TorchFunctionMode):
+    """Collects the hidden states and selections of the latest forward pass of `layers`.
 
     `hidden`: place -> the state as the model has it. Use it as a context around what runs, and `close` it at the end.
     """
@@ -56,7 +56,7 @@ class Taps(TorchFunctionMode):
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         self.hidden: dict[Place, torch.Tensor] = {}
-        self._picks: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        self._selections: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
         self._layer: int | None = None
         self._handles: list[Any] = []
         for index, layer in enumerate(layers):
@@ -65,25 +65,25 @@ class Taps(TorchFunctionMode):
                 module = _part(layer, names)
                 if module is not None:
                     self._hook(module, self._note((index, f"{part} in")), self._note((index, f"{part} out")))
-                    self._watch_router(index, getattr(module, "router", None))
+                    self._hook_router(index, getattr(module, "router", None))
 
     def clear(self) -> None:
         """Forget what was seen."""
         self.hidden.clear()
-        self._picks.clear()
+        self._selections.clear()
 
-    def picks(self, tokens: int) -> dict[int, list[Picks]]:
+    def selections(self, tokens: int) -> dict[int, list[TopkSelection]]:
         """Per layer, its top-k calls in order; those that leave nothing out, or have no row for some token, are none.
 
         `tokens`: in the pass, T.
         """
         return {
             layer: [
-                _read_picks(scores, indices, tokens)
+                _read_selection(scores, indices, tokens)
                 for scores, indices in calls
                 if indices.shape[-1] < scores.shape[-1] and scores.shape[:-1].numel() % tokens == 0
             ]
-            for layer, calls in self._picks.items()
+            for layer, calls in self._selections.items()
         }
 
     def close(self) -> None:
@@ -124,8 +124,8 @@ class Taps(TorchFunctionMode):
 
         return note
 
-    def _watch_router(self, index: int, router: object) -> None:
-        """Note the picks of our own router, where compiled code makes them in place of `topk`."""
+    def _hook_router(self, index: int, router: object) -> None:
+        """Note the selections of our own router, where compiled code makes them in place of `topk`."""
         if not isinstance(router, Router):
             return
         experts, topk = router.spec.experts, router.spec.topk
@@ -133,20 +133,20 @@ class Taps(TorchFunctionMode):
 
         def before(value: Any) -> None:
             nonlocal seen
-            seen = len(self._picks[index])
+            seen = len(self._selections[index])
 
         def after(value: Any) -> None:
             chosen = value[1]
-            if len(self._picks[index]) == seen and router.table is None:
+            if len(self._selections[index]) == seen and router.table is None:
                 # Its scores are not to be had; only how many there are is asked of ours.
-                self._picks[index].append((torch.zeros(len(chosen), experts), chosen.reshape(-1, topk)))
+                self._selections[index].append((torch.zeros(len(chosen), experts), chosen.reshape(-1, topk)))
 
         self._hook(router, before, after)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self._layer is not None and func in (torch.topk, torch.Tensor.topk):
-            self._picks[self._layer].append((args[0].detach(), result.indices))
+            self._selections[self._layer].append((args[0].detach(), result.indices))
         return result
 
 
@@ -163,7 +163,7 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
     return None
 
 
-def _read_picks(scores: torch.Tensor, indices: torch.Tensor, tokens: int) -> Picks:
+def _read_selection(scores: torch.Tensor, indices: torch.Tensor, tokens: int) -> TopkSelection:
     """`scores`: [..., count]. `indices`: [..., k] of the largest. `tokens`: T, each with equally many rows."""
     count, k = scores.shape[-1], indices.shape[-1]
     exact = scores.reshape(-1, count).double()
@@ -176,15 +176,15 @@ def _read_picks(scores: torch.Tensor, indices: torch.Tensor, tokens: int) -> Pic
     gap = (edge[:, :1] - edge[:, 1:]) / deviation.clamp(min=1e-12)
     gap = gap.where(edge[:, 1:] > -1e30, torch.inf)
     chosen = indices.sort(-1).values.reshape(tokens, -1)
-    return Picks(count, k, gap.view(tokens, -1).amin(-1).cpu(), chosen.cpu())
+    return TopkSelection(count, k, gap.view(tokens, -1).amin(-1).cpu(), chosen.cpu())
 
 
 @contextmanager
-def tapped(layers: Sequence[nn.Module]) -> Iterator[Taps]:
+def hooked(layers: Sequence[nn.Module]) -> Iterator[LayerHooks]:
     """Taps on `layers`, taken off at the end."""
-    taps = Taps(layers)
+    hooks = LayerHooks(layers)
     try:
-        with taps:
-            yield taps
+        with hooks:
+            yield hooks
     finally:
-        taps.close()
+        hooks.close()

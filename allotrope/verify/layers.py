@@ -18,14 +18,14 @@ from torch import nn
 
 from allotrope.engine.engine import Engine
 from allotrope.layers.step import Step
-from allotrope.verify.hooks import EMBEDDING, STAGES, Picks, Place, Taps, tapped
-from allotrope.verify.logits_recorder import Watch
+from allotrope.verify.hooks import EMBEDDING, STAGES, LayerHooks, Place, TopkSelection, hooked
+from allotrope.verify.logits_recorder import LogitsRecorder
 from allotrope.verify.sample import Sample
 from allotrope.verify.transformers_model import Trace
 
 # In standard deviations of the scores. A pick that differs where the gap is wider is wrong.
 NEAR_TIE = 1e-3
-# The same where our picks could not be compared: only a gap that rounding alone can close is a near-tie.
+# The same where our selections could not be compared: only a gap that rounding alone can close is a near-tie.
 UNSEEN_TIE = 2e-5
 # How many times its usual error a part of a layer must have to be the one that diverges.
 _UNUSUAL = 3.0
@@ -36,14 +36,14 @@ class LayerError:
     """One layer against the reference's.
 
     `kind`: its attention family. `rms`: stage -> largest relative RMS error of any sample, or the relative error of the
-    median token; a stage that cannot be compared is missing. `picks`: what became of its top-k selections. `ties`:
+    median token; a stage that cannot be compared is missing. `selections`: what became of its top-k selections. `ties`:
     tokens with a near-tie here. `worst`: sample and position of the largest error, as text.
     """
 
     index: int
     kind: str
     rms: dict[str, float]
-    picks: str
+    selections: str
     ties: int
     worst: str
 
@@ -95,30 +95,32 @@ class LayerReport:
         }
         for stage in STAGES:
             if stage in layer.rms and not layer.rms[stage] <= max(limit, _UNUSUAL * usual[stage]):
-                return words[stage] + (f" (picks: {layer.picks})" if stage == "ffn out" and layer.picks else "")
+                return words[stage] + (
+                    f" (top-k: {layer.selections})" if stage == "ffn out" and layer.selections else ""
+                )
         return "part unknown"
 
 
-class LayerWatch(Watch):
-    """A `Watch` that also holds every layer's hidden states and picks against `traces`. A context around the run."""
+class LayerRecorder(LogitsRecorder):
+    """Also compares every layer's hidden states and selections with `traces`. A context around the run."""
 
     def __init__(self, samples: Sequence[Sample], traces: Mapping[str, Trace]) -> None:
         super().__init__([sample for sample in samples if sample.name in traces])
         self.traces = traces
         # Per place and sample: sums of squares of error and of wanted state, of each token.
         self.sums: dict[Place, dict[str, tuple[torch.Tensor, torch.Tensor]]] = defaultdict(dict)
-        self.picks: dict[tuple[int, str], list[Picks]] = {}
+        self.selections: dict[tuple[int, str], list[TopkSelection]] = {}
         self._open = ExitStack()
-        self._taps: Taps | None = None
+        self._hooks: LayerHooks | None = None
         self._done = self._tokens = 0
 
     def attach(self, engine: Engine) -> None:
         """Look into the model of `engine` from now on."""
         self._open.close()
-        self._taps = self._open.enter_context(tapped(list(engine.model.layers)))
+        self._hooks = self._open.enter_context(hooked(list(engine.model.layers)))
         self._open.callback(engine.model.register_forward_pre_hook(self._begin).remove)
 
-    def __enter__(self) -> LayerWatch:
+    def __enter__(self) -> LayerRecorder:
         return self
 
     def __exit__(
@@ -127,8 +129,8 @@ class LayerWatch(Watch):
         self._open.close()
 
     def _begin(self, _: nn.Module, args: tuple[Step, ...]) -> None:
-        assert self._taps is not None
-        self._taps.clear()
+        assert self._hooks is not None
+        self._hooks.clear()
         self._done, self._tokens = 0, len(args[0].ids)
 
     def logits(self, request_id: str, index: int, start: int, logits: torch.Tensor) -> None:
@@ -141,10 +143,10 @@ class LayerWatch(Watch):
 
     def _compare(self, name: str, start: int, rows: slice) -> None:
         """Hold the tokens in `rows` of the step, from position `start` of a sample on, against its trace."""
-        assert self._taps is not None
+        assert self._hooks is not None
         trace = self.traces[name]
         for place, want in trace.hidden.items():
-            found = self._taps.hidden.get(place)
+            found = self._hooks.hidden.get(place)
             # Nothing follows the last forced token: the reference has not computed it.
             length = min(rows.stop - rows.start, len(want) - start)
             if found is None or length <= 0 or found[0].numel() != want.shape[1]:
@@ -155,14 +157,16 @@ class LayerWatch(Watch):
             worse = torch.nan_to_num((got - exact).square().sum(-1), nan=torch.inf, posinf=torch.inf)
             off[start : start + length] = torch.maximum(off[start : start + length], worse)
             size[start : start + length] = exact.square().sum(-1)
-        for layer, calls in self._taps.picks(self._tokens).items():
-            self._keep_picks(layer, name, start, rows, calls)
+        for layer, calls in self._hooks.selections(self._tokens).items():
+            self._keep_selections(layer, name, start, rows, calls)
 
-    def _keep_picks(self, layer: int, name: str, start: int, rows: slice, calls: Sequence[Picks]) -> None:
+    def _keep_selections(self, layer: int, name: str, start: int, rows: slice, calls: Sequence[TopkSelection]) -> None:
         length = len(self.samples[name].fed)
-        kept = self.picks.setdefault((layer, name), [])
+        kept = self.selections.setdefault((layer, name), [])
         if not kept:
-            kept += [Picks(c.count, c.k, torch.empty(0), c.chosen.new_full((length, c.shape[2]), -1)) for c in calls]
+            kept += [
+                TopkSelection(c.count, c.k, torch.empty(0), c.chosen.new_full((length, c.shape[2]), -1)) for c in calls
+            ]
         for old, new in zip(kept[::-1], calls[::-1], strict=False):
             if old.shape == new.shape:
                 got = new.chosen[rows][: length - start]
@@ -174,38 +178,38 @@ def _blank(length: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read_layers(
-    watch: LayerWatch, kinds: Sequence[str], limits: Sequence[float], *, medians: bool = False
+    recorder: LayerRecorder, kinds: Sequence[str], limits: Sequence[float], *, medians: bool = False
 ) -> LayerReport:
-    """What `watch` saw, layer by layer. `kinds`: the attention family of each. `limits`: largest error of each.
+    """What `recorder` saw, layer by layer. `kinds`: the attention family of each. `limits`: largest error of each.
 
-    `medians`: errors are the median token's, of all tokens: where rounding is coarse, picks that differ are the rule.
+    `medians`: errors are the median token's, of all tokens: where rounding is coarse, selections often differ.
     """
     tainted: dict[str, int] = {}
     layers = []
     for index, kind in enumerate(kinds):
-        flipped = {name: _flips(watch, index, name, limits[index]) for name in watch.samples}
+        flipped = {name: _flips(recorder, index, name, limits[index]) for name in recorder.samples}
         clean = {}
-        for name, sample in watch.samples.items():
+        for name, sample in recorder.samples.items():
             positions = torch.arange(len(sample.fed))
             clean[name] = (positions < tainted.get(name, len(sample.fed))) & ~flipped[name][0]
             clean[name] |= torch.tensor(medians)
         rms = {
-            stage: _median(watch.sums[index, stage].values())
+            stage: _median(recorder.sums[index, stage].values())
             if medians
-            else max(_rms(*sums, clean[name]) for name, sums in watch.sums[index, stage].items())
+            else max(_rms(*sums, clean[name]) for name, sums in recorder.sums[index, stage].items())
             for stage in STAGES
-            if watch.sums.get((index, stage))
+            if recorder.sums.get((index, stage))
         }
         ties = sum(int(flips.sum()) for flips, _ in flipped.values())
         states = {state for _, state in flipped.values()}
-        picks = next((state for state in ("wrong", "unseen", "same, some unseen", "same") if state in states), "")
-        picks = "some differ" if medians and picks == "wrong" else picks
-        layers.append(LayerError(index, kind, rms, picks, ties, _worst(watch, index, clean)))
+        selections = next((state for state in ("wrong", "unseen", "same, some unseen", "same") if state in states), "")
+        selections = "some differ" if medians and selections == "wrong" else selections
+        layers.append(LayerError(index, kind, rms, selections, ties, _worst(recorder, index, clean)))
         for name, (flips, _) in flipped.items():
             if bool(flips.any()):
                 first = int(flips.nonzero()[0])
                 tainted[name] = min(first, tainted.get(name, first))
-    before = [_rms(*sums, torch.ones_like(sums[0]) > 0) for sums in watch.sums.get((0, EMBEDDING), {}).values()]
+    before = [_rms(*sums, torch.ones_like(sums[0]) > 0) for sums in recorder.sums.get((0, EMBEDDING), {}).values()]
     return LayerReport(layers, list(limits), max(before, default=0.0), tainted)
 
 
@@ -221,25 +225,25 @@ def _rms(off: torch.Tensor, size: torch.Tensor, clean: torch.Tensor) -> float:
     return (error / total) ** 0.5 if total else 0.0
 
 
-def _worst(watch: LayerWatch, layer: int, clean: Mapping[str, torch.Tensor]) -> str:
+def _worst(recorder: LayerRecorder, layer: int, clean: Mapping[str, torch.Tensor]) -> str:
     """Where the layer's output is farthest off."""
     worst = (-1.0, "")
-    for name, (off, size) in watch.sums.get((layer, "out"), {}).items():
+    for name, (off, size) in recorder.sums.get((layer, "out"), {}).items():
         relative = (off / size.clamp(min=1e-30)).where(clean[name], 0.0)
         position = int(relative.argmax())
-        text = f"worst at position {position} of the prompt of {len(watch.samples[name].prompt)} tokens"
+        text = f"worst at position {position} of the prompt of {len(recorder.samples[name].prompt)} tokens"
         worst = max(worst, (float(relative[position]), text))
     return worst[1]
 
 
-def _flips(watch: LayerWatch, layer: int, name: str, limit: float) -> tuple[torch.Tensor, str]:
-    """Which tokens of a sample had a near-tie in a layer, and what became of the layer's picks."""
-    flips = torch.zeros(len(watch.samples[name].fed), dtype=torch.bool)
-    theirs = watch.traces[name].picks.get(layer, [])
-    ours = watch.picks.get((layer, name), [])
+def _flips(recorder: LayerRecorder, layer: int, name: str, limit: float) -> tuple[torch.Tensor, str]:
+    """Which tokens of a sample had a near-tie in a layer, and what became of the layer's selections."""
+    flips = torch.zeros(len(recorder.samples[name].fed), dtype=torch.bool)
+    theirs = recorder.traces[name].selections.get(layer, [])
+    ours = recorder.selections.get((layer, name), [])
     # The choice of experts comes last, on both sides; what was picked before it may be picked in another way.
     pairs = list(takewhile(lambda pair: pair[0].shape == pair[1].shape, zip(theirs[::-1], ours[::-1], strict=False)))
-    sums = watch.sums.get((layer, "out"), {}).get(name)
+    sums = recorder.sums.get((layer, "out"), {}).get(name)
     for unseen in theirs[: len(theirs) - len(pairs)]:
         if sums is not None:
             flips |= (unseen.gap < UNSEEN_TIE) & (sums[0] > limit**2 * sums[1])

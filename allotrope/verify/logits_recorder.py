@@ -46,7 +46,7 @@ class Seen:
         self.error[here] = torch.fmax(self.error[here], error)
 
 
-class Watch:
+class LogitsRecorder:
     """An `Observer`. Requests are named SAMPLE/RUN; others are strangers, which are let alone."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:

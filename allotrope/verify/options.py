@@ -10,8 +10,8 @@ from allotrope.config import option
 from allotrope.errors import ConfigError
 
 Against = Literal["auto", "stored", "transformers"]
-RegimeName = Literal["whole", "chunked-1", "chunked-3", "chunked-64", "cached", "batched", "graphs", "preempted"]
-REGIMES: tuple[RegimeName, ...] = get_args(RegimeName)
+ModeName = Literal["whole", "chunked-1", "chunked-3", "chunked-64", "cached", "batched", "graphs", "preempted"]
+MODES: tuple[ModeName, ...] = get_args(ModeName)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class VerifyOptions:
     reference: str | None = option("Model that Transformers runs in place of MODEL.", None)
     random: bool = option("Draw random weights from MODEL's config; MODEL may also be an architecture's name.", False)
     layers: int | None = option("Layers that --random keeps, the first ones; default: all.", None)
-    regimes: str | None = option(f"Regimes to run, comma-separated, of {', '.join(REGIMES)}; default: all.", None)
+    modes: str | None = option(f"Modes to run, comma-separated, of {', '.join(MODES)}; default: all.", None)
     lengths: str | None = option("Prompt lengths, comma-separated; default: around every boundary of the layers.", None)
     longest: int = option("Longest prompt that is made; boundaries beyond it are named as not crossed.", 1100)
     new_tokens: int = option("Tokens that follow each prompt, one by one.", 8)
@@ -34,7 +34,7 @@ class VerifyOptions:
         "graphs, against the engine's own reference backends.",
         False,
     )
-    thorough: bool = option("Run every prompt in the slow regimes too, not only some.", False)
+    thorough: bool = option("Run every prompt in the slow modes too, not only some.", False)
     json: Path | None = option("Also write all figures to this file.", None)
     plot: Path | None = option("Also draw the error by layer to this PNG file.", None)
 
@@ -48,24 +48,24 @@ class VerifyOptions:
             wrong.append(f"layers={self.layers} needs --random: a checkpoint's own layers are not left out")
         if self.reference is not None and (self.random or self.against == "stored"):
             wrong.append(f"reference={self.reference!r} needs a checkpoint of its own, held against Transformers")
-        named = [name for name in ("regimes", "lengths", "reference") if getattr(self, name) is not None]
+        named = [name for name in ("modes", "lengths", "reference") if getattr(self, name) is not None]
         if self.sweep and (named or self.random or self.against != "auto"):
             given = [*named, *["random"] * self.random, *["against"] * (self.against != "auto")]
             wrong.append(f"sweep=True has lengths and a reference of its own; leave out {', '.join(given)}")
         if self.random and self.against == "stored":
             wrong.append("random=True has no stored outputs; allowed with it: --against auto, transformers")
-        unknown = sorted(set(self.named_regimes()) - set(REGIMES))
+        unknown = sorted(set(self.named_modes()) - set(MODES))
         if unknown:
-            wrong.append(f"regimes={self.regimes!r} names {', '.join(unknown)}; allowed: {', '.join(REGIMES)}")
+            wrong.append(f"modes={self.modes!r} names {', '.join(unknown)}; allowed: {', '.join(MODES)}")
         if not all(word.strip().isdecimal() and int(word) > 0 for word in _words(self.lengths)):
             wrong.append(f"lengths={self.lengths!r}; numbers above 0, such as 1,16,17, are needed")
         if wrong:
             raise ConfigError("bad options: " + "; ".join(wrong) + ".")
 
-    def named_regimes(self) -> list[str]:
-        """The regimes asked for; `chunked` stands for all chunk sizes."""
-        asked = [word.strip() for word in _words(self.regimes)] or list(REGIMES)
-        wide = [name for word in asked for name in (REGIMES if word == "chunked" else (word,))]
+    def named_modes(self) -> list[str]:
+        """The modes asked for; `chunked` stands for all chunk sizes."""
+        asked = [word.strip() for word in _words(self.modes)] or list(MODES)
+        wide = [name for word in asked for name in (MODES if word == "chunked" else (word,))]
         return [name for name in dict.fromkeys(wide) if "chunked" not in asked or name in asked or "chunked-" in name]
 
     def named_lengths(self) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 
 from allotrope.attention.family import Spec, boundaries
 
-# What every engine has, whatever the model: the chunk of the `chunked-64` regime.
+# What every engine has, whatever the model: the chunk of the `chunked-64` mode.
 _CHUNK = 64
 
 

@@ -106,7 +106,7 @@ def _make(config: dict[str, Any], directory: Path, seed: int) -> dict[str, Any]:
     for name, tensor in state.items():
         if tensor.numel() and tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())
-            tensor.copy_(draw(name, tensor, seed, _experts_beside(name, state)))
+            tensor.copy_(draw(name, tensor, seed, _sibling_experts(name, state)))
     model.save_pretrained(str(directory))
     return config
 
@@ -143,7 +143,7 @@ def draw(name: str, like: torch.Tensor, seed: int, experts: int = 0) -> torch.Te
     return (values * gain / math.sqrt(shape[-1])).to(like.dtype)
 
 
-def _experts_beside(name: str, shapes: Mapping[str, torch.Tensor]) -> int:
+def _sibling_experts(name: str, shapes: Mapping[str, torch.Tensor]) -> int:
     """Rows of the smallest matrix in the same module: what a table of expert numbers counts."""
     stem = name.rpartition(".")[0]
     rows = [t.shape[0] for other, t in shapes.items() if other.rpartition(".")[0] == stem and t.is_floating_point()]
@@ -162,7 +162,7 @@ def _check_or_rewrite(config: Mapping[str, Any], directory: Path, seed: int) -> 
         drawn = {known: checkpoint.read(name) for name, known in renamed.items() if known is not None}
     else:
         tensors = dict(_released(architecture, spec, next(name for name, known in renamed.items() if known is None)))
-        drawn = {name: draw(name, like, seed, _experts_beside(name, tensors)) for name, like in tensors.items()}
+        drawn = {name: draw(name, like, seed, _sibling_experts(name, tensors)) for name, like in tensors.items()}
     for file in directory.glob("model*.safetensors*"):
         file.unlink()
     save_file(drawn, directory / "model.safetensors", metadata={"format": "pt"})
@@ -197,15 +197,15 @@ def _released(architecture: Architecture, spec: ModelSpec, strange: str) -> Iter
     for target, parameter in model.named_parameters():
         placement = placement_of(parameter)
         for section in placement.sections:
-            rule, holes = _rule_for(rules, target, section.name, strange)
+            rule, placeholders = _rule_for(rules, target, section.name, strange)
             shape = list(parameter.shape)
             shape[placement.dim + bool(placement.experts)] = section.size
             center = 1.0 if "norm" in target else 0.0
             if rule.expert is None:
-                yield rule.source.format(**holes), torch.full(shape, center, dtype=parameter.dtype)
+                yield rule.source.format(**placeholders), torch.full(shape, center, dtype=parameter.dtype)
                 continue
             for expert in range(placement.experts):
-                name = rule.source.format(**{**holes, rule.expert: expert})
+                name = rule.source.format(**{**placeholders, rule.expert: expert})
                 yield name, torch.full(shape[1:], center, dtype=parameter.dtype)
 
 

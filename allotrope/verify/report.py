@@ -26,8 +26,8 @@ _LAYERS_SHOWN = 24
 
 
 @dataclass(frozen=True)
-class RegimeResult:
-    """`text`: what the regime does. `score`: None if it gave none. `remark`: what happened in it.
+class ModeResult:
+    """`text`: what the mode does. `score`: None if it gave none. `remark`: what happened in it.
 
     `layer`: where it goes wrong, if that was found.
     """
@@ -54,7 +54,7 @@ class Report:
     limits: Limits
     lengths: tuple[int, ...]
     new_tokens: int
-    regimes: tuple[RegimeResult, ...]
+    modes: tuple[ModeResult, ...]
     layers: LayerReport | None
     remarks: tuple[str, ...] = ()
     boundaries: tuple[int, ...] = ()
@@ -62,7 +62,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        return self.finding is None and all(result.verdict != "wrong" for result in self.regimes)
+        return self.finding is None and all(result.verdict != "wrong" for result in self.modes)
 
     @property
     def finding(self) -> str | None:
@@ -83,34 +83,34 @@ class Report:
         ]
 
     def legend(self) -> list[str]:
-        """What each regime does, and what happened in it."""
-        width = max(len(result.name) for result in self.regimes)
+        """What each mode does, and what happened in it."""
+        width = max(len(result.name) for result in self.modes)
         return [
             f"{result.name:<{width}}  {result.text}" + (f": {result.remark}" if result.remark else "")
-            for result in self.regimes
+            for result in self.modes
         ]
 
     def verdict(self) -> list[str]:
         """What came out, last line first to read."""
         lines = [f"note: {remark}" for remark in self.remarks]
-        for result in self.regimes:
+        for result in self.modes:
             if result.verdict == "wrong":
                 lines += [f"wrong in {result.name}: {text}" for text in _faults(result)]
         if self.finding is not None:
             lines.append(f"wrong: {self.finding}")
-        elif self.layers is not None and any(one.name == "whole" and one.verdict == "wrong" for one in self.regimes):
+        elif self.layers is not None and any(one.name == "whole" and one.verdict == "wrong" for one in self.modes):
             lines.append("wrong: every layer agrees, so what differs comes behind them: the last norm or the head")
         lines.append(self._last_line())
         return lines
 
     def _last_line(self) -> str:
-        ran = [result for result in self.regimes if result.verdict != "not exercised"]
+        ran = [result for result in self.modes if result.verdict != "not exercised"]
         wrong = [result.name for result in ran if result.verdict == "wrong"]
         if wrong:
-            return f"WRONG in {len(wrong)} of {len(ran)} regimes: {', '.join(wrong)}"
+            return f"WRONG in {len(wrong)} of {len(ran)} modes: {', '.join(wrong)}"
         if self.finding is not None:
             return f"WRONG inside, although the logits agree: {self.finding}"
-        return f"PASS: {len(ran)} of {len(ran)} regimes agree with {self.origin}"
+        return f"PASS: {len(ran)} of {len(ran)} modes agree with {self.origin}"
 
     def as_json(self) -> dict[str, Any]:
         """All of it as plain data."""
@@ -133,7 +133,7 @@ class Report:
             "finding": self.finding,
             "first_diverging_layer": self._first_layer(),
             "remarks": list(self.remarks),
-            "regimes": [asdict(result) for result in self.regimes],
+            "modes": [asdict(result) for result in self.modes],
             "layers": layers,
         }
 
@@ -142,7 +142,7 @@ class Report:
         return None if first is None else first.index
 
 
-def _faults(result: RegimeResult) -> Iterator[str]:
+def _faults(result: ModeResult) -> Iterator[str]:
     if result.score is None:
         yield result.remark
         return
@@ -155,15 +155,15 @@ def _faults(result: RegimeResult) -> Iterator[str]:
         yield result.layer
 
 
-def regime_table(report: Report) -> Table:
-    """One row a regime."""
+def mode_table(report: Report) -> Table:
+    """One row a mode."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
 
     figures = ("positions", "max error", "rel. RMS", "top-1", "greedy", "argmax\ntie", "router\ntie")
     right = [Column(name, justify="right", no_wrap=True) for name in figures]
-    table = Table(Column("regime", no_wrap=True), *right, Column("verdict", no_wrap=True), box=SIMPLE_HEAD)
-    for result in report.regimes:
+    table = Table(Column("mode", no_wrap=True), *right, Column("verdict", no_wrap=True), box=SIMPLE_HEAD)
+    for result in report.modes:
         score, color = result.score, {"pass": "green", "wrong": "bold red"}.get(result.verdict, "yellow")
         cells = [""] * len(figures)
         if score is not None:
@@ -188,14 +188,14 @@ def layer_table(layers: LayerReport) -> Table:
     from allotrope.verify.hooks import STAGES
 
     right = [Column(name, justify="right") for name in STAGES]
-    table = Table("layer", "family", *right, "picks", Column("ties", justify="right"), box=SIMPLE_HEAD)
+    table = Table("layer", "family", *right, "selections", Column("ties", justify="right"), box=SIMPLE_HEAD)
     shown = layers.layers if len(layers.layers) <= _LAYERS_SHOWN else _around(layers)
     for layer in shown:
         good = layer.error <= layers.limits[layer.index]
         cells = [f"{layer.rms[stage]:.0e}" if stage in layer.rms else "-" for stage in STAGES]
         if not good:
             cells[-1] = f"[bold red]{cells[-1]}[/bold red]"
-        table.add_row(str(layer.index), layer.kind, *cells, layer.picks, str(layer.ties))
+        table.add_row(str(layer.index), layer.kind, *cells, layer.selections, str(layer.ties))
     return table
 
 

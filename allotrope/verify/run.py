@@ -1,4 +1,4 @@
-"""Carries out a verification: stored outputs or Transformers say what is right, and every regime is held to it."""
+"""Carries out a verification: stored outputs or Transformers say what is right, and every mode is held to it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.planned_backends import planned_backends
 from allotrope.errors import AllotropeError, ConfigError, ModelError
-from allotrope.verify import execution_modes as regimes
-from allotrope.verify.execution_modes import Bench, NotExercised, Regime
-from allotrope.verify.expected_outputs import Truth, ask_transformers
-from allotrope.verify.layers import UNSEEN_TIE, LayerReport, LayerWatch, read_layers
-from allotrope.verify.logits_recorder import Watch
+from allotrope.verify import execution_modes as modes
+from allotrope.verify.execution_modes import Bench, ExecutionMode, NotExercised
+from allotrope.verify.expected_outputs import ExpectedOutputs, ask_transformers
+from allotrope.verify.layers import UNSEEN_TIE, LayerRecorder, LayerReport, read_layers
+from allotrope.verify.logits_recorder import LogitsRecorder
 from allotrope.verify.options import VerifyOptions
-from allotrope.verify.report import RegimeResult, Report, Verdict
+from allotrope.verify.report import ModeResult, Report, Verdict
 from allotrope.verify.rounded_products import keeps_fp8
 from allotrope.verify.stored import MANIFEST, Stored, has_stored, read_stored
-from allotrope.verify.tolerance import Limits, judge, with_fp8_rows
+from allotrope.verify.tolerance import Limits, score_samples, with_fp8_rows
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 
-def verify(config: EngineConfig, options: VerifyOptions, tell: Tell = lambda text: None) -> Report:
+def verify(config: EngineConfig, options: VerifyOptions, log: Log = lambda text: None) -> Report:
     """Verify `config.model`. `tell`: is told what is being done.
 
     Raises ConfigError or ModelError if nothing can be compared.
@@ -42,7 +42,7 @@ def verify(config: EngineConfig, options: VerifyOptions, tell: Tell = lambda tex
         named = config.model
         if options.random:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            tell("drawing random weights")
+            log("drawing random weights")
             remarks += _write_random(config, options, scratch)
             config = dataclasses.replace(config, model=str(scratch), hf_overrides=None, revision=None)
         elif config.load_format == "dummy":
@@ -54,8 +54,8 @@ def verify(config: EngineConfig, options: VerifyOptions, tell: Tell = lambda tex
         if stored is not None and keeps_fp8(load_plan):
             remarks.append(_set_aside(stored, options))
         elif stored is not None:
-            return _against_stored(config, options, load_plan, stored, tell)
-        run = _against_transformers(config, options, load_plan, tell)
+            return _against_stored(config, options, load_plan, stored, log)
+        run = _against_transformers(config, options, load_plan, log)
         return dataclasses.replace(run, model=named, remarks=(*remarks, *run.remarks))
 
 
@@ -98,23 +98,24 @@ def is_exact(load_plan: LoadPlan) -> bool:
     return {build.dtype, build.kv_dtype, build.state_dtype} == {torch.float32} and not keeps_fp8(load_plan)
 
 
-def _regimes(options: VerifyOptions, load_plan: LoadPlan) -> list[str]:
-    """The regimes to run; a CPU has no graphs, which only whoever asks for them by name is told."""
-    names = options.named_regimes()
-    if options.regimes is None and load_plan.build.device.type != "cuda":
+def _modes(options: VerifyOptions, load_plan: LoadPlan) -> list[str]:
+    """The modes to run; a CPU has no graphs, which only whoever asks for them by name is told."""
+    names = options.named_modes()
+    if options.modes is None and load_plan.build.device.type != "cuda":
         names.remove("graphs")
     return names
 
 
 def _against_stored(
-    config: EngineConfig, options: VerifyOptions, load_plan: LoadPlan, stored: Stored, tell: Tell
+    config: EngineConfig, options: VerifyOptions, load_plan: LoadPlan, stored: Stored, log: Log
 ) -> Report:
     bench = Bench(config, stored.samples, options.thorough)
     limits = stored.limits(exact=is_exact(load_plan))
     if load_plan.build.kv_dtype == FP8:
         limits = with_fp8_rows(limits)
     results = [
-        _run(bench, regimes.ALL[name], Watch(bench.samples), limits, {}, tell) for name in _regimes(options, load_plan)
+        _run(bench, modes.ALL[name], LogitsRecorder(bench.samples), limits, {}, log)
+        for name in _modes(options, load_plan)
     ]
     remarks = []
     if any(result.verdict == "wrong" for result in results):
@@ -126,76 +127,81 @@ def _against_stored(
         remarks.append("--against transformers would say which layer is the first that diverges")
     layers = None
     if options.plot is not None:
-        layers = _against_transformers(config, dataclasses.replace(options, regimes="whole"), load_plan, tell).layers
+        layers = _against_transformers(config, dataclasses.replace(options, modes="whole"), load_plan, log).layers
     origin = f"outputs stored in {stored.directory}, made by {stored.manifest.get('reference_class', 'the reference')}"
     return _report(config, load_plan, bench, limits, results, origin, remarks, layers)
 
 
-def _against_transformers(config: EngineConfig, options: VerifyOptions, load_plan: LoadPlan, tell: Tell) -> Report:
-    truth = ask_transformers(config, options, load_plan, exact=is_exact(load_plan), tell=tell)
-    bench = Bench(config, truth.samples, options.thorough)
-    tell("comparing layer by layer")
-    layers = _layers(bench, regimes.ALL["whole"], truth, load_plan)
+def _against_transformers(config: EngineConfig, options: VerifyOptions, load_plan: LoadPlan, log: Log) -> Report:
+    expected = ask_transformers(config, options, load_plan, exact=is_exact(load_plan), log=log)
+    bench = Bench(config, expected.samples, options.thorough)
+    log("comparing layer by layer")
+    layers = _layers(bench, modes.ALL["whole"], expected, load_plan)
     # Medians are of all positions, as those that they are held to.
-    tainted = layers.tainted if truth.limits.exact else {}
-    results: list[RegimeResult] = []
-    for name in _regimes(options, load_plan):
-        regime = regimes.ALL[name]
-        watch = Watch(bench.samples)
-        result = _run(bench, regime, watch, truth.limits, tainted, tell)
-        if result.verdict == "wrong" and truth.limits.exact and result.score is not None and name != "whole":
-            result = _explained(bench, regime, truth, load_plan, result, watch)
+    tainted = layers.tainted if expected.limits.exact else {}
+    results: list[ModeResult] = []
+    for name in _modes(options, load_plan):
+        mode = modes.ALL[name]
+        recorder = LogitsRecorder(bench.samples)
+        result = _run(bench, mode, recorder, expected.limits, tainted, log)
+        if result.verdict == "wrong" and expected.limits.exact and result.score is not None and name != "whole":
+            result = _explained(bench, mode, expected, load_plan, result, recorder)
         results.append(result)
-    report = _report(config, load_plan, bench, truth.limits, results, truth.origin, truth.remarks, layers)
-    return dataclasses.replace(report, boundaries=truth.marks)
+    report = _report(config, load_plan, bench, expected.limits, results, expected.origin, expected.remarks, layers)
+    return dataclasses.replace(report, boundaries=expected.marks)
 
 
-def _layers(bench: Bench, regime: Regime, truth: Truth, load_plan: LoadPlan) -> LayerReport:
-    """Run a regime on the traced samples, looking into every layer."""
-    with LayerWatch(bench.samples, truth.traces) as watch:
-        traced = dataclasses.replace(bench, samples=list(watch.samples.values()), attach=watch.attach)
-        regime.run(traced, watch)
+def _layers(bench: Bench, mode: ExecutionMode, expected: ExpectedOutputs, load_plan: LoadPlan) -> LayerReport:
+    """Run a mode on the traced samples, looking into every layer."""
+    with LayerRecorder(bench.samples, expected.traces) as recorder:
+        traced = dataclasses.replace(bench, samples=list(recorder.samples.values()), attach=recorder.attach)
+        mode.run(traced, recorder)
         families = [spec.family for spec in load_plan.specs]
-        return read_layers(watch, families, truth.layer_limits, medians=not truth.limits.exact)
+        return read_layers(recorder, families, expected.layer_limits, medians=not expected.limits.exact)
 
 
 def _explained(
-    bench: Bench, regime: Regime, truth: Truth, load_plan: LoadPlan, wrong: RegimeResult, seen: Watch
-) -> RegimeResult:
-    """A regime that went wrong, looked into by running it again: a near-tie that fell another way in it, or the layer
+    bench: Bench,
+    mode: ExecutionMode,
+    expected: ExpectedOutputs,
+    load_plan: LoadPlan,
+    wrong: ModeResult,
+    seen: LogitsRecorder,
+) -> ModeResult:
+    """A mode that went wrong, looked into by running it again: a near-tie that fell another way in it, or the layer
     that diverges. `seen`: what was wrong in the first run; nothing else is judged."""
-    with LayerWatch(bench.samples, truth.traces) as watch:
-        traced = dataclasses.replace(bench, attach=watch.attach)
+    with LayerRecorder(bench.samples, expected.traces) as recorder:
+        traced = dataclasses.replace(bench, attach=recorder.attach)
         # Nothing is captured while layers are looked into.
         with suppress(NotExercised):
-            regime.run(traced, watch)
-        layers = read_layers(watch, [spec.family for spec in load_plan.specs], truth.layer_limits)
-    if len(watch.samples) < len(bench.samples):
+            mode.run(traced, recorder)
+        layers = read_layers(recorder, [spec.family for spec in load_plan.specs], expected.layer_limits)
+    if len(recorder.samples) < len(bench.samples):
         return dataclasses.replace(wrong, layer=layers.finding())
-    score = judge(bench.samples, seen, truth.limits, layers.tainted)
+    score = score_samples(bench.samples, seen, expected.limits, layers.tainted)
     if not score.faults:
         return dataclasses.replace(wrong, verdict="pass", score=score)
     return dataclasses.replace(wrong, score=score, layer=layers.finding())
 
 
 def _run(
-    bench: Bench, regime: Regime, watch: Watch, limits: Limits, tainted: dict[str, int], tell: Tell
-) -> RegimeResult:
-    tell(f"running: {regime.name}")
+    bench: Bench, mode: ExecutionMode, recorder: LogitsRecorder, limits: Limits, tainted: dict[str, int], log: Log
+) -> ModeResult:
+    log(f"running: {mode.name}")
     started = time.monotonic()
     try:
-        remark = regime.run(bench, watch)
+        remark = mode.run(bench, recorder)
     except NotExercised as reason:
-        return RegimeResult(regime.name, regime.text, "not exercised", None, str(reason), time.monotonic() - started)
+        return ModeResult(mode.name, mode.text, "not exercised", None, str(reason), time.monotonic() - started)
     except AllotropeError:
         raise
     except Exception as error:
-        # The border of one regime: that the engine breaks in it is a finding, and the others are still to be run.
+        # The border of one mode: that the engine breaks in it is a finding, and the others are still to be run.
         text = f"the engine broke: {type(error).__name__}: {error}"
-        return RegimeResult(regime.name, regime.text, "wrong", None, text, time.monotonic() - started)
-    score = judge(bench.samples, watch, limits, tainted)
+        return ModeResult(mode.name, mode.text, "wrong", None, text, time.monotonic() - started)
+    score = score_samples(bench.samples, recorder, limits, tainted)
     verdict: Verdict = "wrong" if score.faults else "pass"
-    return RegimeResult(regime.name, regime.text, verdict, score, remark, time.monotonic() - started)
+    return ModeResult(mode.name, mode.text, verdict, score, remark, time.monotonic() - started)
 
 
 def _report(
@@ -203,7 +209,7 @@ def _report(
     load_plan: LoadPlan,
     bench: Bench,
     limits: Limits,
-    results: Sequence[RegimeResult],
+    results: Sequence[ModeResult],
     origin: str,
     remarks: Sequence[str],
     layers: LayerReport | None,
@@ -228,7 +234,7 @@ def _report(
         limits=limits,
         lengths=tuple(len(sample.prompt) for sample in bench.samples),
         new_tokens=max(len(sample.forced) for sample in bench.samples),
-        regimes=tuple(results),
+        modes=tuple(results),
         layers=layers,
         remarks=(*remarks, *unused),
         backends=tuple(map(str, found)),

@@ -75,7 +75,7 @@ class Forced:
         return so_far[-1]
 
 
-def sweep(config: EngineConfig, new_tokens: int, tell: Callable[[str], None] = lambda text: None) -> list[LengthError]:
+def sweep(config: EngineConfig, new_tokens: int, log: Callable[[str], None] = lambda text: None) -> list[LengthError]:
     """Run every length that fits; a length that comes out wrong counts by the middle one of three prompts, because a
     pick that falls the other way is the prompt's and not the length's. Raises ConfigError if no length fits.
     """
@@ -87,24 +87,24 @@ def sweep(config: EngineConfig, new_tokens: int, tell: Callable[[str], None] = l
     if not lengths:
         raise ConfigError(f"max_model_len={load_plan.max_model_len} leaves no length to sweep; {LENGTHS[0]} is needed.")
     config = dataclasses.replace(config, max_model_len=room, max_num_seqs=1)
-    errors = _errors(config, load_plan, lengths, new_tokens, config.seed, tell)
+    errors = _errors(config, load_plan, lengths, new_tokens, config.seed, log)
     usual = statistics.median(errors["noise"].values())
 
-    def judged(errors: Errors, length: int, way: str) -> LengthError:
+    def compared(errors: Errors, length: int, way: str) -> LengthError:
         noise = errors["noise"][length]
         return LengthError(length, way, errors[way][length], noise, _FLOOR + _ROUNDING * max(noise, usual))
 
-    found = [judged(errors, length, way) for way in errors if way != "noise" for length in lengths]
+    found = [compared(errors, length, way) for way in errors if way != "noise" for length in lengths]
     again = sorted({one.length for one in found if one.wrong})
     if not again:
         return found
-    tell(f"again with other prompts: lengths {', '.join(map(str, again))}")
-    more = [_errors(config, load_plan, again, new_tokens, config.seed + i, tell) for i in (1, 2)]
+    log(f"again with other prompts: lengths {', '.join(map(str, again))}")
+    more = [_errors(config, load_plan, again, new_tokens, config.seed + i, log) for i in (1, 2)]
 
     def middle(first: LengthError) -> LengthError:
         if first.length not in again:
             return first
-        three = [first, *(judged(errors, first.length, first.way) for errors in more)]
+        three = [first, *(compared(errors, first.length, first.way) for errors in more)]
         return sorted(three, key=lambda one: one.error / one.allowed)[1]
 
     return [middle(one) for one in found]
@@ -116,7 +116,7 @@ def _errors(
     lengths: Sequence[int],
     new_tokens: int,
     seed: int,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Errors:
     """One prompt of each length in every way, "noise" among them."""
     ids = usable_ids(load_plan.checkpoint.config, load_plan.spec.vocab_size)
@@ -141,17 +141,17 @@ def _errors(
     rows: dict[str, dict[str, list[torch.Tensor]]] = {}
     tokens: dict[str, list[int]] | None = None
     for way, options in ways.items():
-        tell(f"running: {way}")
-        watch = Forced(tokens)
-        _run(dataclasses.replace(config, **options), drawn, new_tokens, watch)
-        rows[way] = watch.rows
-        tokens = tokens or watch.tokens
+        log(f"running: {way}")
+        recorder = Forced(tokens)
+        _run(dataclasses.replace(config, **options), drawn, new_tokens, recorder)
+        rows[way] = recorder.rows
+        tokens = tokens or recorder.tokens
     want = rows.pop("reference")
     return {way: {n: _error(found[f"{n}"], want[f"{n}"]) for n in lengths} for way, found in rows.items()}
 
 
-def _run(config: EngineConfig, drawn: Sequence[tuple[int, ...]], new_tokens: int, watch: Forced) -> None:
-    engine = Engine(config, observer=watch)
+def _run(config: EngineConfig, drawn: Sequence[tuple[int, ...]], new_tokens: int, recorder: Forced) -> None:
+    engine = Engine(config, observer=recorder)
     try:
         engine.capture_all()
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from allotrope.verify.logits_recorder import Watch
+from allotrope.verify.logits_recorder import LogitsRecorder
 from allotrope.verify.sample import Sample
 
 
@@ -78,7 +78,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Score:
-    """What a regime's logits and tokens came to.
+    """What a mode's logits and tokens came to.
 
     `rel_rms`: RMS of all errors over RMS of the wanted logits. `top1`: share of positions whose likeliest token
     agrees. `greedy_same`, `greedy_total`: prompts whose chosen tokens are all the reference's, and prompts.
@@ -98,29 +98,31 @@ class Score:
     faults: tuple[Fault, ...]
 
 
-def judge(samples: Sequence[Sample], watch: Watch, limits: Limits, tainted: Mapping[str, int]) -> Score:
-    """Judge what `watch` saw. `tainted`: per sample, the first position behind a router near-tie, if there is one."""
+def score_samples(
+    samples: Sequence[Sample], recorder: LogitsRecorder, limits: Limits, tainted: Mapping[str, int]
+) -> Score:
+    """Compare what `recorder` saw. `tainted`: per sample, the first position after a router near-tie, if any."""
     errors, same = [], []
     off = size = 0.0
     faults: list[Fault] = []
     argmax_ties = router_ties = 0
     for sample in samples:
-        seen = watch.seen[sample.name]
+        seen = recorder.seen[sample.name]
         looked = ~seen.error.isnan()
         behind = torch.arange(len(looked)) >= tainted.get(sample.name, len(looked))
         router_ties += int((looked & behind).sum())
-        judged = looked & ~behind
-        errors.append(seen.error[judged])
-        same.append(seen.same[judged])
-        off, size = off + float(seen.off[judged].sum()), size + float(seen.size[judged].sum())
-        differs = judged & (seen.same == 0)
+        compared = looked & ~behind
+        errors.append(seen.error[compared])
+        same.append(seen.same[compared])
+        off, size = off + float(seen.off[compared].sum()), size + float(seen.size[compared].sum())
+        differs = compared & (seen.same == 0)
         argmax_ties += int((differs & (sample.wanted.margin <= 2 * seen.error)).sum())
         if limits.exact:
-            faults += _faults(sample, watch, limits.max_abs, judged)
+            faults += _faults(sample, recorder, limits.max_abs, compared)
     error = torch.cat(errors)
     if not len(error):
         error = torch.tensor([torch.inf])
-    runs = [(sample, tokens) for sample in samples for tokens in _runs(sample, watch)]
+    runs = [(sample, tokens) for sample in samples for tokens in _runs(sample, recorder)]
     score = Score(
         positions=sum(map(len, errors)),
         max_abs=float(error.max()),
@@ -141,22 +143,22 @@ def judge(samples: Sequence[Sample], watch: Watch, limits: Limits, tainted: Mapp
     return dataclasses.replace(score, faults=(Fault("all", 0, -1, score.max_abs, text),))
 
 
-def _runs(sample: Sample, watch: Watch) -> list[list[int]]:
-    return [tokens for name, tokens in watch.chosen.items() if name.partition("/")[0] == sample.name]
+def _runs(sample: Sample, recorder: LogitsRecorder) -> list[list[int]]:
+    return [tokens for name, tokens in recorder.chosen.items() if name.partition("/")[0] == sample.name]
 
 
-def _faults(sample: Sample, watch: Watch, limit: float, judged: torch.Tensor) -> list[Fault]:
+def _faults(sample: Sample, recorder: LogitsRecorder, limit: float, compared: torch.Tensor) -> list[Fault]:
     """Logits that are off, and tokens that were chosen although another one was clearly likelier."""
-    seen, length = watch.seen[sample.name], len(sample.prompt)
+    seen, length = recorder.seen[sample.name], len(sample.prompt)
     found = [
         Fault(sample.name, length, position, float(seen.error[position]), f"off by {float(seen.error[position]):.2g}")
-        for position in (judged & ~(seen.error <= limit)).nonzero().flatten().tolist()
+        for position in (compared & ~(seen.error <= limit)).nonzero().flatten().tolist()
     ]
-    for tokens in _runs(sample, watch):
+    for tokens in _runs(sample, recorder):
         for i, (chosen, right) in enumerate(zip(tokens, sample.greedy, strict=False)):
             position = length - 1 + i
             clear = float(sample.wanted.margin[position]) > 2 * limit
-            if chosen != right and clear and bool(judged[position]) and seen.error[position] <= limit:
+            if chosen != right and clear and bool(compared[position]) and seen.error[position] <= limit:
                 what = f"chose token {chosen} although its own logits favour {right}"
                 found.append(Fault(sample.name, length, position, float(seen.error[position]), what))
     return found

@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 from allotrope.errors import ModelError
-from allotrope.verify.hooks import Picks, Place, tapped
+from allotrope.verify.hooks import Place, TopkSelection, hooked
 from allotrope.verify.plain_files import plain_files
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What happened to one sample of F tokens. `hidden`: place -> [F, width]. `picks`: layer -> its top-k calls."""
+    """What happened to one sample of F tokens. `hidden`: place -> [F, width]. `selections`: layer -> top-k calls."""
 
     hidden: dict[Place, torch.Tensor]
-    picks: dict[int, list[Picks]]
+    selections: dict[int, list[TopkSelection]]
 
 
 class TransformersModel:
@@ -47,10 +47,10 @@ class TransformersModel:
 
     def trace(self, ids: Sequence[int]) -> tuple[torch.Tensor, Trace]:
         """Logits, and what happened on the way to them."""
-        with tapped(list(self.layers)) as taps:
+        with hooked(list(self.layers)) as hooks:
             logits = self.logits(ids)
-        hidden = {place: found.reshape(len(ids), -1) for place, found in taps.hidden.items()}
-        return logits, Trace(hidden, taps.picks(len(ids)))
+        hidden = {place: found.reshape(len(ids), -1) for place, found in hooks.hidden.items()}
+        return logits, Trace(hidden, hooks.selections(len(ids)))
 
     @property
     def name(self) -> str:

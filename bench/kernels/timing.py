@@ -180,22 +180,22 @@ class Ceilings:
         return 1e6 * max(moved / self.copy, flops / self.matmul.get(rate, self.matmul["bf16"]))
 
 
-def measure_ceilings(watch: Stopwatch, device: torch.device) -> Ceilings:
+def measure_ceilings(recorder: Stopwatch, device: torch.device) -> Ceilings:
     """The best tenth of the runs: a ceiling is what the chip can do, not what it does when warm."""
     source = torch.randn(2**29, device=device)
     target = torch.empty_like(source)
     # By multiprocessors: in a graph, a plain copy is done by a copy engine, which is slower.
-    copy = 2 * source.nbytes / watch.time(functools.partial(torch.neg, source, out=target), 40).low * 1e6
+    copy = 2 * source.nbytes / recorder.time(functools.partial(torch.neg, source, out=target), 40).low * 1e6
     del source, target
     n = 8192
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
-    matmul = {"bf16": 2 * n**3 / watch.time(lambda: torch.mm(a, b, out=out), 40).low * 1e6}
+    matmul = {"bf16": 2 * n**3 / recorder.time(lambda: torch.mm(a, b, out=out), 40).low * 1e6}
     try:
         low, right = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
         one = torch.ones((), device=device)
-        product = watch.time(lambda: torch._scaled_mm(low, right, one, one, out_dtype=torch.bfloat16), 40)
+        product = recorder.time(lambda: torch._scaled_mm(low, right, one, one, out_dtype=torch.bfloat16), 40)
         matmul["fp8"] = 2 * n**3 / product.low * 1e6
     except (RuntimeError, AttributeError):
         matmul["fp8"] = float("nan")
-    return Ceilings(copy, matmul, watch.empty())
+    return Ceilings(copy, matmul, recorder.empty())

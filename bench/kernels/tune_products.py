@@ -325,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"compiled {len(first)} launches in {time.monotonic() - begun:.0f} s, {len(failed)} failed", flush=True)
     for text in failed[:5]:
         print("  ", text)
-    watch = Stopwatch(device)
+    recorder = Stopwatch(device)
     lines: list[Line] = []
     for shape, topk in wanted:
         if time.monotonic() - begun > options.limit:
@@ -347,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         print("WRONG", shape.key, rows, launch, found, flush=True)
                         continue
                     run = functools.partial(multiply, **given, weight=prepared, gating=gating, launch=launch)
-                    runs.append((watch.rough(run), launch, run))
+                    runs.append((recorder.rough(run), launch, run))
                 except Exception as error:  # no room on the chip
                     failed.append(f"{launch}: {error}")
             if not runs:
@@ -355,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             fastest = min(micros for micros, _, _ in runs)
             # What takes long is roughly known without a graph.
             close = [one for one in runs if fastest < ROUGH or one[0] < 1.1 * fastest]
-            times = [(watch.time(run, 10).median, launch) for _, launch, run in close]
+            times = [(recorder.time(run, 10).median, launch) for _, launch, run in close]
             extra = NO_PDL_US if rows * topk <= FEW_PLAIN_ROWS else 0.0
             times.sort(key=lambda pair: pair[0] + extra * pair[1].library)
             best[str(bucket(rows * topk))] = times[0][1]

@@ -58,13 +58,13 @@ def test_deepseek_v4(tmp_path: Path, page_size: int) -> None:
 def test_warm_equals_cold_at_every_cut(tmp_path: Path) -> None:
     """A shared beginning is taken up at the last entry of 128 tokens that both have, windows and states with it."""
     tiny = write_tiny(tiny_deepseek_v4(), tmp_path, rename=released)
-    prompt, stranger = prompts((270, 30))
+    prompt, other_request = prompts((270, 30))
     want = tiny.greedy(prompt, 8)
     for cut in (1, 127, 128, 129, 200, 255, 256, 257, 270):
         running = engine(tmp_path, page_size=8, max_num_seqs=4, max_model_len=512)
-        run(running, [request("warm", [*prompt[:cut], *stranger])])
+        run(running, [request("warm", [*prompt[:cut], *other_request])])
         before = running.stats().prefix_hits
-        assert run(running, [request("p", prompt), request("other", stranger)])["p"] == want
+        assert run(running, [request("p", prompt), request("other", other_request)])["p"] == want
         assert running.stats().prefix_hits - before == cut // 128 * 128
         assert_idle(running)
 

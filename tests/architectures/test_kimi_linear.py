@@ -76,11 +76,11 @@ def test_released_names(tmp_path: Path) -> None:
 def test_warm_equals_cold_at_every_cut(tmp_path: Path) -> None:
     """A shared prefix comes back from a state checkpoint and pages, wherever the next prompt leaves it."""
     tiny = write_tiny(tiny_kimi_linear(), tmp_path)
-    prompt, stranger = prompts((65, 30))
+    prompt, other_request = prompts((65, 30))
     want = {"p65": tiny.greedy(prompt, 8)}
     running = engine(tmp_path, page_size=8, max_num_seqs=4, max_model_len=256)
     for cut in (1, 7, 8, 9, 32, 63, 64, 65):
-        run(running, [request("warm", [*prompt[:cut], *stranger])])
+        run(running, [request("warm", [*prompt[:cut], *other_request])])
         assert_same(run(running, [request("p65", prompt)]), want)
         assert_idle(running)
     assert running.stats().prefix_hits > 0

@@ -75,12 +75,12 @@ def test_the_text_part_of_a_model_that_sees_images(config: type, tmp_path: Path)
 def test_warm_equals_cold_at_every_cut(tmp_path: Path) -> None:
     """A shared prefix comes back from a state checkpoint, wherever the next prompt leaves it."""
     tiny = write_tiny(tiny_qwen3_next(), tmp_path)
-    prompt, stranger = prompts((65, 30))
+    prompt, other_request = prompts((65, 30))
     want = {"p65": tiny.greedy(prompt, 8)}
     running = engine(tmp_path, page_size=8, max_num_seqs=4, max_model_len=256)
     for cut in (1, 7, 8, 9, 31, 32, 63, 64, 65):
         for _ in range(2):
-            run(running, [request("warm", [*prompt[:cut], *stranger])])
+            run(running, [request("warm", [*prompt[:cut], *other_request])])
             assert_same(run(running, [request("p65", prompt)]), want)
             assert_idle(running)
     assert running.stats().prefix_hits > 0

@@ -64,11 +64,11 @@ def see_one_row_less(plan: MlaPlan) -> MlaPlan:
 
 def pick_for_another_request(plan: Any) -> Any:
     """The rows picked are looked up in the page table of the next request."""
-    if plan.pickers is None:
+    if plan.sparse_queries is None:
         return plan
-    pickers = plan.pickers
-    request = (pickers.request + 1) % len(pickers.pages.table)
-    return dataclasses.replace(plan, pickers=dataclasses.replace(pickers, request=request))
+    sparse_queries = plan.sparse_queries
+    request = (sparse_queries.request + 1) % len(sparse_queries.pages.table)
+    return dataclasses.replace(plan, sparse_queries=dataclasses.replace(sparse_queries, request=request))
 
 
 def score_for_another_request(plan: Any) -> Any:
@@ -90,24 +90,24 @@ def see_the_future(plan: Any) -> Any:
     return dataclasses.replace(plan, contests=tuple(contests))
 
 
-def picks_of_another_request(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def topk_of_another_request(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The picks that belong to the other end of the batch, clipped to what the query sees."""
-    picks = rows["picks"].flip(0)
-    return rows | {"picks": picks.clamp(max=int(rows["picks"].max()))}
+    topk_indices = rows["picks"].flip(0)
+    return rows | {"picks": topk_indices.clamp(max=int(rows["picks"].max()))}
 
 
-def make_holes(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    picks = rows["picks"].clone()
-    picks[:, ::2] = -1
-    return rows | {"picks": picks}
+def make_gaps(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    topk_indices = rows["picks"].clone()
+    topk_indices[:, ::2] = -1
+    return rows | {"picks": topk_indices}
 
 
-def read_holes_as_rows(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def read_gaps_as_entries(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """-1 taken for a position: the row it is clamped to."""
-    return rows | {"picks": make_holes(rows)["picks"].clamp(min=0)}
+    return rows | {"picks": make_gaps(rows)["picks"].clamp(min=0)}
 
 
-def clear_picks(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def clear_topk(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return rows | {"picks": torch.full_like(rows["picks"], -1)}
 
 
@@ -148,8 +148,8 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
         DSA_CASE,
         change_spec(mla=dataclasses.replace(DSA_CASE.spec.mla, scale=DSA_CASE.spec.mla.scale / MSCALE**2)),
     ),
-    "dsa: picks of another request reused": (REUSING_CASE, change_tokens(picks_of_another_request)),
-    "dsa: picks cleared by the layer that reuses them": (REUSING_CASE, change_tokens(clear_picks)),
+    "dsa: picks of another request reused": (REUSING_CASE, change_tokens(topk_of_another_request)),
+    "dsa: picks cleared by the layer that reuses them": (REUSING_CASE, change_tokens(clear_topk)),
 }
 
 
@@ -170,6 +170,6 @@ def test_a_fault_is_seen(name: str) -> None:
 
 def test_a_missing_pick_that_is_dereferenced_is_seen() -> None:
     steps = whole(REUSING_CASE.lengths)
-    want = play(REUSING_CASE, change_tokens(make_holes), steps)
+    want = play(REUSING_CASE, change_tokens(make_gaps), steps)
     assert want.isfinite().all()
-    assert not compare(play(REUSING_CASE, change_tokens(read_holes_as_rows), steps), want, "fp32")
+    assert not compare(play(REUSING_CASE, change_tokens(read_gaps_as_entries), steps), want, "fp32")

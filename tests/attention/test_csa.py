@@ -274,7 +274,7 @@ def test_nothing_to_see_is_zero_and_a_sink_alone_takes_all() -> None:
     assert attend(q, [rows * torch.nan], bias, torch.zeros(3), 1.0)[0, 1].isnan().all()
 
 
-def test_tied_scores_choose_alike_in_every_schedule() -> None:
+def test_tied_scores_select_equally_in_every_schedule() -> None:
     """One scoring head leaves most scores at exactly 0: the choice must not hang on how a step is cut or padded."""
     spec = dataclasses.replace(KINDS["chosen"].spec, indexer=IndexerSpec(num_heads=1, head_dim=16, topk=8))
     case = Case("tied", spec, (100, 61), draw, torch.float32, PAGE)

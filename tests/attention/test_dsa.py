@@ -32,7 +32,7 @@ class PickingReplay(Replay):
     """Also keeps the picks of every step, by sequence."""
 
     def __init__(self, case: Case, seed: int = 0) -> None:
-        self.picks: list[list[torch.Tensor]] = [[] for _ in case.lengths]
+        self.topk_indices: list[list[torch.Tensor]] = [[] for _ in case.lengths]
         super().__init__(case, AttentionBackend("keeping", runs_anywhere, self.run, plan=REFERENCE.plan), seed=seed)
 
     def run(self, *args: object, **tensors: torch.Tensor) -> torch.Tensor:
@@ -42,27 +42,27 @@ class PickingReplay(Replay):
     def step(self, step: Step) -> torch.Tensor:
         out = super().step(step)
         for (i, _), part in zip(step, self.last.split([n for _, n in step]), strict=True):
-            self.picks[i].extend(part.unbind())
+            self.topk_indices[i].extend(part.unbind())
         return out
 
 
 @pytest.mark.parametrize("name", ["picking_all", "reusing", "reusing_wide_values"])
-def test_half_precision_where_rounding_cannot_change_the_picks(name: str) -> None:
+def test_half_precision_where_rounding_cannot_change_the_topk(name: str) -> None:
     case = cases("dsa", torch.bfloat16)[name]
     assert (
         found := compare(Replay(case, REFERENCE).play(at_random(case.lengths, 3)), naive_output(case), case.kind)
     ), found
 
 
-def test_picks_are_those_of_the_scores_whatever_the_schedule() -> None:
+def test_topk_is_that_of_the_scores_whatever_the_schedule() -> None:
     case = CASES["picking"]
     lengths = case.lengths
     results = naive_results(case)
     for steps in (whole(lengths), in_chunks(lengths, 1), in_chunks(lengths, 5), at_random(lengths, 6)):
         replay = PickingReplay(case)
         replay.play(steps)
-        for picks, (_, indices) in zip(replay.picks, results, strict=True):
-            for found, row in zip(picks, indices, strict=True):
+        for topk_indices, (_, indices) in zip(replay.topk_indices, results, strict=True):
+            for found, row in zip(topk_indices, indices, strict=True):
                 want = row[row >= 0].sort().values.tolist()
                 assert found.tolist() == want + [-1] * (len(found) - len(want))
 
@@ -93,45 +93,45 @@ def test_contexts_up_to_topk_are_dense_attention_bit_by_bit(name: str) -> None:
     assert torch.equal(found, dense)
 
 
-def test_a_layer_that_reuses_picks_agrees_with_the_layer_that_made_them() -> None:
+def test_a_layer_that_reuses_topk_agrees_with_the_layer_that_selected_it() -> None:
     owner = CASES["picking"]
     first = PickingReplay(owner)
     want = first.play(at_random(owner.lengths, 9))
-    width = max(len(row) for rows in first.picks for row in rows)
-    picks = torch.full((sum(owner.lengths), width), -1)
-    for i, rows in enumerate(first.picks):
+    width = max(len(row) for rows in first.topk_indices for row in rows)
+    topk_indices = torch.full((sum(owner.lengths), width), -1)
+    for i, rows in enumerate(first.topk_indices):
         for p, row in enumerate(rows):
-            picks[first.begin[i] + p, : len(row)] = row
+            topk_indices[first.begin[i] + p, : len(row)] = row
 
-    def with_picks(*_: object) -> Inputs:
+    def with_topk(*_: object) -> Inputs:
         inputs = owner.inputs()
         kept = {key: t for key, t in inputs.tokens.items() if not key.startswith("index_")}
-        return Inputs(kept | {"picks": picks}, inputs.layer)
+        return Inputs(kept | {"picks": topk_indices}, inputs.layer)
 
-    reader = dataclasses.replace(owner, spec=dataclasses.replace(owner.spec, indexer=None), draw=with_picks)
+    reader = dataclasses.replace(owner, spec=dataclasses.replace(owner.spec, indexer=None), draw=with_topk)
     found = compare(Replay(reader, REFERENCE).play(at_random(owner.lengths, 9)), want, "fp32")
     assert found, found
 
 
-def test_a_reusing_layer_passes_the_picks_on_unchanged() -> None:
+def test_a_reusing_layer_passes_the_topk_on_unchanged() -> None:
     replay = PickingReplay(CASES["reusing"])
     given = replay.inputs.tokens["picks"]
     replay.play(whole(replay.case.lengths))
-    assert torch.equal(torch.stack([row for rows in replay.picks for row in rows]), given)
+    assert torch.equal(torch.stack([row for rows in replay.topk_indices for row in rows]), given)
 
 
-def test_missing_picks_are_read_as_nothing_even_where_the_memory_is_poison() -> None:
+def test_missing_indices_are_read_as_nothing_even_where_the_memory_is_poison() -> None:
     """-1 in the list of a query that picks: that row is left out, and no row stands in for it."""
     case = CASES["reusing"]
     topk = case.spec.topk
 
-    def with_holes(*_: object) -> Inputs:
+    def with_gaps(*_: object) -> Inputs:
         inputs = draw(case.spec, sum(case.lengths), torch.Generator().manual_seed(3), torch.float32)
-        picks = inputs.tokens["picks"]
-        picks[torch.rand(picks.shape, generator=torch.Generator().manual_seed(4)) < 0.5] = -1
+        topk_indices = inputs.tokens["picks"]
+        topk_indices[torch.rand(topk_indices.shape, generator=torch.Generator().manual_seed(4)) < 0.5] = -1
         return Inputs(inputs.tokens, inputs.layer)
 
-    holed = dataclasses.replace(case, draw=with_holes)
+    holed = dataclasses.replace(case, draw=with_gaps)
     found = Replay(holed, REFERENCE).play(whole(case.lengths))
     positions = torch.cat([torch.arange(n) for n in case.lengths])
     nothing = (holed.inputs().tokens["picks"] < 0).all(1) & (positions >= topk)
@@ -155,7 +155,7 @@ def test_equal_scores_pick_the_earliest_rows() -> None:
     for steps in (whole(case.lengths), in_chunks(case.lengths, 1)):
         replay = PickingReplay(dataclasses.replace(case, draw=no_weights))
         replay.play(steps)
-        for row in replay.picks[-1][case.spec.topk :]:
+        for row in replay.topk_indices[-1][case.spec.topk :]:
             assert row.tolist() == list(range(case.spec.topk))
 
 

@@ -134,7 +134,7 @@ def test_a_recycled_slot_says_nothing_of_its_last_owner(name: str, backend: Atte
 
 @BACKENDS
 @pytest.mark.parametrize("name", SMALL)
-def test_strangers_and_their_order_change_at_most_the_last_bits(name: str, backend: AttentionBackend) -> None:
+def test_other_requests_and_their_order_change_at_most_the_last_bits(name: str, backend: AttentionBackend) -> None:
     case = CASES[name]
     skip_unless_it_runs(backend, case)
     chunks = in_chunks(case.lengths, 24)

@@ -82,9 +82,9 @@ def test_lists_are_filled_up_to_sixteen_bytes(topk: int) -> None:
     replay.plan = lambda batch, index: plans.append(make(batch, index)) or plans[-1]  # type: ignore[method-assign,func-returns-value]
     replay.step([(0, 1)])
     (plan,) = plans
-    picks = torch.arange(topk, device=DEVICE)[None]
+    topk_indices = torch.arange(topk, device=DEVICE)[None]
     entries = plan.paged["compressed"]
-    rows = resolve(entries, entries.page_size // case.spec.ratio, plan.tensors.request_of_token, picks)
+    rows = resolve(entries, entries.page_size // case.spec.ratio, plan.tensors.request_of_token, topk_indices)
     whole_plan = make_lists(case.spec, plan.tensors, plan.paged["window"], entries, 27, listed=True)
     assert whole_plan.entry_list is not None
     for lists, used in ((plan.lists.window_list, 5), (whole_plan.entry_list, 6), (rows, topk)):

@@ -32,7 +32,7 @@ class Keeping(Replay):
     """Also keeps the picks of every step, by sequence."""
 
     def __init__(self, case: Case, backend: AttentionBackend) -> None:
-        self.picks: list[list[torch.Tensor]] = [[] for _ in case.lengths]
+        self.topk_indices: list[list[torch.Tensor]] = [[] for _ in case.lengths]
         super().__init__(case, dataclasses.replace(backend, run=self.run), DEVICE)
         self.backend_run = backend.run
 
@@ -43,7 +43,7 @@ class Keeping(Replay):
     def step(self, step: Step) -> torch.Tensor:
         out = super().step(step)
         for (i, _), part in zip(step, self.last.split([n for _, n in step]), strict=True):
-            self.picks[i].extend(row[row >= 0] for row in part.unbind())
+            self.topk_indices[i].extend(row[row >= 0] for row in part.unbind())
         return out
 
 
@@ -68,7 +68,7 @@ def test_any_schedule_gives_the_reference(name: str, dtype: torch.dtype) -> None
         replay = Keeping(case, TRITON)
         found = compare(replay.play(steps), want, case.kind)
         assert found, f"{found}, steps {steps}"
-        for got, exact in zip(replay.picks, wanted.picks, strict=True):
+        for got, exact in zip(replay.topk_indices, wanted.topk_indices, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(got, exact, strict=True))
 
 
@@ -83,7 +83,7 @@ def whole_numbers(spec: object, tokens: int, generator: torch.Generator, dtype: 
 
 @pytest.mark.parametrize("key_format", ["plain", "scaled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_picks_are_the_references_bit_for_bit(key_format: str, dtype: torch.dtype) -> None:
+def test_topk_is_the_references_bit_for_bit(key_format: str, dtype: torch.dtype) -> None:
     """Prompts, chunks and decodes, where d^-1/2 is a power of two; scaled keys of whole numbers are exact as well."""
     case = cases("dsa", dtype)["picking"]
     spec = dataclasses.replace(case.spec, indexer=IndexerSpec(num_heads=8, head_dim=64, key_format=key_format))
@@ -93,7 +93,7 @@ def test_picks_are_the_references_bit_for_bit(key_format: str, dtype: torch.dtyp
     for step in steps:
         for replay in replays:
             replay.step(step)
-    for want, got in zip(*(replay.picks for replay in replays), strict=True):
+    for want, got in zip(*(replay.topk_indices for replay in replays), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
@@ -148,12 +148,12 @@ def test_top_rows_are_exact(width: int, topk: int) -> None:
     scores[2, 1::3] = 0.0
     seen = torch.tensor([width, width - 1, width, topk, 3], dtype=torch.int32)
     scores[torch.arange(width) >= seen[:, None]] = torch.nan
-    picks = torch.full((9, topk), 77, dtype=torch.int64, device=DEVICE)
+    topk_indices = torch.full((9, topk), 77, dtype=torch.int64, device=DEVICE)
     rows = torch.tensor([4, 0, 8, 2, 3])
-    triton_topk.top_rows(scores.to(DEVICE), seen.to(DEVICE), topk, CHIP, picks, rows.to(DEVICE))
+    triton_topk.top_rows(scores.to(DEVICE), seen.to(DEVICE), topk, CHIP, topk_indices, rows.to(DEVICE))
     want = top_indices(scores.masked_fill(torch.arange(width) >= seen[:, None], -torch.inf), topk)
-    assert torch.equal(picks.cpu()[rows], want)
-    assert (picks.cpu()[[1, 5, 6, 7]] == 77).all()
+    assert torch.equal(topk_indices.cpu()[rows], want)
+    assert (topk_indices.cpu()[[1, 5, 6, 7]] == 77).all()
 
 
 def test_a_captured_step_scores_by_what_the_device_knows() -> None:
@@ -177,26 +177,26 @@ def test_a_captured_step_scores_by_what_the_device_knows() -> None:
         torch.tensor([40, 0, 5], device=DEVICE), torch.arange(3, device=DEVICE),
     )  # fmt: skip
     batch = BatchLayout((1,) * 3, (512,) * 3, torch.device(DEVICE), given)
-    out, picks = triton.run(
+    out, topk_indices = triton.run(
         spec, triton.build_plan(spec, batch, index), pools, DSA.ready_inputs(spec, **tokens, **replay.layer)
     )
     assert not out[1].any()
-    assert (picks[1] == -1).all()
-    assert picks[2].tolist() == [0, 1, 2, 3, 4, 5, -1, -1]
+    assert (topk_indices[1] == -1).all()
+    assert topk_indices[2].tolist() == [0, 1, 2, 3, 4, 5, -1, -1]
     assert (found := compare(out[[0, 2]], want, "fp32")), found
 
 
-def test_missing_picks_are_read_as_nothing() -> None:
+def test_missing_indices_are_read_as_nothing() -> None:
     """-1 in the list of a query that picks: that row is left out, and no row stands in for it."""
     case = cases("dsa")["reusing"]
 
-    def with_holes(*_: object) -> Inputs:
+    def with_gaps(*_: object) -> Inputs:
         inputs = small.draw(case.spec, sum(case.lengths), torch.Generator().manual_seed(3), torch.float32)
-        picks = inputs.tokens["picks"]
-        picks[torch.rand(picks.shape, generator=torch.Generator().manual_seed(4)) < 0.5] = -1
+        topk_indices = inputs.tokens["picks"]
+        topk_indices[torch.rand(topk_indices.shape, generator=torch.Generator().manual_seed(4)) < 0.5] = -1
         return Inputs(inputs.tokens, inputs.layer)
 
-    holed = dataclasses.replace(case, draw=with_holes)
+    holed = dataclasses.replace(case, draw=with_gaps)
     found, want = (Replay(holed, backend, DEVICE).play(whole(case.lengths)) for backend in (TRITON, REFERENCE))
     assert (same := compare(found, want, "fp32")), same
 

@@ -92,7 +92,7 @@ def test_a_weight_of_one_block_is_kept_like_its_neighbours(tmp_path: Path) -> No
     assert torch.equal(QuantizedWeight(Fp8(128), codes, scales).dequantize(), view.read("b.weight"))
 
 
-def test_packed_experts_beside_fp8_weights(tmp_path: Path) -> None:
+def test_packed_experts_among_fp8_weights(tmp_path: Path) -> None:
     """As DeepSeek V4 is released: 4-bit experts in int8 with a power of two for every 32, in one of two types."""
     bytes_ = torch.randint(0, 256, (6, 48), dtype=torch.uint8)
     exponents = torch.randint(120, 130, (6, 3), dtype=torch.uint8)

@@ -100,7 +100,7 @@ def test_states_do_not_grow_with_the_context(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("indexed", [True, False])
-def test_picked_rows_by_counting(indexed: bool) -> None:
+def test_sparse_indices_by_counting(indexed: bool) -> None:
     mla = MlaSpec(
         num_heads=4, latent_dim=32, rope_dim=8, nope_dim=16, v_head_dim=24, scale=1.0, kv_dtype=torch.bfloat16
     )

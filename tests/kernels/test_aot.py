@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from compiled_ahead import TIMED, UNTIMED, hold_kernels_to_chips
+from aot_examination import TIMED, UNTIMED, hold_kernels_to_chips
 
 from allotrope.kernels.chip import CHIPS
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from compiled_ahead import UNTIMED, hold_kernels_to_chips
+from aot_examination import UNTIMED, hold_kernels_to_chips
 
 
 @pytest.mark.timeout(600)

@@ -60,7 +60,7 @@ def test_amdgcn(name: str) -> None:
 
 
 @pytest.mark.parametrize("lost", ["some_kernel.py:0:37", "some_kernel.py:0"])
-def test_a_moved_instruction_is_judged_by_the_ir(lost: str) -> None:
+def test_a_moved_instruction_is_found_by_the_ir(lost: str) -> None:
     text = "\tmax.f32 %r1, %r2, %r3;"
     assert not found(text, mark=lost)
     operation = "%1 = arith.maxnumf %2, %3 : tensor<4xf32> loc(#loc9)"

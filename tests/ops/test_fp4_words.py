@@ -23,12 +23,12 @@ def every_word() -> tuple[np.ndarray, np.ndarray]:
     return codes.numpy(), prepared.values.flatten().numpy().view(np.uint16)
 
 
-def bytes_picked(x: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
+def select_bytes(x: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
     """`prmt` of one register; `order`: the source of each byte, the lowest first."""
-    picked = [
+    selected = [
         (x >> np.uint32(8 * source) & np.uint32(255)) << np.uint32(8 * place) for place, source in enumerate(order)
     ]
-    return np.bitwise_or.reduce(picked)
+    return np.bitwise_or.reduce(selected)
 
 
 def test_words_say_the_same_in_another_form() -> None:
@@ -44,7 +44,7 @@ def test_two_words_at_a_time_give_pairs_in_bf16() -> None:
     codes, words = every_word()
     order = np.random.default_rng(0).permutation(1 << 16)
     pair = words.astype(np.uint32) | words[order].astype(np.uint32) << np.uint32(16)
-    swapped = bytes_picked(pair, (1, 0, 3, 2))
+    swapped = select_bytes(pair, (1, 0, 3, 2))
     two, six, four = pair << np.uint32(2), pair << np.uint32(6), swapped << np.uint32(4)
     for place, found in enumerate((pair & MASK, four & MASK, (two ^ six) & MASK, (two ^ swapped) & MASK)):
         values = torch.from_numpy(found.view(np.int16).reshape(-1, 2)).view(torch.bfloat16)

@@ -128,7 +128,7 @@ def test_latent_and_compressed_rows(tmp_path: Path) -> None:
         assert sum("allotrope: FP8 rows" in said and line in said for said in text.splitlines()) == 2, text[-4000:]
 
 
-def test_scales_beside_quantized_weights(tmp_path: Path) -> None:
+def test_scales_of_quantized_weights(tmp_path: Path) -> None:
     """They are nobody's parameters, whatever else the checkpoint holds; and they are left out where rows are plain."""
     plain = write("Qwen3NextForCausalLM", tmp_path / "plain")
     path = add_scales(write_twin(plain, tmp_path / "twin"), {"k_scale": 0.3, "v_scale": 0.11})

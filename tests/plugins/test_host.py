@@ -185,8 +185,8 @@ def test_operators_answer_as_their_families() -> None:
     for call in calls():
         found, want = call.run(None), call.run(call.plan)
         assert want[0].any() and torch.equal(found[0], want[0]), call.layer.spec.family
-        for picks, own in zip(found[1:], want[1:], strict=True):
-            assert torch.equal(picks[:, : own.shape[1]], own) and (picks[:, own.shape[1] :] == -1).all()
+        for topk_indices, own in zip(found[1:], want[1:], strict=True):
+            assert torch.equal(topk_indices[:, : own.shape[1]], own) and (topk_indices[:, own.shape[1] :] == -1).all()
 
 
 def test_operators_are_split_points() -> None:

@@ -35,13 +35,13 @@ def host(folder: Path, version: str = "0.32.0", without: str = "", earlier: bool
     modules: dict[str, list[str]] = {}
     symbols = [(symbol.instead if earlier else None) or symbol for symbol in contract.SYMBOLS]
     for path in dict.fromkeys(symbol.path for symbol in symbols):
-        alike = [symbol for symbol in symbols if symbol.path == path]
+        same_path = [symbol for symbol in symbols if symbol.path == path]
         module, _, name = path.partition(":")
         if name == without:
             modules.setdefault(module, [])
             continue
-        accepts = "".join(f", {one}=None" for symbol in alike for one in symbol.accepts)
-        members = "".join(f"    {one} = None\n" for symbol in alike for one in symbol.has)
+        accepts = "".join(f", {one}=None" for symbol in same_path for one in symbol.accepts)
+        members = "".join(f"    {one} = None\n" for symbol in same_path for one in symbol.has)
         code = f"class {name}:\n    def __init__(self{accepts}): pass\n{members}"
         if name == "ModelRegistry":
             code = (

@@ -249,9 +249,9 @@ def _max_completion_tokens(probe: Probe) -> None:
 
 
 def _generation_prompt(probe: Probe) -> None:
-    opened = probe.body()["prompt_token_ids"]
+    unclosed = probe.body()["prompt_token_ids"]
     closed = probe.body(add_generation_prompt=False)["prompt_token_ids"]
-    assert opened[: len(closed)] == closed and len(closed) < len(opened)
+    assert unclosed[: len(closed)] == closed and len(closed) < len(unclosed)
 
 
 def _continue(probe: Probe) -> None:

@@ -103,8 +103,8 @@ def test_an_allowed_origin_gets_cors_headers(client: httpx.Client) -> None:
     # An error can be read too.
     refused = httpx.get(client.base_url.join("/v1/models"), headers={"origin": ORIGIN})
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, ORIGIN)
-    stranger = client.get("/v1/models", headers={"origin": "https://other.example"})
-    assert "access-control-allow-origin" not in stranger.headers
+    other_request = client.get("/v1/models", headers={"origin": "https://other.example"})
+    assert "access-control-allow-origin" not in other_request.headers
 
 
 def test_other_origins_get_no_cors_headers(http: httpx.Client) -> None:

@@ -1,4 +1,4 @@
-"""Every architecture, with random weights, in every regime against Transformers."""
+"""Every architecture, with random weights, in every mode against Transformers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ from allotrope.verify.run import verify
 def test_random_weights_pass(name: str) -> None:
     report = verify(EngineConfig(model=name), VerifyOptions(random=True))
     assert report.passed, report.verdict()
-    assert {result.verdict for result in report.regimes} == {"pass"}
+    assert {result.verdict for result in report.modes} == {"pass"}
     assert report.layers is not None
-    assert all(layer.picks in ("", "same", "same, some unseen", "unseen") for layer in report.layers.layers)
+    assert all(layer.selections in ("", "same", "same, some unseen", "unseen") for layer in report.layers.layers)

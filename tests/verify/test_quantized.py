@@ -23,7 +23,7 @@ from allotrope.errors import ModelError
 from allotrope.layers.weights import pop_weights
 from allotrope.ops.matmul import StoredWeight
 from allotrope.ops.matmul.weight import Format, QuantizedWeight
-from allotrope.verify.options import REGIMES, VerifyOptions
+from allotrope.verify.options import MODES, VerifyOptions
 from allotrope.verify.plain_files import plain_files
 from allotrope.verify.random_checkpoint import write_random
 from allotrope.verify.report import Report
@@ -57,24 +57,24 @@ def run(directory: Path, mode: str = "keep", engine: dict[str, object] | None = 
 
 
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"])
-def test_unpacked_weights_are_exact_in_every_regime(twin: Twin, name: str) -> None:
+def test_dequantized_weights_are_exact_in_every_mode(twin: Twin, name: str) -> None:
     report = run(twin(name), "unpack")
     assert report.passed, report.verdict()
     assert report.limits.exact and "float64" in report.limits.origin
-    assert {r.name: r.verdict for r in report.regimes} == {name: "pass" for name in REGIMES if name != "graphs"}
+    assert {r.name: r.verdict for r in report.modes} == {name: "pass" for name in MODES if name != "graphs"}
     assert report.layers is not None and all(layer.error < 5e-6 for layer in report.layers.layers)
     assert "kept" not in report.engine
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "DeepseekV32ForCausalLM"])
-def test_kept_weights_are_judged_by_what_their_rounding_costs(twin: Twin, name: str, dtype: str) -> None:
-    report = run(twin(name), engine={"dtype": dtype}, regimes="whole,chunked-64,cached,batched")
+def test_kept_weights_have_the_tolerance_of_their_rounding(twin: Twin, name: str, dtype: str) -> None:
+    report = run(twin(name), engine={"dtype": dtype}, modes="whole,chunked-64,cached,batched")
     assert report.passed, report.verdict()
     assert report.engine.endswith("(FP8 weights kept, activations rounded)")
     assert f"Transformers in {dtype} with activations rounded" in report.limits.origin
     assert not report.remarks
-    score, limit = report.regimes[0].score, report.limits.median_abs
+    score, limit = report.modes[0].score, report.limits.median_abs
     # The engine rounds what Transformers rounded: it is as far off, not just within the limit.
     assert score is not None and limit is not None and limit / 6 < score.median_abs < 0.75 * limit
     assert score.router_ties == 0
@@ -84,7 +84,7 @@ def test_kept_weights_are_judged_by_what_their_rounding_costs(twin: Twin, name: 
 
 
 def test_rows_that_round_as_well(twin: Twin) -> None:
-    report = run(twin("Qwen3MoeForCausalLM"), engine={"kv_cache_dtype": "fp8"}, regimes="whole")
+    report = run(twin("Qwen3MoeForCausalLM"), engine={"kv_cache_dtype": "fp8"}, modes="whole")
     assert report.passed, report.verdict()
     assert "bfloat16 with activations rounded" in report.limits.origin and "FP8 rows" in report.limits.origin
 
@@ -140,7 +140,7 @@ def test_faults_are_found(
 
     monkeypatch.setattr(load, "finish", counted)
     monkeypatch.setattr(f"allotrope.layers.{fault.module}.pop_weights", spoiled)
-    report = run(directory, regimes="whole")
+    report = run(directory, modes="whole")
     assert models and not report.passed
     assert report.layers is not None and report.layers.first is not None, report.verdict()
     assert report.layers.first.index == fault.layer
@@ -163,8 +163,8 @@ def test_transformers_rounds_what_the_engine_rounds(twin: Twin, name: str, monke
         return model
 
     monkeypatch.setattr("allotrope.verify.expected_outputs.load_transformers", rounding)
-    report = run(directory, regimes="whole")
-    score = report.regimes[0].score
+    report = run(directory, modes="whole")
+    score = report.modes[0].score
     assert score is not None and score.median_abs < 1e-4
     assert report.layers is not None and all(layer.error < 5e-6 for layer in report.layers.layers)
 
@@ -172,16 +172,16 @@ def test_transformers_rounds_what_the_engine_rounds(twin: Twin, name: str, monke
 def test_weights_that_are_not_found_are_said(twin: Twin) -> None:
     directory = twin("Qwen3MoeForCausalLM")
     # Another reference has other values under the same names.
-    assert not run(directory, reference=str(directory.parent / "plain"), regimes="whole").remarks
+    assert not run(directory, reference=str(directory.parent / "plain"), modes="whole").remarks
     config = EngineConfig(model=str(directory), quantized_weights="keep", dtype="float32", device="cpu")
     names = fp8_tensors(resolve_load_plan(config))
     plain = open_checkpoint(str(directory.parent / "plain"))
     model = load_transformers(directory, open_checkpoint(str(directory)).config, torch.float32, 3)
     assert RoundedProducts(model.model, plain, names).share == 0
     with plain_files(directory, open_checkpoint(str(directory)).config) as (files, _):
-        unpacked = open_checkpoint(str(files))
-        assert RoundedProducts(model.model, unpacked, names).share == 1
-        assert 0.4 < RoundedProducts(model.model, unpacked, [*names, *(f"no.{name}" for name in names)]).share < 0.6
+        dequantized = open_checkpoint(str(files))
+        assert RoundedProducts(model.model, dequantized, names).share == 1
+        assert 0.4 < RoundedProducts(model.model, dequantized, [*names, *(f"no.{name}" for name in names)]).share < 0.6
 
 
 @pytest.mark.parametrize(("block", "scheme"), [(16, "block"), (48, "block"), (0, "channel")])
@@ -236,18 +236,18 @@ def test_a_copy_needs_room_and_goes_away(twin: Twin, monkeypatch: pytest.MonkeyP
         pass
 
 
-def test_stored_outputs_do_not_judge_rounded_products(tiny: Tiny, stored: Path, tmp_path: Path) -> None:
+def test_stored_outputs_set_no_tolerance_for_rounded_products(tiny: Tiny, stored: Path, tmp_path: Path) -> None:
     directory = write_twin(tiny("mistral").directory, tmp_path / "twin")
     for name in ("expected.safetensors", "manifest.json"):
         shutil.copy(stored / name, directory / name)
-    report = run(directory, regimes="whole")
+    report = run(directory, modes="whole")
     assert report.passed, report.verdict()
     assert "Transformers" in report.origin
     assert "are not used" in report.remarks[0] and "--quantized-weights unpack" in report.remarks[0]
     with pytest.raises(ModelError, match=r"manifest\.json does not say how far off FP8 products may be"):
         run(directory, against="stored", lengths=None)
     # Unpacked, they do judge; these are of the weights before they were quantized.
-    report = run(directory, "unpack", regimes="whole", lengths=None)
+    report = run(directory, "unpack", modes="whole", lengths=None)
     assert "outputs stored" in report.origin and not report.passed
 
 
@@ -257,6 +257,6 @@ def test_integers_are_exact(name: str, mode: str, tmp_path: Path) -> None:
     """Of a dense model, and of routed experts alone, as they are released."""
     write_random(find_architecture({"architectures": [name]}, name).tiny(), tmp_path / "plain", None, 0)
     write_int4_twin(tmp_path / "plain", tmp_path / "twin", experts_alone=name != "LlamaForCausalLM")
-    report = run(tmp_path / "twin", mode, regimes="whole,chunked-64,cached")
+    report = run(tmp_path / "twin", mode, modes="whole,chunked-64,cached")
     assert report.passed, report.verdict()
     assert report.limits.exact

@@ -83,7 +83,7 @@ def test_layers_are_cut_everywhere() -> None:
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV4ForCausalLM"])
 def test_an_architecture_by_name(name: str) -> None:
     assert name in ARCHITECTURES
-    options = VerifyOptions(random=True, layers=2, lengths="1,18,40", regimes="whole,cached", new_tokens=4)
+    options = VerifyOptions(random=True, layers=2, lengths="1,18,40", modes="whole,cached", new_tokens=4)
     report = verify(EngineConfig(model=name), options)
     assert report.passed, report.verdict()
     assert report.layers is not None and len(report.layers.layers) == 2
@@ -92,7 +92,7 @@ def test_an_architecture_by_name(name: str) -> None:
 
 def test_a_config_without_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_llama() | {"quantization_config": {"quant_method": "fp8"}}))
-    options = VerifyOptions(random=True, lengths="5", regimes="whole")
+    options = VerifyOptions(random=True, lengths="5", modes="whole")
     report = verify(EngineConfig(model=str(tmp_path)), options)
     assert report.passed
     assert "quantization_config is left out" in "\n".join(report.verdict())

@@ -1,4 +1,4 @@
-"""The engine against Transformers: clean models pass in every regime, and a fault is found where it is."""
+"""The engine against Transformers: clean models pass in every mode, and a fault is found where it is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from allotrope.cache.prefix import PrefixCache
 from allotrope.config import EngineConfig
 from allotrope.engine.kv_cache_manager import KVCacheManager
 from allotrope.errors import ConfigError, ModelError
-from allotrope.verify.options import REGIMES, VerifyOptions
+from allotrope.verify.options import MODES, VerifyOptions
 from allotrope.verify.report import Report
 from allotrope.verify.run import verify
 from allotrope.verify.transformers_model import load_transformers
@@ -35,13 +35,13 @@ def test_the_reference_keeps_its_angles_exact(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
-def test_clean_models_pass_in_every_regime(tiny: Tiny, name: str) -> None:
+def test_clean_models_pass_in_every_mode(tiny: Tiny, name: str) -> None:
     report = run(tiny(name).directory)
     assert report.passed, report.verdict()
-    verdicts = {result.name: result.verdict for result in report.regimes}
-    assert list(verdicts) == [name for name in REGIMES if name != "graphs"]
+    verdicts = {result.name: result.verdict for result in report.modes}
+    assert list(verdicts) == [name for name in MODES if name != "graphs"]
     assert set(verdicts.values()) == {"pass"}
-    remarks = {result.name: result.remark for result in report.regimes}
+    remarks = {result.name: result.remark for result in report.modes}
     reused, _, total, *_ = remarks["cached"].split()
     assert 0 < int(reused) < int(total)
     assert report.layers is not None
@@ -65,7 +65,7 @@ def test_a_spoiled_tensor_is_found_in_its_layer(tiny: Tiny, spoil: Spoil, tensor
     layer, part = FAULTS[tensor]
     source = tiny("llama").directory
     spoiled = spoil(source, f"model.{tensor}", lambda weight: weight * 1.01)
-    report = run(spoiled, reference=str(source), lengths="3,20", regimes="whole")
+    report = run(spoiled, reference=str(source), lengths="3,20", modes="whole")
     assert not report.passed
     assert report.layers is not None and report.layers.first is not None
     assert report.layers.first.index == layer
@@ -77,10 +77,10 @@ def test_a_spoiled_tensor_is_found_in_its_layer(tiny: Tiny, spoil: Spoil, tensor
 def test_faults_outside_of_layers_are_told_apart(tiny: Tiny, spoil: Spoil, tensor: str) -> None:
     source = tiny("llama").directory
     report = run(
-        spoil(source, tensor, lambda weight: weight * 1.01), reference=str(source), lengths="3,20", regimes="whole"
+        spoil(source, tensor, lambda weight: weight * 1.01), reference=str(source), lengths="3,20", modes="whole"
     )
     assert not report.passed
-    assert report.regimes[0].verdict == "wrong"
+    assert report.modes[0].verdict == "wrong"
     if tensor == "lm_head.weight":
         assert report.finding is None
         assert "every layer agrees" in "\n".join(report.verdict())
@@ -96,11 +96,11 @@ def test_one_wrong_row_among_many_positions_is_found(tiny: Tiny, spoil: Spoil) -
         return weight
 
     source = tiny("llama").directory
-    report = run(spoil(source, "lm_head.weight", change), reference=str(source), lengths="3,20", regimes="whole")
+    report = run(spoil(source, "lm_head.weight", change), reference=str(source), lengths="3,20", modes="whole")
     assert not report.passed
 
 
-def test_a_fault_of_one_regime_is_found_in_it_alone(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_one_mode_is_found_in_it_alone(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrong last page of a cached prefix: only what reads the prefix cache goes wrong, and its layer is said."""
     right = PrefixCache._pages
 
@@ -108,14 +108,14 @@ def test_a_fault_of_one_regime_is_found_in_it_alone(tiny: Tiny, monkeypatch: pyt
         return tuple((*table[:-1], *table[:1]) for table in right(cache, *args))
 
     monkeypatch.setattr(PrefixCache, "_pages", wrong_page)
-    report = run(tiny("llama").directory, lengths="40,70", regimes="whole,chunked-64,cached,batched")
-    assert {result.name: result.verdict for result in report.regimes} == {
+    report = run(tiny("llama").directory, lengths="40,70", modes="whole,chunked-64,cached,batched")
+    assert {result.name: result.verdict for result in report.modes} == {
         "whole": "pass",
         "chunked-64": "pass",
         "cached": "wrong",
         "batched": "pass",
     }
-    found = report.regimes[2].layer
+    found = report.modes[2].layer
     assert found is not None and "layer 0 (mha)" in found and "in its mixer" in found
 
 
@@ -131,8 +131,8 @@ def test_stale_pages_after_preemption_are_found(tiny: Tiny, monkeypatch: pytest.
         return match
 
     monkeypatch.setattr(KVCacheManager, "_match", stale)
-    report = run(tiny("llama").directory, lengths="20,30,40,50", regimes="whole,preempted")
-    assert {result.name: result.verdict for result in report.regimes} == {"whole": "pass", "preempted": "wrong"}
+    report = run(tiny("llama").directory, lengths="20,30,40,50", modes="whole,preempted")
+    assert {result.name: result.verdict for result in report.modes} == {"whole": "pass", "preempted": "wrong"}
 
 
 def test_an_engine_that_breaks_is_wrong_and_the_others_still_run(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,23 +140,23 @@ def test_an_engine_that_breaks_is_wrong_and_the_others_still_run(tiny: Tiny, mon
         raise IndexError("no such page")
 
     monkeypatch.setattr(PrefixCache, "_pages", broken)
-    report = run(tiny("llama").directory, lengths="20", regimes="whole,cached,chunked-3")
-    assert [result.verdict for result in report.regimes] == ["pass", "wrong", "pass"]
+    report = run(tiny("llama").directory, lengths="20", modes="whole,cached,chunked-3")
+    assert [result.verdict for result in report.modes] == ["pass", "wrong", "pass"]
     assert "IndexError: no such page" in "\n".join(report.verdict())
 
 
 def test_nothing_compared_is_not_a_pass(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match="nothing was compared: cached: nothing could be reused"):
-        run(tiny("llama").directory, lengths="3", regimes="cached")
+        run(tiny("llama").directory, lengths="3", modes="cached")
 
 
 def test_types_that_round_are_measured_against_transformers_in_them(tiny: Tiny, spoil: Spoil) -> None:
     source = tiny("llama").directory
-    report = run(source, {"dtype": "bfloat16"}, lengths="5,33", regimes="whole")
+    report = run(source, {"dtype": "bfloat16"}, lengths="5,33", modes="whole")
     assert report.passed, report.verdict()
     assert "Transformers in bfloat16" in report.limits.origin
     spoiled = spoil(source, "model.layers.1.mlp.down_proj.weight", lambda weight: weight * 1.5)
-    report = run(spoiled, {"dtype": "bfloat16"}, reference=str(source), lengths="5,33", regimes="whole")
+    report = run(spoiled, {"dtype": "bfloat16"}, reference=str(source), lengths="5,33", modes="whole")
     assert not report.passed
     assert report.layers is not None and report.layers.first is not None
     assert report.layers.first.index == 1
@@ -164,17 +164,17 @@ def test_types_that_round_are_measured_against_transformers_in_them(tiny: Tiny, 
 
 def test_experts_are_compared(tiny: Tiny, spoil: Spoil) -> None:
     source = tiny("moe").directory
-    report = run(source, lengths="3,40", regimes="whole,batched")
+    report = run(source, lengths="3,40", modes="whole,batched")
     assert report.passed, report.verdict()
     assert report.layers is not None
-    assert "same" in {layer.picks for layer in report.layers.layers}
+    assert "same" in {layer.selections for layer in report.layers.layers}
     router = next(name for name in _names(source) if name.endswith("mlp.gate.weight"))
     spoiled = spoil(source, router, lambda weight: weight.flip(0))
-    report = run(spoiled, reference=str(source), lengths="3,40", regimes="whole")
+    report = run(spoiled, reference=str(source), lengths="3,40", modes="whole")
     assert report.layers is not None and report.layers.first is not None
-    assert report.layers.first.picks == "wrong"
+    assert report.layers.first.selections == "wrong"
     assert report.finding is not None and "picks: wrong" in report.finding
-    assert report.regimes[0].score is not None and not report.regimes[0].score.router_ties
+    assert report.modes[0].score is not None and not report.modes[0].score.router_ties
 
 
 def _names(directory: Path) -> list[str]:
@@ -196,4 +196,4 @@ def test_a_reference_that_makes_weights_up_is_refused(tiny: Tiny, tmp_path: Path
     del weights["model.layers.2.mlp.up_proj.weight"]
     save_file(weights, gaps / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"found no weights for model\.layers\.2\.mlp\.up_proj\.weight"):
-        run(source.directory, reference=str(gaps), lengths="3", regimes="whole")
+        run(source.directory, reference=str(gaps), lengths="3", modes="whole")

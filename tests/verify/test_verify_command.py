@@ -20,7 +20,7 @@ def command(*args: object) -> Result:
 
 
 def test_right_is_status_0_and_says_what_was_compared_with_what(stored: Path) -> None:
-    done = command(stored, "--regimes", "whole,chunked-3")
+    done = command(stored, "--modes", "whole,chunked-3")
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
     assert lines[0] == f"{stored}: MistralForCausalLM"
@@ -30,7 +30,7 @@ def test_right_is_status_0_and_says_what_was_compared_with_what(stored: Path) ->
     assert lines[2] == f"against:    outputs stored in {stored}, made by MistralForCausalLM"
     assert lines[3] == "prompts:    5, of 1 to 70 tokens, each followed by 6 tokens"
     assert lines[4] == "allowed:    no logit may be off by more than 0.0005 (the tolerance of manifest.json)"
-    assert lines[-1].startswith("PASS: 2 of 2 regimes agree with outputs stored in")
+    assert lines[-1].startswith("PASS: 2 of 2 modes agree with outputs stored in")
     for name in ("whole", "chunked-3"):
         (row,) = [line.split() for line in lines if line.split()[:1] == [name] and "pass" in line]
         assert row[4:6] == ["100.0%", "5/5"]
@@ -41,15 +41,15 @@ def test_wrong_is_status_1_and_names_the_layer(tiny: Tiny, spoil: Spoil, tmp_pat
     spoiled = spoil(source, "model.layers.1.self_attn.v_proj.weight", lambda weight: -weight)
     document, picture = tmp_path / "found.json", tmp_path / "found.png"
     done = command(
-        *(spoiled, "--reference", source, "--lengths", "4,20", "--regimes", "whole,cached"),
+        *(spoiled, "--reference", source, "--lengths", "4,20", "--modes", "whole,cached"),
         *("--json", document, "--plot", picture),
     )
     assert done.exit_code == 1
     assert "wrong: layer 1 (mha) is the first that diverges" in done.stdout
-    assert done.stdout.splitlines()[-1] == "WRONG in 2 of 2 regimes: whole, cached"
+    assert done.stdout.splitlines()[-1] == "WRONG in 2 of 2 modes: whole, cached"
     found = json.loads(document.read_text())
     assert (found["passed"], found["first_diverging_layer"]) == (False, 1)
-    assert [regime["verdict"] for regime in found["regimes"]] == ["wrong", "wrong"]
+    assert [mode["verdict"] for mode in found["modes"]] == ["wrong", "wrong"]
     assert [layer["error"] > layer["limit"] for layer in found["layers"]] == [False, True, True]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -59,7 +59,7 @@ def test_wrong_is_status_1_and_names_the_layer(tiny: Tiny, spoil: Spoil, tmp_pat
     [
         (("/no/such/model",), "/no/such/model"),
         (("NoSuchForCausalLM", "--random"), "NoSuchForCausalLM"),
-        (("m", "--regimes", "sideways"), "names sideways"),
+        (("m", "--modes", "sideways"), "names sideways"),
         (("m", "--page-size", "3"), "a power of two is needed"),
     ],
 )

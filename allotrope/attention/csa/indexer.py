@@ -16,29 +16,31 @@ from allotrope.attention.csa.spec import IndexerSpec
 from allotrope.attention.topk import top_indices
 
 
-def pick(spec: IndexerSpec, plan: CsaPlan, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def select_topk(
+    spec: IndexerSpec, plan: CsaPlan, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     """Rows of the chosen entries.
 
     `keys`: [P, rows, d], the index keys of the entries. `q`: [T, heads, d], not rotated. `weights`: [T, heads], as
     projected. Returns [T, topk] int64 rows of the compressed cache; only the tokens of a contest are filled in.
     """
-    picked = torch.empty(q.shape[0], spec.topk, dtype=torch.int64, device=keys.device)
-    if plan.contests:
+    topk_indices = torch.empty(q.shape[0], spec.topk, dtype=torch.int64, device=keys.device)
+    if plan.chunks:
         q = rotate_tail(q, plan.rotation)
-        for contest in plan.contests:
-            entry = top_indices(scores(spec, contest, keys, q, weights), spec.topk)
-            rows = contest.entry_rows.repeat_interleave(contest.queries, dim=0)
-            picked[contest.tokens] = rows.gather(1, entry)
-    return picked
+        for chunk in plan.chunks:
+            entry = top_indices(scores(spec, chunk, keys, q, weights), spec.topk)
+            rows = chunk.entry_rows.repeat_interleave(chunk.queries, dim=0)
+            topk_indices[chunk.tokens] = rows.gather(1, entry)
+    return topk_indices
 
 
 def scores(
-    spec: IndexerSpec, contest: Contest, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor
+    spec: IndexerSpec, chunk: Contest, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """The equation above. `q`: [T, heads, d] rotated. Returns [b * q, N] fp32, -inf where an entry is not visible."""
-    rows = keys.flatten(0, 1).index_select(0, contest.key_rows.flatten()).unflatten(0, contest.key_rows.shape)
-    queries = q[contest.tokens].float().unflatten(0, (-1, contest.queries))
-    share = weights[contest.tokens].float() * (spec.num_heads * spec.head_dim) ** -0.5
+    rows = keys.flatten(0, 1).index_select(0, chunk.key_rows.flatten()).unflatten(0, chunk.key_rows.shape)
+    queries = q[chunk.tokens].float().unflatten(0, (-1, chunk.queries))
+    share = weights[chunk.tokens].float() * (spec.num_heads * spec.head_dim) ** -0.5
     hits = torch.bmm(queries.flatten(1, 2), rows.float().transpose(1, 2)).relu_()
     score = torch.bmm(share[:, None], hits.view(len(share), spec.num_heads, -1)).squeeze(1)
-    return score + contest.bias.flatten(0, 1)
+    return score + chunk.bias.flatten(0, 1)

@@ -106,7 +106,7 @@ class CsaPlan:
     pooling: Pooling | None
     index_pooling: Pooling | None
     parts: tuple[SubBatch, ...]
-    contests: tuple[Contest, ...]
+    chunks: tuple[Contest, ...]
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def build_plan(spec: CsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
         pooling=pooling,
         index_pooling=index_pooling,
         parts=(*_decode_parts(spec, batch, paged), *_prefill_parts(spec, batch, paged)),
-        contests=(*_decode_contests(spec, batch, paged), *_prefill_contests(spec, batch, paged)),
+        chunks=(*_decode_contests(spec, batch, paged), *_prefill_contests(spec, batch, paged)),
     )
 
 
@@ -182,7 +182,7 @@ def _rows(
     return torch.where(inside & (page >= 0), rows, 0)
 
 
-def _picks(spec: CsaSpec, seen: int) -> bool:
+def _selects(spec: CsaSpec, seen: int) -> bool:
     """Whether a query that sees `seen` tokens has more entries than it may attend to."""
     return spec.indexer is not None and spec.visible_entries(seen) > spec.indexer.topk
 
@@ -213,7 +213,7 @@ def _block(batch: BatchLayout, request: int, begin: int, end: int, *, alone: boo
 def _decode_parts(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[SubBatch]:
     groups: dict[tuple[int, int | None], list[int]] = {}
     for b, n in enumerate(batch.seq_lens[: batch.num_decodes]):
-        entries = None if _picks(spec, n) else _padded(spec.visible_entries(n))
+        entries = None if _selects(spec, n) else _padded(spec.visible_entries(n))
         groups.setdefault((_padded(min(n, spec.window)), entries), []).append(b)
     for (width, entries), members in groups.items():
         yield _part(spec, paged, _decodes(batch, members), width, entries)
@@ -227,8 +227,8 @@ def _prefill_parts(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIn
             stop = min(begin + QUERY_BLOCK, border)
             width = stop - max(0, begin + 1 - spec.window)
             yield _part(spec, paged, _block(batch, b, begin, stop, alone=False), width, spec.visible_entries(stop))
-        picked = spec.indexer.topk if spec.indexer else 0
-        step = max(1, GATHER_BUDGET // ((spec.window + picked) * spec.head_dim))
+        topk_indices = spec.indexer.topk if spec.indexer else 0
+        step = max(1, GATHER_BUDGET // ((spec.window + topk_indices) * spec.head_dim))
         for begin in range(border, end, step):
             stop = min(begin + step, end)
             width = min(stop, spec.window)
@@ -278,7 +278,7 @@ def _bias(hidden: torch.Tensor) -> torch.Tensor:
 def _decode_contests(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[Contest]:
     groups: dict[int, list[int]] = {}
     for b, n in enumerate(batch.seq_lens[: batch.num_decodes]):
-        if _picks(spec, n):
+        if _selects(spec, n):
             groups.setdefault(_padded(spec.visible_entries(n)), []).append(b)
     for count, members in groups.items():
         yield _contest(spec, paged, _decodes(batch, members), count)

@@ -19,7 +19,7 @@ import torch
 
 from allotrope.attention.csa import rows
 from allotrope.attention.csa.compressor import compress
-from allotrope.attention.csa.indexer import pick
+from allotrope.attention.csa.indexer import select_topk
 from allotrope.attention.csa.inputs import CsaInputs
 from allotrope.attention.csa.plan import CsaPlan, SubBatch, Writes
 from allotrope.attention.csa.rotary import rotate_tail
@@ -34,7 +34,7 @@ def run(spec: CsaSpec, plan: CsaPlan, caches: CacheViews, inputs: CsaInputs) -> 
     """
     (q, kv), kv_scale, index = inputs.normed(), inputs.kv_scale, inputs.index
     _put(caches["window"], plan.window, rows.encode(spec, rotate_tail(kv, plan.rotation), kv_scale))
-    picked = None
+    topk_indices = None
     if plan.pooling is not None:
         assert inputs.compressor is not None
         entries = compress(plan.pooling, caches["state"]["kv_score"], inputs.compressor, spec.norm_eps)
@@ -46,13 +46,13 @@ def run(spec: CsaSpec, plan: CsaPlan, caches: CacheViews, inputs: CsaInputs) -> 
         entries = compress(plan.index_pooling, caches["index_state"]["kv_score"], index.compressor, spec.norm_eps)
         if entries is not None and plan.index_pooling.closing is not None:
             plan.index_pooling.closing.writes.put(keys, entries)
-        picked = pick(spec.indexer, plan, keys, index.q, index.weights)
+        topk_indices = select_topk(spec.indexer, plan, keys, index.q, index.weights)
     q = rotate_tail(q, plan.rotation)
     out = torch.empty_like(q)
     for part in plan.parts:
         block = q[part.tokens].unflatten(0, (-1, part.queries))
         out[part.tokens] = attend(
-            block, gather(spec, caches, part, picked, kv_scale), part.bias, inputs.sinks, spec.scale
+            block, gather(spec, caches, part, topk_indices, kv_scale), part.bias, inputs.sinks, spec.scale
         ).flatten(0, 1)
     return rotate_tail(out, plan.rotation.inverse())
 
@@ -63,13 +63,13 @@ def _put(pools: Mapping[str, torch.Tensor], writes: Writes, values: Mapping[str,
 
 
 def gather(
-    spec: CsaSpec, caches: CacheViews, part: SubBatch, picked: torch.Tensor | None, kv_scale: float
+    spec: CsaSpec, caches: CacheViews, part: SubBatch, topk_indices: torch.Tensor | None, kv_scale: float
 ) -> list[torch.Tensor]:
     """Rows that each request of `part` reads: of its window [b, L, D], and its entries [b, N, D]: those of the plan, or
     those of the sparse indices `picked`."""
     entry_rows = part.entry_rows
-    if entry_rows is None and picked is not None:
-        entry_rows = picked[part.tokens]
+    if entry_rows is None and topk_indices is not None:
+        entry_rows = topk_indices[part.tokens]
     found = [rows.decode(spec, caches["window"], part.window_rows, kv_scale)]
     if entry_rows is not None and entry_rows.shape[1]:
         found.append(rows.decode(spec, caches["compressed"], entry_rows, kv_scale))

@@ -49,14 +49,14 @@ def draw(spec: DsaSpec, tokens: int, generator: torch.Generator, dtype: torch.dt
         if tokens != sum(LENGTHS):
             raise ValueError(f"{tokens} tokens; top-k indices are drawn for the lengths {LENGTHS}")
         positions = torch.cat([torch.arange(n) for n in LENGTHS])
-        rows["picks"] = _random_picks(positions, spec.topk, generator)
+        rows["picks"] = _random_topk(positions, spec.topk, generator)
     return Inputs(rows, inputs.layer)
 
 
-def _random_picks(positions: torch.Tensor, topk: int, generator: torch.Generator) -> torch.Tensor:
+def _random_topk(positions: torch.Tensor, topk: int, generator: torch.Generator) -> torch.Tensor:
     """[N, topk]: of each query's positions up to its own, `topk` at random, -1 where it sees fewer."""
-    picks = torch.full((len(positions), topk), -1)
-    for row, position in zip(picks, positions.tolist(), strict=True):
+    topk_indices = torch.full((len(positions), topk), -1)
+    for row, position in zip(topk_indices, positions.tolist(), strict=True):
         chosen = torch.randperm(position + 1, generator=generator)[:topk]
         row[: len(chosen)] = chosen.sort().values
-    return picks
+    return topk_indices

@@ -21,7 +21,7 @@ from allotrope.kernels.chip import Chip
 from allotrope.kernels.tiles import next_power_of_2
 from allotrope.kernels.triton_version import e4m3fn_reasons
 
-MOST_PICKS = 4096
+MAX_TOPK = 4096
 INDEX_KEYS = 128
 """Keys of one product of the indexer on chips other than Hopper."""
 
@@ -29,8 +29,8 @@ INDEX_KEYS = 128
 def triton_rejects(spec: Any, chip: Chip) -> list[str]:
     """Why the Triton kernels cannot run a layer."""
     reasons = latent_rejects(spec.mla, chip)
-    if spec.topk > MOST_PICKS and spec.indexer is not None:
-        reasons.append(f"topk={spec.topk} (needs at most {MOST_PICKS})")
+    if spec.topk > MAX_TOPK and spec.indexer is not None:
+        reasons.append(f"topk={spec.topk} (needs at most {MAX_TOPK})")
     if spec.indexer is not None:
         if spec.indexer.key_format == "scaled":
             reasons += e4m3fn_reasons("indexer keys", torch.float8_e4m3fn, chip)

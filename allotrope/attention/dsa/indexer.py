@@ -39,7 +39,7 @@ def scaled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return to_fp8(x.float() / factor), factor
 
 
-def pick(
+def select_topk(
     spec: DsaSpec, plan: DsaPlan, keys: Mapping[str, torch.Tensor], q: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """Pick for every query of the step.
@@ -48,15 +48,15 @@ def pick(
     [T, heads]. Returns [T, K] int64 positions within the query's own request, ascending, -1 at the end where it sees
     fewer than K rows.
     """
-    picks = plan.picks.clone()
+    topk_indices = plan.topk_indices.clone()
     if "factor" in keys:
         codes, factor = scaled(q)
         q = codes.float() * factor
     for contest in plan.contests:
-        picks[contest.tokens] = top_indices(
+        topk_indices[contest.tokens] = top_indices(
             scores(contest, keys, q[contest.tokens], weights[contest.tokens]), spec.topk
         )
-    return picks
+    return topk_indices
 
 
 def scores(contest: Contest, keys: Mapping[str, torch.Tensor], q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,7 @@ def ready_inputs(
     index_q: torch.Tensor | None = None,
     index_k: torch.Tensor | None = None,
     index_weights: torch.Tensor | None = None,
-    picks: torch.Tensor | None = None,
+    topk_indices: torch.Tensor | None = None,
     kv_scale: float = 1.0,
 ) -> DsaInputs:
     """Inputs that need neither norm nor rotation. Arguments as in `DsaInputs`."""
@@ -61,4 +61,4 @@ def ready_inputs(
     index = None
     if index_q is not None and index_k is not None and index_weights is not None:
         index = IndexInputs(index_q, index_k, index_weights)
-    return DsaInputs(latent, index, picks)
+    return DsaInputs(latent, index, topk_indices)

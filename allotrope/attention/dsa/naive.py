@@ -48,7 +48,7 @@ def naive(
     index_q: torch.Tensor | None = None,
     index_k: torch.Tensor | None = None,
     index_weights: torch.Tensor | None = None,
-    picks: torch.Tensor | None = None,
+    topk_indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The equation above, in fp32, or in float64 where `q_nope` is float64.
 
@@ -58,10 +58,10 @@ def naive(
     """
     if spec.indexer is not None:
         assert index_q is not None and index_k is not None and index_weights is not None
-        picks = indexer(spec, index_q, index_k, index_weights)
-    assert picks is not None
+        topk_indices = indexer(spec, index_q, index_k, index_weights)
+    assert topk_indices is not None
     out = []
-    for t, indices in enumerate(picks):
+    for t, indices in enumerate(topk_indices):
         s = indices[indices >= 0].sort().values
         out.append(mla_naive(spec.mla, q_nope[t : t + 1], q_pe[t : t + 1], c[s], k_pe[s], w_uk, w_uv))
-    return torch.cat(out), picks
+    return torch.cat(out), topk_indices

@@ -52,8 +52,8 @@ class DsaPlan:
     dense: MlaPlan
     index_writes: Writes | None
     contests: tuple[Contest, ...]
-    pickers: Pickers | None
-    picks: torch.Tensor
+    sparse_queries: Pickers | None
+    topk_indices: torch.Tensor
 
 
 def build_plan(spec: DsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> DsaPlan:

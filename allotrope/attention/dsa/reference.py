@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import torch
 
-from allotrope.attention.dsa.indexer import encode_keys, pick
+from allotrope.attention.dsa.indexer import encode_keys, select_topk
 from allotrope.attention.dsa.inputs import DsaInputs
 from allotrope.attention.dsa.plan import DsaPlan, Pickers
 from allotrope.attention.dsa.spec import DsaSpec
@@ -36,7 +36,7 @@ def run(spec: DsaSpec, plan: DsaPlan, caches: CacheViews, inputs: DsaInputs) -> 
     Returns [T, H, Dv] in the queries' type, and the top-k indices. Raises ValueError if a tensor that the layer needs
     is missing.
     """
-    latent, index, picks = inputs.latent, inputs.index, inputs.topk_indices
+    latent, index, topk_indices = inputs.latent, inputs.index, inputs.topk_indices
     heads, w_uk, w_uv, kv_scale = normed_and_rotated(spec.mla, latent), latent.w_uk, latent.w_uv, latent.kv_scale
     out = mla.store_and_attend(spec.mla, plan.dense, caches, *heads, w_uk, w_uv, kv_scale)
     if spec.indexer is not None:
@@ -44,23 +44,23 @@ def run(spec: DsaSpec, plan: DsaPlan, caches: CacheViews, inputs: DsaInputs) -> 
             raise ValueError("dsa: a layer with an indexer needs index_q, index_k and index_weights")
         index_q, index_k = index.normed_and_rotated()
         mla.store(plan.index_writes, caches["index"], encode_keys(spec.indexer, spec.mla.kv_dtype, index_k))
-        picks = pick(spec, plan, caches["index"], index_q, index.weights)
-    elif picks is None:
+        topk_indices = select_topk(spec, plan, caches["index"], index_q, index.weights)
+    elif topk_indices is None:
         raise ValueError("dsa: a layer without an indexer needs the picks of an earlier layer")
-    if plan.pickers is not None:
-        tokens = plan.pickers.tokens
+    if plan.sparse_queries is not None:
+        tokens = plan.sparse_queries.tokens
         q = mla.absorb(heads.q_nope[tokens], heads.q_pe[tokens], w_uk)
-        z = attend_picked(spec.mla, plan.pickers, caches["latent"], q, picks[tokens], kv_scale)
+        z = attend_sparse(spec.mla, plan.sparse_queries, caches["latent"], q, topk_indices[tokens], kv_scale)
         out[tokens] = mla.project_up(z, w_uv).to(out.dtype)
-    return out, picks
+    return out, topk_indices
 
 
-def attend_picked(
+def attend_sparse(
     spec: MlaSpec,
-    pickers: Pickers,
+    sparse_queries: Pickers,
     pools: Mapping[str, torch.Tensor],
     q: torch.Tensor,
-    picks: torch.Tensor,
+    topk_indices: torch.Tensor,
     kv_scale: float = 1.0,
 ) -> torch.Tensor:
     """Attention in the latent, every query over its own sparse indices.
@@ -68,24 +68,24 @@ def attend_picked(
     `q`: [t, H, C + R] absorbed. `picks`: [t, topk] positions, -1 for none. Returns [t, H, C] fp32.
     """
     z = q.new_empty(*q.shape[:2], spec.latent_dim)
-    size = max(1, GATHERED_ROWS // picks.shape[1])
+    size = max(1, GATHERED_ROWS // topk_indices.shape[1])
     for first in range(0, len(q), size):
         block = slice(first, first + size)
-        rows = pool_rows(pickers, picks[block], block)
+        rows = pool_rows(sparse_queries, topk_indices[block], block)
         latent, k_pe = decode(spec.row_format, spec.latent_dim, pools, rows, kv_scale)
         keys = torch.cat((latent, k_pe), dim=-1)
         # Finite, so that a query without any pick gets the mean of row 0, which is 0, and not NaN.
-        bias = torch.where(picks[block] < 0, torch.finfo(torch.float32).min, 0.0)[:, None]
+        bias = torch.where(topk_indices[block] < 0, torch.finfo(torch.float32).min, 0.0)[:, None]
         z[block] = mla.attend(q[block, None], keys, latent, bias, spec.scale).squeeze(1)
     return z
 
 
-def pool_rows(pickers: Pickers, picks: torch.Tensor, block: slice) -> torch.Tensor:
+def pool_rows(sparse_queries: Pickers, topk_indices: torch.Tensor, block: slice) -> torch.Tensor:
     """Positions to rows of the latent pool, through the page table of each query's own request; row 0 for -1.
 
     `picks`: [n, topk], those of the queries `block` of `pickers`.
     """
-    position = picks.clamp(min=0)
-    size = pickers.pages.page_size
-    page = pickers.pages.table[pickers.request[block, None], position // size]
-    return torch.where((picks >= 0) & (page >= 0), page * size + position % size, 0)
+    position = topk_indices.clamp(min=0)
+    size = sparse_queries.pages.page_size
+    page = sparse_queries.pages.table[sparse_queries.request[block, None], position // size]
+    return torch.where((topk_indices >= 0) & (page >= 0), page * size + position % size, 0)

@@ -124,7 +124,7 @@ def _score_chunk(
 def run(spec: DsaSpec, plan: TritonPlan, caches: CacheViews, inputs: DsaInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference's `run`."""
     pools, paged = caches["latent"], plan.dense.paged
-    latent, index, picks = inputs.latent, inputs.index, inputs.topk_indices
+    latent, index, topk_indices = inputs.latent, inputs.index, inputs.topk_indices
     w_uk, w_uv, kv_scale = latent.w_uk, latent.w_uv, latent.kv_scale
     q_nope, q_pe, c, k_pe = normed_and_rotated(spec.mla, latent)
     rotated = None if spec.indexer is None or index is None else index.normed_and_rotated()
@@ -134,8 +134,8 @@ def run(spec: DsaSpec, plan: TritonPlan, caches: CacheViews, inputs: DsaInputs) 
             raise ValueError("dsa: a layer with an indexer needs index_q, index_k and index_weights")
         index_q, index_k = rotated
         triton_index.store(spec.indexer, caches["index"], plan.keys.slots, index_k)
-        picks = select_topk(spec, plan, caches["index"], index_q, index.weights)
-    elif picks is None:
+        topk_indices = select_topk(spec, plan, caches["index"], index_q, index.weights)
+    elif topk_indices is None:
         raise ValueError("dsa: a layer without an indexer needs the top-k indices of an earlier layer")
     out = q_nope.new_empty(len(q_nope), spec.mla.num_heads, spec.mla.v_head_dim)
     mla.attend_planned(spec.mla, plan.dense, pools, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
@@ -143,8 +143,10 @@ def run(spec: DsaSpec, plan: TritonPlan, caches: CacheViews, inputs: DsaInputs) 
     if plan.decodes is not None:
         sparse_queries.append(plan.decodes)
     for absorbed in sparse_queries:
-        mla.attend_absorbed(spec.mla, pools, paged, absorbed, q_nope, q_pe, w_uk, w_uv, kv_scale, out, picks, spec.topk)
-    return out, picks
+        mla.attend_absorbed(
+            spec.mla, pools, paged, absorbed, q_nope, q_pe, w_uk, w_uv, kv_scale, out, topk_indices, spec.topk
+        )
+    return out, topk_indices
 
 
 def select_topk(

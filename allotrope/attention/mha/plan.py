@@ -48,8 +48,8 @@ class SubBatch:
         if len(self.rows) > 1 or self.rows.device.type != "cpu":
             return None
         first, length = int(self.rows[0, 0]), self.rows.shape[1]
-        beside = torch.arange(first, first + length)
-        return slice(first, first + length) if torch.equal(self.rows[0], beside) else None
+        contiguous = torch.arange(first, first + length)
+        return slice(first, first + length) if torch.equal(self.rows[0], contiguous) else None
 
     def block_bias(self, start: int, size: int, repeat: int, dtype: torch.dtype) -> torch.Tensor:
         """As `bias`, of `size` queries from `start`, once for each of `repeat` heads: [b or 1, 1, repeat * size, K].
@@ -129,7 +129,7 @@ def _padded(length: int) -> int:
 
 def prefill_parts(window: int | None, batch: BatchLayout, paged: PageIndex) -> Iterator[SubBatch]:
     """The requests with more than one new token."""
-    for b, alike in _equal_shapes(batch):
+    for b, equal_shapes in _equal_shapes(batch):
         context, token = batch.context_lens[b], batch.query_start[b]
         for begin in range(0, batch.query_lens[b], QUERY_BLOCK):
             queries = min(QUERY_BLOCK, batch.query_lens[b] - begin)
@@ -139,9 +139,9 @@ def prefill_parts(window: int | None, batch: BatchLayout, paged: PageIndex) -> I
             key = torch.arange(first, last, device=batch.device)[None]
             plain = window is None or window >= last - first
             visible = None if plain else _visible(key, seen, window)
-            table = paged.table[b : b + alike]
-            rows = _rows(paged, table, key.expand(alike, -1), torch.ones_like(key, dtype=torch.bool))
-            yield SubBatch(slice(token + begin, token + begin + alike * queries), queries, rows, visible)
+            table = paged.table[b : b + equal_shapes]
+            rows = _rows(paged, table, key.expand(equal_shapes, -1), torch.ones_like(key, dtype=torch.bool))
+            yield SubBatch(slice(token + begin, token + begin + equal_shapes * queries), queries, rows, visible)
 
 
 def _equal_shapes(batch: BatchLayout) -> Iterator[tuple[int, int]]:

@@ -106,7 +106,10 @@ def plan_spans(spec: MlaSpec, paged: PageIndex, spans: Sequence[Span]) -> MlaPla
 
 def plan_reads(spec: MlaSpec, paged: PageIndex, spans: Sequence[Span]) -> MlaPlan:
     """As `plan_spans`, where the new rows are written by others."""
-    expanded = [_prefill_part(paged, alike) for alike in _equal_shapes([span for span in spans if expands(spec, span)])]
+    expanded = [
+        _prefill_part(paged, equal_shapes)
+        for equal_shapes in _equal_shapes([span for span in spans if expands(spec, span)])
+    ]
     tokens: list[int] = []
     absorbed: list[Span] = []
     for span in spans:
@@ -114,7 +117,10 @@ def plan_reads(spec: MlaSpec, paged: PageIndex, spans: Sequence[Span]) -> MlaPla
             absorbed.append(replace(span, token=len(tokens)))
             tokens.extend(range(span.token, span.token + span.queries))
     parts = [*_decode_parts(paged, [span for span in absorbed if span.queries == 1])]
-    parts += [_prefill_part(paged, alike) for alike in _equal_shapes([span for span in absorbed if span.queries > 1])]
+    parts += [
+        _prefill_part(paged, equal_shapes)
+        for equal_shapes in _equal_shapes([span for span in absorbed if span.queries > 1])
+    ]
     reach = token_index(tokens, paged.table.device) if tokens else None
     return MlaPlan(None, reach, tuple(parts), tuple(expanded))
 
@@ -190,9 +196,9 @@ def _equal_shapes(spans: Sequence[Span]) -> list[list[Span]]:
     return runs
 
 
-def _prefill_part(paged: PageIndex, alike: Sequence[Span]) -> SubBatch:
-    device, span = paged.table.device, alike[0]
-    table = paged.table[span.request : span.request + len(alike)]
+def _prefill_part(paged: PageIndex, equal_shapes: Sequence[Span]) -> SubBatch:
+    device, span = paged.table.device, equal_shapes[0]
+    table = paged.table[span.request : span.request + len(equal_shapes)]
     end = span.position + span.queries
     slices = []
     for first in range(0, end, KEY_SLICE):
@@ -203,7 +209,7 @@ def _prefill_part(paged: PageIndex, alike: Sequence[Span]) -> SubBatch:
             _tile(span, queries, first, last, device) for queries in blocks if first < span.position + queries.stop
         )
         slices.append(KeySlice(page_rows(paged, table, key, torch.ones_like(key, dtype=torch.bool)), tiles))
-    return SubBatch(slice(span.token, span.token + len(alike) * span.queries), span.queries, tuple(slices))
+    return SubBatch(slice(span.token, span.token + len(equal_shapes) * span.queries), span.queries, tuple(slices))
 
 
 def _tile(span: Span, queries: slice, first: int, last: int, device: torch.device) -> Tile:

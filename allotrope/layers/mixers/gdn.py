@@ -100,14 +100,14 @@ class GdnMixer(nn.Module):
         spec = self.spec
         sizes = (spec.conv_dim, spec.value_dim, spec.num_v_heads, spec.num_v_heads)
         qkv, z, b, a = self.inputs(x).split(sizes, dim=-1)
-        return self.out(self.opened(self.mix(qkv, b, a, here), z, "silu"))
+        return self.out(self.gated_norm(self.mix(qkv, b, a, here), z, "silu"))
 
     def mix(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, here: LayerStep) -> torch.Tensor:
         """The rule. Arguments as the family's; returns [T, Hv, Dv]."""
         inputs = GdnInputs(qkv, b, a, self.conv_weight, None, self.A_log, self.dt_bias)
         return self.backend.run(self.spec, here.plan, here.caches, inputs)
 
-    def opened(self, mixed: torch.Tensor, gate: torch.Tensor, kind: Literal["silu", "sigmoid"]) -> torch.Tensor:
+    def gated_norm(self, mixed: torch.Tensor, gate: torch.Tensor, kind: Literal["silu", "sigmoid"]) -> torch.Tensor:
         """The norm of each head times silu or sigmoid of its gate. `mixed`: [T, Hv, Dv]. `gate`: [T, value_dim].
 
         Returns [T, value_dim] in the gate's type.

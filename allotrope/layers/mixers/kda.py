@@ -51,4 +51,4 @@ class KdaMixer(GdnMixer):
         """`x`: [T, hidden]. Returns the same shape."""
         sizes = (self.spec.conv_dim, self.spec.num_v_heads, self.rank, self.rank)
         qkv, b, decay, gate = self.inputs(x).split(sizes, dim=-1)
-        return self.out(self.opened(self.mix(qkv, b, self.decay(decay), here), self.gate(gate), "sigmoid"))
+        return self.out(self.gated_norm(self.mix(qkv, b, self.decay(decay), here), self.gate(gate), "sigmoid"))

@@ -131,11 +131,11 @@ def _multiply_rows(
     there = gl.expand_dims(token < end, 1)
     if ACTIVATION >= 0:
         first = gate(first, second, slope, limit, offset, ACTIVATION, LIMIT)
-    turned = gl.convert_layout(first.to(out.dtype.element_ty).permute((1, 0)), written)
-    gl.store(to, turned, mask=there & gl.expand_dims(place < outputs, 0))
+    transposed = gl.convert_layout(first.to(out.dtype.element_ty).permute((1, 0)), written)
+    gl.store(to, transposed, mask=there & gl.expand_dims(place < outputs, 0))
     if ACTIVATION < 0:
-        turned = gl.convert_layout(second.to(out.dtype.element_ty).permute((1, 0)), written)
-        gl.store(to + apart, turned, mask=there & gl.expand_dims(place + apart < outputs, 0))
+        transposed = gl.convert_layout(second.to(out.dtype.element_ty).permute((1, 0)), written)
+        gl.store(to + apart, transposed, mask=there & gl.expand_dims(place + apart < outputs, 0))
 
 
 @with_pdl

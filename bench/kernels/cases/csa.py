@@ -142,7 +142,7 @@ def _check(x: Inputs, timed: Timed) -> Sequence[Comparison]:
     plan: CsaPlan = reference.plan(x.spec, x.batch, x.index)
     got, sparse_indices = _run(timed)
     wrong = []
-    if plan.contests:
+    if plan.chunks:
         assert sparse_indices is not None, "nothing was selected"
         wrong = _wrong_topk(x, plan, sparse_indices)
         if not wrong:
@@ -179,14 +179,14 @@ def _wrong_topk(x: Inputs, plan: CsaPlan, sparse_indices: torch.Tensor) -> list[
     q = rotate_tail(x.given["index_q"], plan.rotation)
     far = torch.zeros(x.batch.num_tokens, device=x.batch.device)
     counts = torch.full_like(far, indexer.topk, dtype=torch.int64)
-    for contest in plan.contests:
-        rows = contest.entry_rows.int().repeat_interleave(contest.queries, dim=0)
-        taken = (sparse_indices[contest.tokens, : indexer.topk, None] == rows[:, None]).any(1)
-        found = scores(indexer, contest, x.pools["index"]["k"], q, x.given["index_weights"])
+    for chunk in plan.chunks:
+        rows = chunk.entry_rows.int().repeat_interleave(chunk.queries, dim=0)
+        taken = (sparse_indices[chunk.tokens, : indexer.topk, None] == rows[:, None]).any(1)
+        found = scores(indexer, chunk, x.pools["index"]["k"], q, x.given["index_weights"])
         last = found.topk(indexer.topk).values[:, -1:]
         spread = found.where(found.isfinite(), 0).square().mean(1).sqrt()
-        far[contest.tokens] = torch.where(taken, last - found, found - last).amax(1) / spread
-        counts[contest.tokens] = (taken & found.isfinite()).sum(1)
+        far[chunk.tokens] = torch.where(taken, last - found, found - last).amax(1) / spread
+        counts[chunk.tokens] = (taken & found.isfinite()).sum(1)
     wrong, odd = [], counts != indexer.topk
     if odd.any():
         token = int(odd.int().argmax())
@@ -204,4 +204,4 @@ def _with_topk(spec: CsaSpec, plan: CsaPlan, sparse_indices: torch.Tensor) -> Cs
     assert spec.indexer is not None
     chosen = sparse_indices[:, : spec.indexer.topk].long()
     parts = (replace(p, entry_rows=chosen[p.tokens]) if p.entry_rows is None else p for p in plan.parts)
-    return replace(plan, parts=tuple(parts), contests=())
+    return replace(plan, parts=tuple(parts), chunks=())
