@@ -23,6 +23,7 @@ ORDER = [
     {"cache", "layers"},
     {"checkpoint"},
     {"architectures"},
+    {"loading"},
     {"engine", "plugins"},
     {"llm", "server", "verify", "bench"},
     {"commands"},
@@ -283,18 +284,18 @@ def _importers(source: str, name: str) -> set[str]:
         ("checkpoint.weights", "Loader"),
         ("checkpoint.weights", "fill_random"),
         ("checkpoint.weights", "finish"),
-        ("architectures.kv_scales", "set_row_scales"),
-        ("architectures.quantized_formats", "kept_formats"),
+        ("loading.kv_scales", "set_kv_scales"),
+        ("loading.quantized_formats", "formats_kept_quantized"),
         ("layers.backend_report", "backend_choices"),
     ],
 )
 def test_loading_is_told_once(source: str, name: str) -> None:
     """One rank, several ranks and the plugins load through `load_decoder`: each part of it is used there alone."""
-    assert _importers(f"allotrope.{source}", name) == {"allotrope.architectures.load"}
+    assert _importers(f"allotrope.{source}", name) == {"allotrope.loading.decoder"}
 
 
 def test_every_host_loads_through_one_function() -> None:
-    importers = _importers("allotrope.architectures.load", "load_decoder")
+    importers = _importers("allotrope.loading.decoder", "load_decoder")
     assert importers == {"allotrope.engine.load", "allotrope.plugins.vllm.model"}
     assert _importers("allotrope.engine.load", "load_model") == {"allotrope.engine.worker"}
 

@@ -129,6 +129,7 @@ UNSUPPORTED: dict[str, str] = {
     "--scheduling-policy": "requests run in the order of their arrival; leave it out",
     "--no-async-scheduling": "write --async-scheduling off",
     "--overlap": "write --async-scheduling",
+    "--regimes": "write --modes",
     "--stream-interval": "each token is sent when it is ready; leave it out",
     "--max-logprobs": "requests may ask for up to 20; leave it out",
     "--num-gpu-blocks-override": "set the caches' size with --kv-cache-memory-bytes",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from allotrope.architectures.load import load_decoder, make_decoder
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.layers.decoder import Decoder
+from allotrope.loading.decoder import load_decoder, make_decoder
 
 log = logging.getLogger("allotrope.engine")
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from allotrope.architectures.kv_scales import attention_specs
-from allotrope.architectures.load import keeps_quantized, make_meta_decoder, quantized_build
 from allotrope.architectures.registry import Architecture, read_spec
 from allotrope.attention.family import Spec
 from allotrope.attention.registry import FAMILIES
@@ -26,6 +24,8 @@ from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.parallel import Parallel
+from allotrope.loading.decoder import keeps_quantized, make_meta_decoder, quantized_build
+from allotrope.loading.kv_scales import attention_specs
 from allotrope.ops.registry import registered_ops
 from allotrope.ops.sampling.sampler import Sampler
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from allotrope.architectures.kv_scales import FP8
 from allotrope.checkpoint.checkpoint import locate, open_checkpoint
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.memory import available_memory
 from allotrope.errors import AllotropeError, ConfigError, ModelError
+from allotrope.loading.kv_scales import FP8
 from allotrope.verify import prompts
 from allotrope.verify.execution_modes import ALL, Bench
 from allotrope.verify.logits_recorder import FreeRun

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from allotrope.architectures.kv_scales import FP8
 from allotrope.architectures.registry import ARCHITECTURES, find_architecture
 from allotrope.checkpoint.checkpoint import locate, open_checkpoint
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.planned_backends import planned_backends
 from allotrope.errors import AllotropeError, ConfigError, ModelError
+from allotrope.loading.kv_scales import FP8
 from allotrope.verify import execution_modes as modes
 from allotrope.verify.execution_modes import Bench, ExecutionMode, NotExercised
 from allotrope.verify.expected_outputs import ExpectedOutputs, ask_transformers

@@ -165,7 +165,7 @@ def test_refusals(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
 
 
 def test_families_without_fp8_rows_refuse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("allotrope.architectures.kv_scales._arguments", lambda family: [])
+    monkeypatch.setattr("allotrope.loading.kv_scales._arguments", lambda family: [])
     path = write("LlamaForCausalLM", tmp_path)
     assert_refused(path, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8': mha stores no FP8 rows")
 

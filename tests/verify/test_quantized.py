@@ -130,7 +130,7 @@ def test_faults_are_found(
         taken_over[len(models)] += 1
         return change(weight) if count == fault.nth else weight
 
-    from allotrope.architectures import load
+    from allotrope.loading import load
 
     finish = load.finish
 

@@ -20,8 +20,6 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 
-from allotrope.architectures.kv_scales import FP8, attention_specs
-from allotrope.architectures.load import keeps_quantized, load_decoder, make_decoder, quantized_build
 from allotrope.architectures.registry import Architecture, read_spec
 from allotrope.attention.batch import BatchLayout
 from allotrope.attention.cache_layout import Field, StateSlots, row_bytes
@@ -37,6 +35,8 @@ from allotrope.layers.build import Build
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.step import LayerStep, Step
+from allotrope.loading.decoder import keeps_quantized, load_decoder, make_decoder, quantized_build
+from allotrope.loading.kv_scales import FP8, attention_specs
 from allotrope.ops.rope import RopeTables
 from allotrope.plugins.vllm.cache import HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer

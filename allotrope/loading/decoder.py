@@ -12,8 +12,6 @@ from collections.abc import Callable
 
 import torch
 
-from allotrope.architectures.kv_scales import WithoutKvScales, set_kv_scales
-from allotrope.architectures.quantized_formats import formats_kept_quantized
 from allotrope.architectures.registry import Architecture
 from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.checkpoint.dequantize import dequantized
@@ -22,6 +20,8 @@ from allotrope.layers.backend_report import backend_choices, warn_without_kernel
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.model_spec import ModelSpec
+from allotrope.loading.kv_scales import WithoutKvScales, set_kv_scales
+from allotrope.loading.quantized_formats import formats_kept_quantized
 
 
 def keeps_quantized(option: str, device: torch.device) -> bool:

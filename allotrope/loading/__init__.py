@@ -1,0 +1,1 @@
+"""From a checkpoint to a decoder that runs: the one way in which every host loads a model."""
