@@ -266,7 +266,7 @@ def reference(shape: Shape, weight: Any, given: dict[str, Any]) -> torch.Tensor:
 
 def compile_all(job: tuple[Shape, int, int, list[Launch]]) -> list[str]:
     """Run candidates once on small memory, for the compiler's cache. Returns what failed."""
-    from allotrope.ops.matmul.triton import multiply
+    from allotrope.ops.matmul.providers import multiply
 
     shape, rows, topk, launches = job
     device, failed = torch.device("cuda"), []
@@ -292,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=12, help="that compile")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further shape is begun")
     options = parser.parse_args(arguments)
-    from allotrope.ops.matmul.triton import multiply
+    from allotrope.ops.matmul.providers import multiply
 
     device, begun = torch.device("cuda"), time.monotonic()
     wanted = [(shape, topk) for shape, topk in shapes() if any(w in shape.key + ";" for w in options.only.split(","))]

@@ -17,7 +17,7 @@ from allotrope.ops.matmul.int4 import Int4
 from allotrope.ops.matmul.launch import GROUPS, PYTORCH, Launch
 from allotrope.ops.matmul.mxfp4 import MXFP4
 from allotrope.ops.matmul.plain import pack_plain
-from allotrope.ops.matmul.triton import multiply
+from allotrope.ops.matmul.providers import multiply
 from allotrope.ops.matmul.weight import Format, QuantizedWeight
 
 TYPES = {kind: dtype for dtype, kind in KINDS.items()}

@@ -72,7 +72,7 @@ MATMUL = Op(
         MatmulBackend(
             "triton",
             kernel_rejects,
-            lazily("allotrope.ops.matmul.triton", "matmul"),
+            lazily("allotrope.ops.matmul.providers", "matmul"),
             pack_for_kernels,
             own_layout=True,
             fp32_out=True,

@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -30,23 +29,18 @@ from allotrope.kernels.side_stream import on_side_stream
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.gated_activation.triton import ACTIVATIONS, gate
-from allotrope.ops.grouped_matmul import gluon as gluon_experts
-from allotrope.ops.grouped_matmul import gluon_fp4, pytorch
-from allotrope.ops.grouped_matmul.reference import TileTables, activated
+from allotrope.ops.grouped_matmul.reference import TileTables
 from allotrope.ops.grouped_matmul.triton_tile_table import most_tiles, table_of_tiles, tiles_of_experts
 from allotrope.ops.matmul.fp8 import Fp8
 from allotrope.ops.matmul.int4 import Int4
 from allotrope.ops.matmul.launch import (
-    FEW_PLAIN_ROWS,
     INTERPRETER,
     Launch,
     Shape,
-    launch_for,
     rule_of_thumb,
     tuned_name,
     within,
 )
-from allotrope.ops.matmul.library import in_library, scaled_product
 from allotrope.ops.matmul.mxfp4 import MXFP4
 from allotrope.ops.matmul.packed_weight import PackedWeight, multiplies_pairs
 from allotrope.ops.matmul.plain import PLAIN
@@ -293,51 +287,20 @@ def product_kernel(
                 tl.store(place_out, total.to(out.dtype.element_ty), mask=row_mask & (column < outputs)[None, :])
 
 
-def multiply(
+def launch_product(
     x: torch.Tensor,
     weight: PackedWeight,
+    launch: Launch,
+    out: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
     source: torch.Tensor | None = None,
     gating: GatedActivation | None = None,
-    out: torch.Tensor | None = None,
     tables: TileTables | None = None,
-    launch: Launch | None = None,
 ) -> torch.Tensor:
-    """y_i = act(W_e x_i + b_e). Asks the device nothing.
-
-    `x`: [n, inputs]. `bias`: [outputs], or [E, outputs]. `ends`: [E] int32, where each expert's rows end; `source`:
-    [n] rows of x in the order of experts, None if x has it. `gating`: of gates, then ups; halves the outputs. `out`:
-    [n, outputs] to write into, of any row stride; of fp32 where sums are not to be rounded. `tables`: of tiles of these
-    ends, by their height; one that is made here is put there. `launch`: default: what is known to be fast.
-    """
-    rows = len(x) if source is None else len(source)
-    outputs = weight.outputs // 2 if gating else weight.outputs
-    assert launch is None or launch.split_k == 1 or not gating
-    if x.shape[1] != weight.inputs:
-        raise ValueError(f"rows of {x.shape[1]} numbers for a weight of {weight.inputs} inputs")
-    if not rows:
-        return x.new_empty((0, outputs)) if out is None else out
-    chip = tuned_name(chip_of(x.device))
-    kind = "fp32" if x.dtype == torch.float32 and weight.format.name != "fp8" else weight.format.name
-    shape = Shape(kind, weight.experts, outputs, weight.inputs, gating is not None)
-    launch = launch or within(launch_for(shape, rows, chip), shape, chip_of(x.device))
-    if launch.provider == "pytorch" and in_library(weight):
-        return scaled_product(x, weight, bias, out)
-    if launch.provider == "pytorch" and weight.format.name == "plain" and ends is None:
-        return _in_torch(x, weight.values[0], bias, out)
-    if out is None:
-        out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    if launch.provider == "gluon" and ends is not None and gluon_experts.knows(weight, gating, bias):
-        tiles_of = table_of_tiles(rows, ends, gluon_experts.ROWS, tables)
-        gluon_experts.multiply(*quantize_rows(x, source=source), weight, ends, tiles_of, out)
-        return out
-    if launch.provider == "gluon" and ends is not None and gluon_fp4.knows(x, weight, gating):
-        tiles_of = table_of_tiles(rows, ends, gluon_fp4.ROWS, tables)
-        inner = x if source is None else x.index_select(0, source)
-        gluon_fp4.multiply(inner, weight, ends, tiles_of, out, bias, gating)
-        return out
+    """Launch `product_kernel`. Arguments as of `providers.multiply`; `out` is written and returned."""
+    rows, outputs, chip = len(out), out.shape[1], tuned_name(chip_of(x.device))
     fp8 = weight.format.name == "fp8"
     x_scales = None
     if fp8 and not launch.quantize:
@@ -393,49 +356,6 @@ def multiply(
         num_stages=launch.num_stages,
     )
     return out
-
-
-def matmul(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """As `reference.matmul`; `out` may be of fp32, for sums that are not rounded."""
-    if weight.format is PLAIN and len(x) > FEW_PLAIN_ROWS and (out is None or out.dtype == x.dtype):
-        y = F.linear(x, weight.values[0], bias)
-        return y if out is None else out.copy_(y)
-    return multiply(x, weight, bias=bias, out=out)
-
-
-def grouped_matmul(
-    x: torch.Tensor,
-    weight: PackedWeight,
-    expert_offsets: torch.Tensor,
-    sorted_token_ids: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    gating: GatedActivation | None = None,
-    expert_ids: torch.Tensor | None = None,
-    tile_tables: TileTables | None = None,
-) -> torch.Tensor:
-    """As `grouped_matmul.reference.grouped_matmul`, in one launch or two, which never ask the device how many rows an
-    expert has."""
-    rows = len(x) if sorted_token_ids is None else len(sorted_token_ids)
-    if weight.format is PLAIN and bias is None and rows >= pytorch.MIN_ROWS and pytorch.in_one_call(weight.values):
-        rows_of = x if sorted_token_ids is None else x.index_select(0, sorted_token_ids)
-        y = F.grouped_mm(rows_of, weight.values.transpose(1, 2), offs=expert_offsets)
-        return y if gating is None else activated(y, gating)
-    return multiply(
-        x, weight, bias=bias, ends=expert_offsets, source=sorted_token_ids, gating=gating, tables=tile_tables
-    )
-
-
-def _in_torch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
-) -> torch.Tensor:
-    """PyTorch's product with a plain weight, into `out` where it is given; on NVIDIA chips not rounded before that."""
-    if out is None or out.dtype == x.dtype or chip_of(x.device).vendor != "nvidia":
-        y = F.linear(x, weight, bias)
-        return y if out is None else out.copy_(y)
-    torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
-    return out if bias is None else out.add_(bias)
 
 
 def _constants(weight: PackedWeight, outputs: int, launch: Launch, chip: str) -> dict[str, Any]:

@@ -1,0 +1,93 @@
+"""Products on a GPU: the measured launch of a shape says which provider multiplies it.
+
+The providers are our Triton kernel for one weight and for many (`triton.py`), PyTorch's products (`library.py` for FP8,
+`torch.mm`), and for many rows of experts on Hopper the warp-specialized Gluon kernels (`ops/grouped_matmul`). Must not
+know layers.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from allotrope.kernels.chip import chip_of
+from allotrope.ops.gated_activation import GatedActivation
+from allotrope.ops.grouped_matmul import gluon as gluon_fp8
+from allotrope.ops.grouped_matmul import gluon_fp4
+from allotrope.ops.grouped_matmul.reference import TileTables
+from allotrope.ops.grouped_matmul.triton_tile_table import table_of_tiles
+from allotrope.ops.matmul.launch import FEW_PLAIN_ROWS, Launch, Shape, launch_for, tuned_name, within
+from allotrope.ops.matmul.library import in_library, scaled_product
+from allotrope.ops.matmul.packed_weight import PackedWeight
+from allotrope.ops.matmul.plain import PLAIN
+from allotrope.ops.matmul.triton import launch_product
+from allotrope.ops.matmul.triton_quantize import quantize_rows
+
+
+def matmul(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `reference.matmul`; `out` may be of fp32, for sums that are not rounded."""
+    if weight.format is PLAIN and len(x) > FEW_PLAIN_ROWS and (out is None or out.dtype == x.dtype):
+        y = F.linear(x, weight.values[0], bias)
+        return y if out is None else out.copy_(y)
+    return multiply(x, weight, bias=bias, out=out)
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    *,
+    bias: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
+    source: torch.Tensor | None = None,
+    gating: GatedActivation | None = None,
+    out: torch.Tensor | None = None,
+    tables: TileTables | None = None,
+    launch: Launch | None = None,
+) -> torch.Tensor:
+    """y_i = act(W_e x_i + b_e). Asks the device nothing.
+
+    `x`: [n, inputs]. `bias`: [outputs], or [E, outputs]. `ends`: [E] int32, where each expert's rows end; `source`:
+    [n] rows of x in the order of experts, None if x has it. `gating`: of gates, then ups; halves the outputs. `out`:
+    [n, outputs] to write into, of any row stride; of fp32 where sums are not to be rounded. `tables`: of tiles of these
+    ends, by their height; one that is made here is put there. `launch`: default: what is known to be fast.
+    """
+    rows = len(x) if source is None else len(source)
+    outputs = weight.outputs // 2 if gating else weight.outputs
+    assert launch is None or launch.split_k == 1 or not gating
+    if x.shape[1] != weight.inputs:
+        raise ValueError(f"rows of {x.shape[1]} numbers for a weight of {weight.inputs} inputs")
+    if not rows:
+        return x.new_empty((0, outputs)) if out is None else out
+    chip = tuned_name(chip_of(x.device))
+    kind = "fp32" if x.dtype == torch.float32 and weight.format.name != "fp8" else weight.format.name
+    shape = Shape(kind, weight.experts, outputs, weight.inputs, gating is not None)
+    launch = launch or within(launch_for(shape, rows, chip), shape, chip_of(x.device))
+    if launch.provider == "pytorch" and in_library(weight):
+        return scaled_product(x, weight, bias, out)
+    if launch.provider == "pytorch" and weight.format.name == "plain" and ends is None:
+        return _in_torch(x, weight.values[0], bias, out)
+    if out is None:
+        out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    if launch.provider == "gluon" and ends is not None and gluon_fp8.knows(weight, gating, bias):
+        tiles_of = table_of_tiles(rows, ends, gluon_fp8.ROWS, tables)
+        gluon_fp8.multiply(*quantize_rows(x, source=source), weight, ends, tiles_of, out)
+        return out
+    if launch.provider == "gluon" and ends is not None and gluon_fp4.knows(x, weight, gating):
+        tiles_of = table_of_tiles(rows, ends, gluon_fp4.ROWS, tables)
+        inner = x if source is None else x.index_select(0, source)
+        gluon_fp4.multiply(inner, weight, ends, tiles_of, out, bias, gating)
+        return out
+    return launch_product(x, weight, launch, out, bias=bias, ends=ends, source=source, gating=gating, tables=tables)
+
+
+def _in_torch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """PyTorch's product with a plain weight, into `out` where it is given; on NVIDIA chips not rounded before that."""
+    if out is None or out.dtype == x.dtype or chip_of(x.device).vendor != "nvidia":
+        y = F.linear(x, weight, bias)
+        return y if out is None else out.copy_(y)
+    torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+    return out if bias is None else out.add_(bias)
