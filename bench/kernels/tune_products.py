@@ -237,20 +237,20 @@ def rows_of(shape: Shape, rows: int, topk: int, device: torch.device) -> dict[st
         return {"x": torch.randn(rows, shape.inputs, device=device).bfloat16()}
     tokens = max(1, rows // topk)
     experts = torch.rand(tokens, shape.experts, device=device).topk(topk).indices.flatten().sort().values
-    ends = torch.searchsorted(experts, torch.arange(shape.experts, device=device), right=True).int()
+    expert_offsets = torch.searchsorted(experts, torch.arange(shape.experts, device=device), right=True).int()
     # The second product has its rows in order.
     x = torch.randn(tokens if shape.gated else len(experts), shape.inputs, device=device).bfloat16()
-    source = torch.randint(tokens, (len(experts),), device=device).int() if shape.gated else None
-    return {"x": x, "ends": ends, "source": source}
+    sorted_token_ids = torch.randint(tokens, (len(experts),), device=device).int() if shape.gated else None
+    return {"x": x, "expert_offsets": expert_offsets, "sorted_token_ids": sorted_token_ids}
 
 
 def reference(shape: Shape, weight: Any, given: dict[str, Any]) -> torch.Tensor:
-    x = given["x"] if given.get("source") is None else given["x"][given["source"]]
+    x = given["x"] if given.get("sorted_token_ids") is None else given["x"][given["sorted_token_ids"]]
     seen = (BLOCK if shape.kind == "fp8" else MXFP4).activations(x)
     if not shape.experts:
         return seen @ (weight[0].float() if shape.kind == "plain" else weight.dequantize()).T
     parts, start = [], 0
-    for expert, end in enumerate(given["ends"].tolist()):
+    for expert, end in enumerate(given["expert_offsets"].tolist()):
         if end > start:
             plain = weight[expert].float() if shape.kind == "plain" else None
             if plain is None:
@@ -360,7 +360,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             times.sort(key=lambda pair: pair[0] + extra * pair[1].library)
             best[str(bucket(rows * topk))] = times[0][1]
             moved = (
-                prepared.nbytes if not shape.experts else prepared.nbytes * len(given["ends"].unique()) / shape.experts
+                prepared.nbytes
+                if not shape.experts
+                else prepared.nbytes * len(given["expert_offsets"].unique()) / shape.experts
             )
             flops = 2 * rows * topk * prepared.outputs * shape.inputs
             found_line = Line(shape.key, rows * topk, times[0][0], moved, flops, times[0][1])

@@ -25,8 +25,8 @@ def test_the_nearest_code_is_near(format: Format, rms: float) -> None:
 
 
 def test_every_code_of_four_bits_counts_what_the_format_says() -> None:
-    codes = torch.arange(16, dtype=torch.uint8)
-    weight = QuantizedWeight(MXFP4, (codes | codes << 4).view(1, 16), torch.tensor([[130]], dtype=torch.uint8))
+    values = torch.arange(16, dtype=torch.uint8)
+    weight = QuantizedWeight(MXFP4, (values | values << 4).view(1, 16), torch.tensor([[130]], dtype=torch.uint8))
     assert weight.dequantize()[0, ::2].tolist() == [8 * value for value in FP4_VALUES]
 
 

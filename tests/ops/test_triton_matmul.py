@@ -50,17 +50,17 @@ def test_activations_are_rounded_as_the_twin_does(inputs: int, many: bool, monke
     torch.manual_seed(0)
     x = torch.randn(5, inputs + 3, device=DEVICE).bfloat16()[:, :inputs]
     x[2] = 0
-    codes, scales = triton_quantize.quantize_rows(x)
+    values, scales = triton_quantize.quantize_rows(x)
     want, factors = quantize_rows(x)
     assert torch.equal(scales, factors)
     # Division rounds in its own way on a chip: a code may be the neighbour of one that is nearly as near.
-    near = (codes.float() * scales.repeat_interleave(ACTIVATION_GROUP, 1) - x_padded(x)).abs()
-    assert bool((near <= 32.5 * scales.repeat_interleave(ACTIVATION_GROUP, 1)).all())
-    assert float((codes.float() != want.float()).float().mean()) < 0.01
+    gate_tile = (values.float() * scales.repeat_interleave(ACTIVATION_GROUP, 1) - x_padded(x)).abs()
+    assert bool((gate_tile <= 32.5 * scales.repeat_interleave(ACTIVATION_GROUP, 1)).all())
+    assert float((values.float() != want.float()).float().mean()) < 0.01
     # Of rows in another order, the same.
     order = torch.tensor([4, 0, 0], device=DEVICE)
-    taken, its_scales = triton_quantize.quantize_rows(x, source=order)
-    assert torch.equal(taken.float(), codes.float()[order]) and torch.equal(its_scales, scales[order])
+    taken, its_scales = triton_quantize.quantize_rows(x, sorted_token_ids=order)
+    assert torch.equal(taken.float(), values.float()[order]) and torch.equal(its_scales, scales[order])
 
 
 def x_padded(x: torch.Tensor) -> torch.Tensor:
@@ -120,13 +120,14 @@ def test_experts(sizes: list[int], gating: GatedActivation | None, format: Forma
     weight = weight_of(format, count, outputs, inputs)
     bias = torch.randn(count, outputs, device=DEVICE).bfloat16()
     x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
-    source = torch.randint(tokens, (sum(sizes),), device=DEVICE, dtype=torch.int32)
-    ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
-    plain, seen = weight.dequantize(), format.activations(x)[source]
-    parts = [seen[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True)]
+    sorted_token_ids = torch.randint(tokens, (sum(sizes),), device=DEVICE, dtype=torch.int32)
+    expert_offsets = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    plain, seen = weight.dequantize(), format.activations(x)[sorted_token_ids]
+    parts = [seen[end - size : end] for size, end in zip(sizes, expert_offsets.tolist(), strict=True)]
     want = torch.cat([part @ plain[e].T + bias[e].float() for e, part in enumerate(parts)])
     want = gated(want, gating)
-    check(multiply(x, pack(weight), bias=bias, ends=ends, source=source, gating=gating, launch=launch), want)
+    given = {"expert_offsets": expert_offsets, "sorted_token_ids": sorted_token_ids, "gating": gating}
+    check(multiply(x, pack(weight), bias=bias, launch=launch, **given), want)
 
 
 @pytest.mark.parametrize(
@@ -149,17 +150,18 @@ def test_four_bits_for_few_rows(sizes: list[int], gating: GatedActivation | None
     torch.manual_seed(0)
     rows, outputs, inputs = sum(sizes), 90, 32 * 13
     weight, bias = weight_of(MXFP4, len(sizes), outputs, inputs), torch.randn(len(sizes), outputs, device=DEVICE)
-    x, ends = torch.randn(rows, inputs, device=DEVICE).bfloat16(), torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    x = torch.randn(rows, inputs, device=DEVICE).bfloat16()
+    expert_offsets = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
     x *= torch.exp2(torch.randint(-30, 5, (rows, 1), device=DEVICE))
     given = {"weight": pack(QuantizedWeight(MXFP4, weight.values.clone(), weight.scales)), "bias": bias.bfloat16()}
-    got = multiply(x, ends=ends, gating=gating, launch=launch, **given)
+    got = multiply(x, expert_offsets=expert_offsets, gating=gating, launch=launch, **given)
     parts = zip(x.float().split(sizes), weight.dequantize(), bias.bfloat16().float(), strict=True)
     want = torch.cat([part @ plain.T + more for part, plain, more in parts])
     want = gated(want, gating)
     for row in range(rows):
         check(got[row], want[row])
     x[rows // 2, 17] = torch.nan
-    spoiled = multiply(x, ends=ends, gating=gating, launch=launch, **given)
+    spoiled = multiply(x, expert_offsets=expert_offsets, gating=gating, launch=launch, **given)
     others = torch.arange(rows, device=DEVICE) != rows // 2
     assert bool(spoiled[rows // 2].isnan().all()) and torch.equal(spoiled[others], got[others])
 
@@ -181,27 +183,28 @@ def test_other_types_of_activations(format: Format, dtype: torch.dtype, launch: 
 def test_a_table_of_tiles_says_what_programs_find(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     weight, sizes = pack(weight_of(BLOCK, 5, 32, 128)), torch.tensor([0, 33, 1, 0, 20], device=DEVICE)
-    x, ends = torch.randn(54, 128, device=DEVICE).bfloat16(), sizes.cumsum(0).int()
-    want = multiply(x, weight, ends=ends)
+    x, expert_offsets = torch.randn(54, 128, device=DEVICE).bfloat16(), sizes.cumsum(0).int()
+    want = multiply(x, weight, expert_offsets=expert_offsets)
     monkeypatch.setattr("allotrope.ops.matmul.triton._SEARCHED", 0)
-    assert torch.equal(multiply(x, weight, ends=ends), want)
+    assert torch.equal(multiply(x, weight, expert_offsets=expert_offsets), want)
 
 
 def test_products_of_the_same_rows_share_their_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each height of tiles."""
     torch.manual_seed(0)
     monkeypatch.setattr("allotrope.ops.matmul.triton._SEARCHED", 0)
-    x, ends = torch.randn(21, 64, device=DEVICE).bfloat16(), torch.tensor([20, 20, 21], device=DEVICE).int()
+    x, expert_offsets = torch.randn(21, 64, device=DEVICE).bfloat16(), torch.tensor([20, 20, 21], device=DEVICE).int()
     weights = [pack_plain(torch.randn(3, outputs, 64, device=DEVICE).bfloat16()) for outputs in (32, 48)]
-    tables: dict[int, torch.Tensor] = {}
+    tile_tables: dict[int, torch.Tensor] = {}
     for rows in (16, 32):
-        found = [multiply(x, weight, ends=ends, launch=Launch(rows, 32), tables=tables) for weight in weights]
-        made = tables[rows]
+        given = {"expert_offsets": expert_offsets, "launch": Launch(rows, 32)}
+        found = [multiply(x, weight, tile_tables=tile_tables, **given) for weight in weights]
+        made = tile_tables[rows]
         for weight, y in zip(weights, found, strict=True):
-            assert torch.equal(multiply(x, weight, ends=ends, launch=Launch(rows, 32), tables=tables), y)
-            assert torch.equal(multiply(x, weight, ends=ends, launch=Launch(rows, 32)), y)
-        assert tables[rows] is made
-    assert sorted(tables) == [16, 32]
+            assert torch.equal(multiply(x, weight, tile_tables=tile_tables, **given), y)
+            assert torch.equal(multiply(x, weight, expert_offsets=expert_offsets, launch=Launch(rows, 32)), y)
+        assert tile_tables[rows] is made
+    assert sorted(tile_tables) == [16, 32]
 
 
 @pytest.mark.parametrize("gating", [None, GatedActivation()], ids=["plain", "silu"])
@@ -212,18 +215,18 @@ def test_groups_of_warps_say_the_same(sizes: list[int], gating: GatedActivation 
     count, outputs, inputs, tokens = len(sizes), 384 * (2 if gating else 1), 5 * 128, 40
     weight = weight_of(BLOCK, count, outputs, inputs, rows=128)
     x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
-    source = torch.randint(tokens, (sum(sizes),), device=DEVICE, dtype=torch.int32)
-    ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
-    rows = Fp8().activations(x)[source].split(sizes)
+    sorted_token_ids = torch.randint(tokens, (sum(sizes),), device=DEVICE, dtype=torch.int32)
+    expert_offsets = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    rows = Fp8().activations(x)[sorted_token_ids].split(sizes)
     want = torch.cat([part @ plain.T for part, plain in zip(rows, weight.dequantize(), strict=True)])
     want = gated(want, gating)
     memory = torch.full((len(want), want.shape[1] + 8), 7.0, device=DEVICE).bfloat16()
     out = memory[:, : want.shape[1]]
-    given = {"weight": pack(weight), "ends": ends, "gating": gating, "launch": GROUPS}
-    check(multiply(x, source=source, out=out, **given), want)
+    given = {"weight": pack(weight), "expert_offsets": expert_offsets, "gating": gating, "launch": GROUPS}
+    check(multiply(x, sorted_token_ids=sorted_token_ids, out=out, **given), want)
     assert bool((memory[:, want.shape[1] :] == 7).all())
     # The same rows, in order already.
-    assert torch.equal(multiply(x[source], **given), out)
+    assert torch.equal(multiply(x[sorted_token_ids], **given), out)
 
 
 @pytest.mark.parametrize(
@@ -238,21 +241,21 @@ def test_groups_of_warps_take_four_bits_apart(sizes: list[int], gating: GatedAct
     count, outputs, inputs, tokens = len(sizes), 192 * 2 if gating else 208, 5 * 128 + 32, 40
     weight = weight_of(MXFP4, count, outputs, inputs)
     x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
-    source = torch.randint(tokens, (sum(sizes),), device=DEVICE, dtype=torch.int32)
-    ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    sorted_token_ids = torch.randint(tokens, (sum(sizes),), device=DEVICE, dtype=torch.int32)
+    expert_offsets = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
     bias = torch.randn(count, outputs, device=DEVICE).bfloat16() if gating != GatedActivation() else None
-    parts = zip(x.float()[source].split(sizes), weight.dequantize(), strict=True)
+    parts = zip(x.float()[sorted_token_ids].split(sizes), weight.dequantize(), strict=True)
     want = torch.cat(
         [part @ plain.T + (0 if bias is None else bias[i].float()) for i, (part, plain) in enumerate(parts)]
     )
     want = gated(want, gating)
     memory = torch.full((len(want), want.shape[1] + 16), 7.0, device=DEVICE).bfloat16()
     out = memory[:, : want.shape[1]]
-    given = {"weight": pack(weight), "ends": ends, "bias": bias, "gating": gating, "launch": GROUPS}
-    check(multiply(x, source=source, out=out, **given), want)
+    given = {"weight": pack(weight), "expert_offsets": expert_offsets, "bias": bias, "gating": gating, "launch": GROUPS}
+    check(multiply(x, sorted_token_ids=sorted_token_ids, out=out, **given), want)
     assert bool((memory[:, want.shape[1] :] == 7).all())
     # The same rows, in order already.
-    assert torch.equal(multiply(x[source], **given), out)
+    assert torch.equal(multiply(x[sorted_token_ids], **given), out)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="PyTorch multiplies blocks on a GPU only")
@@ -338,11 +341,11 @@ def test_plain_experts(sizes: list[int], left: bool, dtype: torch.dtype) -> None
     rows = memory[: sum(sizes), :inputs]
     rows.copy_(torch.randn(rows.shape))
     weights = (torch.randn(len(sizes), outputs, inputs, device=DEVICE) / 7).to(dtype)
-    ends = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    expert_offsets = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
     want = torch.cat([r.float() @ w.float().T for r, w in zip(rows.split(sizes), weights, strict=True)])
     launch, prepared = Launch(16, 32, swap_ab=left), pack_plain(weights)
-    got = multiply(rows, prepared, ends=ends, launch=launch)
+    got = multiply(rows, prepared, expert_offsets=expert_offsets, launch=launch)
     assert (found := compare(got, want, KINDS[dtype])), str(found)
     last = [index for index, size in enumerate(sizes) if size][-1]
     alone = (torch.arange(len(sizes), device=DEVICE) >= last).int()
-    assert torch.equal(multiply(rows[-1:], prepared, ends=alone, launch=launch)[0], got[-1])
+    assert torch.equal(multiply(rows[-1:], prepared, expert_offsets=alone, launch=launch)[0], got[-1])

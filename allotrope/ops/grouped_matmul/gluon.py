@@ -32,17 +32,17 @@ _STAGES, _REGISTERS = 4, 240
 
 
 @gluon.jit
-def _fetch(x, codes, x_tiles, w_tiles, ready, free, row, near, far, steps, STAGES: gl.constexpr):
+def _fetch(x, values, x_tiles, w_tiles, ready, free, row, gate_tile, up_tile, steps, STAGES: gl.constexpr):
     """The fetching group: rows and both blocks of weights of every step, to the next tiles that are free."""
     for i in range(steps):
         slot = i % STAGES
         phase = (i // STAGES) & 1
         mbarrier.wait(free.index(slot), phase ^ 1)
-        mbarrier.expect(ready.index(slot), 2 * x.block_type.nbytes + 2 * codes.block_type.nbytes)
+        mbarrier.expect(ready.index(slot), 2 * x.block_type.nbytes + 2 * values.block_type.nbytes)
         load_tile(x, [row, i * 128], ready.index(slot), x_tiles.index(2 * slot))
         load_tile(x, [row + 64, i * 128], ready.index(slot), x_tiles.index(2 * slot + 1))
-        load_tile(codes, [near, i * 128], ready.index(slot), w_tiles.index(2 * slot))
-        load_tile(codes, [far, i * 128], ready.index(slot), w_tiles.index(2 * slot + 1))
+        load_tile(values, [gate_tile, i * 128], ready.index(slot), w_tiles.index(2 * slot))
+        load_tile(values, [up_tile, i * 128], ready.index(slot), w_tiles.index(2 * slot + 1))
 
 
 @gluon.jit
@@ -64,20 +64,20 @@ def _multiply(
         second = gl.zeros([64, 128], gl.float32, sums)
         # Overwritten by each product: it has registers of its own that nothing else waits for.
         part = gl.zeros([64, 128], gl.float32, sums)
-        rows, near, far = gl.load(scales), gl.load(near_scales), gl.load(far_scales)
+        rows, gate_tile, up_tile = gl.load(scales), gl.load(near_scales), gl.load(far_scales)
         for i in range(steps):
             slot = i % STAGES
             ahead = gl.minimum(i + 1, steps - 1)
             next_rows = gl.load(scales + ahead * x_scale_stride)
-            next_near, next_far = gl.load(near_scales + ahead), gl.load(far_scales + ahead)
+            next_gate_tile, next_up_tile = gl.load(near_scales + ahead), gl.load(far_scales + ahead)
             mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
             a = x_tiles.index(2 * slot + WHICH)
             part = warpgroup_mma(a, w_tiles.index(2 * slot).permute((1, 0)), part, use_acc=False)
-            first += part * gl.expand_dims(rows * near, 1)
+            first += part * gl.expand_dims(rows * gate_tile, 1)
             part = warpgroup_mma(a, w_tiles.index(2 * slot + 1).permute((1, 0)), part, use_acc=False)
             mbarrier.arrive(free.index(slot), count=1)
-            second += part * gl.expand_dims(rows * far, 1)
-            rows, near, far = next_rows, next_near, next_far
+            second += part * gl.expand_dims(rows * up_tile, 1)
+            rows, gate_tile, up_tile = next_rows, next_gate_tile, next_up_tile
         at = gl.expand_dims(column + gl.arange(0, 128, layout=gl.SliceLayout(0, sums)), 0)
         to = out + gl.expand_dims(mine.to(gl.int64) * out_stride, 1) + at
         written = gl.expand_dims(mine < end, 1)
@@ -93,31 +93,33 @@ def _multiply(
 @with_pdl
 @gluon.jit(do_not_specialize=["x_scale_stride"])
 def experts_kernel(
-    x, x_scales, codes, scales, ends, table, out, experts, outputs, steps, x_scale_stride, scale_expert, scale_row,
+    x, x_scales, values, scales, expert_offsets, table, out, experts, outputs, steps, x_scale_stride, scale_expert,
+    scale_row,
     out_stride, GATED: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """`x`: [n, padded] codes, by [64, 128]. `codes`: [experts * outputs (twice that if GATED), padded], by [128, 128].
-    `ends`, `table`: as in `product_kernel`, for tiles of 128 rows. `outputs`: columns of `out`, whole blocks of 128.
+    """`x`: [n, padded] quantized, by [64, 128]. `values`: [experts * outputs (twice that if GATED), padded], by [128, 128].
+    `expert_offsets`, `table`: as in `product_kernel`, for tiles of 128 rows. `outputs`: columns of `out`, whole blocks of
+    128.
     """
     gdc_wait()
     gdc_launch_dependents()
     expert = gl.load(table + 2 * gl.program_id(1))
     if expert < experts:
         row = gl.load(table + 2 * gl.program_id(1) + 1)
-        end = gl.load(ends + expert)
+        end = gl.load(expert_offsets + expert)
         if row < end:
             WIDE: gl.constexpr = 128 if GATED else 256
             BLOCKS: gl.constexpr = 2 if GATED else 1
             column = gl.program_id(0) * WIDE
             apart = outputs if GATED else 128
-            near = expert * outputs * BLOCKS + column
+            gate_tile = expert * outputs * BLOCKS + column
             own = scales + expert.to(gl.int64) * scale_expert
             near_scales = own + column // 128 * scale_row
             # The neighbour of a last block may not be there; nothing of it is written.
             far_block = (column + apart) // 128 if GATED else gl.minimum(column // 128 + 1, outputs // 128 - 1)
             far_scales = own + far_block * scale_row
             x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 64, 128], x.layout)
-            w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 128, 128], codes.layout)
+            w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 128, 128], values.layout)
             ready, free = ring(STAGES, 2)
             fence_async_shared()
             barrier()
@@ -127,7 +129,8 @@ def experts_kernel(
                                  column, outputs, steps, x_scale_stride, out_stride, 0, GATED, STAGES)),
                     (_multiply, (x_tiles, w_tiles, ready, free, x_scales, near_scales, far_scales, out, row, end,
                                  column, outputs, steps, x_scale_stride, out_stride, 1, GATED, STAGES)),
-                    (_fetch, (x, codes, x_tiles, w_tiles, ready, free, row, near, near + apart, steps, STAGES)),
+                    (_fetch, (x, values, x_tiles, w_tiles, ready, free, row, gate_tile, gate_tile + apart, steps,
+                              STAGES)),
                 ],
                 [4, 4],
                 [REGISTERS, 24],
@@ -149,29 +152,30 @@ def knows(weight: PackedWeight, gating: GatedActivation | None, bias: torch.Tens
 
 
 def multiply(
-    codes: torch.Tensor,
+    values: torch.Tensor,
     x_scales: torch.Tensor,
     weight: PackedWeight,
-    ends: torch.Tensor,
+    expert_offsets: torch.Tensor,
     table: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """`codes`, `x_scales`: rows in the order of experts, as `quantize_rows` gives them. `table`: [tiles, 2], as
+    """`values`, `x_scales`: rows in the order of experts, as `quantize_rows` gives them. `table`: [tiles, 2], as
     `tiles_kernel` writes it for tiles of `ROWS`. `out`: [n, outputs], written into. Needs `knows`.
     """
     outputs = out.shape[1]
     gated = outputs < weight.outputs
     grid = (cdiv(outputs, COLUMNS if gated else 2 * COLUMNS), len(table))
     experts_kernel[grid](
-        _descriptor(codes, 64), x_scales, _descriptor(weight.values.flatten(0, 1), 128), weight.scales, ends, table,
+        _descriptor(values, 64), x_scales, _descriptor(weight.values.flatten(0, 1), 128), weight.scales, expert_offsets,
+        table,
         out, weight.experts, outputs, weight.padded_inputs // 128, x_scales.stride(1), *weight.scales.stride()[:2],
         out.stride(0),
         GATED=gated, STAGES=_STAGES, REGISTERS=_REGISTERS, num_warps=4,
     )  # fmt: skip
 
 
-def _descriptor(codes: torch.Tensor, rows: int) -> Any:
-    return TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [rows, 128], _layout(rows))
+def _descriptor(values: torch.Tensor, rows: int) -> Any:
+    return TensorDescriptor(values, list(values.shape), list(values.stride()), [rows, 128], _layout(rows))
 
 
 def _layout(rows: int) -> gl.NVMMASharedLayout:
@@ -185,9 +189,9 @@ def released(chip: Chip) -> list[Specialization]:
         return []
     made = []
     for gated in (True, False):
-        signature = {name: f"tensordesc<fp8e4nv[{n},128],{_layout(n)!r}>" for name, n in (("x", 64), ("codes", 128))}
+        signature = {name: f"tensordesc<fp8e4nv[{n},128],{_layout(n)!r}>" for name, n in (("x", 64), ("values", 128))}
         signature |= {"x_scales": "*fp32:16", "scales": "*fp32:16"}
-        signature |= {"ends": "*i32:16", "table": "*i32:16", "out": "*bf16:16"}
+        signature |= {"expert_offsets": "*i32:16", "table": "*i32:16", "out": "*bf16:16"}
         signature |= dict.fromkeys(("experts", "steps", "x_scale_stride", "scale_expert", "scale_row"), "i32")
         signature |= {"outputs": "i32:16", "out_stride": "i32:16"}
         constants = {"GATED": gated, "STAGES": _STAGES, "REGISTERS": _REGISTERS}

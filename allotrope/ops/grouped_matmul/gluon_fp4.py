@@ -41,7 +41,7 @@ _STAGES, _REGISTERS = 3, 240
 
 
 @gluon.jit
-def _fetch(x, codes, x_tiles, w_tiles, ready, free, row, near, far, steps, STAGES: gl.constexpr):
+def _fetch(x, values, x_tiles, w_tiles, ready, free, row, gate_tile, up_tile, steps, STAGES: gl.constexpr):
     """The fetching group: both halves of a step's inputs, and the words of both blocks for both groups. `near`, `far`:
     the first of the blocks' tiles of outputs.
     """
@@ -49,26 +49,26 @@ def _fetch(x, codes, x_tiles, w_tiles, ready, free, row, near, far, steps, STAGE
         slot = i % STAGES
         phase = (i // STAGES) & 1
         mbarrier.wait(free.index(slot), phase ^ 1)
-        mbarrier.expect(ready.index(slot), 2 * x.block_type.nbytes + 4 * codes.block_type.nbytes)
+        mbarrier.expect(ready.index(slot), 2 * x.block_type.nbytes + 4 * values.block_type.nbytes)
         load_tile(x, [row, i * 128], ready.index(slot), x_tiles.index(2 * slot))
         load_tile(x, [row, i * 128 + 64], ready.index(slot), x_tiles.index(2 * slot + 1))
         for group in gl.static_range(2):
             to = 4 * slot + 2 * group
-            first, second = ((near + group) * steps + i) * 64, ((far + group) * steps + i) * 64
-            load_tile(codes, [first, 0], ready.index(slot), w_tiles.index(to))
-            load_tile(codes, [second, 0], ready.index(slot), w_tiles.index(to + 1))
+            first, second = ((gate_tile + group) * steps + i) * 64, ((up_tile + group) * steps + i) * 64
+            load_tile(values, [first, 0], ready.index(slot), w_tiles.index(to))
+            load_tile(values, [second, 0], ready.index(slot), w_tiles.index(to + 1))
 
 
 @gluon.jit
-def _add(total, words, exponents, first_half, second_half, operand: gl.constexpr):
+def _add(acc, words, exponents, first_half, second_half, operand: gl.constexpr):
     """Begin to add the products of words [64, 32], with exponents [64] of the four runs that they hold, and of both
     halves [64, rows] of their inputs.
     """
     p, q, r, s = numbers(words, gl.expand_dims(exponents, 1), True)
     w = gl.convert_layout(gl.join(p, q).permute((0, 2, 1)).reshape((64, 64)), operand, assert_trivial=True)
-    total = warpgroup_mma(w, first_half, total, is_async=True)
+    acc = warpgroup_mma(w, first_half, acc, is_async=True)
     w = gl.convert_layout(gl.join(r, s).permute((0, 2, 1)).reshape((64, 64)), operand, assert_trivial=True)
-    return warpgroup_mma(w, second_half, total, is_async=True)
+    return warpgroup_mma(w, second_half, acc, is_async=True)
 
 
 @gluon.jit
@@ -106,47 +106,48 @@ def _multiply_rows(
     far_scales = scales + (beyond // 64 * steps * 64 + beyond % 64)
     first = gl.zeros([64, N], gl.float32, sums)
     second = gl.zeros([64, N], gl.float32, sums)
-    near, far = gl.load(near_scales), gl.load(far_scales)
+    gate_tile, up_tile = gl.load(near_scales), gl.load(far_scales)
     for i in range(steps):
         slot = i % STAGES
         ahead = gl.minimum(i + 1, steps - 1)
-        next_near, next_far = gl.load(near_scales + ahead * 64), gl.load(far_scales + ahead * 64)
+        next_gate_tile, next_up_tile = gl.load(near_scales + ahead * 64), gl.load(far_scales + ahead * 64)
         mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
         begin = x_tiles.index(2 * slot).slice(0, N).permute((1, 0))
         rest = x_tiles.index(2 * slot + 1).slice(0, N).permute((1, 0))
-        first = _add(first, w_tiles.index(4 * slot + 2 * WHICH).load(taken), near, begin, rest, operand)
-        second = _add(second, w_tiles.index(4 * slot + 2 * WHICH + 1).load(taken), far, begin, rest, operand)
+        first = _add(first, w_tiles.index(4 * slot + 2 * WHICH).load(taken), gate_tile, begin, rest, operand)
+        second = _add(second, w_tiles.index(4 * slot + 2 * WHICH + 1).load(taken), up_tile, begin, rest, operand)
         first, second = warpgroup_mma_wait(0, (first, second))
         mbarrier.arrive(free.index(slot), count=1)
-        near, far = next_near, next_far
+        gate_tile, up_tile = next_gate_tile, next_up_tile
     at = column + WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, sums))
     if BIAS:
         first += gl.expand_dims(gl.load(bias + gl.minimum(at, last)).to(gl.float32), 1)
-        far_at = gl.minimum(at + apart, apart + last if ACTIVATION >= 0 else last)
-        second += gl.expand_dims(gl.load(bias + far_at).to(gl.float32), 1)
+        up_offset = gl.minimum(at + apart, apart + last if ACTIVATION >= 0 else last)
+        second += gl.expand_dims(gl.load(bias + up_offset).to(gl.float32), 1)
     written: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     token = row + gl.arange(0, N, layout=gl.SliceLayout(1, written))
-    place = column + WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, written))
-    to = out + gl.expand_dims(token.to(gl.int64) * out_stride, 1) + gl.expand_dims(place, 0)
-    there = gl.expand_dims(token < end, 1)
+    offsets = column + WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, written))
+    to = out + gl.expand_dims(token.to(gl.int64) * out_stride, 1) + gl.expand_dims(offsets, 0)
+    mask = gl.expand_dims(token < end, 1)
     if ACTIVATION >= 0:
         first = gate(first, second, slope, limit, offset, ACTIVATION, LIMIT)
     transposed = gl.convert_layout(first.to(out.dtype.element_ty).permute((1, 0)), written)
-    gl.store(to, transposed, mask=there & gl.expand_dims(place < outputs, 0))
+    gl.store(to, transposed, mask=mask & gl.expand_dims(offsets < outputs, 0))
     if ACTIVATION < 0:
         transposed = gl.convert_layout(second.to(out.dtype.element_ty).permute((1, 0)), written)
-        gl.store(to + apart, transposed, mask=there & gl.expand_dims(place + apart < outputs, 0))
+        gl.store(to + apart, transposed, mask=mask & gl.expand_dims(offsets + apart < outputs, 0))
 
 
 @with_pdl
 @gluon.jit
 def experts_kernel(
-    x, codes, scales, bias, ends, table, out, experts, outputs, tiles, steps, scale_expert, bias_stride, out_stride,
+    x, values, scales, bias, expert_offsets, table, out, experts, outputs, tiles, steps, scale_expert, bias_stride,
+    out_stride,
     slope, limit, offset, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, BIAS: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """`x`: [n, inputs], by [128, 64]. `codes`: [experts * tiles * steps * 64, 32], by [64, 32]; `tiles`: of an expert's
-    outputs, which with an ACTIVATION are twice `outputs`, the columns of `out`. `ends`, `table`: as in
+    """`x`: [n, inputs], by [128, 64]. `values`: [experts * tiles * steps * 64, 32], by [64, 32]. `tiles`: an expert's
+    outputs, which with an ACTIVATION are twice `outputs`, the columns of `out`. `expert_offsets`, `table`: as in
     `product_kernel`, for tiles of 128 rows. `bias`: not read without BIAS.
     """
     gdc_wait()
@@ -154,16 +155,16 @@ def experts_kernel(
     expert = gl.load(table + 2 * gl.program_id(1))
     if expert < experts:
         row = gl.load(table + 2 * gl.program_id(1) + 1)
-        end = gl.load(ends + expert)
+        end = gl.load(expert_offsets + expert)
         if row < end:
             GATED: gl.constexpr = ACTIVATION >= 0
             column = gl.program_id(0) * (128 if GATED else 256)
             apart = outputs if GATED else 128
-            near = expert * tiles + column // 64
+            gate_tile = expert * tiles + column // 64
             own = scales + expert.to(gl.int64) * scale_expert
             own_bias = bias + expert.to(gl.int64) * bias_stride
             x_tiles = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 128, 64], x.layout)
-            w_tiles = gl.allocate_shared_memory(gl.int16, [4 * STAGES, 64, 32], codes.layout)
+            w_tiles = gl.allocate_shared_memory(gl.int16, [4 * STAGES, 64, 32], values.layout)
             ready, free = ring(STAGES, 2)
             fence_async_shared()
             barrier()
@@ -173,7 +174,8 @@ def experts_kernel(
                 [
                     (_multiply, (work, row, end, 0, ACTIVATION, LIMIT, BIAS, STAGES)),
                     (_multiply, (work, row, end, 1, ACTIVATION, LIMIT, BIAS, STAGES)),
-                    (_fetch, (x, codes, x_tiles, w_tiles, ready, free, row, near, near + apart // 64, steps, STAGES)),
+                    (_fetch, (x, values, x_tiles, w_tiles, ready, free, row, gate_tile, gate_tile + apart // 64, steps,
+                              STAGES)),
                 ],
                 [4, 4],
                 [REGISTERS, 24],
@@ -197,7 +199,7 @@ def knows(x: torch.Tensor, weight: PackedWeight, gating: GatedActivation | None)
 def multiply(
     x: torch.Tensor,
     weight: PackedWeight,
-    ends: torch.Tensor,
+    expert_offsets: torch.Tensor,
     table: torch.Tensor,
     out: torch.Tensor,
     bias: torch.Tensor | None,
@@ -210,7 +212,7 @@ def multiply(
     grid = (cdiv(outputs, COLUMNS if gating else 2 * COLUMNS), len(table))
     experts_kernel[grid](
         _descriptor(x, [128, 64]), _descriptor(weight.values.flatten(0, 3), [64, 32]), weight.scales,
-        out if bias is None else bias, ends, table, out, weight.experts, outputs, *weight.values.shape[1:3],
+        out if bias is None else bias, expert_offsets, table, out, weight.experts, outputs, *weight.values.shape[1:3],
         weight.scales.stride(0), 0 if bias is None else bias.stride(0), out.stride(0),
         gating.slope if gating else 0.0, (gating.limit if gating else None) or 0.0, gating.offset if gating else 0.0,
         ACTIVATION=ACTIVATIONS[gating.activation] if gating else -1,
@@ -235,8 +237,8 @@ def released(chip: Chip) -> list[Specialization]:
     made = []
     for gated in (True, False):
         signature = {"x": f"tensordesc<bf16[128,64],{_layout([128, 64], torch.bfloat16)!r}>"}
-        signature |= {"codes": f"tensordesc<i16[64,32],{_layout([64, 32], torch.int16)!r}>"}
-        signature |= {"scales": "*i32:16", "ends": "*i32:16", "table": "*i32:16", "out": "*bf16:16"}
+        signature |= {"values": f"tensordesc<i16[64,32],{_layout([64, 32], torch.int16)!r}>"}
+        signature |= {"scales": "*i32:16", "expert_offsets": "*i32:16", "table": "*i32:16", "out": "*bf16:16"}
         signature |= dict.fromkeys(("experts", "tiles", "steps", "scale_expert"), "i32")
         signature |= {"outputs": "i32:16", "out_stride": "i32:16"} | dict.fromkeys(("slope", "limit", "offset"), "fp32")
         constants = {"ACTIVATION": ACTIVATIONS["silu"] if gated else -1, "LIMIT": gated, "BIAS": gated}

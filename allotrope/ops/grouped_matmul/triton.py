@@ -31,5 +31,11 @@ def grouped_matmul(
         y = F.grouped_mm(rows_of, weight.values.transpose(1, 2), offs=expert_offsets)
         return y if gating is None else activated(y, gating)
     return multiply(
-        x, weight, bias=bias, ends=expert_offsets, source=sorted_token_ids, gating=gating, tables=tile_tables
+        x,
+        weight,
+        bias=bias,
+        expert_offsets=expert_offsets,
+        sorted_token_ids=sorted_token_ids,
+        gating=gating,
+        tile_tables=tile_tables,
     )

@@ -22,23 +22,23 @@ _BLOCK = 16
 
 
 @triton.jit
-def tiles_of_experts(ends, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+def tiles_of_experts(expert_offsets, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """Of each expert [EXPERTS]: its first row, the row behind its last, the tiles behind its last, and its tiles."""
     each = tl.arange(0, EXPERTS)
-    end = tl.load(ends + each, mask=each < experts, other=0)
-    start = tl.load(ends + each - 1, mask=(each > 0) & (each < experts), other=0)
+    end = tl.load(expert_offsets + each, mask=each < experts, other=0)
+    start = tl.load(expert_offsets + each - 1, mask=(each > 0) & (each < experts), other=0)
     tiles = tl.where(each < experts, (end - start + ROWS - 1) // ROWS, 0)
     return start, end, tl.cumsum(tiles, 0), tiles
 
 
 @pdl_jit(do_not_specialize=["tiles"])
-def tiles_kernel(ends, table, experts, tiles, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def tiles_kernel(expert_offsets, table, experts, tiles, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Expert and first row of every tile of ROWS rows, for many tiles; `experts` for those that nobody needs."""
     gdc_wait()
     gdc_launch_dependents()
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     each = tl.arange(0, EXPERTS)
-    start_of, _, behind, tiles_of = tiles_of_experts(ends, experts, EXPERTS, ROWS)
+    start_of, _, behind, tiles_of = tiles_of_experts(expert_offsets, experts, EXPERTS, ROWS)
     expert = tl.sum((behind[None, :] <= tile[:, None]).to(tl.int32), 1)
     mine = each[None, :] == expert[:, None]
     # Row of the first tile of the expert, as if tiles before it were its own.
@@ -47,26 +47,29 @@ def tiles_kernel(ends, table, experts, tiles, EXPERTS: tl.constexpr, ROWS: tl.co
     tl.store(table + 2 * tile + 1, first, mask=tile < tiles)
 
 
-def most_tiles(rows: int, ends: torch.Tensor, height: int) -> int:
+def most_tiles(rows: int, expert_offsets: torch.Tensor, height: int) -> int:
     """Tiles of `height` rows that `rows` of the experts may take, however they are spread."""
-    return rows // height + min(len(ends), rows)
+    return rows // height + min(len(expert_offsets), rows)
 
 
-def table_of_tiles(rows: int, ends: torch.Tensor, height: int, tables: TileTables | None) -> torch.Tensor:
+def table_of_tiles(
+    rows: int, expert_offsets: torch.Tensor, height: int, tile_tables: TileTables | None
+) -> torch.Tensor:
     """What `tiles_kernel` writes, or has written for an earlier product."""
-    if tables is not None and height in tables:
-        return tables[height]
-    experts, tiles = len(ends), most_tiles(rows, ends, height)
-    table = torch.empty((tiles, 2), dtype=torch.int32, device=ends.device)
-    tiles_kernel[(cdiv(tiles, _BLOCK),)](ends, table, experts, tiles, next_power_of_2(experts), height, _BLOCK)
-    if tables is not None:
-        tables[height] = table
+    if tile_tables is not None and height in tile_tables:
+        return tile_tables[height]
+    experts, tiles = len(expert_offsets), most_tiles(rows, expert_offsets, height)
+    table = torch.empty((tiles, 2), dtype=torch.int32, device=expert_offsets.device)
+    grid = (cdiv(tiles, _BLOCK),)
+    tiles_kernel[grid](expert_offsets, table, experts, tiles, next_power_of_2(experts), height, _BLOCK)
+    if tile_tables is not None:
+        tile_tables[height] = table
     return table
 
 
 @specializations
 def released(chip: Chip) -> list[Specialization]:
     """Of 512 experts."""
-    signature = {"ends": "*i32:16", "table": "*i32:16", "experts": "i32", "tiles": "i32"}
+    signature = {"expert_offsets": "*i32:16", "table": "*i32:16", "experts": "i32", "tiles": "i32"}
     sizes = {"EXPERTS": 512, "ROWS": 64, "BLOCK": _BLOCK}
     return [Specialization("tiles of experts", tiles_kernel, signature, sizes, 4, 1)]

@@ -84,6 +84,6 @@ def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
     """The inverse of `unpack_int4`. `numbers`: [..., 8 n] int32 from -8 to 7."""
     words = (numbers + OFFSET).unflatten(-1, (-1, NUMBERS))
     packed = words[..., 0].clone()
-    for place in range(1, NUMBERS):
-        packed |= words[..., place] << 4 * place
+    for offsets in range(1, NUMBERS):
+        packed |= words[..., offsets] << 4 * offsets
     return packed

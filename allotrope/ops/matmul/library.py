@@ -28,10 +28,10 @@ def scaled_product(
     from torch.nn.functional import ScalingType, scaled_mm
 
     # Rows in fours, and runs of a row far apart: the layout of scales that the library wants.
-    codes, scales = quantize_rows(x, whole=True)
+    values, scales = quantize_rows(x, whole=True)
     assert weight.library_scales is not None
     y = scaled_mm(
-        codes,
+        values,
         weight.values[0].t(),
         scales,
         ScalingType.BlockWise1x128,

@@ -81,7 +81,7 @@ class Mxfp4(Format):
         count, blocks, steps = weight.values.shape[:3]
         words = weight.values.transpose(2, 3).reshape(count, blocks * TILE_ROWS, -1)
         numbers = _words().argsort().to(words.device, torch.int32)[words.int() & 0xFFFF]
-        places = torch.stack([numbers >> 4 * place & 15 for place in range(4)], dim=-1)
+        places = torch.stack([numbers >> 4 * offsets & 15 for offsets in range(4)], dim=-1)
         # A word holds number j of each of four groups.
         flat = places.unflatten(-2, (-1, FP4_GROUP)).transpose(-1, -2).flatten(-3).to(torch.uint8)
         scales = weight.scales.transpose(2, 3).contiguous().view(torch.uint8)
@@ -149,6 +149,6 @@ def _words() -> torch.Tensor:
     """The word of each four values, the first value in the lowest bits of its index: [65536] int16."""
     words = torch.arange(1 << 16, dtype=torch.int32)
     values = torch.zeros_like(words)
-    for place, field in enumerate(fields(words)):
-        values |= (field >> 12 & 8 | field >> 6 & 7) << 4 * place
+    for offsets, field in enumerate(fields(words)):
+        values |= (field >> 12 & 8 | field >> 6 & 7) << 4 * offsets
     return values.argsort().to(torch.int16)

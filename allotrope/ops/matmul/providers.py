@@ -39,11 +39,11 @@ def multiply(
     weight: PackedWeight,
     *,
     bias: torch.Tensor | None = None,
-    ends: torch.Tensor | None = None,
-    source: torch.Tensor | None = None,
+    expert_offsets: torch.Tensor | None = None,
+    sorted_token_ids: torch.Tensor | None = None,
     gating: GatedActivation | None = None,
     out: torch.Tensor | None = None,
-    tables: TileTables | None = None,
+    tile_tables: TileTables | None = None,
     launch: Launch | None = None,
 ) -> torch.Tensor:
     """y_i = act(W_e x_i + b_e). Asks the device nothing.
@@ -53,7 +53,7 @@ def multiply(
     [n, outputs] to write into, of any row stride; of fp32 where sums are not to be rounded. `tables`: of tiles of these
     ends, by their height; one that is made here is put there. `launch`: default: what is known to be fast.
     """
-    rows = len(x) if source is None else len(source)
+    rows = len(x) if sorted_token_ids is None else len(sorted_token_ids)
     outputs = weight.outputs // 2 if gating else weight.outputs
     assert launch is None or launch.split_k == 1 or not gating
     if x.shape[1] != weight.inputs:
@@ -66,20 +66,30 @@ def multiply(
     launch = launch or within(launch_for(shape, rows, chip), shape, chip_of(x.device))
     if launch.provider == "pytorch" and in_library(weight):
         return scaled_product(x, weight, bias, out)
-    if launch.provider == "pytorch" and weight.format.name == "plain" and ends is None:
+    if launch.provider == "pytorch" and weight.format.name == "plain" and expert_offsets is None:
         return _in_torch(x, weight.values[0], bias, out)
     if out is None:
         out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    if launch.provider == "gluon" and ends is not None and gluon_fp8.knows(weight, gating, bias):
-        tiles_of = table_of_tiles(rows, ends, gluon_fp8.ROWS, tables)
-        gluon_fp8.multiply(*quantize_rows(x, source=source), weight, ends, tiles_of, out)
+    if launch.provider == "gluon" and expert_offsets is not None and gluon_fp8.knows(weight, gating, bias):
+        tiles_of = table_of_tiles(rows, expert_offsets, gluon_fp8.ROWS, tile_tables)
+        gluon_fp8.multiply(*quantize_rows(x, sorted_token_ids=sorted_token_ids), weight, expert_offsets, tiles_of, out)
         return out
-    if launch.provider == "gluon" and ends is not None and gluon_fp4.knows(x, weight, gating):
-        tiles_of = table_of_tiles(rows, ends, gluon_fp4.ROWS, tables)
-        inner = x if source is None else x.index_select(0, source)
-        gluon_fp4.multiply(inner, weight, ends, tiles_of, out, bias, gating)
+    if launch.provider == "gluon" and expert_offsets is not None and gluon_fp4.knows(x, weight, gating):
+        tiles_of = table_of_tiles(rows, expert_offsets, gluon_fp4.ROWS, tile_tables)
+        inner = x if sorted_token_ids is None else x.index_select(0, sorted_token_ids)
+        gluon_fp4.multiply(inner, weight, expert_offsets, tiles_of, out, bias, gating)
         return out
-    return launch_product(x, weight, launch, out, bias=bias, ends=ends, source=source, gating=gating, tables=tables)
+    return launch_product(
+        x,
+        weight,
+        launch,
+        out,
+        bias=bias,
+        expert_offsets=expert_offsets,
+        sorted_token_ids=sorted_token_ids,
+        gating=gating,
+        tile_tables=tile_tables,
+    )
 
 
 def _in_torch(

@@ -51,89 +51,90 @@ from allotrope.ops.matmul.weight import Format
 
 
 @triton.jit
-def _add_fp8(total, a, a_scale, w, w_scale, SWAP_AB: tl.constexpr, UPCAST: tl.constexpr, ONE_SCALE: tl.constexpr):
+def _add_fp8(acc, a, a_scale, w, w_scale, SWAP_AB: tl.constexpr, UPCAST: tl.constexpr, ONE_SCALE: tl.constexpr):
     """`w_scale`: [BLOCK_N], or with ONE_SCALE one number."""
     if UPCAST:
         a, w = a.to(tl.bfloat16), w.to(tl.bfloat16)
     if SWAP_AB:
         if ONE_SCALE:
-            total += tl.dot(w, tl.trans(a)) * (w_scale * a_scale)[None, :]
+            acc += tl.dot(w, tl.trans(a)) * (w_scale * a_scale)[None, :]
         else:
-            total += tl.dot(w, tl.trans(a)) * (w_scale[:, None] * a_scale[None, :])
+            acc += tl.dot(w, tl.trans(a)) * (w_scale[:, None] * a_scale[None, :])
     else:
         if ONE_SCALE:
-            total += tl.dot(a, tl.trans(w)) * (a_scale * w_scale)[:, None]
+            acc += tl.dot(a, tl.trans(w)) * (a_scale * w_scale)[:, None]
         else:
-            total += tl.dot(a, tl.trans(w)) * (a_scale[:, None] * w_scale[None, :])
-    return total
+            acc += tl.dot(a, tl.trans(w)) * (a_scale[:, None] * w_scale[None, :])
+    return acc
 
 
 @triton.jit
 def _walk_fp8(
-    total, x, x_scales, row_mask, near, far, near_scales, far_scales, column_mask, begin, stop, inputs, x_scale_stride,
+    acc, x, x_scales, row_mask, gate_tile, up_tile, near_scales, far_scales, column_mask, begin, stop, inputs,
+    x_scale_stride,
     scale_run, GATED: tl.constexpr, QUANTIZE: tl.constexpr, SWAP_AB: tl.constexpr, UPCAST: tl.constexpr,
     ONE_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Inputs from `begin` to `stop`. `x`: pointers [BLOCK_M, 1]; `x_scales`: [BLOCK_M]; `near`, `far`: [BLOCK_N, 1];
     `near_scales`, `far_scales`: [BLOCK_N], or with ONE_SCALE one. Returns the sums of the near weights and of the far.
     """
-    other = total
+    other = acc
     depth = tl.arange(0, 128)
     row_there = tl.max(row_mask.to(tl.int32), 1) > 0
-    there = tl.max(column_mask.to(tl.int32), 1) > 0
+    mask = tl.max(column_mask.to(tl.int32), 1) > 0
     if ONE_SCALE:
-        there = begin < stop
-    next_near = tl.load(near_scales + begin // 128 * scale_run, mask=there, other=0.0)
-    next_far = next_near
+        mask = begin < stop
+    next_gate_tile = tl.load(near_scales + begin // 128 * scale_run, mask=mask, other=0.0)
+    next_up_tile = next_gate_tile
     if GATED:
-        next_far = tl.load(far_scales + begin // 128 * scale_run, mask=there, other=0.0)
+        next_up_tile = tl.load(far_scales + begin // 128 * scale_run, mask=mask, other=0.0)
     next_a = tl.zeros(row_there.shape, tl.float32)
     if not QUANTIZE:
         next_a = tl.load(x_scales + begin // 128 * x_scale_stride, mask=row_there, other=0.0)
     for k in range(begin, stop, 128):
-        near_scale, far_scale, a_scale = next_near, next_far, next_a
+        near_scale, far_scale, a_scale = next_gate_tile, next_up_tile, next_a
         ahead = k // 128 + 1
-        more = there & (k + 128 < stop)
-        next_near = tl.load(near_scales + ahead * scale_run, mask=more, other=0.0)
+        more = mask & (k + 128 < stop)
+        next_gate_tile = tl.load(near_scales + ahead * scale_run, mask=more, other=0.0)
         if GATED:
-            next_far = tl.load(far_scales + ahead * scale_run, mask=more, other=0.0)
+            next_up_tile = tl.load(far_scales + ahead * scale_run, mask=more, other=0.0)
         if QUANTIZE:
             inside = row_mask & (k + depth < inputs)[None, :]
             a, a_scale = to_codes(tl.load(x + (k + depth)[None, :], mask=inside, other=0.0).to(tl.float32))
         else:
             next_a = tl.load(x_scales + ahead * x_scale_stride, mask=row_there & (k + 128 < stop), other=0.0)
             a = tl.load(x + (k + depth)[None, :], mask=row_mask, other=0.0)
-        w = tl.load(near + (k + depth)[None, :], mask=column_mask, other=0.0)
-        total = _add_fp8(total, a, a_scale, w, near_scale, SWAP_AB, UPCAST, ONE_SCALE)
+        w = tl.load(gate_tile + (k + depth)[None, :], mask=column_mask, other=0.0)
+        acc = _add_fp8(acc, a, a_scale, w, near_scale, SWAP_AB, UPCAST, ONE_SCALE)
         if GATED:
-            w = tl.load(far + (k + depth)[None, :], mask=column_mask, other=0.0)
+            w = tl.load(up_tile + (k + depth)[None, :], mask=column_mask, other=0.0)
             other = _add_fp8(other, a, a_scale, w, far_scale, SWAP_AB, UPCAST, ONE_SCALE)
-    return total, other
+    return acc, other
 
 
 @triton.jit
 def _walk_plain(
-    total, x, row_mask, near, far, column_mask, begin, stop, inputs, GATED: tl.constexpr, SWAP_AB: tl.constexpr,
+    acc, x, row_mask, gate_tile, up_tile, column_mask, begin, stop, inputs, GATED: tl.constexpr, SWAP_AB: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """As `_walk_fp8`, with weights that are not quantized, BLOCK_K inputs at a time."""
-    other = total
+    other = acc
     depth = tl.arange(0, BLOCK_K)
     for k in range(begin, stop, BLOCK_K):
         inside = (k + depth < inputs)[None, :]
         a = tl.load(x + (k + depth)[None, :], mask=row_mask & inside, other=0.0)
-        w = tl.load(near + (k + depth)[None, :], mask=column_mask & inside, other=0.0)
+        w = tl.load(gate_tile + (k + depth)[None, :], mask=column_mask & inside, other=0.0)
         if SWAP_AB:
-            total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
+            acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
         else:
-            total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
+            acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
         if GATED:
-            w = tl.load(far + (k + depth)[None, :], mask=column_mask & inside, other=0.0)
+            w = tl.load(up_tile + (k + depth)[None, :], mask=column_mask & inside, other=0.0)
             if SWAP_AB:
                 other = tl.dot(w, tl.trans(a), other, input_precision="ieee")
             else:
                 other = tl.dot(a, tl.trans(w), other, input_precision="ieee")
-    return total, other
+    return acc, other
 
 
 # Numbers of rows change from step to step: none of them is worth a kernel of its own.
@@ -141,11 +142,11 @@ def _walk_plain(
 def product_kernel(
     x,
     x_scales,
-    source,
-    codes,
+    sorted_token_ids,
+    values,
     scales,
     bias,
-    ends,
+    expert_offsets,
     table,
     out,
     parts,
@@ -187,10 +188,10 @@ def product_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """`x`: [.., inputs]; row i is row `source[i]` of it with GATHER. `codes`: [experts, outputs (twice that with an
-    ACTIVATION, gates first), padded], or tiles of 4-bit ones. `ends`: [experts] int32, none if EXPERTS is 0. `table`:
-    what `tiles_kernel` wrote, with TABLE. `outputs`: columns of `out`. ACTIVATION -1: none. `parts`, `arrivals`: of the
-    SPLIT_K programs of each tile; arrivals end as they begin, 0.
+    """`x`: [.., inputs]; with GATHER row i is its row `sorted_token_ids[i]`. `values`: [experts, outputs (twice that
+    with an ACTIVATION, gates first), padded], or tiles of 4-bit ones. `expert_offsets`: [experts] int32, none without
+    experts. `table`: with TABLE, the output of `tiles_kernel`. `outputs`: columns of `out`. ACTIVATION -1: none.
+    `parts`, `arrivals`: of the SPLIT_K programs of each tile; arrivals end as they begin, 0.
     """
     gdc_wait()
     gdc_launch_dependents()
@@ -203,10 +204,10 @@ def product_kernel(
     if TABLE:
         expert = tl.load(table + 2 * tile)
         first = tl.load(table + 2 * tile + 1)
-        end = tl.load(ends + tl.minimum(expert, experts - 1))
+        end = tl.load(expert_offsets + tl.minimum(expert, experts - 1))
         first = tl.where(expert < experts, first, end)
     elif EXPERTS:
-        start_of, end_of, behind, tiles_of = tiles_of_experts(ends, experts, EXPERTS, BLOCK_M)
+        start_of, end_of, behind, tiles_of = tiles_of_experts(expert_offsets, experts, EXPERTS, BLOCK_M)
         expert = tl.sum((behind <= tile).to(tl.int32), 0)
         mine = tl.arange(0, EXPERTS) == expert
         first = tl.sum(tl.where(mine, start_of + (tile - (behind - tiles_of)) * BLOCK_M, 0), 0)
@@ -216,18 +217,18 @@ def product_kernel(
         # Rows behind the last are read as the last, and not written.
         token = tl.minimum(row, end - 1)
         if GATHER:
-            token = tl.load(source + token)
+            token = tl.load(sorted_token_ids + token)
         row_mask = (row < end)[:, None]
         column_mask = (column < outputs)[:, None]
         a = x + token.to(tl.int64)[:, None] * x_stride
-        own = codes + expert.to(tl.int64) * expert_stride
+        own = values + expert.to(tl.int64) * expert_stride
         w = own + column.to(tl.int64)[:, None] * code_stride
         v = w + tl.cast(outputs, tl.int64) * code_stride
         s = scales + expert.to(tl.int64) * scale_expert
         scaled = block * BLOCK_N if ONE_SCALE else column
-        near = s + (scaled // SCALE_ROWS).to(tl.int64) * scale_row
-        far = s + ((scaled + outputs) // SCALE_ROWS).to(tl.int64) * scale_row
-        total = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
+        gate_tile = s + (scaled // SCALE_ROWS).to(tl.int64) * scale_row
+        up_tile = s + ((scaled + outputs) // SCALE_ROWS).to(tl.int64) * scale_row
+        acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
         steps = tl.cdiv(tl.cdiv(padded, 128), SPLIT_K) * 128
         begin = tl.program_id(2) * steps
         stop = tl.minimum(begin + steps, padded)
@@ -235,56 +236,57 @@ def product_kernel(
         if KIND == "fp8":
             # Not read where activations are rounded here.
             taken = a if QUANTIZE else x_scales + token
-            total, other = _walk_fp8(
-                total, a, taken, row_mask, w, v, near, far, column_mask, begin, stop, inputs, x_scale_stride,
+            acc, other = _walk_fp8(
+                acc, a, taken, row_mask, w, v, gate_tile, up_tile, column_mask, begin, stop, inputs, x_scale_stride,
                 0 if ROW_SCALES else scale_run, GATED, QUANTIZE, SWAP_AB, UPCAST, ONE_SCALE,
             )  # fmt: skip
         elif KIND == "plain":
-            total, other = _walk_plain(
-                total, a, row_mask, w, v, column_mask, begin, stop, inputs, GATED, SWAP_AB, BLOCK_K
+            acc, other = _walk_plain(
+                acc, a, row_mask, w, v, column_mask, begin, stop, inputs, GATED, SWAP_AB, BLOCK_K
             )  # fmt: skip
         elif KIND == "int4":
-            total, other = walk_int4(
-                total, a, row_mask, w, v, near, far, column_mask, begin, stop, inputs, GROUP, GATED, SWAP_AB, BLOCK_N
+            acc, other = walk_int4(
+                acc, a, row_mask, w, v, gate_tile, up_tile, column_mask, begin, stop, inputs, GROUP, GATED, SWAP_AB,
+                BLOCK_N
             )  # fmt: skip
         else:
-            total, other = walk_fp4(
+            acc, other = walk_fp4(
                 a, row_mask, own, s, block * BLOCK_N, outputs, inputs, padded, begin, stop,
                 GATED, HOPPER, SWAP_AB, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         last = True
         if SPLIT_K > 1:
-            place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+            offsets = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
             inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
             if not SWAP_AB:
                 inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            part = parts + (place.to(tl.int64) * SPLIT_K) * (BLOCK_M * BLOCK_N) + inside
-            tl.store(part + tl.program_id(2) * (BLOCK_M * BLOCK_N), total)
+            part = parts + (offsets.to(tl.int64) * SPLIT_K) * (BLOCK_M * BLOCK_N) + inside
+            tl.store(part + tl.program_id(2) * (BLOCK_M * BLOCK_N), acc)
             # All threads have written before the program says so.
             tl.debug_barrier()
-            last = tl.atomic_add(arrivals + place, 1, sem="acq_rel") == SPLIT_K - 1
+            last = tl.atomic_add(arrivals + offsets, 1, sem="acq_rel") == SPLIT_K - 1
             if last:
                 tl.debug_barrier()
-                total = tl.load(part, cache_modifier=".cg")
+                acc = tl.load(part, cache_modifier=".cg")
                 for i in tl.static_range(1, SPLIT_K):
-                    total += tl.load(part + i * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
-                tl.store(arrivals + place, 0)
+                    acc += tl.load(part + i * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
+                tl.store(arrivals + offsets, 0)
         if last:
             if BIAS:
                 more = tl.load(bias + expert.to(tl.int64) * bias_stride + column, mask=column < outputs, other=0.0)
-                total += more.to(tl.float32)[:, None] if SWAP_AB else more.to(tl.float32)[None, :]
+                acc += more.to(tl.float32)[:, None] if SWAP_AB else more.to(tl.float32)[None, :]
             if ACTIVATION >= 0:
                 if BIAS:
                     up = bias + expert.to(tl.int64) * bias_stride + outputs + column
                     more = tl.load(up, mask=column < outputs, other=0.0)
                     other += more.to(tl.float32)[:, None] if SWAP_AB else more.to(tl.float32)[None, :]
-                total = gate(total, other, slope, limit, offset, ACTIVATION, LIMIT)
+                acc = gate(acc, other, slope, limit, offset, ACTIVATION, LIMIT)
             if SWAP_AB:
                 place_out = out + row.to(tl.int64)[None, :] * out_stride + column[:, None]
-                tl.store(place_out, total.to(out.dtype.element_ty), mask=(row < end)[None, :] & column_mask)
+                tl.store(place_out, acc.to(out.dtype.element_ty), mask=(row < end)[None, :] & column_mask)
             else:
                 place_out = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
-                tl.store(place_out, total.to(out.dtype.element_ty), mask=row_mask & (column < outputs)[None, :])
+                tl.store(place_out, acc.to(out.dtype.element_ty), mask=row_mask & (column < outputs)[None, :])
 
 
 def launch_product(
@@ -294,10 +296,10 @@ def launch_product(
     out: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
-    ends: torch.Tensor | None = None,
-    source: torch.Tensor | None = None,
+    expert_offsets: torch.Tensor | None = None,
+    sorted_token_ids: torch.Tensor | None = None,
     gating: GatedActivation | None = None,
-    tables: TileTables | None = None,
+    tile_tables: TileTables | None = None,
 ) -> torch.Tensor:
     """Launch `product_kernel`. Arguments as of `providers.multiply`; `out` is written and returned."""
     rows, outputs, chip = len(out), out.shape[1], tuned_name(chip_of(x.device))
@@ -305,26 +307,26 @@ def launch_product(
     x_scales = None
     if fp8 and not launch.quantize:
         x, x_scales = quantize_rows(x)
-    tiles = cdiv(rows, launch.block_m) if ends is None else most_tiles(rows, ends, launch.block_m)
+    tiles = cdiv(rows, launch.block_m) if expert_offsets is None else most_tiles(rows, expert_offsets, launch.block_m)
     blocks = cdiv(outputs, launch.block_n)
     table = None
-    if ends is not None and tiles * blocks > _SEARCHED:
-        table = table_of_tiles(rows, ends, launch.block_m, tables)
+    if expert_offsets is not None and tiles * blocks > _SEARCHED:
+        table = table_of_tiles(rows, expert_offsets, launch.block_m, tile_tables)
     parts, arrivals = None, None
     if launch.split_k > 1:
         if tiles * blocks > _TILES or tiles * blocks * launch.split_k * launch.block_m * launch.block_n > _PARTS:
             launch = replace(launch, split_k=1)
         else:
             parts, arrivals = _scratch(x.device, on_side_stream(x.device))
-    grid = (tiles, blocks) if ends is None else (blocks, tiles)
+    grid = (tiles, blocks) if expert_offsets is None else (blocks, tiles)
     product_kernel[*grid, launch.split_k](
         x,
         x_scales,
-        source,
+        sorted_token_ids,
         weight.values,
         weight.scales,
         bias,
-        ends,
+        expert_offsets,
         table,
         out,
         parts,
@@ -347,7 +349,7 @@ def launch_product(
         (gating.limit if gating else None) or 0.0,
         gating.offset if gating else 0.0,
         TABLE=table is not None,
-        GATHER=source is not None,
+        GATHER=sorted_token_ids is not None,
         BIAS=bias is not None,
         ACTIVATION=ACTIVATIONS[gating.activation] if gating else -1,
         LIMIT=gating is not None and gating.limit is not None,
@@ -439,8 +441,8 @@ def released(chip: Chip) -> list[Specialization]:
         group, fast = 128 if kind == "fp8" else 1, multiplies_pairs(chip)
         weight = PackedWeight(_RELEASED[kind], none, none, outputs, 2048, 2048, group, False, experts, fast)
         numbers = "*fp32:16" if kind == "fp32" else "*bf16:16"
-        signature = {"x": "*fp8e4nv:16" if rounded else numbers, "ends": "*i32:16", "out": numbers}
-        signature |= {"codes": {"fp8": "*fp8e4nv:16", "mxfp4": "*i16:16", "int4": "*i32:16"}.get(kind, numbers)}
+        signature = {"x": "*fp8e4nv:16" if rounded else numbers, "expert_offsets": "*i32:16", "out": numbers}
+        signature |= {"values": {"fp8": "*fp8e4nv:16", "mxfp4": "*i16:16", "int4": "*i32:16"}.get(kind, numbers)}
         signature |= {"scales": {"fp8": "*fp32:16", "mxfp4": "*i32:16"}.get(kind, numbers)}
         signature |= dict.fromkeys(("rows", "experts", "x_scale_stride", "scale_expert", "scale_row"), "i32")
         signature |= dict.fromkeys(("outputs", "inputs", "padded", "x_stride"), "i32:16")
@@ -456,7 +458,7 @@ def released(chip: Chip) -> list[Specialization]:
         constants |= {"scale_run": 1, "bias_stride": 1} | _constants(weight, outputs, launch, tuned)
         for present, names, kinds in (
             (rounded, ("x_scales",), "*fp32:16"),
-            (experts > 0, ("source",), "*i32:16"),
+            (experts > 0, ("sorted_token_ids",), "*i32:16"),
             (rows > 1024 and experts > 0, ("table",), "*i32:16"),
             (kind == "mxfp4", ("bias",), "*bf16:16"),
             (launch.split_k > 1, ("parts",), "*fp32:16"),
@@ -465,8 +467,8 @@ def released(chip: Chip) -> list[Specialization]:
             where = signature if present else constants
             where |= dict.fromkeys(names, kinds if present else None)
         if not experts:
-            del signature["ends"]
-            constants["ends"] = None
+            del signature["expert_offsets"]
+            constants["expert_offsets"] = None
         if kind == "mxfp4":
             del constants["bias_stride"]
             signature["bias_stride"] = "i32"

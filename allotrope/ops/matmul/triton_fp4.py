@@ -77,7 +77,7 @@ def numbers(words, exponents, HOPPER: tl.constexpr):
 
 @triton.jit
 def walk_fp4(
-    x, row_mask, codes, scales, column, outputs, inputs, padded, begin, stop,
+    x, row_mask, values, scales, column, outputs, inputs, padded, begin, stop,
     GATED: tl.constexpr, HOPPER: tl.constexpr, SWAP_AB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -92,28 +92,28 @@ def walk_fp4(
     row = tl.minimum(column + each % BLOCK_N, outputs - 1) + each // BLOCK_N * outputs
     # A tile of 64 rows and 128 inputs has 2048 words and 64 scales, and the next inputs' tile lies behind it.
     first = row // 64 * (padded // 2) + row % 64
-    codes += first[:, None] * 32
+    values += first[:, None] * 32
     scales += first[:, None]
     word = tl.arange(0, 32)[None, :]
     depth = tl.arange(0, 128)
-    total = tl.zeros((WIDE, BLOCK_M) if SWAP_AB else (BLOCK_M, WIDE), tl.float32)
+    acc = tl.zeros((WIDE, BLOCK_M) if SWAP_AB else (BLOCK_M, WIDE), tl.float32)
     for k in tl.range(begin, stop, 128, loop_unroll_factor=BLOCK_K // 128):
         inside = (k + depth < inputs)[None, :]
         if BLOCK_M <= 64:
             # Experts of few rows fill little of a tile: the rest of it would come as often as the weights do.
             inside = inside & row_mask
         a = tl.load(x + (k + depth)[None, :], mask=inside, other=0.0)
-        p, q, r, s = numbers(tl.load(codes + k * 16 + word), tl.load(scales + k // 2), HOPPER)
+        p, q, r, s = numbers(tl.load(values + k * 16 + word), tl.load(scales + k // 2), HOPPER)
         # [WIDE, 32, 2, 2] -> run by run. Activations are not rounded: weights become what they are.
         w = tl.join(tl.join(p, r), tl.join(q, s)).permute(0, 2, 3, 1).reshape(WIDE, 128).to(a.dtype)
         if SWAP_AB:
-            total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
+            acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
         else:
-            total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
-    other = total
+            acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+    other = acc
     if GATED:
         if SWAP_AB:
-            total, other = total.reshape(2, BLOCK_N, BLOCK_M).permute(1, 2, 0).split()
+            acc, other = acc.reshape(2, BLOCK_N, BLOCK_M).permute(1, 2, 0).split()
         else:
-            total, other = total.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
-    return total, other
+            acc, other = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
+    return acc, other

@@ -21,7 +21,7 @@ def int4_weights(words, scales, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def walk_int4(
-    total, x, row_mask, gate, up, gate_scales, up_scales, column_mask, begin, stop, inputs, GROUP: tl.constexpr,
+    acc, x, row_mask, gate, up, gate_scales, up_scales, column_mask, begin, stop, inputs, GROUP: tl.constexpr,
     GATED: tl.constexpr, SWAP_AB: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Inputs from `begin` to `stop`, 128 at a time. `x`: pointers [BLOCK_M, 1]. `gate`, `up`: of words [BLOCK_N, 1];
@@ -29,7 +29,7 @@ def walk_int4(
     weights and of the up weights.
     """
     GROUPS: tl.constexpr = 128 // GROUP if GROUP > 0 and GROUP < 128 else 1
-    other = total
+    other = acc
     depth = tl.arange(0, 128)
     word = tl.arange(0, 16)[None, :]
     group = tl.arange(0, GROUPS)[None, :]
@@ -43,9 +43,9 @@ def walk_int4(
         s = tl.load(gate_scales[:, None] + at, mask=column_mask, other=0.0)
         w = int4_weights(q, s, BLOCK_N, GROUPS).to(a.dtype)
         if SWAP_AB:
-            total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
+            acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
         else:
-            total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
+            acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
         if GATED:
             q = tl.load(up + k // 8 + word, mask=column_mask, other=0)
             s = tl.load(up_scales[:, None] + at, mask=column_mask, other=0.0)
@@ -54,4 +54,4 @@ def walk_int4(
                 other = tl.dot(w, tl.trans(a), other, input_precision="ieee")
             else:
                 other = tl.dot(a, tl.trans(w), other, input_precision="ieee")
-    return total, other
+    return acc, other

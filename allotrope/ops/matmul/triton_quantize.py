@@ -32,7 +32,7 @@ def to_codes(x):
 
 @pdl_jit(do_not_specialize=["tokens", "scale_stride"])
 def quantize_kernel(
-    x, source, codes, scales, tokens, inputs, runs, x_stride, code_stride, scale_stride, RUNS: tl.constexpr,
+    x, sorted_token_ids, values, scales, tokens, inputs, runs, x_stride, code_stride, scale_stride, RUNS: tl.constexpr,
     GATHER: tl.constexpr,
 ):  # fmt: skip
     """Row i is row `source[i]` of `x` with GATHER. `scales`: the runs of a row lie `scale_stride` apart, rows side by
@@ -42,54 +42,54 @@ def quantize_kernel(
     # Runs are counted through all rows: neither short rows nor long ones leave a part of a program without work.
     one = tl.program_id(0) * RUNS + tl.arange(0, RUNS)
     row, run = (one // runs).to(tl.int64), one % runs
-    there = row < tokens
+    mask = row < tokens
     token = row
     if GATHER:
-        token = tl.load(source + row, mask=there, other=0).to(tl.int64)
+        token = tl.load(sorted_token_ids + row, mask=mask, other=0).to(tl.int64)
     column = run[:, None] * 128 + tl.arange(0, 128)[None, :]
-    inside = there[:, None] & (column < inputs)
+    inside = mask[:, None] & (column < inputs)
     values = tl.load(x + token[:, None] * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     code, scale = to_codes(values)
-    tl.store(codes + row[:, None] * code_stride + column, code, mask=there[:, None])
-    tl.store(scales + run.to(tl.int64) * scale_stride + row, scale, mask=there)
+    tl.store(values + row[:, None] * code_stride + column, code, mask=mask[:, None])
+    tl.store(scales + run.to(tl.int64) * scale_stride + row, scale, mask=mask)
 
 
 def quantize_rows(
-    x: torch.Tensor, *, source: torch.Tensor | None = None, whole: bool = False
+    x: torch.Tensor, *, sorted_token_ids: torch.Tensor | None = None, whole: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `fp8.quantize_rows`. `x`: any row stride. The scales are a view whose rows lie side by side in memory.
 
-    `source`: which rows of x, all in their order if None. `whole`: rows are rounded up to fours, with anything in those
+    `sorted_token_ids`: rows of x to take, None for all. `whole`: rows are rounded up to fours, with anything in those
     that are not in x.
     """
     if x.shape[1] == 1:
         # Triton makes a constant of a 1, and of columns that are zero by that ptxas 12.8 leaves half of the codes as
         # they were in its registers.
         x = torch.nn.functional.pad(x, (0, 1))
-    tokens, inputs = len(x) if source is None else len(source), x.shape[1]
+    tokens, inputs = len(x) if sorted_token_ids is None else len(sorted_token_ids), x.shape[1]
     runs = cdiv(inputs, ACTIVATION_GROUP)
     rows = -(-tokens // 4) * 4
-    codes = torch.empty((rows, runs * ACTIVATION_GROUP), dtype=torch.float8_e4m3fn, device=x.device)
+    values = torch.empty((rows, runs * ACTIVATION_GROUP), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((runs, rows), dtype=torch.float32, device=x.device)
     if tokens:
         # Of many runs a thread asks for 64 bytes at once; few are shared out to as many programs as can be.
         each, warps = (16, 2) if tokens * runs >= _MANY_RUNS else (8, 4)
         quantize_kernel[(cdiv(tokens * runs, each),)](
-            x, source, codes, scales, tokens, inputs, runs, x.stride(0), codes.stride(0), scales.stride(0),
-            RUNS=each, GATHER=source is not None, num_warps=warps,
+            x, sorted_token_ids, values, scales, tokens, inputs, runs, x.stride(0), values.stride(0), scales.stride(0),
+            RUNS=each, GATHER=sorted_token_ids is not None, num_warps=warps,
         )  # fmt: skip
     if whole or rows == tokens:
-        return codes, scales.t()
-    return codes[:tokens], scales[:, :tokens].t()
+        return values, scales.t()
+    return values[:tokens], scales[:, :tokens].t()
 
 
 @specializations
 def released(chip: Chip) -> list[Specialization]:
     """Of bf16 activations."""
-    signature = {"x": "*bf16:16", "codes": "*fp8e4nv:16", "scales": "*fp32:16"}
+    signature = {"x": "*bf16:16", "values": "*fp8e4nv:16", "scales": "*fp32:16"}
     signature |= dict.fromkeys(("tokens", "inputs", "runs"), "i32") | {"x_stride": "i32:16", "code_stride": "i32:16"}
     signature |= {"scale_stride": "i32"}
-    constants = {"GATHER": False, "source": None}
+    constants = {"GATHER": False, "sorted_token_ids": None}
     return [
         Specialization(
             f"activations to e4m3, {name} rows", quantize_kernel, signature, constants | {"RUNS": runs}, warps, 1

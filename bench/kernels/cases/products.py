@@ -59,14 +59,14 @@ def _codes(format: Format, shape: tuple[int, ...], device: torch.device) -> Quan
     """A random weight, drawn as codes: quantizing a large one would take longer than all that is measured."""
     *outer, outputs, inputs = shape
     if format.name == "mxfp4":
-        codes = torch.randint(0, 256, (*outer, outputs, inputs // 2), device=device, dtype=torch.uint8)
+        values = torch.randint(0, 256, (*outer, outputs, inputs // 2), device=device, dtype=torch.uint8)
         scales = torch.randint(117, 120, (*outer, outputs, inputs // 32), device=device, dtype=torch.uint8)
-        return QuantizedWeight(format, codes, scales)
-    codes = torch.empty(shape, device=device, dtype=torch.float8_e4m3fn)
-    for part in codes.view(-1, outputs, inputs):
+        return QuantizedWeight(format, values, scales)
+    values = torch.empty(shape, device=device, dtype=torch.float8_e4m3fn)
+    for part in values.view(-1, outputs, inputs):
         part.copy_(torch.randn(outputs, inputs, device=device))
     blocks = torch.rand((*outer, -(-outputs // 128), -(-inputs // 128)), device=device).add_(0.5).div_(inputs**0.5)
-    return QuantizedWeight(format, codes, blocks.repeat_interleave(128, dim=-2).narrow(-2, 0, outputs))
+    return QuantizedWeight(format, values, blocks.repeat_interleave(128, dim=-2).narrow(-2, 0, outputs))
 
 
 def _bytes(format: Format | None, numbers: int) -> int:
@@ -96,21 +96,21 @@ def _dense(rows: int, outputs: int, inputs: int, format: Format, tiny: bool = Fa
         from vllm.third_party import deep_gemm
 
         x, weight = found
-        codes, scales = _rounded(x)
+        values, scales = _rounded(x)
         blocks = weight.scales[::128].contiguous()
         out = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
-        return lambda: deep_gemm.fp8_gemm_nt((codes, scales), (weight.values, blocks), out, disable_ue8m0_cast=True)
+        return lambda: deep_gemm.fp8_gemm_nt((values, scales), (weight.values, blocks), out, disable_ue8m0_cast=True)
 
     def library(found: Any) -> Timed:
         from torch.nn.functional import ScalingType, scaled_mm
 
         x, weight = found
-        codes, scales = _rounded(x)
+        values, scales = _rounded(x)
         blocks = weight.scales[::128].contiguous().t()
         kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
         scales = scales.t().contiguous().t()
         return lambda: scaled_mm(
-            codes, weight.values.t(), scales, kinds[0], blocks, kinds[1], output_dtype=torch.bfloat16
+            values, weight.values.t(), scales, kinds[0], blocks, kinds[1], output_dtype=torch.bfloat16
         )
 
     return KernelCase(
