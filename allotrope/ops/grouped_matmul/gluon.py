@@ -97,8 +97,8 @@ def experts_kernel(
     scale_row,
     out_stride, GATED: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """`x`: [n, padded] quantized, by [64, 128]. `values`: [experts * outputs (twice that if GATED), padded], by [128, 128].
-    `expert_offsets`, `table`: as in `product_kernel`, for tiles of 128 rows. `outputs`: columns of `out`, whole blocks of
+    """`x`: [n, padded] e4m3, by [64, 128]. `values`: [experts * outputs (twice that if GATED), padded], by [128, 128].
+    `expert_offsets`, `table`: as in `product_kernel`, for tiles of 128 rows. `outputs`: columns of `out`, a multiple of
     128.
     """
     gdc_wait()
