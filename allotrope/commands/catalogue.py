@@ -19,11 +19,12 @@ from allotrope.env import cache_folder
 
 @dataclass(frozen=True)
 class FamilyEntry:
-    """A family or an operation. `backends`: best first. `about`: what it is, in a line."""
+    """A family or an operation. `backends`: best first. `about`: what it is, in a line. `cache_kinds`: of a family."""
 
     name: str
     backends: list[str]
     about: str
+    cache_kinds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def _read() -> Catalogue:
     families = []
     for name, family in FAMILIES.items():
         about = (import_module(f"allotrope.attention.{name}").__doc__ or "").partition("\n")[0]
-        families.append(FamilyEntry(name, [backend.name for backend in family.backends], about))
+        backends = [backend.name for backend in family.backends]
+        families.append(FamilyEntry(name, backends, about, tuple(sorted(family.cache_kinds))))
     operations = [
         FamilyEntry(op.name, [one.name for one in op.backends], op.summary) for op in registered_ops().values()
     ]

@@ -38,15 +38,15 @@ def report(name: str) -> dict[str, Any]:
     """The report of one host. `name`: module of its contract."""
     from importlib import import_module
 
-    from allotrope.attention.registry import FAMILIES
     from allotrope.commands.catalogue import catalogue
 
     contract: Any = import_module(name)
     version = contract.installed()
     refusals = contract.refusals()
-    models = []
-    for architecture, families in catalogue().architectures.items():
-        kinds = sorted({kind for family in families for kind in FAMILIES[family].cache_kinds})
+    models, found = [], catalogue()
+    kinds_of = {family.name: family.cache_kinds for family in found.families}
+    for architecture, families in found.architectures.items():
+        kinds = sorted({kind for family in families for kind in kinds_of[family]})
         limits = [contract.LIMITS[kind] for kind in kinds if kind in contract.LIMITS]
         models.append({"architecture": architecture, "families": families, "taken": not refusals, "limits": limits})
     return {

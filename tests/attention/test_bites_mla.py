@@ -73,42 +73,42 @@ def pick_for_another_request(plan: Any) -> Any:
 
 def score_for_another_request(plan: Any) -> Any:
     """Queries are scored against the keys of the request before."""
-    rows = [contest.rows for contest in plan.contests]
-    contests = [
-        dataclasses.replace(contest, rows=rows[i - 1][:, : contest.rows.shape[1]])
-        if rows[i - 1].shape[1] >= contest.rows.shape[1]
-        else contest
-        for i, contest in enumerate(plan.contests)
+    rows = [chunk.rows for chunk in plan.chunks]
+    chunks = [
+        dataclasses.replace(chunk, rows=rows[i - 1][:, : chunk.rows.shape[1]])
+        if rows[i - 1].shape[1] >= chunk.rows.shape[1]
+        else chunk
+        for i, chunk in enumerate(plan.chunks)
     ]
-    return dataclasses.replace(plan, contests=tuple(contests))
+    return dataclasses.replace(plan, chunks=tuple(chunks))
 
 
 def see_the_future(plan: Any) -> Any:
-    contests = [
-        dataclasses.replace(one, seen=torch.full_like(one.seen, one.rows.shape[1])) for one in plan.contests
+    chunks = [
+        dataclasses.replace(one, seen=torch.full_like(one.seen, one.rows.shape[1])) for one in plan.chunks
     ]  # fmt: skip
-    return dataclasses.replace(plan, contests=tuple(contests))
+    return dataclasses.replace(plan, chunks=tuple(chunks))
 
 
 def topk_of_another_request(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The picks that belong to the other end of the batch, clipped to what the query sees."""
-    topk_indices = rows["picks"].flip(0)
-    return rows | {"picks": topk_indices.clamp(max=int(rows["picks"].max()))}
+    topk_indices = rows["topk_indices"].flip(0)
+    return rows | {"topk_indices": topk_indices.clamp(max=int(rows["topk_indices"].max()))}
 
 
 def make_gaps(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    topk_indices = rows["picks"].clone()
+    topk_indices = rows["topk_indices"].clone()
     topk_indices[:, ::2] = -1
-    return rows | {"picks": topk_indices}
+    return rows | {"topk_indices": topk_indices}
 
 
 def read_gaps_as_entries(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """-1 taken for a position: the row it is clamped to."""
-    return rows | {"picks": make_gaps(rows)["picks"].clamp(min=0)}
+    return rows | {"topk_indices": make_gaps(rows)["topk_indices"].clamp(min=0)}
 
 
 def clear_topk(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return rows | {"picks": torch.full_like(rows["picks"], -1)}
+    return rows | {"topk_indices": torch.full_like(rows["topk_indices"], -1)}
 
 
 def drop_last_key(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -106,7 +106,7 @@ def test_a_layer_that_reuses_topk_agrees_with_the_layer_that_selected_it() -> No
     def with_topk(*_: object) -> Inputs:
         inputs = owner.inputs()
         kept = {key: t for key, t in inputs.tokens.items() if not key.startswith("index_")}
-        return Inputs(kept | {"picks": topk_indices}, inputs.layer)
+        return Inputs(kept | {"topk_indices": topk_indices}, inputs.layer)
 
     reader = dataclasses.replace(owner, spec=dataclasses.replace(owner.spec, indexer=None), draw=with_topk)
     found = compare(Replay(reader, REFERENCE).play(at_random(owner.lengths, 9)), want, "fp32")
@@ -115,7 +115,7 @@ def test_a_layer_that_reuses_topk_agrees_with_the_layer_that_selected_it() -> No
 
 def test_a_reusing_layer_passes_the_topk_on_unchanged() -> None:
     replay = PickingReplay(CASES["reusing"])
-    given = replay.inputs.tokens["picks"]
+    given = replay.inputs.tokens["topk_indices"]
     replay.play(whole(replay.case.lengths))
     assert torch.equal(torch.stack([row for rows in replay.topk_indices for row in rows]), given)
 
@@ -127,18 +127,18 @@ def test_missing_indices_are_read_as_nothing_even_where_the_memory_is_poison() -
 
     def with_gaps(*_: object) -> Inputs:
         inputs = draw(case.spec, sum(case.lengths), torch.Generator().manual_seed(3), torch.float32)
-        topk_indices = inputs.tokens["picks"]
+        topk_indices = inputs.tokens["topk_indices"]
         topk_indices[torch.rand(topk_indices.shape, generator=torch.Generator().manual_seed(4)) < 0.5] = -1
         return Inputs(inputs.tokens, inputs.layer)
 
     holed = dataclasses.replace(case, draw=with_gaps)
     found = Replay(holed, REFERENCE).play(whole(case.lengths))
     positions = torch.cat([torch.arange(n) for n in case.lengths])
-    nothing = (holed.inputs().tokens["picks"] < 0).all(1) & (positions >= topk)
+    nothing = (holed.inputs().tokens["topk_indices"] < 0).all(1) & (positions >= topk)
     assert found[nothing].eq(0).all()
     inputs = holed.inputs()
     # A query that sees at most `topk` tokens attends to all of them, whatever its list says.
-    inputs.tokens["picks"][positions < topk] = case.inputs().tokens["picks"][positions < topk]
+    inputs.tokens["topk_indices"][positions < topk] = case.inputs().tokens["topk_indices"][positions < topk]
     want = naive_output(holed, inputs=inputs)
     assert (same := compare(found, want, "fp32")), same
 
@@ -181,7 +181,7 @@ def test_only_layers_with_an_indexer_keep_index_rows() -> None:
 
 def test_missing_tensors_are_refused() -> None:
     batch = BatchLayout((3,), (3,), CPU)
-    for name, wanted in (("picking", "index_q"), ("reusing", "picks of an earlier layer")):
+    for name, wanted in (("picking", "index_q"), ("reusing", "top-k indices of an earlier layer")):
         case = CASES[name]
         replay = Replay(case, REFERENCE)
         index = {cache: index_pages(batch, 16, [[1]]) for cache in replay.layouts}

@@ -68,14 +68,18 @@ def test_a_familys_page_opens_with_its_definition(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_definition_takes_the_arguments_of_a_backend_without_plan_and_caches(family: str) -> None:
-    definition, reference = (
-        importlib.import_module(f"allotrope.attention.{family}.{name}") for name in ("naive", "reference")
-    )
-    naive, run = (list(inspect.signature(function).parameters) for function in (definition.naive, reference.run))
-    assert naive[0] == run[0] == "spec"
-    assert run[1:3] == ["plan", "caches"]
-    assert naive[1:] == run[3 : 2 + len(naive)]
+def test_a_definition_takes_the_tensors_that_inputs_are_made_of(family: str) -> None:
+    """`naive` gets them as they are, a backend as one typed object beside plan and caches."""
+    definition = importlib.import_module(f"allotrope.attention.{family}.naive").naive
+    assert FAMILIES[family].naive is definition
+    naive = list(inspect.signature(definition).parameters)
+    ready = inspect.signature(FAMILIES[family].ready_inputs).parameters
+    assert naive[0] == next(iter(ready)) == "spec"
+    any_name = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in ready.values())
+    assert any_name or set(naive) <= set(ready)
+    for backend in FAMILIES[family].backends:
+        if backend.name == "reference":
+            assert list(inspect.signature(backend.run).parameters)[:4] == ["spec", "plan", "caches", "inputs"]
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
@@ -128,7 +132,7 @@ def test_the_last_queries_of_a_context_are_those_of_the_whole(family: str) -> No
     queries = {"q", "q_nope", "q_pe", "index_q", "index_weights"}
     for name, case in cases(family).items():
         spec, inputs = case.spec, case.inputs()
-        if "picks" in inputs.tokens:
+        if "topk_indices" in inputs.tokens:
             continue
         naive = importlib.import_module(f"allotrope.attention.{family}.naive").naive
         length, last = case.lengths[-1], 3

@@ -62,7 +62,7 @@ def test_any_schedule_gives_the_reference(name: str, dtype: torch.dtype) -> None
     if dtype != torch.float32:
         kept = dataclasses.replace(case.spec.mla, kv_dtype=torch.float32)
         wanted = Keeping(dataclasses.replace(case, spec=dataclasses.replace(case.spec, mla=kept)), REFERENCE)
-        wanted.inputs.tokens.update({n: t.float() for n, t in wanted.inputs.tokens.items() if n != "picks"})
+        wanted.inputs.tokens.update({n: t.float() for n, t in wanted.inputs.tokens.items() if n != "topk_indices"})
     want = wanted.play(alone(case.lengths))
     for steps in [whole(case.lengths), at_random(case.lengths, 1)][: 2 if GPU else 1]:
         replay = Keeping(case, TRITON)
@@ -192,7 +192,7 @@ def test_missing_indices_are_read_as_nothing() -> None:
 
     def with_gaps(*_: object) -> Inputs:
         inputs = small.draw(case.spec, sum(case.lengths), torch.Generator().manual_seed(3), torch.float32)
-        topk_indices = inputs.tokens["picks"]
+        topk_indices = inputs.tokens["topk_indices"]
         topk_indices[torch.rand(topk_indices.shape, generator=torch.Generator().manual_seed(4)) < 0.5] = -1
         return Inputs(inputs.tokens, inputs.layer)
 

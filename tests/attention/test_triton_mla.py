@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +93,10 @@ def test_rows_in_fp8(name: str, row_format: str, kv_scale: float) -> None:
     case = dataclasses.replace(case, draw=rounded)
 
     def scaled(backend: AttentionBackend) -> AttentionBackend:
-        return dataclasses.replace(backend, run=functools.partial(backend.run, kv_scale=kv_scale))
+        def run(spec: Any, plan: Any, caches: Any, inputs: Any) -> torch.Tensor:
+            return backend.run(spec, plan, caches, dataclasses.replace(inputs, kv_scale=kv_scale))
+
+        return dataclasses.replace(backend, run=run)
 
     wide = Replay(case, scaled(REFERENCE), DEVICE)
     wide.inputs.tokens.update({name: t.float() for name, t in wide.inputs.tokens.items()})

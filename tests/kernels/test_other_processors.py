@@ -46,8 +46,8 @@ def test_compiled_code(kind: str, tmp_path: Path) -> None:
         "ATEN_CPU_CAPABILITY": torch_level,
         "ONEDNN_MAX_CPU_ISA": onednn_level,
     }
-    files = [str(TESTS / "cpu" / "test_compiled.py"), str(TESTS / "attention" / "test_mha.py")]
-    chosen = "test_compiled or (any_schedule and (grouped_8-compiled or window_and_sinks-compiled))"
+    files = [str(TESTS / "kernels" / "test_c_kernels.py"), str(TESTS / "attention" / "test_naive.py")]
+    chosen = "test_c_kernels or (any_schedule and mha and (grouped_8-compiled or window_and_sinks-compiled))"
     command = [sys.executable, "-m", "pytest", *files, "-k", chosen, "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=880, cwd=TESTS.parent)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from allotrope.attention.csa.plan import Contest, CsaPlan
+from allotrope.attention.csa.plan import CsaPlan, ScoreChunk
 from allotrope.attention.csa.rotary import rotate_tail
 from allotrope.attention.csa.spec import IndexerSpec
 from allotrope.attention.topk import top_indices
@@ -35,7 +35,7 @@ def select_topk(
 
 
 def scores(
-    spec: IndexerSpec, chunk: Contest, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor
+    spec: IndexerSpec, chunk: ScoreChunk, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """The equation above. `q`: [T, heads, d] rotated. Returns [b * q, N] fp32, -inf where an entry is not visible."""
     rows = keys.flatten(0, 1).index_select(0, chunk.key_rows.flatten()).unflatten(0, chunk.key_rows.shape)

@@ -83,7 +83,7 @@ class SubBatch:
 
 
 @dataclass(frozen=True)
-class Contest:
+class ScoreChunk:
     """b requests with q queries each whose N entries are scored.
 
     `tokens`: the b * q tokens. `key_rows`, `entry_rows`: [b, N] rows of the index and of the compressed cache. `bias`:
@@ -106,7 +106,7 @@ class CsaPlan:
     pooling: Pooling | None
     index_pooling: Pooling | None
     parts: tuple[SubBatch, ...]
-    chunks: tuple[Contest, ...]
+    chunks: tuple[ScoreChunk, ...]
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ def _bias(hidden: torch.Tensor) -> torch.Tensor:
     return torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
-def _decode_contests(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[Contest]:
+def _decode_contests(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[ScoreChunk]:
     groups: dict[int, list[int]] = {}
     for b, n in enumerate(batch.seq_lens[: batch.num_decodes]):
         if _selects(spec, n):
@@ -284,7 +284,7 @@ def _decode_contests(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, Page
         yield _contest(spec, paged, _decodes(batch, members), count)
 
 
-def _prefill_contests(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[Contest]:
+def _prefill_contests(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[ScoreChunk]:
     if spec.indexer is None:
         return
     for b in range(batch.num_decodes, batch.num_requests):
@@ -295,7 +295,7 @@ def _prefill_contests(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, Pag
             yield _contest(spec, paged, _block(batch, b, begin, stop, alone=False), spec.visible_entries(stop))
 
 
-def _contest(spec: CsaSpec, paged: Mapping[str, PageIndex], queries: _Queries, count: int) -> Contest:
+def _contest(spec: CsaSpec, paged: Mapping[str, PageIndex], queries: _Queries, count: int) -> ScoreChunk:
     key_rows, unseen = _entries(spec, paged["index"], queries, count)
     entry_rows, _ = _entries(spec, paged["compressed"], queries, count)
-    return Contest(queries.tokens, queries.seen.shape[1], key_rows, entry_rows, _bias(unseen))
+    return ScoreChunk(queries.tokens, queries.seen.shape[1], key_rows, entry_rows, _bias(unseen))

@@ -1,4 +1,4 @@
-"""Sparse latent attention: a light indexer picks the rows that each query attends to."""
+"""Sparse latent attention: a lightning indexer selects the top-k tokens that each query attends to."""
 
 from allotrope.attention.dsa.family import DSA as DSA
 from allotrope.attention.dsa.inputs import DsaInputs as DsaInputs

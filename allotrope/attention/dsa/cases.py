@@ -49,7 +49,7 @@ def draw(spec: DsaSpec, tokens: int, generator: torch.Generator, dtype: torch.dt
         if tokens != sum(LENGTHS):
             raise ValueError(f"{tokens} tokens; top-k indices are drawn for the lengths {LENGTHS}")
         positions = torch.cat([torch.arange(n) for n in LENGTHS])
-        rows["picks"] = _random_topk(positions, spec.topk, generator)
+        rows["topk_indices"] = _random_topk(positions, spec.topk, generator)
     return Inputs(rows, inputs.layer)
 
 

@@ -70,4 +70,4 @@ DSA = Family(
     block_scaled=lambda spec: spec.mla.row_format == "scaled",
     cache_kinds=frozenset({"latent"}),
 )
-"""Latent attention over the rows that an indexer picks."""
+"""Latent attention over the top-k tokens that an indexer selects."""

@@ -1,7 +1,7 @@
 """The lightning indexer: which rows a query attends to.
 
     score_t(s) = sum_h w_t,h relu(q_t,h . k_s * d^-1/2)        for s up to t's own row
-    picks_t    = the `topk` rows of the highest score; equal scores go to the earlier row
+    topk_t     = the `topk` tokens of the highest score; of equal scores the earlier token
 
 Weights may be negative, so they stay outside of the ReLU. Mathematics in fp32 whatever the inputs: terms of both signs
 cancel. Source: DeepSeek-AI 2025 (DeepSeek-V3.2), section 2.
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
-from allotrope.attention.dsa.plan import Contest, DsaPlan
+from allotrope.attention.dsa.plan import DsaPlan, ScoreChunk
 from allotrope.attention.dsa.spec import DsaSpec, IndexerSpec
 from allotrope.attention.mla.rows import power_of_two, take, to_fp8
 from allotrope.attention.topk import top_indices
@@ -52,29 +52,27 @@ def select_topk(
     if "factor" in keys:
         codes, factor = scaled(q)
         q = codes.float() * factor
-    for contest in plan.contests:
-        topk_indices[contest.tokens] = top_indices(
-            scores(contest, keys, q[contest.tokens], weights[contest.tokens]), spec.topk
-        )
+    for chunk in plan.chunks:
+        topk_indices[chunk.tokens] = top_indices(scores(chunk, keys, q[chunk.tokens], weights[chunk.tokens]), spec.topk)
     return topk_indices
 
 
-def scores(contest: Contest, keys: Mapping[str, torch.Tensor], q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def scores(chunk: ScoreChunk, keys: Mapping[str, torch.Tensor], q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The equation above. `q`: [b * q, heads, d]. `weights`: [b * q, heads].
 
     Returns [b * q, L] fp32, -inf for a row that the query does not see.
     """
-    requests, length = contest.rows.shape
+    requests, length = chunk.rows.shape
     queries, heads, dim = q.shape
     per_request = (q.float() * dim**-0.5).view(requests, -1, dim)
     share = weights.float()[:, None]
     found = torch.empty(queries, length, dtype=torch.float32, device=q.device)
     width = max(16, HEAD_SCORES // (queries * heads))
     for first in range(0, length, width):
-        part = contest.rows[:, first : first + width]
+        part = chunk.rows[:, first : first + width]
         rows = take(keys["k"], part).float()
         if "factor" in keys:
             rows *= take(keys["factor"], part)
         hits = torch.matmul(per_request, rows.transpose(1, 2)).relu_().view(queries, heads, -1)
         found[:, first : first + width] = torch.matmul(share, hits).squeeze(1)
-    return found.masked_fill_(torch.arange(length, device=q.device) >= contest.seen, -torch.inf)
+    return found.masked_fill_(torch.arange(length, device=q.device) >= chunk.seen, -torch.inf)

@@ -53,8 +53,8 @@ def naive(
     """The equation above, in fp32, or in float64 where `q_nope` is float64.
 
     `q_nope` to `w_uv`: as in `mla.naive`; query t sits at position L - T + t. With an indexer: `index_q`: [T, Hi, Di]
-    rotated, `index_k`: [L, Di] normed and rotated, `index_weights`: [T, Hi]. Without: `picks`: [T, topk] the top-k
-    indices of an earlier layer, -1 for none. Returns [T, H, Dv] and the top-k indices.
+    rotated, `index_k`: [L, Di] normed and rotated, `index_weights`: [T, Hi]. Without: `topk_indices`: [T, topk] those
+    of an earlier layer, -1 for none. Returns [T, H, Dv] and the top-k indices.
     """
     if spec.indexer is not None:
         assert index_q is not None and index_k is not None and index_weights is not None

@@ -1,7 +1,7 @@
-"""Who picks, from which rows, and who sees so little that there is nothing to pick: built once per step.
+"""Which queries select tokens, from which ones, and which see so few that they attend to all: built once per step.
 
 A query that sees at most `topk` rows attends to all of them, as in dense latent attention, by the same code. The other
-queries form `Contest`s, in which each is scored against every row it sees; what they picked is read token by token.
+queries form `ScoreChunk`s, in which each is scored against every row it sees; the selected tokens are read one by one.
 Which of the two a query is depends on its own position alone.
 """
 
@@ -21,7 +21,7 @@ QUERY_BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Contest:
+class ScoreChunk:
     """b requests with q queries each that are scored against L rows.
 
     `tokens`: the b * q tokens. `rows`: [b, L] int64 rows of the index pool, row 0 where a request has fewer. `seen`:
@@ -34,8 +34,8 @@ class Contest:
 
 
 @dataclass(frozen=True)
-class Pickers:
-    """The t queries that read picked rows. `tokens`: which. `request`: [t] int64 of each. `pages`: where rows lie."""
+class SparseQueries:
+    """The t queries with sparse indices. `tokens`: which. `request`: [t] int64 of each. `pages`: their page tables."""
 
     tokens: slice | torch.Tensor
     request: torch.Tensor
@@ -44,15 +44,15 @@ class Pickers:
 
 @dataclass(frozen=True)
 class DsaPlan:
-    """`dense`: the queries that see everything, and all latent writes. `index_writes`: None in layers that reuse picks.
+    """`dense`: the queries that see everything, and all latent writes. `index_writes`: None without an indexer.
 
-    `picks`: [T, K] what queries that see everything pick; K is `topk`, or the longest request if that is shorter.
+    `topk_indices`: [T, K] of queries that see everything; K is `topk`, or the longest request if that is shorter.
     """
 
     dense: MlaPlan
     index_writes: Writes | None
-    contests: tuple[Contest, ...]
-    sparse_queries: Pickers | None
+    chunks: tuple[ScoreChunk, ...]
+    sparse_queries: SparseQueries | None
     topk_indices: torch.Tensor
 
 
@@ -70,27 +70,29 @@ def build_plan(spec: DsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
         if few < queries:
             sparse.append(Span(b, token + few, position + few, queries - few))
     index_writes: Writes | None = None
-    contests: tuple[Contest, ...] = ()
+    chunks: tuple[ScoreChunk, ...] = ()
     if spec.indexer is not None:
         keys = index["index"]
         assert isinstance(keys, PageIndex)
-        index_writes, contests = writes(keys), (*_decode_contests(keys, sparse), *_prefill_contests(keys, sparse))
+        index_writes, chunks = writes(keys), (*_decode_contests(keys, sparse), *_prefill_contests(keys, sparse))
     column = torch.arange(min(spec.topk, max(batch.seq_lens)), device=batch.device)
     everything = torch.where(column <= batch.positions[:, None], column, -1)
-    return DsaPlan(plan_spans(spec.mla, latent, dense), index_writes, contests, _pickers(latent, sparse), everything)
+    return DsaPlan(
+        plan_spans(spec.mla, latent, dense), index_writes, chunks, _sparse_queries(latent, sparse), everything
+    )
 
 
-def _decode_contests(paged: PageIndex, spans: Sequence[Span]) -> Iterator[Contest]:
+def _decode_contests(paged: PageIndex, spans: Sequence[Span]) -> Iterator[ScoreChunk]:
     device = paged.table.device
     for length, members in bucket([span for span in spans if span.queries == 1]):
         table = paged.table[torch.tensor([span.request for span in members], device=device)]
         seen = torch.tensor([span.position + 1 for span in members], device=device)[:, None]
         key = torch.arange(length, device=device)[None]
         tokens = token_index([span.token for span in members], device)
-        yield Contest(tokens, page_rows(paged, table, key, key < seen), seen)
+        yield ScoreChunk(tokens, page_rows(paged, table, key, key < seen), seen)
 
 
-def _prefill_contests(paged: PageIndex, spans: Sequence[Span]) -> Iterator[Contest]:
+def _prefill_contests(paged: PageIndex, spans: Sequence[Span]) -> Iterator[ScoreChunk]:
     device = paged.table.device
     for span in spans:
         if span.queries == 1:
@@ -101,13 +103,13 @@ def _prefill_contests(paged: PageIndex, spans: Sequence[Span]) -> Iterator[Conte
         for begin in range(0, span.queries, QUERY_BLOCK):
             end = min(begin + QUERY_BLOCK, span.queries)
             seen = torch.arange(span.position + begin + 1, span.position + end + 1, device=device)[:, None]
-            yield Contest(slice(span.token + begin, span.token + end), rows[:, : span.position + end], seen)
+            yield ScoreChunk(slice(span.token + begin, span.token + end), rows[:, : span.position + end], seen)
 
 
-def _pickers(paged: PageIndex, spans: Sequence[Span]) -> Pickers | None:
+def _sparse_queries(paged: PageIndex, spans: Sequence[Span]) -> SparseQueries | None:
     if not spans:
         return None
     tokens = [token for span in spans for token in range(span.token, span.token + span.queries)]
     request = [span.request for span in spans for _ in range(span.queries)]
     device = paged.table.device
-    return Pickers(token_index(tokens, device), torch.tensor(request, dtype=torch.int64, device=device), paged)
+    return SparseQueries(token_index(tokens, device), torch.tensor(request, dtype=torch.int64, device=device), paged)

@@ -18,7 +18,7 @@ import torch
 
 from allotrope.attention.dsa.indexer import encode_keys, select_topk
 from allotrope.attention.dsa.inputs import DsaInputs
-from allotrope.attention.dsa.plan import DsaPlan, Pickers
+from allotrope.attention.dsa.plan import DsaPlan, SparseQueries
 from allotrope.attention.dsa.spec import DsaSpec
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mla import reference as mla
@@ -46,7 +46,7 @@ def run(spec: DsaSpec, plan: DsaPlan, caches: CacheViews, inputs: DsaInputs) -> 
         mla.store(plan.index_writes, caches["index"], encode_keys(spec.indexer, spec.mla.kv_dtype, index_k))
         topk_indices = select_topk(spec, plan, caches["index"], index_q, index.weights)
     elif topk_indices is None:
-        raise ValueError("dsa: a layer without an indexer needs the picks of an earlier layer")
+        raise ValueError("dsa: a layer without an indexer needs the top-k indices of an earlier layer")
     if plan.sparse_queries is not None:
         tokens = plan.sparse_queries.tokens
         q = mla.absorb(heads.q_nope[tokens], heads.q_pe[tokens], w_uk)
@@ -57,7 +57,7 @@ def run(spec: DsaSpec, plan: DsaPlan, caches: CacheViews, inputs: DsaInputs) -> 
 
 def attend_sparse(
     spec: MlaSpec,
-    sparse_queries: Pickers,
+    sparse_queries: SparseQueries,
     pools: Mapping[str, torch.Tensor],
     q: torch.Tensor,
     topk_indices: torch.Tensor,
@@ -65,7 +65,7 @@ def attend_sparse(
 ) -> torch.Tensor:
     """Attention in the latent, every query over its own sparse indices.
 
-    `q`: [t, H, C + R] absorbed. `picks`: [t, topk] positions, -1 for none. Returns [t, H, C] fp32.
+    `q`: [t, H, C + R] absorbed. `topk_indices`: [t, topk] positions, -1 for none. Returns [t, H, C] fp32.
     """
     z = q.new_empty(*q.shape[:2], spec.latent_dim)
     size = max(1, GATHERED_ROWS // topk_indices.shape[1])
@@ -74,16 +74,16 @@ def attend_sparse(
         rows = pool_rows(sparse_queries, topk_indices[block], block)
         latent, k_pe = decode(spec.row_format, spec.latent_dim, pools, rows, kv_scale)
         keys = torch.cat((latent, k_pe), dim=-1)
-        # Finite, so that a query without any pick gets the mean of row 0, which is 0, and not NaN.
+        # Finite, so that a query without any index gets the mean of row 0, which is 0, and not NaN.
         bias = torch.where(topk_indices[block] < 0, torch.finfo(torch.float32).min, 0.0)[:, None]
         z[block] = mla.attend(q[block, None], keys, latent, bias, spec.scale).squeeze(1)
     return z
 
 
-def pool_rows(sparse_queries: Pickers, topk_indices: torch.Tensor, block: slice) -> torch.Tensor:
+def pool_rows(sparse_queries: SparseQueries, topk_indices: torch.Tensor, block: slice) -> torch.Tensor:
     """Positions to rows of the latent pool, through the page table of each query's own request; row 0 for -1.
 
-    `picks`: [n, topk], those of the queries `block` of `pickers`.
+    `topk_indices`: [n, topk], those of the queries `block` of `sparse_queries`.
     """
     position = topk_indices.clamp(min=0)
     size = sparse_queries.pages.page_size

@@ -17,8 +17,8 @@ KEY_FORMATS = ("plain", "scaled")
 class IndexerSpec:
     """The scorer of a layer: `num_heads` query heads against one cached key of size `head_dim` per token.
 
-    Every rank scores with all heads, so that all ranks pick the same rows. `key_format`: "plain" keys of the cache's
-    type, or "scaled" ones: FP8 codes and one fp32 factor a key, scored against queries in FP8 as well.
+    Every rank scores with all heads, so that all ranks select the same tokens. `key_format`: "plain" keys of the
+    cache's type, or "scaled" ones: FP8 values and one fp32 scale a key, scored against queries in FP8 as well.
     """
 
     num_heads: int
@@ -28,10 +28,10 @@ class IndexerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DsaSpec:
-    """Latent attention over picked rows, as one rank sees it.
+    """Latent attention over selected tokens, as one rank sees it.
 
     `mla`: the attention itself. `topk`: rows that a query attends to, its own included among the candidates.
-    `indexer`: how this layer picks them; None for a layer that reuses the picks of the last layer that has one.
+    `indexer`: how this layer selects them; None for a layer that reuses those of the last layer that has one.
     """
 
     mla: MlaSpec

@@ -46,7 +46,7 @@ from allotrope.ops.matmul.packed_weight import PackedWeight, multiplies_pairs
 from allotrope.ops.matmul.plain import PLAIN
 from allotrope.ops.matmul.triton_fp4 import walk_fp4
 from allotrope.ops.matmul.triton_int4 import walk_int4
-from allotrope.ops.matmul.triton_quantize import quantize_rows, to_codes
+from allotrope.ops.matmul.triton_quantize import quantize, quantize_rows
 from allotrope.ops.matmul.weight import Format
 
 
@@ -100,7 +100,7 @@ def _walk_fp8(
             next_up_tile = tl.load(far_scales + ahead * scale_run, mask=more, other=0.0)
         if QUANTIZE:
             inside = row_mask & (k + depth < inputs)[None, :]
-            a, a_scale = to_codes(tl.load(x + (k + depth)[None, :], mask=inside, other=0.0).to(tl.float32))
+            a, a_scale = quantize(tl.load(x + (k + depth)[None, :], mask=inside, other=0.0).to(tl.float32))
         else:
             next_a = tl.load(x_scales + ahead * x_scale_stride, mask=row_there & (k + 128 < stop), other=0.0)
             a = tl.load(x + (k + depth)[None, :], mask=row_mask, other=0.0)

@@ -24,19 +24,19 @@ _LARGEST, _SMALLEST = tl.constexpr(FP8_MAX), tl.constexpr(SMALLEST_SCALE)
 
 
 @triton.jit
-def to_codes(x):
-    """`x`: [n, 128] fp32. Returns codes and scales [n]. What `fp8.quantize_rows` does to runs."""
+def quantize(x):
+    """`x`: [n, 128] fp32. Returns e4m3 values and scales [n]. What `fp8.quantize_rows` does to runs."""
     scale = at_least(largest_of(x, 1) / _LARGEST, _SMALLEST)
     return (x / scale[:, None]).to(tl.float8e4nv), scale
 
 
 @pdl_jit(do_not_specialize=["tokens", "scale_stride"])
 def quantize_kernel(
-    x, sorted_token_ids, values, scales, tokens, inputs, runs, x_stride, code_stride, scale_stride, RUNS: tl.constexpr,
-    GATHER: tl.constexpr,
+    x, sorted_token_ids, quantized, scales, tokens, inputs, runs, x_stride, value_stride, scale_stride,
+    RUNS: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
-    """Row i is row `source[i]` of `x` with GATHER. `scales`: the runs of a row lie `scale_stride` apart, rows side by
-    side."""
+    """With GATHER, row i is row `sorted_token_ids[i]` of `x`. `scales`: the groups of a row lie `scale_stride` apart,
+    rows side by side."""
     gdc_wait()
     gdc_launch_dependents()
     # Runs are counted through all rows: neither short rows nor long ones leave a part of a program without work.
@@ -49,8 +49,8 @@ def quantize_kernel(
     column = run[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = mask[:, None] & (column < inputs)
     values = tl.load(x + token[:, None] * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    code, scale = to_codes(values)
-    tl.store(values + row[:, None] * code_stride + column, code, mask=mask[:, None])
+    value, scale = quantize(values)
+    tl.store(quantized + row[:, None] * value_stride + column, value, mask=mask[:, None])
     tl.store(scales + run.to(tl.int64) * scale_stride + row, scale, mask=mask)
 
 
@@ -63,7 +63,7 @@ def quantize_rows(
     that are not in x.
     """
     if x.shape[1] == 1:
-        # Triton makes a constant of a 1, and of columns that are zero by that ptxas 12.8 leaves half of the codes as
+        # Triton makes a constant of a 1, and of columns that are zero by that ptxas 12.8 leaves half of the values as
         # they were in its registers.
         x = torch.nn.functional.pad(x, (0, 1))
     tokens, inputs = len(x) if sorted_token_ids is None else len(sorted_token_ids), x.shape[1]
@@ -86,8 +86,8 @@ def quantize_rows(
 @specializations
 def released(chip: Chip) -> list[Specialization]:
     """Of bf16 activations."""
-    signature = {"x": "*bf16:16", "values": "*fp8e4nv:16", "scales": "*fp32:16"}
-    signature |= dict.fromkeys(("tokens", "inputs", "runs"), "i32") | {"x_stride": "i32:16", "code_stride": "i32:16"}
+    signature = {"x": "*bf16:16", "quantized": "*fp8e4nv:16", "scales": "*fp32:16"}
+    signature |= dict.fromkeys(("tokens", "inputs", "runs"), "i32") | {"x_stride": "i32:16", "value_stride": "i32:16"}
     signature |= {"scale_stride": "i32"}
     constants = {"GATHER": False, "sorted_token_ids": None}
     return [
