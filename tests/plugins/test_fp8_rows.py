@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from tiny_checkpoints import prompts
 from allotrope import LLM, SamplingParams
 from allotrope.architectures.registry import find_architecture
 from allotrope.attention.cache_layout import StateSlots
+from allotrope.attention.registry import FAMILIES
 from allotrope.verify.random_checkpoint import write_random
 
 pytestmark = [pytest.mark.usefixtures("in_vllm"), pytest.mark.timeout(900)]
@@ -165,7 +167,7 @@ def test_refusals(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
 
 
 def test_families_without_fp8_rows_refuse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("allotrope.loading.kv_scales._arguments", lambda family: [])
+    monkeypatch.setitem(FAMILIES, "mha", dataclasses.replace(FAMILIES["mha"], scale_names=()))
     path = write("LlamaForCausalLM", tmp_path)
     assert_refused(path, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8': mha stores no FP8 rows")
 
