@@ -15,6 +15,7 @@ from allotrope.kernels.backend import choose
 from allotrope.kernels.triton_version import triton_reasons
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
+from allotrope.ops.matmul.weight import Format
 
 log = logging.getLogger("allotrope.layers")
 
@@ -115,7 +116,10 @@ def _numbers(spec: Any, prefix: str = "") -> Iterator[str]:
         value = getattr(spec, field.name)
         if value is None or value is False or isinstance(value, float):
             continue
-        if dataclasses.is_dataclass(value):
+        if isinstance(value, Format):
+            group = f" in groups of {value.group_size}" if value.group_size else ""
+            yield f"{prefix}{field.name}={value.name}{group}"
+        elif dataclasses.is_dataclass(value):
             yield from _numbers(value, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}={str(value).removeprefix('torch.')}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -62,6 +65,12 @@ def biased_and_gated(
 
 def activated(y: torch.Tensor, gating: GatedActivation) -> torch.Tensor:
     """act of gates and ups `y` [n, 2 * width], by the best backend of `gated_activation`."""
-    best = choose(GATED_ACTIVATION, GatedActivationSpec(gating, y.dtype), chip_of(y.device))
-    found: torch.Tensor = best.backend.run(y, gating)
-    return found
+    return _activation(gating, y.dtype, y.device)(y, gating)
+
+
+@functools.cache
+def _activation(gating: GatedActivation, dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:
+    run: Callable[..., torch.Tensor] = choose(
+        GATED_ACTIVATION, GatedActivationSpec(gating, dtype), chip_of(device)
+    ).backend.run
+    return run
