@@ -16,7 +16,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 # Options and values under their old names, each with the name that it has now.
 RENAMED_OPTIONS = {"overlap": "async_scheduling"}
-RENAMED_VALUES = {("kv_cache_dtype", "fp8_scaled"): "fp8_ds_mla"}
+RENAMED_VALUES = {("kv_cache_dtype", "fp8_scaled"): "fp8_ds_mla", ("quantized_weights", "unpack"): "dequantize"}
 
 KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_ds_mla"]
 StateDType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -49,9 +49,9 @@ class EngineConfig:
     )
     load_format: LoadFormat = option("Where weights come from; 'dummy' makes reproducible random ones.", "auto")
     dtype: DType = option("Type of weights and activations; 'auto' is the checkpoint's own.", "auto")
-    quantized_weights: Literal["auto", "keep", "unpack"] = option(
-        "Weights that are stored quantized: 'keep' multiplies them so, 'unpack' makes them plain; 'auto' keeps them on "
-        "a GPU.",
+    quantized_weights: Literal["auto", "keep", "dequantize"] = option(
+        "Weights that are stored quantized: 'keep' multiplies them so, 'dequantize' makes them plain on load; 'auto' "
+        "keeps them on a GPU.",
         "auto",
     )
     kv_cache_dtype: KVCacheDType = option(

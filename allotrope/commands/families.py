@@ -35,7 +35,7 @@ class FamiliesOptions:
     dtype: DType = _engine_option("dtype")
     kv_cache_dtype: KVCacheDType = _engine_option("kv_cache_dtype")
     state_dtype: StateDType = _engine_option("state_dtype")
-    quantized_weights: Literal["auto", "keep", "unpack"] = _engine_option("quantized_weights")
+    quantized_weights: Literal["auto", "keep", "dequantize"] = _engine_option("quantized_weights")
     tensor_parallel_size: int = _engine_option("tensor_parallel_size")
     attention_backend: str | None = _engine_option("attention_backend")
     op_backend: str | None = _engine_option("op_backend")

@@ -25,7 +25,7 @@ from allotrope.loading.quantized_formats import formats_kept_quantized
 
 
 def keeps_quantized(option: str, device: torch.device) -> bool:
-    """Whether weights that are stored quantized stay so. `option`: quantized_weights, "auto", "keep" or "unpack"."""
+    """Whether weights that are stored quantized stay so. `option`: quantized_weights, "auto", "keep" or "dequantize"."""
     return option == "keep" or (option == "auto" and device.type == "cuda")
 
 
@@ -92,8 +92,8 @@ def _read_lines(report: LoadReport, build: Build, seconds: float, quantized_weig
 
 def _why(quantized_weights: str, device: torch.device) -> str:
     """The reason that weights which are stored quantized do not stay so."""
-    if quantized_weights == "unpack":
-        return "quantized_weights=unpack"
+    if quantized_weights == "dequantize":
+        return "quantized_weights=dequantize"
     if quantized_weights == "auto" and device.type != "cuda":
         return f"quantized_weights=auto keeps them on a GPU alone, and device={device.type}"
     return "their layers or their formats cannot be kept quantized"

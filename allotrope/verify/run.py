@@ -87,9 +87,9 @@ def _set_aside(stored: Stored, options: VerifyOptions) -> str:
     """Why stored outputs do not judge products that round to FP8. Raises ModelError if nothing else may."""
     reason = f"{MANIFEST} does not say how far off FP8 products may be"
     if options.against == "stored":
-        advice = "Try --quantized-weights unpack, or --against transformers"
+        advice = "Try --quantized-weights dequantize, or --against transformers"
         raise ModelError(f"cannot judge by the outputs stored in {stored.directory}", [f"{reason}. {advice}"])
-    return f"the outputs stored in {stored.directory} are not used: {reason}; --quantized-weights unpack uses them"
+    return f"the outputs stored in {stored.directory} are not used: {reason}; --quantized-weights dequantize uses them"
 
 
 def is_exact(load_plan: LoadPlan) -> bool:

@@ -98,7 +98,7 @@ def held_bytes(thing: object, seen: set[int] | None = None) -> int:
 @pytest.mark.parametrize("released", CASES, indirect=True, ids=": ".join)
 def test_stored_numbers_are_those_of_the_format(released: Path) -> None:
     twin = dict(loaded(config(released.with_name("released-plain"))).named_parameters())
-    for name, parameter in loaded(config(released, "unpack")).named_parameters():
+    for name, parameter in loaded(config(released, "dequantize")).named_parameters():
         assert torch.equal(parameter, twin[name]), name
     view = dequantized(open_checkpoint(str(released)))
     assert isinstance(view, QuantizedView)
@@ -109,7 +109,7 @@ def test_stored_numbers_are_those_of_the_format(released: Path) -> None:
             assert torch.equal(QuantizedWeight(format, *view.packed(name)).dequantize(), view.read(name)), name
 
 
-@pytest.mark.parametrize("mode", ["keep", "unpack"])
+@pytest.mark.parametrize("mode", ["keep", "dequantize"])
 @pytest.mark.parametrize("released", CASES, indirect=True, ids=": ".join)
 def test_the_plan_is_what_the_engine_and_dummy_weights_take(released: Path, mode: str) -> None:
     stored, stated = config(released, mode), config(released, mode, load_format="dummy")

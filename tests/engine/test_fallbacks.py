@@ -78,7 +78,7 @@ def test_penalties_are_said_once_to_pause_async_scheduling(model: Path, caplog: 
     ("asked", "reason"),
     [
         ("auto", "quantized_weights=auto keeps them on a GPU alone, and device=cpu"),
-        ("unpack", "quantized_weights=unpack"),
+        ("dequantize", "quantized_weights=dequantize"),
     ],
 )
 def test_weights_that_are_dequantized_on_load_say_why(

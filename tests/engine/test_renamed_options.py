@@ -23,6 +23,8 @@ def test_an_old_option_is_refused_with_the_new_one() -> None:
 def test_an_old_value_is_refused_with_the_new_one() -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype='fp8_scaled'; it is now 'fp8_ds_mla'"):
         EngineConfig(model="m", kv_cache_dtype="fp8_scaled")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="quantized_weights='unpack'; it is now 'dequantize'"):
+        EngineConfig(model="m", quantized_weights="unpack")  # type: ignore[arg-type]
 
 
 def test_a_config_travels_between_processes() -> None:

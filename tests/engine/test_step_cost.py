@@ -149,12 +149,12 @@ def test_quantized_weights_count_as_stored(tmp_path: Path) -> None:
         more = {"quantization_config": quantization}
         return step_cost(drawn(tmp_path, name, more, quantized_weights=keep, dtype="bfloat16"), (1,) * 8, (9,) * 8)
 
-    kept, plain = (found("Qwen3MoeForCausalLM", FP8, keep) for keep in ("keep", "unpack"))
+    kept, plain = (found("Qwen3MoeForCausalLM", FP8, keep) for keep in ("keep", "dequantize"))
     for kind in ("experts", "dense"):
         assert plain[kind].bytes / 2 < kept[kind].bytes < plain[kind].bytes
         assert kept[kind].flops == plain[kind].flops and plain[kind].fp8 == 0
     assert kept["experts"].fp8 == kept["experts"].flops and 0 < kept["dense"].fp8 < kept["dense"].flops
-    kept, plain = (found("GptOssForCausalLM", {"quant_method": "mxfp4"}, keep) for keep in ("keep", "unpack"))
+    kept, plain = (found("GptOssForCausalLM", {"quant_method": "mxfp4"}, keep) for keep in ("keep", "dequantize"))
     # 4-bit rows of 64 inputs are padded to 128.
     assert plain["experts"].bytes / 4 < kept["experts"].bytes < plain["experts"].bytes / 1.8
     assert kept["experts"].flops == plain["experts"].flops and kept["experts"].fp8 == 0

@@ -58,7 +58,7 @@ def run(directory: Path, mode: str = "keep", engine: dict[str, object] | None = 
 
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"])
 def test_dequantized_weights_are_exact_in_every_mode(twin: Twin, name: str) -> None:
-    report = run(twin(name), "unpack")
+    report = run(twin(name), "dequantize")
     assert report.passed, report.verdict()
     assert report.limits.exact and "float64" in report.limits.origin
     assert {r.name: r.verdict for r in report.modes} == {name: "pass" for name in MODES if name != "graphs"}
@@ -243,15 +243,15 @@ def test_stored_outputs_set_no_tolerance_for_rounded_products(tiny: Tiny, stored
     report = run(directory, modes="whole")
     assert report.passed, report.verdict()
     assert "Transformers" in report.origin
-    assert "are not used" in report.remarks[0] and "--quantized-weights unpack" in report.remarks[0]
+    assert "are not used" in report.remarks[0] and "--quantized-weights dequantize" in report.remarks[0]
     with pytest.raises(ModelError, match=r"manifest\.json does not say how far off FP8 products may be"):
         run(directory, against="stored", lengths=None)
     # Unpacked, they do judge; these are of the weights before they were quantized.
-    report = run(directory, "unpack", modes="whole", lengths=None)
+    report = run(directory, "dequantize", modes="whole", lengths=None)
     assert "outputs stored" in report.origin and not report.passed
 
 
-@pytest.mark.parametrize("mode", ["keep", "unpack"])
+@pytest.mark.parametrize("mode", ["keep", "dequantize"])
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "DeepseekV3ForCausalLM"])
 def test_integers_are_exact(name: str, mode: str, tmp_path: Path) -> None:
     """Of a dense model, and of routed experts alone, as they are released."""

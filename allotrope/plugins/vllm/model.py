@@ -186,8 +186,8 @@ def _options(vllm_config: VllmConfig) -> dict[str, Any]:
 def _quantized_weights(vllm_config: VllmConfig) -> str:
     """Our option of that name. Raises ConfigError for a value that it does not have."""
     option: str = _options(vllm_config).get("quantized_weights", "auto")
-    if option not in ("auto", "keep", "unpack"):
-        raise ConfigError(f"quantized_weights={option!r} is not understood; allowed: auto, keep, unpack.")
+    if option not in ("auto", "keep", "dequantize"):
+        raise ConfigError(f"quantized_weights={option!r} is not understood; allowed: auto, keep, dequantize.")
     return option
 
 
