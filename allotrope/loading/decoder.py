@@ -25,7 +25,7 @@ from allotrope.loading.quantized_formats import formats_kept_quantized
 
 
 def keeps_quantized(option: str, device: torch.device) -> bool:
-    """Whether weights that are stored quantized stay so. `option`: quantized_weights, "auto", "keep" or "dequantize"."""
+    """Whether weights that are stored quantized stay so. `option`: "auto", "keep" or "dequantize"."""
     return option == "keep" or (option == "auto" and device.type == "cuda")
 
 

@@ -16,6 +16,7 @@ from allotrope.commands.foreign_flags import ALIASES, OPPOSITES, VALUES
 from allotrope.commands.refusals import REFUSED, refusal
 from allotrope.commands.sampling import SamplingOptions
 from allotrope.config import EngineConfig, ServerConfig
+from allotrope.verify.options import VerifyOptions
 
 OPTION_CLASSES = (
     EngineConfig,
@@ -72,6 +73,7 @@ def test_refusals_name_options_that_exist() -> None:
     ours = {flag for _, field in SERVE_FIELDS for flag in flag_names(field)}
     ours |= {f"--{field.name.replace('_', '-')}" for _, field in SERVE_FIELDS}
     ours |= {f"--no-{field.name.replace('_', '-')}" for _, field in SERVE_FIELDS if field.type == "bool"}
+    ours |= {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(VerifyOptions)}
     for flag, reason in REFUSED.items():
         assert set(re.findall(r"--[a-z][\w-]*", reason)) <= ours, (flag, reason)
         assert reason.removesuffix("leave it out").strip(" ;"), flag
@@ -83,6 +85,7 @@ def test_refusals_name_options_that_exist() -> None:
         ("--quantization", "--quantized-weights"),
         ("--quantization-config", "--quantized-weights"),
         ("--overlap", "--async-scheduling"),
+        ("--regimes", "--modes"),
         ("--no-async-scheduling", "--async-scheduling off"),
         ("--mamba-cache-dtype", "--state-dtype"),
         ("--cpu-offload-gb", "--tensor-parallel-size"),
