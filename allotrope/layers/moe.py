@@ -23,10 +23,10 @@ from allotrope.layers.step import LayerStep
 from allotrope.layers.weights import WeightMatmul, create_weights, pop_weights, shardable
 from allotrope.ops.gated_activation import GATED_ACTIVATION, GatedActivation, GatedActivationSpec
 from allotrope.ops.grouped_matmul import GROUPED_MATMUL
-from allotrope.ops.grouped_matmul.reference import TileTables
 from allotrope.ops.matmul import MatmulSpec
 from allotrope.ops.matmul.onednn import small_reasons
 from allotrope.ops.matmul.plain import PLAIN, PlainWeight
+from allotrope.ops.matmul.tile_tables import TileTables
 from allotrope.ops.matmul.weight import Format, Weight
 from allotrope.ops.moe_combine import MOE_COMBINE, CombineSpec, add_shared
 from allotrope.ops.moe_experts import MOE_EXPERTS, MoeExpertsBackend, MoeExpertsSpec

@@ -37,7 +37,7 @@ from allotrope.ops.matmul import pack_for_kernels as pack
 from allotrope.ops.matmul.launch import (
     FEW_OUTPUTS,
     FEW_PLAIN_ROWS,
-    GROUPS,
+    GLUON,
     PYTORCH,
     Launch,
     Shape,
@@ -167,7 +167,7 @@ def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
         if fp8 and not shape.experts:
             yield PYTORCH
         if fp8 and shape.experts:
-            yield GROUPS
+            yield GLUON
 
 
 def _of_plain(shape: Shape, rows: int) -> Iterator[Launch]:
@@ -212,7 +212,7 @@ def _of_four_bits(shape: Shape, usual: int) -> Iterator[Launch]:
         if height >= 64 and wide >= 128:
             yield Launch(height, columns, 1, False, True, warps, stages)
     if usual > 32 and shape.experts:
-        yield GROUPS
+        yield GLUON
     if usual <= 64:
         # Products of the tensor cores that take few rows on their left.
         for columns, warps in ((32, 2), (32, 4), (64, 2), (64, 4)):

@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 LAST_PART = {
     "gemma 3": "ffn",
     "gemma 4": "ffn",
-    "gemma 4 with experts": "beside",
+    "gemma 4 with experts": "parallel_experts",
     "gemma 4 with inputs per layer and shared rows": "per_layer_out",
 }
 

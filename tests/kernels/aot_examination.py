@@ -47,6 +47,9 @@ UNTIMED_SPILLS: dict[str, dict[str, int]] = {
         "gdn wy by channel": 2480,
         "mxfp4 experts many rows": 424,
         "fp32 experts few rows gated": 8,
+        "int4 many rows": 224,
+        "int4 experts many rows": 264,
+        "int4 experts many rows gated": 24,
     },
     "sm_89": {"mha decode 64/8 x 128 fp8": 8},
     "sm_100": {"mla decode 128 heads block-scaled sparse": 24},
@@ -54,6 +57,9 @@ UNTIMED_SPILLS: dict[str, dict[str, int]] = {
         "mla decode 128 heads block-scaled sparse": 32,
         "mxfp4 experts many rows": 160,
         "rope store 128 interleaved": 8,
+        "int4 many rows": 384,
+        "int4 experts many rows": 312,
+        "int4 experts many rows gated": 88,
     },
 }
 

@@ -14,7 +14,7 @@ from allotrope.ops.matmul import pack_for_kernels as pack
 from allotrope.ops.matmul import triton_quantize
 from allotrope.ops.matmul.fp8 import ACTIVATION_GROUP, Fp8, quantize_rows
 from allotrope.ops.matmul.int4 import Int4
-from allotrope.ops.matmul.launch import GROUPS, PYTORCH, Launch
+from allotrope.ops.matmul.launch import GLUON, PYTORCH, Launch
 from allotrope.ops.matmul.mxfp4 import MXFP4
 from allotrope.ops.matmul.plain import pack_plain
 from allotrope.ops.matmul.providers import multiply
@@ -222,7 +222,7 @@ def test_groups_of_warps_say_the_same(sizes: list[int], gating: GatedActivation 
     want = gated(want, gating)
     memory = torch.full((len(want), want.shape[1] + 8), 7.0, device=DEVICE).bfloat16()
     out = memory[:, : want.shape[1]]
-    given = {"weight": pack(weight), "expert_offsets": expert_offsets, "gating": gating, "launch": GROUPS}
+    given = {"weight": pack(weight), "expert_offsets": expert_offsets, "gating": gating, "launch": GLUON}
     check(multiply(x, sorted_token_ids=sorted_token_ids, out=out, **given), want)
     assert bool((memory[:, want.shape[1] :] == 7).all())
     # The same rows, in order already.
@@ -251,7 +251,7 @@ def test_groups_of_warps_take_four_bits_apart(sizes: list[int], gating: GatedAct
     want = gated(want, gating)
     memory = torch.full((len(want), want.shape[1] + 16), 7.0, device=DEVICE).bfloat16()
     out = memory[:, : want.shape[1]]
-    given = {"weight": pack(weight), "expert_offsets": expert_offsets, "bias": bias, "gating": gating, "launch": GROUPS}
+    given = {"weight": pack(weight), "expert_offsets": expert_offsets, "bias": bias, "gating": gating, "launch": GLUON}
     check(multiply(x, sorted_token_ids=sorted_token_ids, out=out, **given), want)
     assert bool((memory[:, want.shape[1] :] == 7).all())
     # The same rows, in order already.

@@ -130,15 +130,15 @@ def test_faults_are_found(
         taken_over[len(models)] += 1
         return change(weight) if count == fault.nth else weight
 
-    from allotrope.loading import load
+    from allotrope.loading import decoder
 
-    finish = load.finish
+    finish = decoder.finish
 
     def counted(model: nn.Module) -> None:
         models.append(model)
         finish(model)
 
-    monkeypatch.setattr(load, "finish", counted)
+    monkeypatch.setattr(decoder, "finish", counted)
     monkeypatch.setattr(f"allotrope.layers.{fault.module}.pop_weights", spoiled)
     report = run(directory, modes="whole")
     assert models and not report.passed

@@ -173,7 +173,7 @@ def test_experts_are_compared(tiny: Tiny, spoil: Spoil) -> None:
     report = run(spoiled, reference=str(source), lengths="3,40", modes="whole")
     assert report.layers is not None and report.layers.first is not None
     assert report.layers.first.selections == "wrong"
-    assert report.finding is not None and "picks: wrong" in report.finding
+    assert report.finding is not None and "top-k: wrong" in report.finding
     assert report.modes[0].score is not None and not report.modes[0].score.router_ties
 
 

@@ -17,7 +17,7 @@ GROUPED_MATMUL = Op(
         MatmulBackend(
             "triton",
             kernel_rejects,
-            lazily("allotrope.ops.grouped_matmul.triton", "grouped_matmul"),
+            lazily("allotrope.ops.grouped_matmul.on_gpu", "grouped_matmul"),
             pack_for_kernels,
             own_layout=True,
         ),

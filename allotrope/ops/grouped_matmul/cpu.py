@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from allotrope.ops.gated_activation import GatedActivation
-from allotrope.ops.grouped_matmul.reference import TileTables, biased_and_gated
+from allotrope.ops.grouped_matmul.reference import biased_and_gated
 from allotrope.ops.matmul.cpu import PanelWeight, multiply_experts
+from allotrope.ops.matmul.tile_tables import TileTables
 
 
 def grouped_matmul(

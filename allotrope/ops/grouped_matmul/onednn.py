@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from allotrope.ops.gated_activation import GatedActivation
-from allotrope.ops.grouped_matmul.reference import TileTables, biased_and_gated
+from allotrope.ops.grouped_matmul.reference import biased_and_gated
 from allotrope.ops.matmul import onednn
 from allotrope.ops.matmul.onednn import OneDNNWeight, rejects
 from allotrope.ops.matmul.plain import PLAIN, PlainWeight
+from allotrope.ops.matmul.tile_tables import TileTables
 from allotrope.ops.matmul.weight import Format, Weight
 
 __all__ = ["grouped_matmul", "pack", "rejects"]

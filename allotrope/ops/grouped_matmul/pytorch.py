@@ -9,8 +9,9 @@ import torch.nn.functional as F
 
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.ops.gated_activation import GatedActivation
-from allotrope.ops.grouped_matmul.reference import TileTables, biased_and_gated
+from allotrope.ops.grouped_matmul.reference import biased_and_gated
 from allotrope.ops.matmul.plain import PLAIN, PlainWeight
+from allotrope.ops.matmul.tile_tables import TileTables
 
 MIN_ROWS = 8192
 """Rows from which torch's grouped product of plain weights is faster on a GPU than ours."""

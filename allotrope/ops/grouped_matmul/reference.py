@@ -12,10 +12,8 @@ from allotrope.kernels.backend import choose
 from allotrope.kernels.chip import chip_of
 from allotrope.ops.gated_activation import GATED_ACTIVATION, GatedActivation, GatedActivationSpec
 from allotrope.ops.matmul.plain import PlainWeight
+from allotrope.ops.matmul.tile_tables import TileTables
 from allotrope.ops.matmul.weight import QuantizedWeight
-
-TileTables = dict[int, torch.Tensor]
-"""BLOCK_M -> the tiles of rows sorted by expert (`triton_tile_table`), which all products of these rows share."""
 
 
 def grouped_matmul(

@@ -73,7 +73,7 @@ class Launch:
 
 
 PYTORCH = Launch(128, 128, swap_ab=False, quantize=False, num_warps=8, num_stages=3, provider="pytorch")
-GROUPS = Launch(128, 128, swap_ab=False, quantize=False, num_warps=8, num_stages=3, provider="gluon")
+GLUON = Launch(128, 128, swap_ab=False, quantize=False, num_warps=8, num_stages=3, provider="gluon")
 
 
 def bucket(rows: int) -> int:
@@ -143,7 +143,7 @@ def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
         return PYTORCH if amd else _of_plain(shape, rows)
     four_bits = shape.kind == "mxfp4" and not amd
     if four_bits and shape.experts and expert_rows > 32 and chip.startswith(_HOPPER):
-        return GROUPS
+        return GLUON
     if expert_rows > 64 and four_bits:
         return (
             Launch(128, 64, num_warps=4, num_stages=2) if shape.gated else Launch(128, 256, num_warps=8, num_stages=3)

@@ -1,8 +1,8 @@
 """Products on a GPU: the measured launch of a shape says which provider multiplies it.
 
 The providers are our Triton kernel for one weight and for many (`triton.py`), PyTorch's products (`library.py` for FP8,
-`torch.mm`), and for many rows of experts on Hopper the warp-specialized Gluon kernels (`ops/grouped_matmul`). Must not
-know layers.
+`torch.mm`), and for many rows of experts on Hopper the warp-specialized Gluon kernels (`gluon_experts_fp8.py`,
+`gluon_experts_fp4.py`). Must not know layers.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import torch.nn.functional as F
 
 from allotrope.kernels.chip import chip_of
 from allotrope.ops.gated_activation import GatedActivation
-from allotrope.ops.grouped_matmul import gluon as gluon_fp8
-from allotrope.ops.grouped_matmul import gluon_fp4
-from allotrope.ops.grouped_matmul.reference import TileTables
-from allotrope.ops.grouped_matmul.triton_tile_table import table_of_tiles
+from allotrope.ops.matmul import gluon_experts_fp4, gluon_experts_fp8
 from allotrope.ops.matmul.launch import FEW_PLAIN_ROWS, Launch, Shape, launch_for, tuned_name, within
 from allotrope.ops.matmul.library import in_library, scaled_product
 from allotrope.ops.matmul.packed_weight import PackedWeight
 from allotrope.ops.matmul.plain import PLAIN
+from allotrope.ops.matmul.tile_tables import TileTables
 from allotrope.ops.matmul.triton import launch_product
 from allotrope.ops.matmul.triton_quantize import quantize_rows
+from allotrope.ops.matmul.triton_tile_table import table_of_tiles
 
 
 def matmul(
@@ -48,10 +47,10 @@ def multiply(
 ) -> torch.Tensor:
     """y_i = act(W_e x_i + b_e). Asks the device nothing.
 
-    `x`: [n, inputs]. `bias`: [outputs], or [E, outputs]. `ends`: [E] int32, where each expert's rows end; `source`:
-    [n] rows of x in the order of experts, None if x has it. `gating`: of gates, then ups; halves the outputs. `out`:
-    [n, outputs] to write into, of any row stride; of fp32 where sums are not to be rounded. `tables`: of tiles of these
-    ends, by their height; one that is made here is put there. `launch`: default: what is known to be fast.
+    `x`: [n, inputs]. `bias`: [outputs], or [E, outputs]. `expert_offsets`: [E] int32, the end of each expert's rows.
+    `sorted_token_ids`: [n] rows of x in the order of experts, None if x has it. `gating`: the activation of gates, then
+    ups, which halves the outputs. `out`: [n, outputs] to write into, of any row stride; of fp32 for sums that are not
+    rounded. `tile_tables`: those of these offsets; one that is made here is added. `launch`: default: the measured one.
     """
     rows = len(x) if sorted_token_ids is None else len(sorted_token_ids)
     outputs = weight.outputs // 2 if gating else weight.outputs
@@ -70,14 +69,16 @@ def multiply(
         return _in_torch(x, weight.values[0], bias, out)
     if out is None:
         out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    if launch.provider == "gluon" and expert_offsets is not None and gluon_fp8.knows(weight, gating, bias):
-        tiles_of = table_of_tiles(rows, expert_offsets, gluon_fp8.ROWS, tile_tables)
-        gluon_fp8.multiply(*quantize_rows(x, sorted_token_ids=sorted_token_ids), weight, expert_offsets, tiles_of, out)
+    if launch.provider == "gluon" and expert_offsets is not None and gluon_experts_fp8.supports(weight, gating, bias):
+        tiles_of = table_of_tiles(rows, expert_offsets, gluon_experts_fp8.ROWS, tile_tables)
+        gluon_experts_fp8.multiply(
+            *quantize_rows(x, sorted_token_ids=sorted_token_ids), weight, expert_offsets, tiles_of, out
+        )
         return out
-    if launch.provider == "gluon" and expert_offsets is not None and gluon_fp4.knows(x, weight, gating):
-        tiles_of = table_of_tiles(rows, expert_offsets, gluon_fp4.ROWS, tile_tables)
+    if launch.provider == "gluon" and expert_offsets is not None and gluon_experts_fp4.supports(x, weight, gating):
+        tiles_of = table_of_tiles(rows, expert_offsets, gluon_experts_fp4.ROWS, tile_tables)
         inner = x if sorted_token_ids is None else x.index_select(0, sorted_token_ids)
-        gluon_fp4.multiply(inner, weight, expert_offsets, tiles_of, out, bias, gating)
+        gluon_experts_fp4.multiply(inner, weight, expert_offsets, tiles_of, out, bias, gating)
         return out
     return launch_product(
         x,

@@ -29,8 +29,6 @@ from allotrope.kernels.side_stream import on_side_stream
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.gated_activation.triton import ACTIVATIONS, gate
-from allotrope.ops.grouped_matmul.reference import TileTables
-from allotrope.ops.grouped_matmul.triton_tile_table import most_tiles, table_of_tiles, tiles_of_experts
 from allotrope.ops.matmul.fp8 import Fp8
 from allotrope.ops.matmul.int4 import Int4
 from allotrope.ops.matmul.launch import (
@@ -44,9 +42,11 @@ from allotrope.ops.matmul.launch import (
 from allotrope.ops.matmul.mxfp4 import MXFP4
 from allotrope.ops.matmul.packed_weight import PackedWeight, multiplies_pairs
 from allotrope.ops.matmul.plain import PLAIN
+from allotrope.ops.matmul.tile_tables import TileTables
 from allotrope.ops.matmul.triton_fp4 import walk_fp4
 from allotrope.ops.matmul.triton_int4 import walk_int4
 from allotrope.ops.matmul.triton_quantize import quantize, quantize_rows
+from allotrope.ops.matmul.triton_tile_table import most_tiles, table_of_tiles, tiles_of_experts
 from allotrope.ops.matmul.weight import Format
 
 

@@ -11,11 +11,11 @@ import triton.language as tl
 
 
 @triton.jit
-def int4_weights(words, scales, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr):
+def int4_weights(words, scales, BLOCK_N: tl.constexpr, GLUON: tl.constexpr):
     """`words`: [BLOCK_N, 16] int32, eight inputs each. `scales`: [BLOCK_N, GROUPS]. Returns [BLOCK_N, 128] bf16."""
     shift = 4 * tl.arange(0, 8)
     values = ((words[:, :, None] >> shift[None, None, :]) & 15) - 8
-    values = values.to(tl.float32).reshape(BLOCK_N, GROUPS, 128 // GROUPS)
+    values = values.to(tl.float32).reshape(BLOCK_N, GLUON, 128 // GLUON)
     return (values * scales.to(tl.float32)[:, :, None]).reshape(BLOCK_N, 128).to(tl.bfloat16)
 
 
@@ -28,11 +28,11 @@ def walk_int4(
     `gate_scales`, `up_scales`: [BLOCK_N]. GROUP: inputs that share a scale, 0 for all. Returns the sums of the gate
     weights and of the up weights.
     """
-    GROUPS: tl.constexpr = 128 // GROUP if GROUP > 0 and GROUP < 128 else 1
+    GLUON: tl.constexpr = 128 // GROUP if GROUP > 0 and GROUP < 128 else 1
     other = acc
     depth = tl.arange(0, 128)
     word = tl.arange(0, 16)[None, :]
-    group = tl.arange(0, GROUPS)[None, :]
+    group = tl.arange(0, GLUON)[None, :]
     for k in range(begin, stop, 128):
         inside = (k + depth < inputs)[None, :]
         a = tl.load(x + (k + depth)[None, :], mask=row_mask & inside, other=0.0)
@@ -41,7 +41,7 @@ def walk_int4(
             at = group + k // GROUP
         q = tl.load(gate + k // 8 + word, mask=column_mask, other=0)
         s = tl.load(gate_scales[:, None] + at, mask=column_mask, other=0.0)
-        w = int4_weights(q, s, BLOCK_N, GROUPS).to(a.dtype)
+        w = int4_weights(q, s, BLOCK_N, GLUON).to(a.dtype)
         if SWAP_AB:
             acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
         else:
@@ -49,7 +49,7 @@ def walk_int4(
         if GATED:
             q = tl.load(up + k // 8 + word, mask=column_mask, other=0)
             s = tl.load(up_scales[:, None] + at, mask=column_mask, other=0.0)
-            w = int4_weights(q, s, BLOCK_N, GROUPS).to(a.dtype)
+            w = int4_weights(q, s, BLOCK_N, GLUON).to(a.dtype)
             if SWAP_AB:
                 other = tl.dot(w, tl.trans(a), other, input_precision="ieee")
             else:

@@ -137,8 +137,8 @@ def experts_kernel(
             )  # fmt: skip
 
 
-def knows(weight: PackedWeight, gating: GatedActivation | None, bias: torch.Tensor | None) -> bool:
-    """Whether this kernel knows the product on the weight's device."""
+def supports(weight: PackedWeight, gating: GatedActivation | None, bias: torch.Tensor | None) -> bool:
+    """Whether this kernel supports the product on the weight's device."""
     return (
         weight.format.name == "fp8"
         and weight.experts > 0
@@ -160,7 +160,7 @@ def multiply(
     out: torch.Tensor,
 ) -> None:
     """`values`, `x_scales`: rows in the order of experts, as `quantize_rows` gives them. `table`: [tiles, 2], as
-    `tiles_kernel` writes it for tiles of `ROWS`. `out`: [n, outputs], written into. Needs `knows`.
+    `tiles_kernel` writes it for tiles of `ROWS`. `out`: [n, outputs], written into. Needs `supports`.
     """
     outputs = out.shape[1]
     gated = outputs < weight.outputs

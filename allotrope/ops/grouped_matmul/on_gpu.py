@@ -7,10 +7,11 @@ import torch.nn.functional as F
 
 from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.grouped_matmul import pytorch
-from allotrope.ops.grouped_matmul.reference import TileTables, activated
+from allotrope.ops.grouped_matmul.reference import activated
 from allotrope.ops.matmul.packed_weight import PackedWeight
 from allotrope.ops.matmul.plain import PLAIN
 from allotrope.ops.matmul.providers import multiply
+from allotrope.ops.matmul.tile_tables import TileTables
 
 
 def grouped_matmul(

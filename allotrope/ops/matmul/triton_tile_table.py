@@ -15,7 +15,7 @@ from allotrope.kernels.chip import Chip
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv, next_power_of_2
-from allotrope.ops.grouped_matmul.reference import TileTables
+from allotrope.ops.matmul.tile_tables import TileTables
 
 # Tiles that a program lists.
 _BLOCK = 16

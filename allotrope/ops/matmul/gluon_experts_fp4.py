@@ -182,7 +182,7 @@ def experts_kernel(
             )  # fmt: skip
 
 
-def knows(x: torch.Tensor, weight: PackedWeight, gating: GatedActivation | None) -> bool:
+def supports(x: torch.Tensor, weight: PackedWeight, gating: GatedActivation | None) -> bool:
     """Whether this kernel can multiply `x` on its device."""
     return (
         weight.format.name == "mxfp4"
@@ -206,7 +206,7 @@ def multiply(
     gating: GatedActivation | None,
 ) -> None:
     """`x`: [n, inputs], rows in the order of experts. `table`: [tiles, 2], as `tiles_kernel` writes it for tiles of
-    `ROWS`. `out`: [n, outputs], written into. Needs `knows`.
+    `ROWS`. `out`: [n, outputs], written into. Needs `supports`.
     """
     outputs = out.shape[1]
     grid = (cdiv(outputs, COLUMNS if gating else 2 * COLUMNS), len(table))
