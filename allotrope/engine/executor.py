@@ -46,8 +46,8 @@ class Executor(ABC):
     def run(self, plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
         """Logits at the plan's `logits_indices`: [n, vocabulary] fp32.
 
-        `prev_sampled`: [m] tokens that the step before sampled, see `Runner`. May return before the device has computed
-        the logits.
+        `prev_sampled`: [m] tokens that the step before sampled, see `ModelRunner`. May return before the device has
+        computed the logits.
         """
 
     @abstractmethod

@@ -15,8 +15,8 @@ from allotrope.engine.cache_plan import plan_within
 from allotrope.engine.inputs import StepPlan, StepRow
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.memory import utilization
+from allotrope.engine.model_runner import ModelRunner
 from allotrope.engine.scheduler import PROMPT_LOGPROBS_CHUNK
-from allotrope.engine.step import Runner
 from allotrope.kernels.chip import free_memory
 from allotrope.layers.decoder import Decoder
 from allotrope.ops.sampling.spec import RandomRows, SamplingStep
@@ -31,16 +31,16 @@ def measure_peak(model: Decoder, load_plan: LoadPlan, config: EngineConfig) -> i
     lengths = longest_prompts(load_plan.step_tokens, load_plan.max_model_len)
     rows, memory = _rows(load_plan.groups, lengths)
     arena = Arena(memory, len(load_plan.specs), load_plan.shares, device)
-    runner = Runner(model, load_plan.specs, load_plan.groups, arena, load_plan.shares, device)
+    model_runner = ModelRunner(model, load_plan.specs, load_plan.groups, arena, load_plan.shares, device)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    runner.run(StepPlan(rows))
+    model_runner.run(StepPlan(rows))
     hidden = torch.zeros(load_plan.max_num_seqs, model.spec.hidden, dtype=model.embedding.weight.dtype, device=device)
     load_plan.sampler()(model.logits(hidden), largest_sampling_step(load_plan.max_num_seqs, device))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
-    del runner, arena, hidden
+    del model_runner, arena, hidden
     gc.collect()
     torch.cuda.empty_cache()
     return peak

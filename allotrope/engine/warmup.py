@@ -17,8 +17,8 @@ from allotrope.config import EngineConfig
 from allotrope.engine.graphs import decode_sizes
 from allotrope.engine.inputs import StepPlan, StepRow
 from allotrope.engine.load_plan import LoadPlan
+from allotrope.engine.model_runner import DecodeShape, ModelRunner
 from allotrope.engine.profile import largest_sampling_step, longest_prompts
-from allotrope.engine.step import DecodeShape, Runner
 from allotrope.kernels.warmup import warm_up_steps
 from allotrope.layers.decoder import Decoder
 
@@ -49,12 +49,12 @@ def _warm_up(model: Decoder, load_plan: LoadPlan, config: EngineConfig, decode: 
     # Beside the null page, one that all rows share.
     memory = MemoryPlan(tuple(GroupPlan(group, 2, group_bytes(group, 2)) for group in groups), 0, 0)
     arena = Arena(memory, len(load_plan.specs), load_plan.shares, device)
-    runner = Runner(model, load_plan.specs, groups, arena, load_plan.shares, device, decode)
+    model_runner = ModelRunner(model, load_plan.specs, groups, arena, load_plan.shares, device, decode)
     for step in _prompts(load_plan):
-        runner.run(StepPlan(tuple(_row(groups, *lengths) for lengths in step)))
+        model_runner.run(StepPlan(tuple(_row(groups, *lengths) for lengths in step)))
     token = _row(groups, 1, min(_CONTEXTS[0], load_plan.max_model_len - 1))
     for size in _launched_differently(decode_sizes(load_plan.max_num_seqs)):
-        logits = runner.run(StepPlan((token,) * size))
+        logits = model_runner.run(StepPlan((token,) * size))
     truncated = largest_sampling_step(load_plan.max_num_seqs, device)
     load_plan.sampler()(logits, replace(truncated, untruncated=truncated.truncated))
     if device.type == "cuda":

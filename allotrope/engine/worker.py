@@ -18,9 +18,9 @@ from allotrope.engine.cache_plan import plan_caches
 from allotrope.engine.inputs import StepPlan
 from allotrope.engine.load import load_model
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
+from allotrope.engine.model_runner import ModelRunner, decode_shape
 from allotrope.engine.profile import measure_peak, plan_device
 from allotrope.engine.rank_group import RankGroup
-from allotrope.engine.step import Runner, decode_shape
 from allotrope.engine.warmup import warm_up
 from allotrope.env import cpu_quota, keep_freed_memory, thread_count
 from allotrope.kernels.chip import free_memory
@@ -74,22 +74,22 @@ class Worker:
         self._decode = decode_shape(
             self.model, load_plan.max_num_seqs, load_plan.max_model_len, self._device, capture=config.cuda_graphs
         )
-        self._runner: Runner | None = None
+        self._model_runner: ModelRunner | None = None
 
     @property
     def graph_replays(self) -> int:
         """Decode steps that ran as captured graphs so far."""
-        return 0 if self.runner.graphs is None else self.runner.graphs.replays
+        return 0 if self.model_runner.graphs is None else self.model_runner.graphs.replays
 
     @property
-    def runner(self) -> Runner:
+    def model_runner(self) -> ModelRunner:
         """The runner of the steps."""
-        assert self._runner is not None, "no caches were allocated"
-        return self._runner
+        assert self._model_runner is not None, "no caches were allocated"
+        return self._model_runner
 
-    @runner.setter
-    def runner(self, runner: Runner) -> None:
-        self._runner = runner
+    @model_runner.setter
+    def model_runner(self, model_runner: ModelRunner) -> None:
+        self._model_runner = model_runner
 
     def plan_memory(self) -> MemoryPlan:
         """The memory plan on a GPU, by the bytes that are left beside the weights and the largest step, which runs.
@@ -111,8 +111,10 @@ class Worker:
         started = time.monotonic()
         arena = Arena(memory, len(load_plan.specs), load_plan.shares, device)
         groups = [entry.group for entry in memory.groups]
-        self._runner = Runner(self.model, load_plan.specs, groups, arena, load_plan.shares, device, self._decode)
-        static = 0 if self._runner.buffers is None else self._runner.buffers.bytes
+        self._model_runner = ModelRunner(
+            self.model, load_plan.specs, groups, arena, load_plan.shares, device, self._decode
+        )
+        static = 0 if self._model_runner.buffers is None else self._model_runner.buffers.bytes
         seconds = time.monotonic() - started
         log.info(
             "made caches of %.1f MB, decode buffers of %.1f MB in %.1f s", arena.bytes / 1e6, static / 1e6, seconds
@@ -120,17 +122,17 @@ class Worker:
 
     def run(self, plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
         """As `Executor.run`, for this rank."""
-        return self.runner.run(plan, prev_sampled)
+        return self.model_runner.run(plan, prev_sampled)
 
     def capture_next(self) -> bool:
         """As `Executor.capture_next`, for this rank."""
-        return self.runner.capture_next()
+        return self.model_runner.capture_next()
 
     def close(self) -> None:
         """Let go of the model and its memory."""
-        if self._runner is not None:
-            self._runner.close()
-        del self._runner, self.model
+        if self._model_runner is not None:
+            self._model_runner.close()
+        del self._model_runner, self.model
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -14,7 +14,7 @@ from allotrope.attention.mha import MhaInputs, MhaSpec, reference
 from allotrope.attention.mha.inputs import normed_and_rotated
 from allotrope.attention.mha.plan import build_plan
 from allotrope.engine.engine import Engine
-from allotrope.engine.step import DecodeShape, Runner
+from allotrope.engine.model_runner import DecodeShape, ModelRunner
 from allotrope.kernels.backend import runs_anywhere
 
 
@@ -61,19 +61,19 @@ def run(spec: MhaSpec, plan: Any, caches: Any, inputs: MhaInputs) -> torch.Tenso
 BACKEND = AttentionBackend("device-only", runs_anywhere, run, plan=plan, in_graphs=True)
 
 
-def static(running: Engine, size: int) -> Runner:
+def static(running: Engine, size: int) -> ModelRunner:
     """Make an engine's decode steps run on static buffers, as on a GPU."""
     return on_buffers(running, size, lambda spec: BACKEND)
 
 
-def on_buffers(running: Engine, size: int, backend: Callable[[Any], AttentionBackend]) -> Runner:
+def on_buffers(running: Engine, size: int, backend: Callable[[Any], AttentionBackend]) -> ModelRunner:
     """As `static`, each layer attended to by the `backend` of its spec."""
     worker: Any = running._executor.worker  # type: ignore[attr-defined]
     for layer in worker.model.layers:
         layer.mixer.backend = backend(layer.mixer.spec)
-    old, load_plan = worker.runner, worker.load_plan
+    old, load_plan = worker.model_runner, worker.load_plan
     shape = DecodeShape(size, load_plan.max_model_len, capture=False)
-    worker.runner = Runner(
+    worker.model_runner = ModelRunner(
         worker.model, load_plan.specs, old.groups, old.arena, load_plan.shares, torch.device("cpu"), shape
     )
-    return worker.runner
+    return worker.model_runner

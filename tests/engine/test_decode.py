@@ -15,7 +15,7 @@ from tiny_checkpoints import prompts, write_tiny
 from allotrope.architectures.llama import tiny_llama, tiny_mistral
 from allotrope.architectures.qwen3_next import tiny_qwen3_next
 from allotrope.cache.groups import CacheGroup
-from allotrope.engine.decode import DecodeBuffers
+from allotrope.engine.decode_buffers import DecodeBuffers
 from allotrope.engine.graphs import decode_sizes
 from allotrope.engine.inputs import StepRow, pack
 from allotrope.request import SamplingParams
@@ -43,17 +43,17 @@ def test_static_steps_equal_exact_ones(model: Path) -> None:
     want, got = Watch(), Watch()
     tokens = run(engine(model, want, **options), requests)
     running = engine(model, got, **options)
-    runner = static(running, 7)
+    model_runner = static(running, 7)
     # Memory that nobody wrote must not be read; page 0 stays zero.
-    for views in runner.arena.layers:
+    for views in model_runner.arena.layers:
         for view in views["kv"].values():
             view[1:] = torch.nan
     assert_same(run(running, requests), tokens)
-    assert runner.graphs is not None and runner.graphs.eager > 8
+    assert model_runner.graphs is not None and model_runner.graphs.eager > 8
     for name, positions in want.seen.items():
         for position, logits in positions.items():
             assert torch.allclose(got.seen[name][position], logits, atol=1e-4, rtol=0), (name, position)
-    assert all(not view[0].any() for views in runner.arena.layers for view in views["kv"].values())
+    assert all(not view[0].any() for views in model_runner.arena.layers for view in views["kv"].values())
     assert_idle(running)
 
 

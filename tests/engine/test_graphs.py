@@ -85,7 +85,7 @@ def test_graphs_give_the_bits_of_eager_steps(model: Path, dtype: str) -> None:
     assert_idle(captured)
     # Again with every size captured, and none left out.
     captured.capture_all()
-    made = captured._executor.worker.runner.graphs  # type: ignore[attr-defined]
+    made = captured._executor.worker.model_runner.graphs  # type: ignore[attr-defined]
     assert made.captured == made.sizes
     eager_steps = made.eager
     again = [request(f"again {i}", ids) for i, ids in enumerate(prompts(LENGTHS))]
@@ -124,9 +124,9 @@ def test_decode_steps_on_static_buffers_give_the_logits_of_exact_ones(model: Pat
     want, got = Watch(), Watch()
     tokens = run(tiny(model, want, **options), asked)
     running = tiny(model, got, **options)
-    runner = on_buffers(running, 4, decodes_by_kernels)
+    model_runner = on_buffers(running, 4, decodes_by_kernels)
     assert_same(run(running, asked), tokens)
-    assert runner.graphs is not None and runner.graphs.eager == 3
+    assert model_runner.graphs is not None and model_runner.graphs.eager == 3
     assert_same_logits(got, want, atol=5e-4)
     assert_idle(running)
 

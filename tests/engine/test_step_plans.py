@@ -54,11 +54,11 @@ def test_one_plan_a_step_and_kind(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(find_architecture({"architectures": [name]}, "").tiny()))
     options = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24}
     running = engine(tmp_path, load_format="dummy", device="cpu", async_scheduling="off", **options)
-    recorder, runner = Recorder(), running._executor.worker.runner  # type: ignore[attr-defined]
-    for layer in runner.model.layers:
+    recorder, model_runner = Recorder(), running._executor.worker.model_runner  # type: ignore[attr-defined]
+    for layer in model_runner.model.layers:
         layer.mixer.backend = recorder.before(layer.mixer.backend)
-    runner._layers = [(spec, layer.mixer.backend, homes) for (spec, _, homes), layer in _paired(runner)]
-    kinds = [(spec, tuple(homes.items())) for spec, _, homes in runner._layers]
+    model_runner._layers = [(spec, layer.mixer.backend, homes) for (spec, _, homes), layer in _paired(model_runner)]
+    kinds = [(spec, tuple(homes.items())) for spec, _, homes in model_runner._layers]
     for i, ids in enumerate(prompts((3, 40, 1))):
         running.add(request(f"r{i}", ids, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)))
     steps = 0
@@ -76,5 +76,5 @@ def test_one_plan_a_step_and_kind(name: str, tmp_path: Path) -> None:
     assert steps > 3
 
 
-def _paired(runner: Any) -> Any:
-    return zip(runner._layers, runner.model.layers, strict=True)
+def _paired(model_runner: Any) -> Any:
+    return zip(model_runner._layers, model_runner.model.layers, strict=True)

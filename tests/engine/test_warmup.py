@@ -25,7 +25,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine import warmup as warmup_module
 from allotrope.engine.engine import Engine
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
-from allotrope.engine.step import DecodeShape
+from allotrope.engine.model_runner import DecodeShape
 from allotrope.engine.warmup import warm_up
 from allotrope.engine.worker import Worker
 from allotrope.request import SamplingParams
@@ -81,10 +81,10 @@ def warmed_up(running: Engine, decode: DecodeShape | None = None) -> None:
 
 def assert_untouched(running: Engine) -> None:
     """No byte of the caches was written."""
-    runner = running._executor.worker.runner  # type: ignore[attr-defined]
+    model_runner = running._executor.worker.model_runner  # type: ignore[attr-defined]
     written = [
         (layer, cache, field)
-        for layer, caches in enumerate(runner.arena.layers)
+        for layer, caches in enumerate(model_runner.arena.layers)
         for cache, fields in caches.items()
         for field, view in fields.items()
         if view.contiguous().view(torch.uint8).any()
@@ -131,11 +131,11 @@ def test_static_steps_are_warmed_up_on_buffers_of_their_own(tmp_path: Path, here
     static(plain, 5)
     tokens = run(plain, ASKED)
     running = engine(model, **OPTIONS)
-    runner = static(running, 5)
+    model_runner = static(running, 5)
     warmed_up(running, DecodeShape(5, 96, capture=False))
-    assert runner.graphs is not None and runner.buffers is not None
-    assert (runner.graphs.eager, runner.graphs.replays) == (0, 0)
-    assert not runner.buffers._heads.any() and not runner.buffers.hidden.any()
+    assert model_runner.graphs is not None and model_runner.buffers is not None
+    assert (model_runner.graphs.eager, model_runner.graphs.replays) == (0, 0)
+    assert not model_runner.buffers._heads.any() and not model_runner.buffers.hidden.any()
     assert_untouched(running)
     assert_same(run(running, ASKED), tokens)
 

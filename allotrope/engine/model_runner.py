@@ -15,7 +15,7 @@ import torch
 from allotrope.attention.family import Spec
 from allotrope.cache.arena import Arena
 from allotrope.cache.groups import CacheGroup
-from allotrope.engine.decode import DecodeBuffers
+from allotrope.engine.decode_buffers import DecodeBuffers
 from allotrope.engine.graphs import DecodeGraphs
 from allotrope.engine.inputs import Inputs, StepPlan, known_ids, pack
 from allotrope.layers.backend_report import uncaptured
@@ -35,7 +35,7 @@ class DecodeShape:
     capture: bool
 
 
-class Runner:
+class ModelRunner:
     """One rank's model, caches and plans. `specs`: per layer, its attention as this rank sees it.
 
     `decode`: None keeps every step's tensors its own, with exact lengths.
