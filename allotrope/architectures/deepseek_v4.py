@@ -56,12 +56,12 @@ class DeepseekV4Layer(nn.Module):
         self.ffn_norm = RMSNorm(model.hidden, model.norm_eps, build)
         self.ffn = spec.ffn.build(build.at("ffn"))
 
-    def forward(self, streams: torch.Tensor, here: LayerStep) -> torch.Tensor:
+    def forward(self, streams: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`streams`: [T, N, hidden]. Returns the same shape."""
         x, post, comb = self.mixer_streams.pre(streams)
-        streams = self.mixer_streams.post(self.mixer(self.mixer_norm(x), here), streams, post, comb)
+        streams = self.mixer_streams.post(self.mixer(self.mixer_norm(x), ctx), streams, post, comb)
         x, post, comb = self.ffn_streams.pre(streams)
-        return self.ffn_streams.post(self.ffn(self.ffn_norm(x), here), streams, post, comb)
+        return self.ffn_streams.post(self.ffn(self.ffn_norm(x), ctx), streams, post, comb)
 
 
 class DeepseekV4Decoder(Decoder):
@@ -76,8 +76,8 @@ class DeepseekV4Decoder(Decoder):
     def forward(self, step: Step) -> torch.Tensor:
         """Hidden states [T, hidden] of the step's tokens. Every stream starts as the embedding."""
         streams = self.embedding(step.ids)[:, None].repeat(1, self.hyper.streams, 1)
-        for layer, here in zip(self.layers, step.layers, strict=True):
-            streams = layer(streams, here)
+        for layer, ctx in zip(self.layers, step.layers, strict=True):
+            streams = layer(streams, ctx)
         return self.norm(self.join(streams))
 
 

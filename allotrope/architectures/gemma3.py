@@ -41,10 +41,10 @@ class SandwichLayer(DecoderLayer):
         self.ffn_out_norm = RMSNorm(model.hidden, model.norm_eps, build, offset=model.norm_offset)
 
     def forward(
-        self, x: torch.Tensor, normed: torch.Tensor, here: LayerStep, following: RMSNorm
+        self, x: torch.Tensor, normed: torch.Tensor, ctx: LayerStep, following: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, normed = self.ffn_norm.add(self.mixer(normed, here), x, self.mixer_out_norm)
-        return following.add(self.ffn(normed, here), x, self.ffn_out_norm)
+        x, normed = self.ffn_norm.add(self.mixer(normed, ctx), x, self.mixer_out_norm)
+        return following.add(self.ffn(normed, ctx), x, self.ffn_out_norm)
 
 
 class Gemma3Decoder(Decoder):

@@ -85,9 +85,9 @@ class ParallelExperts(nn.Module):
         gating = GatedActivation(activation="gelu_tanh")
         self.experts = Experts(count, hidden, spec.width, gating, build.at("experts"), bias=False)
 
-    def forward(self, x: torch.Tensor, dense: torch.Tensor, here: LayerStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, dense: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden] residual stream. `dense`: [T, hidden] output of the dense MLP. Returns [T, hidden]."""
-        weights, experts = self.router(self.router_norm(x) * self.router_scale * self.root, here.step.ids)
+        weights, experts = self.router(self.router_norm(x) * self.router_scale * self.root, ctx.step.ids)
         routed = self.experts(self.in_norm(x), weights * self.expert_scale[experts], experts)
         return self.dense_norm(dense) + self.out_norm(routed)
 
@@ -113,16 +113,16 @@ class Gemma4Layer(SandwichLayer):
             self.per_layer_norm = RMSNorm(model.hidden, model.norm_eps, build)
 
     def forward(
-        self, x: torch.Tensor, normed: torch.Tensor, here: LayerStep, following: RMSNorm
+        self, x: torch.Tensor, normed: torch.Tensor, ctx: LayerStep, following: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, normed = self.ffn_norm.add(self.mixer(normed, here), x, self.mixer_out_norm)
-        y = self.ffn(normed, here)
+        x, normed = self.ffn_norm.add(self.mixer(normed, ctx), x, self.mixer_out_norm)
+        y = self.ffn(normed, ctx)
         if self.parallel_experts is not None:
-            y = self.parallel_experts(x, y, here)
+            y = self.parallel_experts(x, y, ctx)
         out_norm = self.ffn_out_norm
         if self.per_layer:
             x = x + out_norm(y)
-            per_layer_inputs = here.step.per_layer_inputs
+            per_layer_inputs = ctx.step.per_layer_inputs
             assert per_layer_inputs is not None, "the decoder sets them before its layers"
             own = per_layer_inputs[:, self.index]
             y = self.per_layer_out(activate(self.per_layer_gate(x), "gelu_tanh") * own)

@@ -1,4 +1,4 @@
-"""One step's batch as every host can describe it: lengths, positions, and where the rows of each token live.
+"""One step's batch as every host can describe it: lengths, positions, and where each token's cache entries lie.
 
 Owns: integers about requests and tokens. Must not know: families, models, who allocated the pages.
 
@@ -17,16 +17,16 @@ import torch
 
 @dataclass(frozen=True)
 class PageIndex:
-    """Where the pages of one group of caches lie.
+    """The page tables of one cache group.
 
-    `page_size`: tokens per page. `table`: [B, W] int64, page of each run of `page_size` tokens, -1 where there is
-    none (not yet written, or fallen out of a window). `slots`: [T] int64, `page * page_size + offset` of each new
-    token, -1 where nothing may be written. Page 0 is no request's: it is never written and holds zeros, so that row 0
-    can stand for "no row" without reading another request's bytes.
+    `page_size`: tokens per page. `table`: [B, W] int64, the page of every `page_size` tokens, -1 for a page that is not
+    allocated or out of the window. `slots`: [T] int64, `page * page_size + offset` of each new token, -1 where nothing
+    may be written. Page 0 is the null page: it is never written and holds zeros, so that row 0 can fill up a list of
+    rows.
 
-    In steps that can be captured (`BatchLayout.given`) a host may hand over its own `table`: int32, with rows as far
-    apart as it has them, and some page of the pool where there is none. What is read are the pages of rows that lie
-    before a request's length and in its window.
+    In steps that can be captured (`BatchLayout.static_tensors`) a host may hand over its own `table`: int32, with any
+    row stride, and any page of the pool where none is allocated. Kernels read only the pages of tokens before a
+    request's length and in its window.
     """
 
     page_size: int
@@ -46,11 +46,11 @@ CacheIndex = PageIndex | SlotIndex
 
 @dataclass(frozen=True)
 class BatchTensors:
-    """What kernels know of a step's requests, on the device.
+    """A step's requests on the device, as kernels read them.
 
-    `seq_lens`: [B] int32, tokens visible after the step; 0 for a request that only fills up a captured size: nothing
-    of it is stored, and its output is zero. `query_start`: [B + 1] int32, first token of each request, and T.
-    `positions`: [T] int64, place of each token in its request. `request_of_token`: [T] int64.
+    `seq_lens`: [B] int32, tokens visible after the step; 0 for a padding row, which stores nothing and whose output is
+    zero. `query_start`: [B + 1] int32, first token of each request, and T. `positions`: [T] int64, position of each
+    token in its request. `request_of_token`: [T] int64.
     """
 
     seq_lens: torch.Tensor
@@ -64,14 +64,14 @@ class BatchLayout:
     """The requests of one step.
 
     `query_lens`, `seq_lens`: per request, new tokens and tokens visible after this step (host integers, so that a
-    plan never asks the device). `device`: where index tensors are made. `given`: the device's tensors where they are
-    static, as a captured step has them; `seq_lens` are then upper bounds of what they will hold.
+    plan never asks the device). `device`: of the index tensors. `static_tensors`: of a captured step; the host's
+    `seq_lens` are then upper bounds of the device's.
     """
 
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     device: torch.device
-    given: BatchTensors | None = None
+    static_tensors: BatchTensors | None = None
 
     def __post_init__(self) -> None:
         if any(q < 1 or n < q for q, n in zip(self.query_lens, self.seq_lens, strict=True)):
@@ -111,16 +111,16 @@ class BatchLayout:
         return {}
 
     def cleared(self, *shape: int) -> torch.Tensor:
-        """int32 zeros, one tensor for all plans of the step: kernels that count in it leave zeros behind."""
+        """int32 zeros, one tensor for all plans of the step: kernels that count in it reset it to zero."""
         if shape not in self._cleared:
             self._cleared[shape] = torch.zeros(shape, dtype=torch.int32, device=self.device)
         return self._cleared[shape]
 
     @cached_property
     def tensors(self) -> BatchTensors:
-        """The batch on the device; the same facts as the integers, unless these are bounds."""
-        if self.given is not None:
-            return self.given
+        """The batch on the device: equal to the host's integers, unless these are upper bounds."""
+        if self.static_tensors is not None:
+            return self.static_tensors
         seq_lens = torch.tensor(self.seq_lens, dtype=torch.int32, device=self.device)
         query_start = torch.tensor(self.query_start, dtype=torch.int32, device=self.device)
         return BatchTensors(seq_lens, query_start, self.positions, self.request_of_token)
@@ -128,8 +128,8 @@ class BatchLayout:
     @cached_property
     def positions(self) -> torch.Tensor:
         """[T] int64 position of each token in its request."""
-        if self.given is not None:
-            return self.given.positions
+        if self.static_tensors is not None:
+            return self.static_tensors.positions
         flat: list[int] = []
         for context, n in zip(self.context_lens, self.seq_lens, strict=True):
             flat.extend(range(context, n))
@@ -138,8 +138,8 @@ class BatchLayout:
     @cached_property
     def request_of_token(self) -> torch.Tensor:
         """[T] int64 request of each token."""
-        if self.given is not None:
-            return self.given.request_of_token
+        if self.static_tensors is not None:
+            return self.static_tensors.request_of_token
         lens = torch.tensor(self.query_lens, dtype=torch.int64)
         return torch.repeat_interleave(torch.arange(len(lens)), lens).to(self.device)
 

@@ -21,9 +21,9 @@ TRITON_VERSIONS = ((3, 6), (3, 9))
 
 
 # Older NVIDIA chips multiply no bf16.
-OLDEST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 # KiB of shared memory that launches of released sizes count on.
-LEAST_SHARED_MEMORY = {"nvidia": 99, "amd": 64}
+MIN_SHARED_MEMORY = {"nvidia": 99, "amd": 64}
 
 
 def needs_triton(spec: Any, chip: Chip) -> list[str]:
@@ -34,9 +34,9 @@ def needs_triton(spec: Any, chip: Chip) -> list[str]:
 def triton_reasons(chip: Chip) -> list[str]:
     """Why no Triton kernel runs on `chip`; Triton is not imported where it runs none."""
     reasons = [] if chip.is_gpu else [f"chip={chip.arch} (needs a GPU)"]
-    if chip.vendor == "nvidia" and chip.capability < OLDEST_CAPABILITY:
+    if chip.vendor == "nvidia" and chip.capability < MIN_CAPABILITY:
         reasons.append(f"chip={chip.arch} (needs sm_80 or newer: the kernels multiply bf16)")
-    least = LEAST_SHARED_MEMORY.get(chip.vendor, 0)
+    least = MIN_SHARED_MEMORY.get(chip.vendor, 0)
     if chip.shared_memory < least * 1024:
         reasons.append(f"shared_memory={chip.shared_memory // 1024} KiB (needs {least} KiB)")
     if importlib.util.find_spec("triton") is None:

@@ -27,12 +27,12 @@ class DecoderLayer(nn.Module):
         self.ffn = spec.ffn.build(build.at("ffn"))
 
     def forward(
-        self, x: torch.Tensor, normed: torch.Tensor, here: LayerStep, following: RMSNorm
+        self, x: torch.Tensor, normed: torch.Tensor, ctx: LayerStep, following: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`x`: [T, hidden]. `normed`: `mixer_norm` of it. Returns the new x, and `following` of it: a norm is made
         where a sum is, in one launch."""
-        x, normed = self.ffn_norm.add(self.mixer(normed, here), x)
-        return following.add(self.ffn(normed, here), x)
+        x, normed = self.ffn_norm.add(self.mixer(normed, ctx), x)
+        return following.add(self.ffn(normed, ctx), x)
 
 
 class Decoder(nn.Module):
@@ -70,8 +70,8 @@ class Decoder(nn.Module):
         """From the embeddings [T, hidden] to after the final norm."""
         norms: list[Any] = [*(layer.mixer_norm for layer in self.layers), self.norm]
         normed = norms[0](x)
-        for layer, here, following in zip(self.layers, step.layers, norms[1:], strict=True):
-            x, normed = layer(x, normed, here, following)
+        for layer, ctx, following in zip(self.layers, step.layers, norms[1:], strict=True):
+            x, normed = layer(x, normed, ctx, following)
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

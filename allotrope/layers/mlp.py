@@ -38,6 +38,6 @@ class Mlp(nn.Module):
         self.gate_up = Linear(spec.hidden, sections, build.at("gate_up"), bias=spec.bias)
         self.down = RowLinear(Section("", spec.width, 1), spec.hidden, build.at("down"), bias=spec.bias)
 
-    def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
         return self.down(self._activate(self.gate_up(x), self.activation))

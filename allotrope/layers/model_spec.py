@@ -16,7 +16,7 @@ class FfnSpec(Protocol):
     """The numbers of one layer's feed-forward part (dense or mixture of experts)."""
 
     def build(self, build: Build) -> nn.Module:
-        """The module: `forward(x [T, hidden], here: LayerStep) -> [T, hidden]`."""
+        """The module: `forward(x [T, hidden], ctx: LayerStep) -> [T, hidden]`."""
         ...
 
 

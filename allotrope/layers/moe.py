@@ -189,15 +189,15 @@ class Moe(nn.Module):
         if spec.shared_gate:
             self.shared_gate = Linear(spec.hidden, (Section("", 1),), build.at("shared_gate"))
 
-    def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
-        added: Callable[[], Added] = functools.partial(self._added, x, here)
+        added: Callable[[], Added] = functools.partial(self._added, x, ctx)
         if self.shared is not None and self.experts.parallel.size == 1:
             # Ranks that talk to each other need one order for all they say.
             added = overlap(added, x)
-        weights, experts = self.router(x, here.step.ids)
+        weights, experts = self.router(x, ctx.step.ids)
         return self.experts(x, weights, experts, added)
 
-    def _added(self, x: torch.Tensor, here: LayerStep) -> Added:
-        shared = self.shared(x, here) if self.shared is not None else None
+    def _added(self, x: torch.Tensor, ctx: LayerStep) -> Added:
+        shared = self.shared(x, ctx) if self.shared is not None else None
         return shared, self.shared_gate(x) if self.shared_gate is not None else None

@@ -73,36 +73,38 @@ def between_steps(change: Callable[[Replay], None]) -> Fault:
 
 
 def each_part(change: Callable[[Any], Any]) -> Fault:
-    return change_plan(lambda plan: dataclasses.replace(plan, parts=tuple(change(part) for part in plan.parts)))
+    return change_plan(
+        lambda plan: dataclasses.replace(plan, sub_batches=tuple(change(sub_batch) for sub_batch in plan.sub_batches))
+    )
 
 
-def visibility(part: Any) -> torch.Tensor:
+def visibility(sub_batch: Any) -> torch.Tensor:
     """[b, q, L], written out where the plan has the plain causal one."""
-    if part.visible is not None:
-        return part.visible
-    return torch.ones(part.queries, part.rows.shape[1], dtype=torch.bool).tril()[None]
+    if sub_batch.visible is not None:
+        return sub_batch.visible
+    return torch.ones(sub_batch.queries, sub_batch.rows.shape[1], dtype=torch.bool).tril()[None]
 
 
-def see_one_more(part: Any) -> Any:
-    seen = visibility(part)
-    return dataclasses.replace(part, visible=seen | torch.nn.functional.pad(seen, (1, 0))[..., :-1])
+def see_one_more(sub_batch: Any) -> Any:
+    seen = visibility(sub_batch)
+    return dataclasses.replace(sub_batch, visible=seen | torch.nn.functional.pad(seen, (1, 0))[..., :-1])
 
 
-def miss_the_newest(part: Any) -> Any:
-    seen = visibility(part)
+def miss_the_newest(sub_batch: Any) -> Any:
+    seen = visibility(sub_batch)
     newest = seen & ~torch.nn.functional.pad(seen, (0, 1))[..., 1:]
-    return dataclasses.replace(part, visible=seen & ~newest)
+    return dataclasses.replace(sub_batch, visible=seen & ~newest)
 
 
-def see_everything(part: Any) -> Any:
-    return dataclasses.replace(part, visible=torch.ones_like(visibility(part)))
+def see_everything(sub_batch: Any) -> Any:
+    return dataclasses.replace(sub_batch, visible=torch.ones_like(visibility(sub_batch)))
 
 
-def follow_absent_pages(part: Any) -> Any:
+def follow_absent_pages(sub_batch: Any) -> Any:
     """-1 taken for a page: it reaches the pool's last rows, and nothing masks them."""
-    absent = part.rows == 0
-    rows = torch.where(absent, 16 - torch.arange(part.rows.shape[1]) % 16, part.rows)
-    return dataclasses.replace(part, rows=rows, visible=visibility(part) | absent[:, None])
+    absent = sub_batch.rows == 0
+    rows = torch.where(absent, 16 - torch.arange(sub_batch.rows.shape[1]) % 16, sub_batch.rows)
+    return dataclasses.replace(sub_batch, rows=rows, visible=visibility(sub_batch) | absent[:, None])
 
 
 def lose_the_last_row(plan: Any) -> Any:
@@ -178,8 +180,8 @@ def keep_everything(plan: Any) -> Any:
 
 def forget_everything(plan: Any) -> Any:
     """Every step starts from zero."""
-    slots = [torch.arange(part.slots.start, part.slots.stop) if isinstance(part.slots, slice) else part.slots
-             for part in plan.parts]  # fmt: skip
+    slots = [torch.arange(one.slots.start, one.slots.stop) if isinstance(one.slots, slice) else one.slots
+             for one in plan.sub_batches]  # fmt: skip
     return dataclasses.replace(plan, fresh=torch.cat(slots))
 
 

@@ -59,7 +59,7 @@ def see_one_row_less(plan: MlaPlan) -> MlaPlan:
         slices = tuple(dataclasses.replace(keys, tiles=tuple(tile(one) for one in keys.tiles)) for keys in found.slices)
         return dataclasses.replace(found, slices=slices)
 
-    return dataclasses.replace(plan, expanded=tuple(part(found) for found in plan.expanded))
+    return dataclasses.replace(plan, decompressed=tuple(part(found) for found in plan.decompressed))
 
 
 def pick_for_another_request(plan: Any) -> Any:

@@ -130,9 +130,9 @@ def test_large_states_advance_where_they_lie() -> None:
     """The plan gathers small states and takes large ones one by one, as slices."""
     batch = BatchLayout((1, 1, 1), (5, 6, 7), torch.device("cpu"))
     index = {"state": SlotIndex(torch.tensor([3, 1, 2]))}
-    (small,) = GDN.backends[-1].plan(CASES["one_to_two"].spec, batch, index).parts
+    (small,) = GDN.backends[-1].plan(CASES["one_to_two"].spec, batch, index).sub_batches
     assert [slots.tolist() for _, slots in small.states] == [[3, 1, 2]]
-    (large,) = GDN.backends[-1].plan(CASES["released_size"].spec, batch, index).parts
+    (large,) = GDN.backends[-1].plan(CASES["released_size"].spec, batch, index).sub_batches
     assert [slots for _, slots in large.states] == [slice(3, 4), slice(1, 2), slice(2, 3)]
 
 

@@ -79,7 +79,7 @@ def test_longer_than_a_slice_and_a_block(backend: AttentionBackend) -> None:
 def test_equal_prompts_share_a_part(name: str) -> None:
     lengths = (40, 40, 40, 7, 7)
     plan = plan_of(CASES[name].spec, lengths, lengths)
-    assert [len(part.slices[0].rows) for part in (*plan.absorbed, *plan.expanded)] == [3, 2]
+    assert [len(part.slices[0].rows) for part in (*plan.absorbed, *plan.decompressed)] == [3, 2]
     case = dataclasses.replace(CASES[name], lengths=lengths)
     for steps in (whole(lengths), in_chunks(lengths, 20)):
         assert (found := compare(Replay(case, REFERENCE).play(steps), naive_output(case), "fp32")), found
@@ -88,22 +88,22 @@ def test_equal_prompts_share_a_part(name: str) -> None:
 def test_each_part_takes_the_cheaper_form() -> None:
     spec = CASES["released"].spec
     decode = plan_of(spec, (1, 1), (5, 900))
-    assert not decode.expanded
+    assert not decode.decompressed
     assert [part.queries for part in decode.absorbed] == [1, 1]
     prompt = plan_of(spec, (500,), (500,))
-    assert len(prompt.expanded) == 1
+    assert len(prompt.decompressed) == 1
     assert not prompt.absorbed
     few_after_many, many_after_many = plan_of(spec, (8,), (900,)), plan_of(spec, (400,), (900,))
     assert few_after_many.absorbed
-    assert not few_after_many.expanded
-    assert many_after_many.expanded
+    assert not few_after_many.decompressed
+    assert many_after_many.decompressed
     # A latent no larger than a head has nothing to gain from expansion.
-    assert not plan_of(CASES["small"].spec, (500,), (500,)).expanded
+    assert not plan_of(CASES["small"].spec, (500,), (500,)).decompressed
 
 
 def test_memory_of_a_step_does_not_grow_with_the_context() -> None:
     plan = plan_of(CASES["released"].spec, (1, 1, 600), (40_000, 1_000, 30_000))
-    for part in (*plan.absorbed, *plan.expanded):
+    for part in (*plan.absorbed, *plan.decompressed):
         for keys in part.slices:
             bound = mla_plan.KEY_SLICE if part.queries > 1 else mla_plan.DECODE_ROWS
             assert keys.rows.numel() <= bound

@@ -35,7 +35,7 @@ def test_a_pick_that_rounding_does_not_decide_is_refused(
     x.given["index_weights"].abs_()
     plan = CSA.backends[-1].plan(x.spec, x.batch, x.index)
     chunk = plan.chunks[0]
-    entries, keys = chunk.entry_rows[0, :5].int(), x.pools["index"]["k"].flatten(0, 1)
+    entries, keys = chunk.compressed_rows[0, :5].int(), x.pools["index"]["k"].flatten(0, 1)
     key = torch.cat((torch.zeros(1), torch.ones(15))).to(keys) * keys[chunk.key_rows[0, 0]]
     for row, (factor, lead) in zip(
         chunk.key_rows[0], ((2, 0.0), (2, 0.0), (1, 0.0), (1, 2**-12), (1, 2**-11)), strict=False

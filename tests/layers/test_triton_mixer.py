@@ -54,10 +54,10 @@ def _run(spec: MhaMixerSpec, device: str, name: str) -> tuple[torch.Tensor, torc
         pool[1:] = torch.randn(pool[1:].shape).to(device)
     index = {"kv": index_pages(batch, 4, [[3], [1, 4]], write=spec.shares_cache_of is None)}
     x = torch.randn(6, spec.hidden).to(device)
-    here = LayerStep(backend.plan(mixer.spec, batch, index), {"kv": pools})
-    step = Step(torch.zeros(6, dtype=torch.int64, device=device), batch, [here])
-    assert here.step is step
-    return mixer(x, here).cpu(), torch.cat([pool.flatten().cpu() for pool in pools.values()])
+    ctx = LayerStep(backend.plan(mixer.spec, batch, index), {"kv": pools})
+    step = Step(torch.zeros(6, dtype=torch.int64, device=device), batch, [ctx])
+    assert ctx.step is step
+    return mixer(x, ctx).cpu(), torch.cat([pool.flatten().cpu() for pool in pools.values()])
 
 
 @pytest.mark.parametrize("name", CASES)

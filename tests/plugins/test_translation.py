@@ -195,7 +195,7 @@ def test_decodes_from_static_tensors() -> None:
     assert batch.positions.tolist() == [3, 8, 0] and batch.positions.dtype == torch.int64
     assert batch.request_of_token.tolist() == [0, 1, 2]
     assert arrange(step, CPU, NUMBERS[:2])[0].request_of_token.tolist() == [0, 1, 2]
-    assert arrange(told([1, 2], [4, 9]), CPU, NUMBERS)[0].given is None
+    assert arrange(told([1, 2], [4, 9]), CPU, NUMBERS)[0].static_tensors is None
     table, slots = torch.arange(60, dtype=torch.int32).view(3, 20), torch.tensor([7, 8, -1])
     rows = rows_index(batch, order, table, slots, 4)
     # vLLM's own memory, as wide as the longest request needs.

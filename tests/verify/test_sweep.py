@@ -39,7 +39,7 @@ def test_a_length_that_turns_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatc
 
     def loud(spec: Any, plan: Any, caches: Any, inputs: Any) -> torch.Tensor:
         out = right.run(spec, plan, caches, inputs)
-        return out * 1.2 if len(out) == 1 and 42 <= plan.parts[0].rows.shape[1] <= 50 else out
+        return out * 1.2 if len(out) == 1 and 42 <= plan.sub_batches[0].rows.shape[1] <= 50 else out
 
     wrong = dataclasses.replace(right, name="loud", run=loud)
     monkeypatch.setattr(MHA, "backends", (wrong, right))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from allotrope.attention.csa.plan import Pooling
+from allotrope.attention.csa.plan import CompressorPlan
 from allotrope.attention.csa.rotary import rotate_tail
 
 
@@ -34,22 +34,22 @@ class Compression:
     norm: torch.Tensor
 
 
-def compress(pooling: Pooling, states: torch.Tensor, new: Compression, eps: float) -> torch.Tensor | None:
+def compress(compressor: CompressorPlan, states: torch.Tensor, new: Compression, eps: float) -> torch.Tensor | None:
     """Save the step's tokens, then pool the entries that close in it.
 
     `states`: [P, S, 2 * streams * d] fp32. `eps`: of the entries' norm. Returns [E, d] fp32, to be stored by
     `pooling.closing.writes`; None if none closes.
     """
     kv, score = new.kv_score.float().chunk(2, dim=-1)
-    pooling.saves.put(states, torch.cat((kv, score + new.position_bias.float()[pooling.phase]), dim=-1))
-    closing = pooling.closing
-    if closing is None:
+    compressor.state_writes.put(states, torch.cat((kv, score + new.position_bias.float()[compressor.phase]), dim=-1))
+    closed = compressor.closed
+    if closed is None:
         return None
     streams = states.view(-1, new.norm.shape[-1])
-    weights = torch.softmax(_members(streams, closing.scores) + closing.bias, dim=1)
-    pooled = (weights * _members(streams, closing.kvs)).sum(dim=1)
+    weights = torch.softmax(_members(streams, closed.scores) + closed.bias, dim=1)
+    pooled = (weights * _members(streams, closed.kv_rows)).sum(dim=1)
     normed = pooled * torch.rsqrt(pooled.square().mean(-1, keepdim=True) + eps) * new.norm.float()
-    return rotate_tail(normed, closing.rotation)
+    return rotate_tail(normed, closed.rotation)
 
 
 def _members(streams: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

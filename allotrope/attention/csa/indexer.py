@@ -29,7 +29,7 @@ def select_topk(
         q = rotate_tail(q, plan.rotation)
         for chunk in plan.chunks:
             entry = top_indices(scores(spec, chunk, keys, q, weights), spec.topk)
-            rows = chunk.entry_rows.repeat_interleave(chunk.queries, dim=0)
+            rows = chunk.compressed_rows.repeat_interleave(chunk.queries, dim=0)
             topk_indices[chunk.tokens] = rows.gather(1, entry)
     return topk_indices
 

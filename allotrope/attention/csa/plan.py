@@ -42,7 +42,7 @@ class Writes:
 
 
 @dataclass(frozen=True)
-class Closing:
+class ClosedBlocks:
     """The E entries that close in this step.
 
     `kvs`, `scores`: [E, K], where the kv and the score of each pooled token lie in the state pool, seen as rows of one
@@ -50,7 +50,7 @@ class Closing:
     first token that each entry owns.
     """
 
-    kvs: torch.Tensor
+    kv_rows: torch.Tensor
     scores: torch.Tensor
     bias: torch.Tensor
     writes: Writes
@@ -58,12 +58,12 @@ class Closing:
 
 
 @dataclass(frozen=True)
-class Pooling:
+class CompressorPlan:
     """One compressor's step. `phase`: [T] position mod ratio. `saves`: where states go. `closing`: None if none is."""
 
     phase: torch.Tensor
-    saves: Writes
-    closing: Closing | None
+    state_writes: Writes
+    closed: ClosedBlocks | None
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class SubBatch:
     tokens: Tokens
     queries: int
     window_rows: torch.Tensor
-    entry_rows: torch.Tensor | None
+    compressed_rows: torch.Tensor | None
     bias: torch.Tensor
 
 
@@ -93,7 +93,7 @@ class ScoreChunk:
     tokens: Tokens
     queries: int
     key_rows: torch.Tensor
-    entry_rows: torch.Tensor
+    compressed_rows: torch.Tensor
     bias: torch.Tensor
 
 
@@ -103,9 +103,9 @@ class CsaPlan:
 
     rotation: Rotation
     window: Writes
-    pooling: Pooling | None
-    index_pooling: Pooling | None
-    parts: tuple[SubBatch, ...]
+    compressor: CompressorPlan | None
+    index_compressor: CompressorPlan | None
+    sub_batches: tuple[SubBatch, ...]
     chunks: tuple[ScoreChunk, ...]
 
 
@@ -122,15 +122,15 @@ def build_plan(spec: CsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     """Plan one step for every layer that has `spec`. `index` has an entry for each of the spec's caches."""
     paged = {name: _paged(entry) for name, entry in index.items()}
     every = torch.ones_like(batch.positions, dtype=torch.bool)
-    pooling = _pooling(spec, batch, paged["state"], paged["compressed"]) if spec.ratio else None
-    index_pooling = _pooling(spec, batch, paged["index_state"], paged["index"]) if spec.indexer else None
+    compressor = _compressor_plan(spec, batch, paged["state"], paged["compressed"]) if spec.ratio else None
+    index_compressor = _compressor_plan(spec, batch, paged["index_state"], paged["index"]) if spec.indexer else None
     return CsaPlan(
         rotation=rotation_at(spec.rope, batch.positions),
         window=_writes(paged["window"].slots, 1, every),
-        pooling=pooling,
-        index_pooling=index_pooling,
-        parts=(*_decode_parts(spec, batch, paged), *_prefill_parts(spec, batch, paged)),
-        chunks=(*_decode_contests(spec, batch, paged), *_prefill_contests(spec, batch, paged)),
+        compressor=compressor,
+        index_compressor=index_compressor,
+        sub_batches=(*_decode_sub_batches(spec, batch, paged), *_prefill_sub_batches(spec, batch, paged)),
+        chunks=(*_decode_chunks(spec, batch, paged), *_prefill_chunks(spec, batch, paged)),
     )
 
 
@@ -148,27 +148,29 @@ def _writes(slots: torch.Tensor, stride: int, wanted: torch.Tensor) -> Writes:
     return Writes(slots[tokens] // stride, tokens)
 
 
-def _pooling(spec: CsaSpec, batch: BatchLayout, state: PageIndex, entries: PageIndex) -> Pooling:
+def _compressor_plan(spec: CsaSpec, batch: BatchLayout, state: PageIndex, entries: PageIndex) -> CompressorPlan:
     position = batch.positions
     every = torch.ones_like(position, dtype=torch.bool)
     phase = position % spec.ratio
-    saves = _writes(state.slots, 1, every)
+    state_writes = _writes(state.slots, 1, every)
     writes = _writes(entries.slots, spec.ratio, phase == spec.ratio - 1)
-    closers = torch.arange(len(position), device=batch.device) if writes.tokens is None else writes.tokens
-    if not len(closers):
-        return Pooling(phase, saves, None)
+    closing = torch.arange(len(position), device=batch.device) if writes.tokens is None else writes.tokens
+    if not len(closing):
+        return CompressorPlan(phase, state_writes, None)
     size = spec.streams * spec.ratio
     member = torch.arange(size, device=batch.device)
-    pooled = position[closers, None] - (size - 1) + member
-    rows = _rows(state, state.table[batch.request_of_token[closers]], pooled, pooled >= 0, 1)
+    pooled = position[closing, None] - (size - 1) + member
+    rows = _rows(state, state.table[batch.request_of_token[closing]], pooled, pooled >= 0, 1)
     bias = torch.zeros(pooled.shape, dtype=torch.float32, device=batch.device).masked_fill_(pooled < 0, -torch.inf)
-    first = position[closers] // spec.ratio * spec.ratio
+    first = position[closing] // spec.ratio * spec.ratio
     # A state row is [kv streams | score streams].
-    kvs = rows * (2 * spec.streams) + member // spec.ratio
+    kv_rows = rows * (2 * spec.streams) + member // spec.ratio
     # Entries are computed in the order in which they are written, so that all of them are taken.
     where = Writes(writes.rows, None)
-    return Pooling(
-        phase, saves, Closing(kvs, kvs + spec.streams, bias[..., None], where, rotation_at(spec.rope, first))
+    return CompressorPlan(
+        phase,
+        state_writes,
+        ClosedBlocks(kv_rows, kv_rows + spec.streams, bias[..., None], where, rotation_at(spec.rope, first)),
     )
 
 
@@ -210,39 +212,39 @@ def _block(batch: BatchLayout, request: int, begin: int, end: int, *, alone: boo
     return _Queries(slice(token + begin, token + end), requests, rows)
 
 
-def _decode_parts(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[SubBatch]:
+def _decode_sub_batches(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[SubBatch]:
     groups: dict[tuple[int, int | None], list[int]] = {}
     for b, n in enumerate(batch.seq_lens[: batch.num_decodes]):
         entries = None if _selects(spec, n) else _padded(spec.visible_entries(n))
         groups.setdefault((_padded(min(n, spec.window)), entries), []).append(b)
     for (width, entries), members in groups.items():
-        yield _part(spec, paged, _decodes(batch, members), width, entries)
+        yield _sub_batch(spec, paged, _decodes(batch, members), width, entries)
 
 
-def _prefill_parts(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[SubBatch]:
+def _prefill_sub_batches(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[SubBatch]:
     for b in range(batch.num_decodes, batch.num_requests):
         context, end = batch.context_lens[b], batch.seq_lens[b]
-        border = _first_picking(spec, context, end)
+        border = _first_sparse(spec, context, end)
         for begin in range(context, border, QUERY_BLOCK):
             stop = min(begin + QUERY_BLOCK, border)
             width = stop - max(0, begin + 1 - spec.window)
-            yield _part(spec, paged, _block(batch, b, begin, stop, alone=False), width, spec.visible_entries(stop))
+            yield _sub_batch(spec, paged, _block(batch, b, begin, stop, alone=False), width, spec.visible_entries(stop))
         topk_indices = spec.indexer.topk if spec.indexer else 0
         step = max(1, GATHER_BUDGET // ((spec.window + topk_indices) * spec.head_dim))
         for begin in range(border, end, step):
             stop = min(begin + step, end)
             width = min(stop, spec.window)
-            yield _part(spec, paged, _block(batch, b, begin, stop, alone=True), width, None)
+            yield _sub_batch(spec, paged, _block(batch, b, begin, stop, alone=True), width, None)
 
 
-def _first_picking(spec: CsaSpec, begin: int, end: int) -> int:
+def _first_sparse(spec: CsaSpec, begin: int, end: int) -> int:
     """The first position from `begin` on whose query has to pick, or `end`."""
     if spec.indexer is None:
         return end
     return min(end, max(begin, (spec.indexer.topk + 1) * spec.ratio - 1))
 
 
-def _part(
+def _sub_batch(
     spec: CsaSpec, paged: Mapping[str, PageIndex], queries: _Queries, width: int, entries: int | None
 ) -> SubBatch:
     """`width`: window rows to read. `entries`: compressed rows to read, from the first; None for each layer's picks."""
@@ -251,16 +253,16 @@ def _part(
     key = first + torch.arange(width, device=seen.device)
     window_rows = _rows(window, window.table[queries.requests], key, key < seen[:, -1:], 1)
     hidden = (key[:, None] >= seen[..., None]) | (key[:, None] < seen[..., None] - spec.window)
-    entry_rows = None
+    compressed_rows = None
     if entries is None:
         assert spec.indexer is not None
         hidden = torch.nn.functional.pad(hidden, (0, spec.indexer.topk))
     elif entries:
-        entry_rows, unseen = _entries(spec, paged["compressed"], queries, entries)
+        compressed_rows, unseen = _entries(spec, paged["compressed"], queries, entries)
         hidden = torch.cat((hidden, unseen), dim=-1)
     else:
-        entry_rows = window_rows[:, :0]
-    return SubBatch(queries.tokens, seen.shape[1], window_rows, entry_rows, _bias(hidden))
+        compressed_rows = window_rows[:, :0]
+    return SubBatch(queries.tokens, seen.shape[1], window_rows, compressed_rows, _bias(hidden))
 
 
 def _entries(spec: CsaSpec, paged: PageIndex, queries: _Queries, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,27 +277,27 @@ def _bias(hidden: torch.Tensor) -> torch.Tensor:
     return torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
-def _decode_contests(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[ScoreChunk]:
+def _decode_chunks(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[ScoreChunk]:
     groups: dict[int, list[int]] = {}
     for b, n in enumerate(batch.seq_lens[: batch.num_decodes]):
         if _selects(spec, n):
             groups.setdefault(_padded(spec.visible_entries(n)), []).append(b)
     for count, members in groups.items():
-        yield _contest(spec, paged, _decodes(batch, members), count)
+        yield _score_chunk(spec, paged, _decodes(batch, members), count)
 
 
-def _prefill_contests(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[ScoreChunk]:
+def _prefill_chunks(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[ScoreChunk]:
     if spec.indexer is None:
         return
     for b in range(batch.num_decodes, batch.num_requests):
         end = batch.seq_lens[b]
         step = max(1, SCORE_BUDGET // (spec.indexer.num_heads * max(1, spec.visible_entries(end))))
-        for begin in range(_first_picking(spec, batch.context_lens[b], end), end, step):
+        for begin in range(_first_sparse(spec, batch.context_lens[b], end), end, step):
             stop = min(begin + step, end)
-            yield _contest(spec, paged, _block(batch, b, begin, stop, alone=False), spec.visible_entries(stop))
+            yield _score_chunk(spec, paged, _block(batch, b, begin, stop, alone=False), spec.visible_entries(stop))
 
 
-def _contest(spec: CsaSpec, paged: Mapping[str, PageIndex], queries: _Queries, count: int) -> ScoreChunk:
+def _score_chunk(spec: CsaSpec, paged: Mapping[str, PageIndex], queries: _Queries, count: int) -> ScoreChunk:
     key_rows, unseen = _entries(spec, paged["index"], queries, count)
-    entry_rows, _ = _entries(spec, paged["compressed"], queries, count)
-    return ScoreChunk(queries.tokens, queries.seen.shape[1], key_rows, entry_rows, _bias(unseen))
+    compressed_rows, _ = _entries(spec, paged["compressed"], queries, count)
+    return ScoreChunk(queries.tokens, queries.seen.shape[1], key_rows, compressed_rows, _bias(unseen))

@@ -35,24 +35,24 @@ def run(spec: CsaSpec, plan: CsaPlan, caches: CacheViews, inputs: CsaInputs) -> 
     (q, kv), kv_scale, index = inputs.normed(), inputs.kv_scale, inputs.index
     _put(caches["window"], plan.window, rows.encode(spec, rotate_tail(kv, plan.rotation), kv_scale))
     topk_indices = None
-    if plan.pooling is not None:
+    if plan.compressor is not None:
         assert inputs.compressor is not None
-        entries = compress(plan.pooling, caches["state"]["kv_score"], inputs.compressor, spec.norm_eps)
-        if entries is not None and plan.pooling.closing is not None:
-            _put(caches["compressed"], plan.pooling.closing.writes, rows.encode(spec, entries, kv_scale))
-    if plan.index_pooling is not None:
+        entries = compress(plan.compressor, caches["state"]["kv_score"], inputs.compressor, spec.norm_eps)
+        if entries is not None and plan.compressor.closed is not None:
+            _put(caches["compressed"], plan.compressor.closed.writes, rows.encode(spec, entries, kv_scale))
+    if plan.index_compressor is not None:
         assert spec.indexer is not None and index is not None
         keys = caches["index"]["k"]
-        entries = compress(plan.index_pooling, caches["index_state"]["kv_score"], index.compressor, spec.norm_eps)
-        if entries is not None and plan.index_pooling.closing is not None:
-            plan.index_pooling.closing.writes.put(keys, entries)
+        entries = compress(plan.index_compressor, caches["index_state"]["kv_score"], index.compressor, spec.norm_eps)
+        if entries is not None and plan.index_compressor.closed is not None:
+            plan.index_compressor.closed.writes.put(keys, entries)
         topk_indices = select_topk(spec.indexer, plan, keys, index.q, index.weights)
     q = rotate_tail(q, plan.rotation)
     out = torch.empty_like(q)
-    for part in plan.parts:
-        block = q[part.tokens].unflatten(0, (-1, part.queries))
-        out[part.tokens] = attend(
-            block, gather(spec, caches, part, topk_indices, kv_scale), part.bias, inputs.sinks, spec.scale
+    for sub_batch in plan.sub_batches:
+        block = q[sub_batch.tokens].unflatten(0, (-1, sub_batch.queries))
+        out[sub_batch.tokens] = attend(
+            block, gather(spec, caches, sub_batch, topk_indices, kv_scale), sub_batch.bias, inputs.sinks, spec.scale
         ).flatten(0, 1)
     return rotate_tail(out, plan.rotation.inverse())
 
@@ -63,16 +63,16 @@ def _put(pools: Mapping[str, torch.Tensor], writes: Writes, values: Mapping[str,
 
 
 def gather(
-    spec: CsaSpec, caches: CacheViews, part: SubBatch, topk_indices: torch.Tensor | None, kv_scale: float
+    spec: CsaSpec, caches: CacheViews, sub_batch: SubBatch, topk_indices: torch.Tensor | None, kv_scale: float
 ) -> list[torch.Tensor]:
     """Rows that each request of `part` reads: of its window [b, L, D], and its entries [b, N, D]: those of the plan, or
     those of the sparse indices `picked`."""
-    entry_rows = part.entry_rows
-    if entry_rows is None and topk_indices is not None:
-        entry_rows = topk_indices[part.tokens]
-    found = [rows.decode(spec, caches["window"], part.window_rows, kv_scale)]
-    if entry_rows is not None and entry_rows.shape[1]:
-        found.append(rows.decode(spec, caches["compressed"], entry_rows, kv_scale))
+    compressed_rows = sub_batch.compressed_rows
+    if compressed_rows is None and topk_indices is not None:
+        compressed_rows = topk_indices[sub_batch.tokens]
+    found = [rows.decode(spec, caches["window"], sub_batch.window_rows, kv_scale)]
+    if compressed_rows is not None and compressed_rows.shape[1]:
+        found.append(rows.decode(spec, caches["compressed"], compressed_rows, kv_scale))
     return found
 
 

@@ -74,7 +74,7 @@ def build_plan(spec: DsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     if spec.indexer is not None:
         keys = index["index"]
         assert isinstance(keys, PageIndex)
-        index_writes, chunks = writes(keys), (*_decode_contests(keys, sparse), *_prefill_contests(keys, sparse))
+        index_writes, chunks = writes(keys), (*_decode_chunks(keys, sparse), *_prefill_chunks(keys, sparse))
     column = torch.arange(min(spec.topk, max(batch.seq_lens)), device=batch.device)
     everything = torch.where(column <= batch.positions[:, None], column, -1)
     return DsaPlan(
@@ -82,7 +82,7 @@ def build_plan(spec: DsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     )
 
 
-def _decode_contests(paged: PageIndex, spans: Sequence[Span]) -> Iterator[ScoreChunk]:
+def _decode_chunks(paged: PageIndex, spans: Sequence[Span]) -> Iterator[ScoreChunk]:
     device = paged.table.device
     for length, members in bucket([span for span in spans if span.queries == 1]):
         table = paged.table[torch.tensor([span.request for span in members], device=device)]
@@ -92,7 +92,7 @@ def _decode_contests(paged: PageIndex, spans: Sequence[Span]) -> Iterator[ScoreC
         yield ScoreChunk(tokens, page_rows(paged, table, key, key < seen), seen)
 
 
-def _prefill_contests(paged: PageIndex, spans: Sequence[Span]) -> Iterator[ScoreChunk]:
+def _prefill_chunks(paged: PageIndex, spans: Sequence[Span]) -> Iterator[ScoreChunk]:
     device = paged.table.device
     for span in spans:
         if span.queries == 1:

@@ -46,7 +46,7 @@ class GdnPlan:
 
     fresh: torch.Tensor | None
     complete: bool
-    parts: tuple[SubBatch, ...]
+    sub_batches: tuple[SubBatch, ...]
 
 
 def build_plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex], first: int = 0) -> GdnPlan:
@@ -62,11 +62,11 @@ def build_plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     return GdnPlan(
         torch.tensor(fresh, device=batch.device) if fresh else None,
         len(real) == batch.num_requests - first,
-        tuple(_parts(batch, slots, real, max(1, TOGETHER_BYTES // spec.state_bytes))),
+        tuple(_sub_batches(batch, slots, real, max(1, TOGETHER_BYTES // spec.state_bytes))),
     )
 
 
-def _parts(batch: BatchLayout, slots: Sequence[int], real: Sequence[int], together: int) -> Iterator[SubBatch]:
+def _sub_batches(batch: BatchLayout, slots: Sequence[int], real: Sequence[int], together: int) -> Iterator[SubBatch]:
     buckets: dict[tuple[int, int], list[int]] = {}
     for b in real:
         for begin in range(0, batch.query_lens[b], PART_TOKENS):

@@ -84,16 +84,16 @@ def run(
         out = qkv.new_empty(shape) if plan.complete else qkv.new_zeros(shape)
     # Laid out once for all parts as the convolution reads it, one factor of all channels after another.
     weight = inputs.conv_weight.float().t().contiguous().t()
-    for part in plan.parts:
-        new = _take(qkv, part.tokens).unflatten(0, (-1, part.length))
-        convolved = torch.cat((_take(pools["conv"], part.slots), new), dim=1)
-        pools["conv"][part.slots] = convolved[:, part.length :]
+    for sub_batch in plan.sub_batches:
+        new = _take(qkv, sub_batch.tokens).unflatten(0, (-1, sub_batch.length))
+        convolved = torch.cat((_take(pools["conv"], sub_batch.slots), new), dim=1)
+        pools["conv"][sub_batch.slots] = convolved[:, sub_batch.length :]
         heads = None if feed is None else feed(spec, convolved, weight, conv_bias)
         fed = [*(heads or _heads(spec, causal_conv(convolved, weight, conv_bias)))]
-        fed += [_take(t, part.tokens).unflatten(0, (-1, part.length)) for t in (g, beta)]
-        done = [_advance(core, pools["ssm"], slots, [t[rows] for t in fed]) for rows, slots in part.states]
+        fed += [_take(t, sub_batch.tokens).unflatten(0, (-1, sub_batch.length)) for t in (g, beta)]
+        done = [_advance(core, pools["ssm"], slots, [t[rows] for t in fed]) for rows, slots in sub_batch.states]
         # Assigning through an index, unlike through a slice, wants the same type on both sides.
-        out[part.tokens] = (done[0] if len(done) == 1 else torch.cat(done)).flatten(0, 1).to(out.dtype)
+        out[sub_batch.tokens] = (done[0] if len(done) == 1 else torch.cat(done)).flatten(0, 1).to(out.dtype)
     return out
 
 

@@ -19,7 +19,7 @@ from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mha import cpu, reference
 from allotrope.attention.mha.inputs import MhaInputs, normed_and_rotated
-from allotrope.attention.mha.plan import SubBatch, build_plan, prefill_parts
+from allotrope.attention.mha.plan import SubBatch, build_plan, prefill_sub_batches
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.kernels.c.compiler import UNSUITED, CannotCompile, load
 from allotrope.kernels.chip import Chip
@@ -79,7 +79,7 @@ class CompiledPlan:
     @cached_property
     def prompts(self) -> tuple[SubBatch, ...]:
         """The requests of `blocks`, as sub-batches for `cpu`."""
-        return tuple(prefill_parts(self.window, self.batch, self.paged))
+        return tuple(prefill_sub_batches(self.window, self.batch, self.paged))
 
     def scratch(self, size: int) -> torch.Tensor:
         """[size] bytes that all layers share."""
@@ -151,7 +151,7 @@ def store_and_attend(
         return out
     prefill = _prefill_library(spec)
     if isinstance(prefill, str):
-        return reference.attend_parts(spec, plan.prompts, caches, q, sinks, cpu.attend, out)
+        return reference.attend_sub_batches(spec, plan.prompts, caches, q, sinks, cpu.attend, out)
     prefill.prefill(
         out.data_ptr(), q.data_ptr(), q.stride(0), keys.data_ptr(), _Strides(*keys.stride()[:3]), values.data_ptr(),
         _Strides(*values.stride()[:3]), spec.num_kv_heads, paged.page_size, plan.blocks.data_ptr(), len(plan.blocks),

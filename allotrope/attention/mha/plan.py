@@ -82,7 +82,7 @@ class MhaPlan:
 
     slots: torch.Tensor
     writes: torch.Tensor | None
-    parts: tuple[SubBatch, ...]
+    sub_batches: tuple[SubBatch, ...]
 
 
 def build_plan(spec: MhaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> MhaPlan:
@@ -93,11 +93,13 @@ def build_plan(spec: MhaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     writes = None if bool(kept.all()) else kept.nonzero().squeeze(1)
     slots = paged.slots if writes is None else paged.slots[writes]
     return MhaPlan(
-        slots, writes, (*_decode_parts(spec.window, batch, paged), *prefill_parts(spec.window, batch, paged))
+        slots,
+        writes,
+        (*_decode_sub_batches(spec.window, batch, paged), *prefill_sub_batches(spec.window, batch, paged)),
     )
 
 
-def _decode_parts(window: int | None, batch: BatchLayout, paged: PageIndex) -> Iterator[SubBatch]:
+def _decode_sub_batches(window: int | None, batch: BatchLayout, paged: PageIndex) -> Iterator[SubBatch]:
     buckets: dict[int, list[int]] = {}
     for b, n in enumerate(batch.seq_lens[: batch.num_decodes]):
         buckets.setdefault(_padded(n if window is None else min(n, window)), []).append(b)
@@ -127,7 +129,7 @@ def _padded(length: int) -> int:
     return -(-length // step) * step
 
 
-def prefill_parts(window: int | None, batch: BatchLayout, paged: PageIndex) -> Iterator[SubBatch]:
+def prefill_sub_batches(window: int | None, batch: BatchLayout, paged: PageIndex) -> Iterator[SubBatch]:
     """The requests with more than one new token."""
     for b, equal_shapes in _equal_shapes(batch):
         context, token = batch.context_lens[b], batch.query_start[b]

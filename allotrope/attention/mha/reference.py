@@ -28,7 +28,7 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    part: SubBatch,
+    sub_batch: SubBatch,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """The equation above for one work tile.
@@ -42,7 +42,7 @@ def attend(
     logits = torch.einsum("bqgrd,bkgd->bgrqk", grouped, k.float()) * spec.scale
     if spec.softcap is not None:
         logits = spec.softcap * torch.tanh(logits / spec.softcap)
-    visible = part.visible
+    visible = sub_batch.visible
     if visible is None:
         visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)[None]
     logits = logits.masked_fill(~visible[:, None, None], -torch.inf)
@@ -80,16 +80,16 @@ def store(
             pool.index_copy_(0, plan.slots, rows.to(pool.dtype))
 
 
-def gather(pool: torch.Tensor, part: SubBatch, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+def gather(pool: torch.Tensor, sub_batch: SubBatch, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
     """The rows that a work tile reads. `pool`: [P, S, G, D]. Returns [b, L, G, D] in `dtype`; quantized rows times
     `scale`, in fp32."""
     if pool.dtype.is_floating_point and pool.dtype.itemsize == 1:
-        return gather(pool.view(torch.uint8), part, torch.uint8).view(pool.dtype).float() * scale
+        return gather(pool.view(torch.uint8), sub_batch, torch.uint8).view(pool.dtype).float() * scale
     pool = pool.flatten(0, 1)
-    if part.contiguous is not None:
-        return pool[part.contiguous][None].to(dtype)
-    rows = pool.index_select(0, part.flat_rows)
-    return rows.view(*part.rows.shape, *rows.shape[1:]).to(dtype)
+    if sub_batch.contiguous is not None:
+        return pool[sub_batch.contiguous][None].to(dtype)
+    rows = pool.index_select(0, sub_batch.flat_rows)
+    return rows.view(*sub_batch.rows.shape, *rows.shape[1:]).to(dtype)
 
 
 def run(spec: MhaSpec, plan: MhaPlan, caches: CacheViews, inputs: MhaInputs, core: Attend = attend) -> torch.Tensor:
@@ -124,14 +124,14 @@ def store_and_attend(
     """
     if k is not None and v is not None:
         store(spec, plan, caches, k, v, k_scale, v_scale)
-    if not plan.parts:
+    if not plan.sub_batches:
         return q.new_empty(q.shape[0], spec.num_heads, spec.value_dim)
-    return attend_parts(spec, plan.parts, caches, q, sinks, core, k_scale=k_scale, v_scale=v_scale)
+    return attend_sub_batches(spec, plan.sub_batches, caches, q, sinks, core, k_scale=k_scale, v_scale=v_scale)
 
 
-def attend_parts(
+def attend_sub_batches(
     spec: MhaSpec,
-    parts: Sequence[SubBatch],
+    sub_batches: Sequence[SubBatch],
     caches: CacheViews,
     q: torch.Tensor,
     sinks: torch.Tensor | None,
@@ -147,15 +147,17 @@ def attend_parts(
     are in `parts`. Returns [T, H, Dv].
     """
     pools = caches["kv"]
-    for part in parts:
-        keys = gather(pools["k"], part, q.dtype, k_scale)
-        values = keys if spec.values_are_keys else gather(pools["v"], part, q.dtype, v_scale)
-        block = q[part.tokens]
-        mixed = core(spec, block.view(-1, part.queries, *block.shape[1:]), keys, values, part, sinks).flatten(0, 1)
+    for sub_batch in sub_batches:
+        keys = gather(pools["k"], sub_batch, q.dtype, k_scale)
+        values = keys if spec.values_are_keys else gather(pools["v"], sub_batch, q.dtype, v_scale)
+        block = q[sub_batch.tokens]
+        mixed = core(spec, block.view(-1, sub_batch.queries, *block.shape[1:]), keys, values, sub_batch, sinks).flatten(
+            0, 1
+        )
         if len(mixed) == len(q):
             return mixed
         if out is None:
             out = q.new_empty(q.shape[0], spec.num_heads, spec.value_dim)
-        out[part.tokens] = mixed
+        out[sub_batch.tokens] = mixed
     assert out is not None
     return out

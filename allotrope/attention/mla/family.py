@@ -16,14 +16,14 @@ from allotrope.kernels.chip import Chip
 from allotrope.kernels.triton_version import e4m3fn_reasons, triton_reasons
 
 # Channels of a latent row that one program can hold for the heads it serves.
-WIDEST_LATENT = 512
+MAX_LATENT_DIM = 512
 
 
 def triton_rejects(spec: Any, chip: Chip) -> list[str]:
     """Why the Triton kernels cannot run a layer."""
     reasons = triton_reasons(chip) + e4m3fn_reasons("kv_dtype", spec.kv_dtype, chip)
-    if spec.latent_dim > WIDEST_LATENT:
-        reasons.append(f"latent_dim={spec.latent_dim} (needs at most {WIDEST_LATENT})")
+    if spec.latent_dim > MAX_LATENT_DIM:
+        reasons.append(f"latent_dim={spec.latent_dim} (needs at most {MAX_LATENT_DIM})")
     if spec.row_format == "scaled" and spec.latent_dim & (spec.latent_dim - 1):
         reasons.append(f"latent_dim={spec.latent_dim} in scaled rows (needs a power of two)")
     return reasons

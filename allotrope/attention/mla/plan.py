@@ -76,9 +76,9 @@ class MlaPlan:
     """
 
     writes: Writes | None
-    reach: slice | torch.Tensor | None
+    absorbed_tokens: slice | torch.Tensor | None
     absorbed: tuple[SubBatch, ...]
-    expanded: tuple[SubBatch, ...]
+    decompressed: tuple[SubBatch, ...]
 
 
 @dataclass(frozen=True)
@@ -106,23 +106,23 @@ def plan_spans(spec: MlaSpec, paged: PageIndex, spans: Sequence[Span]) -> MlaPla
 
 def plan_reads(spec: MlaSpec, paged: PageIndex, spans: Sequence[Span]) -> MlaPlan:
     """As `plan_spans`, where the new rows are written by others."""
-    expanded = [
-        _prefill_part(paged, equal_shapes)
-        for equal_shapes in _equal_shapes([span for span in spans if expands(spec, span)])
+    decompressed = [
+        _prefill_sub_batch(paged, equal_shapes)
+        for equal_shapes in _equal_shapes([span for span in spans if decompresses(spec, span)])
     ]
     tokens: list[int] = []
     absorbed: list[Span] = []
     for span in spans:
-        if not expands(spec, span):
+        if not decompresses(spec, span):
             absorbed.append(replace(span, token=len(tokens)))
             tokens.extend(range(span.token, span.token + span.queries))
-    parts = [*_decode_parts(paged, [span for span in absorbed if span.queries == 1])]
-    parts += [
-        _prefill_part(paged, equal_shapes)
+    sub_batches = [*_decode_sub_batches(paged, [span for span in absorbed if span.queries == 1])]
+    sub_batches += [
+        _prefill_sub_batch(paged, equal_shapes)
         for equal_shapes in _equal_shapes([span for span in absorbed if span.queries > 1])
     ]
-    reach = token_index(tokens, paged.table.device) if tokens else None
-    return MlaPlan(None, reach, tuple(parts), tuple(expanded))
+    absorbed_tokens = token_index(tokens, paged.table.device) if tokens else None
+    return MlaPlan(None, absorbed_tokens, tuple(sub_batches), tuple(decompressed))
 
 
 def writes(paged: PageIndex) -> Writes:
@@ -134,7 +134,7 @@ def writes(paged: PageIndex) -> Writes:
     return Writes(paged.slots[tokens], tokens)
 
 
-def expands(spec: MlaSpec, span: Span) -> bool:
+def decompresses(spec: MlaSpec, span: Span) -> bool:
     """Whether up-projecting the keys costs fewer multiply-adds than absorbing the queries; never for one query."""
     if span.queries == 1:
         return False
@@ -161,7 +161,7 @@ def bucket(spans: Sequence[Span]) -> Iterator[tuple[int, list[Span]]]:
     yield from buckets.items()
 
 
-def _decode_parts(paged: PageIndex, spans: Sequence[Span]) -> Iterator[SubBatch]:
+def _decode_sub_batches(paged: PageIndex, spans: Sequence[Span]) -> Iterator[SubBatch]:
     device = paged.table.device
     for length, members in bucket(spans):
         tokens = token_index([span.token for span in members], device)
@@ -196,7 +196,7 @@ def _equal_shapes(spans: Sequence[Span]) -> list[list[Span]]:
     return runs
 
 
-def _prefill_part(paged: PageIndex, equal_shapes: Sequence[Span]) -> SubBatch:
+def _prefill_sub_batch(paged: PageIndex, equal_shapes: Sequence[Span]) -> SubBatch:
     device, span = paged.table.device, equal_shapes[0]
     table = paged.table[span.request : span.request + len(equal_shapes)]
     end = span.position + span.queries

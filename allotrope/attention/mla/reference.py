@@ -122,34 +122,36 @@ def attend_planned(
     kv_scale: float = 1.0,
 ) -> None:
     """Attend for the plan's queries, whose rows are stored, and write [T, H, Dv] `out` at their tokens."""
-    if plan.reach is not None:
-        q = absorb(q_nope[plan.reach], q_pe[plan.reach], w_uk)
+    if plan.absorbed_tokens is not None:
+        q = absorb(q_nope[plan.absorbed_tokens], q_pe[plan.absorbed_tokens], w_uk)
         z = q.new_empty(*q.shape[:2], spec.latent_dim)
-        for part in plan.absorbed:
-            block = q[part.tokens].unflatten(0, (-1, part.queries))
-            z[part.tokens] = _over_tiles(spec, part, block, _absorbed(spec, part, pools, kv_scale)).flatten(0, 1)
-        out[plan.reach] = project_up(z, w_uv).to(out.dtype)
-    for part in plan.expanded:
-        q = torch.cat((q_nope[part.tokens], q_pe[part.tokens]), dim=-1).unflatten(0, (-1, part.queries))
+        for sub_batch in plan.absorbed:
+            block = q[sub_batch.tokens].unflatten(0, (-1, sub_batch.queries))
+            z[sub_batch.tokens] = _over_tiles(
+                spec, sub_batch, block, _absorbed(spec, sub_batch, pools, kv_scale)
+            ).flatten(0, 1)
+        out[plan.absorbed_tokens] = project_up(z, w_uv).to(out.dtype)
+    for sub_batch in plan.decompressed:
+        q = torch.cat((q_nope[sub_batch.tokens], q_pe[sub_batch.tokens]), dim=-1).unflatten(0, (-1, sub_batch.queries))
         by_head = q.transpose(1, 2).flatten(0, 1).unsqueeze(2)
-        attended = _over_tiles(spec, part, by_head, _expanded(spec, part, pools, w_uk, w_uv, kv_scale))
-        out[part.tokens] = attended.squeeze(2).unflatten(0, (-1, spec.num_heads)).transpose(1, 2).flatten(0, 1)
+        attended = _over_tiles(spec, sub_batch, by_head, _decompressed(spec, sub_batch, pools, w_uk, w_uv, kv_scale))
+        out[sub_batch.tokens] = attended.squeeze(2).unflatten(0, (-1, spec.num_heads)).transpose(1, 2).flatten(0, 1)
 
 
 Rows = Iterator[tuple[KeySlice, torch.Tensor, torch.Tensor]]
 """A slice, its keys [n, L, D] and its values [n, L, Dv]."""
 
 
-def _absorbed(spec: MlaSpec, part: SubBatch, pools: Mapping[str, torch.Tensor], kv_scale: float) -> Rows:
+def _absorbed(spec: MlaSpec, sub_batch: SubBatch, pools: Mapping[str, torch.Tensor], kv_scale: float) -> Rows:
     """All heads of a query read the same rows; n is the number of requests."""
-    for keys in part.slices:
+    for keys in sub_batch.slices:
         latent, k_pe = formats.decode(spec.row_format, spec.latent_dim, pools, keys.rows, kv_scale)
         yield keys, torch.cat((latent, k_pe), dim=-1), latent
 
 
-def _expanded(
+def _decompressed(
     spec: MlaSpec,
-    part: SubBatch,
+    sub_batch: SubBatch,
     pools: Mapping[str, torch.Tensor],
     w_uk: torch.Tensor,
     w_uv: torch.Tensor,
@@ -157,7 +159,7 @@ def _expanded(
 ) -> Rows:
     """Keys and values of a slice are decompressed once, for all its tiles; n counts requests and, in each, heads."""
     heads = spec.num_heads
-    for keys in part.slices:
+    for keys in sub_batch.slices:
         latent, k_pe = formats.decode(spec.row_format, spec.latent_dim, pools, keys.rows, kv_scale)
         nope, v = (
             F.linear(latent, w.float().flatten(0, 1)).unflatten(-1, (heads, -1)).transpose(1, 2) for w in (w_uk, w_uv)
@@ -166,7 +168,7 @@ def _expanded(
         yield keys, k.flatten(0, 1), v.flatten(0, 1)
 
 
-def _over_tiles(spec: MlaSpec, part: SubBatch, q: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _over_tiles(spec: MlaSpec, sub_batch: SubBatch, q: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Attend tile by tile, merge the partial results of a block of queries, and concatenate the blocks.
 
     `q`: [n, q, r, D]. Returns [n, q, r, Dv] fp32.
@@ -177,7 +179,7 @@ def _over_tiles(spec: MlaSpec, part: SubBatch, q: torch.Tensor, rows: Rows) -> t
         for tile in keys.tiles:
             first, seen = tile.queries.start, slice(0, tile.keys)
             given = (q[:, tile.queries], k[:, seen], v[:, seen], tile.bias, spec.scale)
-            if len(part.slices) == 1:
+            if len(sub_batch.slices) == 1:
                 blocks[first] = attend(*given)
                 continue
             partial = attend_partly(*given)

@@ -16,7 +16,7 @@ from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mla import triton_decode, triton_prefill, triton_store
 from allotrope.attention.mla.inputs import MlaInputs, normed_and_rotated
-from allotrope.attention.mla.plan import Span, expands, token_index
+from allotrope.attention.mla.plan import Span, decompresses, token_index
 from allotrope.attention.mla.spec import MlaSpec
 from allotrope.attention.mla.triton_decode import Queries
 from allotrope.attention.mla.triton_prefill import Decompressed, plan_decompressed
@@ -62,13 +62,13 @@ def plan_spans(
     """Plan slices of decodes, each with an upper bound of its KV lengths, and the queries of each of `spans`."""
     kv_lens = kv_lens_of(batch)
     absorbed = [absorbed_queries(batch, kv_lens, tokens, max_kv_len) for tokens, max_kv_len in decodes]
-    short = [span for span in spans if not expands(spec, span)]
+    short = [span for span in spans if not decompresses(spec, span)]
     token_ids = [t for span in short for t in range(span.token, span.token + span.queries)]
     size = max(1, MAX_QUERY_BYTES // (2 * spec.num_heads * spec.latent_dim))
     for first in range(0, len(token_ids), size):
         tokens = token_index(token_ids[first : first + size], batch.device)
         absorbed.append(absorbed_queries(batch, kv_lens, tokens, max(span.position + span.queries for span in short)))
-    long = [span for span in spans if expands(spec, span)]
+    long = [span for span in spans if decompresses(spec, span)]
     return TritonPlan(paged, tuple(absorbed), plan_decompressed(spec, long, batch.device) if long else None)
 
 

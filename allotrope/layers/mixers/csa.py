@@ -83,7 +83,7 @@ class CsaMixer(nn.Module):
         rank = spec.out_rank
         self.out = RowLinear(Section("", spec.out_groups * rank, rank), spec.hidden, build.at("out"))
 
-    def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
         projected = self.inputs(x).split(self.inputs.sizes, dim=-1)
         queries = self.queries(self.q_a_norm(projected[0])).split(self.queries.sizes, dim=-1)
@@ -104,7 +104,7 @@ class CsaMixer(nn.Module):
             index,
             **self.kv_scales,
         )
-        attended = self.backend.run(self.spec, here.plan, here.caches, inputs)
+        attended = self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
         return self.out(self.grouped(attended.flatten(1)))
 
 

@@ -68,14 +68,14 @@ class DsaMixer(nn.Module):
         width = spec.mla.num_heads * spec.mla.v_head_dim
         self.out = RowLinear(Section("", width, spec.mla.v_head_dim), spec.mla.hidden, build.at("out"))
 
-    def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
-        projected, step = self.latent(x, here, self.kv_scales), here.step
+        projected, step = self.latent(x, ctx, self.kv_scales), ctx.step
         if self.indexer is None:
             inputs = DsaInputs(projected.inputs, topk_indices=step.topk_indices)
         else:
-            inputs = DsaInputs(projected.inputs, self.indexer(projected, here))
-        attended, step.topk_indices = self.backend.run(self.spec, here.plan, here.caches, inputs)
+            inputs = DsaInputs(projected.inputs, self.indexer(projected, ctx))
+        attended, step.topk_indices = self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
         return self.out(attended.flatten(1))
 
 
@@ -93,11 +93,11 @@ class Indexer(nn.Module):
         self.k_norm_weight = parameter((indexer.head_dim,), placement, torch.float32, build.device)
         self.k_norm_bias = parameter((indexer.head_dim,), placement, torch.float32, build.device)
 
-    def forward(self, projected: Projected, here: LayerStep) -> IndexInputs:
+    def forward(self, projected: Projected, ctx: LayerStep) -> IndexInputs:
         """Returns the indexer's part of the family's inputs."""
         k, weights = projected.from_x
         q = projected.from_q[0].unflatten(-1, (self.heads, self.dim))
-        rotation = None if self.rope is None else here.step.rotation(self.rope, k.dtype)
+        rotation = None if self.rope is None else ctx.step.rotation(self.rope, k.dtype)
         norm = LayerNorm(self.k_norm_weight, self.k_norm_bias, self.eps)
         # In fp32: weights of both signs are summed up, and small differences decide.
         return IndexInputs(q, k, weights.float() * self.heads**-0.5, norm, rotation, self._rope)

@@ -95,17 +95,17 @@ class GdnMixer(nn.Module):
         self.conv_weight.data = self.conv_weight.data.float().t().contiguous().t()
         self.norm_weight = self.norm.data * self.spec.v_head_dim**0.5
 
-    def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
         spec = self.spec
         sizes = (spec.conv_dim, spec.value_dim, spec.num_v_heads, spec.num_v_heads)
         qkv, z, b, a = self.inputs(x).split(sizes, dim=-1)
-        return self.out(self.gated_norm(self.mix(qkv, b, a, here), z, "silu"))
+        return self.out(self.gated_norm(self.mix(qkv, b, a, ctx), z, "silu"))
 
-    def mix(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, here: LayerStep) -> torch.Tensor:
+    def mix(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """The rule. Arguments as the family's; returns [T, Hv, Dv]."""
         inputs = GdnInputs(qkv, b, a, self.conv_weight, None, self.A_log, self.dt_bias)
-        return self.backend.run(self.spec, here.plan, here.caches, inputs)
+        return self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
 
     def gated_norm(self, mixed: torch.Tensor, gate: torch.Tensor, kind: Literal["silu", "sigmoid"]) -> torch.Tensor:
         """The norm of each head times silu or sigmoid of its gate. `mixed`: [T, Hv, Dv]. `gate`: [T, value_dim].

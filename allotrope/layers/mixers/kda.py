@@ -47,8 +47,8 @@ class KdaMixer(GdnMixer):
         self.decay = Linear(spec.rank, (spec.rates,), build.at("decay"))
         self.gate = Linear(spec.rank, (values,), build.at("gate"))
 
-    def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
         sizes = (self.spec.conv_dim, self.spec.num_v_heads, self.rank, self.rank)
         qkv, b, decay, gate = self.inputs(x).split(sizes, dim=-1)
-        return self.out(self.gated_norm(self.mix(qkv, b, self.decay(decay), here), self.gate(gate), "sigmoid"))
+        return self.out(self.gated_norm(self.mix(qkv, b, self.decay(decay), ctx), self.gate(gate), "sigmoid"))

@@ -116,7 +116,7 @@ class MhaMixer(nn.Module):
             values_from_keys=spec.values_from_keys,
         )
 
-    def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
         projected = self.qkv(x)
         gate = None
@@ -125,7 +125,7 @@ class MhaMixer(nn.Module):
         inputs = MhaInputs(
             projected,
             self.heads,
-            None if self.rope is None else here.step.rotation(self.rope, projected.dtype),
+            None if self.rope is None else ctx.step.rotation(self.rope, projected.dtype),
             self._apply_rope,
             head_norm(self.q_norm),
             head_norm(self.k_norm),
@@ -133,7 +133,7 @@ class MhaMixer(nn.Module):
             self.sinks,
             **self.kv_scales,
         )
-        return self._out(self.backend.run(self.spec, here.plan, here.caches, inputs), gate)
+        return self._out(self.backend.run(self.spec, ctx.plan, ctx.caches, inputs), gate)
 
     def _out(self, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         attended = attended.flatten(1)

@@ -28,7 +28,7 @@ class MixerSpec(Protocol):
         ...
 
     def build(self, build: Build) -> nn.Module:
-        """The module: `forward(x [T, hidden], here: LayerStep) -> [T, hidden]`."""
+        """The module: `forward(x [T, hidden], ctx: LayerStep) -> [T, hidden]`."""
         ...
 
 

@@ -98,7 +98,7 @@ class LatentProjection(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, parameter(shape, placement, build.dtype, build.device))
 
-    def forward(self, x: torch.Tensor, here: LayerStep, scales: Mapping[str, float]) -> Projected:
+    def forward(self, x: torch.Tensor, ctx: LayerStep, scales: Mapping[str, float]) -> Projected:
         """`x`: [T, hidden]. `scales`: of plain FP8 entries, by the names of the family's inputs."""
         first, row, *from_x = self.inputs(x).split(self.inputs.sizes, dim=-1)
         from_q: Sequence[torch.Tensor] = ()
@@ -106,7 +106,7 @@ class LatentProjection(nn.Module):
             first, *from_q = self.queries(self.q_a_norm(first)).split(self.queries.sizes, dim=-1)
         q = first.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
         w_uk, w_uv = self.get_parameter("w_uk"), self.get_parameter("w_uv")
-        rotation = None if self.rope is None else here.step.rotation(self.rope, x.dtype)
+        rotation = None if self.rope is None else ctx.step.rotation(self.rope, x.dtype)
         inputs = MlaInputs(q, row, w_uk, w_uv, head_norm(self.kv_a_norm), rotation, self._rope, **scales)
         return Projected(inputs, from_x, from_q)
 
@@ -122,8 +122,8 @@ class MlaMixer(nn.Module):
         out = Section("", spec.num_heads * spec.v_head_dim, spec.v_head_dim)
         self.out = RowLinear(out, spec.hidden, build.at("out"))
 
-    def forward(self, x: torch.Tensor, here: LayerStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape."""
-        inputs = self.latent(x, here, self.kv_scales).inputs
-        attended = self.backend.run(self.spec, here.plan, here.caches, inputs)
+        inputs = self.latent(x, ctx, self.kv_scales).inputs
+        attended = self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
         return self.out(attended.flatten(1))

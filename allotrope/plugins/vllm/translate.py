@@ -131,7 +131,7 @@ def rows_index(batch: BatchLayout, order: Order, table: torch.Tensor, slots: tor
     """
     width = -(-max(batch.seq_lens) // page_size)
     pages, rows = table[order.requests, :width], slots[order.tokens].long()
-    if batch.given is not None:
+    if batch.static_tensors is not None:
         return PageIndex(page_size, pages, rows)
     pages = pages.long()
     return PageIndex(page_size, torch.where(pages > 0, pages, -1), torch.where(rows >= page_size, rows, -1))
@@ -143,9 +143,9 @@ def states_index(batch: BatchLayout, order: Order, table: torch.Tensor, each: in
     The current state is that of the block which the step's last token falls into.
     """
     blocks = table[order.requests]
-    if batch.given is None:
+    if batch.static_tensors is None:
         blocks = blocks.long()
     if each is None:
         return SlotIndex(blocks[:, 0].contiguous())
-    last = (batch.tensors.seq_lens.long() - 1).clamp(min=0) if batch.given is None else batch.positions
+    last = (batch.tensors.seq_lens.long() - 1).clamp(min=0) if batch.static_tensors is None else batch.positions
     return SlotIndex(blocks.gather(1, (last // each)[:, None]).squeeze(1))

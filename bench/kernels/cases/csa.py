@@ -149,9 +149,9 @@ def _check(x: Inputs, timed: Timed) -> Sequence[Comparison]:
             plan = _with_topk(x.spec, plan, sparse_indices)
     found = compare(got, reference.run(x.spec, plan, copies, CSA.ready_inputs(x.spec, **x.given)), "bf16")
     found = replace(found, wrong=(*wrong, *found.wrong))
-    if plan.index_pooling is None or plan.index_pooling.closing is None:
+    if plan.index_compressor is None or plan.index_compressor.closed is None:
         return [found]
-    stored = plan.index_pooling.closing.writes.rows
+    stored = plan.index_compressor.closed.writes.rows
     keys, wanted = (pools["index"]["k"].flatten(0, 1)[stored] for pools in (x.pools, copies))
     return [found, compare(keys, wanted, "bf16")]
 
@@ -180,7 +180,7 @@ def _wrong_topk(x: Inputs, plan: CsaPlan, sparse_indices: torch.Tensor) -> list[
     far = torch.zeros(x.batch.num_tokens, device=x.batch.device)
     counts = torch.full_like(far, indexer.topk, dtype=torch.int64)
     for chunk in plan.chunks:
-        rows = chunk.entry_rows.int().repeat_interleave(chunk.queries, dim=0)
+        rows = chunk.compressed_rows.int().repeat_interleave(chunk.queries, dim=0)
         taken = (sparse_indices[chunk.tokens, : indexer.topk, None] == rows[:, None]).any(1)
         found = scores(indexer, chunk, x.pools["index"]["k"], q, x.given["index_weights"])
         last = found.topk(indexer.topk).values[:, -1:]
@@ -203,5 +203,7 @@ def _with_topk(spec: CsaSpec, plan: CsaPlan, sparse_indices: torch.Tensor) -> Cs
     """`plan` with rows `sparse_indices` [T, n] in place of contests."""
     assert spec.indexer is not None
     chosen = sparse_indices[:, : spec.indexer.topk].long()
-    parts = (replace(p, entry_rows=chosen[p.tokens]) if p.entry_rows is None else p for p in plan.parts)
-    return replace(plan, parts=tuple(parts), chunks=())
+    sub_batches = (
+        replace(p, compressed_rows=chosen[p.tokens]) if p.compressed_rows is None else p for p in plan.sub_batches
+    )
+    return replace(plan, sub_batches=tuple(sub_batches), chunks=())

@@ -184,7 +184,7 @@ def flashmla(x: Inputs) -> Timed:
     )[0]
 
 
-def _expanded(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _decompressed(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values of all heads, as a peer needs them: two products, and the parts side by side."""
     heads = x.spec.num_heads
     k = torch.mm(x.tokens["c"], x.layer["w_uk"].flatten(0, 1).t()).unflatten(1, (heads, -1))
@@ -199,7 +199,7 @@ def fa3(x: Inputs) -> Timed:
     starts, longest = x.batch.tensors.query_start, max(x.batch.query_lens)
 
     def timed() -> Any:
-        q, k, v = _expanded(x)
+        q, k, v = _decompressed(x)
         return flash_attn_varlen_func(
             q, k, v, max_seqlen_q=longest, cu_seqlens_q=starts, max_seqlen_k=longest, cu_seqlens_k=starts,
             softmax_scale=x.spec.scale, causal=True, fa_version=3,
@@ -212,7 +212,7 @@ def sdpa(x: Inputs) -> Timed:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def timed() -> Any:
-        whole = (part.transpose(0, 1)[None] for part in _expanded(x))
+        whole = (part.transpose(0, 1)[None] for part in _decompressed(x))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return F.scaled_dot_product_attention(*whole, is_causal=True, scale=x.spec.scale)
 
