@@ -1,4 +1,4 @@
-"""What a layer keeps between steps, in bytes: the one place that sizes come from.
+"""The layout of a layer's caches in bytes: the one source of their sizes.
 
 Owns: three kinds of cache memory and the views into it. Must not know: who owns pages, which model asks.
 
@@ -62,7 +62,7 @@ class WindowRows:
 
 @dataclass(frozen=True)
 class StateSlots:
-    """One fixed-size state per sequence. A fresh slot holds old bytes: readers ignore it at position 0."""
+    """One fixed-size state per sequence. A new slot holds stale bytes: readers ignore it at position 0."""
 
     fields: tuple[Field, ...]
 
@@ -102,11 +102,10 @@ def views(layout: CacheLayout, page_size: int, pages: int, buffer: torch.Tensor)
 
 
 def page_views(layout: CacheLayout, pages: torch.Tensor) -> dict[str, torch.Tensor]:
-    """As `views`, of memory whose owner deals in whole pages: one after another the rows of a page, a row's fields
-    side by side.
+    """As `views`, of whole pages: a page holds its rows one after another, and a row its fields one after another.
 
-    `pages`: [P, bytes] uint8, one page (or slot, which may be longer than a state) each. Raises ValueError if rows are
-    not evenly spaced over all pages, or a field does not lie on a multiple of its type's size.
+    `pages`: [P, bytes] uint8, one page (or slot, which may be longer than a state) each. Raises ValueError if the rows
+    of all pages have no common stride, or a field is not aligned to its type's size.
     """
     size, step = row_bytes(layout), pages.stride(0)
     if isinstance(layout, StateSlots):
@@ -117,14 +116,14 @@ def page_views(layout: CacheLayout, pages: torch.Tensor) -> dict[str, torch.Tens
         )
     else:
         cells = pages.view(pages.shape[0], -1, size)
-    found, start = {}, 0
+    fields, start = {}, 0
     for field in layout.fields:
         if any(number % field.dtype.itemsize for number in (start, size, step, pages.storage_offset())):
             raise ValueError(f"field {field.name} of {field.dtype} is not aligned in rows of {size} bytes")
         cell = cells[..., start : start + field.bytes].view(field.dtype)
-        found[field.name] = cell.view(*cell.shape[:-1], *field.shape)
+        fields[field.name] = cell.view(*cell.shape[:-1], *field.shape)
         start += field.bytes
-    return found
+    return fields
 
 
 def _planes(layout: CacheLayout, page_size: int, pages: int) -> Iterator[tuple[Field, int, int]]:

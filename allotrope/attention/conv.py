@@ -1,4 +1,4 @@
-"""The short causal convolution in front of a recurrent layer. Owns the equation; must not know where state is kept."""
+"""The short causal convolution before a recurrence. Owns the equation; must not know where the state is stored."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch.nn import functional
 def causal_conv(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Depthwise convolution and SiLU: y_t,c = silu(bias_c + sum_j weight_c,j * u_(t + j),c), in fp32.
 
-    `inputs`: [b, W - 1 + L, C] the raw inputs u, the last W - 1 ones before the step (zeros before position 0) and
-    the step's L. `weight`: [C, W], the newest input's factor last (fastest if its transpose is
-    contiguous). `bias`: [C]. Returns [b, L, C] fp32. The state
-    that the next step needs is `inputs[:, L:]`, whatever L is.
+    `inputs`: [b, W - 1 + L, C] the raw inputs u: W - 1 of earlier steps (zeros before position 0), then the step's L.
+    `weight`: [C, W], the newest input's weight last (fastest if its transpose is contiguous). `bias`: [C]. Returns
+    [b, L, C] fp32. The next step's state is `inputs[:, L:]`.
     """
     width = weight.shape[1]
     length = inputs.shape[1] - width + 1

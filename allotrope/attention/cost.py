@@ -28,8 +28,8 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Lengths:
-    """A step's requests. `new`, `kv`: [B] their new tokens, and the tokens that the last of these sees. `itemsize`:
-    bytes of a number of the activations."""
+    """The lengths of a step's requests. `new`, `kv`: [B] new tokens, and tokens visible to the last of them.
+    `itemsize`: bytes of one activation."""
 
     new: torch.Tensor
     kv: torch.Tensor
@@ -51,5 +51,5 @@ class Lengths:
 
 
 def causal_pairs(new: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    """[B] pairs of a query among the last `new` tokens of `kv` ones and a key that it sees."""
+    """[B] number of pairs of a query and a visible key: the queries are the last `new` of `kv` tokens."""
     return new * (kv - new) + new * (new + 1) // 2

@@ -1,7 +1,7 @@
-"""What every attention family offers, and nothing more.
+"""The interface of an attention family.
 
-A family is a pure function of (tensors, cache views, plan). Its spec says what one layer needs; a backend's plan holds
-everything about the step that all layers of equal `plan_key` share, and is built once per step.
+A family is a pure function of (tensors, cache views, plan). Its spec describes one layer. A backend's plan describes
+the step, is built once per step, and is shared by all layers of equal `plan_key`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from allotrope.attention.cache_layout import CacheLayout, PagedRows, WindowRows
 from allotrope.attention.cost import Lengths, StepCost
 
 CacheViews = Mapping[str, Mapping[str, torch.Tensor]]
-"""Of one layer: cache name -> field name -> tensor."""
+"""The caches of one layer: cache name -> field name -> tensor."""
 
 
 class Spec(Protocol):
@@ -41,7 +41,7 @@ class Spec(Protocol):
 
 @runtime_checkable
 class HasBoundaries(Protocol):
-    """A spec that knows more context lengths than its caches tell; see `boundaries`."""
+    """A spec with context lengths of its own in `boundaries`."""
 
     def boundaries(self) -> tuple[int, ...]:
         """Context lengths, in tokens, at which the layer starts to compute in another way."""
@@ -51,31 +51,31 @@ class HasBoundaries(Protocol):
 def boundaries(spec: Spec) -> tuple[int, ...]:
     """Context lengths at which a layer starts to compute in another way, ascending.
 
-    They are the windows and strides of its caches, and what the spec adds (a top-k, a chunk size). Whoever tests a
-    layer runs lengths just below, at and above each.
+    They are the windows and strides of its caches, and those that the spec adds (a top-k, a chunk size). Tests run
+    lengths just below, at and above each.
     """
-    found = set(spec.boundaries()) if isinstance(spec, HasBoundaries) else set()
+    lengths = set(spec.boundaries()) if isinstance(spec, HasBoundaries) else set()
     for layout in spec.caches().values():
         if isinstance(layout, WindowRows):
-            found.add(layout.window)
+            lengths.add(layout.window)
         elif isinstance(layout, PagedRows):
-            found.add(layout.stride)
-    return tuple(sorted(length for length in found if length > 1))
+            lengths.add(layout.stride)
+    return tuple(sorted(length for length in lengths if length > 1))
 
 
 @dataclass(eq=False)
 class Family:
-    """One kind of attention: everything that the rest of the project asks about it. A row of `FAMILIES`.
+    """One kind of attention, as the rest of the project reads it. A row of `FAMILIES`.
 
     `backends`: best first; the last one is the reference, which runs anywhere. `naive(spec, **tensors)`: the
-    definition, for one sequence without a cache. `ready_inputs(spec, **tensors)`: what `run` takes, made of tensors
-    that are normed and rotated already, under the names of the definition.
-    `cost(spec, lengths)`: the roofline cost of one layer's step, without parameters. `output_shapes(spec)`: of each
-    output of `run`, the shape behind the tokens and the type, None for that of the activations.
-    `with_cache(spec, cache)`: the spec with entries and states of a format. `scale_names`: the inputs that plain FP8
-    entries were divided by; none where the family stores no FP8 entries. `block_scaled(spec)`: whether entries carry
-    scales of their own. `cache_kinds`: what some layer caches beside keys and values of each token: "latent" entries of
-    all heads, "compressed" entries of several tokens, a "state".
+    definition, for one sequence without a cache. `ready_inputs(spec, **tensors)`: the inputs of `run` from tensors that
+    are normed and rotated already, under the names of the definition. `cost(spec, lengths)`: the roofline cost of one
+    layer's step, without parameters. `output_shapes(spec)`: for each output of `run`, its dimensions after the tokens
+    and its type, None for the type of the activations. `with_cache(spec, cache)`: the spec with a format of cache
+    entries and states. `scale_names`: the inputs that plain FP8 entries were divided by; none where the family stores
+    no FP8 entries. `block_scaled(spec)`: whether entries hold the scales of their blocks. `cache_kinds`: the kinds of
+    cache beside keys and values of each token: "latent" entries of all heads, "compressed" entries of several tokens,
+    a "state".
     """
 
     name: str
@@ -95,7 +95,7 @@ OutputShape = tuple[tuple[int, ...], torch.dtype | None]
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """`row_format`: "plain", or "scaled" for FP8 entries with scales of their own. `state_dtype`: recurrent states."""
+    """`row_format`: "plain", or "scaled" for block-scaled FP8 entries. `state_dtype`: type of recurrent states."""
 
     row_format: str = "plain"
     state_dtype: torch.dtype = torch.float32

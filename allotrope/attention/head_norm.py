@@ -1,4 +1,4 @@
-"""The norm of heads or rows that a layer hands to its family, which applies it where its backend wants."""
+"""The norm of heads that a layer passes to its attention backend, which may fuse it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """A norm over the last dimension. `apply`: by the implementation that the layer chose. `weight`: [D] fp32, with
-    sqrt(D) in it, for a kernel that norms by itself; None where the norm spans more than one head."""
+    """A norm over the last dimension. `apply`: the implementation that the layer chose. `weight`: [D] fp32, times
+    sqrt(D), for a kernel that fuses the norm; None where the norm spans more than one head."""
 
     apply: Callable[[torch.Tensor], torch.Tensor]
     weight: torch.Tensor | None

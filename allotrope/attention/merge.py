@@ -1,4 +1,4 @@
-"""Joining softmax attention over disjoint sets of keys, each computed on its own."""
+"""LSE merge: softmax attention over disjoint sets of keys, from the partial result of each set."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def merge(first: Partial, second: Partial) -> Partial:
         lse = ln(exp(lse_1) + exp(lse_2))
         out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
 
-    `first`, `second`: of equal shapes. A side without keys changes nothing; two of them give out 0 and lse -inf.
+    `first`, `second`: of equal shapes. A partial result without keys leaves the other unchanged; two of them give out 0
+    and lse -inf.
     Source: Ye et al. 2024 (FlashInfer), section 2.2.
     """
     lse = torch.logaddexp(first.lse, second.lse)
-    # Where neither side has a key, exp(-inf - 0) gives both the weight 0 that exp(-inf + inf) would not.
-    top = lse.masked_fill(lse == -torch.inf, 0.0)
-    out = first.out * (first.lse - top).exp()[..., None]
-    return Partial(torch.addcmul(out, second.out, (second.lse - top).exp()[..., None]), lse)
+    # Where neither has a key, both weights are exp(-inf - 0) = 0; exp(-inf + inf) would be NaN.
+    finite_lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    out = first.out * (first.lse - finite_lse).exp()[..., None]
+    return Partial(torch.addcmul(out, second.out, (second.lse - finite_lse).exp()[..., None]), lse)

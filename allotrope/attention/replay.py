@@ -1,7 +1,7 @@
-"""Plays a case's sequences through one layer as an engine would, on memory that is hostile to wrong reads.
+"""Replays a case's sequences through one layer as an engine would, in memory where a wrong read shows.
 
-Owns: pools for one layer, pages and slots in random order. Every byte starts as NaN, page and slot 0 as zeros; what a
-finished sequence leaves behind stays there for the next owner.
+Owns: pools for one layer, pages and slots in random order. Every byte starts as NaN, page and slot 0 as zeros; the
+next owner of a page finds the stale bytes of the one before.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ def in_chunks(lengths: Sequence[int], size: int) -> list[Step]:
 def at_random(lengths: Sequence[int], seed: int, sizes: Sequence[int] = (1, 1, 2, 3, 17, 64, 300)) -> list[Step]:
     """Random chunks of random sequences in random order."""
     choose = random.Random(seed)
-    rest = dict(enumerate(lengths))
+    remaining = dict(enumerate(lengths))
     steps: list[Step] = []
-    while rest:
-        members = choose.sample(sorted(rest), choose.randint(1, len(rest)))
-        step = in_order((i, min(rest[i], choose.choice(sizes))) for i in members)
+    while remaining:
+        members = choose.sample(sorted(remaining), choose.randint(1, len(remaining)))
+        step = in_order((i, min(remaining[i], choose.choice(sizes))) for i in members)
         steps.append(step)
-        rest = {i: n - dict(step).get(i, 0) for i, n in rest.items()}
-        rest = {i: n for i, n in rest.items() if n}
+        remaining = {i: n - dict(step).get(i, 0) for i, n in remaining.items()}
+        remaining = {i: n for i, n in remaining.items() if n}
     return steps
 
 
 def in_order(step: Iterable[tuple[int, int]]) -> Step:
     """The step with its one-token sequences first, otherwise unchanged."""
-    return sorted(step, key=lambda taken: taken[1] != 1)
+    return sorted(step, key=lambda member: member[1] != 1)
 
 
 class Replay:
-    """One layer, its pools, and how far each sequence of a case has come.
+    """One layer, its pools, and the progress of each sequence of a case.
 
-    `pools`: cache name -> field name -> view. `held`: cache name -> sequence -> its pages (-1: fallen out of the
-    window), or its one slot. `outputs`: per sequence, what each of its steps returned.
+    `pools`: cache name -> field name -> view. `held`: cache name -> sequence -> its pages (-1: out of the window), or
+    its one slot. `outputs`: per sequence, the output of each of its steps.
     """
 
     def __init__(self, case: Case, backend: AttentionBackend, device: str = "cpu", seed: int = 0) -> None:
@@ -97,7 +97,7 @@ class Replay:
         """Run all steps; returns [N, ...], every token's output, sequence after sequence."""
         for step in steps:
             self.step(step)
-        return torch.cat([part for parts in self.outputs for part in parts])
+        return torch.cat([output for outputs in self.outputs for output in outputs])
 
     def step(self, step: Step) -> torch.Tensor:
         """Run one step; returns its [T, ...] output."""
@@ -107,9 +107,9 @@ class Replay:
             self._take_pages(i, end)
         plan = self.plan(batch, {name: self.index(name, batch, [i for i, _ in step]) for name in self.layouts})
         inputs = FAMILIES[self.spec.family].ready_inputs(self.spec, **self.tokens(step), **self.layer)
-        found = self.backend.run(self.spec, plan, self.pools, inputs)
-        # A layer that picks rows for the layers behind it returns its picks as well.
-        out: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        result = self.backend.run(self.spec, plan, self.pools, inputs)
+        # A layer with an indexer returns its top-k indices as well.
+        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
         for (i, n), start in zip(step, batch.query_start[:-1], strict=True):
             self.outputs[i].append(out[start : start + n])
             self.done[i] += n
@@ -126,7 +126,7 @@ class Replay:
         return {name: torch.cat([t[r] for r in rows]).to(self.device) for name, t in self.inputs.tokens.items()}
 
     def index(self, name: str, batch: BatchLayout, members: Sequence[int]) -> CacheIndex:
-        """Where the rows of cache `name` lie for the sequences of a step."""
+        """The index of cache `name` for the sequences of a step."""
         held = [self.held[name][i] for i in members]
         if isinstance(self.layouts[name], StateSlots):
             return SlotIndex(torch.tensor([slot for (slot,) in held], device=self.device))
@@ -143,7 +143,7 @@ class Replay:
             held.extend(self.free[name].pop() for _ in range(need - len(held)))
 
     def _free_pages(self, i: int) -> None:
-        """Give back what no later query reads, unchanged: the next owner finds it stale."""
+        """Free the pages that no later query reads, unchanged: the next owner finds stale bytes."""
         for name, layout in self.layouts.items():
             held, size = self.held[name][i], self.page_sizes[name]
             unread = 0

@@ -1,4 +1,4 @@
-"""AOT compilation of kernels: for a chip that need not be here, and what the compiler reports of each.
+"""AOT compilation of kernels for a chip that need not be present, and the compiler's report on each.
 
 Must not know: which kernels there are, or what one computes.
 """
@@ -48,14 +48,14 @@ def target_of(chip: Chip) -> Any:
 
 
 def compile_for_chip(one: Specialization, chip: Chip) -> Any:
-    """Triton's compiled kernel, for a chip that need not be here. Raises the compiler's errors."""
+    """Triton's compiled kernel, for a chip that need not be present. Raises the compiler's errors."""
     import triton
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    given = [one.signature.get(name, "constexpr") for name in one.kernel.arg_names]
-    signature = {name: kind.removesuffix(":16") for name, kind in zip(one.kernel.arg_names, given, strict=True)}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(given) if kind.endswith(":16")}
+    types = [one.signature.get(name, "constexpr") for name in one.kernel.arg_names]
+    signature = {name: kind.removesuffix(":16") for name, kind in zip(one.kernel.arg_names, types, strict=True)}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.endswith(":16")}
     source = (GluonASTSource if one.kernel.is_gluon() else ASTSource)(
         one.kernel, signature, dict(one.constants), aligned
     )

@@ -30,7 +30,7 @@ class Backend:
 
 
 class Operation(Protocol):
-    """What has backends to choose from: an `Op`, or a family of attention."""
+    """An operation with backends to choose from: an `Op`, or a family of attention."""
 
     @property
     def name(self) -> str: ...
@@ -125,7 +125,7 @@ class Chooser:
 
     @property
     def unused(self) -> dict[str, str]:
-        """What was asked for of operations that the model does not have: operation -> backend."""
+        """Wanted backends of operations that the model does not have: operation -> backend."""
         used = {choice.op for choice in self.choices}
         return {op: name for op, name in self.wanted.items() if op not in used}
 

@@ -1,7 +1,7 @@
 """What a device is. The only place that asks one: everything else reads a `Chip`.
 
-A `Chip` made by hand stands for a device that is not here: what is chosen for it can be tested, and what is chosen
-compiled. Must not know: kernels, and how they are launched.
+A `Chip` made by hand stands for a device that is not present: tests choose backends for it, and compile their kernels.
+Must not know: kernels, and how they are launched.
 """
 
 from __future__ import annotations

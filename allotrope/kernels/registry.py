@@ -52,12 +52,12 @@ def specializations(function: Specializations) -> Specializations:
 
 def kernel_modules(packages: Sequence[str] = ("allotrope.ops", "allotrope.attention")) -> list[str]:
     """Every module of kernels, by name, sorted. The packages that hold them are imported, the modules are not."""
-    found = [
+    modules = [
         one.name
         for package in packages
         for one in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
     ]
-    return sorted(name for name in found if name.rpartition(".")[2].startswith(("triton", "gluon")))
+    return sorted(name for name in modules if name.rpartition(".")[2].startswith(("triton", "gluon")))
 
 
 def every_specialization(chip: Chip, modules: Sequence[str] | None = None) -> list[Specialization]:
@@ -65,9 +65,9 @@ def every_specialization(chip: Chip, modules: Sequence[str] | None = None) -> li
 
     Without those that hold e4m3 numbers where Triton cannot: backends reject these there (`e4m3fn_reasons`).
     """
-    made: list[Specialization] = []
+    result: list[Specialization] = []
     for module in kernel_modules() if modules is None else modules:
         importlib.import_module(module)
         for function in _REGISTERED.get(module, ()):
-            made.extend(one for one in function(chip) if chip.triton_has_e4m3fn or not one.has_e4m3fn)
-    return made
+            result.extend(one for one in function(chip) if chip.triton_has_e4m3fn or not one.has_e4m3fn)
+    return result

@@ -141,8 +141,8 @@ def compile_for(launch: Callable[..., Any], *args: Any, **options: Any) -> None:
 
 
 class _Zeroed(TorchDispatchMode):
-    """Memory that is handed out uninitialised elsewhere holds zeros."""
+    """Zeroes memory that PyTorch allocates uninitialised."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        return made.zero_() if func.overloadpacket in _UNWRITTEN else made
+        out = func(*args, **(kwargs or {}))
+        return out.zero_() if func.overloadpacket in _UNWRITTEN else out

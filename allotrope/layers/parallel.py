@@ -1,7 +1,7 @@
-"""One rank's share of a tensor-parallel model: which part of each weight it holds, and how partial results join.
+"""One rank's share of a tensor-parallel model: its shard of each weight, and the collectives over partial results.
 
-Owns: cutting full tensors and the two collectives, which a rehearsal leaves out: each rank rehearses for itself. Must
-not know: which model or layer a tensor belongs to.
+Owns: cutting full tensors and the two collectives, which a warm-up leaves out: each rank warms up by itself. Must not
+know: which model or layer a tensor belongs to.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Parallel:
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' `x` joined along the last dim."""
+        """The ranks' `x`, concatenated along the last dim."""
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
@@ -83,7 +83,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Placement:
-    """How one rank's parameter is put together from checkpoint tensors: `sections` side by side along `dim`.
+    """The layout of one rank's parameter from checkpoint tensors: `sections` one after another along `dim`.
 
     `experts`: leading dimension of a stacked parameter, 0 for none; each expert is placed on its own, and `dim`
     counts within one expert's tensor. `below`: of a parameter of indices, the number that all of them are below.
@@ -102,7 +102,7 @@ class Placement:
         raise KeyError(name)
 
     def fill(self, target: torch.Tensor, full: torch.Tensor, name: str, parallel: Parallel) -> None:
-        """Copy this rank's share of `full` into its place in `target` (of one expert, if stacked)."""
+        """Copy this rank's share of `full` into its section of `target` (of one expert, if stacked)."""
         section, index = self.section(name)
         start, end = section.bounds(parallel)
         offset = sum(before.local(parallel) for before in self.sections[:index])
@@ -117,12 +117,12 @@ def parameter(
     shape: Sequence[int], placement: Placement, dtype: torch.dtype, device: torch.device
 ) -> torch.nn.Parameter:
     """An uninitialised parameter that remembers its placement."""
-    made = torch.nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device=device), requires_grad=False)
-    setattr(made, "placement", placement)  # noqa: B010
-    return made
+    result = torch.nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device=device), requires_grad=False)
+    setattr(result, "placement", placement)  # noqa: B010
+    return result
 
 
 def placement_of(parameter: torch.nn.Parameter) -> Placement:
-    """The placement given to `parameter()`; a plain parameter is one unnamed section that every rank holds."""
-    found = getattr(parameter, "placement", None)
-    return found if isinstance(found, Placement) else Placement((Section("", parameter.shape[0]),))
+    """The placement of a parameter; one without is a single unnamed section that every rank holds."""
+    placement = getattr(parameter, "placement", None)
+    return placement if isinstance(placement, Placement) else Placement((Section("", parameter.shape[0]),))

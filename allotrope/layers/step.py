@@ -16,8 +16,8 @@ from allotrope.ops.rope import RopeSpec, RopeTables, Rotation
 
 @dataclass
 class Step:
-    """One forward pass. `ids`: [T] token ids. `layers`: per layer, its plan and caches. `tables`: of rotations, which
-    outlive the step; None for ones of the step's own.
+    """One forward pass. `ids`: [T] token ids. `layers`: plan and caches of each layer. `tables`: rotation tables that
+    outlive the step; None builds them for this step.
 
     Results that later layers read, None until a layer sets them: `topk_indices`: [T, K] those of the last layer with an
     indexer, in the backend's form. `per_layer_inputs`: [T, layers, width] input of each layer beside the hidden states.
@@ -36,7 +36,7 @@ class Step:
             layer.belongs_to(self)
 
     def rotation(self, spec: RopeSpec, dtype: torch.dtype) -> Rotation:
-        """cos and sin of the step's positions; made once per step and kind."""
+        """cos and sin of the step's positions, computed once per step, spec and type."""
         key = (spec, dtype)
         if key not in self._rotations:
             if self.tables is None:
@@ -46,10 +46,10 @@ class Step:
 
 
 class LayerStep:
-    """`plan`: the family's plan for this layer. `caches`: its views (or those of the layer whose rows it reads).
+    """`plan`: the family's plan for this layer. `caches`: its views (or those of the layer whose cache it reads).
 
-    `step` lives as long as its forward pass and not longer: were each to hold the other, a step's tensors would stay on
-    the device until Python looks for such circles.
+    `step` is a weak reference: a reference cycle would keep a step's tensors on the device until Python's garbage
+    collector runs.
     """
 
     def __init__(self, plan: Any, caches: CacheViews) -> None:

@@ -12,9 +12,9 @@ from allotrope.attention.csa.spec import CsaSpec, IndexerSpec
 from allotrope.ops.rope import RopeScaling, RopeSpec
 
 PAGE = 16
-# Around entries of 4 tokens, the window, and where there are more entries than the top-k.
+# Around blocks of 4 tokens, the window, and the length from which there are more entries than the top-k.
 SHORT = (1, 3, 4, 5, 7, 8, PAGE, PAGE + 1, 34, 35, 36, 70)
-# Around the first and the second entry of 128 tokens.
+# Around the first and the second block of 128 tokens.
 LONG = (1, 127, 128, 129, 257)
 
 MAIN = RopeSpec(dim=16, theta=10000.0, interleaved=True)
@@ -40,16 +40,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
-    """Every variant, with inputs and cached rows of `dtype`."""
-    for name, given in VARIANTS.items():
-        numbers: dict[str, Any] = {"num_heads": 4, "head_dim": 64, "window": PAGE, "rope": STRETCHED} | given
+    """Every variant, with inputs and cache entries of `dtype`."""
+    for name, variant in VARIANTS.items():
+        numbers: dict[str, Any] = {"num_heads": 4, "head_dim": 64, "window": PAGE, "rope": STRETCHED} | variant
         lengths = numbers.pop("lengths", SHORT)
         spec = CsaSpec(scale=numbers["head_dim"] ** -0.5, kv_dtype=dtype, **numbers)
         yield Case(name, spec, lengths, draw, dtype, PAGE)
 
 
 def draw(spec: CsaSpec, tokens: int, generator: torch.Generator, dtype: torch.dtype) -> Inputs:
-    """Normal rows; sinks as large as the logits, biases as large as the scores, norms around 1."""
+    """Normal queries and entries; sinks as large as the logits, biases as large as the scores, norms around 1."""
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)

@@ -1,14 +1,14 @@
-"""Pooling of tokens into compressed entries, across step and chunk borders.
+"""The compressor: it pools each block of r tokens into one compressed entry, across step and chunk borders.
 
-Token t brings kv_t and score_t, each of one stream per entry that pools it. Entry e closes at token (e + 1) r - 1 and
-pools, for each channel c by itself, the K = streams * r tokens that end there:
+Token t has kv_t and score_t, with one stream for each entry that pools it. Block e closes at its boundary, token
+(e + 1) r - 1, and pools the K = streams * r tokens up to it, each channel c by itself:
 
     w_j[c]  = softmax_j(score_j[c] + position_bias[j mod r][c])
     entry_e = rope(RMSNorm(sum_j w_j * kv_j), e r)
 
-With overlap, the r tokens before the entry's own give their stream 0 and its own r tokens their stream 1; tokens before
-the first have weight 0. The row is rotated at the position of the first token that the entry owns, e r. Every token's
-kv and biased score are saved before anything is pooled, so that pooling never cares which step a token came in.
+With overlap, an entry pools stream 0 of the block before and stream 1 of its own block; tokens before the first have
+weight 0. The entry is rotated at the position of its block's first token, e r. The compressor saves every token's kv
+and biased score before it pools, so that the steps in which tokens come do not matter.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from allotrope.attention.csa.rotary import rotate_tail
 
 @dataclass(frozen=True)
 class Compression:
-    """What one compressor gets in a step.
+    """The inputs of one compressor in a step.
 
-    `kv_score`: [T, 2 * streams * d], kv and score as projected; keep them fp32 from the projection on. `position_bias`:
-    [r, streams * d], added to the score of a token at its position mod r. `norm`: [d] weight of the entry's norm.
+    `kv_score`: [T, 2 * streams * d] fp32, the projected kv and score. `position_bias`: [r, streams * d], added to the
+    score of a token at its position mod r. `norm`: [d] weight of the entry's norm.
     """
 
     kv_score: torch.Tensor
@@ -35,10 +35,10 @@ class Compression:
 
 
 def compress(compressor: CompressorPlan, states: torch.Tensor, new: Compression, eps: float) -> torch.Tensor | None:
-    """Save the step's tokens, then pool the entries that close in it.
+    """Save the step's tokens, then pool the blocks that close in it.
 
     `states`: [P, S, 2 * streams * d] fp32. `eps`: of the entries' norm. Returns [E, d] fp32, to be stored by
-    `pooling.closing.writes`; None if none closes.
+    `compressor.closed.writes`; None if no block closes.
     """
     kv, score = new.kv_score.float().chunk(2, dim=-1)
     compressor.state_writes.put(states, torch.cat((kv, score + new.position_bias.float()[compressor.phase]), dim=-1))
@@ -53,5 +53,5 @@ def compress(compressor: CompressorPlan, states: torch.Tensor, new: Compression,
 
 
 def _members(streams: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """[E, K, d] of `rows` [E, K]."""
+    """[E, K, d] the streams at `rows` [E, K]."""
     return streams.index_select(0, rows.flatten()).unflatten(0, rows.shape)

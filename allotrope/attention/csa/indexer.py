@@ -1,7 +1,7 @@
-"""Choice of the entries that a query attends to.
+"""The indexer: the top-k compressed entries that a query attends to.
 
     score_t(e) = sum_h weight_t,h * relu(q_t,h . k_e) * (heads * d)^-1/2        for e < (p_t + 1) // r
-    picked_t   = the `topk` entries of the highest score; equal scores go to the earlier entry
+    topk_t     = the `topk` entries of the highest score; of equal scores the earlier entry
 
 A query that sees at most `topk` entries attends to all of them, and is not scored.
 """
@@ -19,10 +19,10 @@ from allotrope.attention.topk import top_indices
 def select_topk(
     spec: IndexerSpec, plan: CsaPlan, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Rows of the chosen entries.
+    """Select the top-k compressed entries of every query that is scored.
 
     `keys`: [P, rows, d], the index keys of the entries. `q`: [T, heads, d], not rotated. `weights`: [T, heads], as
-    projected. Returns [T, topk] int64 rows of the compressed cache; only the tokens of a contest are filled in.
+    projected. Returns [T, topk] int64 rows of the compressed cache; only the tokens of the plan's chunks are set.
     """
     topk_indices = torch.empty(q.shape[0], spec.topk, dtype=torch.int64, device=keys.device)
     if plan.chunks:
@@ -38,9 +38,9 @@ def scores(
     spec: IndexerSpec, chunk: ScoreChunk, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """The equation above. `q`: [T, heads, d] rotated. Returns [b * q, N] fp32, -inf where an entry is not visible."""
-    rows = keys.flatten(0, 1).index_select(0, chunk.key_rows.flatten()).unflatten(0, chunk.key_rows.shape)
+    k = keys.flatten(0, 1).index_select(0, chunk.key_rows.flatten()).unflatten(0, chunk.key_rows.shape)
     queries = q[chunk.tokens].float().unflatten(0, (-1, chunk.queries))
-    share = weights[chunk.tokens].float() * (spec.num_heads * spec.head_dim) ** -0.5
-    hits = torch.bmm(queries.flatten(1, 2), rows.float().transpose(1, 2)).relu_()
-    score = torch.bmm(share[:, None], hits.view(len(share), spec.num_heads, -1)).squeeze(1)
+    head_weights = weights[chunk.tokens].float() * (spec.num_heads * spec.head_dim) ** -0.5
+    logits = torch.bmm(queries.flatten(1, 2), k.float().transpose(1, 2)).relu_()
+    score = torch.bmm(head_weights[:, None], logits.view(len(head_weights), spec.num_heads, -1)).squeeze(1)
     return score + chunk.bias.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""What a layer of compressed sparse attention hands to its backend: its projections, before norms and rotation."""
+"""The inputs of compressed sparse attention: a layer's projections, before norms and rotation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from allotrope.attention.head_norm import HeadNorm
 
 @dataclass(frozen=True)
 class IndexInputs:
-    """Of the indexer. `q`: [T, heads, d]. `weights`: [T, heads] of the heads' scores. `compressor`: of index keys."""
+    """The indexer's inputs. `q`: [T, heads, d]. `weights`: [T, heads] of its heads' scores. `compressor`: of keys."""
 
     q: torch.Tensor
     weights: torch.Tensor
@@ -23,8 +23,8 @@ class IndexInputs:
 @dataclass(frozen=True)
 class CsaInputs:
     """`q`: [T, H, D]. `kv`: [T, D]. `sinks`: [H]. `q_norm`, `kv_norm`: None for none. `compressor`: where the spec has
-    a ratio. `index`: where it has an indexer. `kv_scale`: what plain FP8 entries are divided by. The plan knows the
-    rotation."""
+    a ratio. `index`: where it has an indexer. `kv_scale`: the divisor of plain FP8 entries. The plan has the rotation.
+    """
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -36,7 +36,7 @@ class CsaInputs:
     kv_scale: float = 1.0
 
     def normed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [T, H, D] and rows [T, D]."""
+        """Queries [T, H, D] and window entries [T, D]."""
         q = self.q if self.q_norm is None else self.q_norm(self.q)
         return q, self.kv if self.kv_norm is None else self.kv_norm(self.kv)
 

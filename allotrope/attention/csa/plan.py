@@ -1,10 +1,10 @@
-"""Everything about a step that follows from positions and page tables: built once, shared by all layers of one kind.
+"""The plan of a step from positions and page tables: built once, shared by all layers of equal spec.
 
-Three things are planned: where rows, states and entries are written; which states each closing entry pools; and which
-rows each query reads. A step is cut into `SubBatch`es: b requests with q queries each that read L rows.
-Decoding requests of similar length share a part; a prefill is cut into blocks of queries. Queries that see more entries
-than the indexer picks have lists of their own: one part row each, its entries filled in by each layer's contest.
-A row that a request lacks is row 0 of its pool, which is never written and holds zeros.
+It has three parts: the rows that window entries, compressor states and compressed entries are written to; the states
+that each closed block pools; and the entries that each query reads. A step becomes `SubBatch`es: b requests with q
+queries each that read L entries. Decoding requests of similar length share a sub-batch; a prefill is cut into blocks of
+queries. A query that sees more compressed entries than the top-k has sparse indices of its own: each layer's indexer
+computes them. Lists of rows are filled up with row 0 of the pool, which is never written and holds zeros.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from allotrope.ops.rope import Rotation
 
 Tokens = slice | torch.Tensor
 
-# Queries of one prefill that share the rows they read: a larger block reads more rows before each query's window.
+# Queries of one prefill that share the entries they read: a larger block reads more entries before each query's window.
 QUERY_BLOCK = 64
-# Elements that one part may gather (queries with lists of their own) or score (contests).
+# Elements that one sub-batch may gather (queries with sparse indices) or one chunk may score.
 GATHER_BUDGET = SCORE_BUDGET = 1 << 24
 
 
 @dataclass(frozen=True)
 class Writes:
-    """`rows`: [n] rows of a pool. `tokens`: [n] tokens whose rows go there; None is all of the step's, in order."""
+    """`rows`: [n] rows of a pool. `tokens`: [n] tokens that are written there; None is all of the step's, in order."""
 
     rows: torch.Tensor
     tokens: torch.Tensor | None
 
     def put(self, pool: torch.Tensor, values: torch.Tensor) -> None:
         """Write `values` [tokens, ...], in the pool's type, to `pool` [P, S, ...]."""
-        chosen = values if self.tokens is None else values[self.tokens]
-        put(pool, self.rows, chosen.to(pool.dtype))
+        values = values if self.tokens is None else values[self.tokens]
+        put(pool, self.rows, values.to(pool.dtype))
 
 
 @dataclass(frozen=True)
 class ClosedBlocks:
-    """The E entries that close in this step.
+    """The E blocks whose boundary is in this step: each becomes one compressed entry.
 
-    `kvs`, `scores`: [E, K], where the kv and the score of each pooled token lie in the state pool, seen as rows of one
-    stream. `bias`: [E, K, 1], -inf before the first token, else 0. `writes`: where the entries go. `rotation`: at the
-    first token that each entry owns.
+    `kv_rows`, `scores`: [E, K] rows of each pooled token's kv and score in the state pool, viewed by streams.
+    `bias`: [E, K, 1], -inf before the first token, else 0. `writes`: of the compressed entries. `rotation`: at the
+    first token of each block.
     """
 
     kv_rows: torch.Tensor
@@ -59,7 +59,8 @@ class ClosedBlocks:
 
 @dataclass(frozen=True)
 class CompressorPlan:
-    """One compressor's step. `phase`: [T] position mod ratio. `saves`: where states go. `closing`: None if none is."""
+    """One compressor's step. `phase`: [T] position mod ratio. `state_writes`: of the tokens' states. `closed`: None if
+    the step has no block boundary."""
 
     phase: torch.Tensor
     state_writes: Writes
@@ -70,9 +71,9 @@ class CompressorPlan:
 class SubBatch:
     """b requests with q queries each, request after request.
 
-    `tokens`: the b * q tokens. `window_rows`: [b, Lw] rows of the window cache. `entry_rows`: [b, N] rows of the
-    compressed cache; None stands for the picks of the tokens (q is 1). `bias`: [b, q, Lw + N], 0 where a row is seen,
-    else -inf.
+    `tokens`: the b * q tokens. `window_rows`: [b, Lw] rows of the window cache. `compressed_rows`: [b, N] rows of the
+    compressed cache; None where each token has sparse indices (q is 1). `bias`: [b, q, Lw + N], 0 where a row is
+    visible, else -inf.
     """
 
     tokens: Tokens
@@ -84,10 +85,10 @@ class SubBatch:
 
 @dataclass(frozen=True)
 class ScoreChunk:
-    """b requests with q queries each whose N entries are scored.
+    """b requests with q queries each that are scored against N compressed entries.
 
-    `tokens`: the b * q tokens. `key_rows`, `entry_rows`: [b, N] rows of the index and of the compressed cache. `bias`:
-    [b, q, N], 0 where an entry is seen, else -inf.
+    `tokens`: the b * q tokens. `key_rows`, `compressed_rows`: [b, N] rows of the index and of the compressed cache.
+    `bias`: [b, q, N], 0 where an entry is visible, else -inf.
     """
 
     tokens: Tokens
@@ -99,7 +100,8 @@ class ScoreChunk:
 
 @dataclass(frozen=True)
 class CsaPlan:
-    """`rotation`: of each token. The rest as named above."""
+    """`rotation`: of each token. `window`: writes of the window cache. `compressor`, `index_compressor`: None where the
+    spec has none. `sub_batches`, `chunks`: attention and index scores."""
 
     rotation: Rotation
     window: Writes
@@ -111,7 +113,7 @@ class CsaPlan:
 
 @dataclass(frozen=True)
 class _Queries:
-    """b * q queries in the making: `requests` [b], and `seen` [b, q] tokens that each query sees, its own included."""
+    """b * q queries: `requests` [b], and `seen` [b, q] the number of tokens that each query sees, its own included."""
 
     tokens: Tokens
     requests: torch.Tensor
@@ -165,32 +167,32 @@ def _compressor_plan(spec: CsaSpec, batch: BatchLayout, state: PageIndex, entrie
     first = position[closing] // spec.ratio * spec.ratio
     # A state row is [kv streams | score streams].
     kv_rows = rows * (2 * spec.streams) + member // spec.ratio
-    # Entries are computed in the order in which they are written, so that all of them are taken.
-    where = Writes(writes.rows, None)
+    # The compressor returns only closed blocks, in the order of their rows, so that all of them are written.
+    block_writes = Writes(writes.rows, None)
     return CompressorPlan(
         phase,
         state_writes,
-        ClosedBlocks(kv_rows, kv_rows + spec.streams, bias[..., None], where, rotation_at(spec.rope, first)),
+        ClosedBlocks(kv_rows, kv_rows + spec.streams, bias[..., None], block_writes, rotation_at(spec.rope, first)),
     )
 
 
 def _rows(
     paged: PageIndex, table: torch.Tensor, position: torch.Tensor, inside: torch.Tensor, stride: int
 ) -> torch.Tensor:
-    """[b, L] pool row that holds token `position` [b, L]; row 0 where it is not `inside` the request."""
-    run = (position // paged.page_size).clamp(min=0, max=table.shape[1] - 1)
-    page = table.gather(1, run)
+    """[b, L] pool row that holds token `position` [b, L]; row 0 outside of the request, where `inside` is False."""
+    column = (position // paged.page_size).clamp(min=0, max=table.shape[1] - 1)
+    page = table.gather(1, column)
     rows = page * (paged.page_size // stride) + position % paged.page_size // stride
     return torch.where(inside & (page >= 0), rows, 0)
 
 
 def _selects(spec: CsaSpec, seen: int) -> bool:
-    """Whether a query that sees `seen` tokens has more entries than it may attend to."""
+    """Whether a query that sees `seen` tokens sees more compressed entries than the top-k."""
     return spec.indexer is not None and spec.visible_entries(seen) > spec.indexer.topk
 
 
 def _padded(length: int) -> int:
-    """Width that `length` rows are padded to: at most an eighth more, so that widths are few."""
+    """The padded width of `length` rows: at most an eighth more, so that few widths occur."""
     step = max(16, 1 << max(0, length.bit_length() - 4))
     return -(-length // step) * step
 
@@ -204,7 +206,7 @@ def _decodes(batch: BatchLayout, members: list[int]) -> _Queries:
 
 
 def _block(batch: BatchLayout, request: int, begin: int, end: int, *, alone: bool) -> _Queries:
-    """Queries at positions `begin` to `end` of one request: its only row of queries, or each a row of its own."""
+    """Queries at positions `begin` to `end` of one request: as one row of queries, or `alone`, one row each."""
     token = batch.query_start[request] - batch.context_lens[request]
     seen = torch.arange(begin + 1, end + 1, device=batch.device)
     rows = seen[:, None] if alone else seen[None]
@@ -238,7 +240,7 @@ def _prefill_sub_batches(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, 
 
 
 def _first_sparse(spec: CsaSpec, begin: int, end: int) -> int:
-    """The first position from `begin` on whose query has to pick, or `end`."""
+    """The first position from `begin` on whose query has sparse indices, or `end`."""
     if spec.indexer is None:
         return end
     return min(end, max(begin, (spec.indexer.topk + 1) * spec.ratio - 1))
@@ -247,7 +249,7 @@ def _first_sparse(spec: CsaSpec, begin: int, end: int) -> int:
 def _sub_batch(
     spec: CsaSpec, paged: Mapping[str, PageIndex], queries: _Queries, width: int, entries: int | None
 ) -> SubBatch:
-    """`width`: window rows to read. `entries`: compressed rows to read, from the first; None for each layer's picks."""
+    """`width`: window entries to read. `entries`: compressed entries to read, the first ones; None for the top-k."""
     seen, window = queries.seen, paged["window"]
     first = (seen[:, :1] - spec.window).clamp(min=0)
     key = first + torch.arange(width, device=seen.device)
@@ -266,7 +268,7 @@ def _sub_batch(
 
 
 def _entries(spec: CsaSpec, paged: PageIndex, queries: _Queries, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[b, N] rows of the first `count` entries of each request, and [b, q, N] whether a query does not see them."""
+    """[b, N] rows of the first `count` entries of each request, and [b, q, N] whether each is hidden from a query."""
     visible = queries.seen // spec.ratio
     entry = torch.arange(count, device=visible.device).expand(len(visible), -1)
     rows = _rows(paged, paged.table[queries.requests], entry * spec.ratio, entry < visible[:, -1:], spec.ratio)

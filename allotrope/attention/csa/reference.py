@@ -1,14 +1,14 @@
 """Compressed sparse attention over paged caches: the definition of `naive.py` with the signature of the kernels.
 
-For the query of head h at position p, over the rows s that it sees (window rows p - W + 1 .. p and the selected entries
-of compressed KV; a token that both cover counts twice):
+For the query of head h at position p, over the entries s that it sees (window entries p - W + 1 .. p and the top-k
+entries of compressed KV; a token that both cover counts twice):
 
     l_s = scale * rope(q_h, p) . kv_s
     o_h = rope^-1(sum_s exp(l_s) kv_s / (sum_s exp(l_s) + exp(sink_h)), p)
 
-A row is key and value at once, and it is stored rotated. The sum is rotated as well; the inverse rotation is at the
-position of the query. All rotary embedding of the layer is applied here: inputs and output are not rotated. Mathematics
-in fp32 whatever the inputs. Sources: DeepSeek-AI 2026, "DeepSeek-V4", section 2.3; Xiao et al. 2023, section 3 (sinks).
+An entry is key and value at once, and it is stored rotated. The sum is rotated as well; the inverse rotation is at the
+position of the query. The family applies all rotary embedding: inputs and output are not rotated. Mathematics in fp32
+whatever the inputs. Sources: DeepSeek-AI 2026, "DeepSeek-V4", section 2.3; Xiao et al. 2023, section 3 (sinks).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from allotrope.attention.family import CacheViews
 
 
 def run(spec: CsaSpec, plan: CsaPlan, caches: CacheViews, inputs: CsaInputs) -> torch.Tensor:
-    """Store the step's rows, save compressor states, pool complete entries, select the top-k, attend.
+    """Store the window entries, save compressor states, compress closed blocks, select the top-k, attend.
 
     Returns [T, H, D] in the queries' type.
     """
@@ -65,37 +65,37 @@ def _put(pools: Mapping[str, torch.Tensor], writes: Writes, values: Mapping[str,
 def gather(
     spec: CsaSpec, caches: CacheViews, sub_batch: SubBatch, topk_indices: torch.Tensor | None, kv_scale: float
 ) -> list[torch.Tensor]:
-    """Rows that each request of `part` reads: of its window [b, L, D], and its entries [b, N, D]: those of the plan, or
-    those of the sparse indices `picked`."""
+    """Entries that each request of `sub_batch` reads: window entries [b, L, D], and compressed entries [b, N, D], those
+    of the plan or of the sparse indices `topk_indices`."""
     compressed_rows = sub_batch.compressed_rows
     if compressed_rows is None and topk_indices is not None:
         compressed_rows = topk_indices[sub_batch.tokens]
-    found = [rows.decode(spec, caches["window"], sub_batch.window_rows, kv_scale)]
+    kv = [rows.decode(spec, caches["window"], sub_batch.window_rows, kv_scale)]
     if compressed_rows is not None and compressed_rows.shape[1]:
-        found.append(rows.decode(spec, caches["compressed"], compressed_rows, kv_scale))
-    return found
+        kv.append(rows.decode(spec, caches["compressed"], compressed_rows, kv_scale))
+    return kv
 
 
 def attend(
-    q: torch.Tensor, rows: Sequence[torch.Tensor], bias: torch.Tensor, sinks: torch.Tensor, scale: float
+    q: torch.Tensor, kv: Sequence[torch.Tensor], bias: torch.Tensor, sinks: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """The sum of the equation above for b requests of q queries.
 
-    `q`: [b, q, H, D]. `rows`: fp32 keys and values in runs [b, l, D] that add up to [b, L, D]; large, so never joined.
-    `bias`: [b, q, L], 0 where a row is seen, else -inf. `sinks`: [H], -inf for none. Returns [b, q, H, D] in `q`'s
-    type; 0 where a query sees nothing.
+    `q`: [b, q, H, D]. `kv`: fp32 keys and values as chunks [b, l, D] of [b, L, D]; they are too large to concatenate.
+    `bias`: [b, q, L], 0 where an entry is visible, else -inf. `sinks`: [H], -inf for none. Returns [b, q, H, D] in
+    `q`'s type; 0 where a query sees no entry.
     """
     requests, queries, heads, dim = q.shape
-    sink, scaled = sinks.float()[:, None], (q.float() * scale).flatten(1, 2)
-    runs = [torch.bmm(scaled, run.transpose(1, 2)) for run in rows]
-    logits = (runs[0] if len(runs) == 1 else torch.cat(runs, dim=-1)).view(requests, queries, heads, -1)
+    sink, scaled_q = sinks.float()[:, None], (q.float() * scale).flatten(1, 2)
+    chunks = [torch.bmm(scaled_q, chunk.transpose(1, 2)) for chunk in kv]
+    logits = (chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-1)).view(requests, queries, heads, -1)
     logits += bias[:, :, None]
-    top = logits.amax(-1, keepdim=True).maximum(sink)
-    top = top.masked_fill_(top == -torch.inf, 0.0)
-    weights = logits.sub_(top).exp_()
-    total = (weights.sum(-1, keepdim=True) + (sink - top).exp_()).clamp_(min=torch.finfo(torch.float32).tiny)
-    shares = weights.flatten(1, 2).split([run.shape[1] for run in rows], dim=-1)
-    summed = torch.bmm(shares[0], rows[0])
-    for share, run in zip(shares[1:], rows[1:], strict=True):
-        summed.baddbmm_(share, run)
-    return summed.view(requests, queries, heads, dim).div_(total).to(q.dtype)
+    m_i = logits.amax(-1, keepdim=True).maximum(sink)
+    m_i = m_i.masked_fill_(m_i == -torch.inf, 0.0)
+    weights = logits.sub_(m_i).exp_()
+    l_i = (weights.sum(-1, keepdim=True) + (sink - m_i).exp_()).clamp_(min=torch.finfo(torch.float32).tiny)
+    chunk_weights = weights.flatten(1, 2).split([chunk.shape[1] for chunk in kv], dim=-1)
+    acc = torch.bmm(chunk_weights[0], kv[0])
+    for p, chunk in zip(chunk_weights[1:], kv[1:], strict=True):
+        acc.baddbmm_(p, chunk)
+    return acc.view(requests, queries, heads, dim).div_(l_i).to(q.dtype)

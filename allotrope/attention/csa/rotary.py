@@ -1,4 +1,4 @@
-"""Rotation of the last dims of a row; what comes before them passes through."""
+"""Rotation of the last dims of a head or entry; the dims before them pass through."""
 
 from __future__ import annotations
 

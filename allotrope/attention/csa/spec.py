@@ -1,4 +1,4 @@
-"""The numbers of one layer of compressed sparse attention."""
+"""The spec of one layer of compressed sparse attention: its sizes, types and options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_HEAD_DIM = 512
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerSpec:
-    """How entries are chosen: `num_heads` scoring heads of size `head_dim` pick the best `topk` entries of a query."""
+    """The indexer: `num_heads` scoring heads of size `head_dim` select the `topk` entries of the highest score."""
 
     num_heads: int
     head_dim: int
@@ -27,12 +27,12 @@ class IndexerSpec:
 class CsaSpec:
     """Compressed sparse attention of one layer, as one rank sees it.
 
-    `num_heads`: query heads H; all read one row of size `head_dim` D, which is key and value. `scale`: factor of the
-    logits. `window`: latest rows a query sees, its own included. `rope`: rotation of the last R dims of a row (and of
-    an index key). `ratio`: tokens per compressed entry; 0 is none. `overlap`: an entry also pools the `ratio` tokens
-    before its own. `indexer`: chooses entries; None shows all of them. `norm_eps`: of the norm of an entry.
-    `kv_dtype`: type of the cached rows. `row_format`: "plain", or "scaled" for rows of FP8 codes with a factor for
-    every 64 (`rows.py`). Index keys of FP8 rows are bf16: a choice by coarser ones would be another.
+    `num_heads`: query heads H; all read one entry of size `head_dim` D, which is key and value. `scale`: of the logits.
+    `window`: latest tokens a query sees, itself included. `rope`: rotation of the last R dims of an entry (and of an
+    index key). `ratio`: tokens per compressed entry; 0 is none. `overlap`: an entry also pools the `ratio` tokens
+    before its block. `indexer`: selects entries; None attends to all of them. `norm_eps`: of the norm of an entry.
+    `kv_dtype`: type of the cache entries. `row_format`: "plain", or "scaled" for block-scaled FP8 entries with a scale
+    for every 64 values (`rows.py`). Index keys of FP8 caches are bf16: coarser keys would select other entries.
     """
 
     num_heads: int
@@ -82,7 +82,7 @@ class CsaSpec:
 
     @property
     def streams(self) -> int:
-        """Projections a token brings to a compressor: one per entry that it takes part in."""
+        """Projections of a token for a compressor: one for each entry that pools it."""
         return 2 if self.overlap else 1
 
     @property
@@ -90,7 +90,7 @@ class CsaSpec:
         return self
 
     def visible_entries(self, seen: int) -> int:
-        """Entries that exist for a query that sees `seen` tokens: an entry exists once its last token does."""
+        """Number of compressed entries for a query that sees `seen` tokens: an entry exists once its block closes."""
         return seen // self.ratio if self.ratio else 0
 
     def boundaries(self) -> tuple[int, ...]:
@@ -109,6 +109,6 @@ class CsaSpec:
         return caches
 
     def _state(self, dim: int) -> WindowRows:
-        """What a compressor keeps of each token until the last entry that pools it has closed."""
+        """The compressor's state of each token, kept until the last block that pools it closes."""
         row = Field("kv_score", (2 * self.streams * dim,), torch.float32)
         return WindowRows((row,), self.streams * self.ratio)

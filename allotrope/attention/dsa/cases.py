@@ -29,9 +29,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
-    """Every variant, with inputs and cached rows of `dtype`."""
-    for name, given in VARIANTS.items():
-        numbers: dict[str, Any] = {"topk": 8, "sizes": "small"} | given
+    """Every variant, with inputs and cache entries of `dtype`."""
+    for name, variant in VARIANTS.items():
+        numbers: dict[str, Any] = {"topk": 8, "sizes": "small"} | variant
         sizes = mla.mla_spec(numbers.pop("sizes"), dtype)
         yield Case(name, DsaSpec(mla=sizes, **numbers), LENGTHS, draw, dtype, PAGE)
 
@@ -57,6 +57,6 @@ def _random_topk(positions: torch.Tensor, topk: int, generator: torch.Generator)
     """[N, topk]: of each query's positions up to its own, `topk` at random, -1 where it sees fewer."""
     topk_indices = torch.full((len(positions), topk), -1)
     for row, position in zip(topk_indices, positions.tolist(), strict=True):
-        chosen = torch.randperm(position + 1, generator=generator)[:topk]
-        row[: len(chosen)] = chosen.sort().values
+        selected = torch.randperm(position + 1, generator=generator)[:topk]
+        row[: len(selected)] = selected.sort().values
     return topk_indices

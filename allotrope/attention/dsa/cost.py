@@ -11,8 +11,8 @@ from allotrope.attention.mla.cost import flops, width
 
 
 def cost(spec: DsaSpec, lengths: Lengths) -> StepCost:
-    """Queries that see at most `topk` entries cost as in latent attention. For the others all index keys are scored,
-    and the chosen entries are read, in the absorbed form."""
+    """The cost of one step. Queries that see at most `topk` entries cost as in latent attention. The others score all
+    index keys, and read their top-k entries in the absorbed form."""
     new, kv, mla = lengths.new, lengths.kv, spec.mla
     dense = (spec.topk - (kv - new)).clamp(min=0).minimum(new)
     sparse = new - dense

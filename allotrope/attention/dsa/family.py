@@ -44,7 +44,7 @@ def triton_rejects(spec: Any, chip: Chip) -> list[str]:
 
 
 def _index_memory(indexer: IndexerSpec) -> int:
-    """Bytes of shared memory of a product: its keys, and the queries of all heads or of a tile, two bytes a number."""
+    """Bytes of shared memory of a product: the keys, and the queries of all heads or of a tile, in two-byte numbers."""
     return 2 * next_power_of_2(indexer.head_dim) * (INDEX_KEYS + max(64, next_power_of_2(indexer.num_heads)))
 
 
@@ -63,7 +63,7 @@ DSA = Family(
     naive=naive,
     ready_inputs=ready_inputs,
     cost=cost,
-    # The second are the positions of the chosen entries, -1 for none.
+    # The second output is the top-k indices, -1 for none.
     output_shapes=lambda spec: (((spec.mla.num_heads, spec.mla.v_head_dim), None), ((spec.topk,), torch.int64)),
     with_cache=lambda spec, cache: dataclasses.replace(spec, mla=formatted_entries(spec.mla, cache)),
     scale_names=("kv_scale",),

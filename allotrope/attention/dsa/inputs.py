@@ -1,4 +1,4 @@
-"""What a layer of sparse latent attention hands to its backend: its projections, before norms and rotation."""
+"""The inputs of sparse latent attention: a layer's projections, before norms and rotation."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from allotrope.ops.rope import Rotation
 
 @dataclass(frozen=True)
 class IndexInputs:
-    """Of the indexer. `q`: [T, heads, d]. `k`: [T, d]. `weights`: [T, heads] of the heads' scores. `k_norm`: of the
-    keys, None for none. `rotation`: of the first numbers of queries and keys, None for none."""
+    """The indexer's inputs. `q`: [T, heads, d]. `k`: [T, d]. `weights`: [T, heads] of the heads' scores. `k_norm`: of
+    the keys, None for none. `rotation`: of the first dims of queries and keys, None for none."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -27,7 +27,7 @@ class IndexInputs:
     apply_rope: MlaRope = mla_rope
 
     def normed_and_rotated(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Index queries [T, heads, d] and keys [T, d]. One launch makes both where there are kernels."""
+        """Index queries [T, heads, d] and keys [T, d]. One launch computes both where there are kernels."""
         both = self.apply_rope(self.q, self.k, self.rotation, self.k_norm)
         return both[:, :-1], both[:, -1]
 

@@ -1,8 +1,8 @@
-"""Which queries select tokens, from which ones, and which see so few that they attend to all: built once per step.
+"""Which queries of a step have sparse indices, and which index keys they are scored against: built once per step.
 
-A query that sees at most `topk` rows attends to all of them, as in dense latent attention, by the same code. The other
-queries form `ScoreChunk`s, in which each is scored against every row it sees; the selected tokens are read one by one.
-Which of the two a query is depends on its own position alone.
+A query that sees at most `topk` tokens attends to all of them, by the code of dense latent attention. The other queries
+form `ScoreChunk`s, in which each is scored against every index key that it sees; then each reads its own top-k cache
+entries. A query's own position alone decides whether it is sparse.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ QUERY_BLOCK = 128
 
 @dataclass(frozen=True)
 class ScoreChunk:
-    """b requests with q queries each that are scored against L rows.
+    """b requests with q queries each that are scored against L index keys.
 
-    `tokens`: the b * q tokens. `rows`: [b, L] int64 rows of the index pool, row 0 where a request has fewer. `seen`:
-    [b * q, 1] how many of them each query sees, more than `topk`.
+    `tokens`: the b * q tokens. `rows`: [b, L] int64 rows of the index pool, filled up with row 0. `seen`: [b * q, 1]
+    number of them that each query sees, above `topk`.
     """
 
     tokens: slice | torch.Tensor
@@ -35,7 +35,7 @@ class ScoreChunk:
 
 @dataclass(frozen=True)
 class SparseQueries:
-    """The t queries with sparse indices. `tokens`: which. `request`: [t] int64 of each. `pages`: their page tables."""
+    """The t queries with sparse indices. `tokens`: theirs in the batch. `request`: [t] int64. `pages`: page tables."""
 
     tokens: slice | torch.Tensor
     request: torch.Tensor
@@ -44,9 +44,9 @@ class SparseQueries:
 
 @dataclass(frozen=True)
 class DsaPlan:
-    """`dense`: the queries that see everything, and all latent writes. `index_writes`: None without an indexer.
-
-    `topk_indices`: [T, K] of queries that see everything; K is `topk`, or the longest request if that is shorter.
+    """`dense`: the plan of queries that attend to all tokens, and all latent writes. `index_writes`: None without an
+    indexer. `topk_indices`: [T, K] of queries that attend to all tokens; K is `topk`, or the longest request if that is
+    shorter.
     """
 
     dense: MlaPlan
@@ -64,11 +64,11 @@ def build_plan(spec: DsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     for b, (token, position, queries) in enumerate(
         zip(batch.query_start, batch.context_lens, batch.query_lens, strict=False)
     ):
-        few = min(queries, max(0, spec.topk - position))
-        if few:
-            dense.append(Span(b, token, position, few))
-        if few < queries:
-            sparse.append(Span(b, token + few, position + few, queries - few))
+        num_dense = min(queries, max(0, spec.topk - position))
+        if num_dense:
+            dense.append(Span(b, token, position, num_dense))
+        if num_dense < queries:
+            sparse.append(Span(b, token + num_dense, position + num_dense, queries - num_dense))
     index_writes: Writes | None = None
     chunks: tuple[ScoreChunk, ...] = ()
     if spec.indexer is not None:
@@ -76,9 +76,9 @@ def build_plan(spec: DsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
         assert isinstance(keys, PageIndex)
         index_writes, chunks = writes(keys), (*_decode_chunks(keys, sparse), *_prefill_chunks(keys, sparse))
     column = torch.arange(min(spec.topk, max(batch.seq_lens)), device=batch.device)
-    everything = torch.where(column <= batch.positions[:, None], column, -1)
+    dense_indices = torch.where(column <= batch.positions[:, None], column, -1)
     return DsaPlan(
-        plan_spans(spec.mla, latent, dense), index_writes, chunks, _sparse_queries(latent, sparse), everything
+        plan_spans(spec.mla, latent, dense), index_writes, chunks, _sparse_queries(latent, sparse), dense_indices
     )
 
 

@@ -26,12 +26,12 @@ from allotrope.attention.mla.inputs import normed_and_rotated
 from allotrope.attention.mla.rows import decode
 from allotrope.attention.mla.spec import MlaSpec
 
-# Rows that queries gather at a time, each query its own.
+# Cache entries that queries with sparse indices gather at a time.
 GATHERED_ROWS = 1 << 16
 
 
 def run(spec: DsaSpec, plan: DsaPlan, caches: CacheViews, inputs: DsaInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Store the step's rows, select top-k indices (or take those of an earlier layer), then attend.
+    """Store the step's latents and index keys, select top-k indices (or reuse an earlier layer's), then attend.
 
     Returns [T, H, Dv] in the queries' type, and the top-k indices. Raises ValueError if a tensor that the layer needs
     is missing.
@@ -74,7 +74,7 @@ def attend_sparse(
         rows = pool_rows(sparse_queries, topk_indices[block], block)
         latent, k_pe = decode(spec.row_format, spec.latent_dim, pools, rows, kv_scale)
         keys = torch.cat((latent, k_pe), dim=-1)
-        # Finite, so that a query without any index gets the mean of row 0, which is 0, and not NaN.
+        # The bias is finite, so that a query without any index gets the mean of row 0, which is 0, and not NaN.
         bias = torch.where(topk_indices[block] < 0, torch.finfo(torch.float32).min, 0.0)[:, None]
         z[block] = mla.attend(q[block, None], keys, latent, bias, spec.scale).squeeze(1)
     return z

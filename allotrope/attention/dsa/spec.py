@@ -1,4 +1,4 @@
-"""The numbers of one sparse latent-attention layer."""
+"""The spec of one sparse latent-attention layer: its sizes, types and options."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ KEY_FORMATS = ("plain", "scaled")
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerSpec:
-    """The scorer of a layer: `num_heads` query heads against one cached key of size `head_dim` per token.
+    """The indexer of a layer: `num_heads` query heads against one cached key of size `head_dim` per token.
 
     Every rank scores with all heads, so that all ranks select the same tokens. `key_format`: "plain" keys of the
-    cache's type, or "scaled" ones: FP8 values and one fp32 scale a key, scored against queries in FP8 as well.
+    cache's type, or "scaled" keys: FP8 values and one fp32 scale a key, scored against FP8 queries.
     """
 
     num_heads: int
@@ -30,8 +30,8 @@ class IndexerSpec:
 class DsaSpec:
     """Latent attention over selected tokens, as one rank sees it.
 
-    `mla`: the attention itself. `topk`: rows that a query attends to, its own included among the candidates.
-    `indexer`: how this layer selects them; None for a layer that reuses those of the last layer that has one.
+    `mla`: the attention itself. `topk`: tokens that a query attends to; its own may be one. `indexer`: selects them;
+    None for a layer that reuses the top-k indices of the last layer with an indexer.
     """
 
     mla: MlaSpec

@@ -7,10 +7,10 @@ In a chunk with G_i the cumulative sum of g up to its token i and S the state be
     O = e^G Q S + [(q_i . k_j) e^(G_i - G_j), j <= i] D
     S <- e^(G_last) S + (e^(G_last - G) K)^T D
 
-Exponents are differences, which are never positive. The factors that do not depend on S, such as the inverse, are
-computed for all chunks at once. With a decay per channel, G and g are vectors: e^(G_i - G_j) then weights the channels
-inside of k_i . k_j and q_i . k_j, and the other powers scale rows of K, Q and S. Source: Yang et al. 2024 (gated delta
-networks), section 3.2.
+Exponents are differences, which are never positive. The matrices that do not depend on S, such as the inverse (the WY
+representation), are computed for all chunks at once. With a decay per channel, G and g are vectors: e^(G_i - G_j) then
+weights the channels inside of k_i . k_j and q_i . k_j, and the other powers scale rows of K, Q and S. Source: Yang et
+al. 2024 (gated delta networks), section 3.2.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _chunked(
     g_cumsum = g.double().cumsum(-2)
     exp_g, decay_to_end = g_cumsum.float().exp(), (g_cumsum[..., -1:, :] - g_cumsum).float().exp()
     intra = _intra_chunk_by_channel(kq, g) if by_channel else _intra_chunk(kq, g_cumsum)
-    # The solver reads only what lies below the diagonal.
+    # The solver reads only the entries below the diagonal.
     A = intra[..., 0, :, :] * beta[..., None]
     identity = torch.eye(size, dtype=torch.float32, device=v.device).expand_as(A)
     Akk_inv = torch.linalg.solve_triangular(A, identity, upper=False, unitriangular=True) * beta[..., None, :]

@@ -10,13 +10,14 @@ from allotrope.attention.gdn.spec import KERNEL_CHUNK, GdnSpec
 
 
 def cost(spec: GdnSpec, lengths: Lengths) -> StepCost:
-    """States are read, unless a sequence begins, and written. Single tokens take the recurrence, prompts chunks."""
+    """The cost of one step. States are read, unless a sequence begins, and written. Decodes run the recurrence, and
+    prompts the chunked form."""
     new, dk, dv = lengths.new, spec.k_head_dim, spec.v_head_dim
     states = len(new) + int((new < lengths.kv).sum())
     width = spec.conv_dim + spec.num_v_heads + spec.decay_dim + spec.value_dim
     chunk = new.clamp(max=KERNEL_CHUNK)
-    of_token = torch.where(new == 1, 7 * dk * dv, 6 * dk * dv + 2 * chunk * (3 * dk + 2 * dv) + chunk**2)
+    token_flops = torch.where(new == 1, 7 * dk * dv, 6 * dk * dv + 2 * chunk * (3 * dk + 2 * dv) + chunk**2)
     return StepCost(
         states * row_bytes(spec.caches()["state"]) + lengths.tokens * width * lengths.itemsize,
-        spec.num_v_heads * int((new * of_token).sum()),
+        spec.num_v_heads * int((new * token_flops).sum()),
     )

@@ -19,7 +19,7 @@ from allotrope.kernels.backend import lazily, runs_anywhere
 from allotrope.kernels.chip import Chip
 from allotrope.kernels.triton_version import triton_reasons
 
-# A chunk of 64 keys, queries and the state's tile of a program have to fit into shared memory.
+# A program's chunk of 64 keys and queries and its tile of the state have to fit into shared memory.
 MAX_HEAD_DIM = 256
 
 
@@ -54,7 +54,7 @@ GDN = Family(
     ready_inputs=ready_inputs,
     cost=cost,
     output_shapes=lambda spec: (((spec.num_v_heads, spec.v_head_dim), None),),
-    # A state has no format but its type.
+    # The only format of a state is its type.
     with_cache=lambda spec, cache: dataclasses.replace(spec, state_dtype=cache.state_dtype),
     cache_kinds=frozenset({"state"}),
 )

@@ -1,4 +1,4 @@
-"""What a layer of the gated delta rule hands to its backend: its projections, before convolution, norms and gates."""
+"""The inputs of the gated delta rule: a layer's projections, before convolution, norms and gates."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Which requests advance together: built on the host once a step, shared by all layers.
 
-A step becomes `SubBatch`es: b requests with L new tokens each. Requests meet in one sub-batch only if they have
-equally many new tokens, so nothing is padded. Their recurrent states advance together only while those are small:
-large ones advance one by one where they lie, which beats gathering them. A long prefill becomes several parts in
-order, each taking over the state that the one before left in the slot.
+A step becomes `SubBatch`es: b requests with L new tokens each. All requests of a sub-batch have equally many new
+tokens, so nothing is padded. Small recurrent states advance together. Large states advance one by one in place, which
+is faster than gathering them. A long prefill becomes several sub-batches in order, which pass the state on in its slot.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import torch
 from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex
 from allotrope.attention.gdn.spec import GdnSpec
 
-# Tokens of one part: bounds what a prefill holds at once. A multiple of the chunk of the chunked form.
+# Tokens of one sub-batch, a multiple of the chunked form's chunk: bounds the memory of a prefill.
 PART_TOKENS = 256
-# Bytes of recurrent state that advance together; with more they would not stay in the processor's cache.
+# Bytes of recurrent state that advance together: more would not stay in the processor's cache.
 TOGETHER_BYTES = 1 << 20
 
 Slots = slice | torch.Tensor
@@ -29,7 +28,7 @@ Slots = slice | torch.Tensor
 class SubBatch:
     """b requests with `length` new tokens each, request after request.
 
-    `tokens`: the b * length tokens, a slice or an index into the batch. `slots`: the b slots. `states`: runs of the b
+    `tokens`: the b * length tokens, a slice or an index into the batch. `slots`: the b slots. `states`: slices of the b
     requests whose recurrent states advance together, each with its slots.
     """
 
@@ -41,8 +40,8 @@ class SubBatch:
 
 @dataclass(frozen=True)
 class GdnPlan:
-    """`fresh`: [F] slots of requests at position 0, whose bytes are another's and must be cleared first; None if there
-    are none. `complete`: every token is in some part; the output of one that is not is zero."""
+    """`fresh`: [F] slots of requests at position 0, whose bytes are stale and must be cleared first; None if there are
+    none. `complete`: every token is in some sub-batch; the output of other tokens is zero."""
 
     fresh: torch.Tensor | None
     complete: bool
@@ -73,14 +72,16 @@ def _sub_batches(batch: BatchLayout, slots: Sequence[int], real: Sequence[int], 
             buckets.setdefault((begin, min(PART_TOKENS, batch.query_lens[b] - begin)), []).append(b)
     for (begin, length), bucket in sorted(buckets.items()):
         for members in _runs(bucket, max(1, PART_TOKENS // length)):
-            held = [slots[b] for b in members]
+            member_slots = [slots[b] for b in members]
             yield SubBatch(
                 _rows([batch.query_start[b] + begin for b in members], length, batch.device),
                 length,
-                _rows(held, 1, batch.device),
+                _rows(member_slots, 1, batch.device),
                 tuple(
                     (slice(at, at + together), _rows(run, 1, batch.device))
-                    for at, run in zip(range(0, len(held), together), _runs(held, together), strict=True)
+                    for at, run in zip(
+                        range(0, len(member_slots), together), _runs(member_slots, together), strict=True
+                    )
                 ),
             )
 
@@ -90,7 +91,7 @@ def _runs(items: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def _rows(first: Sequence[int], length: int, device: torch.device) -> slice | torch.Tensor:
-    """Runs of `length` rows, as a slice where they follow each other."""
+    """`length` consecutive indices from each of `first`; a slice where all are consecutive."""
     if all(later - earlier == length for earlier, later in pairwise(first)):
         return slice(first[0], first[-1] + length)
     return (torch.tensor(first, device=device)[:, None] + torch.arange(length, device=device)).flatten()

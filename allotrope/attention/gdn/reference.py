@@ -26,7 +26,7 @@ from allotrope.attention.gdn.inputs import GdnInputs
 from allotrope.attention.gdn.plan import GdnPlan, Slots
 from allotrope.attention.gdn.spec import GdnSpec
 
-# Added to the squared length of a query or key, so that a zero one stays zero.
+# Added to the squared length of a query or key, so that a zero vector stays zero.
 NORM_EPS = 1e-6
 
 Advance = Callable[..., torch.Tensor]
@@ -66,10 +66,10 @@ def run(
 ) -> torch.Tensor:
     """Advance every request's state over its new tokens.
 
-    `core`: the computation of a sub-batch. `out`: the result, in which tokens outside of the plan stay as they are;
-    None allocates one. `feed`: computes queries, keys and values from the convolution's inputs, or returns None; then,
-    and without it, the convolution and norms are computed here. Returns [T, Hv, Dv] in `qkv`'s type, 0 for tokens
-    of requests without a slot. Afterwards each slot holds the state after its request's last token.
+    `core`: the computation of a sub-batch. `out`: the result, in which tokens outside of the plan stay unchanged; None
+    allocates one. `feed`: a fused convolution and norm, which returns None for shapes that it does not support; None
+    computes both by PyTorch. Returns [T, Hv, Dv] in `qkv`'s type, 0 for tokens of requests without a slot. Afterwards
+    each slot holds the state after its request's last token.
     """
     pools, qkv, b, a = caches["state"], inputs.qkv, inputs.b, inputs.a
     conv_bias, A_log, dt_bias = inputs.conv_bias, inputs.A_log, inputs.dt_bias
@@ -82,38 +82,38 @@ def run(
     if out is None:
         shape = (qkv.shape[0], spec.num_v_heads, spec.v_head_dim)
         out = qkv.new_empty(shape) if plan.complete else qkv.new_zeros(shape)
-    # Laid out once for all parts as the convolution reads it, one factor of all channels after another.
+    # The convolution reads the weight tap by tap, all channels of a tap together; all sub-batches share this copy.
     weight = inputs.conv_weight.float().t().contiguous().t()
     for sub_batch in plan.sub_batches:
         new = _take(qkv, sub_batch.tokens).unflatten(0, (-1, sub_batch.length))
         convolved = torch.cat((_take(pools["conv"], sub_batch.slots), new), dim=1)
         pools["conv"][sub_batch.slots] = convolved[:, sub_batch.length :]
         heads = None if feed is None else feed(spec, convolved, weight, conv_bias)
-        fed = [*(heads or _heads(spec, causal_conv(convolved, weight, conv_bias)))]
-        fed += [_take(t, sub_batch.tokens).unflatten(0, (-1, sub_batch.length)) for t in (g, beta)]
-        done = [_advance(core, pools["ssm"], slots, [t[rows] for t in fed]) for rows, slots in sub_batch.states]
-        # Assigning through an index, unlike through a slice, wants the same type on both sides.
+        tensors = [*(heads or _heads(spec, causal_conv(convolved, weight, conv_bias)))]
+        tensors += [_take(t, sub_batch.tokens).unflatten(0, (-1, sub_batch.length)) for t in (g, beta)]
+        done = [_advance(core, pools["ssm"], slots, [t[rows] for t in tensors]) for rows, slots in sub_batch.states]
+        # An assignment through an index needs equal types on both sides, unlike one through a slice.
         out[sub_batch.tokens] = (done[0] if len(done) == 1 else torch.cat(done)).flatten(0, 1).to(out.dtype)
     return out
 
 
 def _take(x: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
-    """Rows of `x`: a view where they follow each other."""
+    """`x[rows]`: a view for a slice."""
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
-def _advance(core: Advance, pool: torch.Tensor, slots: Slots, fed: Sequence[torch.Tensor]) -> torch.Tensor:
-    held = _take(pool, slots)
-    state = held.float().contiguous()
-    out = core(*fed, state)
-    # A slice of an fp32 pool is the pool's own memory and has been advanced in place, if its states lie back to back.
-    if state is not held or not isinstance(slots, slice):
+def _advance(core: Advance, pool: torch.Tensor, slots: Slots, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    stored = _take(pool, slots)
+    state = stored.float().contiguous()
+    out = core(*tensors, state)
+    # A contiguous slice of an fp32 pool is the pool's own memory: `core` has advanced it in place.
+    if state is not stored or not isinstance(slots, slice):
         pool[slots] = state.to(pool.dtype)
     return out
 
 
 def _heads(spec: GdnSpec, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split [b, L, conv_dim] into heads; queries and keys get unit length, queries the factor 1 / sqrt(Dk)."""
+    """Split [b, L, conv_dim] into heads; queries and keys are normalised, and queries are scaled by 1 / sqrt(Dk)."""
     qk = qkv[..., : 2 * spec.key_dim].unflatten(-1, (2, spec.num_k_heads, spec.k_head_dim))
     qk = qk * torch.rsqrt(qk.square().sum(-1, keepdim=True) + NORM_EPS)
     q, k = qk.unbind(2)

@@ -1,4 +1,4 @@
-"""The numbers of one gated-delta-rule layer."""
+"""The spec of one gated-delta-rule layer: its sizes, types and options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GdnSpec:
     `num_k_heads`, `num_v_heads`: key (and query) heads and value heads; value head j reads key head
     j // (num_v_heads / num_k_heads). `k_head_dim`, `v_head_dim`: their sizes. `conv_width`: inputs that the short
     convolution sees, the newest included. `conv_dtype`: type of its cached inputs, that of the activations.
-    `channel_decay`: every key channel of a value head forgets at its own rate, not the whole head at one.
+    `channel_decay`: every key channel of a value head decays at its own rate; else a head has one rate.
     `state_dtype`: type of the cached recurrent state.
     """
 
@@ -67,7 +67,7 @@ class GdnSpec:
 
     @property
     def decay_dim(self) -> int:
-        """Rates of decay of all value heads."""
+        """Number of decay rates of all value heads."""
         return self.num_v_heads * (self.k_head_dim if self.channel_decay else 1)
 
     @property

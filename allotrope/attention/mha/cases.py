@@ -1,4 +1,4 @@
-"""Small layers of softmax attention that between them use every number of `MhaSpec`."""
+"""Small layers of softmax attention that together use every field of `MhaSpec`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
-    """Every variant, with inputs and cached rows of `dtype`."""
+    """Every variant, with inputs and cache entries of `dtype`."""
     for name, numbers in VARIANTS.items():
         spec = MhaSpec(scale=numbers["head_dim"] ** -0.5, kv_dtype=dtype, **numbers)
         yield Case(name, spec, LENGTHS, draw, dtype, PAGE)

@@ -8,8 +8,8 @@ from allotrope.attention.mha.spec import MhaSpec
 
 
 def cost(spec: MhaSpec, lengths: Lengths) -> StepCost:
-    """Each cache entry in the window is read once; every pair of a query and a visible key has a logit and a weighted
-    value."""
+    """The cost of one step. Each cache entry in the window is read once; every pair of a query and a visible key has a
+    logit and a weighted value."""
     window = int(lengths.kv.max()) if spec.window is None else spec.window
     width = spec.num_heads * (spec.head_dim + spec.value_dim)
     moved = lengths.within(window) * row_bytes(spec.caches()["kv"])

@@ -1,4 +1,4 @@
-"""What a layer of softmax attention hands to its backend: its projection, before norms and rotation."""
+"""The inputs of softmax attention: a layer's projection, before norms and rotation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Heads = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class MhaInputs:
-    """`projected`: [T, heads.width], [q | k | v] head by head. `heads`: their sizes, and which norms and factors they
-    get. `rotation`: of the step's positions, None for none. `apply_rope`: by the implementation that the layer chose.
+    """`projected`: [T, heads.width], [q | k | v] head by head. `heads`: their sizes, norms and scales. `rotation`: of
+    the step's positions, None for none. `apply_rope`: the implementation that the layer chose.
     `q_norm`, `k_norm`, `v_norm`: None for none. `sinks`: [H] where the spec has them. `k_scale`, `v_scale`: FP8 entries
     hold k / k_scale and v / v_scale; where values are keys, `k_scale` is both.
     """

@@ -2,8 +2,8 @@
 
 A step becomes a few `SubBatch`es: b requests, each with q query tokens that read L cache entries. Decoding requests of
 similar length share a sub-batch. A prefill is cut into blocks of queries, so that neither a score matrix nor the keys
-before the window are ever held whole. A request's own lengths alone decide its sub-batch, and no entry of another
-request is ever read: a result depends neither on other requests nor on what a page held before.
+before the window are ever held whole. A request's own lengths alone decide its sub-batch, and entries of other requests
+are never read. So a result depends only on its own request.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ QUERY_BLOCK = 512
 class SubBatch:
     """b requests with q queries each, request after request.
 
-    `tokens`: the b * q tokens, a slice or an index into the batch. `rows`: [b, L] int64 rows of the pool; row 0, which
-    is never written and holds zeros, stands where a request has fewer. `visible`: [b, q, L] bool, or None where query i
-    sees the first L - q + i + 1 keys.
+    `tokens`: the b * q tokens, a slice or an index into the batch. `rows`: [b, L] int64 rows of the pool, filled up
+    with row 0, which is never written and holds zeros. `visible`: [b, q, L] bool, or None where query i sees the first
+    L - q + i + 1 keys.
     """
 
     tokens: slice | torch.Tensor
@@ -44,7 +44,7 @@ class SubBatch:
 
     @cached_property
     def contiguous(self) -> slice | None:
-        """The rows as a slice of the pool, where a CPU's one request has them side by side: nothing need be copied."""
+        """The rows as a slice of the pool, where one request on a CPU has consecutive rows: the slice needs no copy."""
         if len(self.rows) > 1 or self.rows.device.type != "cpu":
             return None
         first, length = int(self.rows[0, 0]), self.rows.shape[1]
@@ -52,23 +52,23 @@ class SubBatch:
         return slice(first, first + length) if torch.equal(self.rows[0], contiguous) else None
 
     def block_bias(self, start: int, size: int, repeat: int, dtype: torch.dtype) -> torch.Tensor:
-        """As `bias`, of `size` queries from `start`, once for each of `repeat` heads: [b or 1, 1, repeat * size, K].
+        """`bias` of `size` queries from `start`, once for each of `repeat` heads: [b or 1, 1, repeat * size, K].
 
-        Where `visible` is None, K stops at the last key that any of them sees. Made once for all layers.
+        Where `visible` is None, K stops at the last key that any of them sees. All layers share the result.
         """
         key = (start, size, repeat, dtype)
         if key not in self._block_bias:
             if self.visible is not None:
                 block = self.bias(dtype)[:, start : start + size]
             else:
-                seen = self.rows.shape[1] - self.queries + start + size
-                block = torch.full((1, size, seen), -torch.inf, dtype=dtype, device=self.rows.device)
-                block.triu_(seen - size + 1)
+                kv_len = self.rows.shape[1] - self.queries + start + size
+                block = torch.full((1, size, kv_len), -torch.inf, dtype=dtype, device=self.rows.device)
+                block.triu_(kv_len - size + 1)
             self._block_bias[key] = block.repeat(1, repeat, 1)[:, None]
         return self._block_bias[key]
 
     def bias(self, dtype: torch.dtype) -> torch.Tensor:
-        """`visible` as numbers to add to logits: [b, q, L] of `dtype`, 0 or -inf. Made once for all layers."""
+        """The mask `visible` as a bias of logits: [b, q, L] of `dtype`, 0 or -inf. All layers share the result."""
         if dtype not in self._bias:
             assert self.visible is not None
             zeros = torch.zeros(self.visible.shape, dtype=dtype, device=self.visible.device)
@@ -78,7 +78,7 @@ class SubBatch:
 
 @dataclass(frozen=True)
 class MhaPlan:
-    """`slots`: row that each written token goes to. `writes`: the tokens that are written; None means all."""
+    """`slots`: the pool row of each written token. `writes`: the tokens that are written; None means all."""
 
     slots: torch.Tensor
     writes: torch.Tensor | None
@@ -109,45 +109,45 @@ def _decode_sub_batches(window: int | None, batch: BatchLayout, paged: PageIndex
             continue
         contiguous = members[-1] - members[0] + 1 == len(members)
         tokens = slice(members[0], members[-1] + 1) if contiguous else torch.tensor(members, device=batch.device)
-        seen = torch.tensor([batch.seq_lens[b] for b in members], device=batch.device)[:, None]
-        first = (seen - length).clamp(min=0) if window is not None else torch.zeros_like(seen)
+        kv_len = torch.tensor([batch.seq_lens[b] for b in members], device=batch.device)[:, None]
+        first = (kv_len - length).clamp(min=0) if window is not None else torch.zeros_like(kv_len)
         key = first + torch.arange(length, device=batch.device)
-        yield SubBatch(tokens, 1, _rows(paged, paged.table[tokens], key, key < seen), _visible(key, seen, window))
+        yield SubBatch(tokens, 1, _rows(paged, paged.table[tokens], key, key < kv_len), _visible(key, kv_len, window))
 
 
 def _single(b: int, window: int | None, batch: BatchLayout, paged: PageIndex) -> SubBatch:
-    """A decoding request by itself needs no padding, and so no mask."""
-    seen = batch.seq_lens[b]
-    key = torch.arange(0 if window is None else max(0, seen - window), seen, device=batch.device)[None]
+    """The sub-batch of one decoding request: it has no padding, and so no mask."""
+    kv_len = batch.seq_lens[b]
+    key = torch.arange(0 if window is None else max(0, kv_len - window), kv_len, device=batch.device)[None]
     rows = _rows(paged, paged.table[b : b + 1], key, torch.ones_like(key, dtype=torch.bool))
     return SubBatch(slice(b, b + 1), 1, rows, None)
 
 
 def _padded(length: int) -> int:
-    """Rows that a decoding request of `length` keys is padded to: at most an eighth more, so that widths are few."""
+    """The padded number of a decoding request's `length` keys: at most an eighth more, so that few widths occur."""
     step = max(16, 1 << max(0, length.bit_length() - 4))
     return -(-length // step) * step
 
 
 def prefill_sub_batches(window: int | None, batch: BatchLayout, paged: PageIndex) -> Iterator[SubBatch]:
-    """The requests with more than one new token."""
+    """Sub-batches of the requests with more than one new token."""
     for b, equal_shapes in _equal_shapes(batch):
         context, token = batch.context_lens[b], batch.query_start[b]
         for begin in range(0, batch.query_lens[b], QUERY_BLOCK):
             queries = min(QUERY_BLOCK, batch.query_lens[b] - begin)
-            seen = torch.arange(context + begin + 1, context + begin + queries + 1, device=batch.device)[None]
+            kv_len = torch.arange(context + begin + 1, context + begin + queries + 1, device=batch.device)[None]
             last = context + begin + queries
             first = 0 if window is None else max(0, context + begin + 1 - window)
             key = torch.arange(first, last, device=batch.device)[None]
             plain = window is None or window >= last - first
-            visible = None if plain else _visible(key, seen, window)
+            visible = None if plain else _visible(key, kv_len, window)
             table = paged.table[b : b + equal_shapes]
             rows = _rows(paged, table, key.expand(equal_shapes, -1), torch.ones_like(key, dtype=torch.bool))
             yield SubBatch(slice(token + begin, token + begin + equal_shapes * queries), queries, rows, visible)
 
 
 def _equal_shapes(batch: BatchLayout) -> Iterator[tuple[int, int]]:
-    """Prompts side by side of equal context and length, short enough for one block: (first request, how many)."""
+    """Groups of neighbouring prompts of equal context and length that fit into one block: (first request, count)."""
     b = batch.num_decodes
     while b < batch.num_requests:
         shape = (batch.context_lens[b], batch.query_lens[b])
@@ -163,14 +163,14 @@ def _equal_shapes(batch: BatchLayout) -> Iterator[tuple[int, int]]:
 
 
 def _rows(paged: PageIndex, table: torch.Tensor, key: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """[b, L] pool row of key position `key` [b, L]; row 0 where it is not `inside` the request."""
+    """[b, L] pool row of key position `key` [b, L]; row 0 outside of the request, where `inside` is False."""
     page = table.gather(1, (key // paged.page_size).clamp(max=table.shape[1] - 1))
     return torch.where(inside & (page >= 0), page * paged.page_size + key % paged.page_size, 0)
 
 
-def _visible(key: torch.Tensor, seen: torch.Tensor, window: int | None) -> torch.Tensor:
-    """[b, q, L]: key position `key` [b, L] is among the `seen` [b, q] first ones and inside the window ending there."""
-    mask = key[:, None, :] < seen[:, :, None]
+def _visible(key: torch.Tensor, kv_len: torch.Tensor, window: int | None) -> torch.Tensor:
+    """[b, q, L]: whether key position `key` [b, L] is below `kv_len` [b, q] and in the window that ends there."""
+    mask = key[:, None, :] < kv_len[:, :, None]
     if window is not None:
-        mask &= key[:, None, :] >= seen[:, :, None] - window
+        mask &= key[:, None, :] >= kv_len[:, :, None] - window
     return mask

@@ -1,4 +1,4 @@
-"""Softmax attention over a paged cache: the definition of `naive.py` by work tiles, with the signature of the kernels.
+"""Softmax attention over a paged cache: the definition of `naive.py` by sub-batches, with the kernels' signature.
 
 For query t of head h, with g = h // (H / G) its KV head and s over the keys that t sees:
 
@@ -31,9 +31,9 @@ def attend(
     sub_batch: SubBatch,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The equation above for one work tile.
+    """The equation above for one sub-batch.
 
-    `q`: [b, q, H, D]. `k`, `v`: [b, L, G, D]. `part`: which keys each query sees. `sinks`: [H].
+    `q`: [b, q, H, D]. `k`, `v`: [b, L, G, D]. `sub_batch`: which keys each query sees. `sinks`: [H].
     Returns [b, q, H, D] in `q`'s type; 0 where a query sees nothing.
     """
     requests, queries, heads, _ = q.shape
@@ -49,15 +49,15 @@ def attend(
     if sinks is not None:
         sink = sinks.float().view(1, groups, heads // groups, 1, 1).expand(requests, -1, -1, queries, 1)
         logits = torch.cat((logits, sink), dim=-1)
-    # Where nothing is seen the softmax is not a number; a query or key that is none must stay so.
+    # Where a query sees no key the softmax is NaN, and its weights become 0. NaN of a query or key itself stays.
     weights = torch.softmax(logits, dim=-1)[..., :keys].masked_fill(~visible[:, None, None], 0.0)
     return torch.einsum("bgrqk,bkgd->bqgrd", weights, v.float()).flatten(2, 3).to(q.dtype)
 
 
-def quantize(rows: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """rows / scale in a type of one byte; values beyond its range saturate."""
-    largest = torch.finfo(dtype).max
-    return (rows.float() / scale).clamp(-largest, largest).to(dtype)
+def quantize(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """x / scale in an FP8 type; values beyond its range saturate."""
+    limit = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-limit, limit).to(dtype)
 
 
 def store(
@@ -69,33 +69,33 @@ def store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Write the new rows. `k`, `v`: [T, G, D]; tokens without a slot are not written."""
+    """Write the step's keys and values. `k`, `v`: [T, G, D]; tokens without a slot are not written."""
     new = {"k": (k, k_scale)} if spec.values_are_keys else {"k": (k, k_scale), "v": (v, v_scale)}
-    for name, (rows, scale) in new.items():
+    for name, (entries, scale) in new.items():
         pool = caches["kv"][name].flatten(0, 1)
-        rows = rows if plan.writes is None else rows[plan.writes]
+        entries = entries if plan.writes is None else entries[plan.writes]
         if pool.dtype.itemsize == 1:
-            pool.view(torch.uint8).index_copy_(0, plan.slots, quantize(rows, pool.dtype, scale).view(torch.uint8))
+            pool.view(torch.uint8).index_copy_(0, plan.slots, quantize(entries, pool.dtype, scale).view(torch.uint8))
         else:
-            pool.index_copy_(0, plan.slots, rows.to(pool.dtype))
+            pool.index_copy_(0, plan.slots, entries.to(pool.dtype))
 
 
 def gather(pool: torch.Tensor, sub_batch: SubBatch, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    """The rows that a work tile reads. `pool`: [P, S, G, D]. Returns [b, L, G, D] in `dtype`; quantized rows times
-    `scale`, in fp32."""
+    """The cache entries that a sub-batch reads. `pool`: [P, S, G, D]. Returns [b, L, G, D] in `dtype`; FP8 entries are
+    multiplied by `scale` and returned in fp32."""
     if pool.dtype.is_floating_point and pool.dtype.itemsize == 1:
         return gather(pool.view(torch.uint8), sub_batch, torch.uint8).view(pool.dtype).float() * scale
     pool = pool.flatten(0, 1)
     if sub_batch.contiguous is not None:
         return pool[sub_batch.contiguous][None].to(dtype)
-    rows = pool.index_select(0, sub_batch.flat_rows)
-    return rows.view(*sub_batch.rows.shape, *rows.shape[1:]).to(dtype)
+    entries = pool.index_select(0, sub_batch.flat_rows)
+    return entries.view(*sub_batch.rows.shape, *entries.shape[1:]).to(dtype)
 
 
 def run(spec: MhaSpec, plan: MhaPlan, caches: CacheViews, inputs: MhaInputs, core: Attend = attend) -> torch.Tensor:
     """Norm and rotate the step's heads, store its keys and values, then attend.
 
-    `core`: computes a rectangle. Returns [T, H, Dv] in the projection's type.
+    `core`: the attention of one sub-batch. Returns [T, H, Dv] in the projection's type.
     """
     heads = normed_and_rotated(inputs)
     return store_and_attend(
@@ -118,9 +118,9 @@ def store_and_attend(
 ) -> torch.Tensor:
     """Store the step's keys and values, then attend.
 
-    `q`: [T, H, D]. `k`, `v`: [T, G, D], or None for a layer that reads the rows another layer stored. `sinks`: [H]
-    where the spec has them. `core`: the computation of a work tile. `k_scale`, `v_scale`: rows of FP8 hold
-    k / k_scale and v / v_scale; where values are keys, `k_scale` is both. Returns [T, H, Dv] in `q`'s type.
+    `q`: [T, H, D]. `k`, `v`: [T, G, D], or None for a layer that reads another layer's cache. `sinks`: [H] where the
+    spec has them. `core`: the attention of one sub-batch. `k_scale`, `v_scale`: FP8 entries hold k / k_scale and
+    v / v_scale; where values are keys, `k_scale` is both. Returns [T, H, Dv] in `q`'s type.
     """
     if k is not None and v is not None:
         store(spec, plan, caches, k, v, k_scale, v_scale)
@@ -141,10 +141,10 @@ def attend_sub_batches(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Attend for some tokens of a step, whose rows are stored. Arguments as of `store_and_attend`.
+    """Attend for the tokens of some sub-batches, whose keys and values are stored. Arguments as in `store_and_attend`.
 
-    `parts`: their work tiles, at least one. `out`: [T, H, Dv] that already has the others' results; None if all tokens
-    are in `parts`. Returns [T, H, Dv].
+    `sub_batches`: at least one. `out`: [T, H, Dv] with the results of all other tokens; None if `sub_batches` have all
+    tokens. Returns [T, H, Dv].
     """
     pools = caches["kv"]
     for sub_batch in sub_batches:

@@ -1,4 +1,4 @@
-"""The numbers of one softmax-attention layer."""
+"""The spec of one softmax-attention layer: its sizes, types and options."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class MhaSpec:
     """Softmax attention of one layer, as one rank sees it.
 
     `num_heads`, `num_kv_heads`: query heads H and key/value heads G, G divides H. `head_dim`: size D of queries and
-    keys. `v_head_dim`: size of values, default D. `scale`: factor of the logits. `window`: keys a query sees, itself
-    included; None is all of them. `softcap`: logits become `softcap * tanh(logits / softcap)`. `sinks`: one learned
-    logit per query head joins the denominator. `values_are_keys`: one cached row serves as both. `kv_dtype`: type of
-    the cached rows.
+    keys. `v_head_dim`: size of values, default D. `scale`: of the logits. `window`: keys a query sees, itself included;
+    None is all of them. `softcap`: logits become `softcap * tanh(logits / softcap)`. `sinks`: one learned logit per
+    query head joins the denominator. `values_are_keys`: one cached vector serves as key and value. `kv_dtype`: type of
+    the cache entries.
     """
 
     num_heads: int

@@ -1,4 +1,4 @@
-"""Small layers of latent attention, of the sizes that were released and of others."""
+"""Small layers of latent attention: released sizes and others."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def mla_spec(name: str, dtype: torch.dtype) -> MlaSpec:
 
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
-    """Every variant, with inputs and cached rows of `dtype`."""
+    """Every variant, with inputs and cache entries of `dtype`."""
     for name in VARIANTS:
         yield Case(name, mla_spec(name, dtype), LENGTHS, draw, dtype, PAGE)
 
 
 def draw(spec: MlaSpec, tokens: int, generator: torch.Generator, dtype: torch.dtype) -> Inputs:
-    """Normal queries and rows; projections of unit gain, and logits that spread."""
+    """Normal queries and latents; projections of unit gain, and logits that spread."""
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype)

@@ -23,8 +23,8 @@ def width(spec: MlaSpec) -> int:
 
 
 def flops(spec: MlaSpec, pairs: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
-    """[B] the fewer operations of both forms. Absorbed, each query and its result are projected, and pairs meet in the
-    latent. In the MHA form, `keys` cache entries become keys and values of all heads. `keys` None: absorbed."""
+    """[B] floating-point operations of the cheaper form. The absorbed form projects each query and its result, and
+    attends in the latent. The MHA form decompresses `keys` cache entries for all heads. `keys` None: absorbed."""
     up = 2 * spec.num_heads * spec.latent_dim * (spec.nope_dim + spec.v_head_dim)
     absorbed = 2 * spec.num_heads * pairs * (2 * spec.latent_dim + spec.rope_dim) + queries * up
     if keys is None:

@@ -15,7 +15,7 @@ from allotrope.kernels.backend import lazily, runs_anywhere
 from allotrope.kernels.chip import Chip
 from allotrope.kernels.triton_version import e4m3fn_reasons, triton_reasons
 
-# Channels of a latent row that one program can hold for the heads it serves.
+# Channels of a latent that one program can hold for its heads.
 MAX_LATENT_DIM = 512
 
 
@@ -51,4 +51,4 @@ MLA = Family(
     block_scaled=lambda spec: spec.row_format == "scaled",
     cache_kinds=frozenset({"latent"}),
 )
-"""Attention over a latent row per token that all heads share."""
+"""Attention over one latent per token that all heads share."""

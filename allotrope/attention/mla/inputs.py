@@ -1,4 +1,4 @@
-"""What a layer of latent attention hands to its backend: its projections, before norm and rotation."""
+"""The inputs of latent attention: a layer's projections, before norm and rotation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MlaRope = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class MlaInputs:
-    """`q`: [T, H, P + R], the part to be rotated last. `latent`: [T, C + R], the row to be cached. `w_uk`: [H, P, C].
-    `w_uv`: [H, V, C]. `latent_norm`: of the first C numbers of the row, None for none. `rotation`: of the last R
-    numbers of queries and row, None for none. `apply_rope`: by the implementation that the layer chose. `kv_scale`:
-    what plain FP8 entries are divided by.
+    """`q`: [T, H, P + R], the rotated dims last. `latent`: [T, C + R], the cache entry. `w_uk`: [H, P, C]. `w_uv`:
+    [H, V, C]. `latent_norm`: norm of the first C numbers of `latent`, None for none. `rotation`: of the last R numbers
+    of `q` and `latent`, None for none. `apply_rope`: the implementation that the layer chose. `kv_scale`: the divisor
+    of plain FP8 entries.
     """
 
     q: torch.Tensor
@@ -44,7 +44,7 @@ class LatentHeads(NamedTuple):
 
 
 def normed_and_rotated(spec: MlaSpec, inputs: MlaInputs) -> LatentHeads:
-    """Queries and row as attention reads them. One launch rotates both where there are kernels."""
+    """Queries and latents, normed and rotated. One launch rotates both where there are kernels."""
     c = inputs.latent[:, : spec.latent_dim]
     if inputs.latent_norm is not None:
         c = inputs.latent_norm(c)

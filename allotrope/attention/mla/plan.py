@@ -1,17 +1,17 @@
-"""Which rows each query of a step reads and in which form: built on the host once, shared by all layers.
+"""Which cache entries each query of a step reads and in which form: built on the host once, shared by all layers.
 
 A step becomes `SubBatch`es: b requests with q queries each, whose keys are read in `KeySlice`s of bounded size and
 whose queries are scored in `Tile`s of bounded size; the results over the slices are merged by log-sum-exp. So neither
-the gathered rows, nor the up-projected keys, nor the scores grow with the context. A request's own lengths alone decide
-what becomes of it, and entries of other requests are never read.
+the gathered entries, nor the decompressed keys, nor the scores grow with the context. A request's own lengths alone
+decide its sub-batches, and entries of other requests are never read.
 
-Each part takes the cheaper of two forms of the same attention. Per head, in multiply-adds, with N visible pairs of q
-queries and L keys:
+Each sub-batch takes the cheaper of two forms of the same attention. Per head, in multiply-adds, with N visible pairs of
+q queries and L keys:
 
-    absorbed   N (2C + R)    + q C (P + V)     the query is brought to the latent, the result back from it
-    expanded   N (P + R + V) + L C (P + V)     the latent rows are up-projected to the head's keys and values
+    absorbed       N (2C + R)    + q C (P + V)     the query is projected to the latent, and the result from it
+    decompressed   N (P + R + V) + L C (P + V)     the latents are projected to the head's keys and values
 
-so a query alone is absorbed, and a long prompt expanded (V3: from about 170 queries on).
+so a single query is absorbed, and a long prompt decompressed (V3: from about 170 queries on).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import torch
 from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.mla.spec import MlaSpec
 
-# Keys of one request that are expanded together, and queries scored together: H x 128 x 1024 scores at a time.
+# Keys of one request that are decompressed together, and queries scored together: H x 128 x 1024 scores at a time.
 KEY_SLICE = 1024
 QUERY_BLOCK = 128
-# Rows that requests with one query gather together.
+# Cache entries that requests with one query gather together.
 DECODE_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries that read a slice, and how much of it.
+    """A block of queries, and the keys of a slice that it reads.
 
-    `queries`: which of the part's q. `keys`: that many of the slice's rows, the first ones, are read. `bias`: [b, q, w]
-    fp32, 0 or -inf, is added to the logits of the last w of these; None means that all are visible.
+    `queries`: a slice of the sub-batch's q. `keys`: how many of the slice's keys are read, from the first. `bias`:
+    [b, q, w] fp32, 0 or -inf, is added to the logits of the last w of these; None means that all are visible.
     """
 
     queries: slice
@@ -46,7 +46,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class KeySlice:
-    """`rows`: [b, L] int64 rows of the pool; row 0, which holds zeros, stands where a request has fewer."""
+    """`rows`: [b, L] int64 rows of the pool, filled up with row 0, which holds zeros."""
 
     rows: torch.Tensor
     tiles: tuple[Tile, ...]
@@ -63,7 +63,7 @@ class SubBatch:
 
 @dataclass(frozen=True)
 class Writes:
-    """`slots`: row that each written token goes to. `tokens`: the tokens that are written; None means all."""
+    """`slots`: the pool row of each written token. `tokens`: the tokens that are written; None means all."""
 
     slots: torch.Tensor
     tokens: torch.Tensor | None
@@ -71,8 +71,8 @@ class Writes:
 
 @dataclass(frozen=True)
 class MlaPlan:
-    """`writes`: None where others write the rows. `reach`: tokens whose queries are absorbed, all at once; the parts of
-    `absorbed` count tokens within these. `expanded`: parts whose keys are up-projected; tokens of the batch.
+    """`writes`: None in a plan of reads. `absorbed_tokens`: tokens whose queries are absorbed, all at once; the
+    sub-batches of `absorbed` index these. `decompressed`: sub-batches in the decompressed form; they index the batch.
     """
 
     writes: Writes | None
@@ -83,7 +83,7 @@ class MlaPlan:
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive queries of one request: its place in the batch, the first query's token and position, how many."""
+    """Consecutive queries of one request: its index in the batch, the token and position of the first, their number."""
 
     request: int
     token: int
@@ -100,12 +100,12 @@ def build_plan(spec: MlaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
 
 
 def plan_spans(spec: MlaSpec, paged: PageIndex, spans: Sequence[Span]) -> MlaPlan:
-    """Plan the queries of `spans`, each of which sees all rows up to its own; all new rows are written."""
+    """Plan the queries of `spans`, which see all tokens up to their own, and the writes of all new tokens."""
     return replace(plan_reads(spec, paged, spans), writes=writes(paged))
 
 
 def plan_reads(spec: MlaSpec, paged: PageIndex, spans: Sequence[Span]) -> MlaPlan:
-    """As `plan_spans`, where the new rows are written by others."""
+    """As `plan_spans`, without the writes."""
     decompressed = [
         _prefill_sub_batch(paged, equal_shapes)
         for equal_shapes in _equal_shapes([span for span in spans if decompresses(spec, span)])
@@ -126,7 +126,7 @@ def plan_reads(spec: MlaSpec, paged: PageIndex, spans: Sequence[Span]) -> MlaPla
 
 
 def writes(paged: PageIndex) -> Writes:
-    """Where the step's new rows go."""
+    """The slots of the step's new tokens."""
     kept = paged.slots >= 0
     if bool(kept.all()):
         return Writes(paged.slots, None)
@@ -135,7 +135,7 @@ def writes(paged: PageIndex) -> Writes:
 
 
 def decompresses(spec: MlaSpec, span: Span) -> bool:
-    """Whether up-projecting the keys costs fewer multiply-adds than absorbing the queries; never for one query."""
+    """Whether decompressing the keys costs fewer multiply-adds than absorbing the queries; never for one query."""
     if span.queries == 1:
         return False
     c, r, p, v = spec.latent_dim, spec.rope_dim, spec.nope_dim, spec.v_head_dim
@@ -152,7 +152,7 @@ def token_index(tokens: Sequence[int], device: torch.device) -> slice | torch.Te
 
 
 def bucket(spans: Sequence[Span]) -> Iterator[tuple[int, list[Span]]]:
-    """Group spans of one query by a padded number of keys, at most an eighth more than they see: widths are few."""
+    """Group spans of one query by a padded number of keys, at most an eighth more than they see: few widths occur."""
     buckets: dict[int, list[Span]] = {}
     for span in spans:
         keys = span.position + 1
@@ -180,7 +180,7 @@ def _decode_sub_batches(paged: PageIndex, spans: Sequence[Span]) -> Iterator[Sub
 
 
 def _equal_shapes(spans: Sequence[Span]) -> list[list[Span]]:
-    """Runs of neighbours with equal positions and numbers of queries, whose keys together are no more than a slice."""
+    """Groups of neighbours with equal positions and numbers of queries, whose keys together fit into one slice."""
     runs: list[list[Span]] = []
     for span in spans:
         last = runs[-1][-1] if runs else None
@@ -215,7 +215,7 @@ def _prefill_sub_batch(paged: PageIndex, equal_shapes: Sequence[Span]) -> SubBat
 def _tile(span: Span, queries: slice, first: int, last: int, device: torch.device) -> Tile:
     """The tile of some queries of a span on the slice of keys `first` to `last`."""
     last = min(last, span.position + queries.stop)
-    # Up to here all of the queries see every key.
+    # All of the queries see every key before this one.
     common = max(first, span.position + queries.start + 1)
     if common >= last:
         return Tile(queries, last - first, None)
@@ -225,12 +225,12 @@ def _tile(span: Span, queries: slice, first: int, last: int, device: torch.devic
 
 
 def _bias(visible: torch.Tensor) -> torch.Tensor:
-    """What to add to logits: 0 where `visible`, else -inf."""
+    """The bias of logits: 0 where `visible`, else -inf."""
     return torch.zeros(visible.shape, dtype=torch.float32, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
 def page_rows(paged: PageIndex, table: torch.Tensor, key: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """[b, L] pool row of key position `key` [b, L] or [1, L]; row 0 where it is not `inside` [b, L] the request.
+    """[b, L] pool row of key position `key` [b, L] or [1, L]; row 0 outside of the request, where `inside` is False.
 
     `table`: [b, W] page table of the b requests.
     """

@@ -1,6 +1,6 @@
 """Latent attention over a paged cache: the definition of `naive.py` by tiles, with the signature of the kernels.
 
-Every token keeps one row [c | k_pe] for all heads. For query t of head h and s over the tokens up to t's own:
+Every token has one cache entry [c | k_pe] for all heads. For query t of head h and s over the tokens up to t's own:
 
     l_s = scale * ((W_UK_h c_s) . q_nope_t,h + k_pe_s . q_pe_t,h)
     o_t,h = W_UV_h z,   z = sum_s exp(l_s) c_s / sum_s exp(l_s)
@@ -26,18 +26,18 @@ from allotrope.attention.mla.spec import MlaSpec
 
 
 def logits(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """scale * q . k of one tile, whose r rows of queries at a position see the same keys.
+    """scale * q . k of one tile; the r query heads of a position see the same keys.
 
     `q`: [n, q, r, D]. `k`: [n, L, D]. `bias`: [1 or n, q, w], added to the last w keys. Returns [n, q, r, L] fp32.
     """
-    found = torch.matmul(q.float().flatten(1, 2) * scale, k.float().transpose(1, 2)).unflatten(1, q.shape[1:3])
+    scores = torch.matmul(q.float().flatten(1, 2) * scale, k.float().transpose(1, 2)).unflatten(1, q.shape[1:3])
     if bias is not None:
-        found[..., k.shape[1] - bias.shape[-1] :] += bias[:, :, None]
-    return found
+        scores[..., k.shape[1] - bias.shape[-1] :] += bias[:, :, None]
+    return scores
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """Softmax attention of one tile whose queries have no other keys. `v`: [n, L, Dv]. Returns [n, q, r, Dv] fp32."""
+    """Softmax attention of one tile with all keys of its queries. `v`: [n, L, Dv]. Returns [n, q, r, Dv] fp32."""
     weights = torch.softmax(logits(q, k, bias, scale), dim=-1)
     return torch.matmul(weights.flatten(1, 2), v.float()).unflatten(1, q.shape[1:3])
 
@@ -45,24 +45,24 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
 def attend_partly(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> Partial:
-    """As `attend`, where the queries have other keys too, or none of these.
+    """As `attend`, for a tile with some of the keys of its queries, or with none that a query sees.
 
     Returns out [n, q, r, Dv], lse [n, q, r].
     """
     weights = logits(q, k, bias, scale)
-    # A row that sees nothing has no largest logit: its weights become exp(-inf), not exp(-inf + inf).
-    top = weights.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
-    weights.sub_(top).exp_()
-    total = weights.sum(-1, keepdim=True)
+    # The maximum of a query that sees no key is -inf; bounded, its weights become exp(-inf), and not exp(-inf + inf).
+    m_i = weights.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
+    weights.sub_(m_i).exp_()
+    l_i = weights.sum(-1, keepdim=True)
     out = torch.matmul(weights.flatten(1, 2), v.float()).unflatten(1, q.shape[1:3])
-    # The largest logit of a row adds 1, so the bound touches only rows that see nothing.
-    return Partial(out.div_(total.clamp(min=1.0)), (top + total.log()).squeeze(-1))
+    # The largest logit of a query adds 1, so the bound changes only queries that see no key.
+    return Partial(out.div_(l_i.clamp(min=1.0)), (m_i + l_i.log()).squeeze(-1))
 
 
 def store(writes: Writes, pools: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> None:
-    """Write new rows. `pools`: [P, S, n] by field. `new`: [T, n] by field; tokens without a slot are not written."""
-    for name, rows in new.items():
-        formats.put(pools[name], writes.slots, rows if writes.tokens is None else rows[writes.tokens])
+    """Write new entries. `pools`: [P, S, n] by field. `new`: [T, n] by field; tokens without a slot are skipped."""
+    for name, entries in new.items():
+        formats.put(pools[name], writes.slots, entries if writes.tokens is None else entries[writes.tokens])
 
 
 def absorb(q_nope: torch.Tensor, q_pe: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def project_up(z: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
 
 
 def run(spec: MlaSpec, plan: MlaPlan, caches: CacheViews, inputs: MlaInputs) -> torch.Tensor:
-    """Norm and rotate the step's queries and rows, store the rows, then attend.
+    """Norm and rotate the step's queries and latents, store the latents, then attend.
 
     Returns [T, H, V] in the queries' type.
     """
@@ -97,10 +97,10 @@ def store_and_attend(
     w_uv: torch.Tensor,
     kv_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Store the step's latent rows, then attend.
+    """Store the step's latents, then attend.
 
     `q_nope`: [T, H, Dn]. `q_pe`: [T, H, R] rotated. `c`: [T, C] normed. `k_pe`: [T, R] rotated. `w_uk`: [H, Dn, C].
-    `w_uv`: [H, Dv, C]. `kv_scale`: scale of plain FP8 rows. Returns [T, H, Dv] in `q_nope`'s type.
+    `w_uv`: [H, Dv, C]. `kv_scale`: scale of plain FP8 entries. Returns [T, H, Dv] in `q_nope`'s type.
     """
     pools = caches["latent"]
     assert plan.writes is not None
@@ -121,7 +121,7 @@ def attend_planned(
     out: torch.Tensor,
     kv_scale: float = 1.0,
 ) -> None:
-    """Attend for the plan's queries, whose rows are stored, and write [T, H, Dv] `out` at their tokens."""
+    """Attend for the plan's queries, whose latents are stored, and write [T, H, Dv] `out` at their tokens."""
     if plan.absorbed_tokens is not None:
         q = absorb(q_nope[plan.absorbed_tokens], q_pe[plan.absorbed_tokens], w_uk)
         z = q.new_empty(*q.shape[:2], spec.latent_dim)
@@ -143,7 +143,7 @@ Rows = Iterator[tuple[KeySlice, torch.Tensor, torch.Tensor]]
 
 
 def _absorbed(spec: MlaSpec, sub_batch: SubBatch, pools: Mapping[str, torch.Tensor], kv_scale: float) -> Rows:
-    """All heads of a query read the same rows; n is the number of requests."""
+    """Keys and values in the latent, which all heads of a query share; n is the number of requests."""
     for keys in sub_batch.slices:
         latent, k_pe = formats.decode(spec.row_format, spec.latent_dim, pools, keys.rows, kv_scale)
         yield keys, torch.cat((latent, k_pe), dim=-1), latent
@@ -157,7 +157,7 @@ def _decompressed(
     w_uv: torch.Tensor,
     kv_scale: float,
 ) -> Rows:
-    """Keys and values of a slice are decompressed once, for all its tiles; n counts requests and, in each, heads."""
+    """Keys and values of every head, decompressed once for all tiles of a slice; n counts requests times heads."""
     heads = spec.num_heads
     for keys in sub_batch.slices:
         latent, k_pe = formats.decode(spec.row_format, spec.latent_dim, pools, keys.rows, kv_scale)
@@ -173,17 +173,17 @@ def _over_tiles(spec: MlaSpec, sub_batch: SubBatch, q: torch.Tensor, rows: Rows)
 
     `q`: [n, q, r, D]. Returns [n, q, r, Dv] fp32.
     """
-    joined: dict[int, Partial] = {}
+    merged: dict[int, Partial] = {}
     blocks: dict[int, torch.Tensor] = {}
     for keys, k, v in rows:
         for tile in keys.tiles:
-            first, seen = tile.queries.start, slice(0, tile.keys)
-            given = (q[:, tile.queries], k[:, seen], v[:, seen], tile.bias, spec.scale)
+            first, visible = tile.queries.start, slice(0, tile.keys)
+            args = (q[:, tile.queries], k[:, visible], v[:, visible], tile.bias, spec.scale)
             if len(sub_batch.slices) == 1:
-                blocks[first] = attend(*given)
+                blocks[first] = attend(*args)
                 continue
-            partial = attend_partly(*given)
-            joined[first] = merge(joined[first], partial) if first in joined else partial
-            blocks[first] = joined[first].out
-    found = [blocks[first] for first in sorted(blocks)]
-    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+            partial = attend_partly(*args)
+            merged[first] = merge(merged[first], partial) if first in merged else partial
+            blocks[first] = merged[first].out
+    outputs = [blocks[first] for first in sorted(blocks)]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)

@@ -1,12 +1,12 @@
-"""How one cached row is written in bytes, and read back: plain, scaled as a whole, or scaled in blocks of 128.
+"""The formats of a latent cache entry: plain, or block-scaled FP8 with a scale for every 128 values.
 
-Owns: the bytes of a row. Must not know: which rows a query reads.
+Owns: the bytes of an entry. Must not know: which entries a query reads.
 
     plain     fields c [C] and k_pe [R] of `kv_dtype`; FP8 holds x / kv_scale, saturated
-    scaled    one field of bytes: C codes e4m3 | C / 128 fp32 factors | R bf16; factor: least power of two >= max / 448
+    scaled    one field of bytes: C values e4m3 | C / 128 fp32 scales | R bf16; scale: least power of two >= max / 448
 
-Scaled rows of the released sizes (512, 64) are the 656 bytes that FlashMLA reads. Any factors would do; with powers of
-two, codes times factor are exact in bf16.
+Scaled entries of the released sizes (512, 64) are the 656 bytes that FlashMLA reads. The format allows any scale; with
+powers of two, values times scale are exact in bf16.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 FP8_MAX = 448.0
 """Largest number of e4m3."""
 BLOCK = 128
-"""Channels of a scaled row that share a factor."""
+"""Channels of a scaled entry that share a scale."""
 ROW_FORMATS = ("plain", "scaled")
 
 
 def scaled_bytes(latent: int, rope: int) -> int:
-    """Bytes of a scaled row."""
+    """Bytes of a scaled entry."""
     return latent + 4 * (latent // BLOCK) + 2 * rope
 
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Nearest e4m3 code of each number; beyond the largest one, the largest one."""
+    """`x` in e4m3; values beyond its range saturate."""
     return x.float().clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
@@ -42,13 +42,13 @@ def power_of_two(x: torch.Tensor) -> torch.Tensor:
 def encode(
     row_format: str, kv_dtype: torch.dtype, c: torch.Tensor, k_pe: torch.Tensor, kv_scale: float
 ) -> dict[str, torch.Tensor]:
-    """New rows as they are stored. `c`: [T, C]. `k_pe`: [T, R]. Returns field name -> [T, n]."""
+    """New entries in their stored format. `c`: [T, C]. `k_pe`: [T, R]. Returns field name -> [T, n]."""
     if row_format == "scaled":
         blocks = c.float().unflatten(-1, (-1, BLOCK))
-        factor = power_of_two(blocks)
-        codes = to_fp8(blocks / factor).flatten(-2).view(torch.uint8)
+        scale = power_of_two(blocks)
+        quantized = to_fp8(blocks / scale).flatten(-2).view(torch.uint8)
         tail = k_pe.to(torch.bfloat16).contiguous().view(torch.uint8)
-        return {"row": torch.cat((codes, factor.flatten(-2).view(torch.uint8), tail), dim=-1)}
+        return {"row": torch.cat((quantized, scale.flatten(-2).view(torch.uint8), tail), dim=-1)}
     if kv_dtype == torch.float8_e4m3fn:
         return {name: to_fp8(x.float() / kv_scale) for name, x in (("c", c), ("k_pe", k_pe))}
     return {"c": c.to(kv_dtype), "k_pe": k_pe.to(kv_dtype)}
@@ -57,16 +57,16 @@ def encode(
 def decode(
     row_format: str, latent: int, pools: Mapping[str, torch.Tensor], rows: torch.Tensor, kv_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the pool as numbers. `pools`: field name -> [P, S, n]. `rows`: [b, L].
+    """Dequantized entries at `rows` of the pool. `pools`: field name -> [P, S, n]. `rows`: [b, L].
 
     Returns c [b, L, C] and k_pe [b, L, R], fp32.
     """
     if row_format == "scaled":
-        held = take(pools["row"], rows)
+        stored = take(pools["row"], rows)
         end = latent + 4 * (latent // BLOCK)
-        factor = held[..., latent:end].contiguous().view(torch.float32)
-        codes = held[..., :latent].contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (-1, BLOCK))
-        return (codes * factor[..., None]).flatten(-2), held[..., end:].contiguous().view(torch.bfloat16).float()
+        scale = stored[..., latent:end].contiguous().view(torch.float32)
+        quantized = stored[..., :latent].contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (-1, BLOCK))
+        return (quantized * scale[..., None]).flatten(-2), stored[..., end:].contiguous().view(torch.bfloat16).float()
     c, k_pe = (take(pools[name], rows).float() for name in ("c", "k_pe"))
     if pools["c"].dtype == torch.float8_e4m3fn:
         return c.mul_(kv_scale), k_pe.mul_(kv_scale)
@@ -74,13 +74,13 @@ def decode(
 
 
 def take(pool: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """[b, L, n] rows `rows` [b, L] of a pool [P, S, n], of its type."""
-    held = pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
-    return held.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape).view(pool.dtype)
+    """[b, L, n] entries at `rows` [b, L] of a pool [P, S, n], of its type."""
+    bits = pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
+    return bits.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape).view(pool.dtype)
 
 
 def put(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write rows [t, n] at `slots` [t] of a pool [P, S, n] of the same type."""
+    """Write entries `rows` [t, n] at `slots` [t] of a pool [P, S, n] of the same type."""
     if pool.dtype == torch.float8_e4m3fn:
         pool, rows = pool.view(torch.uint8), rows.view(torch.uint8)
     pool.flatten(0, 1).index_copy_(0, slots, rows)

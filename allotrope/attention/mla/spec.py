@@ -1,4 +1,4 @@
-"""The numbers of one latent-attention layer."""
+"""The spec of one latent-attention layer: its sizes, types and options."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class MlaSpec:
 
     `num_heads`: query heads H. `latent_dim`: size C of the cached latent, shared by all heads. `rope_dim`: size R of
     the cached key part that is rotated. `nope_dim`: size P of a head's query without its rotated part. `v_head_dim`:
-    size V of a head's values. `scale`: factor of the logits. `kv_dtype`: type of the cached rows.
-    `row_format`: "plain", or "scaled" for rows of FP8 codes with a factor for every 128 (`rows.py`).
+    size V of a head's values. `scale`: of the logits. `kv_dtype`: type of the cache entries. `row_format`: "plain", or
+    "scaled" for block-scaled FP8 entries with a scale for every 128 values (`rows.py`).
     """
 
     num_heads: int

@@ -21,8 +21,8 @@ from allotrope.ops.rope import RopeSpec
 
 @dataclass(frozen=True, kw_only=True)
 class CsaMixerSpec:
-    """`q_rank`: size of the latent that queries and index queries are made from. `out_groups`, `out_rank`: each group
-    of heads is projected to `out_rank` numbers of its own, and all of them to the output. The rest as in `CsaSpec`.
+    """`q_rank`: size of the latent that queries and index queries are projected from. `out_groups`, `out_rank`: each
+    group of heads is projected to `out_rank` numbers, and all of these to the output. The rest as in `CsaSpec`.
     """
 
     hidden: int
@@ -63,7 +63,7 @@ class CsaMixer(nn.Module):
         super().__init__()
         self.spec = attention_of(spec, build)
         self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
-        # Of FP8 rows, by the argument's name; none for others.
+        # Scales of FP8 entries by the argument's name; empty for other types.
         self.kv_scales: dict[str, float] = {}
         dim, indexer = spec.head_dim, spec.indexer
         inputs = [Section("q_a", spec.q_rank), Section("kv", dim)]
@@ -109,9 +109,9 @@ class CsaMixer(nn.Module):
 
 
 class Compressor(nn.Module):
-    """The projections that entries are pooled from, and the layer's tensors of pooling: all fp32.
+    """The projections and parameters of the layer's compressor, and of its indexer's compressor: all fp32.
 
-    With an indexer, its own compressor's are computed in the same product.
+    One product computes the projections of both.
     """
 
     def __init__(self, spec: CsaSpec, hidden: int, build: Build) -> None:
@@ -131,12 +131,12 @@ class Compressor(nn.Module):
         self.projection = Linear(hidden, tuple(sections), exact)
 
     def forward(self, x: torch.Tensor) -> tuple[Compression, Compression | None]:
-        """`x`: [T, hidden]. Returns what entries and, with an indexer, its keys are pooled from."""
-        made = [
+        """`x`: [T, hidden]. Returns the inputs of the compressor and, with an indexer, of its compressor."""
+        compressions = [
             Compression(state, self.get_parameter(prefix + "position_bias"), self.get_parameter(prefix + "norm"))
             for prefix, state in zip(self.dims, self.projection(x.float()).split(self.widths, dim=-1), strict=True)
         ]
-        return made[0], made[1] if len(made) > 1 else None
+        return compressions[0], compressions[1] if len(compressions) > 1 else None
 
 
 def _whole(size: int) -> Placement:
@@ -155,7 +155,7 @@ class GroupedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: [T, groups * inputs] of this rank. Returns [T, groups * outputs]."""
         if x.shape[0] == 1:
-            # One row: a product per group reads each weight once, where it lies.
+            # One token: a product for each group reads each weight once, in place.
             weights = self.weight.unflatten(0, (self.groups, -1))
             return torch.bmm(weights, x.view(self.groups, -1, 1)).view(1, -1)
         rows = x.unflatten(-1, (self.groups, -1)).transpose(0, 1)

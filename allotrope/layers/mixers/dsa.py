@@ -1,4 +1,4 @@
-"""Projections, norms and rotation around latent attention over picked rows."""
+"""Projections, norms and rotation around sparse latent attention."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from allotrope.ops.rope import ROPE_COS_SIN, RopeSpec
 
 @dataclass(frozen=True, kw_only=True)
 class DsaMixerSpec:
-    """`mla`: the attention itself, whose queries come from a latent. `topk`: rows a query attends to. `indexer`: how
-    this layer picks them; None reuses the picks of the last layer that has one. `index_rope`: rotation of the first
+    """`mla`: the attention itself, whose queries come from a latent. `topk`: tokens a query attends to. `indexer`:
+    selects them; None reuses the top-k indices of the last layer with an indexer. `index_rope`: rotation of the first
     dims of index queries and keys. `index_norm_eps`: of the norm of index keys.
     """
 
@@ -42,7 +42,7 @@ class DsaMixerSpec:
     def attention(self, parallel: Parallel, dtype: torch.dtype, kv_dtype: torch.dtype) -> DsaSpec:
         indexer = self.indexer
         if indexer is not None and kv_dtype == torch.float8_e4m3fn:
-            # Beside FP8 rows index keys have a factor each, so that the picks stay those of finer ones.
+            # In an FP8 cache each index key has a scale: without it, rounding would change the top-k.
             indexer = dataclasses.replace(indexer, key_format="scaled")
         return DsaSpec(mla=self.mla.attention(parallel, dtype, kv_dtype), topk=self.topk, indexer=indexer)
 
@@ -55,7 +55,7 @@ class DsaMixer(nn.Module):
         super().__init__()
         self.spec = attention_of(spec, build)
         self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
-        # Of FP8 rows, by the argument's name; none for others.
+        # Scales of FP8 entries by the argument's name; empty for other types.
         self.kv_scales: dict[str, float] = {}
         from_x: tuple[Section, ...] = ()
         from_q: tuple[Section, ...] = ()
@@ -80,7 +80,7 @@ class DsaMixer(nn.Module):
 
 
 class Indexer(nn.Module):
-    """Finishes what the layer's two projections began: index queries, keys and weights. Equal on every rank."""
+    """Index queries, keys and weights from the layer's two projections. Equal on every rank."""
 
     def __init__(self, spec: DsaMixerSpec, indexer: IndexerSpec, build: Build) -> None:
         super().__init__()
@@ -94,10 +94,10 @@ class Indexer(nn.Module):
         self.k_norm_bias = parameter((indexer.head_dim,), placement, torch.float32, build.device)
 
     def forward(self, projected: Projected, ctx: LayerStep) -> IndexInputs:
-        """Returns the indexer's part of the family's inputs."""
+        """Returns the indexer's inputs."""
         k, weights = projected.from_x
         q = projected.from_q[0].unflatten(-1, (self.heads, self.dim))
         rotation = None if self.rope is None else ctx.step.rotation(self.rope, k.dtype)
         norm = LayerNorm(self.k_norm_weight, self.k_norm_bias, self.eps)
-        # In fp32: weights of both signs are summed up, and small differences decide.
+        # The weights are fp32: terms of both signs cancel, and small differences decide the top-k.
         return IndexInputs(q, k, weights.float() * self.heads**-0.5, norm, rotation, self._rope)

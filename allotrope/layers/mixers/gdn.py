@@ -36,7 +36,7 @@ class GdnMixerSpec:
 
     @property
     def inner_sections(self) -> tuple[Section, ...]:
-        """What passes through the convolution, head by head."""
+        """The sections that pass through the convolution, head by head."""
         key = self.num_k_heads * self.k_head_dim
         value = self.num_v_heads * self.v_head_dim
         return (
@@ -47,14 +47,14 @@ class GdnMixerSpec:
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """Everything the projection gives."""
+        """All sections of the projection."""
         heads = self.num_v_heads
         z = Section("z", heads * self.v_head_dim, self.v_head_dim)
         return (*self.inner_sections, z, Section("b", heads, 1), Section("a", heads, 1))
 
     @property
     def rates(self) -> Section:
-        """What decays at a rate of its own."""
+        """The decay rates: one for each value head."""
         return Section("", self.num_v_heads, 1)
 
     def attention(self, parallel: Parallel, dtype: torch.dtype, kv_dtype: torch.dtype) -> GdnSpec:
@@ -91,7 +91,7 @@ class GdnMixer(nn.Module):
         self._gated_norm = build.chooser.choose(GATED_RMS_NORM, norm_spec).run
 
     def finish_loading(self) -> None:
-        """Lay the convolution's weight out as the family reads it, one factor of all channels after another."""
+        """Lay the convolution's weight out tap by tap, all channels of a tap together, as the family reads it."""
         self.conv_weight.data = self.conv_weight.data.float().t().contiguous().t()
         self.norm_weight = self.norm.data * self.spec.v_head_dim**0.5
 

@@ -1,4 +1,4 @@
-"""Projections, output norm and gate around the delta rule whose key channels forget at rates of their own."""
+"""Projections, output norm and gate around the gated delta rule with a decay per key channel."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from allotrope.layers.step import LayerStep
 
 @dataclass(frozen=True, kw_only=True)
 class KdaMixerSpec(GdnMixerSpec):
-    """As `GdnMixerSpec`, but the rates of decay and the gate are made from latents of x, each of size `rank`."""
+    """A `GdnMixerSpec` whose decay and gate are projected from latents of x, each of size `rank`."""
 
     rank: int
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """What is made from x itself; every rank holds both latents whole."""
+        """The sections that are projected from x; every rank holds both latents whole."""
         b = Section("b", self.num_v_heads, 1)
         return (*self.inner_sections, b, Section("decay", self.rank), Section("gate", self.rank))
 
     @property
     def rates(self) -> Section:
-        """Every key channel of every value head."""
+        """The decay rates: one for each key channel of each value head."""
         return Section("", self.num_v_heads * self.k_head_dim, self.k_head_dim)
 
     def attention(self, parallel: Parallel, dtype: torch.dtype, kv_dtype: torch.dtype) -> GdnSpec:

@@ -28,7 +28,7 @@ class MhaMixerSpec:
 
     `norm_offset`: 1.0 where the norm's stored weight is around 0. `v_head_dim`: default `head_dim`. `values_from_keys`:
     values are the projected keys, before their norm and rotation. `v_norm`: RMS over each head of v, without a weight.
-    `value_scale`: factor of v. `output_gate`: the output is multiplied by the sigmoid of a projection of x. A layer
+    `value_scale`: multiplies v. `output_gate`: the output is multiplied by the sigmoid of a projection of x. A layer
     that shares another's cache projects queries only.
     """
 
@@ -80,7 +80,7 @@ class MhaMixer(nn.Module):
             self._apply_rope = build.chooser.choose(APPLY_ROPE, ApplyRopeSpec(build.dtype)).run
         self.spec = attention_of(spec, build)
         self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
-        # Of FP8 rows, by the argument's name; none for others.
+        # Scales of FP8 entries by the argument's name; empty for other types.
         self.kv_scales: dict[str, float] = {}
         heads, dim, value_dim = spec.num_heads, spec.head_dim, self.spec.value_dim
         self.qkv = Linear(spec.hidden, _sections(spec, value_dim), build.at("qkv"), bias=spec.bias)
@@ -143,7 +143,7 @@ class MhaMixer(nn.Module):
 
 
 def _sections(spec: MhaMixerSpec, value_dim: int) -> tuple[Section, ...]:
-    """What the fused projection computes, head by head."""
+    """The sections of the fused projection, head by head."""
     dim, groups = spec.head_dim, spec.num_kv_heads
     sections = [Section("q", spec.num_heads * dim, dim)]
     if spec.shares_cache_of is None:

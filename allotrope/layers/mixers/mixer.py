@@ -1,4 +1,4 @@
-"""What a model's layer says about its mixer, and what the engine may ask of it."""
+"""The interface of a mixer, for models and for the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from allotrope.layers.parallel import Parallel
 
 
 class MixerSpec(Protocol):
-    """The numbers of one layer's token mixing, whole (not one rank's)."""
+    """The sizes of one layer's mixer, over all ranks."""
 
     @property
     def shares_cache_of(self) -> int | None:
@@ -33,13 +33,13 @@ class MixerSpec(Protocol):
 
 
 def attention_of(spec: MixerSpec, build: Build) -> Any:
-    """The family's spec of a layer with the cache that `build` wants. Raises ValueError where it cannot be."""
-    found = spec.attention(build.parallel, build.dtype, build.kv_dtype)
-    return FAMILIES[found.family].with_cache(found, CacheFormat(build.row_format, build.state_dtype))
+    """The family's spec of a layer with the cache format of `build`. Raises ValueError for an unsupported format."""
+    attention = spec.attention(build.parallel, build.dtype, build.kv_dtype)
+    return FAMILIES[attention.family].with_cache(attention, CacheFormat(build.row_format, build.state_dtype))
 
 
 def head_norm(norm: RMSNorm | AllHeadsNorm | None) -> HeadNorm | None:
-    """A layer's norm as its family takes it."""
+    """A layer's norm in the form of the family's inputs."""
     if norm is None:
         return None
     return HeadNorm(norm, norm.scaled_weight if isinstance(norm, RMSNorm) else None)

@@ -23,8 +23,8 @@ from allotrope.ops.rope import ROPE_COS_SIN, RopeSpec
 
 @dataclass(frozen=True, kw_only=True)
 class MlaMixerSpec:
-    """`q_rank`: size of the normed latent that queries are made from; None makes them from x. `rope` None: the dims
-    that others rotate are used as they are. `scale`: of the logits, every factor included. The rest as in `MlaSpec`.
+    """`q_rank`: size of the normed latent that queries are projected from; None projects them from x. `rope` None: no
+    dims are rotated. `scale`: of the logits, with all corrections. The rest as in `MlaSpec`.
     """
 
     hidden: int
@@ -55,7 +55,7 @@ class MlaMixerSpec:
 
 
 class Projected(NamedTuple):
-    """What the family takes; then what else was asked of the two projections."""
+    """The family's inputs, and the further sections of the two projections."""
 
     inputs: MlaInputs
     from_x: Sequence[torch.Tensor]
@@ -63,11 +63,11 @@ class Projected(NamedTuple):
 
 
 class LatentProjection(nn.Module):
-    """From x to queries and to the row that is cached.
+    """The projections from x to queries and to the cached latent.
 
     `inputs` computes everything that is linear in x: the query latent "q_a" (or, without `q_rank`, the queries "q"),
-    the row "kv_a", and the sections of `from_x`. `queries` computes "q" and the sections of `from_q` from the query
-    latent. `w_uk`, `w_uv`: what makes keys and values of a row, per head.
+    the latent "kv_a", and the sections of `from_x`. `queries` computes "q" and the sections of `from_q` from the query
+    latent. `w_uk`, `w_uv`: the projections of a latent to keys and values, per head.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class MlaMixer(nn.Module):
         super().__init__()
         self.spec = attention_of(spec, build)
         self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
-        # Of FP8 rows, by the argument's name; none for others.
+        # Scales of FP8 entries by the argument's name; empty for other types.
         self.kv_scales: dict[str, float] = {}
         self.latent = LatentProjection(spec, build.at("latent"))
         out = Section("", spec.num_heads * spec.v_head_dim, spec.v_head_dim)

@@ -34,13 +34,13 @@ def grouped_matmul(
     share, empty before the first. Returns [n, outputs]. Each expert's weight is dequantized for each call.
     """
     rows = x if sorted_token_ids is None else x.index_select(0, sorted_token_ids)
-    seen = weight.format.activations(rows)
-    y = seen.new_empty(len(rows), weight.shape[1])
+    activations = weight.format.activations(rows)
+    y = activations.new_empty(len(rows), weight.shape[1])
     start = 0
     for expert, end in enumerate(expert_offsets.tolist()):
         if end > start:
-            added = None if bias is None else bias[expert].float()
-            y[start:end] = F.linear(seen[start:end], weight[expert].dequantize(), added)
+            expert_bias = None if bias is None else bias[expert].float()
+            y[start:end] = F.linear(activations[start:end], weight[expert].dequantize(), expert_bias)
             start = end
     return (y if gating is None else activated(y, gating)).to(x.dtype)
 

@@ -11,7 +11,7 @@ from allotrope.ops.hyper_connection.spec import HyperConnectionSpec
 def hc_pre(
     spec: HyperConnectionSpec, streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a sublayer reads, and how its output goes back.
+    """The input of a sublayer, and the weights that mix its output into the streams.
 
     `streams`: [T, N, hidden]. `fn`: [(2 + N) N, N * hidden] fp32. `base`: [(2 + N) N] fp32. `scale`: [3] fp32, of pre,
     post and C. Returns x [T, hidden], post [T, N] and C [T, N, N], all in the streams' type.

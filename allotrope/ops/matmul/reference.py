@@ -25,6 +25,6 @@ def matmul(
     `x`: [T, inputs]. `bias`: [outputs]. `out`: [T, outputs] to write into, of any row stride. The weight is dequantized
     whole for each call.
     """
-    seen = weight.format.activations(x)
-    y = F.linear(seen, weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)
+    activations = weight.format.activations(x)
+    y = F.linear(activations, weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)
     return y if out is None else out.copy_(y)

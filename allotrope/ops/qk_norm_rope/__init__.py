@@ -1,4 +1,4 @@
-"""What stands between the fused projection and attention: norms of heads, rotation, and the store to the KV cache.
+"""The work between the fused projection and attention: norms of heads, rotation, and the store to the KV cache.
 
 For every token, with [q | k | v] its projection, head by head:
 
