@@ -51,7 +51,12 @@ UNTIMED_SPILLS: dict[str, dict[str, int]] = {
         "int4 experts many rows": 264,
         "int4 experts many rows gated": 24,
     },
-    "sm_89": {"mha decode 64/8 x 128 fp8": 8},
+    "sm_89": {
+        "mha decode 64/8 x 128 fp8": 8,
+        "int4 many rows": 248,
+        "int4 experts many rows": 304,
+        "int4 experts many rows gated": 40,
+    },
     "sm_100": {"mla decode 128 heads block-scaled sparse": 24},
     "sm_120": {
         "mla decode 128 heads block-scaled sparse": 32,
