@@ -27,11 +27,11 @@ class Chip:
     shared_memory: int
     product: str = ""
 
-    @property
+    @functools.cached_property
     def is_gpu(self) -> bool:
         return self.vendor in ("nvidia", "amd")
 
-    @property
+    @functools.cached_property
     def capability(self) -> tuple[int, int]:
         """CUDA's compute capability; (0, 0) for a chip that has none."""
         if self.vendor != "nvidia":
@@ -39,42 +39,42 @@ class Chip:
         number = int(self.arch.removeprefix("sm_"))
         return number // 10, number % 10
 
-    @property
+    @functools.cached_property
     def warp_size(self) -> int:
         """Threads of a warp (a wave of AMD's CDNA)."""
         return 64 if self.arch.startswith("gfx9") else 32
 
-    @property
+    @functools.cached_property
     def has_wgmma(self) -> bool:
         """Products of a warpgroup, with operands in shared memory: Hopper alone has them."""
         return self.capability[0] == 9
 
-    @property
+    @functools.cached_property
     def has_tf32(self) -> bool:
         """Products of fp32 numbers of 10 mantissa bits; three of them make one of nearly all bits (tf32x3)."""
         return self.capability >= (8, 0)
 
-    @property
+    @functools.cached_property
     def has_tma(self) -> bool:
         """Copies of whole tiles by the tensor memory accelerator."""
         return self.capability[0] >= 9
 
-    @property
+    @functools.cached_property
     def has_pdl(self) -> bool:
         """Programmatic dependent launch."""
         return self.capability[0] >= 9
 
-    @property
+    @functools.cached_property
     def has_e4m3fn(self) -> bool:
         """Conversions and products of the FP8 numbers of OCP, which checkpoints hold."""
         return self.capability >= (8, 9) or self.arch == "gfx950"
 
-    @property
+    @functools.cached_property
     def triton_has_e4m3fn(self) -> bool:
         """Whether Triton's kernels may hold these numbers: on AMD, and in the interpreter, it converts them itself."""
         return self.has_e4m3fn or self.vendor != "nvidia"
 
-    @property
+    @functools.cached_property
     def has_e4m3fnuz(self) -> bool:
         """FP8 numbers with a bias of one more and no negative zero."""
         return self.arch == "gfx942"

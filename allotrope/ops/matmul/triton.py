@@ -32,11 +32,9 @@ from allotrope.ops.gated_activation.triton import ACTIVATIONS, gate
 from allotrope.ops.matmul.fp8 import Fp8
 from allotrope.ops.matmul.int4 import Int4
 from allotrope.ops.matmul.launch import (
-    INTERPRETER,
     Launch,
     Shape,
     rule_of_thumb,
-    tuned_name,
     within,
 )
 from allotrope.ops.matmul.mxfp4 import MXFP4
@@ -302,7 +300,7 @@ def launch_product(
     tile_tables: TileTables | None = None,
 ) -> torch.Tensor:
     """Launch `product_kernel`. Arguments as of `providers.multiply`; `out` is written and returned."""
-    rows, outputs, chip = len(out), out.shape[1], tuned_name(chip_of(x.device))
+    rows, outputs = len(out), out.shape[1]
     fp8 = weight.format.name == "fp8"
     x_scales = None
     if fp8 and not launch.quantize:
@@ -353,14 +351,14 @@ def launch_product(
         BIAS=bias is not None,
         ACTIVATION=ACTIVATIONS[gating.activation] if gating else -1,
         LIMIT=gating is not None and gating.limit is not None,
-        **_constants(weight, outputs, launch, chip),
+        **_constants(weight, outputs, launch, chip_of(x.device)),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
     return out
 
 
-def _constants(weight: PackedWeight, outputs: int, launch: Launch, chip: str) -> dict[str, Any]:
+def _constants(weight: PackedWeight, outputs: int, launch: Launch, chip: Chip) -> dict[str, Any]:
     whole_tiles = weight.scale_rows % launch.block_n == 0 and outputs % launch.block_n == 0
     return {
         "KIND": weight.format.name,
@@ -369,9 +367,9 @@ def _constants(weight: PackedWeight, outputs: int, launch: Launch, chip: str) ->
         "SCALE_ROWS": weight.scale_rows,
         "ONE_SCALE": weight.format.name == "fp8" and whole_tiles,
         "ROW_SCALES": weight.row_scales,
-        "HOPPER": weight.fast and chip != INTERPRETER and not chip.startswith("gfx"),
+        "HOPPER": weight.fast and chip.vendor == "nvidia",
         # This chip's e4m3 has another bias.
-        "UPCAST": chip == "gfx942",
+        "UPCAST": chip.has_e4m3fnuz,
         "BLOCK_M": launch.block_m,
         "BLOCK_N": launch.block_n,
         "SPLIT_K": launch.split_k,
@@ -455,7 +453,7 @@ def released(chip: Chip) -> list[Specialization]:
             "LIMIT": kind == "mxfp4",
         }
         constants |= {"ACTIVATION": ACTIVATIONS["silu"] if gated else -1}
-        constants |= {"scale_run": 1, "bias_stride": 1} | _constants(weight, outputs, launch, tuned)
+        constants |= {"scale_run": 1, "bias_stride": 1} | _constants(weight, outputs, launch, chip)
         for present, names, kinds in (
             (rounded, ("x_scales",), "*fp32:16"),
             (experts > 0, ("sorted_token_ids",), "*i32:16"),
