@@ -15,7 +15,7 @@ def load_model(load_plan: LoadPlan, seed: int, quantized_weights: str = "auto") 
     """Make the model and fill it: from the checkpoint, or with random weights where it brings none.
 
     `quantized_weights`: the option, which the log names where weights are dequantized. Raises ModelError for weights
-    that can only be planned, and for those that do not fit the architecture.
+    that do not fit the architecture.
     """
     # Chosen here, so that it is logged with the layers' backends.
     load_plan.sampler()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from allotrope.ops.gated_activation import GatedActivation
-from allotrope.ops.grouped_matmul.reference import biased_and_gated
+from allotrope.ops.grouped_matmul.reference import biased_and_gated, rows_by_expert
 from allotrope.ops.matmul import onednn
 from allotrope.ops.matmul.onednn import OneDNNWeight, rejects
 from allotrope.ops.matmul.plain import PLAIN, PlainWeight
@@ -57,9 +57,6 @@ def grouped_matmul(
     """As `reference.grouped_matmul`."""
     rows = x if sorted_token_ids is None else x.index_select(0, sorted_token_ids)
     y = rows.new_empty(len(rows), weight.shape[1])
-    start = 0
-    for one, end in zip(weight.experts, expert_offsets.tolist(), strict=True):
-        if end > start:
-            y[start:end] = onednn.matmul(rows[start:end], one)
-            start = end
+    for expert, part in rows_by_expert(expert_offsets):
+        y[part] = onednn.matmul(rows[part], weight.experts[expert])
     return biased_and_gated(y, expert_offsets, bias, gating, expert_ids)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.ops.gated_activation import GatedActivation
-from allotrope.ops.grouped_matmul.reference import biased_and_gated
+from allotrope.ops.grouped_matmul.reference import biased_and_gated, rows_by_expert
 from allotrope.ops.matmul.plain import PLAIN, PlainWeight
 from allotrope.ops.matmul.tile_tables import TileTables
 
@@ -49,9 +49,6 @@ def grouped_matmul(
         y = F.grouped_mm(rows, weight.values.transpose(1, 2), offs=expert_offsets)
     else:
         y = rows.new_empty(len(rows), weight.shape[1])
-        start = 0
-        for values, end in zip(weight.values, expert_offsets.tolist(), strict=True):
-            if end > start:
-                y[start:end] = F.linear(rows[start:end], values)
-                start = end
+        for expert, part in rows_by_expert(expert_offsets):
+            y[part] = F.linear(rows[part], weight.values[expert])
     return biased_and_gated(y, expert_offsets, bias, gating, expert_ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -36,13 +36,19 @@ def grouped_matmul(
     rows = x if sorted_token_ids is None else x.index_select(0, sorted_token_ids)
     activations = weight.format.activations(rows)
     y = activations.new_empty(len(rows), weight.shape[1])
+    for expert, part in rows_by_expert(expert_offsets):
+        expert_bias = None if bias is None else bias[expert].float()
+        y[part] = F.linear(activations[part], weight[expert].dequantize(), expert_bias)
+    return (y if gating is None else activated(y, gating)).to(x.dtype)
+
+
+def rows_by_expert(expert_offsets: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    """Each expert that has rows, and which they are. Asks the device for `expert_offsets`."""
     start = 0
     for expert, end in enumerate(expert_offsets.tolist()):
         if end > start:
-            expert_bias = None if bias is None else bias[expert].float()
-            y[start:end] = F.linear(activations[start:end], weight[expert].dequantize(), expert_bias)
+            yield expert, slice(start, end)
             start = end
-    return (y if gating is None else activated(y, gating)).to(x.dtype)
 
 
 def biased_and_gated(
