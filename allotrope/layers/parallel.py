@@ -29,6 +29,10 @@ class Parallel:
             dist.all_reduce(x, group=self.group)
         return x
 
+    def all_reduce_each(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """As `all_reduce`, of several tensors of one shape by one collective."""
+        return parts if self.size == 1 else self.all_reduce(torch.stack(parts)).unbind()
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' `x`, concatenated along the last dim."""
         if self.size == 1:
