@@ -33,6 +33,10 @@ class Parallel:
             dist.all_reduce(x, group=self.group)
         return x
 
+    def all_reduce_each(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """As `all_reduce`, of several tensors of one shape by one collective."""
+        return parts if self.size == 1 else self.all_reduce(torch.stack(parts)).unbind()
+
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The ranks' `logits` [n, tokens of the rank] side by side on every rank that samples, unchanged elsewhere."""
         if self.size == 1:
