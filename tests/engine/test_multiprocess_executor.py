@@ -20,7 +20,13 @@ from allotrope.errors import ConfigError, EngineDead, ModelError
 from allotrope.request import SamplingParams
 
 # One of each family here, all others when slow; wrappers have the decoder of what they wrap.
-QUICK = ("LlamaForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "Qwen3NextForCausalLM")
+QUICK = (
+    "LlamaForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "DeepseekV4ForCausalLM",
+    "Qwen3NextForCausalLM",
+)
 ASKED = [request(f"r{i}", ids) for i, ids in enumerate(prompts((3, 17, 40, 1)))]
 
 
