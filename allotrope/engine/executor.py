@@ -39,12 +39,17 @@ class Executor(ABC):
 
     @property
     @abstractmethod
+    def ranks(self) -> int:
+        """Processes that share each layer."""
+
+    @property
+    @abstractmethod
     def graph_replays(self) -> int:
         """Decode steps that ran as captured graphs so far."""
 
     @abstractmethod
     def run(self, plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits at the plan's `logits_indices`: [n, vocabulary] fp32.
+        """Logits at the plan's `logits_indices`: [n, vocabulary] fp32; or [n] int64 tokens of a greedy plan.
 
         `prev_sampled`: [m] tokens that the step before sampled, see `ModelRunner`. May return before the device has
         computed the logits.
@@ -52,7 +57,8 @@ class Executor(ABC):
 
     @abstractmethod
     def share_sampled(self, token_ids: torch.Tensor) -> None:
-        """Let every rank have the tokens [m] that the last plan announced as `sampled`. Does not wait for them."""
+        """Let every rank have the tokens [m] that rank 0 sampled by the last plan, which announced them. Does not wait
+        for them."""
 
     @abstractmethod
     def capture_next(self) -> bool:

@@ -40,13 +40,15 @@ class StepRow:
 class StepPlan:
     """`rows`: rows with one token first. `copies`: (group, source, target) pages to copy before the pass.
 
-    `sampled`: tokens that every rank gets from rank 0 when the pass is over: the next plan may have placeholders for
-    them.
+    `sampled`: tokens that every rank gets when the pass is over: the next plan may have placeholders for them.
+    `greedy`: the pass ends with the greedy tokens, which the ranks choose together, in place of logits, which rank 0
+    samples from.
     """
 
     rows: tuple[StepRow, ...]
     copies: tuple[tuple[int, int, int], ...] = ()
     sampled: int = 0
+    greedy: bool = False
 
     @property
     def decodes_only(self) -> bool:
@@ -127,13 +129,14 @@ def page_slots(table: Words, page_size: int, host: HostRows) -> Words:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What the host must know of a packed step. `sampled`: as in `StepPlan`. `has_placeholders`: whether any row ends
-    in one. `copies`: [m, 3] (group, source, target). `logits_indices`: [n].
+    """What the host must know of a packed step. `sampled`, `greedy`: as in `StepPlan`. `has_placeholders`: whether any
+    row ends in one. `copies`: [m, 3] (group, source, target). `logits_indices`: [n].
     """
 
     decodes_only: bool
     requests: int
     sampled: int
+    greedy: bool
     has_placeholders: bool
     copies: Words
     logits_indices: Words
@@ -143,20 +146,27 @@ class StepFacts:
         has_placeholders = any(row.prev_sampled_index >= 0 for row in plan.rows)
         copies, indices = (np.array(one, dtype=np.int64) for one in (plan.copies, plan.logits_indices))
         return StepFacts(
-            plan.decodes_only, len(plan.rows), plan.sampled, has_placeholders, copies.reshape(-1, 3), indices
+            plan.decodes_only,
+            len(plan.rows),
+            plan.sampled,
+            plan.greedy,
+            has_placeholders,
+            copies.reshape(-1, 3),
+            indices,
         )
 
     def arrays(self) -> list[Words]:
         """These facts as arrays for the host."""
-        numbers = [self.decodes_only, self.requests, self.sampled, self.has_placeholders]
+        numbers = [self.decodes_only, self.requests, self.sampled, self.greedy, self.has_placeholders]
         return [np.array(numbers, dtype=np.int64), self.copies.ravel(), self.logits_indices]
 
     @staticmethod
     def read(packed: PackedStep) -> StepFacts:
         """The facts that `arrays` packed as the first arrays of the host."""
         numbers, copies, indices, *_ = packed.host
-        decodes_only, requests, sampled, has_placeholders = numbers.tolist()
-        return StepFacts(bool(decodes_only), requests, sampled, bool(has_placeholders), copies.reshape(-1, 3), indices)
+        decodes_only, requests, sampled, greedy, has_placeholders = numbers.tolist()
+        flags = bool(greedy), bool(has_placeholders)
+        return StepFacts(bool(decodes_only), requests, sampled, *flags, copies.reshape(-1, 3), indices)
 
 
 def pack(plan: StepPlan, groups: Sequence[CacheGroup], *, pinned: bool) -> PackedStep:

@@ -88,23 +88,25 @@ class ModelRunner:
     def run(self, packed: PackedStep, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
         """Run one step. `prev_sampled`: [m] tokens that the step before sampled, where rows end in placeholders.
 
-        Returns the logits at the plan's `logits_indices`, see `Decoder.logits`.
+        Returns the logits at the plan's `logits_indices`, see `Decoder.logits`, or their greedy tokens where the plan
+        says so.
         """
         facts = StepFacts.read(packed)
         if len(facts.copies):
             self.arena.copy_pages(facts.copies.tolist())
         indices, requests = facts.logits_indices, facts.requests
+        scored = self.model.greedy if facts.greedy else self.model.logits
         if self.buffers is not None and self.graphs is not None and facts.decodes_only:
             size = self.graphs.padded(requests)
             self.buffers.refresh(packed, requests, prev_sampled, size)
             self.graphs.run(size)
             # The padding rows stay: the same product runs whether or not a graph came before it.
-            logits = self.model.logits(self.buffers.hidden[:size])[:requests]
-            return logits if len(indices) == requests else logits[self._on_device(indices)]
+            out = scored(self.buffers.hidden[:size])[:requests]
+            return out if len(indices) == requests else out[self._on_device(indices)]
         hidden = self._hidden(unpack(packed, facts, self.groups, self.device), prev_sampled)
         if len(indices) != len(hidden):
             hidden = hidden[self._on_device(indices)]
-        return self.model.logits(hidden)
+        return scored(hidden)
 
     @torch.inference_mode()
     def capture_next(self) -> bool:

@@ -96,6 +96,10 @@ class MultiprocessExecutor(Executor):
         return self.worker.model
 
     @property
+    def ranks(self) -> int:
+        return self.load_plan.build.parallel.size
+
+    @property
     def graph_replays(self) -> int:
         return self.worker.graph_replays
 

@@ -55,6 +55,8 @@ def _warm_up(model: Decoder, load_plan: LoadPlan, config: EngineConfig, decode: 
     token = _row(groups, 1, min(_CONTEXTS[0], load_plan.max_model_len - 1))
     for size in _launched_differently(decode_sizes(load_plan.max_num_seqs)):
         logits = model_runner.run(model_runner.pack(StepPlan((token,) * size)))
+        if load_plan.build.parallel.size > 1:
+            model_runner.run(model_runner.pack(StepPlan((token,) * size, greedy=True)))
     truncated = largest_sampling_step(load_plan.max_num_seqs, device)
     load_plan.sampler()(logits, replace(truncated, untruncated=truncated.truncated))
     if device.type == "cuda":

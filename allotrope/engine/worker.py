@@ -136,11 +136,12 @@ class Worker:
 
     @torch.inference_mode()
     def follow(self, packed: PackedStep) -> None:
-        """Run a step on a rank that does not sample, and take the tokens that rank 0 sampled from it."""
-        self.model_runner.run(packed, self._prev_sampled)
-        sampled = StepFacts.read(packed).sampled
-        if sampled:
-            self._prev_sampled = torch.empty(sampled, dtype=torch.int64, device=self._device)
+        """Run a step on a rank other than 0, and keep the tokens that come of it where the next step may need them."""
+        out, facts = self.model_runner.run(packed, self._prev_sampled), StepFacts.read(packed)
+        if facts.sampled and facts.greedy:
+            self._prev_sampled = out
+        elif facts.sampled:
+            self._prev_sampled = torch.empty(facts.sampled, dtype=torch.int64, device=self._device)
             self.share_sampled(self._prev_sampled)
 
     def share_sampled(self, token_ids: torch.Tensor) -> None:

@@ -37,6 +37,12 @@ class Parallel:
         """As `all_reduce`, of several tensors of one shape by one collective."""
         return parts if self.size == 1 else self.all_reduce(torch.stack(parts)).unbind()
 
+    def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
+        """The largest of the ranks' `x`, element by element (in place)."""
+        if self.size > 1 and not warming_up():
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        return x
+
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The ranks' `logits` [n, tokens of the rank] side by side on every rank that samples, unchanged elsewhere."""
         if self.size == 1:
