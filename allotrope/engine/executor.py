@@ -51,6 +51,10 @@ class Executor(ABC):
         """
 
     @abstractmethod
+    def share_sampled(self, token_ids: torch.Tensor) -> None:
+        """Let every rank have the tokens [m] that the last plan announced as `sampled`. Does not wait for them."""
+
+    @abstractmethod
     def capture_next(self) -> bool:
         """Capture one more CUDA graph of decode steps. Returns whether there was one to capture."""
 

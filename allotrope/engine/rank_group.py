@@ -59,6 +59,15 @@ class RankGroup:
         if self.store is not None:
             dist.barrier()
 
+    def min(self, value: int) -> int:
+        """The smallest `value` of the ranks."""
+        if self.store is None:
+            return value
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        values = torch.tensor(value, dtype=torch.int64, device=device)
+        dist.all_reduce(values, dist.ReduceOp.MIN)
+        return int(values)
+
     def leave(self) -> None:
         """Let go of the process group."""
         if self.store is not None and dist.is_initialized():

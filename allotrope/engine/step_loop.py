@@ -86,7 +86,9 @@ class StepLoop:
         steps = [_step_row(row, count, row_of.get(row.seq, -1)) for row, count in zip(rows, num_logits, strict=True)]
         prev_sampled = None if before is None else before.prev_sampled
         run = self._executor.run if self._step_log is None else self._step_log.run
-        logits = run(StepPlan(tuple(steps), copies), prev_sampled)
+        # The step that follows may have placeholders for these, and on other ranks their tokens are not known.
+        sampled = sum(row.end == len(row.seq.ids) for row in rows) if self._async else 0
+        logits = run(StepPlan(tuple(steps), copies, sampled), prev_sampled)
         logits_of_rows = logits.split(num_logits)
         self._read_prompt_logits(rows, logits_of_rows)
         for row in rows:
@@ -139,6 +141,8 @@ class StepLoop:
         if len(logits) != len(ready):
             logits = torch.cat([last for _, last in ready])
         sampled = self._sampler(logits, self._sampling.step())
+        if self._async:
+            self._executor.share_sampled(sampled.token_ids)
         return start_copy([seq for seq, _ in ready], self._sampling, sampled)
 
     def _collect(self, step: InFlightStep) -> list[SequenceOutput]:

@@ -75,5 +75,5 @@ class Decoder(nn.Module):
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden`: [n, hidden]. Returns [n, vocabulary] fp32."""
+        """`hidden`: [n, hidden]. Returns [n, vocabulary] fp32, whole on the ranks that sample."""
         return self.head(hidden)

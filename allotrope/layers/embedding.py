@@ -70,13 +70,9 @@ class Head(nn.Module):
         self.weight = self.matmul.pack(stored)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`: [n, hidden]. Returns [n, vocabulary] fp32 logits, whole on every rank."""
+        """`x`: [n, hidden]. Returns [n, vocabulary] fp32 logits, whole on the ranks that sample."""
         assert isinstance(self.weight, Weight)
-        if self.whole and self.softcap is None:
-            return self.matmul.in_fp32(x, self.weight)
-        logits: torch.Tensor = self.matmul.run(x, self.weight)
-        if not self.whole:
-            logits = self.parallel.all_gather(logits)
+        gather = (lambda logits: logits) if self.whole else self.parallel.gather_logits
         if self._softcap is None:
-            return logits.float()
-        return self._softcap(logits, self.softcap)
+            return gather(self.matmul.in_fp32(x, self.weight))
+        return self._softcap(gather(self.matmul.run(x, self.weight)), self.softcap)
