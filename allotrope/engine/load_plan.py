@@ -79,14 +79,16 @@ def resolve_load_plan(
     preferred_tokens: int = GPU_TOKENS,
     available: int | None = None,
     chip: Chip | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> LoadPlan:
     """Read the config; choose types, device and limits of a step; group the caches. Raises ModelError or ConfigError.
 
     `preferred_tokens`: tokens of a step on a GPU, where the options name none and memory serves them. `available`:
-    bytes for weights, steps and caches; default: the bytes that are free on the device now.
+    bytes for weights, steps and caches; default: the bytes that are free on the device now. `checkpoint`: that of
+    `config`, where it is open already.
     """
     parallel = parallel or Parallel()
-    checkpoint = open_checkpoint(
+    checkpoint = checkpoint or open_checkpoint(
         config.model, revision=config.revision, load_format=config.load_format, hf_overrides=config.hf_overrides
     )
     architecture, spec = read_spec(checkpoint.config, checkpoint.source)

@@ -11,10 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from allotrope.attention.cache_layout import CacheLayout, Field
+from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.config import EngineConfig
+from allotrope.engine.async_scheduling import uses_async_scheduling
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.report_text import size_text, table
 from allotrope.errors import ModelError
@@ -55,7 +58,6 @@ _KIND_OF: tuple[tuple[type[nn.Module], str], ...] = (
     (HyperConnection, HYPER),
     (HyperHead, HYPER),
 )
-_BLOCKS = {"mixer": "mixers", "ffn": "feed-forward blocks"}
 
 
 @dataclass(frozen=True)
@@ -183,34 +185,37 @@ def report_ranks(config: EngineConfig, memory: int | None = None) -> RankReport:
     """
     load_plan = resolve_load_plan(config, Parallel(size=config.tensor_parallel_size), available=memory)
     model, parallel = load_plan.meta_model(), load_plan.build.parallel
-    sizes, refused = rank_sizes(config, memory)
+    sizes, refused = rank_sizes(config, memory, load_plan.checkpoint)
+    async_scheduling = uses_async_scheduling(config, load_plan.build.device.type, observed=False)
     return RankReport(
         ranks=parallel.size,
         requests=load_plan.max_num_seqs,
         weights=weight_shares(model, parallel),
         caches=cache_shares(load_plan),
-        collectives=collectives(model, load_plan),
+        collectives=collectives(model, load_plan, async_scheduling=async_scheduling),
         sizes=sizes,
         refused=refused,
     )
 
 
 def rank_sizes(
-    config: EngineConfig, memory: int | None = None
+    config: EngineConfig, memory: int | None = None, checkpoint: Checkpoint | None = None
 ) -> tuple[tuple[RankSize, ...], tuple[RefusedSizes, ...]]:
-    """Which of `SIZES` a model allows, and for the others why not. Raises ModelError if it cannot be served at all."""
+    """Which of `SIZES` a model allows, and for the others why not. `memory`, `checkpoint`: as `resolve_load_plan` has
+    them. Raises ModelError if the model cannot be served at all."""
     allowed: list[RankSize] = []
     refused: dict[str, list[int]] = {}
     on_one_rank: dict[str, str] = {}
     for ranks in SIZES:
         try:
-            load_plan = resolve_load_plan(config, Parallel(size=ranks), available=memory)
+            load_plan = resolve_load_plan(config, Parallel(size=ranks), available=memory, checkpoint=checkpoint)
         except ModelError as error:
             if ranks == 1:
                 raise
             reason = "; ".join(error.reasons).replace(f"tensor_parallel_size={ranks}", "tensor_parallel_size")
             refused.setdefault(reason, []).append(ranks)
             continue
+        checkpoint = load_plan.checkpoint
         model, parallel = load_plan.meta_model(), load_plan.build.parallel
         quantized = _quantized(model)
         on_one_rank = quantized if ranks == 1 else on_one_rank
@@ -310,31 +315,38 @@ def _fields(own: CacheLayout, full: CacheLayout) -> Sequence[tuple[Field, Field]
     return list(zip(own.fields, full.fields, strict=True))
 
 
-def collectives(model: Decoder, load_plan: LoadPlan) -> tuple[Collective, ...]:
+def collectives(model: Decoder, load_plan: LoadPlan, *, async_scheduling: bool) -> tuple[Collective, ...]:
     """What a decode step of `max_num_seqs` requests exchanges. `model`: made without memory for this rank.
+    `async_scheduling`: whether the ranks learn the sampled tokens on their devices.
 
-    A block of a layer whose weights are cut along their inputs has partial sums, which are added once.
+    A rank's weights that are cut along their inputs make a part of a sum: one all-reduce adds up the mixer's, and one
+    those of all that follows it in the layer.
     """
-    rows, item, parallel = load_plan.max_num_seqs, load_plan.build.dtype.itemsize, load_plan.build.parallel
+    parallel, rows = load_plan.build.parallel, load_plan.max_num_seqs
+    if parallel.size == 1:
+        return ()
+    item, hidden = load_plan.build.dtype.itemsize, load_plan.spec.hidden
     found: Counter[tuple[str, str, int]] = Counter()
     for module in model.modules():
         if isinstance(module, Embedding) and not module.whole:
             found["all-reduce", "embeddings", rows * module.weight.shape[1] * item] += 1
     for layer in model.layers:
-        for name, block in layer.named_children():
-            if any(_cut_along_inputs(parameter, parallel) for parameter in block.parameters()):
-                of = _BLOCKS.get(name, name.replace("_", " "))
-                found["all-reduce", of, rows * load_plan.spec.hidden * item] += 1
-    if parallel.size > 1:
-        # Sums of squares in fp32, one for each token.
-        norms = sum(isinstance(module, AllHeadsNorm) for module in model.modules())
-        found["all-reduce", "norms over all heads", rows * 4] += norms
+        partial = [name for name, block in layer.named_children() if _has_part_of_sum(block, parallel)]
+        for of, blocks in (("mixers", partial.count("mixer")), ("feed-forward blocks", len({*partial} - {"mixer"}))):
+            found["all-reduce", of, rows * hidden * item * blocks] += bool(blocks)
+    # Sums of squares in fp32, one for each token.
+    norms = sum(isinstance(module, AllHeadsNorm) for module in model.modules())
+    found["all-reduce", "norms over all heads", rows * torch.float32.itemsize] += norms
     if not model.head.whole:
-        weight = next(model.head.parameters())
-        found["all-gather", "logits", rows * weight.shape[0] * item] += 1
+        (weight,) = model.head.parameters()
+        logit = item if load_plan.spec.softcap is not None else torch.float32.itemsize
+        found["gather", "logits", rows * weight.shape[0] * logit] += 1
+    if async_scheduling:
+        found["broadcast", "sampled tokens", rows * torch.int64.itemsize] += 1
     return tuple(Collective(name, of, count, size) for (name, of, size), count in found.items() if count)
 
 
-def _cut_along_inputs(parameter: nn.Parameter, parallel: Parallel) -> bool:
-    placement = placement_of(parameter)
-    return placement.dim == 1 and any(section.local(parallel) < section.size for section in placement.sections)
+def _has_part_of_sum(block: nn.Module, parallel: Parallel) -> bool:
+    placements = [placement_of(parameter) for parameter in block.parameters()]
+    cut = (section for placement in placements if placement.dim == 1 for section in placement.sections)
+    return any(section.local(parallel) < section.size for section in cut)
