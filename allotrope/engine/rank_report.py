@@ -316,8 +316,9 @@ def _fields(own: CacheLayout, full: CacheLayout) -> Sequence[tuple[Field, Field]
 
 
 def collectives(model: Decoder, load_plan: LoadPlan, *, async_scheduling: bool) -> tuple[Collective, ...]:
-    """What a decode step of `max_num_seqs` requests exchanges. `model`: made without memory for this rank.
-    `async_scheduling`: whether the ranks learn the sampled tokens on their devices.
+    """What a decode step of `max_num_seqs` requests exchanges where any of them draws its token; greedy ones exchange
+    an integer each in place of logits and tokens. `model`: made without memory for this rank. `async_scheduling`:
+    whether the ranks learn the sampled tokens on their devices.
 
     A rank's weights that are cut along their inputs make a part of a sum: one all-reduce adds up the mixer's, and one
     those of all that follows it in the layer.

@@ -22,6 +22,7 @@ from allotrope.engine.rank_report import SIZES, RankReport, WeightShare, rank_si
 from allotrope.errors import ModelError
 from allotrope.layers.parallel import Parallel, placement_of
 from allotrope.layers.weights import packed_bytes
+from allotrope.request import SamplingParams
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
@@ -184,7 +185,8 @@ def test_a_decode_step_has_the_reported_collectives(
         monkeypatch.setattr(dist, name, recorded(name.replace("_", "-"), getattr(dist, name)))
     two = Engine(wanted)
     try:
-        run(two, [request("one", (5,))])
+        params = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True)
+        run(two, [request("one", (5,), params)])
     finally:
         two.close()
     ends = [at for at, (collective, _) in enumerate(made) if collective == "broadcast"]
