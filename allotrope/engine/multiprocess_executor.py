@@ -1,20 +1,16 @@
 """The executor: rank 0 in the engine's process, each further rank in a worker process of its own.
 
 Rank 0 decides everything. A worker process gets each `StepPlan` as plain integers, runs the same pass on its share of
-the weights, and decides nothing. A worker process that ends takes the engine with it. Tensor parallel size 1 is the
-case without worker processes.
+the weights, and decides nothing. A rank that fails takes the engine with it (`WorkerProcesses`). Tensor parallel size 1
+is the case without worker processes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, Self
@@ -28,11 +24,13 @@ from allotrope.engine.cache_plan import plan_caches
 from allotrope.engine.executor import Executor, OnDeath
 from allotrope.engine.inputs import StepPlan
 from allotrope.engine.load_plan import LoadPlan
+from allotrope.engine.rank_board import JOINING, LOADED, RankBoard
 from allotrope.engine.rank_group import RankGroup
+from allotrope.engine.rank_monitor import RankMonitor, reported, watch_from_worker
 from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.worker import Worker, prepare_rank
-from allotrope.env import spin_setting
-from allotrope.errors import ConfigError, EngineDead
+from allotrope.engine.worker_processes import WorkerProcesses
+from allotrope.errors import ConfigError
 from allotrope.layers.decoder import Decoder
 
 
@@ -66,17 +64,19 @@ class MultiprocessExecutor(Executor):
     ) -> None:
         """Start the worker processes and rank 0. `planned`: the memory plan, where it is made before loading."""
         self.load_plan = load_plan
-        self._closed = False
-        self._died: str | None = None
         self._connections: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
         self._ranks = RankGroup.open(config.tensor_parallel_size)
-        for rank in range(1, config.tensor_parallel_size):
-            self._spawn(rank, self._ranks.port, config)
-        for rank, process in enumerate(self._processes, start=1):
-            threading.Thread(target=self._watch, args=(rank, process, on_death), daemon=True).start()
-        with self._explained():
-            self.worker = Worker.start(load_plan, config, self._ranks, self._share_memory_plan, planned)
+        self._workers = WorkerProcesses(config, on_death)
+        self._workers.aborts.append(self._ranks.abort)
+        try:
+            with self._workers.loading():
+                for rank in range(1, config.tensor_parallel_size):
+                    self._start_worker(rank, config)
+                self._workers.wait_until_joining()
+                self.worker = Worker.start(load_plan, config, self._ranks, self._share_memory_plan, planned)
+        except BaseException:
+            self._ranks.leave()
+            raise
 
     def _share_memory_plan(self, memory: MemoryPlan | None) -> MemoryPlan:
         assert memory is not None, "rank 0 plans the memory"
@@ -92,28 +92,29 @@ class MultiprocessExecutor(Executor):
     def graph_replays(self) -> int:
         return self.worker.graph_replays
 
+    def step(self) -> AbstractContextManager[None]:
+        return self._workers.step()
+
     def run(self, plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
         if prev_sampled is not None and self._connections:
             raise ValueError("only rank 0 knows the sampled tokens: a plan for several ranks must name them")
-        with self._explained():
+        with self._workers.step():
             self._send(plan)
             return self.worker.run(plan, prev_sampled)
 
     def capture_next(self) -> bool:
-        with self._explained():
+        with self._workers.step():
             self._send(Capture())
             return self.worker.capture_next()
 
     def process_ids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+        return self._workers.process_ids
 
     def close(self) -> None:
         """End the worker processes and let go of the model."""
-        self._closed = True
+        self._workers.close()
         for connection in self._connections:
             connection.close()
-        for process in self._processes:
-            process.wait()
         self._ranks.leave()
         self.worker.close()
 
@@ -121,67 +122,48 @@ class MultiprocessExecutor(Executor):
         for connection in self._connections:
             connection.send(message)
 
-    def _spawn(self, rank: int, port: int, config: EngineConfig) -> None:
+    def _start_worker(self, rank: int, config: EngineConfig) -> None:
         ours, theirs = socket.socketpair()
-        command = (
-            f"from allotrope.engine.multiprocess_executor import run_worker_process; "
-            f"run_worker_process({theirs.fileno()})"
-        )
-        # The worker is a process of ours, whatever this one's threads do while they wait.
-        environment = os.environ | spin_setting()
-        self._processes.append(
-            subprocess.Popen([sys.executable, "-c", command], pass_fds=[theirs.fileno()], env=environment)
-        )
-        theirs.close()
+        with theirs:
+            self._workers.start(rank, theirs.fileno())
         connection = Connection(ours.detach())
-        connection.send((rank, port, config))
+        connection.send((self._ranks.port, config))
         self._connections.append(connection)
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes], on_death: OnDeath | None) -> None:
-        status = process.wait()
-        if self._closed:
-            return
-        self._died = f"rank {rank} (process {process.pid}) ended with status {status}"
-        if on_death is not None:
-            on_death(self._died)
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Name the rank that ended, where a collective fails because one did."""
-        try:
-            yield
-        except (RuntimeError, OSError) as error:
-            for rank, process in enumerate(self._processes, start=1):
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    status = process.wait(timeout=1)
-                    self._died = self._died or f"rank {rank} (process {process.pid}) ended with status {status}"
-            if self._died is None:
-                raise
-            raise EngineDead(f"{self._died}; the engine cannot go on.") from error
+def run_worker_process(rank: int, messages: int, board: int) -> None:
+    """Run one rank other than 0: the entry point of its process. Ends when rank 0 does, see `end_with_parent`.
 
-
-def run_worker_process(descriptor: int) -> None:
-    """Run one rank other than 0: the entry point of its process. Ends when rank 0 does."""
+    `messages`: descriptor of the socket to rank 0. `board`: that of the rank board.
+    """
     # A terminal's Ctrl-C reaches the whole group; rank 0 decides when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.set_inheritable(descriptor, False)
-    connection = Connection(descriptor)
-    rank, port, config = connection.recv()
-    load_plan = prepare_rank(config, rank, GPU_TOKENS)
-    ranks = RankGroup.connect(rank, config.tensor_parallel_size, port)
-    worker = Worker.start(load_plan, config, ranks, lambda planned: _receive(connection))
-    _worker_loop(worker, connection)
+    for descriptor in (messages, board):
+        os.set_inheritable(descriptor, False)
+    shown = RankBoard(board)
+    with reported(rank, shown):
+        connection = Connection(messages)
+        port, config = _receive(connection)
+        monitor = RankMonitor(rank, shown, watch_from_worker)
+        monitor.start(config.watchdog_seconds)
+        load_plan = prepare_rank(config, rank, GPU_TOKENS)
+        monitor.row.phase = JOINING
+        ranks = RankGroup.connect(rank, config.tensor_parallel_size, port)
+        worker = Worker.start(load_plan, config, ranks, lambda planned: _receive(connection))
+        monitor.row.phase = LOADED
+        _worker_loop(worker, connection, monitor)
 
 
-def _worker_loop(worker: Worker, connection: Connection) -> None:
+def _worker_loop(worker: Worker, connection: Connection, monitor: RankMonitor) -> None:
     """Run each plan of rank 0 as it comes."""
     while True:
         message = _receive(connection)
-        if isinstance(message, Capture):
-            worker.capture_next()
-        else:
-            worker.run(message)
+        with monitor.step():
+            if isinstance(message, Capture):
+                worker.capture_next()
+            else:
+                worker.run(message)
 
 
 def _receive(connection: Connection) -> Any:
