@@ -145,8 +145,8 @@ def run_worker_process(rank: int, messages: int, board: int) -> None:
     with reported(rank, shown):
         connection = Connection(messages)
         port, config = _receive(connection)
-        monitor = RankMonitor(rank, shown, watch_from_worker)
-        monitor.start(config.watchdog_seconds)
+        monitor = RankMonitor(rank, shown, config.watchdog_seconds, watch_from_worker)
+        monitor.start()
         load_plan = prepare_rank(config, rank, GPU_TOKENS)
         monitor.row.phase = JOINING
         ranks = RankGroup.connect(rank, config.tensor_parallel_size, port)

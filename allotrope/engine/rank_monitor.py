@@ -47,11 +47,10 @@ class RankMonitor:
     `seconds`: the limit of a silence and of a step; 0: none is ever too long. `look`: called at each look.
     """
 
-    def __init__(self, rank: int, board: RankBoard, look: Callable[[RankMonitor], None]) -> None:
-        self.rank, self.board = rank, board
+    def __init__(self, rank: int, board: RankBoard, seconds: float, look: Callable[[RankMonitor], None]) -> None:
+        self.rank, self.board, self.seconds = rank, board, seconds
         self.row = board.rows[rank]
         self.row.process = os.getpid()
-        self.seconds = 0.0
         self._look = look
         self._thread = threading.get_ident()
         self._own = Unchanged()
@@ -59,9 +58,9 @@ class RankMonitor:
         self._steps = [Unchanged() for _ in board.rows]
         self._stopped = threading.Event()
 
-    def start(self, seconds: float) -> None:
+    def start(self) -> None:
         """Start to beat, and to look at the others."""
-        self.seconds = seconds
+        self._beat()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def stop(self) -> None:

@@ -53,7 +53,7 @@ class WorkerProcesses:
         self.aborts: list[Callable[[], None]] = []
         self._on_death = on_death
         self._board = RankBoard.make(config.tensor_parallel_size)
-        self._monitor = RankMonitor(0, self._board, self._look)
+        self._monitor = RankMonitor(0, self._board, config.watchdog_seconds, self._look)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lifelines: list[socket.socket] = []
         self._waiting: list[threading.Thread] = []
@@ -63,7 +63,7 @@ class WorkerProcesses:
         # Calls that are under way, one inside the other.
         self._calls = 0
         if len(self._board.rows) > 1:
-            self._monitor.start(config.watchdog_seconds)
+            self._monitor.start()
 
     @property
     def process_ids(self) -> list[int]:
