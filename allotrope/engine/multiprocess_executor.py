@@ -115,8 +115,8 @@ class MultiprocessExecutor(Executor):
         self._workers.close()
         for connection in self._connections:
             connection.close()
-        self._ranks.leave()
         self.worker.close()
+        self._ranks.leave()
 
     def _send(self, message: StepPlan | MemoryPlan | Capture) -> None:
         for connection in self._connections:

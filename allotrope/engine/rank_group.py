@@ -66,16 +66,18 @@ class RankGroup:
             dist.barrier()
 
     def abort(self) -> None:
-        """End the collectives that wait for ranks which are gone. From any thread."""
-        # Those of gloo end by themselves, when the connection to a process that has ended is closed.
+        """End the collectives that wait for ranks which are gone, from any thread. May be called again."""
+        # Those of gloo end by themselves: the connection to a process that has ended is closed.
         with _ABORTING:
             if self._uses_nccl():
                 distributed_c10d._abort_process_group()
 
     def leave(self) -> None:
-        """Let go of the process group, within seconds."""
+        """Let go of the process group, within seconds and without the other ranks. CUDA graphs must be gone: NCCL waits
+        for those that hold its collectives.
+        """
         if self._uses_nccl():
-            # Destroying it would wait for the other ranks. To abort takes a moment, but it is NCCL's to say.
+            # To destroy the group would wait for the other ranks. To abort it is quick, but that is not ours to say.
             aborting = threading.Thread(target=self.abort, name="abort", daemon=True)
             aborting.start()
             aborting.join(_LEAVE_SECONDS)

@@ -24,8 +24,8 @@ from allotrope.logs import one_line
 _SECONDS = 0.5
 """Between two looks."""
 
-# A process that starts imports its packages, for as long as the disk takes.
-_START_SECONDS = 120.0
+# A process that starts loads libraries of gigabytes, for as long as the disk takes, and its threads wait for that.
+_START_SECONDS = 600.0
 
 
 class Unchanged:
@@ -148,7 +148,9 @@ def reported(rank: int, board: RankBoard) -> Iterator[None]:
 
 def describe_error(error: BaseException) -> str:
     """An error in one line; those of ours need no name."""
-    return one_line(str(error) if isinstance(error, AllotropeError) else f"{type(error).__name__}: {error}")
+    if isinstance(error, AllotropeError):
+        return one_line(str(error))
+    return one_line(f"{type(error).__name__}: {error}").removesuffix(":")
 
 
 def name_rank(rank: int, row: RankRow) -> str:

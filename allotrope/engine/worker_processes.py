@@ -44,8 +44,8 @@ _BOOT = (
 class WorkerProcesses:
     """The processes of all ranks but 0. `fault`: the first one of any rank, in one line; None while there is none.
 
-    `aborts`: called from threads of their own once there is a fault, to end what waits for other ranks. `on_death`: as
-    of the executor.
+    `aborts`: called once the other ranks are gone, each from a thread of its own, to end what waits for them. May be
+    called again. `on_death`: as of the executor.
     """
 
     def __init__(self, config: EngineConfig, on_death: OnDeath | None) -> None:
@@ -134,7 +134,8 @@ class WorkerProcesses:
                     traceback.print_exc()
                 self.fail(f"{name_rank(0, self._monitor.row)}: {describe_error(error)}")
             self._reap(_REAP_SECONDS)
-            if not isinstance(error, Exception):
+            if self.fault is None or not isinstance(error, Exception):
+                # After `close` nothing is a fault any more.
                 raise
             raise self._dead() from error
         self._raise_fault()
@@ -147,8 +148,7 @@ class WorkerProcesses:
             self.fault = reason
         self._kill()
         self._known.set()
-        for abort in self.aborts:
-            threading.Thread(target=abort, name="abort", daemon=True).start()
+        self._abort()
         threading.Thread(target=self._end_stuck_call, name="fault", daemon=True).start()
         if self._on_death is not None:
             self._on_death(reason)
@@ -167,6 +167,8 @@ class WorkerProcesses:
         self._reap(_CLOSE_SECONDS)
         self._kill()
         self._reap(_REAP_SECONDS)
+        # A step that was launched and not collected waits for the other ranks.
+        self._abort()
         self._monitor.stop()
         self._board.close()
 
@@ -232,6 +234,10 @@ class WorkerProcesses:
         if self._calls:
             print(f"allotrope: {self.fault}; the engine cannot go on.", file=sys.stderr, flush=True)
             os._exit(1)
+
+    def _abort(self) -> None:
+        for abort in self.aborts:
+            threading.Thread(target=abort, name="abort", daemon=True).start()
 
     def _kill(self) -> None:
         for process in self._processes:

@@ -45,6 +45,20 @@ def test_killing_a_rank_ends_the_server(server: ServerProcess) -> None:
     assert not is_alive(server.engine_pid)
 
 
+def test_killing_a_rank_that_loads_ends_the_server(tiny_model: Path) -> None:
+    server = ServerProcess(tiny_model, engine={"tensor_parallel_size": 2})
+    try:
+        while not (ranks := [pid for pid in children(server.engine_pid) if is_worker(pid)]):
+            time.sleep(0.01)
+        os.kill(ranks[0], signal.SIGKILL)
+        assert server.wait(timeout=10) == 1
+        said = f"cannot serve: rank 1 (process {ranks[0]}) was killed by SIGKILL"
+        assert any(said in line for line in server.log), "".join(server.log)
+        assert not is_alive(server.engine_pid)
+    finally:
+        server.close()
+
+
 def test_a_rank_that_hangs_ends_the_idle_server(server: ServerProcess) -> None:
     rank = rank_of(server)
     os.kill(rank, signal.SIGSTOP)
@@ -82,7 +96,15 @@ def test_no_process_outlives_the_server(server: ServerProcess, stopped: bool) ->
 
 def rank_of(server: ServerProcess) -> int:
     """The process of rank 1."""
-    return next(pid for pid in children(server.engine_pid) if is_alive(pid))
+    return next(pid for pid in children(server.engine_pid) if is_worker(pid))
+
+
+def is_worker(pid: int) -> bool:
+    """Whether a process runs a rank."""
+    try:
+        return "run_worker_process" in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
 
 
 def children(pid: int) -> list[int]:
