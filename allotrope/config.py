@@ -101,6 +101,11 @@ class EngineConfig:
         "Seconds between log lines with a step's time beside the least it must move and compute; default: none.", None
     )
 
+    watchdog_seconds: float = option(
+        "Seconds after which a rank of several that is silent, or whose step does not end, ends the engine; 0: never.",
+        120.0,
+    )
+
     def __post_init__(self) -> None:
         _check_choices(self)
         reasons = []
@@ -116,6 +121,8 @@ class EngineConfig:
             reasons.append(f"page_size={self.page_size}; a power of two is needed")
         if self.step_log_seconds is not None and not self.step_log_seconds >= 0:
             reasons.append(f"step_log_seconds={self.step_log_seconds}; at least 0 is needed")
+        if not self.watchdog_seconds >= 0:
+            reasons.append(f"watchdog_seconds={self.watchdog_seconds}; at least 0 is needed")
         if self.memory_utilization is not None and not 0.0 < self.memory_utilization <= 1.0:
             reasons.append(f"memory_utilization={self.memory_utilization}; allowed: above 0, up to 1")
         tokens, sequences = self.max_num_batched_tokens, self.max_num_seqs

@@ -44,8 +44,8 @@ class Engine:
     ) -> None:
         """Load the model and allocate its caches. Raises ModelError or ConfigError with every reason.
 
-        `on_death(reason)` is called, from a thread, if a process that the engine needs ends. Without it the next
-        `step` raises EngineDead. `observer`: sees the logits of every token and may replace sampled tokens.
+        `on_death(reason)` is called, perhaps from a thread, if a rank of several fails. Where it returns, or without
+        it, `step` raises EngineDead. `observer`: sees the logits of every token and may replace sampled tokens.
         `preferred_tokens`: tokens of a step on a GPU, where the options name none and memory serves them.
         """
         self._config = config
@@ -99,10 +99,14 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[SequenceOutput]:
-        """Run one forward pass and return new tokens; [] when there is nothing to run. See `StepLoop.step`."""
+        """Run one forward pass and return new tokens; [] when there is nothing to run. See `StepLoop.step`.
+
+        Raises EngineDead with the reason once a rank of several has failed.
+        """
         if self._thread_waiting is not None:
             self._thread_waiting.look()
-        return self._loop.step()
+        with self._executor.step():
+            return self._loop.step()
 
     def capture_next(self) -> bool:
         """Capture one more CUDA graph, where there are some to come. Returns whether there was one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Self
 
 import torch
@@ -28,7 +29,7 @@ class Executor(ABC):
     def start(cls, config: EngineConfig, on_death: OnDeath | None, preferred_tokens: int) -> Self:
         """Load the model on every rank and allocate the caches. Raises ModelError or ConfigError with every reason.
 
-        `on_death(reason)` is called, from a thread, if a process that was started for it ends. `preferred_tokens`:
+        `on_death(reason)` is called, perhaps from a thread, if a rank fails once there are several. `preferred_tokens`:
         tokens of a step on a GPU, where the options name none and memory serves them.
         """
 
@@ -46,6 +47,10 @@ class Executor(ABC):
     @abstractmethod
     def graph_replays(self) -> int:
         """Decode steps that ran as captured graphs so far."""
+
+    @abstractmethod
+    def step(self) -> AbstractContextManager[None]:
+        """Inside, a step runs and its tokens are read. Where a rank fails before or meanwhile, raises EngineDead."""
 
     @abstractmethod
     def run(self, plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
@@ -70,4 +75,4 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of processes and memory."""
+        """Let go of processes and memory, within seconds."""

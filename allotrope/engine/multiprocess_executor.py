@@ -2,20 +2,17 @@
 
 Rank 0 decides everything. A worker process gets each step as plain integers, through shared memory, runs the same pass
 on its share of the weights, and decides nothing: the tokens that rank 0 samples reach it over the device, so that rank
-0's host may be steps ahead. A worker process that ends takes the engine with it. Tensor parallel size 1 is the case
-without worker processes.
+0's host may be steps ahead. A rank that fails takes the engine with it (`WorkerProcesses`). Tensor parallel size 1 is
+the case without worker processes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Self, TypeVar
@@ -29,12 +26,14 @@ from allotrope.engine.cache_plan import plan_caches
 from allotrope.engine.executor import Executor, OnDeath
 from allotrope.engine.inputs import StepPlan
 from allotrope.engine.load_plan import LoadPlan
+from allotrope.engine.rank_board import JOINING, LOADED, RankBoard
 from allotrope.engine.rank_group import RankGroup
+from allotrope.engine.rank_monitor import RankMonitor, reported, watch_from_worker
 from allotrope.engine.step_channel import Ring, StepReceiver, StepSender
 from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.worker import Worker, prepare_rank
-from allotrope.env import spin_setting
-from allotrope.errors import ConfigError, EngineDead
+from allotrope.engine.worker_processes import WorkerProcesses
+from allotrope.errors import ConfigError
 from allotrope.kernels.chip import gpu_count
 from allotrope.layers.decoder import Decoder
 
@@ -67,22 +66,25 @@ class MultiprocessExecutor(Executor):
     ) -> None:
         """Start the worker processes and rank 0. `planned`: the memory plan, where it is made before loading."""
         self.load_plan = load_plan
-        self._closed = False
-        self._died: str | None = None
         self._connections: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
         self._ranks = RankGroup.open(config.tensor_parallel_size)
+        self._workers = WorkerProcesses(config, on_death)
+        self._workers.aborts.append(self._ranks.abort)
+        self._ring: Ring | None = None
         self._steps: StepSender | None = None
-        if config.tensor_parallel_size > 1:
-            readers = config.tensor_parallel_size - 1
-            self._ring = Ring(Ring.create(readers), readers)
-            for rank in range(1, config.tensor_parallel_size):
-                self._spawn(rank, self._ranks.port, config)
-            self._steps = StepSender(self._ring, self._connections)
-        for rank, process in enumerate(self._processes, start=1):
-            threading.Thread(target=self._watch, args=(rank, process, on_death), daemon=True).start()
-        with self._explained():
-            self.worker = Worker.start(load_plan, config, self._ranks, self._share_memory_plan, planned)
+        try:
+            with self._workers.loading():
+                if config.tensor_parallel_size > 1:
+                    readers = config.tensor_parallel_size - 1
+                    self._ring = Ring(Ring.create(readers), readers)
+                    self._steps = StepSender(self._ring, self._connections)
+                for rank in range(1, config.tensor_parallel_size):
+                    self._start_worker(rank, config)
+                self._workers.wait_until_joining()
+                self.worker = Worker.start(load_plan, config, self._ranks, self._share_memory_plan, planned)
+        except BaseException:
+            self._ranks.leave()
+            raise
 
     def _share_memory_plan(self, memory: MemoryPlan | None) -> MemoryPlan:
         assert memory is not None, "rank 0 plans the memory"
@@ -103,104 +105,84 @@ class MultiprocessExecutor(Executor):
     def graph_replays(self) -> int:
         return self.worker.graph_replays
 
+    def step(self) -> AbstractContextManager[None]:
+        return self._workers.step()
+
     def run(self, plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
-        with self._explained():
+        with self._workers.step():
             packed = self.worker.pack(plan)
             if self._steps is not None:
-                self._steps.send(packed, self._check)
+                self._steps.send(packed, self._workers.raise_fault)
             return self.worker.run(packed, prev_sampled)
 
     def share_sampled(self, token_ids: torch.Tensor) -> None:
-        with self._explained():
+        with self._workers.step():
             self.worker.share_sampled(token_ids)
 
     def capture_next(self) -> bool:
-        with self._explained():
+        with self._workers.step():
             if self._steps is not None and self.worker.captures:
                 self._steps.send_capture()
             return self.worker.capture_next()
 
     def process_ids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+        return self._workers.process_ids
 
     def close(self) -> None:
         """End the worker processes and let go of the model."""
-        self._closed = True
+        self._workers.close()
         for connection in self._connections:
             connection.close()
-        for process in self._processes:
-            process.wait()
-        self._ranks.leave()
-        if self._steps is not None:
+        if self._ring is not None:
             self._ring.close()
         self.worker.close()
+        self._ranks.leave()
 
-    def _spawn(self, rank: int, port: int, config: EngineConfig) -> None:
+    def _start_worker(self, rank: int, config: EngineConfig) -> None:
         ours, theirs = socket.socketpair()
-        command = (
-            f"from allotrope.engine.multiprocess_executor import run_worker_process; "
-            f"run_worker_process({theirs.fileno()})"
-        )
-        # The worker is a process of ours, whatever this one's threads do while they wait.
-        environment = os.environ | spin_setting()
-        self._processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", command], pass_fds=[theirs.fileno(), self._ring.descriptor], env=environment
-            )
-        )
-        theirs.close()
+        with theirs:
+            assert self._ring is not None, "there are no other ranks"
+            self._workers.start(rank, theirs.fileno(), self._ring.descriptor)
         connection = Connection(ours.detach())
-        connection.send((rank, port, config, self._ring.descriptor))
+        connection.send((self._ranks.port, config))
         self._connections.append(connection)
 
-    def _check(self) -> None:
-        """Raise EngineDead if a worker process has ended."""
-        if self._died is not None:
-            raise EngineDead(f"{self._died}; the engine cannot go on.")
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes], on_death: OnDeath | None) -> None:
-        status = process.wait()
-        if self._closed:
-            return
-        self._died = f"rank {rank} (process {process.pid}) ended with status {status}"
-        if on_death is not None:
-            on_death(self._died)
+def run_worker_process(rank: int, messages: int, steps: int, board: int) -> None:
+    """Run one rank other than 0: the entry point of its process. Ends when rank 0 does, see `end_with_parent`.
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Name the rank that ended, where a collective fails because one did."""
-        try:
-            yield
-        except (RuntimeError, OSError) as error:
-            for rank, process in enumerate(self._processes, start=1):
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    status = process.wait(timeout=1)
-                    self._died = self._died or f"rank {rank} (process {process.pid}) ended with status {status}"
-            if self._died is None:
-                raise
-            raise EngineDead(f"{self._died}; the engine cannot go on.") from error
-
-
-def run_worker_process(descriptor: int) -> None:
-    """Run one rank other than 0: the entry point of its process. Ends when rank 0 does."""
+    `messages`: descriptor of the socket to rank 0. `steps`: that of the ring of steps. `board`: of the rank board.
+    """
     # A terminal's Ctrl-C reaches the whole group; rank 0 decides when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.set_inheritable(descriptor, False)
-    connection = Connection(descriptor)
-    rank, port, config, shared = connection.recv()
-    os.set_inheritable(shared, False)
-    load_plan = prepare_rank(config, rank, GPU_TOKENS)
-    ranks = RankGroup.connect(rank, config.tensor_parallel_size, port)
-    worker = Worker.start(load_plan, config, ranks, lambda planned: _or_end(connection.recv))
-    ring = Ring(shared, config.tensor_parallel_size - 1)
-    receiver = StepReceiver(ring, rank - 1, connection, pinned=load_plan.build.device.type == "cuda")
+    for descriptor in (messages, steps, board):
+        os.set_inheritable(descriptor, False)
+    shown = RankBoard(board)
+    with reported(rank, shown):
+        connection = Connection(messages)
+        port, config = _or_end(connection.recv)
+        monitor = RankMonitor(rank, shown, config.watchdog_seconds, watch_from_worker)
+        monitor.start()
+        load_plan = prepare_rank(config, rank, GPU_TOKENS)
+        monitor.row.phase = JOINING
+        ranks = RankGroup.connect(rank, config.tensor_parallel_size, port)
+        worker = Worker.start(load_plan, config, ranks, lambda planned: _or_end(connection.recv))
+        monitor.row.phase = LOADED
+        ring = Ring(steps, config.tensor_parallel_size - 1)
+        receiver = StepReceiver(ring, rank - 1, connection, pinned=load_plan.build.device.type == "cuda")
+        _worker_loop(worker, receiver, monitor)
+
+
+def _worker_loop(worker: Worker, receiver: StepReceiver, monitor: RankMonitor) -> None:
+    """Run each step of rank 0 as it comes."""
     while True:
         packed = _or_end(receiver.receive)
-        if packed is None:
-            worker.capture_next()
-        else:
-            worker.follow(packed)
+        with monitor.step():
+            if packed is None:
+                worker.capture_next()
+            else:
+                worker.follow(packed)
 
 
 def _or_end(receive: Callable[[], T]) -> T:

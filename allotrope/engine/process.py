@@ -127,7 +127,7 @@ class EngineProcess:
                 raise RuntimeError("the server asked for a second start")
 
     def _end(self, reason: str) -> None:
-        """Called from a thread when a process that the engine needs has ended: no step will ever return."""
+        """Called, perhaps from a thread, when a rank has failed: no step will ever return."""
         self._send(Failed(kind="EngineDead", message=reason))
         os._exit(_FAILED)
 

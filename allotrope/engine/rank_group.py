@@ -6,15 +6,19 @@ Owns the process group. A model of one rank has a group of its own, in which not
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed import distributed_c10d
 
 # Longer than any load or step should take; a rank that hangs that long is as good as dead.
 _TIMEOUT = timedelta(minutes=30)
+_LEAVE_SECONDS = 1.5
+_ABORTING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class RankGroup:
         if device.type == "cpu":
             # All ranks are on this machine; gloo would otherwise look the host's name up.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # A rank that fails is found by `RankMonitor`; NCCL's own watchdog would end the process with a core dump.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.size, timeout=_TIMEOUT)
 
@@ -68,7 +74,24 @@ class RankGroup:
         dist.all_reduce(values, dist.ReduceOp.MIN)
         return int(values)
 
+    def abort(self) -> None:
+        """End the collectives that wait for ranks which are gone, from any thread. May be called again."""
+        # Those of gloo end by themselves: the connection to a process that has ended is closed.
+        with _ABORTING:
+            if self._uses_nccl():
+                distributed_c10d._abort_process_group()
+
     def leave(self) -> None:
-        """Let go of the process group."""
-        if self.store is not None and dist.is_initialized():
+        """Let go of the process group, within seconds and without the other ranks. CUDA graphs must be gone: NCCL waits
+        for those that hold its collectives.
+        """
+        if self._uses_nccl():
+            # To destroy the group would wait for the other ranks. To abort it is quick, but that is not ours to say.
+            aborting = threading.Thread(target=self.abort, name="abort", daemon=True)
+            aborting.start()
+            aborting.join(_LEAVE_SECONDS)
+        elif self.store is not None and dist.is_initialized():
             dist.destroy_process_group()
+
+    def _uses_nccl(self) -> bool:
+        return self.store is not None and dist.is_initialized() and dist.get_backend() == "nccl"
