@@ -58,7 +58,7 @@ class Worker:
         """
         device = load_plan.build.device
         ranks.join(device)
-        worker = cls(load_plan, config)
+        worker = cls(load_plan.with_peers(), config)
         if device.type == "cuda":
             # The step by which rank 0 plans takes every rank.
             planned = worker.plan_memory()
