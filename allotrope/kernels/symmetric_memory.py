@@ -172,9 +172,11 @@ def _mapped(rank: int, layout: Layout, group: dist.ProcessGroup | None, device: 
 
     # Objects of multicast are never used, and making them fails on machines that forbid them.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    group = dist.group.WORLD if group is None else group
+    assert group is not None, "the ranks have joined"
     with torch.cuda.device(device):
         buffer = symmetric.empty(layout.bytes, dtype=torch.uint8, device=device)
-        handle = symmetric.rendezvous(buffer, dist.group.WORLD if group is None else group)
+        handle = symmetric.rendezvous(buffer, group)
         buffer.zero_()
         # The ranks agree on what came of it after this: by then all memory is zeroed.
         torch.cuda.synchronize(device)

@@ -451,53 +451,45 @@ def _launch_one(
     phases: dict[str, bool],
 ) -> None:
     """Absent tensors are passed as `x`, and never read."""
-    layout, rows = workspace.layout, cdiv(x.numel(), size)
+    layout, rows, chip = workspace.layout, cdiv(x.numel(), size), chip_of(x.device)
     assert fits(protocol, layout, rows, size * x.element_size()), f"no room for {rows} rows of {size}"
-    residual_out, out = result
-    stride = size if norm is None else x.stride(0)
-    tensors: list[torch.Tensor | float]
+    launched = config(chip, size)
+    constants: dict[str, Any] = {**phases, **launched, "RANKS": layout.ranks, "SIZE": size}
+    constants["AT_ONCE"] = _at_once(layout.ranks, size * x.element_size(), launched["num_warps"], chip)
     if norm is None:
-        tensors, flags, residual_stride, floor = [x] * 4, (False, False, False), 0, 0.0
+        tensors, x_stride, residual_stride, floor = (x,) * 4, size, 0, 0.0
+        constants |= {"NORM": False, "INNER": False, "SCALE": False}
     else:
         inner, scale = (x if one is None else one for one in (norm.inner, norm.scale))
-        tensors = [norm.residual, inner, scale, norm.weight]
-        flags = (True, norm.inner is not None, norm.scale is not None)
-        residual_stride, floor = norm.residual.stride(0), norm.floor
-    constants = dict(zip(("NORM", "INNER", "SCALE"), flags, strict=True)) | phases
-    chip = chip_of(x.device)
-    launched = config(chip, size)
-    at_once = _at_once(layout.ranks, size * x.element_size(), launched["num_warps"], chip)
-    constants |= {"RANKS": layout.ranks, "AT_ONCE": at_once, "SIZE": size}
+        tensors = (norm.residual, inner, scale, norm.weight)
+        x_stride, residual_stride, floor = x.stride(0), norm.residual.stride(0), norm.floor
+        constants |= {"NORM": True, "INNER": norm.inner is not None, "SCALE": norm.scale is not None}
+    where: tuple[int, ...]
     if protocol is Protocol.LL:
+        kernel, grid, counters = ll_kernel, rows, workspace.counters[0]
+        x_stride = x_stride * x.element_size() // 4
+        where = (layout.slots, layout.chunk)
         del constants["SUM"]
-        counters, grid = workspace.counters[0], rows
-        stride = stride * x.element_size() // 4
-        numbers = (layout.slots, layout.chunk)
-        kernel = ll_kernel
     else:
-        counters, grid = workspace.counters[1], min(rows, layout.programs)
-        two_shot = protocol is Protocol.TWO_SHOT
-        count = cdiv(rows, layout.programs)
+        kernel, grid, counters = simple_kernel, min(rows, layout.programs), workspace.counters[1]
+        two_shot, count = protocol is Protocol.TWO_SHOT, cdiv(rows, layout.programs)
         part = size * (cdiv(count, layout.ranks) if two_shot else count)
-        numbers = (rows, layout.programs, layout.flags, layout.arenas, layout.arena, part)
+        where = (rows, layout.programs, layout.flags, layout.arenas, layout.arena, part)
         constants |= {"TWO_SHOT": two_shot, "RANKS_BLOCK": next_power_of_2(layout.ranks)}
-        kernel = simple_kernel
     kernel[(grid,)](
         x,
         *tensors,
-        residual_out,
-        out,
+        *result,
         workspace.peers,
         counters,
         workspace.abort_flag,
         workspace.rank,
         x.numel(),
-        stride,
+        x_stride,
         residual_stride,
         floor,
-        *numbers,
+        *where,
         **constants,
-        **launched,
     )
 
 
