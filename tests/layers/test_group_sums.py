@@ -76,16 +76,16 @@ def test_every_rank_gets_the_same_bits(ranks: int, tmp_path: Path) -> None:
         summed, with_residual, normed, once, twice = results[0][5 * i : 5 * i + 5]
         total = sum(part.double() for part in parts)
         assert isinstance(total, torch.Tensor)
-        allowed = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 2.0**-21}[dtype]
+        allowed = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-22}[dtype]
         # Of the numbers that cancel, what was rounded on the way is left.
-        largest = torch.stack([part.double().abs() for part in parts]).amax(0)
+        size = torch.stack([part.double().abs() for part in parts]).sum(0)
         for got, times in ((summed, 1), (once, 1), (twice, 2)):
             error = (got.double() - times * total).abs()
-            assert bool((error <= times * allowed * largest).all())
+            assert bool((error <= times * allowed * size).all())
         inner = summed.double() / (summed.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
-        torch.testing.assert_close(with_residual.double(), residual.double() + inner, atol=8 * allowed, rtol=0.0)
+        torch.testing.assert_close(with_residual.double(), residual.double() + inner, atol=16 * allowed, rtol=0.0)
         root = (with_residual.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
-        torch.testing.assert_close(normed.double(), with_residual.double() / root, atol=8 * allowed, rtol=0.0)
+        torch.testing.assert_close(normed.double(), with_residual.double() / root, atol=16 * allowed, rtol=0.0)
 
 
 def test_ranks_agree_on_why_they_share_no_memory(tmp_path: Path) -> None:
