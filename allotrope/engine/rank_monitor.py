@@ -114,7 +114,7 @@ class RankMonitor:
             row.compiling = compiles_kernel()
             row.place, row.waits = place_of(self._thread)
         else:
-            row.compiling = 0
+            row.compiling, row.waits, row.place = 0, 0, ""
         row.heartbeat += 1
 
 

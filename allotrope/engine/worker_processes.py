@@ -104,13 +104,13 @@ class WorkerProcesses:
         try:
             with self._call():
                 yield
+            self._raise_fault()
         except BaseException as error:
-            known = isinstance(error, EngineDead) or self._has_cause(error)
+            follows = not isinstance(error, AllotropeError) and self._has_cause(error)
             self.close()
-            if known and not isinstance(error, EngineDead):
+            if follows:
                 raise self._dead() from error
             raise
-        self._raise_fault()
         self._monitor.row.phase = LOADED
 
     @contextlib.contextmanager
