@@ -1,11 +1,14 @@
-"""Offline speed of engines side by side on one GPU: the same safetensors, the same prompts, one model after another.
+"""Offline speed of engines side by side: the same safetensors, prompts and GPUs, one model after another.
 
     python bench/random_weights.py bench/configs/gpt_oss_120b /tmp/gpt_oss --layers 12
     python bench/engine.py /tmp/gpt_oss --peers vllm vllm+allotrope --peer-python python3 --peer-path SITE
+    python bench/engine.py /tmp/gpt_oss --peers vllm sglang --peer-path vllm=SITE sglang=OTHER_SITE
+    python bench/engine.py /tmp/gpt_oss --tensor-parallel-size 1 2
     python bench/engine.py /tmp/gpt_oss --roofline
 
-Each engine has a process of its own, ours first; the GPU is free again before the next one. `vllm+allotrope` is the
-peer's vLLM with our plugin, which has to be installed beside it. start: seconds from starting the process to the first
+Each engine has a process of its own, ours first; the GPUs are free again before the next one. `vllm+allotrope` is the
+peer's vLLM with our plugin, which has to be installed beside it. With several numbers of ranks each engine is measured
+with each of them; "vllm TP2" is vLLM with two. start: seconds from starting the process to the first
 token after a prompt of 8. prefill: seconds until all prompts of a batch have one token. TPOT: (seconds for all tokens -
 prefill) / (tokens - 1). Prompts are random and never come twice.
 
@@ -13,7 +16,8 @@ How many of the requests' tokens differ in a step is told beside TPOT: equal tok
 fewer weights are read.
 
 Greedy tokens and logprobs are compared first, and only reported: random weights in bf16 or FP8 part at near-ties.
-Logprobs are those of the best ids at each step of decoding a text that is forced, so that all engines see the same one.
+Logprobs are those of the best ids at each step of decoding a text that is forced, so that all engines see the same one;
+SGLang's are those of the prefill of that text.
 
 --roofline times nothing side by side: it profiles a decode step and a prefill step of ours, and holds each class of
 kernels against what it must at least move and compute at the chip's ceilings.
@@ -26,6 +30,7 @@ import contextlib
 import datetime
 import functools
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -46,9 +51,18 @@ if __name__ == "__main__":
     # The script's own folder would hide packages named as its folders are, such as `kernels`.
     sys.path[0] = str(ROOT)
 
-from bench.engine.report import OURS, Report, merged, write_json, write_report, write_roofline  # noqa: E402
+from bench.engine.report import (  # noqa: E402
+    HOSTED,
+    OURS,
+    Report,
+    column,
+    merged,
+    write_json,
+    write_report,
+    write_roofline,
+)
 
-PEERS = ("vllm", "vllm+allotrope")
+PEERS = ("vllm", HOSTED, "sglang")
 START_PROMPT = 8
 PARITY_PROMPTS, PARITY_TOKENS = (24, 57), 16
 # Leaves room for ids that tokenizers keep for themselves, on both sides.
@@ -171,17 +185,17 @@ def distinct_share(ids: list[list[int]]) -> float:
 
 
 def measure_engine(
-    engine: str, directory: Path, options: argparse.Namespace, found: Report, save: Callable[[], object]
+    name: str, directory: Path, options: argparse.Namespace, found: Report, save: Callable[[], object]
 ) -> None:
-    """Fill `found`, saving after each step, up to the first failure, which it names."""
-    vocabulary, found["error"] = vocabulary_of(directory), None
-    python = options.peer_python if engine != OURS else sys.executable
+    """Fill `found`, saving after each step, up to the first failure, which it names. `name`: of the engine's column."""
+    vocabulary, found["error"], engine = vocabulary_of(directory), None, found["engine"]
+    python = sys.executable if engine == OURS else of_peer(options.peer_python, engine) or sys.executable
     worker = Worker(engine, python, environment_of(engine, options), options.limit, options.verbose)
     try:
         found.update(worker.ask(load={"directory": str(directory), "options": found["options"]}))
         worker.run(random_prompts(f"{options.seed} start", 1, START_PROMPT, vocabulary), 1)
         found["start_s"].append(time.perf_counter() - worker.began)
-        print(f"{directory.name}, {engine}: first token after {found['start_s'][-1]:.1f} s", flush=True)
+        print(f"{directory.name}, {name}: first token after {found['start_s'][-1]:.1f} s", flush=True)
         for length in PARITY_PROMPTS:
             prompts = random_prompts(f"{options.seed} parity", 1, length, vocabulary)
             found["parity_ids"] += worker.run(prompts, PARITY_TOKENS)["ids"]
@@ -192,16 +206,16 @@ def measure_engine(
             alone = [worker.ask(forced={"prompts": [one], "tokens": PARITY_TOKENS}) for one in prompts]
             found["forced_alone"] = [logprobs for answer in alone for logprobs in answer["logprobs"]]
         if options.signal is not None:
-            await_signal(options.signal, f"{directory.name}.{engine}", worker)
+            await_signal(options.signal, f"{directory.name}.{name.replace(' ', '_')}", worker)
         for case in options.cases:
             found["cases"][case] = numbers = measure_case(worker, case, vocabulary, options)
             found["memory"] = worker.ask(memory={})
             save()
             shown = ", ".join(f"{key} {min(values):.4g}-{max(values):.4g}" for key, values in numbers.items())
-            print(f"{directory.name}, {engine}, {case}: {shown}", flush=True)
+            print(f"{directory.name}, {name}, {case}: {shown}", flush=True)
     except EngineFailed as error:
         found["error"] = str(error)
-        print(f"{directory.name}, {engine}: FAILED: {error}", flush=True)
+        print(f"{directory.name}, {name}: FAILED: {error}", flush=True)
     finally:
         worker.close()
         save()
@@ -220,31 +234,73 @@ def await_signal(signal: Path, name: str, worker: Worker) -> None:
 
 def environment_of(engine: str, options: argparse.Namespace) -> dict[str, str]:
     """Environment variables of an engine's process."""
-    paths = [options.peer_path if engine != OURS else str(ROOT), os.environ.get("PYTHONPATH")]
+    paths = [str(ROOT) if engine == OURS else of_peer(options.peer_path, engine), os.environ.get("PYTHONPATH")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "HF_HUB_OFFLINE": "1",
-        # All in one process, as ours. With 1, its engine has another, which is asked for the class of its model.
+        # All in one process, as ours: with several ranks, the first one's. With 1, its engine has another, which is
+        # asked for the class of its model.
         "VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        # Products are compiled when they are needed, and not for every number of tokens at the start.
+        "SGLANG_JIT_DEEPGEMM_PRECOMPILE": os.environ.get("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0"),
         # Its own models, even where our plugin is installed, unless the plugin is what is measured.
         "ALLOTROPE_VLLM": str(int(engine == "vllm+allotrope")),
     }
 
 
-def engine_options(engine: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of the engine's LLM class: equal limits on both sides, then what the caller wants."""
-    shared: dict[str, Any] = {
+def engine_options(engine: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of the engine's class: equal limits for all of them, then what the caller wants."""
+    if engine == "sglang":
+        # Its own watchdog would take kernels that are compiled for a step that hangs; --limit ends the process.
+        limits = {"context_length": 16384, "max_running_requests": 128, "watchdog_timeout": 3600}
+        memory = {"mem_fraction_static": 0.85, "skip_tokenizer_init": True}
+        shared = {"tp_size": ranks, "disable_radix_cache": not options.prefix_caching}
+        return {**limits, **memory, **shared, **(of_peer(options.peer_options, engine) or {})}
+    shared = {
         "max_model_len": 16384,
         "max_num_seqs": 128,
         "enable_prefix_caching": options.prefix_caching,
     }
+    if ranks > 1:
+        shared["tensor_parallel_size"] = ranks
     if engine == OURS:
         return {**shared, "memory_utilization": 0.85, **options.our_options}
-    return {**shared, "gpu_memory_utilization": 0.85, "skip_tokenizer_init": True, **options.peer_options}
+    own = of_peer(options.peer_options, engine) or {}
+    return {**shared, "gpu_memory_utilization": 0.85, "skip_tokenizer_init": True, **own}
+
+
+def of_peer(given: dict[str | None, Any], engine: str) -> Any:
+    """What an option gives a peer: what names it, for vLLM with our plugin what names vLLM, else what names no peer.
+    None if there is nothing."""
+    names = (engine, "vllm", None) if engine == HOSTED else (engine, None)
+    return next((given[name] for name in names if name in given), None)
+
+
+class OfPeers(argparse.Action):
+    """Collects PEER=VALUE by the peer, and a VALUE for all others under None. `read`: of a value."""
+
+    def __init__(self, *args: Any, read: Callable[[str], Any] = str, **kwargs: Any) -> None:
+        super().__init__(*args, nargs="+", default={}, **kwargs)
+        self.read = read
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, into: argparse.Namespace, values: Any, flag: Any = None
+    ) -> None:
+        found = dict(getattr(into, self.dest))
+        for text in values:
+            peer, named, value = text.partition("=")
+            peer, value = (peer, value) if named and peer in PEERS else (None, text)
+            if peer in found:
+                parser.error(f"{flag} is given twice for {peer or 'all peers'}: {found[peer]!r} and {value!r}")
+            try:
+                found[peer] = self.read(value)
+            except ValueError as error:
+                parser.error(f"{flag} {text}: {error}")
+        setattr(into, self.dest, found)
 
 
 def run_roofline(directory: Path, options: argparse.Namespace, command: str) -> int:
@@ -296,7 +352,12 @@ def describe(directory: Path) -> Report:
 
 def command_line(arguments: list[str]) -> str:
     """The command, without where things lie on this machine."""
-    kept = [Path(one).name if one.startswith(("/", "~", "..")) else one for one in arguments]
+
+    def here(text: str) -> str:
+        return Path(text).name if text.startswith(("/", "~", "..")) else text
+
+    parts = [one.partition("=") for one in arguments]
+    kept = [f"{peer}={here(value)}" if peer in PEERS else here(peer + named + value) for peer, named, value in parts]
     return "python bench/engine.py " + shlex.join(kept)
 
 
@@ -309,13 +370,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3, help="timed runs of each case")
     parser.add_argument("--seed", type=int, default=0, help="of prompts")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=["vllm"])
-    parser.add_argument("--peer-python", default=sys.executable, help="Python that the peers run in")
-    parser.add_argument("--peer-path", help="put before the peers' PYTHONPATH: where their packages lie")
-    parser.add_argument("--peer-options", type=json.loads, default={}, help="JSON: more arguments of the peers' LLM")
+    for name, metavar, read, text in (
+        ("python", "PYTHON", str, "Python that the peers run in"),
+        ("path", "PATH", str, "put before the peers' PYTHONPATH: where their packages lie"),
+        ("options", "JSON", json.loads, "more arguments of the peers' LLM or Engine"),
+    ):
+        text += f"; PEER={metavar} for one of them"
+        parser.add_argument(f"--peer-{name}", action=OfPeers, read=read, metavar=metavar, help=text)
     parser.add_argument("--our-options", type=json.loads, default={}, help="JSON: more arguments of our LLM")
     parser.add_argument("--engines", nargs="+", choices=(OURS, *PEERS), help="default: ours, then --peers")
+    parser.add_argument("--tensor-parallel-size", type=int, nargs="+", default=[1], help="ranks, each on a GPU")
     parser.add_argument("--forced", default="17,64,200,333", help="lengths of prompts whose logprobs are compared")
-    parser.add_argument("--prefix-caching", action="store_true", help="prefix caches on, in both")
+    parser.add_argument("--prefix-caching", action="store_true", help="prefix caches on, in all of them")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds that an engine's process may take")
     parser.add_argument("--signal", type=Path, help="before its cases an engine leaves SIGNAL.NAME and awaits SIGNAL")
     parser.add_argument("--merge", type=Path, nargs="+", default=[], help="JSON of earlier runs to join")
@@ -334,6 +400,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         numbers = case.split("/")
         if len(numbers) != 3 or not all(one.isdigit() and int(one) > 0 for one in numbers) or int(numbers[1]) < 2:
             parser.error(f"--cases {case}: give input/output/requests, all positive, with an output of 2 or more")
+    sizes = options.tensor_parallel_size
+    if min(sizes) < 1 or len(set(sizes)) < len(sizes):
+        parser.error(f"--tensor-parallel-size {sizes}: give different numbers of at least 1")
+    if options.roofline and sizes != [1]:
+        parser.error(f"--tensor-parallel-size {sizes}: --roofline measures one rank")
     names = [directory.name for directory in options.models]
     if len(set(names)) < len(names) or not (names or options.merge):
         parser.error(f"models {names}: give directories of different names, or files to --merge")
@@ -361,10 +432,11 @@ def main(arguments: list[str] | None = None) -> int:
         "models": {directory.name: describe(directory) | {"engines": {}} for directory in options.models},
     }
     for directory in options.models:
-        for engine in options.engines:
-            found: Report = {"options": engine_options(engine, options), "environment": {}, "kv_tokens": None}
-            found |= {"start_s": [], "parity_ids": [], "forced": [], "cases": {}, "memory": {}, "error": "not run yet"}
-            report["models"][directory.name]["engines"][engine] = found
+        for ranks, engine in itertools.product(options.tensor_parallel_size, options.engines):
+            found: Report = {"engine": engine, "ranks": ranks, "options": engine_options(engine, ranks, options)}
+            found |= {"environment": {}, "kv_tokens": None, "start_s": [], "parity_ids": [], "forced": []}
+            found |= {"cases": {}, "memory": {}, "error": "not run yet"}
+            report["models"][directory.name]["engines"][column(engine, ranks)] = found
     reports = [json.loads(file.read_text()) for file in options.merge] + [report] * bool(options.models)
 
     def joined() -> Report:
@@ -375,8 +447,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         sys.exit(f"--merge: {error}")
     for directory in options.models:
-        for engine, found in report["models"][directory.name]["engines"].items():
-            measure_engine(engine, directory.resolve(), options, found, lambda: write_json(options.out, joined()))
+        for name, found in report["models"][directory.name]["engines"].items():
+            measure_engine(name, directory.resolve(), options, found, lambda: write_json(options.out, joined()))
     for path in write_report(options.out, joined()):
         print(f"wrote {path}")
     engines = [found for model in report["models"].values() for found in model["engines"].values()]

@@ -49,6 +49,7 @@ class DeepseekV4Layer(nn.Module):
     def __init__(self, spec: LayerSpec, model: ModelSpec, build: Build) -> None:
         super().__init__()
         assert isinstance(model.extra, Shared)
+        self.parallel = build.parallel
         self.mixer_streams = HyperConnection(model.extra.hyper, build)
         self.mixer_norm = RMSNorm(model.hidden, model.norm_eps, build)
         self.mixer = spec.mixer.build(build.at("mixer"))
@@ -59,9 +60,11 @@ class DeepseekV4Layer(nn.Module):
     def forward(self, streams: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`streams`: [T, N, hidden]. Returns the same shape."""
         x, post, comb = self.mixer_streams.pre(streams)
-        streams = self.mixer_streams.post(self.mixer(self.mixer_norm(x), ctx), streams, post, comb)
+        y = self.parallel.all_reduce(self.mixer(self.mixer_norm(x), ctx))
+        streams = self.mixer_streams.post(y, streams, post, comb)
         x, post, comb = self.ffn_streams.pre(streams)
-        return self.ffn_streams.post(self.ffn(self.ffn_norm(x), ctx), streams, post, comb)
+        y = self.parallel.all_reduce(self.ffn(self.ffn_norm(x), ctx))
+        return self.ffn_streams.post(y, streams, post, comb)
 
 
 class DeepseekV4Decoder(Decoder):

@@ -75,7 +75,7 @@ class ParallelExperts(nn.Module):
 
     def __init__(self, spec: ParallelExpertsSpec, model: ModelSpec, build: Build) -> None:
         super().__init__()
-        hidden, eps, count = model.hidden, model.norm_eps, spec.router.experts
+        hidden, eps, count, self.parallel = model.hidden, model.norm_eps, spec.router.experts, build.parallel
         self.dense_norm, self.in_norm, self.out_norm = (RMSNorm(hidden, eps, build) for _ in range(3))
         self.router_norm = RMSNorm(hidden, eps, build, weighted=False)
         self.root = hidden**-0.5
@@ -86,9 +86,11 @@ class ParallelExperts(nn.Module):
         self.experts = Experts(count, hidden, spec.width, gating, build.at("experts"), bias=False)
 
     def forward(self, x: torch.Tensor, dense: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
-        """`x`: [T, hidden] residual stream. `dense`: [T, hidden] output of the dense MLP. Returns [T, hidden]."""
+        """`x`: [T, hidden] residual stream. `dense`: [T, hidden] this rank's part of the dense MLP's output. Returns
+        [T, hidden], whole on every rank."""
         weights, experts = self.router(self.router_norm(x) * self.router_scale * self.root, ctx.step.ids)
         routed = self.experts(self.in_norm(x), weights * self.expert_scale[experts], experts)
+        dense, routed = self.parallel.all_reduce_each(dense, routed)
         return self.dense_norm(dense) + self.out_norm(routed)
 
 
@@ -102,7 +104,7 @@ class Gemma4Layer(SandwichLayer):
         super().__init__(spec, model, build)
         extra = spec.extra
         assert isinstance(extra, Gemma4Extra)
-        self.index, self.per_layer = extra.index, extra.per_layer
+        self.index, self.per_layer, self.parallel = extra.index, extra.per_layer, build.parallel
         self.scalar = parameter((1,), Placement((Section("", 1),)), build.dtype, build.device)
         self.parallel_experts = (
             ParallelExperts(extra.experts, model, build.at("parallel_experts")) if extra.experts is not None else None
@@ -116,10 +118,10 @@ class Gemma4Layer(SandwichLayer):
         self, x: torch.Tensor, normed: torch.Tensor, ctx: LayerStep, following: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, normed = self.ffn_norm.add(self.mixer(normed, ctx), x, self.mixer_out_norm)
-        y = self.ffn(normed, ctx)
-        if self.parallel_experts is not None:
-            y = self.parallel_experts(x, y, ctx)
-        out_norm = self.ffn_out_norm
+        y, out_norm = self.ffn(normed, ctx), self.ffn_out_norm
+        if self.parallel_experts is None and not self.per_layer:
+            return following.add(y, x, out_norm, self.scalar)
+        y = self.parallel.all_reduce(y) if self.parallel_experts is None else self.parallel_experts(x, y, ctx)
         if self.per_layer:
             x = x + out_norm(y)
             per_layer_inputs = ctx.step.per_layer_inputs
@@ -127,7 +129,7 @@ class Gemma4Layer(SandwichLayer):
             own = per_layer_inputs[:, self.index]
             y = self.per_layer_out(activate(self.per_layer_gate(x), "gelu_tanh") * own)
             out_norm = self.per_layer_norm
-        return following.add(y, x, out_norm, self.scalar)
+        return following.add_replicated(y, x, out_norm, self.scalar)
 
 
 class PerLayerEmbedding(nn.Module):

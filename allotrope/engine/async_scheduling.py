@@ -21,10 +21,6 @@ def uses_async_scheduling(config: EngineConfig, device_type: str, *, observed: b
         reasons.append(f"device={device_type} (auto schedules the steps of a GPU asynchronously)")
     if observed:
         reasons.append("an observer may replace tokens")
-    if config.tensor_parallel_size > 1:
-        reasons.append(
-            f"tensor_parallel_size={config.tensor_parallel_size} (needs 1: rank 0 alone knows the sampled tokens)"
-        )
     if reasons:
         log.info("async scheduling is off: %s", "; ".join(reasons))
     else:

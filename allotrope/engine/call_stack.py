@@ -14,9 +14,9 @@ _COMPILERS = (("triton.compiler.compiler", "compile"), ("allotrope.kernels.c.com
 
 
 def place_of(thread: int) -> tuple[str, bool]:
-    """Where a thread is, below the libraries that it has called, and whether it is in a collective."""
+    """Where a thread is, below the libraries that it has called, and whether it waits in a collective or for a GPU."""
     frames = list(_frames(sys._current_frames().get(thread)))
-    waits = any(_is_in(frame, "torch.distributed") for frame in frames)
+    waits = any(_is_in(frame, module) for frame in frames for module in ("torch.distributed", "torch.cuda"))
     own = next((frame for frame in frames if not _is_in(frame, "torch") and not _is_of_python(frame)), None)
     if own is None:
         return "", waits

@@ -14,7 +14,17 @@ import torch
 
 from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex, SlotIndex
 from allotrope.cache.groups import CacheGroup
-from allotrope.engine.inputs import HostArrays, HostRows, Inputs, StepRow, page_slots, page_table, table_width
+from allotrope.engine.inputs import (
+    HostRows,
+    Inputs,
+    StepFacts,
+    StepPlan,
+    StepRow,
+    page_slots,
+    page_table,
+    table_width,
+)
+from allotrope.engine.packed_step import PackedStep
 
 
 class DecodeBuffers:
@@ -52,16 +62,15 @@ class DecodeBuffers:
         tensors = [self._heads, self.hidden, self.prev_sampled, *(table for table in self._tables if table is not None)]
         return sum(tensor.nbytes for tensor in tensors)
 
-    def refresh(self, rows: Sequence[StepRow], prev_sampled: torch.Tensor | None, size: int | None = None) -> None:
-        """Copy a step's rows into the buffers, padding rows behind. `prev_sampled`: [n] tokens of the step before.
+    def pack(self, plan: StepPlan) -> PackedStep:
+        """The step of a plan that only decodes, for `refresh`."""
+        return self._pack(plan.rows, StepFacts.of(plan))
 
-        `size`: rows that the step reads; default: all.
-        """
+    def _pack(self, rows: Sequence[StepRow], facts: StepFacts | None) -> PackedStep:
         heads = np.zeros((4 + len(self.groups), self._stride), dtype=np.int64)
         ids, prev_sampled_indices, positions, lengths, *slots = heads
         prev_sampled_indices.fill(-1)
-        arrays = HostArrays()
-        arrays.add(heads.ravel())
+        arrays = [heads.ravel()]
         count = len(rows)
         if rows:
             host = HostRows.of(rows)
@@ -69,7 +78,6 @@ class DecodeBuffers:
             prev_sampled_indices[:count] = [row.prev_sampled_index for row in rows]
             positions[:count] = host.positions
             lengths.view(np.int32)[:count] = host.seq_lens
-        widths: list[int] = []
         for g, group in enumerate(self.groups):
             if group.kind == "state":
                 slots[g][:count] = [row.slots[g] for row in rows]
@@ -78,19 +86,30 @@ class DecodeBuffers:
             if rows:
                 table = page_table(rows, g, group.page_size)
                 slots[g][:count] = page_slots(table, group.page_size, host)
-                widths.append(table.shape[1])
-                arrays.add(table.ravel())
-        arrived = arrays.send(self.device)
+                arrays.append(table.ravel())
+        own = [] if facts is None else facts.arrays()
+        return PackedStep.of(own, arrays, pinned=self.device.type == "cuda")
+
+    def refresh(self, packed: PackedStep, requests: int, prev_sampled: torch.Tensor | None, size: int) -> None:
+        """Copy a step of `requests` requests into the buffers, padding rows behind.
+
+        `prev_sampled`: [n] tokens of the step before. `size`: rows that the step reads.
+        """
+        arrived = packed.send(self.device)
         self._heads.copy_(next(arrived))
         for table_of_group in self._tables:
             if table_of_group is None:
                 continue
             table_of_group[:size].fill_(-1)
-            if rows:
-                width = widths.pop(0)
-                table_of_group[:count, :width] = next(arrived).view(count, width)
+            if requests:
+                table = next(arrived).view(requests, -1)
+                table_of_group[:requests, : table.shape[1]] = table
         if prev_sampled is not None:
             self.prev_sampled[: len(prev_sampled)].copy_(prev_sampled)
+
+    def clear(self) -> None:
+        """Make the buffers those of a step without requests."""
+        self.refresh(self._pack((), None), 0, None, self.size)
 
     def inputs(self, size: int) -> tuple[Inputs, torch.Tensor]:
         """The first `size` rows as the model gets them, and the `prev_sampled` that its indices point into."""

@@ -40,6 +40,11 @@ class Executor(ABC):
 
     @property
     @abstractmethod
+    def ranks(self) -> int:
+        """Processes that share each layer."""
+
+    @property
+    @abstractmethod
     def graph_replays(self) -> int:
         """Decode steps that ran as captured graphs so far."""
 
@@ -49,11 +54,16 @@ class Executor(ABC):
 
     @abstractmethod
     def run(self, plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits at the plan's `logits_indices`: [n, vocabulary] fp32.
+        """Logits at the plan's `logits_indices`: [n, vocabulary] fp32; or [n] int64 tokens of a greedy plan.
 
         `prev_sampled`: [m] tokens that the step before sampled, see `ModelRunner`. May return before the device has
         computed the logits.
         """
+
+    @abstractmethod
+    def share_sampled(self, token_ids: torch.Tensor) -> None:
+        """Let every rank have the tokens [m] that rank 0 sampled by the last plan, which announced them. Does not wait
+        for them."""
 
     @abstractmethod
     def capture_next(self) -> bool:

@@ -59,6 +59,11 @@ class DecodeGraphs:
         """The sizes that have a graph."""
         return sorted(self._graphs)
 
+    @property
+    def pending(self) -> bool:
+        """Whether there is a size left to capture."""
+        return bool(self._pending)
+
     def run(self, size: int) -> None:
         """Run the body at one of the sizes."""
         graph = self._graphs.get(size)
@@ -93,6 +98,10 @@ class DecodeGraphs:
                 *(self._listed(), self._seconds, self._bytes / 1e9),
             )
         return True
+
+    def stop_capturing(self) -> None:
+        """Leave the sizes that have no graph eager."""
+        self._pending.clear()
 
     def _listed(self) -> str:
         return ", ".join(map(str, self.captured))

@@ -1,11 +1,12 @@
 """A step plan as index tensors: packed into one host buffer, so that a device gets it in one asynchronous copy.
 
-Owns the integers of a step that kernels read. Must not know models or kernels.
+Owns the integers of a step that kernels read. Rank 0 packs them, every rank unpacks them. Must not know models or
+kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,7 @@ from numpy.typing import NDArray
 
 from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex, SlotIndex
 from allotrope.cache.groups import CacheGroup
-
-Words = NDArray[np.int64]
+from allotrope.engine.packed_step import PackedStep, Words
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,17 @@ class StepRow:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """`rows`: rows with one token first. `copies`: (group, source, target) pages to copy before the pass."""
+    """`rows`: rows with one token first. `copies`: (group, source, target) pages to copy before the pass.
+
+    `sampled`: tokens that every rank gets when the pass is over: the next plan may have placeholders for them.
+    `greedy`: the pass ends with the greedy tokens, which the ranks choose together, in place of logits, which rank 0
+    samples from.
+    """
 
     rows: tuple[StepRow, ...]
     copies: tuple[tuple[int, int, int], ...] = ()
+    sampled: int = 0
+    greedy: bool = False
 
     @property
     def decodes_only(self) -> bool:
@@ -120,68 +127,85 @@ def page_slots(table: Words, page_size: int, host: HostRows) -> Words:
     return np.where(pages >= 0, pages * page_size + host.positions % page_size, -1)
 
 
-class HostArrays:
-    """Arrays that travel in one buffer, each at a multiple of 16 bytes: kernels are compiled for aligned pointers."""
+@dataclass(frozen=True)
+class StepFacts:
+    """What the host must know of a packed step. `sampled`, `greedy`: as in `StepPlan`. `has_placeholders`: whether any
+    row ends in one. `copies`: [m, 3] (group, source, target). `logits_indices`: [n].
+    """
 
-    def __init__(self) -> None:
-        self._arrays: list[Words] = []
-        self._starts = [0]
+    decodes_only: bool
+    requests: int
+    sampled: int
+    greedy: bool
+    has_placeholders: bool
+    copies: Words
+    logits_indices: Words
 
-    def add(self, array: NDArray[Any]) -> None:
-        """Append a flat array of int64, or of int32."""
-        words = array if array.dtype == np.int64 else _as_words(array)
-        self._arrays.append(words)
-        self._starts.append(self._starts[-1] + len(words) + len(words) % 2)
+    @staticmethod
+    def of(plan: StepPlan) -> StepFacts:
+        has_placeholders = any(row.prev_sampled_index >= 0 for row in plan.rows)
+        copies, indices = (np.array(one, dtype=np.int64) for one in (plan.copies, plan.logits_indices))
+        return StepFacts(
+            plan.decodes_only,
+            len(plan.rows),
+            plan.sampled,
+            plan.greedy,
+            has_placeholders,
+            copies.reshape(-1, 3),
+            indices,
+        )
 
-    def send(self, device: torch.device) -> Iterator[torch.Tensor]:
-        """The arrays on `device` in the order in which they came, as int64."""
-        words = torch.empty(self._starts[-1], dtype=torch.int64, pin_memory=device.type == "cuda")
-        host = words.numpy()
-        for start, array in zip(self._starts, self._arrays, strict=False):
-            host[start : start + len(array)] = array
-        arrived = words.to(device, non_blocking=True)
-        for start, array in zip(self._starts, self._arrays, strict=False):
-            yield arrived[start : start + len(array)]
+    def arrays(self) -> list[Words]:
+        """These facts as arrays for the host."""
+        numbers = [self.decodes_only, self.requests, self.sampled, self.greedy, self.has_placeholders]
+        return [np.array(numbers, dtype=np.int64), self.copies.ravel(), self.logits_indices]
+
+    @staticmethod
+    def read(packed: PackedStep) -> StepFacts:
+        """The facts that `arrays` packed as the first arrays of the host."""
+        numbers, copies, indices, *_ = packed.host
+        decodes_only, requests, sampled, greedy, has_placeholders = numbers.tolist()
+        flags = bool(greedy), bool(has_placeholders)
+        return StepFacts(bool(decodes_only), requests, sampled, *flags, copies.reshape(-1, 3), indices)
 
 
-def _as_words(array: NDArray[np.int32]) -> Words:
-    padded = np.zeros(len(array) + len(array) % 2, dtype=np.int32)
-    padded[: len(array)] = array
-    return padded.view(np.int64)
-
-
-def pack(rows: Sequence[StepRow], groups: Sequence[CacheGroup], device: torch.device) -> Inputs:
-    """The rows on the device: every integer of theirs arrives in one copy."""
+def pack(plan: StepPlan, groups: Sequence[CacheGroup], *, pinned: bool) -> PackedStep:
+    """A step whose tensors are its own. `pinned`: it is sent to a GPU."""
+    rows, facts = plan.rows, StepFacts.of(plan)
     host = HostRows.of(rows)
-    requests = len(rows)
-    has_placeholders = any(row.prev_sampled_index >= 0 for row in rows)
-    arrays = HostArrays()
-    arrays.add(np.array([token for row in rows for token in row.ids], dtype=np.int64))
-    arrays.add(host.positions)
-    arrays.add(host.requests)
-    arrays.add(host.seq_lens.astype(np.int32))
-    arrays.add(np.concatenate(([0], host.query_lens.cumsum())).astype(np.int32))
-    if has_placeholders:
-        arrays.add(_prev_sampled_indices(rows, host))
+    arrays: list[NDArray[Any]] = [
+        np.array([token for row in rows for token in row.ids], dtype=np.int64),
+        host.positions,
+        host.requests,
+        host.seq_lens.astype(np.int32),
+        np.concatenate(([0], host.query_lens.cumsum())).astype(np.int32),
+    ]
+    if facts.has_placeholders:
+        arrays.append(_prev_sampled_indices(rows, host))
     for g, group in enumerate(groups):
         if group.kind == "state":
-            arrays.add(np.fromiter((row.slots[g] for row in rows), np.int64, requests))
+            arrays.append(np.fromiter((row.slots[g] for row in rows), np.int64, len(rows)))
             continue
         table = page_table(rows, g, group.page_size)
-        arrays.add(table.ravel())
-        arrays.add(page_slots(table, group.page_size, host))
-    arrived = arrays.send(device)
+        arrays += [table.ravel(), page_slots(table, group.page_size, host)]
+    return PackedStep.of([*facts.arrays(), host.query_lens, host.seq_lens], arrays, pinned=pinned)
+
+
+def unpack(packed: PackedStep, facts: StepFacts, groups: Sequence[CacheGroup], device: torch.device) -> Inputs:
+    """What `pack` packed, on the device."""
+    *_, query_lens, kv_lens = packed.host
+    requests, arrived = facts.requests, packed.send(device)
     ids, positions, request_of_token = next(arrived), next(arrived), next(arrived)
     seq_lens, query_start = (next(arrived).view(torch.int32)[:count] for count in (requests, requests + 1))
     tensors = BatchTensors(seq_lens, query_start, positions, request_of_token)
-    prev_sampled_indices = next(arrived) if has_placeholders else None
+    prev_sampled_indices = next(arrived) if facts.has_placeholders else None
     index: list[CacheIndex] = []
     for group in groups:
         if group.kind == "state":
             index.append(SlotIndex(next(arrived)))
         else:
             index.append(PageIndex(group.page_size, next(arrived).view(requests, -1), next(arrived)))
-    batch = BatchLayout(tuple(host.query_lens.tolist()), tuple(host.seq_lens.tolist()), device, tensors)
+    batch = BatchLayout(tuple(query_lens.tolist()), tuple(kv_lens.tolist()), device, tensors)
     return Inputs(ids, prev_sampled_indices, batch, index)
 
 

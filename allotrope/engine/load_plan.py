@@ -17,7 +17,7 @@ from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.config import EngineConfig
 from allotrope.engine.memory import free_memory, utilization, weight_bytes_of
 from allotrope.engine.step_limits import GPU_TOKENS, StepLimits, StepRoom, cpu_limits, gpu_limits
-from allotrope.errors import ConfigError
+from allotrope.errors import ConfigError, ModelError
 from allotrope.kernels.backend import Chooser, parse_wanted
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.layers.build import Build
@@ -79,14 +79,16 @@ def resolve_load_plan(
     preferred_tokens: int = GPU_TOKENS,
     available: int | None = None,
     chip: Chip | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> LoadPlan:
     """Read the config; choose types, device and limits of a step; group the caches. Raises ModelError or ConfigError.
 
     `preferred_tokens`: tokens of a step on a GPU, where the options name none and memory serves them. `available`:
-    bytes for weights, steps and caches; default: the bytes that are free on the device now.
+    bytes for weights, steps and caches; default: the bytes that are free on the device now. `checkpoint`: that of
+    `config`, where it is open already.
     """
     parallel = parallel or Parallel()
-    checkpoint = open_checkpoint(
+    checkpoint = checkpoint or open_checkpoint(
         config.model, revision=config.revision, load_format=config.load_format, hf_overrides=config.hf_overrides
     )
     architecture, spec = read_spec(checkpoint.config, checkpoint.source)
@@ -98,14 +100,18 @@ def resolve_load_plan(
         )
     specs = attention_specs(spec, build, checkpoint.source)
     kept_on = torch.device("cuda" if build.chooser.chip.is_gpu else "cpu")
-    if keeps_quantized(config.quantized_weights, kept_on):
-        build = quantized_build(checkpoint, architecture, spec, build)
+    try:
+        if keeps_quantized(config.quantized_weights, kept_on):
+            build = quantized_build(checkpoint, architecture, spec, build)
+        weight_bytes = weight_bytes_of(make_meta_decoder(architecture, spec, build))
+    except ValueError as error:
+        # So many ranks cannot share one of its sizes.
+        raise ModelError(checkpoint.source, [str(error)]) from error
     shares = {i: layer.mixer.shares_cache_of for i, layer in enumerate(spec.layers)}
     owners = {i: owner for i, owner in shares.items() if owner is not None}
     caches = [{} if i in owners else one.caches() for i, one in enumerate(specs)]
     groups = group_caches(caches, config.page_size)
     max_model_len = config.max_model_len or spec.context
-    weight_bytes = weight_bytes_of(make_meta_decoder(architecture, spec, build))
     limits = cpu_limits(config)
     if build.device.type == "cuda":
         free = free_memory(build.device) if available is None else available

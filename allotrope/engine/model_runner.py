@@ -1,7 +1,7 @@
 """From a step plan of plain integers to one forward pass.
 
-A `StepPlan` holds everything that ranks need to know and nothing that they could decide differently: it goes to
-other processes as it is.
+A `PackedStep` holds everything that ranks need to know and nothing that they could decide differently: rank 0 packs it,
+and every rank runs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from allotrope.cache.arena import Arena
 from allotrope.cache.groups import CacheGroup
 from allotrope.engine.decode_buffers import DecodeBuffers
 from allotrope.engine.graphs import DecodeGraphs
-from allotrope.engine.inputs import Inputs, StepPlan, known_ids, pack
+from allotrope.engine.inputs import Inputs, StepFacts, StepPlan, known_ids, pack, unpack
+from allotrope.engine.packed_step import PackedStep, Words
 from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.step import LayerStep, Step
@@ -75,30 +76,37 @@ class ModelRunner:
             buffers.hidden[:size].copy_(self._hidden(*buffers.inputs(size)))
 
         self.buffers = buffers
-        self.graphs = DecodeGraphs(
-            body, lambda: buffers.refresh((), None), decode.size, self.device, capture=decode.capture
-        )
+        self.graphs = DecodeGraphs(body, buffers.clear, decode.size, self.device, capture=decode.capture)
+
+    def pack(self, plan: StepPlan) -> PackedStep:
+        """The plan as integers for the ranks."""
+        if self.buffers is not None and plan.decodes_only:
+            return self.buffers.pack(plan)
+        return pack(plan, self.groups, pinned=self.device.type == "cuda")
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, packed: PackedStep, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
         """Run one step. `prev_sampled`: [m] tokens that the step before sampled, where rows end in placeholders.
 
-        Returns [n, vocabulary] fp32 logits at the plan's `logits_indices`.
+        Returns the logits at the plan's `logits_indices`, see `Decoder.logits`, or their greedy tokens where the plan
+        says so.
         """
-        if plan.copies:
-            self.arena.copy_pages(plan.copies)
-        indices = plan.logits_indices
-        if self.buffers is not None and self.graphs is not None and plan.decodes_only:
-            size = self.graphs.padded(len(plan.rows))
-            self.buffers.refresh(plan.rows, prev_sampled, size)
+        facts = StepFacts.read(packed)
+        if len(facts.copies):
+            self.arena.copy_pages(facts.copies.tolist())
+        indices, requests = facts.logits_indices, facts.requests
+        scored = self.model.greedy if facts.greedy else self.model.logits
+        if self.buffers is not None and self.graphs is not None and facts.decodes_only:
+            size = self.graphs.padded(requests)
+            self.buffers.refresh(packed, requests, prev_sampled, size)
             self.graphs.run(size)
             # The padding rows stay: the same product runs whether or not a graph came before it.
-            logits = self.model.logits(self.buffers.hidden[:size])[: len(plan.rows)]
-            return logits if len(indices) == len(plan.rows) else logits[self._on_device(indices)]
-        hidden = self._hidden(pack(plan.rows, self.groups, self.device), prev_sampled)
+            out = scored(self.buffers.hidden[:size])[:requests]
+            return out if len(indices) == requests else out[self._on_device(indices)]
+        hidden = self._hidden(unpack(packed, facts, self.groups, self.device), prev_sampled)
         if len(indices) != len(hidden):
             hidden = hidden[self._on_device(indices)]
-        return self.model.logits(hidden)
+        return scored(hidden)
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
@@ -129,8 +137,9 @@ class ModelRunner:
             layers.append(LayerStep(plans[key], caches))
         return Step(ids, inputs.batch, layers, self._tables)
 
-    def _on_device(self, indices: Sequence[int]) -> torch.Tensor:
-        host = torch.tensor(indices, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+    def _on_device(self, indices: Words) -> torch.Tensor:
+        host = torch.empty(len(indices), dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        host.numpy()[:] = indices
         return host.to(self.device, non_blocking=True)
 
 

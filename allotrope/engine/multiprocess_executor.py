@@ -1,8 +1,9 @@
 """The executor: rank 0 in the engine's process, each further rank in a worker process of its own.
 
-Rank 0 decides everything. A worker process gets each `StepPlan` as plain integers, runs the same pass on its share of
-the weights, and decides nothing. A rank that fails takes the engine with it (`WorkerProcesses`). Tensor parallel size 1
-is the case without worker processes.
+Rank 0 decides everything. A worker process gets each step as plain integers, through shared memory, runs the same pass
+on its share of the weights, and decides nothing: the tokens that rank 0 samples reach it over the device, so that rank
+0's host may be steps ahead. A rank that fails takes the engine with it (`WorkerProcesses`). Tensor parallel size 1 is
+the case without worker processes.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any, Self
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,16 +29,15 @@ from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.rank_board import JOINING, LOADED, RankBoard
 from allotrope.engine.rank_group import RankGroup
 from allotrope.engine.rank_monitor import RankMonitor, reported, watch_from_worker
+from allotrope.engine.step_channel import Ring, StepReceiver, StepSender
 from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.worker import Worker, prepare_rank
 from allotrope.engine.worker_processes import WorkerProcesses
 from allotrope.errors import ConfigError
+from allotrope.kernels.chip import gpu_count
 from allotrope.layers.decoder import Decoder
 
-
-@dataclass(frozen=True)
-class Capture:
-    """The message that takes the place of a plan when a graph is to be captured, which all ranks must do at once."""
+T = TypeVar("T")
 
 
 class MultiprocessExecutor(Executor):
@@ -49,6 +50,7 @@ class MultiprocessExecutor(Executor):
             raise ConfigError(
                 "tensor_parallel_size > 1 needs a process of its own, but torch.distributed is in use here."
             )
+        _refuse_devices(config)
         # Every rank can be planned before any process is: a head count that does not divide is refused at once.
         load_plan = prepare_rank(config, 0, preferred_tokens)
         on_gpu = load_plan.build.device.type == "cuda"
@@ -68,8 +70,14 @@ class MultiprocessExecutor(Executor):
         self._ranks = RankGroup.open(config.tensor_parallel_size)
         self._workers = WorkerProcesses(config, on_death)
         self._workers.aborts.append(self._ranks.abort)
+        self._ring: Ring | None = None
+        self._steps: StepSender | None = None
         try:
             with self._workers.loading():
+                if config.tensor_parallel_size > 1:
+                    readers = config.tensor_parallel_size - 1
+                    self._ring = Ring(Ring.create(readers), readers)
+                    self._steps = StepSender(self._ring, self._connections)
                 for rank in range(1, config.tensor_parallel_size):
                     self._start_worker(rank, config)
                 self._workers.wait_until_joining()
@@ -81,12 +89,17 @@ class MultiprocessExecutor(Executor):
     def _share_memory_plan(self, memory: MemoryPlan | None) -> MemoryPlan:
         assert memory is not None, "rank 0 plans the memory"
         self.memory = memory
-        self._send(memory)
+        for connection in self._connections:
+            connection.send(memory)
         return memory
 
     @property
     def model(self) -> Decoder:
         return self.worker.model
+
+    @property
+    def ranks(self) -> int:
+        return self.load_plan.build.parallel.size
 
     @property
     def graph_replays(self) -> int:
@@ -96,15 +109,20 @@ class MultiprocessExecutor(Executor):
         return self._workers.step()
 
     def run(self, plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
-        if prev_sampled is not None and self._connections:
-            raise ValueError("only rank 0 knows the sampled tokens: a plan for several ranks must name them")
         with self._workers.step():
-            self._send(plan)
-            return self.worker.run(plan, prev_sampled)
+            packed = self.worker.pack(plan)
+            if self._steps is not None:
+                self._steps.send(packed, self._workers.raise_fault)
+            return self.worker.run(packed, prev_sampled)
+
+    def share_sampled(self, token_ids: torch.Tensor) -> None:
+        with self._workers.step():
+            self.worker.share_sampled(token_ids)
 
     def capture_next(self) -> bool:
         with self._workers.step():
-            self._send(Capture())
+            if self._steps is not None and self.worker.captures:
+                self._steps.send_capture()
             return self.worker.capture_next()
 
     def process_ids(self) -> list[int]:
@@ -115,61 +133,78 @@ class MultiprocessExecutor(Executor):
         self._workers.close()
         for connection in self._connections:
             connection.close()
+        if self._ring is not None:
+            self._ring.close()
         self.worker.close()
         self._ranks.leave()
-
-    def _send(self, message: StepPlan | MemoryPlan | Capture) -> None:
-        for connection in self._connections:
-            connection.send(message)
 
     def _start_worker(self, rank: int, config: EngineConfig) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._workers.start(rank, theirs.fileno())
+            assert self._ring is not None, "there are no other ranks"
+            self._workers.start(rank, theirs.fileno(), self._ring.descriptor)
         connection = Connection(ours.detach())
         connection.send((self._ranks.port, config))
         self._connections.append(connection)
 
 
-def run_worker_process(rank: int, messages: int, board: int) -> None:
+def run_worker_process(rank: int, messages: int, steps: int, board: int) -> None:
     """Run one rank other than 0: the entry point of its process. Ends when rank 0 does, see `end_with_parent`.
 
-    `messages`: descriptor of the socket to rank 0. `board`: that of the rank board.
+    `messages`: descriptor of the socket to rank 0. `steps`: that of the ring of steps. `board`: of the rank board.
     """
     # A terminal's Ctrl-C reaches the whole group; rank 0 decides when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    for descriptor in (messages, board):
+    for descriptor in (messages, steps, board):
         os.set_inheritable(descriptor, False)
     shown = RankBoard(board)
     with reported(rank, shown):
         connection = Connection(messages)
-        port, config = _receive(connection)
+        port, config = _or_end(connection.recv)
         monitor = RankMonitor(rank, shown, config.watchdog_seconds, watch_from_worker)
         monitor.start()
         load_plan = prepare_rank(config, rank, GPU_TOKENS)
         monitor.row.phase = JOINING
         ranks = RankGroup.connect(rank, config.tensor_parallel_size, port)
-        worker = Worker.start(load_plan, config, ranks, lambda planned: _receive(connection))
+        worker = Worker.start(load_plan, config, ranks, lambda planned: _or_end(connection.recv))
         monitor.row.phase = LOADED
-        _worker_loop(worker, connection, monitor)
+        ring = Ring(steps, config.tensor_parallel_size - 1)
+        receiver = StepReceiver(ring, rank - 1, connection, pinned=load_plan.build.device.type == "cuda")
+        _worker_loop(worker, receiver, monitor)
 
 
-def _worker_loop(worker: Worker, connection: Connection, monitor: RankMonitor) -> None:
-    """Run each plan of rank 0 as it comes."""
+def _worker_loop(worker: Worker, receiver: StepReceiver, monitor: RankMonitor) -> None:
+    """Run each step of rank 0 as it comes."""
     while True:
-        message = _receive(connection)
+        packed = _or_end(receiver.receive)
         with monitor.step():
-            if isinstance(message, Capture):
+            if packed is None:
                 worker.capture_next()
             else:
-                worker.run(message)
+                worker.follow(packed)
 
 
-def _receive(connection: Connection) -> Any:
+def _or_end(receive: Callable[[], T]) -> T:
     """The next message of rank 0; the process ends where there is none."""
     try:
-        return connection.recv()
+        return receive()
     except (EOFError, OSError):
         # Rank 0 has ended or let go; nothing is owed to anyone.
         os._exit(0)
+
+
+def _refuse_devices(config: EngineConfig) -> None:
+    """Raise ConfigError where the ranks cannot have a GPU each."""
+    size, device = config.tensor_parallel_size, config.device
+    if size > 1 and device.startswith("cuda:"):
+        raise ConfigError(
+            f"device={device!r} names one GPU, but tensor_parallel_size={size} takes GPUs 0 to {size - 1}. Give "
+            f"--device cuda, and set CUDA_VISIBLE_DEVICES to choose among the GPUs."
+        )
+    gpus = gpu_count()
+    if device != "cpu" and 0 < gpus < size:
+        raise ConfigError(
+            f"tensor_parallel_size={size} needs a GPU for each rank, but PyTorch sees {gpus}. Try "
+            f"--tensor-parallel-size {gpus} or --device cpu."
+        )

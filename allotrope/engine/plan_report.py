@@ -8,7 +8,6 @@ the model's own parameters (made without memory), never from a formula of its ow
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from allotrope.config import EngineConfig
 from allotrope.engine.cache_plan import plan_caches
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.memory import free_memory
+from allotrope.engine.rank_report import RankReport, rank_sizes, report_ranks
+from allotrope.engine.report_text import size_text, table
 from allotrope.engine.step_cost import step_cost
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.layers.parallel import Parallel
@@ -57,16 +58,17 @@ class DecodeReport:
     def lines(self) -> list[str]:
         """The same for people, one line each."""
         shown = [*self.classes.items(), ("all", sum(self.classes.values(), StepCost()))]
-        rows = [(kind, _size(work.bytes), f"{work.flops / 1e9:.3f}") for kind, work in shown]
+        rows = [(kind, size_text(work.bytes), f"{work.flops / 1e9:.3f}") for kind, work in shown]
         title = f"a decode step of {self.requests} requests that see {self.context} tokens, at least:"
-        return [title, *_table([("work", "bytes", "GFLOP"), *rows])]
+        return [title, *table([("work", "bytes", "GFLOP"), *rows])]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelReport:
     """The plan of one rank. `memory_bytes`: what the device has for all of it, None if nobody asked whether it fits.
     `tokens`: context tokens that fit at once over all sequences. `refusal`: why it does not fit and what would.
-    `formats_from`: who says which weights are quantized. `quantized`: whether any stay so."""
+    `formats_from`: who says which weights are quantized. `quantized`: whether any stay so. `tensor_parallel`: what each
+    rank has, and which numbers of ranks are allowed; None if nobody asked."""
 
     model: str
     architecture: str
@@ -87,6 +89,7 @@ class ModelReport:
     formats_from: str
     quantized: bool
     refusal: str | None = None
+    tensor_parallel: RankReport | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain data, with `fits`."""
@@ -94,10 +97,10 @@ class ModelReport:
 
     def summary(self) -> tuple[str, str]:
         """The model and its memory, for readers who know nothing of caches."""
-        memory = f"memory: {_size(self.weight_bytes)} of weights on each of {self.ranks} rank(s)"
+        memory = f"memory: {size_text(self.weight_bytes)} of weights on each of {self.ranks} rank(s)"
         if self.tokens is not None and self.cache_bytes is not None:
             memory += (
-                f" and {_size(self.cache_bytes)} of caches, enough for {self.sequences} requests of "
+                f" and {size_text(self.cache_bytes)} of caches, enough for {self.sequences} requests of "
                 f"{self.max_model_len} tokens at a time (at most {self.max_num_seqs} requests)"
             )
         return f"model: {self._heading()}", memory.replace(" on each of 1 rank(s)", "")
@@ -108,23 +111,23 @@ class ModelReport:
 
     def lines(self) -> list[str]:
         """The same for people, one line each."""
-        of_memory = "" if self.memory_bytes is None else f", of {_size(self.memory_bytes)} memory"
+        of_memory = "" if self.memory_bytes is None else f", of {size_text(self.memory_bytes)} memory"
         text = [
             self._heading(),
-            f"weights {_size(self.weight_bytes)} on each of {self.ranks} rank(s){of_memory}",
+            f"weights {size_text(self.weight_bytes)} on each of {self.ranks} rank(s){of_memory}",
         ]
         if self.quantized:
             text.append(f"weights that stay quantized: as {self.formats_from} says")
         rows = [("caches", "layers", "row", "page tokens", "page", "pages", "bytes")]
         for group in self.groups:
             pages = "-" if group.pages is None else str(group.pages)
-            total = "-" if group.bytes is None else _size(group.bytes)
-            sizes = (_size(group.row_bytes), str(group.page_tokens), _size(group.page_bytes))
+            total = "-" if group.bytes is None else size_text(group.bytes)
+            sizes = (size_text(group.row_bytes), str(group.page_tokens), size_text(group.page_bytes))
             rows.append((group.label, str(group.layers), *sizes, pages, total))
-        text += _table(rows)
+        text += table(rows)
         if self.tokens is not None and self.cache_bytes is not None:
             text.append(
-                f"caches {_size(self.cache_bytes)}: {self.tokens} tokens of context, that is "
+                f"caches {size_text(self.cache_bytes)}: {self.tokens} tokens of context, that is "
                 f"{self.tokens / self.max_model_len:.1f} sequences of {self.max_model_len}, at most "
                 f"{self.sequences} of full length at a time (--max-num-seqs {self.max_num_seqs})"
             )
@@ -133,6 +136,8 @@ class ModelReport:
                 f"a sequence of {length} tokens: {own:.0f} tokens per GiB; "
                 f"{padded:.0f} if all caches had one common, padded page size"
             )
+        if self.tensor_parallel is not None:
+            text += self.tensor_parallel.lines()
         text += self.decode.lines()
         if self.memory_bytes is not None:
             text.append("fits" if self.refusal is None else f"does not fit: {self.refusal}")
@@ -142,12 +147,21 @@ class ModelReport:
 def report_model(config: EngineConfig, memory: int | None = None) -> ModelReport:
     """The memory that `config` takes on a device with `memory` bytes; default: what is free on the device now.
 
-    Raises ModelError or ConfigError if the model cannot be served at all, whatever the memory.
+    Raises ModelError or ConfigError if the model cannot be served at all, whatever the memory. Where it cannot have so
+    many ranks, the error says how many it can have.
     """
     if not has_weights(config):
         # Those of a hub id need not be downloaded for this.
         config = dataclasses.replace(config, load_format="dummy")
-    report = _try(config, config.tensor_parallel_size, memory)
+    try:
+        report = _try(config, config.tensor_parallel_size, memory)
+    except ModelError as error:
+        if config.tensor_parallel_size == 1:
+            raise
+        allowed = ", ".join(str(one.ranks) for one in rank_sizes(config, memory)[0])
+        advice = f"numbers of ranks that the model allows: {allowed}"
+        raise ModelError(config.model, [*error.reasons, advice]) from error
+    report = dataclasses.replace(report, tensor_parallel=report_ranks(config, memory))
     if report.refusal is None:
         return report
     ranks = config.tensor_parallel_size * 2
@@ -259,27 +273,7 @@ def _try(config: EngineConfig, ranks: int, memory: int | None) -> ModelReport:
     room = available - load_plan.weight_bytes
     if plan.bytes <= room:
         return report
-    text = f"weights and caches take {_size(load_plan.weight_bytes + plan.bytes)} of {_size(available)}."
+    text = f"weights and caches take {size_text(load_plan.weight_bytes + plan.bytes)} of {size_text(available)}."
     # Weights that do not fit by themselves fit beside no cache.
     advice = f" Try --kv-cache-memory-bytes {room}." if room > 0 else ""
     return dataclasses.replace(report, refusal=text + advice)
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines with the first column to the left and the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for first, *rest in rows:
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]))
-    return lines
-
-
-def _size(count: int) -> str:
-    """`count` bytes for people."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1024
-    return f"{value:.2f} TiB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -35,7 +36,7 @@ def measure_peak(model: Decoder, load_plan: LoadPlan, config: EngineConfig) -> i
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    model_runner.run(StepPlan(rows))
+    model_runner.run(model_runner.pack(StepPlan(rows)))
     hidden = torch.zeros(load_plan.max_num_seqs, model.spec.hidden, dtype=model.embedding.weight.dtype, device=device)
     load_plan.sampler()(model.logits(hidden), largest_sampling_step(load_plan.max_num_seqs, device))
     torch.cuda.synchronize(device)
@@ -46,10 +47,13 @@ def measure_peak(model: Decoder, load_plan: LoadPlan, config: EngineConfig) -> i
     return peak
 
 
-def plan_device(load_plan: LoadPlan, config: EngineConfig, free: int, peak: int) -> MemoryPlan:
+def plan_device(
+    load_plan: LoadPlan, config: EngineConfig, free: int, peak: int, min_of_ranks: Callable[[int], int]
+) -> MemoryPlan:
     """The memory plan of a GPU that had `free` bytes before the model was loaded; `peak`: see `measure_peak`.
 
-    Raises ConfigError where no sequence of full length fits.
+    `min_of_ranks`: the smallest of the numbers that the ranks call it with. Raises ConfigError where no sequence of
+    full length fits.
     """
     device = load_plan.build.device
     free_now = free_memory(device)
@@ -61,7 +65,7 @@ def plan_device(load_plan: LoadPlan, config: EngineConfig, free: int, peak: int)
         "step %.2f GB for a while; %.2f GB are left for caches",
         *(device, free / 1e9, 100 * share, used / 1e9, peak / 1e9, max(0, room) / 1e9),
     )
-    return plan_within(load_plan, config, room, free)
+    return plan_within(load_plan, config, min_of_ranks(room), free)
 
 
 def longest_prompts(tokens: int, longest: int) -> list[int]:

@@ -65,6 +65,15 @@ class RankGroup:
         if self.store is not None:
             dist.barrier()
 
+    def min(self, value: int) -> int:
+        """The smallest `value` of the ranks."""
+        if self.store is None:
+            return value
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        values = torch.tensor(value, dtype=torch.int64, device=device)
+        dist.all_reduce(values, dist.ReduceOp.MIN)
+        return int(values)
+
     def abort(self) -> None:
         """End the collectives that wait for ranks which are gone, from any thread. May be called again."""
         # Those of gloo end by themselves: the connection to a process that has ended is closed.

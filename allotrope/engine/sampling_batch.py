@@ -60,6 +60,13 @@ class RowSampling:
         """Ids that end the sequence, by anyone's word."""
         return np.array(sorted({*self.eos_ids, *self.stop_ids}), dtype=np.int64)
 
+    @functools.cached_property
+    def greedy(self) -> bool:
+        """Whether every token is that of the largest logit as it comes, and no log-probabilities are wanted."""
+        params = self.params
+        processed = _has_penalty(params) or params.logit_bias or self.allowed is not None or params.min_tokens > 0
+        return params.temperature == 0 and not processed and params.logprobs is None
+
     def seen(self) -> _SeenTokens:
         """The tokens that penalties look at, up to date with `output_ids`."""
         if self._seen is None:

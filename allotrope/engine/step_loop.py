@@ -20,6 +20,7 @@ from allotrope.engine.scheduler import Row
 from allotrope.engine.sequence import Sequence
 from allotrope.engine.step_log import StepLog
 from allotrope.ops.sampling.sampler import Sampler
+from allotrope.ops.sampling.spec import Sampled
 from allotrope.request import FinishReason, SequenceOutput, TokenLogprobs
 
 log = logging.getLogger("allotrope.engine")
@@ -86,12 +87,31 @@ class StepLoop:
         steps = [_step_row(row, count, row_of.get(row.seq, -1)) for row, count in zip(rows, num_logits, strict=True)]
         prev_sampled = None if before is None else before.prev_sampled
         run = self._executor.run if self._step_log is None else self._step_log.run
-        logits = run(StepPlan(tuple(steps), copies), prev_sampled)
-        logits_of_rows = logits.split(num_logits)
-        self._read_prompt_logits(rows, logits_of_rows)
+        ready = [row.seq for row in rows if row.end == len(row.seq.ids)]
+        greedy = self._chosen_by_ranks(ready, sum(num_logits))
+        plan = StepPlan(tuple(steps), copies, sampled=len(ready) if self._async else 0, greedy=greedy)
+        out = run(plan, prev_sampled)
+        if not greedy:
+            logits_of_rows = out.split(num_logits)
+            self._read_prompt_logits(rows, logits_of_rows)
         for row in rows:
             self._requests.start(row.seq)
-        return self._sample(rows, logits_of_rows, logits)
+        if greedy:
+            return start_copy(ready, self._batch(ready), Sampled(out, None))
+        return self._sample(rows, logits_of_rows, out)
+
+    def _chosen_by_ranks(self, ready: abc.Sequence[Sequence], num_logits: int) -> bool:
+        """Whether the ranks choose the step's tokens together: nobody needs its logits whole."""
+        if self._executor.ranks == 1 or self._observer is not None or num_logits != len(ready):
+            return False
+        return bool(ready) and all(seq.sampling.greedy for seq in ready)
+
+    def _batch(self, seqs: abc.Sequence[Sequence]) -> SamplingBatch:
+        """The sampling of `seqs`; that of the step before where these are the same."""
+        records = [seq.sampling for seq in seqs]
+        if self._sampling is None or not self._sampling.serves(records):
+            self._sampling = SamplingBatch(records, self._vocab_size, self._device)
+        return self._sampling
 
     def _commit(self, rows: abc.Sequence[Row]) -> None:
         for row in rows:
@@ -133,13 +153,14 @@ class StepLoop:
         ]
         if not ready:
             return None
-        records = [seq.sampling for seq, _ in ready]
-        if self._sampling is None or not self._sampling.serves(records):
-            self._sampling = SamplingBatch(records, self._vocab_size, self._device)
+        seqs = [seq for seq, _ in ready]
+        batch = self._batch(seqs)
         if len(logits) != len(ready):
             logits = torch.cat([last for _, last in ready])
-        sampled = self._sampler(logits, self._sampling.step())
-        return start_copy([seq for seq, _ in ready], self._sampling, sampled)
+        sampled = self._sampler(logits, batch.step())
+        if self._async:
+            self._executor.share_sampled(sampled.token_ids)
+        return start_copy(seqs, batch, sampled)
 
     def _collect(self, step: InFlightStep) -> list[SequenceOutput]:
         """Read the tokens of a step. Sequences that ended since are passed over."""

@@ -51,10 +51,12 @@ def _warm_up(model: Decoder, load_plan: LoadPlan, config: EngineConfig, decode: 
     arena = Arena(memory, len(load_plan.specs), load_plan.shares, device)
     model_runner = ModelRunner(model, load_plan.specs, groups, arena, load_plan.shares, device, decode)
     for step in _prompts(load_plan):
-        model_runner.run(StepPlan(tuple(_row(groups, *lengths) for lengths in step)))
+        model_runner.run(model_runner.pack(StepPlan(tuple(_row(groups, *lengths) for lengths in step))))
     token = _row(groups, 1, min(_CONTEXTS[0], load_plan.max_model_len - 1))
     for size in _launched_differently(decode_sizes(load_plan.max_num_seqs)):
-        logits = model_runner.run(StepPlan((token,) * size))
+        logits = model_runner.run(model_runner.pack(StepPlan((token,) * size)))
+        if load_plan.build.parallel.size > 1:
+            model_runner.run(model_runner.pack(StepPlan((token,) * size, greedy=True)))
     truncated = largest_sampling_step(load_plan.max_num_seqs, device)
     load_plan.sampler()(logits, replace(truncated, untruncated=truncated.truncated))
     if device.type == "cuda":

@@ -15,10 +15,11 @@ from allotrope.cache.arena import Arena
 from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
 from allotrope.engine.cache_plan import plan_caches
-from allotrope.engine.inputs import StepPlan
+from allotrope.engine.inputs import StepFacts, StepPlan
 from allotrope.engine.load import load_model
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.model_runner import ModelRunner, decode_shape
+from allotrope.engine.packed_step import PackedStep
 from allotrope.engine.profile import measure_peak, plan_device
 from allotrope.engine.rank_group import RankGroup
 from allotrope.engine.warmup import warm_up
@@ -57,8 +58,11 @@ class Worker:
         a CPU's memory. A GPU's is planned here, once the largest step has run.
         """
         device = load_plan.build.device
+        if device.type == "cuda":
+            # Triton launches on the current device, whatever device its arguments are on.
+            torch.cuda.set_device(device)
         ranks.join(device)
-        worker = cls(load_plan, config)
+        worker = cls(load_plan, config, ranks)
         if device.type == "cuda":
             # The step by which rank 0 plans takes every rank.
             planned = worker.plan_memory()
@@ -66,8 +70,8 @@ class Worker:
         ranks.barrier()
         return worker
 
-    def __init__(self, load_plan: LoadPlan, config: EngineConfig) -> None:
-        self.load_plan, self.config = load_plan, config
+    def __init__(self, load_plan: LoadPlan, config: EngineConfig, ranks: RankGroup) -> None:
+        self.load_plan, self.config, self._ranks = load_plan, config, ranks
         self._device = load_plan.build.device
         self._free = _free(self._device)
         self.model: Decoder = load_model(load_plan, config.seed, config.quantized_weights)
@@ -75,6 +79,7 @@ class Worker:
             self.model, load_plan.max_num_seqs, load_plan.max_model_len, self._device, capture=config.cuda_graphs
         )
         self._model_runner: ModelRunner | None = None
+        self._prev_sampled: torch.Tensor | None = None
 
     @property
     def graph_replays(self) -> int:
@@ -92,7 +97,8 @@ class Worker:
         self._model_runner = model_runner
 
     def plan_memory(self) -> MemoryPlan:
-        """The memory plan on a GPU, by the bytes that are left beside the weights and the largest step, which runs.
+        """The memory plan on a GPU, by the bytes that are left beside the weights and the largest step, which runs, on
+        the GPU where they are fewest.
 
         The warm-up comes first, so that the kernels of that step are compiled.
         """
@@ -103,7 +109,7 @@ class Worker:
         started = time.monotonic()
         peak = measure_peak(self.model, load_plan, config)
         log.info("measured the largest step in %.1f s", time.monotonic() - started)
-        return plan_device(load_plan, config, self._free, peak)
+        return plan_device(load_plan, config, self._free, peak, self._ranks.min)
 
     def allocate(self, memory: MemoryPlan) -> None:
         """Make the caches."""
@@ -120,13 +126,40 @@ class Worker:
             "made caches of %.1f MB, decode buffers of %.1f MB in %.1f s", arena.bytes / 1e6, static / 1e6, seconds
         )
 
-    def run(self, plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
-        """As `Executor.run`, for this rank."""
-        return self.model_runner.run(plan, prev_sampled)
+    def pack(self, plan: StepPlan) -> PackedStep:
+        """The plan as integers for every rank."""
+        return self.model_runner.pack(plan)
+
+    def run(self, packed: PackedStep, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
+        """As `Executor.run`, on rank 0."""
+        return self.model_runner.run(packed, prev_sampled)
+
+    @torch.inference_mode()
+    def follow(self, packed: PackedStep) -> None:
+        """Run a step on a rank other than 0, and keep the tokens that come of it where the next step may need them."""
+        out, facts = self.model_runner.run(packed, self._prev_sampled), StepFacts.read(packed)
+        if facts.sampled and facts.greedy:
+            self._prev_sampled = out
+        elif facts.sampled:
+            self._prev_sampled = torch.empty(facts.sampled, dtype=torch.int64, device=self._device)
+            self.share_sampled(self._prev_sampled)
+
+    def share_sampled(self, token_ids: torch.Tensor) -> None:
+        """Make `token_ids` [m] those of rank 0 on every rank."""
+        self.load_plan.build.parallel.broadcast(token_ids)
+
+    @property
+    def captures(self) -> bool:
+        """Whether there is a graph left to capture."""
+        return self.model_runner.graphs is not None and self.model_runner.graphs.pending
 
     def capture_next(self) -> bool:
-        """As `Executor.capture_next`, for this rank."""
-        return self.model_runner.capture_next()
+        """As `Executor.capture_next`, for this rank. Where one rank fails, all end capturing."""
+        captured = self.model_runner.capture_next()
+        graphs = self.model_runner.graphs
+        if graphs is not None and not self._ranks.min(captured):
+            graphs.stop_capturing()
+        return captured
 
     def close(self) -> None:
         """Let go of the model and its memory."""

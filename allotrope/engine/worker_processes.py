@@ -37,7 +37,7 @@ _CLOSE_SECONDS, _REAP_SECONDS = 2.0, 1.0
 _BOOT = (
     "from allotrope.engine.lifeline import end_with_parent; end_with_parent({lifeline}, {parent}); "
     "from allotrope.engine.multiprocess_executor import run_worker_process; "
-    "run_worker_process({rank}, {messages}, {board})"
+    "run_worker_process({rank}, {messages}, {steps}, {board})"
 )
 
 
@@ -69,10 +69,11 @@ class WorkerProcesses:
     def process_ids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def start(self, rank: int, messages: int) -> None:
-        """Start the process of `rank`, the next one. `messages`: the descriptor of its socket."""
+    def start(self, rank: int, messages: int, steps: int) -> None:
+        """Start the process of `rank`, the next one. `messages`, `steps`: descriptors of its socket and of the ring."""
         ours, theirs = socket.socketpair()
-        descriptors = {"lifeline": theirs.fileno(), "messages": messages, "board": self._board.descriptor}
+        descriptors = {"lifeline": theirs.fileno(), "messages": messages, "steps": steps}
+        descriptors["board"] = self._board.descriptor
         command = [sys.executable, "-c", _BOOT.format(rank=rank, parent=os.getpid(), **descriptors)]
         started: Future[subprocess.Popen[bytes]] = Future()
         waiting = threading.Thread(
@@ -94,7 +95,7 @@ class WorkerProcesses:
         """
         while any(row.phase == STARTING for row in self._board.rows[1:]):
             self._known.wait(0.01)
-            self._raise_fault()
+            self.raise_fault()
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -104,7 +105,7 @@ class WorkerProcesses:
         try:
             with self._call():
                 yield
-            self._raise_fault()
+            self.raise_fault()
         except BaseException as error:
             follows = not isinstance(error, AllotropeError) and self._has_cause(error)
             self.close()
@@ -122,7 +123,7 @@ class WorkerProcesses:
         if self._calls or not self._processes:
             yield
             return
-        self._raise_fault()
+        self.raise_fault()
         try:
             with self._call(), self._monitor.step():
                 yield
@@ -138,7 +139,7 @@ class WorkerProcesses:
                 # After `close` nothing is a fault any more.
                 raise
             raise self._dead() from error
-        self._raise_fault()
+        self.raise_fault()
 
     def fail(self, reason: str) -> None:
         """End the engine: the first fault counts."""
@@ -211,7 +212,8 @@ class WorkerProcesses:
     def _dead(self) -> EngineDead:
         return EngineDead(f"{self.fault}; the engine cannot go on.")
 
-    def _raise_fault(self) -> None:
+    def raise_fault(self) -> None:
+        """Raise EngineDead if there is a fault."""
         if self.fault is not None:
             self._reap(_REAP_SECONDS)
             raise self._dead()

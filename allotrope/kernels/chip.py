@@ -129,6 +129,11 @@ def current_chip() -> Chip:
     return chip_of(torch.device("cuda", torch.cuda.current_device()))
 
 
+def gpu_count() -> int:
+    """GPUs that PyTorch sees."""
+    return torch.cuda.device_count()
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that a GPU has free."""
     return int(torch.cuda.mem_get_info(device)[0])

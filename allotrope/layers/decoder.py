@@ -75,5 +75,10 @@ class Decoder(nn.Module):
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden`: [n, hidden]. Returns [n, vocabulary] fp32."""
+        """`hidden`: [n, hidden]. Returns [n, vocabulary] fp32, whole on the ranks that sample."""
         return self.head(hidden)
+
+    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`hidden`: [n, hidden]. Returns [n] int64 greedy tokens on every rank, -1 where no logit is finite."""
+        token_ids: torch.Tensor = self.head.greedy(hidden)
+        return token_ids

@@ -13,6 +13,7 @@ from allotrope.ops.matmul import MATMUL, MatmulSpec
 from allotrope.ops.matmul.plain import PLAIN, PlainWeight
 from allotrope.ops.matmul.weight import Weight
 from allotrope.ops.softcap import SOFTCAP, SoftcapSpec
+from allotrope.ops.vocab_argmax import VOCAB_BEST, VOCAB_TOKEN, VocabArgmaxSpec
 
 
 def _vocabulary(size: int, parallel: Parallel) -> Section:
@@ -51,11 +52,14 @@ class Head(nn.Module):
         self, vocab_size: int, hidden: int, build: Build, *, tied: Embedding | None, softcap: float | None = None
     ) -> None:
         super().__init__()
-        self.parallel, self.softcap = build.parallel, softcap
+        self.parallel, self.vocab_size, self.softcap = build.parallel, vocab_size, softcap
         self._softcap = None if softcap is None else build.chooser.choose(SOFTCAP, SoftcapSpec(softcap)).run
         section = _vocabulary(vocab_size, build.parallel)
         shape = (section.local(build.parallel), hidden)
         self.whole = shape[0] == vocab_size
+        self.columns_after = vocab_size - section.bounds(build.parallel)[1]
+        self._best = build.chooser.choose(VOCAB_BEST, VocabArgmaxSpec(vocab_size)).run
+        self._token = build.chooser.choose(VOCAB_TOKEN, VocabArgmaxSpec(vocab_size)).run
         if tied is not None:
             self.weight: torch.Tensor | Weight = tied.weight
         else:
@@ -70,13 +74,25 @@ class Head(nn.Module):
         self.weight = self.matmul.pack(stored)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`: [n, hidden]. Returns [n, vocabulary] fp32 logits, whole on every rank."""
+        """`x`: [n, hidden]. Returns [n, vocabulary] fp32 logits, whole on the ranks that sample."""
+        gather = (lambda logits: logits) if self.whole else self.parallel.gather_logits
+        return self._scored(gather(self._product(x)))
+
+    def greedy(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`: [n, hidden]. Returns [n] int64, the token of the largest logit on every rank, -1 where it is not finite:
+        no rank needs the logits of the others."""
+        best = self._best(self._scored(self._product(x))) + self.columns_after
+        token_ids: torch.Tensor = self._token(
+            best if self.whole else self.parallel.all_reduce_max(best), self.vocab_size
+        )
+        return token_ids
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         assert isinstance(self.weight, Weight)
-        if self.whole and self.softcap is None:
-            return self.matmul.in_fp32(x, self.weight)
-        logits: torch.Tensor = self.matmul.run(x, self.weight)
-        if not self.whole:
-            logits = self.parallel.all_gather(logits)
         if self._softcap is None:
-            return logits.float()
-        return self._softcap(logits, self.softcap)
+            return self.matmul.in_fp32(x, self.weight)
+        rounded: torch.Tensor = self.matmul.run(x, self.weight)
+        return rounded
+
+    def _scored(self, product: torch.Tensor) -> torch.Tensor:
+        return product if self._softcap is None else self._softcap(product, self.softcap)

@@ -77,7 +77,7 @@ class Linear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """Input-sharded: each rank multiplies its share of the inputs, and the results are summed over the ranks.
+    """Input-sharded: each rank multiplies its share of the inputs, which makes a part of the sum over the ranks.
 
     `weight`: the parameter of a plain one, and packed for its backend once loading has finished.
     """
@@ -101,9 +101,7 @@ class RowLinear(nn.Module):
         self.weight = self.matmul.pack(pop_weights(self, "weight", self.format))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`: [T, inputs of this rank]. Returns [T, outputs], whole."""
-        if self.parallel.size == 1:
-            whole: torch.Tensor = self.matmul.run(x, self.weight, self.bias)
-            return whole
-        y = self.parallel.all_reduce(self.matmul.run(x, self.weight))
-        return y if self.bias is None else y + self.bias
+        """`x`: [T, inputs of this rank]. Returns [T, outputs], this rank's part of the sum: rank 0 adds the bias."""
+        bias = self.bias if self.parallel.rank == 0 else None
+        part: torch.Tensor = self.matmul.run(x, self.weight, bias)
+        return part

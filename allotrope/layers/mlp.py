@@ -39,5 +39,5 @@ class Mlp(nn.Module):
         self.down = RowLinear(Section("", spec.width, 1), spec.hidden, build.at("down"), bias=spec.bias)
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
-        """`x`: [T, hidden]. Returns the same shape."""
+        """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""
         return self.down(self._activate(self.gate_up(x), self.activation))

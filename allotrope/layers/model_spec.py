@@ -16,7 +16,8 @@ class FfnSpec(Protocol):
     """The numbers of one layer's feed-forward part (dense or mixture of experts)."""
 
     def build(self, build: Build) -> nn.Module:
-        """The module: `forward(x [T, hidden], ctx: LayerStep) -> [T, hidden]`."""
+        """The module: `forward(x [T, hidden], ctx: LayerStep) -> [T, hidden]`, this rank's part of the sum over the
+        ranks."""
         ...
 
 

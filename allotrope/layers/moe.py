@@ -78,7 +78,7 @@ class Experts(nn.Module):
         self.stored: tuple[torch.Tensor, ...] = ()
         chooser = build.chooser
         self._group = chooser.choose(MOE_GROUP, GroupSpec(count)).run
-        self._combine = chooser.choose(MOE_COMBINE, CombineSpec(hidden, kind, build.parallel.size)).run
+        self._combine = chooser.choose(MOE_COMBINE, CombineSpec(hidden, kind)).run
         self._whole_experts: MoeExpertsBackend | None = None
         if self.reads_stored:
             self._whole_experts = chooser.choose(MOE_EXPERTS, MoeExpertsSpec(hidden, local, kind))
@@ -105,21 +105,18 @@ class Experts(nn.Module):
         experts: torch.Tensor,
         added: Callable[[], Added] = lambda: (None, None),
     ) -> torch.Tensor:
-        """`x`: [T, hidden]. `weights` fp32, `experts`: [T, k]. `added` is asked for last. Returns [T, hidden], summed
-        over the ranks.
+        """`x`: [T, hidden]. `weights` fp32, `experts`: [T, k]. `added`, this rank's part, is asked for last. Returns
+        [T, hidden], this rank's part of the sum over the ranks.
         """
         # Once, not on every rank.
         down_bias = self.down_bias if self.parallel.rank == 0 else None
         y = self._few(x, weights, experts, down_bias)
         if y is not None:
-            return add_shared(self.parallel.all_reduce(y), *added())
+            return add_shared(y, *added())
         groups = self.grouped(experts)
-        combined = (self._results(x, groups), weights, groups.inverse, experts, x.dtype, down_bias)
-        if self.parallel.size == 1:
-            # One launch for all that is left to add.
-            summed: torch.Tensor = self._combine(*combined, *added())
-            return summed
-        return add_shared(self.parallel.all_reduce(self._combine(*combined)), *added())
+        results = self._results(x, groups)
+        part: torch.Tensor = self._combine(results, weights, groups.inverse, experts, x.dtype, down_bias, *added())
+        return part
 
     def grouped(self, experts: torch.Tensor) -> TokenGroups:
         """`experts`: [T, k]. The pairs of token and choice, sorted by expert."""
@@ -190,10 +187,9 @@ class Moe(nn.Module):
             self.shared_gate = Linear(spec.hidden, (Section("", 1),), build.at("shared_gate"))
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
-        """`x`: [T, hidden]. Returns the same shape."""
+        """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""
         added: Callable[[], Added] = functools.partial(self._added, x, ctx)
-        if self.shared is not None and self.experts.parallel.size == 1:
-            # Ranks that talk to each other need one order for all they say.
+        if self.shared is not None:
             added = overlap(added, x)
         weights, experts = self.router(x, ctx.step.ids)
         return self.experts(x, weights, experts, added)

@@ -17,7 +17,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, build: Build, *, offset: float = 0.0, weighted: bool = True) -> None:
         super().__init__()
-        self.size, self.floor, self.offset = size, size * eps, offset
+        self.size, self.floor, self.offset, self.parallel = size, size * eps, offset, build.parallel
         self.weight = None
         if weighted:
             self.weight = parameter((size,), Placement((Section("", size),)), build.dtype, build.device)
@@ -39,8 +39,17 @@ class RMSNorm(nn.Module):
     def add(
         self, y: torch.Tensor, x: torch.Tensor, inner: RMSNorm | None = None, scale: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """s = (x + y) * `scale`, or (x + `inner`(y)) * `scale`, and the norm of s. `y`, `x`: [T, size]. `scale`: [1],
-        or None for 1. Returns s and its norm: one launch where there are kernels."""
+        """s = (x + y) * `scale`, or (x + `inner`(y)) * `scale`, and the norm of s, with y the sum of the ranks' `y`.
+
+        `y`: [T, size], this rank's part, which may be overwritten. `x`: [T, size]. `scale`: [1], or None for 1. Returns
+        s and its norm.
+        """
+        return self.add_replicated(self.parallel.all_reduce(y), x, inner, scale)
+
+    def add_replicated(
+        self, y: torch.Tensor, x: torch.Tensor, inner: RMSNorm | None = None, scale: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `add`, of a `y` that every rank holds whole: one launch where there are kernels."""
         inner_weight = None if inner is None else inner.scaled_weight
         return self._add_norm(y, x, self.scaled_weight, self.floor, inner_weight, scale)
 

@@ -1,6 +1,6 @@
 """One rank's share of a tensor-parallel model: its shard of each weight, and the collectives over partial results.
 
-Owns: cutting full tensors and the two collectives, which a warm-up leaves out: each rank warms up by itself. Must not
+Owns: cutting full tensors and the collectives, which a warm-up leaves out: each rank warms up by itself. Must not
 know: which model or layer a tensor belongs to.
 """
 
@@ -17,11 +17,15 @@ from allotrope.kernels.warmup import warming_up
 
 @dataclass(frozen=True)
 class Parallel:
-    """`rank` of `size` processes that share each layer; `group` is their process group (None: the default one)."""
+    """`rank` of `size` processes that share each layer; `group` is their process group (None: the default one).
+
+    `all_ranks_sample`: whether every rank needs the logits whole, or only rank 0.
+    """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    all_ranks_sample: bool = False
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of `x` over the ranks (in place)."""
@@ -29,14 +33,33 @@ class Parallel:
             dist.all_reduce(x, group=self.group)
         return x
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' `x`, concatenated along the last dim."""
+    def all_reduce_each(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """As `all_reduce`, of several tensors of one shape by one collective."""
+        return parts if self.size == 1 else self.all_reduce(torch.stack(parts)).unbind()
+
+    def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
+        """The largest of the ranks' `x`, element by element (in place)."""
+        if self.size > 1 and not warming_up():
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        return x
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """The ranks' `logits` [n, tokens of the rank] side by side on every rank that samples, unchanged elsewhere."""
         if self.size == 1:
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.size)]
+            return logits
+        logits, receives = logits.contiguous(), self.rank == 0 or self.all_ranks_sample
+        parts = [torch.empty_like(logits) for _ in range(self.size)] if receives else None
         if not warming_up():
-            dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, dim=-1)
+            if self.all_ranks_sample:
+                dist.all_gather(parts, logits, group=self.group)
+            else:
+                dist.gather(logits, parts, group=self.group, group_dst=0)
+        return logits if parts is None else torch.cat(parts, dim=-1)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Make `x` that of rank 0 on every rank."""
+        if self.size > 1:
+            dist.broadcast(x, group=self.group, group_src=0)
 
     def split(self, what: str, units: int) -> int:
         """Units (heads, columns) per rank; raises ValueError where `units` cannot be shared or replicated evenly."""

@@ -21,6 +21,8 @@ from allotrope.layers.router import Router
 # them, then what the layer hands on. Before the first layer there is only "embedding".
 EMBEDDING = "embedding"
 STAGES = ("mixer in", "mixer out", "ffn in", "ffn out", "out")
+PARTIAL_STAGES = frozenset({"mixer out", "ffn out"})
+"""Stages at which each of several ranks has its own part of a sum."""
 Place = tuple[int, str]
 """Layer and stage."""
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from allotrope.engine.engine import Engine
 from allotrope.layers.step import Step
-from allotrope.verify.hooks import EMBEDDING, STAGES, LayerHooks, Place, TopkSelection, hooked
+from allotrope.verify.hooks import EMBEDDING, PARTIAL_STAGES, STAGES, LayerHooks, Place, TopkSelection, hooked
 from allotrope.verify.logits_recorder import LogitsRecorder
 from allotrope.verify.sample import Sample
 from allotrope.verify.transformers_model import Trace
@@ -113,11 +113,14 @@ class LayerRecorder(LogitsRecorder):
         self._open = ExitStack()
         self._hooks: LayerHooks | None = None
         self._done = self._tokens = 0
+        self._unseen: frozenset[str] = frozenset()
 
     def attach(self, engine: Engine) -> None:
         """Look into the model of `engine` from now on."""
         self._open.close()
         self._hooks = self._open.enter_context(hooked(list(engine.model.layers)))
+        # Of several ranks, no one sees what leaves the two parts of a layer.
+        self._unseen = PARTIAL_STAGES if engine.model.embedding.parallel.size > 1 else frozenset()
         self._open.callback(engine.model.register_forward_pre_hook(self._begin).remove)
 
     def __enter__(self) -> LayerRecorder:
@@ -146,6 +149,8 @@ class LayerRecorder(LogitsRecorder):
         assert self._hooks is not None
         trace = self.traces[name]
         for place, want in trace.hidden.items():
+            if place[1] in self._unseen:
+                continue
             found = self._hooks.hidden.get(place)
             # Nothing follows the last forced token: the reference has not computed it.
             length = min(rows.stop - rows.start, len(want) - start)

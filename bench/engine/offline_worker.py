@@ -2,7 +2,7 @@
 
 Runs in the Python of the engine that it stands for: at the top it may import nothing but the standard library.
 
-    {"load": {"directory": ..., "options": {...}}}     ->  {"environment": {...}, "kv_tokens": n or null}
+    {"load": {"directory": ..., "options": {...}}}     ->  {"environment": {...}, "kv_tokens": n, "forced_by": ...}
     {"run": {"prompts": [[ids], ...], "tokens": n}}    ->  {"seconds": s, "ids": [[...], ...]}
     {"forced": {"prompts": [[ids], ...], "tokens": n}} ->  {"logprobs": [[{id: logprob}, ...], ...]}
     {"memory": {}}                                     ->  {"device_used_gb": ..., "peak_reserved_gb": ...} or {}
@@ -28,10 +28,12 @@ TOP = 8
 
 
 class Engine(Protocol):
-    """`kv_tokens`: that the caches hold, None if nobody says."""
+    """`kv_tokens`: that the caches hold, None if nobody says. `forced_by`: the steps that `forced` has its logprobs
+    from, "decode" or "prefill"."""
 
     version: str
     kv_tokens: int | None
+    forced_by: str
 
     def __init__(self, directory: str, options: dict[str, Any]) -> None: ...
 
@@ -40,12 +42,14 @@ class Engine(Protocol):
         ...
 
     def forced(self, prompts: Prompts, tokens: int) -> list[list[Logprobs]]:
-        """Logprobs of the best ids, before any were forbidden, at each of `tokens` steps of decoding that may choose
-        nothing but the prompt's last token again."""
+        """Logprobs of the best ids, before any were forbidden, of each of `tokens` tokens after a prompt; all of these
+        are its last token again."""
         ...
 
 
 class Allotrope:
+    forced_by = "decode"
+
     def __init__(self, directory: str, options: dict[str, Any]) -> None:
         import allotrope
         from allotrope.logs import configure_logging
@@ -71,6 +75,8 @@ class Allotrope:
 
 
 class Vllm:
+    forced_by = "decode"
+
     def __init__(self, directory: str, options: dict[str, Any]) -> None:
         import vllm
 
@@ -105,14 +111,47 @@ class Hosted(Vllm):
 
     def __init__(self, directory: str, options: dict[str, Any]) -> None:
         super().__init__(directory, options)
-        (model,) = self.llm.collective_rpc(lambda worker: type(worker.get_model()).__module__)
-        if not model.startswith("allotrope."):
-            raise RuntimeError(
-                f"vLLM runs a model of {model}: is allotrope installed where the peer's Python finds it?"
-            )
+        # One answer from each rank.
+        for model in self.llm.collective_rpc(lambda worker: type(worker.get_model()).__module__):
+            if not model.startswith("allotrope."):
+                raise RuntimeError(
+                    f"vLLM runs a model of {model}: is allotrope installed where the peer's Python finds it?"
+                )
 
 
-ENGINES: dict[str, type[Engine]] = {"allotrope": Allotrope, "vllm": Vllm, "vllm+allotrope": Hosted}
+class Sglang:
+    # Its logprobs are taken after biases and masks: a decode step cannot be forced without changing them.
+    forced_by = "prefill"
+
+    def __init__(self, directory: str, options: dict[str, Any]) -> None:
+        import sglang
+
+        self.engine = sglang.Engine(model_path=directory, **options)
+        self.version = f"{sglang.__version__}, its engine in another process"
+        self.kv_tokens: int | None = self.engine.get_server_info().get("max_total_num_tokens")
+
+    def generate(self, prompts: Prompts, tokens: int) -> list[list[int]]:
+        return [list(output["output_ids"]) for output in self._outputs(prompts, tokens)]
+
+    def forced(self, prompts: Prompts, tokens: int) -> list[list[Logprobs]]:
+        texts = [prompt + [prompt[-1]] * tokens for prompt in prompts]
+        starts = [len(prompt) - 1 for prompt in prompts]
+        outputs = self._outputs(texts, 1, return_logprob=True, logprob_start_len=starts, top_logprobs_num=TOP)
+        # The token at the start has none, and each later one those after the token before it.
+        steps = [output["meta_info"]["input_top_logprobs"][1:] for output in outputs]
+        return [[{id: round(value, 4) for value, id, _ in step} for step in one] for one in steps]
+
+    def _outputs(self, prompts: Prompts, tokens: int, **more: Any) -> list[Any]:
+        params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        return list(self.engine.generate(input_ids=prompts, sampling_params=params, **more))
+
+
+ENGINES: dict[str, type[Engine]] = {
+    "allotrope": Allotrope,
+    "vllm": Vllm,
+    "vllm+allotrope": Hosted,
+    "sglang": Sglang,
+}
 
 
 def environment(version: str) -> dict[str, str]:
@@ -124,13 +163,14 @@ def environment(version: str) -> dict[str, str]:
 
 
 def gpu_memory() -> dict[str, float]:
-    """Of the whole device, now, and of this process's allocator at its peak."""
+    """Of the first device, now, and of this process's allocator at its peak, unless the engine is in another one."""
     import torch
 
     if not torch.cuda.is_available():
         return {}
     free, total = torch.cuda.mem_get_info()
-    return {"device_used_gb": (total - free) / 1e9, "peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9}
+    reserved = torch.cuda.max_memory_reserved()
+    return {"device_used_gb": (total - free) / 1e9} | ({"peak_reserved_gb": reserved / 1e9} if reserved else {})
 
 
 def run(engine: Engine, prompts: Prompts, tokens: int) -> dict[str, Any]:
@@ -156,7 +196,11 @@ def main() -> None:
         try:
             if "load" in command:
                 engine = ENGINES[sys.argv[1]](**command["load"])
-                answer: dict[str, Any] = {"environment": environment(engine.version), "kv_tokens": engine.kv_tokens}
+                answer: dict[str, Any] = {
+                    "environment": environment(engine.version),
+                    "kv_tokens": engine.kv_tokens,
+                    "forced_by": engine.forced_by,
+                }
             elif "memory" in command:
                 answer = gpu_memory()
             else:

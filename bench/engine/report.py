@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 OURS = "allotrope"
+HOSTED = f"vllm+{OURS}"
+"""vLLM with our plugin."""
+
 # Measure -> how it is called in a table, digits, whether it is worth a ratio: those are the better the smaller.
 MEASURES = {
     "prefill_s": ("prefill s", 3, True),
@@ -67,34 +70,67 @@ def _merged_engine(what: str, old: Report | None, new: Report) -> Report:
     )
 
 
+def column(engine: str, ranks: int) -> str:
+    """The name of an engine's column in tables: with its number of ranks, where there are several."""
+    return engine if ranks == 1 else f"{engine} TP{ranks}"
+
+
+def _engine_and_ranks(name: str) -> tuple[str, int]:
+    engine, _, ranks = name.partition(" TP")
+    return engine, int(ranks or 1)
+
+
 def summarize(report: Report) -> Report:
     """The report with what its engines have in common: equal tokens (`parity`), logprobs (`apart`), medians (`ratios`).
 
-    By the peer, or for ratios by "one / other" as tables name it; above 1 the other is faster.
+    By the column that ours is held against, or for ratios by "one / other" as tables name it; above 1 the other is
+    faster.
     """
     models = {}
     for name, model in report["models"].items():
         engines = model["engines"]
-        peers = [engine for engine in engines if engine != OURS and OURS in engines]
         models[name] = model | {
-            "parity": {peer: parity(engines[OURS]["parity_ids"], engines[peer]["parity_ids"]) for peer in peers},
-            "apart": {who: apart(engines[OURS].get("forced", []), other) for who, other in forced(engines).items()},
+            "parity": {
+                other: parity(engines[own]["parity_ids"], engines[other]["parity_ids"])
+                for other, own in baselines(engines).items()
+            },
+            "apart": {who: apart(engines[own].get("forced", []), other) for who, own, other in forced(engines)},
             "ratios": {f"{one} / {base}": ratios(engines[base], engines[one]) for base, one in compared_pairs(engines)},
         }
     return report | {"models": models}
 
 
-def forced(engines: Report) -> Report:
-    """What is held against our logprobs of the forced texts: the peers' ones, and ours of each text alone."""
-    found = {engine: one.get("forced", []) for engine, one in engines.items() if engine != OURS and OURS in engines}
-    alone = engines.get(OURS, {}).get("forced_alone")
-    return found | ({f"{OURS} with each text alone": alone} if alone else {})
+def baselines(engines: Report) -> dict[str, str]:
+    """The columns that are held against one of ours: a peer against ours with as many ranks, ours with several ranks
+    against ours with one."""
+    found = {}
+    for name in engines:
+        engine, ranks = _engine_and_ranks(name)
+        own = OURS if engine == OURS else column(OURS, ranks)
+        if own in engines and own != name:
+            found[name] = own
+    return found
+
+
+def forced(engines: Report) -> list[tuple[str, str, list[list[dict[str, float]]]]]:
+    """What is held against our logprobs of the forced texts: who, which column of ours, and the logprobs; those of each
+    text alone are held against those of all together."""
+    found = [(name, own, engines[name].get("forced", [])) for name, own in baselines(engines).items()]
+    alone = [(name, one.get("forced_alone")) for name, one in engines.items() if _engine_and_ranks(name)[0] == OURS]
+    return found + [(f"{name} with each text alone", name, values) for name, values in alone if values]
 
 
 def compared_pairs(engines: Report) -> list[tuple[str, str]]:
-    """Which engines are compared: ours with each peer, and a host with our plugin with the host as it is."""
-    found = [(base, one) for base in (OURS, f"vllm+{OURS}") for one in engines if base in engines]
-    return [(base, one) for base, one in found if one not in (OURS, base)]
+    """Which columns are compared, the one that should be faster first: ours and each peer, ours with several ranks and
+    with one, and a host with our plugin and the host as it is."""
+    pairs = []
+    for name, own in baselines(engines).items():
+        pairs.append((name, own) if _engine_and_ranks(name)[0] == OURS else (own, name))
+    for name in engines:
+        engine, ranks = _engine_and_ranks(name)
+        if engine == HOSTED and column("vllm", ranks) in engines:
+            pairs.append((name, column("vllm", ranks)))
+    return pairs
 
 
 def parity(ours: list[list[int]], theirs: list[list[int]]) -> list[int]:
@@ -248,13 +284,17 @@ def _remarks(model: Report, settings: Report) -> list[str]:
         lines.append(f"- {engine}: {'; '.join(parts)}.")
         if found["error"]:
             lines.append(f"- **{engine} did not finish**: {found['error']}")
-    for peer, common in model["parity"].items():
+    baseline = baselines(model["engines"])
+    for other, common in model["parity"].items():
         shown = ", ".join(map(str, common)) or "not compared"
-        lines.append(f"- {OURS} and {peer}: equal leading tokens of {settings['parity_tokens']}, by prompt: {shown}.")
-    for who, found in model["apart"].items():
+        first = f"{baseline[other]} and {other}: equal leading tokens of {settings['parity_tokens']}"
+        lines.append(f"- {first}, by prompt: {shown}.")
+    for who, own, _ in forced(model["engines"]):
+        found, by = model["apart"][who], model["engines"].get(who, {}).get("forced_by", "decode")
         if found:
+            them = f"{own} and {who}" + ("" if by == "decode" else f" (by a {by})")
             lines.append(
-                f"- {OURS} and {who}, logprobs of forced texts: they differ by {found['median']:.3f} in the median of "
+                f"- {them}, logprobs of forced texts: they differ by {found['median']:.3f} in the median of "
                 f"{found['places']} positions, by {found['most']:.3f} in the worst."
             )
     return lines

@@ -188,6 +188,140 @@ def test_a_run_leaves_numbers_a_table_and_what_failed(engine: Any, weights: Any,
         engine.main(merge)
 
 
+VLLM = """
+import json, os, pathlib, types
+__version__ = "0.0"
+SamplingParams = lambda **params: types.SimpleNamespace(**params)
+
+
+class LLM:
+    def __init__(self, directory, **options):
+        log = pathlib.Path(__file__).with_name("vllm.json")
+        log.write_text(json.dumps([options, os.environ["ALLOTROPE_VLLM"]]))
+        cache = types.SimpleNamespace(num_gpu_blocks=3, block_size=16)
+        self.llm_engine = types.SimpleNamespace(vllm_config=types.SimpleNamespace(cache_config=cache))
+
+    def generate(self, prompts, params, use_tqdm):
+        step = {id: types.SimpleNamespace(logprob=-id) for id in range(8)}
+        made = lambda one: types.SimpleNamespace(token_ids=range(one.max_tokens), logprobs=[step] * one.max_tokens)
+        return [types.SimpleNamespace(outputs=[made(one)]) for one in params]
+
+    def collective_rpc(self, what):
+        return ["allotrope.plugins.vllm.model"] * 2
+"""
+SGLANG = """
+import json, pathlib
+__version__ = "0.1"
+
+
+class Engine:
+    def __init__(self, model_path, **options):
+        pathlib.Path(__file__).with_name("sglang.json").write_text(json.dumps(options))
+
+    def get_server_info(self):
+        return {"max_total_num_tokens": 77}
+
+    def generate(self, input_ids, sampling_params, return_logprob=False, logprob_start_len=None, top_logprobs_num=None):
+        # The logprobs of a token say which one it is: after the first, which has none.
+        outputs = []
+        for i, ids in enumerate(input_ids):
+            output = {"output_ids": list(range(sampling_params["max_new_tokens"])), "meta_info": {}}
+            if return_logprob:
+                later = range(logprob_start_len[i] + 1, len(ids))
+                tops = [[(-float(at), id, None) for id in range(top_logprobs_num)] for at in later]
+                output["meta_info"]["input_top_logprobs"] = [None, *tops]
+            outputs.append(output)
+        return outputs
+"""
+
+
+def test_each_peer_has_its_own_packages_options_and_ranks(engine: Any, weights: Any, tmp_path: Path) -> None:
+    """The peers are packages with the names and arguments that the bench uses, each in a folder of its own."""
+    model, out = tmp_path / "tiny", tmp_path / "found"
+    weights.write_checkpoint(tiny("LlamaForCausalLM"), model)
+    for name, text in (("vllm", VLLM), ("sglang", SGLANG)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.py").write_text(text)
+    command = [str(model), "--engines", "vllm", "vllm+allotrope", "sglang", "--cases", "8/3/2", "--runs", "1"]
+    command += ["--peer-path", f"vllm={tmp_path / 'vllm'}", f"sglang={tmp_path / 'sglang'}", "--forced", "5,7"]
+    command += ["--peer-options", '{"seed": 1}', "--peer-options", 'sglang={"attention_backend": "fa3"}']
+    assert engine.main([*command, "--tensor-parallel-size", "1", "2", "--out", str(out)]) == 0
+    report = json.loads(out.with_suffix(".json").read_text())
+    assert str(tmp_path) not in str(report) and "vllm=vllm sglang=sglang" in report["commands"][0]
+    found = report["models"]["tiny"]["engines"]
+    names = ["vllm", "vllm+allotrope", "sglang"]
+    assert list(found) == [*names, *(f"{name} TP2" for name in names)]
+
+    sglang = json.loads((tmp_path / "sglang" / "sglang.json").read_text())
+    assert sglang == found["sglang TP2"]["options"] and found["sglang"]["options"]["tp_size"] == 1
+    assert {"tp_size": 2, "attention_backend": "fa3", "disable_radix_cache": True}.items() <= sglang.items()
+    assert not sglang.keys() & {"seed", "tensor_parallel_size", "max_model_len"}
+    assert found["sglang"]["kv_tokens"] == 77 and found["sglang"]["environment"]["version"].startswith("0.1")
+    vllm, plugin = json.loads((tmp_path / "vllm" / "vllm.json").read_text())
+    assert vllm == found["vllm+allotrope TP2"]["options"] and plugin == "1"
+    assert {"tensor_parallel_size": 2, "seed": 1}.items() <= vllm.items()
+    assert "tensor_parallel_size" not in found["vllm"]["options"] and found["vllm"]["kv_tokens"] == 48
+
+    # Of a prompt of 5 and 16 forced tokens: those of tokens 5 to 20, as the others have those of 16 decode steps.
+    forced = found["sglang"]["forced"]
+    assert [[next(iter(step.values())) for step in steps] for steps in forced] == [
+        [-at for at in range(length, length + 16)] for length in (5, 7)
+    ]
+    assert [len(steps) for steps in found["vllm"]["forced"]] == [16, 16]
+    assert (found["sglang"]["forced_by"], found["vllm"]["forced_by"]) == ("prefill", "decode")
+    assert "| vllm / vllm+allotrope | vllm TP2 / vllm+allotrope TP2 |" in out.with_suffix(".md").read_text()
+
+
+def test_ranks_and_peers_are_compared_with_ours(engine: Any) -> None:
+    from bench.engine import report as engine_report
+
+    found: dict[str, Any] = {
+        name: {"start_s": [start], "parity_ids": [[1, 2, start]], "forced": [[{"5": -float(start)}]], "cases": {}}
+        for name, start in [("allotrope", 2), ("vllm", 4), ("sglang", 6), ("allotrope TP2", 1), ("sglang TP2", 9)]
+    }
+    found["sglang"]["forced_by"] = "prefill"
+    model = engine_report.summarize({"models": {"tiny": {"engines": found}}})["models"]["tiny"]
+    assert {pair: one["start_s"] for pair, one in model["ratios"].items()} == {
+        "vllm / allotrope": 2.0,
+        "sglang / allotrope": 3.0,
+        "allotrope / allotrope TP2": 2.0,
+        "sglang TP2 / allotrope TP2": 9.0,
+    }
+    assert model["parity"] == {"vllm": [2], "sglang": [2], "allotrope TP2": [2], "sglang TP2": [2]}
+    assert {who: one["most"] for who, one in model["apart"].items()} == {
+        "vllm": 2.0,
+        "sglang": 4.0,
+        "allotrope TP2": 1.0,
+        "sglang TP2": 8.0,
+    }
+    for one in found.values():
+        one |= {"environment": {}, "kv_tokens": None, "memory": {}, "options": {}, "error": None}
+    settings = {"prefix_caching": False, "runs": 1, "parity_tokens": 3}
+    page = engine_report.page(
+        {"settings": settings, "date": "today", "commands": [], "models": {"tiny": model | {"described": "Small."}}}
+    )
+    assert "- allotrope and sglang (by a prefill), logprobs of forced texts: they differ by 4.000" in page
+    assert "- allotrope TP2 and sglang TP2: equal leading tokens of 3, by prompt: 2." in page
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--peer-path", "vllm=a", "vllm=b"],
+        ["--peer-path", "a", "--peer-path", "b"],
+        ["--peer-options", "sglang={"],
+        ["--tensor-parallel-size", "2", "2"],
+        ["--tensor-parallel-size", "0"],
+        ["--tensor-parallel-size", "2", "--roofline"],
+    ],
+)
+def test_options_of_peers_and_ranks_are_checked(wrong: list[str], engine: Any, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as status:
+        engine.main(["model", *wrong])
+    assert status.value.code == 2
+    assert f"error: {wrong[0]} " in capsys.readouterr().err
+
+
 def test_an_engine_that_takes_too_long_is_killed(engine: Any, weights: Any, tmp_path: Path) -> None:
     weights.write_checkpoint(tiny("LlamaForCausalLM"), tmp_path / "tiny")
     command = [str(tmp_path / "tiny"), "--engines", "allotrope", "--limit", "0.3", "--out", str(tmp_path / "found")]

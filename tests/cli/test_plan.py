@@ -12,7 +12,7 @@ from command_run import Run
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
 from allotrope.engine.plan_report import report_model
-from allotrope.errors import ConfigError
+from allotrope.errors import ConfigError, ModelError
 
 # Of the tiny model: embedding and head, two layers (q, k, v, o; gate, up, down; two norms), the last norm; float32.
 WEIGHTS = 4 * (2 * 320 * 64 + 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64) + 64)
@@ -50,6 +50,24 @@ def test_ranks_share_weights_and_rows(run: Run, dummy: list[str]) -> None:
     assert shared["weight_bytes"] == (alone["weight_bytes"] - norms) // 2 + norms
     assert shared["groups"][0]["row_bytes"] == ROW // 2
     assert shared["ranks"] == 2
+
+
+def test_plan_says_what_ranks_hold_and_which_are_allowed(run: Run, dummy: list[str]) -> None:
+    _, found = plan(run, *dummy, "--memory", "1GiB", "-tp", "2", "--max-num-seqs", "3")
+    ranks, norms = found["tensor_parallel"], 4 * (2 * 2 * 64 + 64)
+    held = ranks["weights"].values()
+    assert sum(sum(share.values()) for share in held) == found["weight_bytes"]
+    assert ranks["weights"]["norms"] == {"sharded": 0, "copied": 0, "replicated": norms}
+    assert [one["ranks"] for one in ranks["sizes"]] == [1, 2, 4]
+    assert {one["of"]: one["count"] for one in ranks["collectives"]} == {
+        "embeddings": 1, "mixers": 2, "feed-forward blocks": 2, "logits": 1,
+    }  # fmt: skip
+    text = run("plan", *dummy, "--memory", "1GiB", "-tp", "2").stdout
+    assert "\nweights of each of 2 ranks " in text and "\nrefused for 3, 5-16, 32, 64 ranks: num_attention" in text
+    alone = run("plan", *dummy, "--memory", "1GiB").stdout
+    assert "weights of each of" not in alone.partition("\nranks ")[0] and "\n4 " in alone
+    with pytest.raises(ModelError, match="num_attention_heads=4 is not a multiple of tensor_parallel_size=3"):
+        run("plan", *dummy, "-tp", "3")
 
 
 def test_a_model_that_does_not_fit_names_a_remedy(run: Run, tiny: Path) -> None:

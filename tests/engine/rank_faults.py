@@ -47,7 +47,7 @@ def hang():
 
 def patch(worker):
     load_model, prepare_rank = worker.load_model, worker.prepare_rank
-    run, capture_next = worker.Worker.run, worker.Worker.capture_next
+    capture_next = worker.Worker.capture_next
 
     def prepare_faulty_rank(config, rank, *rest):
         be_at_fault("start", rank)
@@ -57,16 +57,21 @@ def patch(worker):
         be_at_fault("loading", load_plan.build.parallel.rank)
         return load_model(load_plan, *rest)
 
-    def run_faulty(self, plan, *rest):
-        be_at_fault("decode" if plan.decodes_only else "prefill", self.load_plan.build.parallel.rank)
-        return run(self, plan, *rest)
+    def faulty(run):
+        def run_faulty(self, packed, *rest):
+            decodes = worker.StepFacts.read(packed).decodes_only
+            be_at_fault("decode" if decodes else "prefill", self.load_plan.build.parallel.rank)
+            return run(self, packed, *rest)
+
+        return run_faulty
 
     def capture_faulty(self):
         be_at_fault("capture", self.load_plan.build.parallel.rank)
         return capture_next(self)
 
     worker.prepare_rank, worker.load_model = prepare_faulty_rank, load_faulty_model
-    worker.Worker.run, worker.Worker.capture_next = run_faulty, capture_faulty
+    worker.Worker.capture_next = capture_faulty
+    worker.Worker.run, worker.Worker.follow = faulty(worker.Worker.run), faulty(worker.Worker.follow)
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):

@@ -17,7 +17,7 @@ from allotrope.architectures.qwen3_next import tiny_qwen3_next
 from allotrope.cache.groups import CacheGroup
 from allotrope.engine.decode_buffers import DecodeBuffers
 from allotrope.engine.graphs import decode_sizes
-from allotrope.engine.inputs import StepRow, pack
+from allotrope.engine.inputs import StepFacts, StepPlan, StepRow, pack, unpack
 from allotrope.request import SamplingParams
 
 CPU = torch.device("cpu")
@@ -70,10 +70,11 @@ def test_refresh_forgets_the_step_before() -> None:
     buffers = DecodeBuffers(groups, 5, 32, 8, torch.float32, CPU)
     long = [StepRow((i,), 20, [[1, 2, 3, 4, 5, 6], [], [-1] * 8 + [7, 8, 9]], [0, i + 1, 0], 1) for i in range(5)]
     short = [StepRow((3,), 4, [[9, 8], [], [1, 2, 3]], [0, 4, 0], 1, prev_sampled_index=2)]
-    buffers.refresh(long, None)
-    buffers.refresh(short, torch.tensor([5, 6, 7]))
+    long_plan, short_plan = StepPlan(tuple(long)), StepPlan(tuple(short))
+    buffers.refresh(buffers.pack(long_plan), len(long), None, buffers.size)
+    buffers.refresh(buffers.pack(short_plan), len(short), torch.tensor([5, 6, 7]), buffers.size)
     inputs, prev_sampled = buffers.inputs(4)
-    exact = pack(short, groups, CPU)
+    exact = unpack(pack(short_plan, groups, pinned=False), StepFacts.of(short_plan), groups, CPU)
     assert inputs.batch.query_lens == (1,) * 4 and inputs.batch.seq_lens == (32,) * 4
     assert inputs.batch.tensors.seq_lens.tolist() == [5, 0, 0, 0]
     assert inputs.batch.tensors.positions.tolist() == [4, 0, 0, 0]

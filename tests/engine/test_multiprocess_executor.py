@@ -12,14 +12,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.watching import assert_same, engine, request, run
+from engine.watching import assert_idle, assert_same, engine, request, run
 from tiny_checkpoints import prompts
 
 from allotrope.architectures.registry import ARCHITECTURES, find_architecture
-from allotrope.errors import EngineDead, ModelError
+from allotrope.errors import ConfigError, EngineDead, ModelError
+from allotrope.request import SamplingParams
 
 # One of each family here, all others when slow; wrappers have the decoder of what they wrap.
-QUICK = ("LlamaForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "Qwen3NextForCausalLM")
+QUICK = (
+    "LlamaForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "DeepseekV4ForCausalLM",
+    "Qwen3NextForCausalLM",
+)
 ASKED = [request(f"r{i}", ids) for i, ids in enumerate(prompts((3, 17, 40, 1)))]
 
 
@@ -55,6 +62,39 @@ def test_more_ranks_than_kv_heads_give_the_tokens_of_one(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(QUICK)))
 def test_two_ranks_give_the_tokens_of_one_everywhere(name: str, tmp_path: Path) -> None:
     compare(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3NextForCausalLM"])
+def test_ranks_that_are_steps_behind_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
+    """With async scheduling, rank 0 plans a step before its own tokens are known; the other ranks never know them on
+    their hosts. Draws and penalties, for which rank 0 waits, are mixed with greedy requests.
+    """
+    torch.set_num_threads(1)
+    params = [
+        SamplingParams(max_tokens=9, ignore_eos=True, temperature=0),
+        SamplingParams(max_tokens=7, ignore_eos=True, temperature=0.8, seed=3),
+        SamplingParams(max_tokens=5, ignore_eos=True, temperature=1.0, top_p=0.9, seed=4, frequency_penalty=0.5),
+        SamplingParams(max_tokens=11, ignore_eos=True, temperature=1.0, top_k=5, seed=5, n=2),
+    ]
+    asked = [
+        request(f"r{i}", ids, one) for i, (ids, one) in enumerate(zip(prompts((3, 30, 9, 1)), params, strict=True))
+    ]
+    options = {"load_format": "dummy", "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+    model = write(name, tmp_path)
+    want = run(engine(model, **options), asked)
+    two = engine(model, tensor_parallel_size=2, threads=1, async_scheduling="on", **options)
+    try:
+        assert two._loop._async
+        assert_same(run(two, asked), want)
+        assert_idle(two)
+    finally:
+        two.close()
+
+
+def test_one_gpu_for_several_ranks_is_refused(tmp_path: Path) -> None:
+    model = write("LlamaForCausalLM", tmp_path)
+    with pytest.raises(ConfigError, match=r"device='cuda:1' names one GPU, but tensor_parallel_size=2"):
+        engine(model, load_format="dummy", tensor_parallel_size=2, device="cuda:1")
 
 
 def test_heads_that_cannot_be_shared_are_refused_with_the_numbers(tmp_path: Path) -> None:

@@ -159,6 +159,8 @@ def test_ranks_do_not_wait_for_each_other() -> None:
     x, two = torch.ones(3, 4), Parallel(0, 2)
     with warmup(1, CPU):
         assert torch.equal(two.all_reduce(x), torch.ones(3, 4))
-        assert two.all_gather(x).shape == (3, 8)
+        assert torch.equal(two.all_reduce_max(x), torch.ones(3, 4))
+        assert two.gather_logits(x).shape == (3, 8)
+        assert Parallel(1, 2).gather_logits(x).shape == (3, 4)
     with pytest.raises((ValueError, RuntimeError)):
         two.all_reduce(x)

@@ -178,10 +178,11 @@ def test_a_group_that_is_not_among_the_best_has_no_expert() -> None:
 
 
 def test_ranks_add_up_to_the_whole() -> None:
-    """What each of two ranks computes, without their exchange, sums to what one computes."""
+    """What each of two ranks computes sums to what one computes: neither enters a collective, for there is no group."""
     router = ROUTERS["softmax"]
-    spec = MoeSpec(hidden=HIDDEN, width=WIDTH, router=router)
-    whole, weights = make(router)
+    shared = MlpSpec(hidden=HIDDEN, width=8)
+    spec = MoeSpec(hidden=HIDDEN, width=WIDTH, router=router, bias=True, shared=shared, shared_gate=True)
+    whole, weights = make(router, bias=True, shared=shared, shared_gate=True)
     x, ids = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(2)), torch.zeros(9, dtype=torch.int64)
     parts = []
     for rank in range(2):
@@ -198,7 +199,6 @@ def test_ranks_add_up_to_the_whole() -> None:
                 ):
                     placement.fill(target, source, section.name, parallel)
         finish(module)
-        module.experts.parallel = Parallel()
         parts.append(run(module, x, ids))
     torch.testing.assert_close(parts[0] + parts[1], run(whole, x, ids), atol=1e-5, rtol=1e-5)
 

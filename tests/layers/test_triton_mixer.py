@@ -16,7 +16,7 @@ from allotrope.attention.cache_layout import pool_bytes, views
 from allotrope.attention.check import compare
 from allotrope.attention.registry import FAMILIES
 from allotrope.kernels.backend import Chooser
-from allotrope.kernels.chip import CPU as CPU_CHIP
+from allotrope.kernels.chip import chip_of
 from allotrope.layers.build import Build
 from allotrope.layers.mixers.mha import MhaMixer, MhaMixerSpec
 from allotrope.layers.step import LayerStep, Step
@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 def _run(spec: MhaMixerSpec, device: str, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and key rows of a prompt of 5 and a decode, at random weights, by the backend of that name."""
     torch.manual_seed(0)
-    build = Build(device=torch.device(device), chooser=Chooser(CPU_CHIP, {"mha": "reference"}))
+    build = Build(device=torch.device(device), chooser=Chooser(chip_of(torch.device(device)), {"mha": "reference"}))
     mixer = MhaMixer(spec, build)
     for parameter in mixer.parameters():
         parameter.data = torch.randn(parameter.shape).to(device)

@@ -84,7 +84,7 @@ class CsaMixer(nn.Module):
         self.out = RowLinear(Section("", spec.out_groups * rank, rank), spec.hidden, build.at("out"))
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
-        """`x`: [T, hidden]. Returns the same shape."""
+        """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""
         projected = self.inputs(x).split(self.inputs.sizes, dim=-1)
         queries = self.queries(self.q_a_norm(projected[0])).split(self.queries.sizes, dim=-1)
         compressor = keys = index = None

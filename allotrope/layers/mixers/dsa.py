@@ -69,7 +69,7 @@ class DsaMixer(nn.Module):
         self.out = RowLinear(Section("", width, spec.mla.v_head_dim), spec.mla.hidden, build.at("out"))
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
-        """`x`: [T, hidden]. Returns the same shape."""
+        """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""
         projected, step = self.latent(x, ctx, self.kv_scales), ctx.step
         if self.indexer is None:
             inputs = DsaInputs(projected.inputs, topk_indices=step.topk_indices)

@@ -96,7 +96,7 @@ class GdnMixer(nn.Module):
         self.norm_weight = self.norm.data * self.spec.v_head_dim**0.5
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
-        """`x`: [T, hidden]. Returns the same shape."""
+        """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""
         spec = self.spec
         sizes = (spec.conv_dim, spec.value_dim, spec.num_v_heads, spec.num_v_heads)
         qkv, z, b, a = self.inputs(x).split(sizes, dim=-1)

@@ -48,7 +48,7 @@ class KdaMixer(GdnMixer):
         self.gate = Linear(spec.rank, (values,), build.at("gate"))
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
-        """`x`: [T, hidden]. Returns the same shape."""
+        """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""
         sizes = (self.spec.conv_dim, self.spec.num_v_heads, self.rank, self.rank)
         qkv, b, decay, gate = self.inputs(x).split(sizes, dim=-1)
         return self.out(self.gated_norm(self.mix(qkv, b, self.decay(decay), ctx), self.gate(gate), "sigmoid"))

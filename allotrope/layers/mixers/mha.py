@@ -117,7 +117,7 @@ class MhaMixer(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
-        """`x`: [T, hidden]. Returns the same shape."""
+        """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""
         projected = self.qkv(x)
         gate = None
         if self.gate_size:

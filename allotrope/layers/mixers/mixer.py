@@ -28,7 +28,8 @@ class MixerSpec(Protocol):
         ...
 
     def build(self, build: Build) -> nn.Module:
-        """The module: `forward(x [T, hidden], ctx: LayerStep) -> [T, hidden]`."""
+        """The module: `forward(x [T, hidden], ctx: LayerStep) -> [T, hidden]`, this rank's part of the sum over the
+        ranks."""
         ...
 
 

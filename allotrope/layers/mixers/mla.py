@@ -123,7 +123,7 @@ class MlaMixer(nn.Module):
         self.out = RowLinear(out, spec.hidden, build.at("out"))
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
-        """`x`: [T, hidden]. Returns the same shape."""
+        """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""
         inputs = self.latent(x, ctx, self.kv_scales).inputs
         attended = self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
         return self.out(attended.flatten(1))

@@ -31,7 +31,7 @@ def largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
     `logits`: [N, V] fp32. `count`: at most V. Returns values and ids, both [N, count].
     """
     # topk alone leaves open which of equal values it takes, so it is given keys of which no two are equal.
-    ids = _order_keys(logits).topk(count, dim=-1).indices
+    ids = order_keys(logits).topk(count, dim=-1).indices
     return logits.gather(-1, ids), ids
 
 
@@ -57,7 +57,7 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -
     return out
 
 
-def _order_keys(logits: torch.Tensor) -> torch.Tensor:
+def order_keys(logits: torch.Tensor) -> torch.Tensor:
     """[N, V] int64 keys, all different within a row, that sort as (value, then lower id first)."""
     # Adding zero turns -0.0 into 0.0: equal numbers must have equal bits.
     bits = (logits + 0.0).view(torch.int32)

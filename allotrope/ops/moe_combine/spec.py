@@ -9,9 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class CombineSpec:
-    """`hidden`: size of a row. `dtype`: of the experts' outputs. `ranks`: that share the experts' width, so that each
-    has a part of the sum."""
+    """`hidden`: size of a row. `dtype`: of the experts' outputs."""
 
     hidden: int
     dtype: torch.dtype
-    ranks: int = 1

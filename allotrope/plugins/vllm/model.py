@@ -156,7 +156,7 @@ def _build(vllm_config: VllmConfig) -> Build:
         dtype,
         _KV_DTYPES.get(cache, dtype),
         device,
-        Parallel(group.rank_in_group, group.world_size, group.device_group),
+        Parallel(group.rank_in_group, group.world_size, group.device_group, all_ranks_sample=True),
         Chooser(
             chip_of(device), parse_wanted("attention_backend", _options(vllm_config).get("attention_backend"), FAMILIES)
         ),

@@ -1,0 +1,353 @@
+"""The report on tensor parallelism: what each rank holds, what ranks exchange in a decode step, and the allowed sizes.
+
+Owns the figures by rank that `allotrope plan` shows. They come from the placements of the model's parameters (made
+without memory) and from the cache layouts, never from a formula of its own. Must not read a weight or start a rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from allotrope.attention.cache_layout import CacheLayout, Field
+from allotrope.checkpoint.checkpoint import Checkpoint
+from allotrope.config import EngineConfig
+from allotrope.engine.async_scheduling import uses_async_scheduling
+from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
+from allotrope.engine.report_text import size_text, table
+from allotrope.errors import ModelError
+from allotrope.layers.decoder import Decoder
+from allotrope.layers.embedding import Embedding, Head
+from allotrope.layers.hyper_connection import HyperConnection, HyperHead
+from allotrope.layers.linear import Linear, RowLinear
+from allotrope.layers.mixers.csa import GroupedLinear
+from allotrope.layers.mixers.mla import LatentProjection
+from allotrope.layers.moe import Experts, Moe
+from allotrope.layers.norm import AllHeadsNorm, RMSNorm
+from allotrope.layers.parallel import Parallel, placement_of
+from allotrope.layers.router import Router
+from allotrope.layers.weights import format_of, packed_bytes
+from allotrope.loading.kv_scales import attention_specs
+from allotrope.ops.matmul.plain import PLAIN
+
+SIZES = (*range(1, 17), 32, 64)
+"""The numbers of ranks that a plan tries."""
+
+EMBEDDING, NORMS, HYPER, OTHER = "embedding and head", "norms", "hyper-connections", "other"
+PROJECTIONS, LATENTS = "attention projections", "latents, indexers, compressors"
+ATTENTION = "convolutions, sinks, others"
+FEED_FORWARD, SHARED, EXPERTS, ROUTERS = "dense feed-forward", "shared experts", "routed experts", "routers"
+KINDS = (
+    EMBEDDING, PROJECTIONS, LATENTS, ATTENTION, FEED_FORWARD, SHARED, EXPERTS, ROUTERS, NORMS, HYPER, OTHER,
+)  # fmt: skip
+
+# A module has the kind of its class, else that of the module it is part of.
+_KIND_OF: tuple[tuple[type[nn.Module], str], ...] = (
+    (Embedding, EMBEDDING),
+    (Head, EMBEDDING),
+    (Router, ROUTERS),
+    (Experts, EXPERTS),
+    (Moe, SHARED),
+    (RMSNorm, NORMS),
+    (AllHeadsNorm, NORMS),
+    (HyperConnection, HYPER),
+    (HyperHead, HYPER),
+)
+
+
+@dataclass(frozen=True)
+class WeightShare:
+    """Bytes of weights on a rank. `sharded`: no other rank has them. `copied`: heads that several ranks have, because
+    there are fewer of them than ranks. `replicated`: every rank has them."""
+
+    sharded: int = 0
+    copied: int = 0
+    replicated: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.sharded + self.copied + self.replicated
+
+    def __add__(self, other: WeightShare) -> WeightShare:
+        return WeightShare(self.sharded + other.sharded, self.copied + other.copied, self.replicated + other.replicated)
+
+
+@dataclass(frozen=True)
+class CacheShare:
+    """One field of a cache group's entries (or states). `bytes`: of it in one entry of all `layers` layers together, on
+    a rank; `model_bytes`: in the whole model. `copies`: how many ranks have each of these, in the mean."""
+
+    group: str
+    field: str
+    layers: int
+    bytes: int
+    model_bytes: int
+    copies: float
+
+    def holders(self, ranks: int) -> str:
+        """Who has each number of an entry, for people."""
+        if self.copies == 1:
+            return "one rank"
+        # Heads of one kind may be copied, and those of another not.
+        return "every rank" if self.copies == ranks else f"{self.copies:.3g} ranks"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """`count` collectives of a decode step, to each of which a rank gives `bytes`. `of`: whose results they join."""
+
+    name: str
+    of: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class RankSize:
+    """A number of ranks that the model allows, and the bytes of each one's weights. `dequantized`: kinds of weights of
+    which some are quantized on one rank, and plain on so many."""
+
+    ranks: int
+    weight_bytes: int
+    replicated_bytes: int
+    dequantized: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RefusedSizes:
+    """Numbers of ranks that the model does not allow, and why."""
+
+    ranks: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What each of `ranks` ranks has, and what it exchanges in a decode step of `requests` requests.
+
+    `weights`: by kind. `sizes`, `refused`: the numbers of ranks that the model allows, and those that it does not.
+    """
+
+    ranks: int
+    requests: int
+    weights: dict[str, WeightShare]
+    caches: tuple[CacheShare, ...]
+    collectives: tuple[Collective, ...]
+    sizes: tuple[RankSize, ...]
+    refused: tuple[RefusedSizes, ...]
+
+    def lines(self) -> list[str]:
+        """The same for people, one line each; of one rank, which has everything, the other numbers alone."""
+        return (self._share_lines() if self.ranks > 1 else []) + self._size_lines()
+
+    def _share_lines(self) -> list[str]:
+        rows = [(f"weights of each of {self.ranks} ranks", "sharded", "copied heads", "replicated")]
+        for kind, share in (*self.weights.items(), ("all", sum(self.weights.values(), WeightShare()))):
+            rows.append((kind, size_text(share.sharded), size_text(share.copied), size_text(share.replicated)))
+        text = table(rows)
+        entries = [("entries of caches", "layers", "on a rank", "in the model", "held by")]
+        for one in self.caches:
+            sizes = size_text(one.bytes), size_text(one.model_bytes)
+            entries.append((f"{one.group}: {one.field}", str(one.layers), *sizes, one.holders(self.ranks)))
+        text += table(entries)
+        joined = [(f"a decode step of {self.requests} requests joins", "by", "times", "bytes of a rank")]
+        joined += [(one.of, one.name, str(one.count), size_text(one.bytes)) for one in self.collectives]
+        return text + table(joined)
+
+    def _size_lines(self) -> list[str]:
+        rows = [("ranks", "weights of each", "replicated", "no longer quantized")]
+        for one in self.sizes:
+            sizes = size_text(one.weight_bytes), size_text(one.replicated_bytes)
+            rows.append((str(one.ranks), *sizes, ", ".join(one.dequantized) or "-"))
+        return table(rows) + [f"refused for {_ranges(one.ranks)} ranks: {one.reason}" for one in self.refused]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, with neighbours joined: 3, 5-7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def report_ranks(config: EngineConfig, memory: int | None = None) -> RankReport:
+    """The report of the ranks that `config` asks for. `memory`: as `resolve_load_plan` has it.
+
+    Raises ModelError or ConfigError if the model cannot have so many, or cannot be served at all.
+    """
+    load_plan = resolve_load_plan(config, Parallel(size=config.tensor_parallel_size), available=memory)
+    model, parallel = load_plan.meta_model(), load_plan.build.parallel
+    sizes, refused = rank_sizes(config, memory, load_plan.checkpoint)
+    async_scheduling = uses_async_scheduling(config, load_plan.build.device.type, observed=False)
+    return RankReport(
+        ranks=parallel.size,
+        requests=load_plan.max_num_seqs,
+        weights=weight_shares(model, parallel),
+        caches=cache_shares(load_plan),
+        collectives=collectives(model, load_plan, async_scheduling=async_scheduling),
+        sizes=sizes,
+        refused=refused,
+    )
+
+
+def rank_sizes(
+    config: EngineConfig, memory: int | None = None, checkpoint: Checkpoint | None = None
+) -> tuple[tuple[RankSize, ...], tuple[RefusedSizes, ...]]:
+    """Which of `SIZES` a model allows, and for the others why not. `memory`, `checkpoint`: as `resolve_load_plan` has
+    them. Raises ModelError if the model cannot be served at all."""
+    allowed: list[RankSize] = []
+    refused: dict[str, list[int]] = {}
+    on_one_rank: dict[str, str] = {}
+    for ranks in SIZES:
+        try:
+            load_plan = resolve_load_plan(config, Parallel(size=ranks), available=memory, checkpoint=checkpoint)
+        except ModelError as error:
+            if ranks == 1:
+                raise
+            reason = "; ".join(error.reasons).replace(f"tensor_parallel_size={ranks}", "tensor_parallel_size")
+            refused.setdefault(reason, []).append(ranks)
+            continue
+        checkpoint = load_plan.checkpoint
+        model, parallel = load_plan.meta_model(), load_plan.build.parallel
+        quantized = _quantized(model)
+        on_one_rank = quantized if ranks == 1 else on_one_rank
+        plain = {kind for name, kind in on_one_rank.items() if name not in quantized}
+        replicated = sum(share.replicated for share in weight_shares(model, parallel).values())
+        kinds = tuple(kind for kind in KINDS if kind in plain)
+        allowed.append(RankSize(ranks, load_plan.weight_bytes, replicated if ranks > 1 else 0, kinds))
+    return tuple(allowed), tuple(RefusedSizes(tuple(ranks), reason) for reason, ranks in refused.items())
+
+
+def weight_shares(model: Decoder, parallel: Parallel) -> dict[str, WeightShare]:
+    """Bytes of a rank's weights by kind, in the order of `KINDS`. `model`: made without memory for this rank."""
+    found: dict[str, WeightShare] = {}
+    seen: set[int] = set()
+    for _, module, kind in _modules(model):
+        if isinstance(module, Experts):
+            found[kind] = found.get(kind, WeightShare()) + WeightShare(sharded=module.copied_bytes())
+        for parameter in module.parameters(recurse=False):
+            # A head may share the table of an embedding.
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                for part, share in _parameter_shares(module, kind, parameter, parallel):
+                    found[part] = found.get(part, WeightShare()) + share
+    return {kind: found[kind] for kind in KINDS if kind in found}
+
+
+def _parameter_shares(
+    module: nn.Module, kind: str, parameter: nn.Parameter, parallel: Parallel
+) -> Iterator[tuple[str, WeightShare]]:
+    """Kind and bytes of each section of a parameter: of what quantized sections share, each has its part by rows."""
+    placement, size = placement_of(parameter), packed_bytes(parameter)
+    rows, before, start = placement.local(parallel), 0, 0
+    for section in placement.sections:
+        before += section.local(parallel)
+        end = size * before // rows
+        part = kind
+        if kind == PROJECTIONS and isinstance(module, Linear) and not section.unit:
+            part = LATENTS
+        if not section.unit:
+            share = WeightShare(replicated=end - start)
+        elif section.size // section.unit < parallel.size:
+            share = WeightShare(copied=end - start)
+        else:
+            share = WeightShare(sharded=end - start)
+        yield part, share
+        start = end
+
+
+def _modules(model: Decoder) -> Iterator[tuple[str, nn.Module, str]]:
+    """Every module with its name and the kind of its own parameters."""
+    roots = {f"layers.{i}.mixer": ATTENTION for i in range(len(model.layers))}
+    roots |= {f"layers.{i}.ffn": FEED_FORWARD for i in range(len(model.layers))}
+    kinds: dict[str, str] = {}
+    for name, module in model.named_modules():
+        kind = roots.get(name) or kinds.get(name.rpartition(".")[0], OTHER)
+        kind = next((own for type_, own in _KIND_OF if isinstance(module, type_)), kind)
+        if kind == ATTENTION and isinstance(module, Linear | RowLinear | GroupedLinear | LatentProjection):
+            kind = PROJECTIONS
+        kinds[name] = kind
+        yield name, module, kind
+
+
+def _quantized(model: Decoder) -> dict[str, str]:
+    """The modules with a quantized weight: name -> kind."""
+    return {
+        name: kind
+        for name, module, kind in _modules(model)
+        if any(format_of(parameter) is not PLAIN for parameter in module.parameters(recurse=False))
+    }
+
+
+def cache_shares(load_plan: LoadPlan) -> tuple[CacheShare, ...]:
+    """The fields of all cache groups, as this rank has them beside one rank that has everything."""
+    ranks = load_plan.build.parallel.size
+    alone = dataclasses.replace(load_plan.build, parallel=Parallel())
+    whole = [spec.caches() for spec in attention_specs(load_plan.spec, alone, load_plan.checkpoint.source)]
+    found: dict[tuple[str, str, float], list[tuple[int, Field, Field]]] = {}
+    for group in load_plan.groups:
+        for member in group.members:
+            for own, full in _fields(member.layout, whole[member.layer][member.name]):
+                key = (group.label, f"{member.name} {own.name}", ranks * own.bytes / full.bytes)
+                found.setdefault(key, []).append((member.layer, own, full))
+    return tuple(
+        CacheShare(
+            group=group,
+            field=field,
+            layers=len({layer for layer, _, _ in fields}),
+            bytes=sum(own.bytes for _, own, _ in fields),
+            model_bytes=sum(full.bytes for _, _, full in fields),
+            copies=copies,
+        )
+        for (group, field, copies), fields in found.items()
+    )
+
+
+def _fields(own: CacheLayout, full: CacheLayout) -> Sequence[tuple[Field, Field]]:
+    return list(zip(own.fields, full.fields, strict=True))
+
+
+def collectives(model: Decoder, load_plan: LoadPlan, *, async_scheduling: bool) -> tuple[Collective, ...]:
+    """What a decode step of `max_num_seqs` requests exchanges where any of them draws its token; greedy ones exchange
+    an integer each in place of logits and tokens. `model`: made without memory for this rank. `async_scheduling`:
+    whether the ranks learn the sampled tokens on their devices.
+
+    A rank's weights that are cut along their inputs make a part of a sum: one all-reduce adds up the mixer's, and one
+    those of all that follows it in the layer.
+    """
+    parallel, rows = load_plan.build.parallel, load_plan.max_num_seqs
+    if parallel.size == 1:
+        return ()
+    item, hidden = load_plan.build.dtype.itemsize, load_plan.spec.hidden
+    found: Counter[tuple[str, str, int]] = Counter()
+    for module in model.modules():
+        if isinstance(module, Embedding) and not module.whole:
+            found["all-reduce", "embeddings", rows * module.weight.shape[1] * item] += 1
+    for layer in model.layers:
+        partial = [name for name, block in layer.named_children() if _has_part_of_sum(block, parallel)]
+        for of, blocks in (("mixers", partial.count("mixer")), ("feed-forward blocks", len({*partial} - {"mixer"}))):
+            found["all-reduce", of, rows * hidden * item * blocks] += bool(blocks)
+    # Sums of squares in fp32, one for each token.
+    norms = sum(isinstance(module, AllHeadsNorm) for module in model.modules())
+    found["all-reduce", "norms over all heads", rows * torch.float32.itemsize] += norms
+    if not model.head.whole:
+        (weight,) = model.head.parameters()
+        logit = item if load_plan.spec.softcap is not None else torch.float32.itemsize
+        found["gather", "logits", rows * weight.shape[0] * logit] += 1
+    if async_scheduling:
+        found["broadcast", "sampled tokens", rows * torch.int64.itemsize] += 1
+    return tuple(Collective(name, of, count, size) for (name, of, size), count in found.items() if count)
+
+
+def _has_part_of_sum(block: nn.Module, parallel: Parallel) -> bool:
+    placements = [placement_of(parameter) for parameter in block.parameters()]
+    cut = (section for placement in placements if placement.dim == 1 for section in placement.sections)
+    return any(section.local(parallel) < section.size for section in cut)
