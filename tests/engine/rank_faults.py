@@ -129,7 +129,7 @@ try:
         print("tokens", generate(), flush=True)
 except AllotropeError as error:
     said = f"{type(error).__name__}: {error}"
-if "engine" in globals():
+if "engine" in globals() and phase != "exit":
     started = time.monotonic()
     engine.close()
     print("closed", time.monotonic() - started, flush=True)
