@@ -178,7 +178,7 @@ _FOR: dict[str, str] = {
     "write the values in each request; see --generation-config": "--preferred-sampling-params",
     "there is one sampler; leave it out": "--sampling-backend",
     "equal requests in equal order give equal tokens anyway; leave it out": "--enable-deterministic-inference",
-    "see /health; leave it out": "--watchdog-timeout",
+    "see /health for a step that does not end, and --watchdog-seconds for that of several ranks": "--watchdog-timeout",
     "the server says when it is ready; leave it out": "--skip-server-warmup",
 }
 

@@ -8,9 +8,11 @@ the case without worker processes.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -87,6 +89,10 @@ class MultiprocessExecutor(Executor):
         except BaseException:
             self._ranks.leave()
             raise
+        self._closed = False
+        if config.tensor_parallel_size > 1:
+            # Libraries would wait for the other ranks when the interpreter ends.
+            atexit.register(_close_at_exit, weakref.ref(self), os.getpid())
 
     def _share_memory_plan(self, memory: MemoryPlan | None) -> MemoryPlan:
         assert memory is not None, "rank 0 plans the memory"
@@ -131,7 +137,10 @@ class MultiprocessExecutor(Executor):
         return self._workers.process_ids
 
     def close(self) -> None:
-        """End the worker processes and let go of the model."""
+        """End the worker processes and let go of the model. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
         self._workers.close()
         for connection in self._connections:
             connection.close()
@@ -148,6 +157,13 @@ class MultiprocessExecutor(Executor):
         connection = Connection(ours.detach())
         connection.send((self._ranks.port, config))
         self._connections.append(connection)
+
+
+def _close_at_exit(executor: weakref.ref[MultiprocessExecutor], process: int) -> None:
+    found = executor()
+    # The processes are not those of a process that was forked from this one.
+    if found is not None and os.getpid() == process:
+        found.close()
 
 
 def run_worker_process(rank: int, messages: int, steps: int, board: int) -> None:

@@ -22,9 +22,9 @@ class RankRow(ctypes.Structure):
 
     `process`: its process id. `heartbeat`: grows while the process runs. `progress`: grows when a step begins and when
     it ends, so it is odd within a step. `phase`: `STARTING`, `JOINING` or `LOADED`. `compiling`: 1 while a kernel
-    compiles. `waits`: 1 where the step is in a collective, which waits for the other ranks. `failed_at`: when the rank
-    failed, 0 before. `follows`: 1 where it failed in a collective, which may be another rank's fault. `place`: where
-    a long step is. `error`: why the rank failed.
+    compiles. `waits`: 1 where a long step waits in a collective or for a GPU. `failed_at`: when the rank failed, 0
+    before. `follows`: 1 where it failed in a collective, which may be another rank's fault. `place`: where a long step
+    is. `error`: why the rank failed.
     """
 
     _fields_ = (

@@ -97,7 +97,7 @@ class RankMonitor:
             return None
         if not any(row.in_step and count >= limit for row, count in zip(rows, looks, strict=True)):
             return None
-        # Those that wait for others in a collective come last: they would go on.
+        # Those that wait, for others or for a GPU that may wait for others, come last.
         order = sorted(range(len(rows)), key=lambda rank: (not rows[rank].in_step, rows[rank].waits))
         said = "; ".join(f"{name_rank(rank, rows[rank])} is {_doing_now(rows[rank])}" for rank in order)
         return f"a step has not ended for {self.seconds:g} s: {said}"
@@ -114,7 +114,7 @@ class RankMonitor:
             row.compiling = compiles_kernel()
             row.place, row.waits = place_of(self._thread)
         else:
-            row.compiling = 0
+            row.compiling, row.waits, row.place = 0, 0, ""
         row.heartbeat += 1
 
 
@@ -171,7 +171,7 @@ def _doing(row: RankRow) -> str:
 def _doing_now(row: RankRow) -> str:
     if not row.in_step:
         return "in no step"
-    return f"{'waiting for others ' if row.waits else ''}in {row.place or 'a step'}"
+    return f"{'waiting ' if row.waits else ''}in {row.place or 'a step'}"
 
 
 def _state(row: RankRow) -> str:

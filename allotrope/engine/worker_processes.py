@@ -105,13 +105,13 @@ class WorkerProcesses:
         try:
             with self._call():
                 yield
+            self.raise_fault()
         except BaseException as error:
-            known = isinstance(error, EngineDead) or self._has_cause(error)
+            follows = not isinstance(error, AllotropeError) and self._has_cause(error)
             self.close()
-            if known and not isinstance(error, EngineDead):
+            if follows:
                 raise self._dead() from error
             raise
-        self.raise_fault()
         self._monitor.row.phase = LOADED
 
     @contextlib.contextmanager

@@ -129,7 +129,7 @@ try:
         print("tokens", generate(), flush=True)
 except AllotropeError as error:
     said = f"{type(error).__name__}: {error}"
-if "engine" in globals():
+if "engine" in globals() and phase != "exit":
     started = time.monotonic()
     engine.close()
     print("closed", time.monotonic() - started, flush=True)
@@ -231,23 +231,23 @@ def session_members(session: int) -> list[int]:
 
 
 def table() -> str:
-    """Every phase and fault of rank 1, and what came of it, as a table of Markdown."""
+    """Phases, faults and ranks, and what came of each, as a table of Markdown."""
     phases = ("start", "loading", *(["capture"] if DEVICE == "cuda" else []), "prefill", "decode")
-    cases = [(phase, fault) for phase in phases for fault in FAULTS if (phase, fault) not in SILENT]
-    cases += [(phase, fault) for phase in ("idle", "close") for fault in ("SIGKILL", "SIGSTOP")]
-    lines = ["| phase | fault of rank 1 | seconds | status | said |", "|---|---|---|---|---|"]
-    for phase, fault in cases:
+    cases = [(phase, fault, 1) for phase in phases for fault in FAULTS if (phase, fault) not in UNLIMITED]
+    cases += [(phase, fault, 1) for phase in ("idle", "close") for fault in ("SIGKILL", "SIGSTOP")]
+    cases += [("loading", "SIGKILL", 0), ("idle", "SIGKILL", 0), *(("decode", fault, 0) for fault in FAULTS)]
+    lines = ["| phase | rank | fault | seconds | status | said |", "|---|---|---|---|---|---|"]
+    for phase, fault, rank in cases:
         with tempfile.TemporaryDirectory() as directory:
-            ended = FaultyEngine(Path(directory), phase, fault).wait()
-        said = ended.said.removeprefix("EngineDead: ").removesuffix("; the engine cannot go on.")
+            ended = FaultyEngine(Path(directory), phase, fault, rank).wait()
+        said = ended.said.removeprefix("EngineDead: ").replace("; the engine cannot go on.", "")
         left = f" ({len(ended.left)} processes left)" if ended.left else ""
-        lines.append(f"| {phase} | {fault} | {ended.seconds:.1f}{left} | {ended.status} | {said or '-'} |")
-        print(lines[-1], file=sys.stderr)
+        lines.append(f"| {phase} | {rank} | {fault} | {ended.seconds:.1f}{left} | {ended.status} | {said or '-'} |")
     return "\n".join(lines)
 
 
 # A rank that loads may take as long as it needs, as long as it is alive.
-SILENT = {("start", "hang"), ("loading", "hang")}
+UNLIMITED = {("start", "hang"), ("loading", "hang")}
 
 if __name__ == "__main__":
     print(table())

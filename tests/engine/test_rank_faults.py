@@ -133,6 +133,11 @@ def test_close_returns_whatever_a_rank_does(fault: str, tmp_path: Path) -> None:
     assert float(ended.value("closed") or "nan") < 5.0, ended
 
 
+def test_an_engine_that_is_not_closed_leaves_no_process(tmp_path: Path) -> None:
+    ended = FaultyEngine(tmp_path, "exit", "none").wait()
+    assert (ended.left, ended.status, ended.errors) == ([], 0, ""), ended
+
+
 def test_processes_that_are_stopped_together_go_on_together(tmp_path: Path) -> None:
     """As by Ctrl-Z and `fg`: for longer than the watchdog waits."""
     running = FaultyEngine(tmp_path, "pause", "none")
