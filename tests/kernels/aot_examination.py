@@ -51,10 +51,8 @@ UNTIMED_SPILLS: dict[str, dict[str, int]] = {
         "int4 experts many rows": 264,
         "int4 experts many rows gated": 24,
         "all-reduce one-shot 7168 of 8": 8,
-        "all-reduce two-shot 7168 of 8": 16,
+        "all-reduce two-shot 7168 of 8": 24,
         "all-reduce one-shot 2880 of 4": 8,
-        "all-reduce one-shot 4096 fp32 of 2": 8,
-        "all-reduce two-shot sandwich 5376 of 2": 8,
     },
     "sm_89": {
         "mha decode 64/8 x 128 fp8": 8,
@@ -62,11 +60,7 @@ UNTIMED_SPILLS: dict[str, dict[str, int]] = {
         "int4 experts many rows": 304,
         "int4 experts many rows gated": 40,
     },
-    "sm_100": {
-        "mla decode 128 heads block-scaled sparse": 24,
-        "all-reduce one-shot 7168 of 8": 24,
-        "all-reduce two-shot sandwich 5376 of 2": 8,
-    },
+    "sm_100": {"mla decode 128 heads block-scaled sparse": 24},
     "sm_120": {
         "mla decode 128 heads block-scaled sparse": 32,
         "mxfp4 experts many rows": 160,
@@ -74,7 +68,6 @@ UNTIMED_SPILLS: dict[str, dict[str, int]] = {
         "int4 many rows": 384,
         "int4 experts many rows": 312,
         "int4 experts many rows gated": 88,
-        "all-reduce one-shot 4096 of 2": 24,
         "all-reduce one-shot 7168 of 8": 32,
     },
 }
