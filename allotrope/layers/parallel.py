@@ -20,6 +20,7 @@ from allotrope.kernels.backend import Chooser
 from allotrope.kernels.symmetric_memory import Communicator, map_workspace
 from allotrope.kernels.warmup import warming_up
 from allotrope.ops.all_reduce import ALL_REDUCE, AllReduceSpec, reference
+from allotrope.ops.all_reduce.protocol import FLAT_BYTES
 
 log = logging.getLogger("allotrope.layers")
 
@@ -105,7 +106,7 @@ def map_peers(parallel: Parallel, chooser: Chooser, dtype: torch.dtype, size: in
         return parallel
     if chooser.choose(ALL_REDUCE, parallel.all_reduce_spec(size, dtype)).name != "triton":
         return parallel
-    row_bytes = size * dtype.itemsize
+    row_bytes = max(size * dtype.itemsize, FLAT_BYTES)
     workspace, reasons = map_workspace(parallel.rank, parallel.size, parallel.group, device, row_bytes)
     if workspace is None:
         log.warning("parts are summed by the process group: %s", "; ".join(reasons))

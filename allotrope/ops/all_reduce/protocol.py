@@ -16,6 +16,9 @@ from enum import Enum
 from allotrope.kernels.symmetric_memory import MAX_BYTES, Layout
 from allotrope.kernels.tiles import cdiv
 
+FLAT_BYTES = 4096
+"""Bytes of a row of a sum that no norm follows: it has no rows of its own."""
+
 # NVLink of 18 links, and a fence over it.
 BYTES_PER_US = 3.5e5
 SYNC_US = 2.5

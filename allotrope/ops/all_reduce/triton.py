@@ -36,17 +36,15 @@ from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.symmetric_memory import Communicator, Workspace
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 from allotrope.ops.all_reduce import reference
-from allotrope.ops.all_reduce.protocol import Protocol, choose_protocol, fits
+from allotrope.ops.all_reduce.protocol import FLAT_BYTES, Protocol, choose_protocol, fits
 from allotrope.ops.all_reduce.reference import AddNorm
 
 # Polls between two looks at the abort flag, which lies in the host's memory; a power of two.
 POLLS = tl.constexpr(1024)
 # Numbers of a thread.
 _PER_THREAD = 8
-# 64-bit words that a thread has on their way into registers.
-_WORDS_AT_ONCE = 32
-# Bytes of a row of a plain all-reduce, which has no rows of its own.
-_FLAT_BYTES = 4096
+# Registers of a thread that loads are on their way into.
+_IN_FLIGHT = 48
 
 
 @triton.jit
@@ -71,18 +69,43 @@ def _half(words, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _finish(
-    value,
-    row,
-    column,
-    mask,
+def _norm_operands(
     residual,
     inner,
     scale,
     weight,
+    row,
+    column,
+    mask,
+    residual_stride,
+    NORM: tl.constexpr,
+    INNER: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """All that a row's norms read beside its sum: a row of the residual, both weights, the factor."""
+    r = 0.0
+    inner_weight = 0.0
+    factor = 1.0
+    w = 0.0
+    if NORM:
+        r = tl.load(residual + row.to(tl.int64) * residual_stride + column, mask=mask, other=0.0)
+        w = tl.load(weight + column, mask=mask, other=0.0)
+        if INNER:
+            inner_weight = tl.load(inner + column, mask=mask, other=0.0)
+        if SCALE:
+            factor = tl.load(scale).to(tl.float32)
+    return r, inner_weight, factor, w
+
+
+@triton.jit
+def _finish(
+    value,
+    operands,
+    row,
+    column,
+    mask,
     residual_out,
     out,
-    residual_stride,
     floor,
     SIZE: tl.constexpr,
     NORM: tl.constexpr,
@@ -91,28 +114,25 @@ def _finish(
 ):
     """Write one row from its sum `value` in fp32: as the norm's own kernel, which gets it rounded."""
     DTYPE: tl.constexpr = out.dtype.element_ty
+    r, inner_weight, factor, w = operands
     offset = row.to(tl.int64) * SIZE + column
     value = value.to(DTYPE)
     if NORM:
         value = value.to(tl.float32)
         if INNER:
             sum_sq = tl.sum(value * value, axis=0) + floor
-            w = tl.load(inner + column, mask=mask, other=0.0)
-            value = (value * tl.rsqrt(sum_sq) * w).to(DTYPE).to(tl.float32)
-        row_start = residual + row.to(tl.int64) * residual_stride
-        value += tl.load(row_start + column, mask=mask, other=0.0).to(tl.float32)
-        rounded = value.to(DTYPE)
+            value = (value * tl.rsqrt(sum_sq) * inner_weight).to(DTYPE).to(tl.float32)
+        rounded = (value + r.to(tl.float32)).to(DTYPE)
         if SCALE:
-            rounded = (rounded.to(tl.float32) * tl.load(scale).to(tl.float32)).to(DTYPE)
+            rounded = (rounded.to(tl.float32) * factor).to(DTYPE)
         tl.store(residual_out + offset, rounded, mask=mask)
         value = rounded.to(tl.float32)
         sum_sq = tl.sum(value * value, axis=0) + floor
-        w = tl.load(weight + column, mask=mask, other=0.0)
         value = (value * tl.rsqrt(sum_sq) * w).to(DTYPE)
     tl.store(out + offset, value, mask=mask)
 
 
-@pdl_jit
+@pdl_jit(do_not_specialize=["rank"])
 def ll_kernel(
     x,
     residual,
@@ -166,6 +186,12 @@ def ll_kernel(
             to = _peer(peers, (rank + i) % RANKS, slot, tl.int64)
             tl.store(to + rank * chunk + word, sent, mask=word_mask, cache_modifier=".wt")
     if FINISH:
+        column = tl.arange(0, BLOCK)
+        mask = (column < SIZE) & (row.to(tl.int64) * SIZE + column < numbers)
+        # While the parts are on their way.
+        operands = _norm_operands(
+            residual, inner, scale, weight, row, column, mask, residual_stride, NORM, INNER, SCALE
+        )
         mine = _peer(peers, rank, slot, tl.int64)
         low = tl.zeros((WORDS,), tl.float32)
         high = tl.zeros((WORDS,), tl.float32)
@@ -192,26 +218,7 @@ def ll_kernel(
         value = low
         if PACK == 2:
             value = tl.interleave(low, high)
-        column = tl.arange(0, BLOCK)
-        mask = (column < SIZE) & (row.to(tl.int64) * SIZE + column < numbers)
-        _finish(
-            value,
-            row,
-            column,
-            mask,
-            residual,
-            inner,
-            scale,
-            weight,
-            residual_out,
-            out,
-            residual_stride,
-            floor,
-            SIZE,
-            NORM,
-            INNER,
-            SCALE,
-        )
+        _finish(value, operands, row, column, mask, residual_out, out, floor, SIZE, NORM, INNER, SCALE)
         tl.store(counters + row, epoch)
 
 
@@ -254,7 +261,7 @@ def _sum_of(start, mask, part, BLOCK: tl.constexpr, RANKS: tl.constexpr, AT_ONCE
     return total
 
 
-@pdl_jit
+@pdl_jit(do_not_specialize=["rank", "rows"])
 def simple_kernel(
     x,
     residual,
@@ -342,24 +349,10 @@ def simple_kernel(
                 )
             else:
                 total = _sum_of(mine + k * SIZE + column, mask, part, BLOCK, RANKS, AT_ONCE)
-            _finish(
-                total,
-                row,
-                column,
-                mask,
-                residual,
-                inner,
-                scale,
-                weight,
-                residual_out,
-                out,
-                residual_stride,
-                floor,
-                SIZE,
-                NORM,
-                INNER,
-                SCALE,
+            operands = _norm_operands(
+                residual, inner, scale, weight, row, column, mask, residual_stride, NORM, INNER, SCALE
             )
+            _finish(total, operands, row, column, mask, residual_out, out, floor, SIZE, NORM, INNER, SCALE)
         tl.store(counters + program, epoch)
 
 
@@ -376,7 +369,7 @@ class Norm(NamedTuple):
 def all_reduce(ranks: Sequence[Communicator], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """As `reference.all_reduce`; a sum that the workspace is not for is the process group's."""
     x = parts[0]
-    size = min(_FLAT_BYTES // x.element_size(), max(8, next_power_of_2(x.numel())))
+    size = FLAT_BYTES // x.element_size()
     protocol = None
     if all(one.is_contiguous() and one.data_ptr() % 16 == 0 for one in parts) and x.nbytes % 4 == 0:
         protocol = _protocol(ranks, cdiv(x.numel(), size), size * x.element_size())
@@ -455,7 +448,8 @@ def _launch_one(
     assert fits(protocol, layout, rows, size * x.element_size()), f"no room for {rows} rows of {size}"
     launched = config(chip, size)
     constants: dict[str, Any] = {**phases, **launched, "RANKS": layout.ranks, "SIZE": size}
-    constants["AT_ONCE"] = _at_once(layout.ranks, size * x.element_size(), launched["num_warps"], chip)
+    threads = launched["num_warps"] * chip.warp_size
+    constants["AT_ONCE"] = _at_once(protocol, layout.ranks, size * x.element_size(), threads)
     if norm is None:
         tensors, x_stride, residual_stride, floor = (x,) * 4, size, 0, 0.0
         constants |= {"NORM": False, "INNER": False, "SCALE": False}
@@ -500,10 +494,10 @@ def config(chip: Chip, size: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": num_warps, "num_stages": 1}
 
 
-def _at_once(ranks: int, row_bytes: int, num_warps: int, chip: Chip) -> int:
-    """A divisor of `ranks`: as many as registers hold the words of."""
-    words = next_power_of_2(row_bytes) // 4 // (num_warps * chip.warp_size)
-    return max(one for one in range(1, ranks + 1) if ranks % one == 0 and (one == 1 or one * words <= _WORDS_AT_ONCE))
+def _at_once(protocol: Protocol, ranks: int, row_bytes: int, threads: int) -> int:
+    """A divisor of `ranks`: parts of so many are loaded together by `threads`."""
+    registers = cdiv(next_power_of_2(row_bytes), 4 * threads) * (2 if protocol is Protocol.LL else 1)
+    return max(one for one in range(1, ranks + 1) if ranks % one == 0 and (one == 1 or one * registers <= _IN_FLIGHT))
 
 
 @specializations
@@ -516,7 +510,7 @@ def released(chip: Chip) -> list[Specialization]:
         ("2880 of 4", 2880, "*fp16", 4, {"NORM": True}),
         ("4096 fp32 of 2", 4096, "*fp32", 2, {"NORM": True}),
         ("sandwich 5376 of 2", 5376, "*bf16", 2, {"NORM": True, "INNER": True, "SCALE": True}),
-        ("sum of 8", _FLAT_BYTES // 2, "*bf16", 8, {}),
+        ("sum of 8", FLAT_BYTES // 2, "*bf16", 8, {}),
     ):
         for protocol in Protocol:
             kernel = ll_kernel if protocol is Protocol.LL else simple_kernel
@@ -531,7 +525,7 @@ def released(chip: Chip) -> list[Specialization]:
             signature |= dict.fromkeys(("numbers", "x_stride", "residual_stride", "part", "chunk", "arena"), "i32:16")
             signature |= dict.fromkeys(("flags", "arenas"), "i32:16") | {"floor": "fp32"}
             row_bytes = size * (4 if dtype == "*fp32" else 2)
-            constants["AT_ONCE"] = _at_once(ranks, row_bytes, launched["num_warps"], chip)
+            constants["AT_ONCE"] = _at_once(protocol, ranks, row_bytes, launched["num_warps"] * chip.warp_size)
             if protocol is not Protocol.LL:
                 constants |= {"SUM": True, "TWO_SHOT": protocol is Protocol.TWO_SHOT}
                 constants |= {"RANKS_BLOCK": next_power_of_2(ranks)}
