@@ -155,9 +155,12 @@ class Worker:
 
     def capture_next(self) -> bool:
         """As `Executor.capture_next`, for this rank. Where one rank fails, all end capturing."""
-        captured = self.model_runner.capture_next()
         graphs = self.model_runner.graphs
-        if graphs is not None and not self._ranks.min(captured):
+        if graphs is None or not graphs.pending:
+            # The other ranks were not asked to.
+            return False
+        captured = self.model_runner.capture_next()
+        if not self._ranks.min(captured):
             graphs.stop_capturing()
         return captured
 
