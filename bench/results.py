@@ -21,6 +21,7 @@ if __name__ == "__main__":
     # The script's own folder would hide packages named as its folders are, such as `kernels`.
     sys.path[0] = str(ROOT)
 
+from bench import all_reduce  # noqa: E402
 from bench.cpu.report import architectures_page, peers_page  # noqa: E402
 from bench.engine import report as engine_report  # noqa: E402
 from bench.engine.server import report as server_page  # noqa: E402
@@ -30,6 +31,7 @@ PAGE = ROOT / "docs" / "results.md"
 RESULTS = ROOT / "bench" / "results"
 # By the beginning of a file's name.
 PAGES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "all_reduce": all_reduce.page,
     "cpu_architectures": architectures_page,
     "cpu_peers": peers_page,
     "engine": engine_report.page,

@@ -5,7 +5,7 @@ Owns types, device, attention specs, cache groups and limits of a step. Must not
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,7 +23,7 @@ from allotrope.kernels.chip import Chip, chip_of
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.model_spec import ModelSpec
-from allotrope.layers.parallel import Parallel
+from allotrope.layers.parallel import Parallel, map_peers
 from allotrope.loading.decoder import keeps_quantized, make_meta_decoder, quantized_build
 from allotrope.loading.kv_scales import attention_specs
 from allotrope.ops.registry import registered_ops
@@ -66,6 +66,18 @@ class LoadPlan:
     def max_num_seqs(self) -> int:
         """Most sequences of a step."""
         return self.limits.max_num_seqs
+
+    def with_peers(self) -> LoadPlan:
+        """The same once the ranks have joined: with memory that they write into, where they can map it."""
+        build = self.build
+        if build.parallel.size == 1:
+            return self
+        # Of the choices that are logged, none was made before.
+        chooser = Chooser(build.chooser.chip, build.chooser.wanted)
+        parallel = map_peers(build.parallel, chooser, build.dtype, self.spec.hidden, build.device)
+        if parallel.unreachable:
+            chooser = Chooser(build.chooser.chip, build.chooser.wanted)
+        return replace(self, build=replace(build, parallel=parallel, chooser=chooser))
 
     def meta_model(self) -> Decoder:
         """One rank's model, with parameters that take no memory."""

@@ -84,6 +84,8 @@ class MultiprocessExecutor(Executor):
                     self._start_worker(rank, config)
                 self._workers.wait_until_joining()
                 self.worker = Worker.start(load_plan, config, self._ranks, self._share_memory_plan, planned)
+                if (workspace := self.worker.load_plan.build.parallel.workspace) is not None:
+                    self._workers.aborts.append(workspace.abort)
         except BaseException:
             self._ranks.leave()
             raise

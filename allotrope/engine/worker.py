@@ -62,7 +62,7 @@ class Worker:
             # Triton launches on the current device, whatever device its arguments are on.
             torch.cuda.set_device(device)
         ranks.join(device)
-        worker = cls(load_plan, config, ranks)
+        worker = cls(load_plan.with_peers(), config, ranks)
         if device.type == "cuda":
             # The step by which rank 0 plans takes every rank.
             planned = worker.plan_memory()

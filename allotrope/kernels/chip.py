@@ -139,6 +139,11 @@ def free_memory(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
+def peer_access(device: torch.device, other: int | None) -> bool:
+    """Whether a GPU can read and write the memory of the GPU of index `other`."""
+    return other is not None and bool(torch.cuda.can_device_access_peer(device, other))
+
+
 def cuda_version() -> tuple[int, int]:
     """The release of CUDA that PyTorch is built with; (0, 0) if it is built without."""
     major, minor = (torch.version.cuda or "0.0").split(".")[:2]

@@ -14,6 +14,7 @@ from allotrope.layers.embedding import Embedding, Head
 from allotrope.layers.model_spec import LayerSpec, ModelSpec
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.step import LayerStep, Step
+from allotrope.ops.all_reduce import ALL_REDUCE
 
 
 class DecoderLayer(nn.Module):
@@ -43,6 +44,9 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__()
         self.spec, self.chooser = spec, build.chooser
+        if build.parallel.size > 1:
+            # Layers sum by it through `Parallel`.
+            build.chooser.choose(ALL_REDUCE, build.parallel.all_reduce_spec(spec.hidden, build.dtype))
         self.embedding = Embedding(spec.vocab_size, spec.hidden, build, scale=spec.embedding_scale)
         self.layers = nn.ModuleList(
             self.layer_class(layer, spec, build.at(f"layers.{i}")) for i, layer in enumerate(spec.layers)

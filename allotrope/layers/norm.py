@@ -9,6 +9,7 @@ from torch import nn
 
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.ops.all_reduce import ALL_REDUCE_ADD_RMS_NORM
 from allotrope.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMSNormSpec
 
 
@@ -25,6 +26,9 @@ class RMSNorm(nn.Module):
         spec = RMSNormSpec(size, build.dtype)
         self._norm = build.chooser.choose(RMS_NORM, spec).run
         self._add_norm = build.chooser.choose(ADD_RMS_NORM, spec).run
+        if self.parallel.size > 1:
+            fused = self.parallel.all_reduce_spec(size, build.dtype)
+            self._all_reduce_add_norm = build.chooser.choose(ALL_REDUCE_ADD_RMS_NORM, fused).run
 
     def finish_loading(self) -> None:
         """Fold the offset and the mean's root into the weight, and keep it in fp32, once all weights are in."""
@@ -42,14 +46,20 @@ class RMSNorm(nn.Module):
         """s = (x + y) * `scale`, or (x + `inner`(y)) * `scale`, and the norm of s, with y the sum of the ranks' `y`.
 
         `y`: [T, size], this rank's part, which may be overwritten. `x`: [T, size]. `scale`: [1], or None for 1. Returns
-        s and its norm.
+        s and its norm: one launch where there are kernels.
         """
-        return self.add_replicated(self.parallel.all_reduce(y), x, inner, scale)
+        if self.parallel.size == 1:
+            return self.add_replicated(y, x, inner, scale)
+        inner_weight = None if inner is None else inner.scaled_weight
+        norm = (x, self.scaled_weight, self.floor, inner_weight, scale, self._add_norm)
+        (result,) = self._all_reduce_add_norm((self.parallel,), (y,), *norm)
+        summed: tuple[torch.Tensor, torch.Tensor] = result
+        return summed
 
     def add_replicated(
         self, y: torch.Tensor, x: torch.Tensor, inner: RMSNorm | None = None, scale: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `add`, of a `y` that every rank holds whole: one launch where there are kernels."""
+        """As `add`, of a `y` that every rank holds whole."""
         inner_weight = None if inner is None else inner.scaled_weight
         return self._add_norm(y, x, self.scaled_weight, self.floor, inner_weight, scale)
 

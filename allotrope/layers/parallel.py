@@ -1,37 +1,51 @@
 """One rank's share of a tensor-parallel model: its shard of each weight, and the collectives over partial results.
 
-Owns: cutting full tensors and the collectives, which a warm-up leaves out: each rank warms up by itself. Must not
-know: which model or layer a tensor belongs to.
+Owns: cutting full tensors, the collectives, and by which backend the ranks sum. Must not know: which model or layer a
+tensor belongs to.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from allotrope.kernels.backend import Chooser
+from allotrope.kernels.symmetric_memory import Communicator, map_workspace
 from allotrope.kernels.warmup import warming_up
+from allotrope.ops.all_reduce import ALL_REDUCE, AllReduceSpec, reference
+from allotrope.ops.all_reduce.protocol import FLAT_BYTES
+
+log = logging.getLogger("allotrope.layers")
 
 
 @dataclass(frozen=True)
-class Parallel:
-    """`rank` of `size` processes that share each layer; `group` is their process group (None: the default one).
+class Parallel(Communicator):
+    """A rank that cuts its shards and sums its parts. A warm-up enters no collective: each rank warms up by itself.
 
     `all_ranks_sample`: whether every rank needs the logits whole, or only rank 0.
     """
 
-    rank: int = 0
-    size: int = 1
-    group: dist.ProcessGroup | None = None
     all_ranks_sample: bool = False
 
+    def all_reduce_spec(self, size: int, dtype: torch.dtype) -> AllReduceSpec:
+        """What the ranks sum, in numbers."""
+        return AllReduceSpec(size, dtype, self.size, self.unreachable)
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum of `x` over the ranks (in place)."""
-        if self.size > 1 and not warming_up():
-            dist.all_reduce(x, group=self.group)
-        return x
+        """Sum of `x` over the ranks, perhaps in place: `x` is not to be used any more."""
+        if self.size == 1:
+            return x
+        if self.workspace is None:
+            return reference.all_reduce((self,), (x,))[0]
+        summed: torch.Tensor = _kernels().all_reduce((self,), (x,))[0]
+        return summed
 
     def all_reduce_each(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """As `all_reduce`, of several tensors of one shape by one collective."""
@@ -76,6 +90,29 @@ class Parallel:
         if units % self.size:
             raise ValueError(f"{what}={units} is not a multiple of tensor_parallel_size={self.size}")
         return units // self.size
+
+
+def _kernels() -> Any:
+    """The module of kernels that sum through the workspace; it needs Triton."""
+    return importlib.import_module("allotrope.ops.all_reduce.triton")
+
+
+def map_peers(parallel: Parallel, chooser: Chooser, dtype: torch.dtype, size: int, device: torch.device) -> Parallel:
+    """The same rank with memory that its peers write into, where the chip has it; says in the log what sums the parts.
+
+    Every rank calls it once the process group is there. `dtype`, `size`: of the rows of hidden states.
+    """
+    if parallel.size == 1:
+        return parallel
+    if chooser.choose(ALL_REDUCE, parallel.all_reduce_spec(size, dtype)).name != "triton":
+        return parallel
+    row_bytes = max(size * dtype.itemsize, FLAT_BYTES)
+    workspace, reasons = map_workspace(parallel.rank, parallel.size, parallel.group, device, row_bytes)
+    if workspace is None:
+        log.warning("parts are summed by the process group: %s", "; ".join(reasons))
+    else:
+        log.info("parts are summed through %.1f MB of peer memory", workspace.layout.bytes / 1e6)
+    return dataclasses.replace(parallel, workspace=workspace, unreachable=reasons)
 
 
 @dataclass(frozen=True)

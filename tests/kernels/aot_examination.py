@@ -50,6 +50,9 @@ UNTIMED_SPILLS: dict[str, dict[str, int]] = {
         "int4 many rows": 224,
         "int4 experts many rows": 264,
         "int4 experts many rows gated": 24,
+        "all-reduce one-shot 7168 of 8": 8,
+        "all-reduce two-shot 7168 of 8": 24,
+        "all-reduce one-shot 2880 of 4": 8,
     },
     "sm_89": {
         "mha decode 64/8 x 128 fp8": 8,
@@ -65,6 +68,7 @@ UNTIMED_SPILLS: dict[str, dict[str, int]] = {
         "int4 many rows": 384,
         "int4 experts many rows": 312,
         "int4 experts many rows gated": 88,
+        "all-reduce one-shot 7168 of 8": 32,
     },
 }
 

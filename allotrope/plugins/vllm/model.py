@@ -48,6 +48,7 @@ _KV_DTYPES = {
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_ds_mla"), FP8),
 }
 _OPTIONS = {"attention_backend", "quantized_weights"}
+_UNREACHABLE = ("the ranks are those of vLLM, which owns their memory",)
 # A name under vLLM's own, so that its handlers and levels hold.
 log = logging.getLogger("vllm.allotrope")
 
@@ -156,7 +157,13 @@ def _build(vllm_config: VllmConfig) -> Build:
         dtype,
         _KV_DTYPES.get(cache, dtype),
         device,
-        Parallel(group.rank_in_group, group.world_size, group.device_group, all_ranks_sample=True),
+        Parallel(
+            group.rank_in_group,
+            group.world_size,
+            group.device_group,
+            unreachable=_UNREACHABLE,
+            all_ranks_sample=True,
+        ),
         Chooser(
             chip_of(device), parse_wanted("attention_backend", _options(vllm_config).get("attention_backend"), FAMILIES)
         ),

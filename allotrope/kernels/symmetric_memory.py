@@ -1,0 +1,196 @@
+"""Memory of one size on every rank that all ranks may write into, and what a collective over it keeps beside it.
+
+Owns: where each thing lies in it, how the ranks map it, and why they cannot. It is `torch.distributed`'s symmetric
+memory, without multicast. Must not know: what is sent. All calls that use a workspace follow one another, on one stream
+or in an order that streams wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from allotrope.kernels.chip import chip_of, peer_access
+from allotrope.kernels.tiles import cdiv
+
+T = TypeVar("T")
+
+MAX_RANKS = 8
+MAX_BYTES = 8 << 20
+"""Of a message that is sent through it, at the most: beyond, links and not latencies count."""
+# Of all LL messages of one call, to one peer.
+_LL_BYTES = 1 << 20
+_ALIGNMENT = 128
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each thing lies in a rank's memory; the same on all `ranks`.
+
+    `slots`: rows of a call of the LL protocol. `chunk`: 64-bit words of one writer's row there. `programs`: of a call
+    of the Simple protocol. `arena`: bytes of the rows of one of them. Slots and arenas exist twice.
+    """
+
+    ranks: int
+    slots: int
+    chunk: int
+    programs: int
+    arena: int
+
+    @staticmethod
+    def of(ranks: int, row_bytes: int, programs: int, max_bytes: int = MAX_BYTES) -> Layout:
+        """With room for messages of `max_bytes` in rows of `row_bytes`. `programs`: as many as stay resident."""
+        row = _aligned(row_bytes)
+        slots = max(1, min(programs, _LL_BYTES // (ranks - 1) // row))
+        count = cdiv(cdiv(max_bytes, row), programs)
+        # Parts of the rows that one rank sums, of each writer, and the sums of all rows.
+        arena = (ranks * cdiv(count, ranks) + count) * row
+        return Layout(ranks, slots, 2 * row // 8, programs, arena)
+
+    @property
+    def flags(self) -> int:
+        """Bytes before the flags: for each program, two phases of a flag from each rank."""
+        return 2 * self.slots * self.ranks * self.chunk * 8
+
+    @property
+    def arenas(self) -> int:
+        """Bytes before the arenas."""
+        return self.flags + _aligned(self.programs * 2 * self.ranks * 4)
+
+    @property
+    def bytes(self) -> int:
+        """Of all."""
+        return self.arenas + 2 * self.programs * self.arena
+
+
+def _aligned(size: int) -> int:
+    return cdiv(size, _ALIGNMENT) * _ALIGNMENT
+
+
+class Workspace:
+    """One rank's view of the memory of all ranks.
+
+    `peers`: [ranks] int64 addresses of the ranks' memory, as this device sees them. `counters`: [2, programs] calls of
+    each program so far, of LL and of Simple. `abort`: [1] in the host's memory; not 0: no call waits any longer.
+    """
+
+    def __init__(self, rank: int, layout: Layout, buffer: torch.Tensor, addresses: Sequence[int]) -> None:
+        device = buffer.device
+        self.rank, self.layout, self.buffer = rank, layout, buffer
+        self.peers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.counters = torch.zeros(2, max(layout.slots, layout.programs), dtype=torch.int32, device=device)
+        self.abort_flag = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    def abort(self) -> None:
+        """Let go of every call that waits for a peer; the results of such a call mean nothing."""
+        self.abort_flag.fill_(1)
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """`rank` of `size` processes that share each layer; `group` is their process group (None: the default one).
+
+    `workspace`: their memory; None: they talk through the group alone. `unreachable`: why they cannot map one.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    workspace: Workspace | None = field(default=None, compare=False)
+    unreachable: tuple[str, ...] = ()
+
+
+def local_workspaces(
+    ranks: int, row_bytes: int, device: torch.device, programs: int = 8, max_bytes: int = MAX_BYTES
+) -> list[Workspace]:
+    """Workspaces of ranks that are all in this process, on one device."""
+    layout = Layout.of(ranks, row_bytes, programs, max_bytes)
+    buffers = [torch.zeros(layout.bytes, dtype=torch.uint8, device=device) for _ in range(ranks)]
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    return [Workspace(rank, layout, buffer, addresses) for rank, buffer in enumerate(buffers)]
+
+
+def map_workspace(
+    rank: int, size: int, group: dist.ProcessGroup | None, device: torch.device, row_bytes: int
+) -> tuple[Workspace | None, tuple[str, ...]]:
+    """The workspace of this rank, or None and the reasons of all ranks. Every rank calls it, and all get one or none.
+
+    `row_bytes`: of the longest row of a message.
+    """
+    own = _Facts(device.index, chip_of(device).num_sms, tuple(symmetric_memory_reasons(size)))
+    facts: list[_Facts] = _exchange(own, size, group, device)
+    reasons = [f"rank {i}: {reason}" for i, one in enumerate(facts) for reason in one.reasons]
+    if not reasons:
+        others = [one.device for i, one in enumerate(facts) if i != rank]
+        lost = [
+            f"rank {rank}: cuda:{device.index} cannot access cuda:{i}" for i in others if not peer_access(device, i)
+        ]
+        reasons = _agreed(lost, size, group, device)
+    if reasons:
+        return None, tuple(reasons)
+    layout = Layout.of(size, row_bytes, min(one.num_sms for one in facts))
+    made: list[Workspace] = []
+    failed: list[str] = []
+    try:
+        made.append(_mapped(rank, layout, group, device))
+    except Exception as error:
+        # Whatever the driver says, the process group serves as well.
+        failed.append(f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0])
+    reasons = _agreed(failed, size, group, device)
+    return (None, tuple(reasons)) if reasons else (made[0], ())
+
+
+def symmetric_memory_reasons(size: int) -> list[str]:
+    """Why `size` ranks on GPUs cannot map each other's memory, as far as one of them knows."""
+    reasons = []
+    if size > MAX_RANKS:
+        reasons.append(f"ranks={size} (needs {MAX_RANKS} or fewer)")
+    try:
+        import torch.distributed._symmetric_memory
+    except ImportError as error:
+        reasons.append(f"PyTorch {torch.__version__} has no symmetric memory: {error}")
+    return reasons
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What ranks tell each other: the index of a rank's device, its multiprocessors, why it can map no memory."""
+
+    device: int | None
+    num_sms: int
+    reasons: tuple[str, ...]
+
+
+def _mapped(rank: int, layout: Layout, group: dist.ProcessGroup | None, device: torch.device) -> Workspace:
+    from torch.distributed import _symmetric_memory as symmetric
+
+    # Objects of multicast are never used, and making them fails on machines that forbid them.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    group = dist.group.WORLD if group is None else group
+    assert group is not None, "the ranks have joined"
+    with torch.cuda.device(device):
+        buffer = symmetric.empty(layout.bytes, dtype=torch.uint8, device=device)
+        handle = symmetric.rendezvous(buffer, group)
+        buffer.zero_()
+        # The ranks agree on what came of it after this: by then all memory is zeroed.
+        torch.cuda.synchronize(device)
+        return Workspace(rank, layout, buffer, handle.buffer_ptrs)
+
+
+def _agreed(own: list[str], size: int, group: dist.ProcessGroup | None, device: torch.device) -> list[str]:
+    """The reasons of all ranks."""
+    return [reason for reasons in _exchange(own, size, group, device) for reason in reasons]
+
+
+def _exchange(own: T, size: int, group: dist.ProcessGroup | None, device: torch.device) -> list[T]:
+    """Every rank's `own`, in rank order."""
+    found: list[T | None] = [None] * size
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        dist.all_gather_object(found, own, group=group)
+    return [one for one in found if one is not None]
