@@ -14,14 +14,16 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from allotrope.architectures.registry import find_architecture
 
-WATCHDOG_SECONDS = 2.0
 ROOT = Path(__file__).parent.parent.parent
 DEVICE = "cuda" if torch.cuda.device_count() > 1 else "cpu"
+# The libraries of a GPU hold up all threads for seconds when they are first used.
+WATCHDOG_SECONDS = 10.0 if DEVICE == "cuda" else 3.0
 FAULTS = ("raise", "SIGKILL", "SIGSTOP", "hang")
 
 # Python imports a module of this name at the start of each process that finds it on its path.
@@ -163,9 +165,12 @@ class Ended:
 
 
 class FaultyEngine:
-    """A process with an engine of several ranks, of which `rank` is at `fault` in `phase`, with all its processes."""
+    """A process with an engine of several ranks, of which `rank` is at `fault` in `phase`, with all its processes.
 
-    def __init__(self, directory: Path, phase: str, fault: str, rank: int = 1, size: int = 2) -> None:
+    `more`: options of the engine.
+    """
+
+    def __init__(self, directory: Path, phase: str, fault: str, rank: int = 1, size: int = 2, **more: Any) -> None:
         config = find_architecture({"architectures": ["LlamaForCausalLM"]}, "").tiny()
         (directory / "config.json").write_text(json.dumps(config))
         self._stamp = directory / "stamp"
@@ -173,7 +178,7 @@ class FaultyEngine:
         (directory / "sitecustomize.py").write_text(injected)
         options = {"model": str(directory), "load_format": "dummy", "dtype": "float32", "max_model_len": 128}
         options |= {"tensor_parallel_size": size, "watchdog_seconds": WATCHDOG_SECONDS, "threads": 1, "device": DEVICE}
-        options |= {"kv_cache_memory_bytes": 4_000_000, "max_num_seqs": 4}
+        options |= {"kv_cache_memory_bytes": 4_000_000, "max_num_seqs": 4} | more
         self._process = subprocess.Popen(
             [sys.executable, "-c", _MAIN, json.dumps([options, phase, fault, rank, str(self._stamp)])],
             stdout=subprocess.PIPE,
@@ -198,7 +203,7 @@ class FaultyEngine:
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    def wait(self, timeout: float = 60.0) -> Ended:
+    def wait(self, timeout: float = 150.0) -> Ended:
         """Wait for the end of the engine's process, and no longer than 5 s for that of the others."""
         since = time.time()
         try:

@@ -25,8 +25,8 @@ END_SECONDS = 10.0
 SAID = {
     "raise": r"rank {rank} \(process \d+\): RuntimeError: the flux capacitor is cold",
     "SIGKILL": r"rank {rank} \(process \d+\) was killed by SIGKILL",
-    "SIGSTOP": r"rank {rank} \(process \d+\) has shown no sign of life for 2 s \(it is stopped, as by SIGSTOP\)",
-    "hang": r"a step has not ended for 2 s: rank {rank} \(process \d+\) is in hang \(sitecustomize.py:\d+\)",
+    "SIGSTOP": r"rank {rank} \(process \d+\) has shown no sign of life for {seconds:g} s \(it is stopped, as by SIG",
+    "hang": r"a step has not ended for {seconds:g} s: {others}rank {rank} \(process \d+\) is in hang \(sitecustomize",
 }
 QUICK = [
     *(("loading", "raise"), ("loading", "SIGSTOP")),
@@ -48,7 +48,13 @@ def assert_ended(ended: Ended, fault: str, rank: int = 1) -> None:
     assert ended.left == [], told
     assert ended.seconds < KNOWN_SECONDS[fault] + END_SECONDS, told
     assert ended.status == 1, told
-    assert re.search(SAID[fault].format(rank=rank), ended.said), told
+    assert re.search(said(fault, rank), ended.said), told
+
+
+def said(fault: str, rank: int) -> str:
+    """A pattern of what is said of a fault."""
+    # Which rank waits for others is not known of one that waits for its GPU.
+    return SAID[fault].format(rank=rank, seconds=WATCHDOG_SECONDS, others=".*" if DEVICE == "cuda" else "")
 
 
 @pytest.mark.parametrize(
@@ -64,6 +70,11 @@ def test_a_fault_of_rank_1_ends_the_engine_with_its_message(phase: str, fault: s
     assert_ended(ended, fault)
     assert ended.said.startswith("EngineDead: "), ended.said
     assert ("Traceback" in ended.errors) == (fault == "raise"), ended.errors
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL", pytest.param("raise", marks=pytest.mark.slow), "hang"])
+def test_a_step_that_is_launched_and_not_collected_ends_too(fault: str, tmp_path: Path) -> None:
+    assert_ended(FaultyEngine(tmp_path, "decode", fault, async_scheduling="on").wait(), fault)
 
 
 def test_a_model_error_of_rank_1_keeps_its_text(tmp_path: Path) -> None:
@@ -104,7 +115,7 @@ def test_rank_0_that_hangs_is_ended_by_the_others(tmp_path: Path) -> None:
     ended = FaultyEngine(tmp_path, "decode", "SIGSTOP", rank=0).wait()
     assert ended.left == [] and ended.status == -signal.SIGKILL, ended
     assert ended.seconds < KNOWN_SECONDS["SIGSTOP"] + END_SECONDS
-    assert re.search(SAID["SIGSTOP"].format(rank=0), ended.said), ended
+    assert re.search(said("SIGSTOP", rank=0), ended.said), ended
 
 
 @pytest.mark.parametrize(
@@ -135,7 +146,7 @@ def test_close_returns_whatever_a_rank_does(fault: str, tmp_path: Path) -> None:
 
 def test_an_engine_that_is_not_closed_leaves_no_process(tmp_path: Path) -> None:
     ended = FaultyEngine(tmp_path, "exit", "none").wait()
-    assert (ended.left, ended.status, ended.errors) == ([], 0, ""), ended
+    assert (ended.left, ended.status) == ([], 0) and "Traceback" not in ended.errors, ended
 
 
 def test_processes_that_are_stopped_together_go_on_together(tmp_path: Path) -> None:
@@ -143,14 +154,14 @@ def test_processes_that_are_stopped_together_go_on_together(tmp_path: Path) -> N
     running = FaultyEngine(tmp_path, "pause", "none")
     running.wait_until_ready()
     running.signal_all(signal.SIGSTOP)
-    time.sleep(2 * WATCHDOG_SECONDS)
+    time.sleep(2.0 * WATCHDOG_SECONDS)
     running.signal_all(signal.SIGCONT)
     ended = running.wait()
     assert ended.left == [] and ended.status == 0, ended
     assert (ended.value("tokens") or "").count(",") == 7
 
 
-def watched(seconds: float = WATCHDOG_SECONDS) -> tuple[RankMonitor, RankMonitor]:
+def watched(seconds: float = 2.0) -> tuple[RankMonitor, RankMonitor]:
     """The monitors of rank 0 and of rank 1, which look at nothing by themselves."""
     board = RankBoard.make(2)
     first, second = (RankMonitor(rank, board, seconds, lambda monitor: None) for rank in range(2))

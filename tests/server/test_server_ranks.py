@@ -19,7 +19,7 @@ LONG = ASKED | {"max_tokens": 500, "stream": True}
 @pytest.fixture
 def server(tiny_model: Path) -> Iterator[ServerProcess]:
     """A server over two ranks that has answered a request."""
-    server = ServerProcess(tiny_model, engine={"tensor_parallel_size": 2, "watchdog_seconds": 2.0})
+    server = ServerProcess(tiny_model, engine={"tensor_parallel_size": 2, "watchdog_seconds": 3.0})
     try:
         server.wait_until_ready()
         with server.http() as client:
@@ -63,7 +63,7 @@ def test_a_rank_that_hangs_ends_the_idle_server(server: ServerProcess) -> None:
     rank = rank_of(server)
     os.kill(rank, signal.SIGSTOP)
     assert server.wait(timeout=12) == 1
-    reason = f"rank 1 (process {rank}) has shown no sign of life for 2 s (it is stopped, as by SIGSTOP)"
+    reason = f"rank 1 (process {rank}) has shown no sign of life for 3 s (it is stopped, as by SIGSTOP)"
     assert sum(reason in line for line in server.log) == 1, "".join(server.log)
     assert not is_alive(rank) and not is_alive(server.engine_pid)
 
@@ -77,7 +77,7 @@ def test_an_engine_that_hangs_is_ended_by_its_ranks(server: ServerProcess) -> No
         reason = f"the engine process (pid {server.engine_pid}) was killed by SIGKILL"
         assert any(reason in event for event in events)
     assert server.wait(timeout=12) == 1
-    said = f"rank 0 (process {server.engine_pid}) has shown no sign of life for 2 s (it is stopped, as by SIGSTOP)"
+    said = f"rank 0 (process {server.engine_pid}) has shown no sign of life for 3 s (it is stopped, as by SIGSTOP)"
     assert any(said in line for line in server.log), "".join(server.log)
     assert not is_alive(rank)
 
