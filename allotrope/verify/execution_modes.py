@@ -22,7 +22,7 @@ from allotrope.engine.observer import Observer
 from allotrope.layers.parallel import Parallel
 from allotrope.request import Request, SamplingParams
 from allotrope.verify.prompts import draw_prompt
-from allotrope.verify.sample import Sample
+from allotrope.verify.sample import ForcedTokens
 
 # Steps of the modes that take a step for every token or three of them, unless all is asked for.
 _SLOW_STEPS = 300
@@ -40,7 +40,7 @@ class Bench:
     """
 
     config: EngineConfig
-    samples: Sequence[Sample]
+    samples: Sequence[ForcedTokens]
     thorough: bool = False
     attach: Attach | None = None
 
@@ -113,7 +113,7 @@ def drain(engine: Engine, requests: Sequence[Request]) -> None:
                 raise RuntimeError(f"request {output.request_id} failed: {output.error}")
 
 
-def ask(sample: Sample, run: str, tokens: int | None = None) -> Request:
+def ask(sample: ForcedTokens, run: str, tokens: int | None = None) -> Request:
     """Run `run` of a sample, for `tokens` of its forced tokens or all of them."""
     return _request(f"{sample.name}/{run}", sample.prompt, min(tokens or len(sample.forced), len(sample.forced)))
 
@@ -140,7 +140,7 @@ def _chunked(size: int) -> Callable[[Bench, Observer], str]:
     return run
 
 
-def _some(samples: Sequence[Sample], tokens: int) -> list[Sample]:
+def _some(samples: Sequence[ForcedTokens], tokens: int) -> list[ForcedTokens]:
     """Samples of at most `tokens` tokens together, long ones first, none of them more than half of all."""
     chosen, left = [], tokens
     for sample in sorted(samples, key=lambda sample: -len(sample.fed)):
@@ -178,7 +178,7 @@ def _cuts(length: int, unit: int) -> list[int]:
     return list(dict.fromkeys(cut for cut in wanted if 0 < cut < length))
 
 
-def _beginning(sample: Sample, cut: int, background: Request) -> Request:
+def _beginning(sample: ForcedTokens, cut: int, background: Request) -> Request:
     """The background request's tokens behind the first `cut` tokens of the sample."""
     ids = (*sample.prompt[:cut], *background.prompt_ids[: max(1, min(3, len(sample.fed) - cut - 1))])
     return _request(f"background/{sample.name}", ids, 1)
@@ -247,19 +247,24 @@ def _preempted(bench: Bench, observer: Observer) -> str:
     return f"{preemptions} preemptions"
 
 
-def _squeezed(bench: Bench, observer: Observer, windows: int, reuse: bool) -> int:
-    """Run all samples in memory for the longest one and for the windows and states of so many. Returns preemptions."""
-    settings = {
+def tight_settings(config: EngineConfig, longest: int, windows: int, reuse: bool) -> dict[str, Any]:
+    """Options for pages so small and memory so tight that sequences preempt each other: `longest` tokens of context,
+    and windows and states of `windows` sequences."""
+    settings: dict[str, Any] = {
+        "max_model_len": longest,
         "max_num_seqs": _TIGHT,
         "max_num_batched_tokens": max(64, _TIGHT),
-        "page_size": min(4, bench.config.page_size),
+        "page_size": min(4, config.page_size),
         "enable_prefix_caching": reuse,
     }
-    config = dataclasses.replace(bench.config, **{**bench.fitting(), **settings})
-    demand = Demand(context=bench.longest, sequences=windows, step_tokens=max(64, _TIGHT), reuse=reuse)
-    groups = resolve_load_plan(config, Parallel(0, config.tensor_parallel_size)).groups
-    memory = make_plan(groups, demand, bench.longest).bytes
-    with bench.engine(observer, **settings, kv_cache_memory_bytes=max(1, memory)) as engine:
+    demand = Demand(context=longest, sequences=windows, step_tokens=max(64, _TIGHT), reuse=reuse)
+    load_plan = resolve_load_plan(dataclasses.replace(config, **settings), Parallel(0, config.tensor_parallel_size))
+    return settings | {"kv_cache_memory_bytes": max(1, make_plan(load_plan.groups, demand, longest).bytes)}
+
+
+def _squeezed(bench: Bench, observer: Observer, windows: int, reuse: bool) -> int:
+    """Run all samples in memory for the longest one and for the windows and states of so many. Returns preemptions."""
+    with bench.engine(observer, **tight_settings(bench.config, bench.longest, windows, reuse)) as engine:
         samples = [ask(sample, f"{windows}, reuse {reuse}") for sample in bench.samples]
         drain(engine, samples + bench.background_requests(2, seed=3))
         return engine.stats().preemptions
