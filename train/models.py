@@ -256,7 +256,7 @@ def _llama_window(c: Config) -> Model:
         mixer = Attention(
             c["hidden_size"],
             c["num_attention_heads"],
-            c["num_key_value_heads"],
+            c["swa_num_key_value_heads" if near else "num_key_value_heads"],
             dim,
             Rope(rotated, c["swa_rope_theta"] if near else c["rope_theta"]),
             value_dim=c["v_head_dim"],
@@ -419,6 +419,9 @@ def _gemma4(wrapper: Config) -> Model:
             v_norm=True,
             scale=1.0,
         )
+        for norm in (mixer.q_norm, mixer.k_norm):
+            # The logits have no scale of their own, so that the norms must bring it.
+            nn.init.constant_(norm.weight, dim**-0.25)
         return GemmaLayer(c, mixer)
 
     backbone = Backbone(c, [layer(kind) for kind in c["layer_types"]], scale=math.sqrt(c["hidden_size"]))
