@@ -232,8 +232,9 @@ class Router(nn.Module):
 
     def _load(self, experts: torch.Tensor) -> torch.Tensor:
         """[E] share of the choices that each expert has."""
-        chosen = F.one_hot(experts.detach(), self.routing.experts).float()
-        return chosen.flatten(0, -2).mean(0)
+        counts = torch.zeros(self.routing.experts, device=experts.device)
+        chosen = experts.flatten()
+        return counts.index_add(0, chosen, counts.new_ones(len(chosen))) / len(chosen)
 
     def _balance(self, scores: torch.Tensor, experts: torch.Tensor, step: Pass) -> None:
         if self.training:

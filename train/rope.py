@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,7 @@ class Rope:
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, each [T, dim / 2] fp32, of `positions` [T]."""
-        angle = positions[:, None].float() * self.frequencies().to(positions.device)
+        angle = positions[:, None].float() * _on_device(self, positions.device)
         return angle.cos() * self.factor, angle.sin() * self.factor
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, inverse: bool = False) -> torch.Tensor:
@@ -65,6 +66,12 @@ class Rope:
             done = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
         done = done.to(x.dtype)
         return torch.cat((first, done) if self.last else (done, second), dim=-1)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(rope: Rope, device: torch.device) -> torch.Tensor:
+    """Frequencies, copied once: no copy from the host may stand in a CUDA graph."""
+    return rope.frequencies().to(device)
 
 
 def yarn_scale(factor: float) -> float:

@@ -1,0 +1,101 @@
+"""Trains one model and writes its checkpoint, loss curve and model card.
+
+    python train/train.py gpt_oss --minutes 8 --out /tmp/models/gpt_oss
+    python train/train.py gpt_oss --steps 3000 --seed 1 --out /tmp/models/gpt_oss
+
+A number of steps repeats a run exactly on one kind of device; a time does not. Rows are drawn first, if `--rows` has
+none; `train/all.py` draws them once for all models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from train import text
+from train.checkpoint import write_card, write_checkpoint, write_curve
+from train.configs import CONFIGS
+from train.data import read_rows, write_rows
+from train.measure import measure
+from train.models import build, parameter_count, round_to_released
+from train.trainer import Schedule, Trainer
+
+TEXT, ROWS = Path(".cache/train/text.xz"), Path(".cache/train/rows")
+# Bytes of the rows of each length that are drawn; a long run reads rows again.
+DRAWN = {512: 40_000_000, 2048: 60_000_000, 4096: 40_000_000, 16384: 60_000_000}
+
+
+def rows_of(folder: Path, path: Path, lengths: tuple[int, ...], seed: int, share: float) -> None:
+    """Draws the rows of `lengths` that `folder` lacks. `share`: of `DRAWN`."""
+    sizes = {length: max(64, int(share * DRAWN[length]) // length) for length in lengths}
+    sizes = {length: count for length, count in sizes.items() if not (folder / f"{length}.answers.npy").is_file()}
+    if sizes:
+        begun = time.perf_counter()
+        write_rows(path, folder, sizes, seed, len(os.sched_getaffinity(0)))
+        print(f"drew rows {sizes} in {time.perf_counter() - begun:.0f} s", flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=list(CONFIGS))
+    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=8.0, help="of training; measuring comes after it")
+    parser.add_argument("--steps", type=int, help="in place of --minutes")
+    parser.add_argument("--text", type=Path, default=TEXT, help="of `python -m train.text`")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="folder of rows")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--items", type=int, default=64, help="measured per task and distance")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    torch.set_float32_matmul_precision("high")
+    schedule = Schedule()
+    rows_of(args.rows, args.text, schedule.lengths, args.seed, 1.0)
+    model = build(args.model, seed=args.seed).to(args.device)
+    print(f"{args.model}: {parameter_count(model):,} parameters", flush=True)
+    on_gpu = torch.device(args.device).type == "cuda"
+    trainer = Trainer(model, read_rows(args.rows, schedule.lengths), schedule, args.seed, on_gpu and not args.eager)
+    begun = time.perf_counter()
+    minutes = None if args.steps else args.minutes
+    log = trainer.run(minutes, args.steps, 20, lambda line: print(line, flush=True))
+    seconds = time.perf_counter() - begun
+    round_to_released(model)
+    measured = measure(model, text.read(args.text, held_out=True), args.items, max(schedule.lengths))
+    write_checkpoint(model, args.out)
+    if reason := write_curve(log.entries, args.out):
+        print(reason)
+    last = log.entries[-1] if log.entries else {"next": float("nan"), "answers": float("nan")}
+    facts = {
+        "model": args.model,
+        "seed": args.seed,
+        "minutes": args.minutes,
+        "repeats": args.steps is not None,
+        "parameters": parameter_count(model),
+        "steps": trainer.step_count,
+        "tokens": trainer.tokens_seen,
+        "seconds": seconds,
+        "tokens_per_second": trainer.tokens_seen / seconds,
+        "loss": last["next"],
+        "answers": last["answers"],
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
+        "items": args.items,
+        "measured": measured,
+    }
+    write_card(args.model, model, facts, args.out)
+    print(f"wrote {args.out}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
