@@ -34,8 +34,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--text", type=Path, default=TEXT, help="of `python -m train.text`")
-    parser.add_argument("--rows", type=Path, default=ROWS, help="folder of rows")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="folder of rows, one in it for each seed")
     parser.add_argument("--items", type=int, default=64, help="measured per task and distance")
+    parser.add_argument("--longest", type=int, default=16384, help="bytes of the longest rows")
+    parser.add_argument("--tokens", type=int, default=Schedule.tokens, help="of a step")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     return parser.parse_args()
 
@@ -43,8 +45,13 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     args.out.mkdir(parents=True, exist_ok=True)
-    # A short run reads fewer rows.
-    rows_of(args.rows, args.text, Schedule().lengths, args.seed, min(1.0, args.minutes / 8))
+    rows_of(
+        args.rows / f"seed{args.seed}",
+        args.text,
+        Schedule().at_most(args.longest).lengths,
+        args.seed,
+        min(1.0, args.minutes / 8),
+    )
     failed = train_all(args)
     summary = {
         name: json.loads((args.out / name / "report.json").read_text()) for name in args.models if name not in failed
@@ -66,7 +73,7 @@ def train_all(args: argparse.Namespace) -> dict[str, int]:
     script, running = Path(__file__).parent / "train.py", {}
     for i, name in enumerate(args.models):
         command = [sys.executable, str(script), name, "--out", str(args.out / name)]
-        for flag in ("minutes", "seed", "text", "rows", "items"):
+        for flag in ("minutes", "seed", "text", "rows", "items", "longest", "tokens"):
             command += [f"--{flag}", str(getattr(args, flag))]
         if args.eager:
             command.append("--eager")

@@ -48,7 +48,9 @@ def write_card(name: str, model: Model, facts: dict[str, Any], folder: Path) -> 
     """Writes README.md and report.json. `facts`: of the run, with the measurements under "measured"."""
     (folder / "report.json").write_text(json.dumps(facts, indent=2) + "\n")
     measured = facts["measured"]
-    tasks = "\n".join(f"| {task} | {one['accuracy']:.1%} | {one['loss']:.3f} |" for task, one in measured["tasks"].items())
+    tasks = "\n".join(
+        f"| {task} | {one['accuracy']:.1%} | {one['loss']:.3f} |" for task, one in measured["tasks"].items()
+    )
     recall = "\n".join(
         f"| {distance} | {one['accuracy']:.1%} | {one['loss']:.3f} |" for distance, one in measured["recall"].items()
     )

@@ -211,7 +211,7 @@ DEEPSEEK_V4 = _shared(
     routed_scaling_factor=1.5,
     swiglu_limit=10.0,
     hc_mult=4,
-    hc_sinkhorn_iters=20,
+    hc_sinkhorn_iters=6,
     hc_eps=1e-6,
     rope_theta=10000,
     rope_scaling=_yarn(type="yarn", factor=16),
@@ -294,8 +294,10 @@ UNLIKE_THE_RELEASE: dict[str, str] = {
     "gpt_oss": "The vocabulary is of bytes. Experts are trained in bf16 and quantized to MXFP4 afterwards.",
     "qwen3_next": "Head dims are 64 (released: 128 for the delta rule, 256 for attention). There is one MTP layer.",
     "deepseek_v3": "The latent has its released size, 512 + 64; there are 4 heads of 32 + 64, and one MTP layer.",
-    "deepseek_v32": "As deepseek_v3, without the MTP layer. The indexer has 8 heads (released: 64) and top-k 256 (2048).",
-    "deepseek_v4": "Heads have 128 dims (released: 512), the indexer 8 heads and top-k 128; there is no MTP layer.",
+    "deepseek_v32": "As deepseek_v3, without the MTP layer. The indexer has 8 heads (released: 64) and top-k 256 "
+    "(2048).",
+    "deepseek_v4": "Heads have 128 dims (released: 512), the indexer 8 heads and top-k 128 (64 and 512), "
+    "and hyper-connections 6 rounds (20); there is no MTP layer.",
     "gemma4": "Head dims are 64 and 128 (released: 256 and 512); there are no per-layer embeddings and no experts.",
     "qwen3_moe": "8 experts, of which 2 are chosen (released: 128 and 8); head dim 64 (released: 128).",
 }

@@ -92,11 +92,17 @@ def write_rows(path: Path, folder: Path, sizes: dict[int, int], seed: int, worke
             np.save(folder / f"{length}.answers.npy", np.concatenate([part.answers for part in found]))
 
 
+def drawn_count(folder: Path, length: int) -> int:
+    """The number of rows of `length` that are drawn."""
+    path = folder / f"{length}.answers.npy"
+    return len(np.load(path, mmap_mode="r")) if path.is_file() else 0
+
+
 def read_rows(folder: Path, lengths: Sequence[int]) -> dict[int, Rows]:
     """The rows of each length. Raises SystemExit where they are missing."""
-    missing = [length for length in lengths if not (folder / f"{length}.answers.npy").is_file()]
+    missing = [length for length in lengths if not drawn_count(folder, length)]
     if missing:
-        raise SystemExit(f"{folder} has no rows of length {missing}: `python train/all.py` draws them")
+        raise SystemExit(f"{folder} has no rows of length {missing}: `python train/train.py` draws them")
     return {
         length: Rows(np.load(folder / f"{length}.tokens.npy"), np.load(folder / f"{length}.answers.npy"))
         for length in lengths

@@ -33,7 +33,7 @@ def logits_of(model: Model, ids: torch.Tensor) -> torch.Tensor:
 def bits_per_byte(model: Model, source: bytes, rows: int) -> float:
     """Of `rows` evenly spaced rows of held-out text, each byte after the first."""
     length = min(TEXT_LENGTH, len(source))
-    every = max(1, (len(source) - length) // rows)
+    every = (len(source) - length) // rows
     total = 0.0
     for start in range(0, rows, batch := max(1, _AT_ONCE // length)):
         chosen = [source[i * every : i * every + length] for i in range(start, min(rows, start + batch))]

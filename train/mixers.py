@@ -197,9 +197,7 @@ class GatedDeltaNet(nn.Module):
         keys, values = self.k_heads * self.k_dim, self.v_heads * self.v_dim
         self.in_proj_qkvz = linear(hidden, 2 * keys + 2 * values)
         self.in_proj_ba = linear(hidden, 2 * self.v_heads)
-        self.conv1d = nn.Conv1d(
-            2 * keys + values, 2 * keys + values, self.width, groups=2 * keys + values, bias=False
-        )
+        self.conv1d = nn.Conv1d(2 * keys + values, 2 * keys + values, self.width, groups=2 * keys + values, bias=False)
         self.dt_bias = nn.Parameter(torch.linspace(-4, 0, self.v_heads))
         self.A_log = nn.Parameter(torch.linspace(-2, 1, self.v_heads))
         self.norm = RMSNorm(self.v_dim, config["rms_norm_eps"])

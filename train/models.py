@@ -28,6 +28,7 @@ from train.layers import (
     Routing,
     clamped_silu,
     clamped_swiglu,
+    embed,
     gelu,
     linear,
 )
@@ -139,7 +140,7 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config["hidden_size"], config["rms_norm_eps"], offset)
 
     def forward(self, step: Pass) -> torch.Tensor:
-        x = self.embed_tokens(step.ids) * self.scale
+        x = embed(self.embed_tokens, step.ids) * self.scale
         for layer in self.layers:
             x = layer(x, step)
         return self.norm(x)
@@ -196,7 +197,7 @@ class DeepseekMtp(nn.Module):
         self.layer, self.norm = layer, RMSNorm(hidden, eps)
 
     def forward(self, model: Model, hidden: torch.Tensor, step: Pass) -> torch.Tensor:
-        embedded = model.backbone.embed_tokens(step.ids)
+        embedded = embed(model.backbone.embed_tokens, step.ids)
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         return model.logits(self.norm(self.layer(x, step)))
 
@@ -216,7 +217,7 @@ class QwenMtp(nn.Module):
         self.layers, self.norm = nn.ModuleList([layer]), RMSNorm(hidden, eps, 1.0)
 
     def forward(self, model: Model, hidden: torch.Tensor, step: Pass) -> torch.Tensor:
-        embedded = self.pre_fc_norm_embedding(model.backbone.embed_tokens(step.ids))
+        embedded = self.pre_fc_norm_embedding(embed(model.backbone.embed_tokens, step.ids))
         x = self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(hidden)), dim=-1))
         return model.logits(self.norm(self.layers[0](x, step)))
 
@@ -239,7 +240,7 @@ class HyperBackbone(nn.Module):
         self.hc_head_scale = nn.Parameter(torch.full((1,), 0.1))
 
     def forward(self, step: Pass) -> torch.Tensor:
-        streams = self.embed_tokens(step.ids)[:, :, None].expand(-1, -1, self.n, -1)
+        streams = embed(self.embed_tokens, step.ids)[:, :, None].expand(-1, -1, self.n, -1)
         for layer in self.layers:
             streams = layer(streams, step)
         m = mixes(streams, self.hc_head_fn, self.norm_eps) * self.hc_head_scale + self.hc_head_base
@@ -277,9 +278,7 @@ def _llama_window(c: Config) -> Model:
 
 def _gpt_oss(c: Config) -> Model:
     yarn = c["rope_scaling"]
-    rope = Rope(
-        c["head_dim"], c["rope_theta"], yarn=tuple(sorted(yarn.items())), factor=yarn_scale(yarn["factor"])
-    )
+    rope = Rope(c["head_dim"], c["rope_theta"], yarn=tuple(sorted(yarn.items())), factor=yarn_scale(yarn["factor"]))
     routing = Routing(c["num_local_experts"], c["num_experts_per_tok"])
 
     def layer(kind: str) -> Layer:
@@ -425,9 +424,7 @@ def _gemma4(wrapper: Config) -> Model:
         return GemmaLayer(c, mixer)
 
     backbone = Backbone(c, [layer(kind) for kind in c["layer_types"]], scale=math.sqrt(c["hidden_size"]))
-    return Model(
-        wrapper, backbone, prefix="model.language_model.", tied=True, softcap=c["final_logit_softcapping"]
-    )
+    return Model(wrapper, backbone, prefix="model.language_model.", tied=True, softcap=c["final_logit_softcapping"])
 
 
 BUILDERS: dict[str, Callable[[Config], Model]] = {

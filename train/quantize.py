@@ -33,8 +33,8 @@ FP8_MODELS = ("deepseek_v3", "deepseek_v32", "qwen3_next", "qwen3_moe")
 def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Groups of 32 inputs share a power of two. `weight`: [E, out, in].
 
-    Returns blocks [E, out, in / 32, 16] uint8, the even value of two in the low half, and scales [E, out, in / 32] uint8
-    with a bias of 127. The scale is the one of least squared error of the two nearest.
+    Returns blocks [E, out, in / 32, 16] uint8, the even value of two in the low half, and scales [E, out, in / 32]
+    uint8 with a bias of 127. The scale is the one of least squared error of the two nearest.
     """
     groups = weight.float().unflatten(-1, (-1, FP4_GROUP))
     exponent = torch.floor(torch.log2(groups.abs().amax(-1).clamp_min(2.0**-120))) - 2

@@ -22,20 +22,20 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from train import text
 from train.checkpoint import write_card, write_checkpoint, write_curve
 from train.configs import CONFIGS
-from train.data import read_rows, write_rows
+from train.data import drawn_count, read_rows, write_rows
 from train.measure import measure
 from train.models import build, parameter_count, round_to_released
 from train.trainer import Schedule, Trainer
 
 TEXT, ROWS = Path(".cache/train/text.xz"), Path(".cache/train/rows")
 # Bytes of the rows of each length that are drawn; a long run reads rows again.
-DRAWN = {512: 40_000_000, 2048: 60_000_000, 4096: 40_000_000, 16384: 60_000_000}
+DRAWN = {256: 20_000_000, 512: 40_000_000, 2048: 60_000_000, 4096: 40_000_000, 16384: 60_000_000}
 
 
 def rows_of(folder: Path, path: Path, lengths: tuple[int, ...], seed: int, share: float) -> None:
-    """Draws the rows of `lengths` that `folder` lacks. `share`: of `DRAWN`."""
-    sizes = {length: max(64, int(share * DRAWN[length]) // length) for length in lengths}
-    sizes = {length: count for length, count in sizes.items() if not (folder / f"{length}.answers.npy").is_file()}
+    """Draws the rows of `lengths` that `folder` lacks or has too few of. `share`: of `DRAWN`."""
+    sizes = {length: max(64, int(share * DRAWN.get(length, 10_000_000)) // length) for length in lengths}
+    sizes = {length: count for length, count in sizes.items() if drawn_count(folder, length) < count}
     if sizes:
         begun = time.perf_counter()
         write_rows(path, folder, sizes, seed, len(os.sched_getaffinity(0)))
@@ -50,9 +50,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.0, help="of training; measuring comes after it")
     parser.add_argument("--steps", type=int, help="in place of --minutes")
     parser.add_argument("--text", type=Path, default=TEXT, help="of `python -m train.text`")
-    parser.add_argument("--rows", type=Path, default=ROWS, help="folder of rows")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="folder of rows, one in it for each seed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--items", type=int, default=64, help="measured per task and distance")
+    parser.add_argument("--longest", type=int, default=16384, help="bytes of the longest rows")
+    parser.add_argument("--tokens", type=int, default=Schedule.tokens, help="of a step")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     return parser.parse_args()
 
@@ -60,12 +62,14 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     torch.set_float32_matmul_precision("high")
-    schedule = Schedule()
-    rows_of(args.rows, args.text, schedule.lengths, args.seed, 1.0)
+    schedule = Schedule(tokens=args.tokens).at_most(args.longest)
+    rows = args.rows / f"seed{args.seed}"
+    # A short run reads fewer rows.
+    rows_of(rows, args.text, schedule.lengths, args.seed, 1.0 if args.steps else min(1.0, args.minutes / 8))
     model = build(args.model, seed=args.seed).to(args.device)
     print(f"{args.model}: {parameter_count(model):,} parameters", flush=True)
     on_gpu = torch.device(args.device).type == "cuda"
-    trainer = Trainer(model, read_rows(args.rows, schedule.lengths), schedule, args.seed, on_gpu and not args.eager)
+    trainer = Trainer(model, read_rows(rows, schedule.lengths), schedule, args.seed, on_gpu and not args.eager)
     begun = time.perf_counter()
     minutes = None if args.steps else args.minutes
     log = trainer.run(minutes, args.steps, 20, lambda line: print(line, flush=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,18 +30,28 @@ class Schedule:
     """
 
     phases: tuple[tuple[float, dict[int, float]], ...] = (
-        (0.0, {512: 1.0}),
-        (0.35, {512: 0.3, 2048: 0.7}),
-        (0.65, {2048: 0.5, 4096: 0.3, 16384: 0.2}),
+        (0.0, {256: 0.5, 512: 0.5}),
+        (0.3, {512: 0.3, 2048: 0.7}),
+        (0.6, {2048: 0.5, 4096: 0.3, 16384: 0.2}),
     )
-    tokens: int = 32768
-    peak: float = 3e-3
+    tokens: int = 16384
+    peak: float = 2e-3
     warmup: int = 100
     decay: float = 0.3
     sparse_from: float = 0.5
     rows: int = 128
     weight_decay: float = 0.1
     clip: float = 1.0
+
+    def at_most(self, longest: int) -> Schedule:
+        """The same with no rows longer than `longest`."""
+        phases = []
+        for start, shares in self.phases:
+            cut: dict[int, float] = {}
+            for length, share in shares.items():
+                cut[min(length, longest)] = cut.get(min(length, longest), 0.0) + share
+            phases.append((start, cut))
+        return dataclasses.replace(self, phases=tuple(phases))
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -75,7 +86,7 @@ def loss_of(model: Model, batch: Batch, sparse: bool) -> dict[str, torch.Tensor]
     positions = torch.arange(ids.shape[1], device=ids.device)
     step = Pass(ids, positions, sparse, batch.rows)
     kinds = batch.answers[:, 1:]
-    weights = torch.where(kinds == 2, ANSWER_WEIGHT, torch.where(kinds == 1, PROMPT_WEIGHT, TEXT_WEIGHT)).float()
+    weights = (kinds == 0) * TEXT_WEIGHT + (kinds == 1) * PROMPT_WEIGHT + (kinds == 2) * ANSWER_WEIGHT
     hidden = model.hidden(step)
     losses = _next_byte(model.logits(hidden), targets, kinds, weights)
     if model.mtp is not None:
@@ -115,7 +126,7 @@ class Trainer:
         self.rate = torch.zeros((), device=self.device)
         on_gpu = self.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(
-            self._groups(), lr=self.rate, betas=(0.9, 0.95), capturable=on_gpu, foreach=on_gpu
+            self._groups(), lr=self.rate, betas=(0.9, 0.95), capturable=on_gpu, fused=on_gpu
         )
         self.batches: dict[int, Batch] = {}
         self.steps: dict[tuple[int, bool], Callable[[], dict[str, torch.Tensor]]] = {}
