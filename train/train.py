@@ -3,8 +3,8 @@
     python train/train.py gpt_oss --minutes 8 --out /tmp/models/gpt_oss
     python train/train.py gpt_oss --steps 3000 --seed 1 --out /tmp/models/gpt_oss
 
-A number of steps repeats a run exactly on one kind of device; a time does not. Rows are drawn first, if `--rows` has
-none; `train/all.py` draws them once for all models.
+A number of steps repeats a run, on a GPU up to the rounding of its sums; a time does not. Rows are drawn first, if
+`--rows` has none; `train/all.py` draws them once for all models.
 """
 
 from __future__ import annotations

@@ -149,13 +149,14 @@ class Trainer:
             yield from self.rng.permutation(count).tolist()
 
     def run(self, minutes: float | None, steps: int | None, log_every: int, say: Callable[[str], None]) -> Log:
-        """Trains for a time, or for a number of steps, which is what repeats exactly."""
+        """Trains for a time, or for a number of steps, which repeats."""
         assert (minutes is None) != (steps is None)
         self.model.train()
-        log, sums, count, start = Log(), {}, 0, time.perf_counter()
-        begun = start
+        log, begun = Log(), time.perf_counter()
+        sums: dict[str, torch.Tensor] = {}
+        count = 0
         while True:
-            elapsed = time.perf_counter() - start
+            elapsed = time.perf_counter() - begun
             progress = self.step_count / steps if steps else elapsed / (60 * (minutes or 1))
             if progress >= 1:
                 break
@@ -164,14 +165,22 @@ class Trainer:
                 sums[name] = sums.get(name, 0) + loss
             count += 1
             if count == log_every:
-                entry = {name: float(total) / count for name, total in sums.items()}
-                entry |= {"step": self.step_count, "tokens": self.tokens_seen, "progress": progress}
-                log.entries.append(entry | {"seconds": time.perf_counter() - begun})
-                say(" ".join(f"{name} {value:.4g}" for name, value in log.entries[-1].items()))
-                if not entry["total"] < float("inf"):
-                    raise SystemExit(f"the loss is {entry['total']} after {self.step_count} steps")
+                self._record(log, sums, count, begun, say)
                 sums, count = {}, 0
+        if count:
+            self._record(log, sums, count, begun, say)
         return log
+
+    def _record(
+        self, log: Log, sums: dict[str, torch.Tensor], count: int, begun: float, say: Callable[[str], None]
+    ) -> None:
+        """Appends the mean losses of `count` steps. Raises SystemExit if they are not finite."""
+        entry = {name: float(total) / count for name, total in sums.items()}
+        if not entry["total"] < float("inf"):
+            raise SystemExit(f"the loss is {entry['total']} after {self.step_count} steps")
+        entry |= {"step": self.step_count, "tokens": self.tokens_seen, "seconds": time.perf_counter() - begun}
+        log.entries.append(entry)
+        say(" ".join(f"{name} {value:.4g}" for name, value in entry.items()))
 
     def _step(self, progress: float) -> dict[str, torch.Tensor]:
         schedule = self.schedule
