@@ -1,6 +1,6 @@
 """Trains all models side by side, quantizes, and prints what each has learnt.
 
-    python train/all.py --minutes 8 --out /tmp/models
+    python train/all.py --minutes 7 --out /tmp/models
 
 Each model has a process of its own; with several GPUs they are dealt out. OUT has a folder and a log for each model,
 and summary.json. The whole takes about two minutes more than `--minutes`.
@@ -23,14 +23,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from train.configs import CONFIGS
 from train.measure import DISTANCES
 from train.quantize import quantize_all
-from train.train import ROWS, TEXT, rows_of
+from train.train import ROWS, TEXT, draw_missing, row_counts
 from train.trainer import Schedule
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of all checkpoints")
-    parser.add_argument("--minutes", type=float, default=8.0, help="of training of each model")
+    parser.add_argument("--minutes", type=float, default=7.0, help="of training of each model")
+    parser.add_argument("--steps", type=int, help="in place of --minutes")
     parser.add_argument("--models", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--text", type=Path, default=TEXT, help="of `python -m train.text`")
@@ -45,13 +46,9 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     args.out.mkdir(parents=True, exist_ok=True)
-    rows_of(
-        args.rows / f"seed{args.seed}",
-        args.text,
-        Schedule().at_most(args.longest).lengths,
-        args.seed,
-        min(1.0, args.minutes / 8),
-    )
+    schedule = Schedule(tokens=args.tokens).at_most(args.longest)
+    counts = row_counts(schedule, args.minutes, args.steps)
+    draw_missing(args.rows / f"seed{args.seed}", args.text, counts, args.seed)
     failed = train_all(args)
     summary = {
         name: json.loads((args.out / name / "report.json").read_text()) for name in args.models if name not in failed
@@ -75,6 +72,8 @@ def train_all(args: argparse.Namespace) -> dict[str, int]:
         command = [sys.executable, str(script), name, "--out", str(args.out / name)]
         for flag in ("minutes", "seed", "text", "rows", "items", "longest", "tokens"):
             command += [f"--{flag}", str(getattr(args, flag))]
+        if args.steps:
+            command += ["--steps", str(args.steps)]
         if args.eager:
             command.append("--eager")
         environment = os.environ | {"OMP_NUM_THREADS": "2"}

@@ -7,7 +7,6 @@ tasks are short examples one after the other.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,18 +91,18 @@ def write_rows(path: Path, folder: Path, sizes: dict[int, int], seed: int, worke
             np.save(folder / f"{length}.answers.npy", np.concatenate([part.answers for part in found]))
 
 
+PARTS = ("tokens", "answers")
+
+
 def drawn_count(folder: Path, length: int) -> int:
     """The number of rows of `length` that are drawn."""
     path = folder / f"{length}.answers.npy"
     return len(np.load(path, mmap_mode="r")) if path.is_file() else 0
 
 
-def read_rows(folder: Path, lengths: Sequence[int]) -> dict[int, Rows]:
-    """The rows of each length. Raises SystemExit where they are missing."""
-    missing = [length for length in lengths if not drawn_count(folder, length)]
-    if missing:
-        raise SystemExit(f"{folder} has no rows of length {missing}: `python train/train.py` draws them")
+def read_rows(folder: Path, counts: dict[int, int]) -> dict[int, Rows]:
+    """The first rows of each length, as many as `counts` says: more that are drawn change nothing."""
     return {
-        length: Rows(np.load(folder / f"{length}.tokens.npy"), np.load(folder / f"{length}.answers.npy"))
-        for length in lengths
+        length: Rows(*(np.load(folder / f"{length}.{part}.npy", mmap_mode="r")[:count].copy() for part in PARTS))
+        for length, count in counts.items()
     }

@@ -1,6 +1,6 @@
 """Trains one model and writes its checkpoint, loss curve and model card.
 
-    python train/train.py gpt_oss --minutes 8 --out /tmp/models/gpt_oss
+    python train/train.py gpt_oss --minutes 7 --out /tmp/models/gpt_oss
     python train/train.py gpt_oss --steps 3000 --seed 1 --out /tmp/models/gpt_oss
 
 A number of steps repeats a run, on a GPU up to the rounding of its sums; a time does not. Rows are drawn first, if
@@ -10,6 +10,7 @@ A number of steps repeats a run, on a GPU up to the rounding of its sums; a time
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -32,22 +33,31 @@ TEXT, ROWS = Path(".cache/train/text.xz"), Path(".cache/train/rows")
 DRAWN = {256: 20_000_000, 512: 40_000_000, 2048: 60_000_000, 4096: 40_000_000, 16384: 60_000_000}
 
 
-def rows_of(folder: Path, path: Path, lengths: tuple[int, ...], seed: int, share: float) -> None:
-    """Draws the rows of `lengths` that `folder` lacks or has too few of. `share`: of `DRAWN`."""
-    sizes = {length: max(64, int(share * DRAWN.get(length, 10_000_000)) // length) for length in lengths}
-    sizes = {length: count for length, count in sizes.items() if drawn_count(folder, length) < count}
-    if sizes:
+def row_counts(schedule: Schedule, minutes: float, steps: int | None) -> dict[int, int]:
+    """Rows of each length that a run reads from. A short run needs fewer, and a long one reads them again."""
+    counts = {}
+    for length in schedule.lengths:
+        size = DRAWN.get(length, 10_000_000)
+        size = min(size, steps * schedule.tokens) if steps else int(min(1.0, minutes / 7) * size)
+        counts[length] = max(64, size // length)
+    return counts
+
+
+def draw_missing(folder: Path, path: Path, counts: dict[int, int], seed: int) -> None:
+    """Draws the rows that `folder` lacks."""
+    missing = {length: count for length, count in counts.items() if drawn_count(folder, length) < count}
+    if missing:
         begun = time.perf_counter()
-        write_rows(path, folder, sizes, seed, len(os.sched_getaffinity(0)))
-        print(f"drew rows {sizes} in {time.perf_counter() - begun:.0f} s", flush=True)
+        write_rows(path, folder, missing, seed, len(os.sched_getaffinity(0)))
+        print(f"drew rows {missing} in {time.perf_counter() - begun:.0f} s", flush=True)
 
 
-def parse() -> argparse.Namespace:
+def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=list(CONFIGS))
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=8.0, help="of training; measuring comes after it")
+    parser.add_argument("--minutes", type=float, default=7.0, help="of training; measuring comes after it")
     parser.add_argument("--steps", type=int, help="in place of --minutes")
     parser.add_argument("--text", type=Path, default=TEXT, help="of `python -m train.text`")
     parser.add_argument("--rows", type=Path, default=ROWS, help="folder of rows, one in it for each seed")
@@ -56,42 +66,46 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=16384, help="bytes of the longest rows")
     parser.add_argument("--tokens", type=int, default=Schedule.tokens, help="of a step")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
-    return parser.parse_args()
+    return parser.parse_args(args)
 
 
-def main() -> None:
-    args = parse()
+def main(command: list[str] | None = None) -> None:
+    args = parse(command)
     torch.set_float32_matmul_precision("high")
     schedule = Schedule(tokens=args.tokens).at_most(args.longest)
     rows = args.rows / f"seed{args.seed}"
-    # A short run reads fewer rows.
-    rows_of(rows, args.text, schedule.lengths, args.seed, 1.0 if args.steps else min(1.0, args.minutes / 8))
+    counts = row_counts(schedule, args.minutes, args.steps)
+    draw_missing(rows, args.text, counts, args.seed)
     model = build(args.model, seed=args.seed).to(args.device)
     print(f"{args.model}: {parameter_count(model):,} parameters", flush=True)
     on_gpu = torch.device(args.device).type == "cuda"
-    trainer = Trainer(model, read_rows(rows, schedule.lengths), schedule, args.seed, on_gpu and not args.eager)
+    trainer = Trainer(model, read_rows(rows, counts), schedule, args.seed, on_gpu and not args.eager)
     begun = time.perf_counter()
     minutes = None if args.steps else args.minutes
     log = trainer.run(minutes, args.steps, 20, lambda line: print(line, flush=True))
-    seconds = time.perf_counter() - begun
+    seconds, steps, tokens = time.perf_counter() - begun, trainer.step_count, trainer.tokens_seen
+    # Its graphs hold memory that measuring may need.
+    del trainer
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
     round_to_released(model)
     measured = measure(model, text.read(args.text, held_out=True), args.items, max(schedule.lengths))
     write_checkpoint(model, args.out)
     if reason := write_curve(log.entries, args.out):
         print(reason)
-    last = log.entries[-1] if log.entries else {"next": float("nan"), "answers": float("nan")}
     facts = {
         "model": args.model,
         "seed": args.seed,
         "minutes": args.minutes,
         "repeats": args.steps is not None,
         "parameters": parameter_count(model),
-        "steps": trainer.step_count,
-        "tokens": trainer.tokens_seen,
+        "steps": steps,
+        "tokens": tokens,
         "seconds": seconds,
-        "tokens_per_second": trainer.tokens_seen / seconds,
-        "loss": last["next"],
-        "answers": last["answers"],
+        "tokens_per_second": tokens / seconds,
+        "loss": log.entries[-1]["next"],
+        "answers": log.entries[-1]["answers"],
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
         "items": args.items,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import lzma
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 from allotrope import LLM
 from allotrope.attention.check import compare
 from allotrope.request import SamplingParams
+from train import text
 from train.checkpoint import write_checkpoint
 from train.configs import CONFIGS
 from train.data import Rows, draw_rows
@@ -23,6 +26,7 @@ from train.measure import logits_of, measure
 from train.mixers import CompressedIndexer, Indexer
 from train.models import Model, build, load_released, parameter_count, released, round_to_released
 from train.quantize import FP4_VALUES, quantize
+from train.train import main
 from train.trainer import Schedule, Trainer
 
 PROSE = b"It was the best of rows, it was the worst of rows.\n" * 40
@@ -247,3 +251,33 @@ def test_measuring_tells_a_model_that_knows_from_one_that_does_not() -> None:
     assert 7 < found["text_bits_per_byte"] < 12
     assert all(one["accuracy"] == 0 and one["loss"] > 3 for one in found["tasks"].values())
     assert set(found["recall"]) == {"32", "128"}
+
+
+def test_one_command_trains_measures_and_writes(tmp_path: Path) -> None:
+    """The script itself, over a text of its own."""
+    documents = [b"Row %d of many: the river runs past stone %d.\n" % (i, i * i) * 40 for i in range(60)]
+    source, out = tmp_path / "text.xz", tmp_path / "out"
+    source.write_bytes(lzma.compress(text.BORDER.join(documents)))
+    small = ["--steps", "2", "--longest", "256", "--tokens", "512", "--items", "2", "--device", "cpu"]
+    main(["qwen3_moe", "--out", str(out), "--text", str(source), "--rows", str(tmp_path / "rows"), *small])
+    report = json.loads((out / "report.json").read_text())
+    assert (report["steps"], report["tokens"]) == (2, 1024)
+    assert report["loss"] == json.loads((out / "loss.json").read_text())[-1]["next"]
+    assert "--steps 2`" in (out / "README.md").read_text()
+    assert engine_logits(out, prompt()[:20]).isfinite().all()
+
+
+def test_no_document_is_in_both_parts_of_the_text(tmp_path: Path) -> None:
+    documents = [b"document %d.\n" % i for i in range(200)]
+    path = tmp_path / "text.xz"
+    path.write_bytes(lzma.compress(text.BORDER.join(documents)))
+    seen, held_out = (set(text.read(path, part).splitlines()) for part in (False, True))
+    assert not seen & held_out and len(seen | held_out) == 200
+    assert 2 <= len(held_out) <= 25
+
+
+def test_the_schedule_follows_the_progress() -> None:
+    schedule = Schedule(phases=((0.0, {256: 1.0}), (0.5, {512: 0.5, 4096: 0.5})), peak=1.0, warmup=10, decay=0.25)
+    assert schedule.shares(0.49) == {256: 1.0} and schedule.shares(0.5) == {512: 0.5, 4096: 0.5}
+    assert [schedule.rate(*at) for at in ((0, 0.0), (9, 0.1), (500, 0.7), (900, 0.875))] == [0.1, 1.0, 1.0, 0.5]
+    assert schedule.at_most(512).shares(0.9) == {512: 1.0} and schedule.at_most(512).lengths == (256, 512)
