@@ -90,7 +90,7 @@ def selected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, vi
 
 def topk_mask(scores: torch.Tensor, topk: int) -> torch.Tensor:
     """Where `scores` [..., n] are among the `topk` highest of the row and not -inf."""
-    indices = scores.topk(min(topk, scores.shape[-1]), dim=-1).indices
+    indices = scores.topk(min(topk, scores.shape[-1]), dim=-1, sorted=False).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, indices, True) & (scores > -torch.inf)
 
 

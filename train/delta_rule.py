@@ -30,11 +30,8 @@ def gated_delta_rule(
     # Masked before exp: above the diagonal it would overflow, and its gradient would be NaN.
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, -torch.inf).exp()
     inner = (k * beta[..., None]) @ k.transpose(-1, -2) * decay
-    eye = torch.eye(chunk, device=q.device, dtype=q.dtype)
-    system = inner.tril(-1) + eye
     both = torch.cat((v, k * total.exp()[..., None]), dim=-1) * beta[..., None]
-    solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
-    new, old = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    new, old = (inverse(inner.tril(-1)) @ both).split((v.shape[-1], k.shape[-1]), dim=-1)
     own = q @ k.transpose(-1, -2) * decay
     entering = q * total.exp()[..., None]
     leaving = (k * (total[..., -1:] - total).exp()[..., None]).transpose(-1, -2)
@@ -46,3 +43,34 @@ def gated_delta_rule(
         out.append(entering[:, :, i] @ state + own[:, :, i] @ updates)
         state = kept[:, :, i] * state + leaving[:, :, i] @ updates
     return torch.cat(out, dim=2)[:, :, :length]
+
+
+# Blocks of this size are inverted by their series; powers of larger ones grow beyond what fp32 holds.
+_SERIES = 8
+
+
+def inverse(a: torch.Tensor) -> torch.Tensor:
+    """(I + A)^-1 by products alone, which a CUDA graph can hold. `a`: [..., n, n], zero from the diagonal on.
+
+    n is 8 times a power of two. Two blocks on the diagonal become one: [[P, 0], [-Q C P, Q]].
+    """
+    n, size = a.shape[-1], _SERIES
+    power = -_diagonal_blocks(a, size)
+    eye = torch.eye(size, device=a.device, dtype=a.dtype)
+    # I + x + ... + x^7 = (I + x) (I + x^2) (I + x^4)
+    found = eye + power
+    for _ in range(2):
+        power = power @ power
+        found = found + found @ power
+    while size < n:
+        p, q = found[..., ::2, :, :], found[..., 1::2, :, :]
+        below = -q @ _diagonal_blocks(a, 2 * size)[..., size:, :size] @ p
+        found = torch.cat((torch.cat((p, torch.zeros_like(p)), -1), torch.cat((below, q), -1)), -2)
+        size *= 2
+    return found.squeeze(-3)
+
+
+def _diagonal_blocks(a: torch.Tensor, size: int) -> torch.Tensor:
+    """[..., n / size, size, size] of `a` [..., n, n]."""
+    blocks = a.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)

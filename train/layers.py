@@ -37,11 +37,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((dim,), 1.0 - offset)) if weighted else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        if self.weight is not None:
-            y = y * (self.offset + self.weight.float())
-        return y.to(x.dtype)
+        weight = None if self.weight is None else self.offset + self.weight
+        return F.rms_norm(x.float(), x.shape[-1:], weight, self.eps).to(x.dtype)
 
 
 def embed(embedding: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:

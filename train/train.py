@@ -71,7 +71,6 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
 
 def main(command: list[str] | None = None) -> None:
     args = parse(command)
-    torch.set_float32_matmul_precision("high")
     schedule = Schedule(tokens=args.tokens).at_most(args.longest)
     rows = args.rows / f"seed{args.seed}"
     counts = row_counts(schedule, args.minutes, args.steps)

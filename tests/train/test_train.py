@@ -163,6 +163,16 @@ def mtp_logits(model: Model, ids: torch.Tensor) -> torch.Tensor:
     return model.mtp_logits(model.hidden(step), step)
 
 
+def test_triangular_systems_are_inverted() -> None:
+    from train.delta_rule import inverse
+
+    # All ones: the series' powers of the whole would have entries of 1e18.
+    for a in (torch.ones(64, 64), torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * 0.2):
+        a = a.tril(-1)
+        want = torch.linalg.inv(torch.eye(64, dtype=torch.float64) + a.double())
+        torch.testing.assert_close(inverse(a).double(), want, atol=1e-4, rtol=1e-4)
+
+
 def test_a_number_of_steps_repeats_a_run() -> None:
     (one, losses), (two, again) = train("qwen3_next", 2), train("qwen3_next", 2)
     assert [entry["total"] for entry in losses] == [entry["total"] for entry in again]
