@@ -33,7 +33,7 @@ def evaluate(engine: EngineConfig, options: EvalOptions) -> None:
         report = run(engine, options, status.update)
     # Narrower, the table would lose its figures; a pipe has no width of its own.
     console = Console()
-    console.width = max(console.width, 60 + 26 * len(report.modes))
+    console.width = max(console.width, 48 + 30 * len(report.runs()))
     say(console, report.heading())
     console.print(figure_table(report))
     say(console, report.notes())

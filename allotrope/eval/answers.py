@@ -59,12 +59,13 @@ class Answers:
 class Mode:
     """`text`: what it does, for people. `like`: the mode of `allotrope.verify` that runs chunks of text.
 
-    `settings(config, longest)`: options of the engine in place of its own. `twice`: every prompt runs before it counts.
+    `settings(config, longest)`: options of the engine in place of its own; each is tried until one exercises the mode.
+    `twice`: every prompt runs before it counts.
     """
 
     text: str
     like: str
-    settings: Callable[[EngineConfig, int], dict[str, Any]]
+    settings: tuple[Callable[[EngineConfig, int], dict[str, Any]], ...]
     twice: bool = False
 
 
@@ -72,53 +73,82 @@ def _tight(config: EngineConfig, longest: int) -> dict[str, Any]:
     return tight_settings(config, longest, windows=8, reuse=True)
 
 
-COLD: dict[str, Any] = {"enable_prefix_caching": False}
+def _tightest(config: EngineConfig, longest: int) -> dict[str, Any]:
+    """What windows take does not grow with a sequence: there must be fewer of them than sequences."""
+    return tight_settings(config, longest, windows=1, reuse=True)
+
+
+def _always(**settings: Any) -> tuple[Callable[[EngineConfig, int], dict[str, Any]], ...]:
+    return (lambda config, longest: settings,)
+
+
 MODES: dict[ModeName, Mode] = {
-    "cold": Mode("nothing in the prefix cache", "whole", lambda config, longest: COLD),
+    "cold": Mode("nothing in the prefix cache", "whole", _always(enable_prefix_caching=False)),
     "warm": Mode(
         "every prompt was run before, and is in the prefix cache",
         "cached",
-        lambda config, longest: {"enable_prefix_caching": True},
+        _always(enable_prefix_caching=True),
         twice=True,
     ),
     "chunked": Mode(
         f"{_CHUNK} tokens a step",
         "chunked-64",
-        lambda config, longest: {**COLD, "max_num_batched_tokens": _CHUNK, "max_num_seqs": 8},
+        _always(enable_prefix_caching=False, max_num_batched_tokens=_CHUNK, max_num_seqs=8),
     ),
-    "preempted": Mode("memory for the longest item alone", "preempted", _tight),
+    "preempted": Mode("memory for the longest item alone", "preempted", (_tight, _tightest)),
     "two-ranks": Mode(
-        "two processes share each layer", "whole", lambda config, longest: {**COLD, "tensor_parallel_size": 2}
+        "two processes share each layer", "whole", _always(enable_prefix_caching=False, tensor_parallel_size=2)
     ),
 }
 """By name, in the order in which they run."""
 
 
 def ask_engine(config: EngineConfig, items: Items, name: ModeName, log: Log = lambda text: None) -> Answers:
-    """Run all items in a mode. Raises NotExercised if what the mode is there to try did not come about."""
-    mode = MODES[name]
+    """Run all items in a mode. Raises NotExercised if what the mode is there to try came about in no part of them."""
     started = time.monotonic()
-    own = dataclasses.replace(config, max_model_len=items.longest)
-    own = dataclasses.replace(own, **mode.settings(own, items.longest))
     remarks: list[str] = []
+    unexercised: list[str] = []
     tasks: dict[str, tuple[Answer, ...]] = {}
     losses: tuple[tuple[float, ...], ...] = ()
     if items.tasks:
         log(f"{name}: tasks")
-        tasks, remark = _ask_tasks(own, items.tasks, mode, name)
-        remarks.append(remark)
+        try:
+            tasks, remark = _ask_tasks(config, items, name)
+            remarks.append(remark and f"tasks: {remark}")
+        except NotExercised as reason:
+            unexercised.append(f"tasks: {reason}")
     if items.text is not None:
         log(f"{name}: text")
-        # The mode of `verify` makes these settings itself; ranks are the config's.
-        ranks = dataclasses.replace(config, tensor_parallel_size=own.tensor_parallel_size)
-        losses, remark = _ask_text(ranks, items.text, mode.like)
-        remarks.append(remark)
-    remark = "; ".join(one for one in remarks if one)
+        try:
+            losses, remark = _ask_text(config, items.text, name)
+            remarks.append(remark and f"text: {remark}")
+        except NotExercised as reason:
+            unexercised.append(f"text: {reason}")
+    if not tasks and not losses:
+        raise NotExercised("; ".join(unexercised))
+    remark = "; ".join(one for one in (*remarks, *unexercised) if one)
     return Answers(name, tasks, losses, remark, time.monotonic() - started)
 
 
-def _ask_tasks(
-    config: EngineConfig, tasks: dict[str, tuple[Item, ...]], mode: Mode, name: ModeName
+def _ask_tasks(config: EngineConfig, items: Items, name: ModeName) -> tuple[dict[str, tuple[Answer, ...]], str]:
+    mode = MODES[name]
+    whole = dataclasses.replace(config, max_model_len=items.longest)
+    for i, settings in enumerate(mode.settings):
+        try:
+            return _generate(
+                dataclasses.replace(whole, **settings(whole, items.longest)),
+                items.tasks,
+                mode,
+                squeezed=name == "preempted",
+            )
+        except NotExercised:
+            if i + 1 == len(mode.settings):
+                raise
+    raise AssertionError(f"the mode {name} has no settings")
+
+
+def _generate(
+    config: EngineConfig, tasks: dict[str, tuple[Item, ...]], mode: Mode, *, squeezed: bool
 ) -> tuple[dict[str, tuple[Answer, ...]], str]:
     llm = LLM(**dataclasses.asdict(config))
     try:
@@ -140,20 +170,22 @@ def _ask_tasks(
         llm.close()
     if mode.twice and not cached:
         raise NotExercised("no prompt was found in the prefix cache: none has the tokens of one shared page")
-    if name == "preempted" and not preemptions:
+    if squeezed and not preemptions:
         raise NotExercised("no sequence was preempted: what this model keeps of a prompt does not grow enough")
-    reused = f"tasks: {cached} of {total} prompt tokens reused" if mode.twice else ""
-    return answers, f"tasks: {preemptions} preemptions" if name == "preempted" else reused
+    reused = f"{cached} of {total} prompt tokens reused" if mode.twice else ""
+    return answers, f"{preemptions} preemptions" if squeezed else reused
 
 
 def _params(item: Item) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=item.max_tokens, stop=("\n",))
 
 
-def _ask_text(config: EngineConfig, text: TextChunks, like: str) -> tuple[tuple[tuple[float, ...], ...], str]:
+def _ask_text(config: EngineConfig, text: TextChunks, name: ModeName) -> tuple[tuple[tuple[float, ...], ...], str]:
+    if name == "two-ranks":
+        config = dataclasses.replace(config, tensor_parallel_size=2)
     recorder = LossRecorder(text)
-    remark = ALL[like].run(Bench(config, text.chunks, thorough=True), recorder)
-    return tuple(tuple(losses.tolist()) for losses in recorder.losses.values()), f"text: {remark}" if remark else ""
+    remark = ALL[MODES[name].like].run(Bench(config, text.chunks, thorough=True), recorder)
+    return tuple(tuple(losses.tolist()) for losses in recorder.losses.values()), remark
 
 
 class LossRecorder:

@@ -43,11 +43,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Difference:
-    """A figure beside the same one of what it is held to. `unequal`: items that one of them got right alone."""
+    """A figure beside the same one of what it is held to."""
 
     figure: Figure
     wanted: Figure
-    unequal: int | None
 
     @property
     def inside(self) -> bool:
@@ -57,13 +56,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one way of running the items came to. `right`: "1" or "0" for each item, by figure. `residues`: of recall,
-    (right, items) by the prompt's length in tokens modulo 64.
+    """What one way of running the items came to. `answers`: first lines, by task. `residues`: of recall, (right, items)
+    by the prompt's length in tokens modulo 64.
     """
 
     name: str
     figures: tuple[Figure, ...]
-    right: dict[str, str]
+    answers: dict[str, tuple[str, ...]]
     residues: tuple[tuple[int, int], ...] = ()
     remark: str = ""
     seconds: float = 0.0
@@ -71,48 +70,52 @@ class Measured:
     def differences(self, wanted: Measured) -> list[Difference]:
         """Each figure that both have."""
         theirs = {figure.name: figure for figure in wanted.figures}
-        return [
-            Difference(figure, theirs[figure.name], _unequal(self.right, wanted.right, figure.name))
-            for figure in self.figures
-            if figure.name in theirs
-        ]
+        return [Difference(figure, theirs[figure.name]) for figure in self.figures if figure.name in theirs]
+
+    def unequal(self, wanted: Measured) -> dict[str, tuple[int, int]]:
+        """How many answers of each task that both have are others than `wanted` has, and of how many."""
+        pairs = {
+            task: (answers, wanted.answers[task]) for task, answers in self.answers.items() if task in wanted.answers
+        }
+        return {
+            task: (sum(one != other for one, other in zip(ours, theirs, strict=True)), len(ours))
+            for task, (ours, theirs) in pairs.items()
+        }
 
     def worst_residues(self, count: int) -> list[tuple[int, int, int]]:
         """(residue, right, items) of those with the smallest share, worst first."""
         known = [(i, right, total) for i, (right, total) in enumerate(self.residues) if total]
         return sorted(known, key=lambda one: (one[1] / one[2], one[0]))[:count]
 
-
-def _unequal(ours: dict[str, str], theirs: dict[str, str], name: str) -> int | None:
-    if name not in ours or name not in theirs:
-        return None
-    return sum(one != other for one, other in zip(ours[name], theirs[name], strict=True))
+    @property
+    def even(self) -> bool:
+        """Whether recall is the same at every length."""
+        return len({right / total for right, total in self.residues if total}) < 2
 
 
 def measure(items: Items, answers: Answers) -> Measured:
     """Figures of `answers`."""
     figures: list[Figure] = []
-    rights: dict[str, str] = {}
     residues: tuple[tuple[int, int], ...] = ()
     remark = answers.remark
-    if items.text is not None:
+    if items.text is not None and answers.losses:
         missing = sum(math.isnan(loss) for one in answers.losses for loss in one[items.text.first :])
         if missing:
             remark += f"; text has no figure: {missing} of its tokens were not computed, as they were cached"
         else:
             figures.append(_text_figure(items.text, answers.losses))
-    for task, asked in items.tasks.items():
-        marks = [mark(item.example, answer.text) for item, answer in zip(asked, answers.tasks[task], strict=True)]
+    for task, given in answers.tasks.items():
+        asked = items.tasks[task]
+        marks = [mark(item.example, answer.text) for item, answer in zip(asked, given, strict=True)]
         groups = _groups(task, asked)
         figures += [_share(name, marks, chosen) for name, chosen in groups.items()]
-        rights[task] = "".join(str(int(one.exact)) for one in marks)
         if task in ("json", "tool_call"):
             valid = [Mark(one.valid, one.valid) for one in marks]
             figures.append(_share(f"{task}, valid", valid, range(len(valid))))
-            rights[f"{task}, valid"] = "".join(str(int(one.valid)) for one in marks)
         if task == "recall":
             residues = _residues(asked, marks)
-    return Measured(answers.name, tuple(figures), rights, residues, remark, answers.seconds)
+    texts = {task: tuple(answer.text for answer in given) for task, given in answers.tasks.items()}
+    return Measured(answers.name, tuple(figures), texts, residues, remark, answers.seconds)
 
 
 def _text_figure(text: TextChunks, losses: Sequence[Sequence[float]]) -> Figure:

@@ -54,8 +54,7 @@ class Report:
 
     def differences(self) -> dict[str, list[Difference]]:
         """Of each mode that is held to something, by its name."""
-        held = self.modes if self.baseline is not None else self.modes[1:]
-        return {mode.name: mode.differences(self.wanted) for mode in held}
+        return {mode.name: mode.differences(self.wanted) for mode in self.held()}
 
     @property
     def passed(self) -> bool:
@@ -74,12 +73,24 @@ class Report:
         """What happened in each mode, and which lengths recall is worst at."""
         lines = [f"{mode.name}: {mode.remark}" for mode in self.modes if mode.remark]
         lines += [f"{one.name}: {'failed' if one.broken else 'not exercised'}: {one.reason}" for one in self.skipped]
-        for mode in (*self.modes, *([] if self.baseline is None else [self.baseline])):
-            worst = [one for one in mode.worst_residues(_WORST) if one[1] < one[2]]
-            if worst:
-                text = ", ".join(f"{residue} ({right} of {total})" for residue, right, total in worst)
-                lines.append(f"{mode.name}: recall is worst where prompt tokens mod {RESIDUES} are {text}")
+        for mode in self.runs():
+            if not mode.even:
+                worst = ", ".join(f"{i} ({right} of {total})" for i, right, total in mode.worst_residues(_WORST))
+                lines.append(f"{mode.name}: recall is worst where prompt tokens mod {RESIDUES} are {worst}")
+        for mode in self.held():
+            counts = mode.unequal(self.wanted)
+            text = ", ".join(f"{unequal} of {total} of {task}" for task, (unequal, total) in counts.items() if unequal)
+            if counts:
+                lines.append(f"{mode.name}: answers other than of {self.wanted.name}: {text or 'none'}")
         return lines
+
+    def runs(self) -> list[Measured]:
+        """Every mode, and the baseline."""
+        return [*self.modes, *([] if self.baseline is None else [self.baseline])]
+
+    def held(self) -> tuple[Measured, ...]:
+        """The modes that are held to something."""
+        return self.modes if self.baseline is not None else self.modes[1:]
 
     def verdict(self) -> list[str]:
         """Every figure outside, then one line for all."""
@@ -122,11 +133,11 @@ class Report:
                     "figure": one.figure.name,
                     "difference": one.figure.estimate.value - one.wanted.estimate.value,
                     "inside": one.inside,
-                    "unequal_items": one.unequal,
                 }
                 for name, differences in self.differences().items()
                 for one in differences
             ],
+            "unequal_answers": {mode.name: mode.unequal(self.wanted) for mode in self.held()},
         }
 
 
@@ -134,7 +145,7 @@ def _as_json(measured: Measured) -> dict[str, Any]:
     return {
         "name": measured.name,
         "figures": [figure.as_json() for figure in measured.figures],
-        "right": measured.right,
+        "answers": measured.answers,
         "residues": [list(one) for one in measured.residues],
         "remark": measured.remark,
         "seconds": measured.seconds,
@@ -143,10 +154,9 @@ def _as_json(measured: Measured) -> dict[str, Any]:
 
 def _difference(one: Difference, wanted: str) -> str:
     ours, theirs, unit = one.figure.estimate, one.wanted.estimate, one.figure.unit
-    unequal = "" if one.unequal is None else f"; {one.unequal} items differ"
     return (
         f"{one.figure.name} is {_number(ours.value, unit)}, {wanted} has {_number(theirs.value, unit)} "
-        f"({_bounds(theirs, unit)}){unequal}"
+        f"{_bounds(theirs, unit)}"
     )
 
 
@@ -155,15 +165,16 @@ def _number(value: float, unit: str) -> str:
 
 
 def _bounds(estimate: Estimate, unit: str) -> str:
-    return f"{_number(estimate.low, unit)} to {_number(estimate.high, unit)}"
+    return f"[{_number(estimate.low, unit)}, {_number(estimate.high, unit)}]"
 
 
 def figure_table(report: Report) -> Table:
     """One row a figure, one column a way of running the items."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
+    from rich.text import Text
 
-    runs = [*report.modes, *([] if report.baseline is None else [report.baseline])]
+    runs = report.runs()
     outside = {
         (name, one.figure.name) for name, found in report.differences().items() for one in found if not one.inside
     }
@@ -174,7 +185,7 @@ def figure_table(report: Report) -> Table:
         cells = []
         for run, figures in zip(runs, by_name, strict=True):
             cell = _cell(figures.get(name))
-            cells.append(f"[bold red]{cell}[/bold red]" if (run.name, name) in outside else cell)
+            cells.append(Text(cell, style="bold red" if (run.name, name) in outside else ""))
         known = next(figures[name] for figures in by_name if name in figures)
         unit = "" if known.unit == "share" else f" ({known.unit})"
         table.add_row(f"{name}{unit}", str(known.estimate.count), *cells)
@@ -184,7 +195,7 @@ def figure_table(report: Report) -> Table:
 def _cell(figure: Figure | None) -> str:
     if figure is None:
         return "-"
-    return f"{_number(figure.estimate.value, figure.unit)} ({_bounds(figure.estimate, figure.unit)})"
+    return f"{_number(figure.estimate.value, figure.unit)} {_bounds(figure.estimate, figure.unit)}"
 
 
 def write_json(path: Path, report: Report) -> None:
@@ -198,7 +209,7 @@ def _finite(value: Any) -> Any:
         return None
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def read_report(path: Path) -> tuple[Measured, str]:
@@ -214,7 +225,8 @@ def read_report(path: Path) -> tuple[Measured, str]:
             for one in mode["figures"]
         )
         residues = tuple((right, total) for right, total in mode["residues"])
-        measured = Measured(f"{path.name} ({mode['name']})", figures, mode["right"], residues)
+        answers = {task: tuple(texts) for task, texts in mode["answers"].items()}
+        measured = Measured(f"{path.name} ({mode['name']})", figures, answers, residues)
         return measured, str(document["items_sha256"])
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}"
@@ -227,7 +239,7 @@ def write_plot(path: Path, report: Report) -> None:
     Raises ConfigError where matplotlib is missing.
     """
     pyplot = load_pyplot()
-    runs = [*report.modes, *([] if report.baseline is None else [report.baseline])]
+    runs = report.runs()
     panels = pyplot.subplots(1, 3, figsize=(14.4, 4.8), layout="constrained")[1]
     for i, run in enumerate(runs):
         near = [one for one in run.figures if "distance" in one.name]

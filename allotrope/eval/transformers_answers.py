@@ -52,12 +52,16 @@ def ask_transformers(
     for name, asked in items.tasks.items():
         log(f"Transformers: {name}")
         tasks[name] = tuple(
-            continue_greedily(model, tokenizer, item.ids, draft.ids, item.max_tokens, ends)
-            for item, draft in zip(asked, drafts.tasks[name], strict=True)
+            continue_greedily(model, tokenizer, item.ids, draft, item.max_tokens, ends)
+            for item, draft in zip(asked, _drafts(drafts, name, len(asked)), strict=True)
         )
     log("Transformers: text")
     losses = () if items.text is None else tuple(text_losses(model, items.text))
     return Answers("transformers", tasks, losses, seconds=time.monotonic() - started)
+
+
+def _drafts(answers: Answers, name: str, count: int) -> list[tuple[int, ...]]:
+    return [answer.ids for answer in answers.tasks[name]] if name in answers.tasks else [()] * count
 
 
 def continue_greedily(
