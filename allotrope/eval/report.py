@@ -234,32 +234,36 @@ def read_report(path: Path) -> tuple[Measured, str]:
 
 
 def write_plot(path: Path, report: Report) -> None:
-    """Draw recall by distance and by length, and the other shares, to the PNG file `path`.
+    """Draw recall by distance and by length, the other shares, and the text's bits, to the PNG file `path`.
 
     Raises ConfigError where matplotlib is missing.
     """
     pyplot = load_pyplot()
+    figure, grid = pyplot.subplots(2, 2, figsize=(12.8, 8.4), layout="constrained")
+    distance, length, shares, text = (panel for row in grid for panel in row)
     runs = report.runs()
-    panels = pyplot.subplots(1, 3, figsize=(14.4, 4.8), layout="constrained")[1]
     for i, run in enumerate(runs):
-        near = [one for one in run.figures if "distance" in one.name]
-        _points(panels[0], near, run.name, i / (8 * len(runs)))
-        shares = [one for one in run.figures if one.unit == "share" and "," not in one.name.replace(", valid", "")]
-        _points(panels[2], shares, run.name, i / (8 * len(runs)))
+        # Side by side, so that equal ones do not hide each other.
+        shift = 0.7 * ((i + 0.5) / len(runs) - 0.5)
+        _points(distance, [one for one in run.figures if "distance" in one.name], run.name, shift)
+        tasks = [one for one in run.figures if one.unit == "share" and not one.name.startswith("recall,")]
+        _points(shares, tasks, run.name, shift)
+        _points(text, [one for one in run.figures if one.name == "text"], run.name, shift)
         known = [(residue, right / total) for residue, (right, total) in enumerate(run.residues) if total]
         if known:
-            panels[1].plot(*zip(*known, strict=True), marker="o", markersize=3, linewidth=0.8, label=run.name)
-    panels[0].set_title("recall by bytes to the value", fontsize=10)
-    panels[1].set_title(f"recall by prompt tokens mod {RESIDUES}", fontsize=10)
-    panels[2].set_title("; ".join(_texts(runs)) or "tasks", fontsize=10)
-    for panel in panels:
-        panel.set_ylim(-0.02, 1.02)
+            length.plot(*zip(*known, strict=True), marker="o", markersize=3, linewidth=0.8, label=run.name)
+    distance.set_title("recall by bytes between value and query", fontsize=10)
+    length.set_title(f"recall by prompt tokens modulo {RESIDUES}", fontsize=10)
+    length.xaxis.set_major_locator(pyplot.MultipleLocator(FOLDED))
+    shares.set_title("right answers, and answers of the right format", fontsize=10)
+    units = {one.unit for run in runs for one in run.figures if one.name == "text"}
+    text.set_title(" and ".join(units) or "text", fontsize=10)
+    for panel in (distance, length, shares, text):
+        if panel is not text:
+            panel.set_ylim(-0.02, 1.02)
         panel.grid(alpha=0.3)
         if panel.has_data():
             panel.legend(fontsize=8)
-    panels[1].xaxis.set_major_locator(pyplot.MultipleLocator(FOLDED))
-    panels[1].tick_params(axis="x", rotation=90)
-    figure = panels[0].figure
     figure.suptitle(f"{report.model}: {report.engine}", fontsize=10)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -277,13 +281,8 @@ def load_pyplot() -> Any:
     return pyplot
 
 
-def _texts(runs: list[Measured]) -> list[str]:
-    texts = [(run.name, one) for run in runs for one in run.figures if one.name == "text"]
-    return [f"{name}: {_number(one.estimate.value, one.unit)} {one.unit}" for name, one in texts]
-
-
 def _points(panel: Any, figures: list[Figure], label: str, shift: float) -> None:
-    """Values with their intervals. `shift`: to the right, so that runs do not hide each other."""
+    """Values with their intervals. `shift`: to the right, in distances between two figures."""
     if not figures:
         return
     values = [one.estimate.value for one in figures]
