@@ -75,8 +75,13 @@ class Items:
         return digest.hexdigest()
 
 
-def make_items(options: EvalOptions, tokenizer: Tokenizer, seed: int) -> Items:
-    """Draw every item. Raises ConfigError if a length is too short for a task, or the text for two chunks."""
+def make_items(options: EvalOptions, tokenizer: Tokenizer, seed: int, context: int) -> Items:
+    """Draw every item. `context`: most tokens that a prompt and its answer may have.
+
+    Raises ConfigError if a length is too short for a task or too long for the context, or the text for two chunks.
+    """
+    if "text" in options.named_tasks() and options.text_length > context:
+        raise ConfigError(f"bad options: text_length={options.text_length}; the model has a context of {context}.")
     names = [name for name in options.named_tasks() if name != "text"]
     lengths = options.named_lengths()
     tasks: dict[str, tuple[Item, ...]] = {}
@@ -85,7 +90,7 @@ def make_items(options: EvalOptions, tokenizer: Tokenizer, seed: int) -> Items:
         chosen = lengths if name == "recall" else lengths[:1]
         try:
             tasks[name] = tuple(
-                _item(name, options.items * j + i, length + i % 64, tokenizer, seed)
+                _item(name, options.items * j + i, length + i % 64, tokenizer, seed, context)
                 for j, length in enumerate(chosen)
                 for i in range(options.items)
             )
@@ -96,10 +101,16 @@ def make_items(options: EvalOptions, tokenizer: Tokenizer, seed: int) -> Items:
     return Items(tasks, _text_chunks(options, tokenizer) if "text" in options.named_tasks() else None)
 
 
-def _item(task: str, index: int, length: int, tokenizer: Tokenizer, seed: int) -> Item:
+def _item(task: str, index: int, length: int, tokenizer: Tokenizer, seed: int, context: int) -> Item:
     example = make(task, task_rng("eval", task, index, seed), length)
     ids = tuple(tokenizer.encode(example.prompt.decode()))
-    return Item(example, ids, len(example.answer) + _SPARE.get(task, 2))
+    item = Item(example, ids, len(example.answer) + _SPARE.get(task, 2))
+    if len(ids) + item.max_tokens > context:
+        raise ValueError(
+            f"a prompt of {length} bytes and its answer have up to {len(ids) + item.max_tokens} tokens, and the model a "
+            f"context of {context}"
+        )
+    return item
 
 
 def read_text(path: Path | None) -> tuple[str, str]:

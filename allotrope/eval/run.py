@@ -33,9 +33,9 @@ def evaluate(config: EngineConfig, options: EvalOptions, log: Log = lambda text:
     started = time.monotonic()
     load_plan = resolve_load_plan(config)
     tokenizer = load_tokenizer(tokenizer_path(config, load_plan.checkpoint))
+    _check(config, options)
     log("drawing items")
-    items = make_items(options, tokenizer, config.seed)
-    _check(config, options, load_plan, items)
+    items = make_items(options, tokenizer, config.seed, load_plan.max_model_len)
     stored = _stored(options, items)
     runs: list[Measured] = []
     skipped: list[Skipped] = []
@@ -73,14 +73,9 @@ def evaluate(config: EngineConfig, options: EvalOptions, log: Log = lambda text:
     )
 
 
-def _check(config: EngineConfig, options: EvalOptions, load_plan: LoadPlan, items: Items) -> None:
+def _check(config: EngineConfig, options: EvalOptions) -> None:
     """Refuse what cannot come to a figure before weights are read."""
     wrong = []
-    if items.longest > load_plan.max_model_len:
-        wrong.append(
-            f"lengths={options.lengths!r} and text_length={options.text_length} take up to {items.longest} tokens; "
-            f"{config.model} has a context of {load_plan.max_model_len}"
-        )
     if options.baseline == "transformers" and config.load_format == "dummy":
         wrong.append("load_format='dummy' has no weights that Transformers could read")
     if "two-ranks" in options.named_modes() and config.tensor_parallel_size > 1:
