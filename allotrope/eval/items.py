@@ -107,8 +107,8 @@ def _item(task: str, index: int, length: int, tokenizer: Tokenizer, seed: int, c
     item = Item(example, ids, len(example.answer) + _SPARE.get(task, 2))
     if len(ids) + item.max_tokens > context:
         raise ValueError(
-            f"a prompt of {length} bytes and its answer have up to {len(ids) + item.max_tokens} tokens, and the model a "
-            f"context of {context}"
+            f"a prompt of {length} bytes and its answer have up to {len(ids) + item.max_tokens} tokens, "
+            f"and the model a context of {context}"
         )
     return item
 

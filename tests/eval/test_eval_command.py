@@ -125,7 +125,7 @@ def test_the_default_text_is_on_every_machine(windowed: TinyCheckpoint) -> None:
         (("--items", "1"), "items=1; at least 2 are needed"),
         (("--lengths", "0"), "numbers of bytes above 0"),
         (("--lengths", "8"), "recall has prompts of at least 11 bytes, not of 8"),
-        (("--lengths", "100000"), "the model a context of 2048"),
+        (("--lengths", "100000"), "and the model a context of 2048"),
         (("--text", "/no/such/file"), "is no file"),
         (("--text-length", "16"), "at least 32 tokens"),
         (("--text-length", "4096"), "text_length=4096; the model has a context of 2048"),
