@@ -54,7 +54,7 @@ def _figures(mode: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {figure["name"]: figure for figure in mode["figures"]}
 
 
-def test_transformers_and_every_mode_answer_alike(windowed: TinyCheckpoint, text: Path, tmp_path: Path) -> None:
+def test_every_mode_answers_as_transformers_does(windowed: TinyCheckpoint, text: Path, tmp_path: Path) -> None:
     document, picture = tmp_path / "found.json", tmp_path / "found.png"
     done = command(
         *(windowed.directory, *SMALL, "--text", text, "--modes", "cold,warm,chunked,preempted"),
