@@ -75,7 +75,8 @@ class Report:
         lines += [f"{one.name}: {'failed' if one.broken else 'not exercised'}: {one.reason}" for one in self.skipped]
         for mode in self.runs():
             if not mode.even:
-                worst = ", ".join(f"{i} ({right} of {total})" for i, right, total in mode.worst_residues(_WORST))
+                lacking = [one for one in mode.worst_residues(_WORST) if one[1] < one[2]]
+                worst = ", ".join(f"{i} ({right} of {total})" for i, right, total in lacking)
                 lines.append(f"{mode.name}: recall is worst where prompt tokens mod {RESIDUES} are {worst}")
         for mode in self.held():
             counts = mode.unequal(self.wanted)
