@@ -228,7 +228,7 @@ class Trainer:
 
     def _capture(self, batch: Batch, sparse: bool) -> Callable[[], dict[str, torch.Tensor]]:
         """The step as a CUDA graph. It warms up with real updates, and gives their effect back."""
-        kept = [tensor.clone() for tensor in self._state()]
+        kept = {tensor: tensor.clone() for tensor in self._state()}
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -240,12 +240,12 @@ class Trainer:
         with torch.cuda.graph(graph, pool=self.pool):
             losses = self._update(batch, sparse)
         with torch.no_grad():
-            state = list(self._state())
-            for tensor, before in zip(state, kept, strict=False):
-                tensor.copy_(before)
-            # At the first capture, the optimizer had no state before.
-            for tensor in state[len(kept) :]:
-                tensor.zero_()
+            for tensor in self._state():
+                if tensor in kept:
+                    tensor.copy_(kept[tensor])
+                else:
+                    # The optimizer had no state of this parameter before.
+                    tensor.zero_()
 
         def replay() -> dict[str, torch.Tensor]:
             graph.replay()
@@ -254,7 +254,7 @@ class Trainer:
         return replay
 
     def _state(self) -> Iterator[torch.Tensor]:
-        """Every tensor that a step changes: the model's first, then the optimizer's."""
+        """Every tensor that a step changes."""
         yield from self.model.parameters()
         yield from self.model.buffers()
         for group in self.optimizer.param_groups:

@@ -291,3 +291,17 @@ def test_the_schedule_follows_the_progress() -> None:
     assert schedule.shares(0.49) == {256: 1.0} and schedule.shares(0.5) == {512: 0.5, 4096: 0.5}
     assert [schedule.rate(*at) for at in ((0, 0.0), (9, 0.1), (500, 0.7), (900, 0.875))] == [0.1, 1.0, 1.0, 0.5]
     assert schedule.at_most(512).shares(0.9) == {512: 1.0} and schedule.at_most(512).lengths == (256, 512)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_in_graphs_are_those_outside(name: str) -> None:
+    """Two lengths in turn, and an optimizer whose state begins with the first graph."""
+    curves = []
+    for graphs in (False, True):
+        model = build(name, config(name)).cuda()
+        schedule = Schedule(phases=((0.0, {128: 0.5, 256: 0.5}),), tokens=1024, warmup=2, rows=16)
+        rows = {length: draw_rows(PROSE, 8, length, 0) for length in (128, 256)}
+        curves.append(Trainer(model, rows, schedule, 0, graphs).run(None, 8, 1, lambda line: None).entries)
+    for eager, graphed in zip(*curves, strict=True):
+        assert graphed["total"] == pytest.approx(eager["total"], rel=0.03)
