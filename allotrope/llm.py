@@ -61,7 +61,7 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ModelError if it has none; prompts of token ids need none."""
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(_tokenizer_path(self.config, self.engine.checkpoint))
+            self._tokenizer = load_tokenizer(tokenizer_path(self.config, self.engine.checkpoint))
         return self._tokenizer
 
     @property
@@ -169,7 +169,7 @@ def _has_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> bool:
     return config.tokenizer is not None or checkpoint.tokenizer_path is not None
 
 
-def _tokenizer_path(config: EngineConfig, checkpoint: Checkpoint) -> str:
+def tokenizer_path(config: EngineConfig, checkpoint: Checkpoint) -> str:
     """The path of the model's tokenizer. Raises ModelError if neither the checkpoint nor --tokenizer gives one."""
     if config.tokenizer is not None:
         return str(locate(config.tokenizer, with_weights=False))

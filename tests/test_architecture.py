@@ -26,6 +26,7 @@ ORDER = [
     {"loading"},
     {"engine", "plugins"},
     {"llm", "server", "verify", "bench"},
+    {"eval"},
     {"commands"},
     {"cli"},
     {"__main__"},

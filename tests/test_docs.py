@@ -20,6 +20,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Flags of other programs that a page may name.
 OTHER_FLAGS = {"--index-url", "--no-deps", "--additional-config", "--no-enable-prefix-caching"}
+LM_EVAL_FLAGS = {"--model-args", "--include-path", "--log-samples", "--output-path", "--apply-chat-template"}
+LM_EVAL_FLAGS |= {"--gen-kwargs", "--limit"}
 # Made on the user's machine, or named as a pattern.
 NOT_IN_THE_TREE = (".venv", ".cache", "path/to/")
 
@@ -53,8 +55,11 @@ def unknown(kind: str, pattern: str, text: str, is_known: Callable[[str], bool])
 def faults(page: Path) -> list[str]:
     """Everything that the page names and that does not exist."""
     known = commands()
-    scripts = re.findall(r'add_argument\(\s*"(--[\w-]+)"', "".join(f.read_text() for f in ROOT.glob("bench/**/*.py")))
-    flags = set().union(*known.values(), REFUSED, OTHER_FLAGS, scripts, {"--help", "--debug"})
+    scripts = re.findall(
+        r'add_argument\(\s*"(--[\w-]+)"',
+        "".join(f.read_text() for f in [*ROOT.glob("bench/**/*.py"), *ROOT.glob("examples/**/*.py")]),
+    )
+    flags = set().union(*known.values(), REFUSED, OTHER_FLAGS, LM_EVAL_FLAGS, scripts, {"--help", "--debug"})
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     text = page.read_text()

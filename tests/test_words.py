@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("allotrope", "tests", "bench", "examples")
+FOLDERS = ("allotrope", "tests", "bench", "train", "examples")
 
 # A home-made word, or several in a row -> the field's word.
 WORDS = {

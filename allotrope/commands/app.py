@@ -11,6 +11,7 @@ import typer
 from allotrope.commands.benchmarks import bench_latency, bench_serve, bench_throughput
 from allotrope.commands.chat import chat
 from allotrope.commands.compat import compat
+from allotrope.commands.eval import evaluate
 from allotrope.commands.families import families
 from allotrope.commands.flags import FlagCommand, expand_configs
 from allotrope.commands.generate import generate
@@ -28,6 +29,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "chat": chat,
     "plan": plan,
     "verify": verify,
+    "eval": evaluate,
     "families": families,
     "compat": compat,
     "version": version,

@@ -45,6 +45,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "chat": ("allotrope chat model.gguf", "allotrope chat --url http://127.0.0.1:8000"),
     "plan": ("allotrope plan ./model --memory 80GiB --tensor-parallel-size 2",),
     "verify": ("allotrope verify ./model", "allotrope verify ./model --sweep"),
+    "eval": (
+        "allotrope eval ./model --baseline transformers --dtype float32",
+        "allotrope eval ./model --modes all --tasks text,recall --lengths 1024,16384",
+    ),
     "latency": ("allotrope bench latency ./model --batch-size 8 --input-len 256 --output-len 64",),
     "throughput": ("allotrope bench throughput ./model --num-prompts 64",),
     "bench serve": ("allotrope bench serve --url http://127.0.0.1:8000 --request-rate 4 --plot run.png",),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def _status_2(command: Callable[..., None]) -> Callable[..., None]:
+def status_2(command: Callable[..., None]) -> Callable[..., None]:
     """`command`, whose own errors end it with status 2, for 1 says that the model is wrong."""
 
     @functools.wraps(command)
@@ -39,7 +39,8 @@ def _status_2(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _say(console: Console, lines: list[str]) -> None:
+def say(console: Console, lines: list[str]) -> None:
+    """Print lines as they are: no colours, no wrapping."""
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -60,7 +61,7 @@ def _sweep(engine: EngineConfig, options: VerifyOptions) -> None:
         raise typer.Exit(1)
 
 
-@_status_2
+@status_2
 @expand_configs
 def verify(engine: EngineConfig, options: VerifyOptions) -> None:
     """Hold the engine against stored outputs or Transformers, in every way it can cut its work. Exit status 0: it is
@@ -83,9 +84,9 @@ def verify(engine: EngineConfig, options: VerifyOptions) -> None:
     # Narrower, the tables would lose their figures; a pipe has no width of its own.
     console = Console()
     console.width = max(console.width, 100)
-    _say(console, report.heading())
+    say(console, report.heading())
     console.print(mode_table(report))
-    _say(console, report.legend())
+    say(console, report.legend())
     if report.layers is not None:
         print(f"\nrelative error of hidden states, layer by layer; allowed: {max(report.layers.limits):.0e}")
         console.print(layer_table(report.layers))
@@ -95,6 +96,6 @@ def verify(engine: EngineConfig, options: VerifyOptions) -> None:
     if options.plot is not None:
         write_plot(options.plot, report)
         print(f"wrote {options.plot}")
-    _say(console, report.verdict())
+    say(console, report.verdict())
     if not report.passed:
         raise typer.Exit(1)

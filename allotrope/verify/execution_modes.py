@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from allotrope.engine.observer import Observer
 from allotrope.layers.parallel import Parallel
 from allotrope.request import Request, SamplingParams
 from allotrope.verify.prompts import draw_prompt
-from allotrope.verify.sample import Sample
+from allotrope.verify.sample import ForcedTokens
 
 # Steps of the modes that take a step for every token or three of them, unless all is asked for.
 _SLOW_STEPS = 300
@@ -30,17 +30,18 @@ _SLOW_STEPS = 300
 _TOGETHER, _TIGHT = 16, 8
 
 Attach = Callable[[Engine], None]
+SampleT = TypeVar("SampleT", bound=ForcedTokens, covariant=True)
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(Generic[SampleT]):
     """What all modes share. `config`: the engine as asked for. `samples`: what is run. `thorough`: leave none out.
 
     `attach(engine)`: called with each engine before it runs.
     """
 
     config: EngineConfig
-    samples: Sequence[Sample]
+    samples: Sequence[SampleT]
     thorough: bool = False
     attach: Attach | None = None
 
@@ -93,7 +94,7 @@ class ExecutionMode:
 
     name: str
     text: str
-    run: Callable[[Bench, Observer], str]
+    run: Callable[[Bench[ForcedTokens], Observer], str]
 
 
 class NotExercised(Exception):
@@ -113,7 +114,7 @@ def drain(engine: Engine, requests: Sequence[Request]) -> None:
                 raise RuntimeError(f"request {output.request_id} failed: {output.error}")
 
 
-def ask(sample: Sample, run: str, tokens: int | None = None) -> Request:
+def ask(sample: ForcedTokens, run: str, tokens: int | None = None) -> Request:
     """Run `run` of a sample, for `tokens` of its forced tokens or all of them."""
     return _request(f"{sample.name}/{run}", sample.prompt, min(tokens or len(sample.forced), len(sample.forced)))
 
@@ -123,14 +124,14 @@ def _request(name: str, ids: Sequence[int], tokens: int) -> Request:
     return Request(request_id=name, prompt_ids=tuple(ids), params=params)
 
 
-def _whole(bench: Bench, observer: Observer) -> str:
+def _whole(bench: Bench[ForcedTokens], observer: Observer) -> str:
     with bench.engine(observer, enable_prefix_caching=False) as engine:
         drain(engine, [ask(sample, "whole") for sample in bench.samples])
     return ""
 
 
-def _chunked(size: int) -> Callable[[Bench, Observer], str]:
-    def run(bench: Bench, observer: Observer) -> str:
+def _chunked(size: int) -> Callable[[Bench[ForcedTokens], Observer], str]:
+    def run(bench: Bench[ForcedTokens], observer: Observer) -> str:
         chosen = list(bench.samples) if bench.thorough else _some(bench.samples, _SLOW_STEPS * size)
         with bench.engine(observer, enable_prefix_caching=False, max_num_batched_tokens=size) as engine:
             drain(engine, [ask(sample, "chunked") for sample in chosen])
@@ -140,7 +141,7 @@ def _chunked(size: int) -> Callable[[Bench, Observer], str]:
     return run
 
 
-def _some(samples: Sequence[Sample], tokens: int) -> list[Sample]:
+def _some(samples: Sequence[ForcedTokens], tokens: int) -> list[ForcedTokens]:
     """Samples of at most `tokens` tokens together, long ones first, none of them more than half of all."""
     chosen, left = [], tokens
     for sample in sorted(samples, key=lambda sample: -len(sample.fed)):
@@ -150,7 +151,7 @@ def _some(samples: Sequence[Sample], tokens: int) -> list[Sample]:
     return chosen or [min(samples, key=lambda sample: len(sample.fed))]
 
 
-def _cached(bench: Bench, observer: Observer) -> str:
+def _cached(bench: Bench[ForcedTokens], observer: Observer) -> str:
     """Each prompt after a background request that begins like it, at several cuts, and after itself."""
     together = min(2 * _TOGETHER, len(bench.samples))
     settings = {"max_num_seqs": together, "max_num_batched_tokens": max(bench.longest, together)}
@@ -178,13 +179,13 @@ def _cuts(length: int, unit: int) -> list[int]:
     return list(dict.fromkeys(cut for cut in wanted if 0 < cut < length))
 
 
-def _beginning(sample: Sample, cut: int, background: Request) -> Request:
+def _beginning(sample: ForcedTokens, cut: int, background: Request) -> Request:
     """The background request's tokens behind the first `cut` tokens of the sample."""
     ids = (*sample.prompt[:cut], *background.prompt_ids[: max(1, min(3, len(sample.fed) - cut - 1))])
     return _request(f"background/{sample.name}", ids, 1)
 
 
-def _batched(bench: Bench, observer: Observer) -> str:
+def _batched(bench: Bench[ForcedTokens], observer: Observer) -> str:
     together = min(_TOGETHER, 2 * len(bench.samples))
     background_requests = bench.background_requests(max(4, len(bench.samples) // 2), seed=1)
     requests = [ask(sample, "batched") for sample in bench.samples] + background_requests
@@ -210,7 +211,7 @@ class _Recorder:
         return self.inner.token(request_id, index, chosen)
 
 
-def _graphs(bench: Bench, observer: Observer) -> str:
+def _graphs(bench: Bench[ForcedTokens], observer: Observer) -> str:
     """All prompts at once through captured graphs, then the same steps eagerly: not one bit may differ."""
     together = min(_TOGETHER, len(bench.samples))
     settings = {"max_num_seqs": together, "max_num_batched_tokens": max(bench.longest, together)}
@@ -236,7 +237,7 @@ def _graphs(bench: Bench, observer: Observer) -> str:
     return f"{replays} steps replayed, {len(names)} rows of logits equal to eager ones bit for bit"
 
 
-def _preempted(bench: Bench, observer: Observer) -> str:
+def _preempted(bench: Bench[ForcedTokens], observer: Observer) -> str:
     """Memory for the longest sample alone, and pages so small that every sample needs more of them as it goes on."""
     preemptions = sum(_squeezed(bench, observer, _TIGHT, reuse) for reuse in (True, False))
     if not preemptions:
@@ -247,19 +248,24 @@ def _preempted(bench: Bench, observer: Observer) -> str:
     return f"{preemptions} preemptions"
 
 
-def _squeezed(bench: Bench, observer: Observer, windows: int, reuse: bool) -> int:
-    """Run all samples in memory for the longest one and for the windows and states of so many. Returns preemptions."""
-    settings = {
+def tight_settings(config: EngineConfig, longest: int, windows: int, reuse: bool) -> dict[str, Any]:
+    """Options for pages so small and memory so tight that sequences preempt each other: `longest` tokens of context,
+    and windows and states of `windows` sequences."""
+    settings: dict[str, Any] = {
+        "max_model_len": longest,
         "max_num_seqs": _TIGHT,
         "max_num_batched_tokens": max(64, _TIGHT),
-        "page_size": min(4, bench.config.page_size),
+        "page_size": min(4, config.page_size),
         "enable_prefix_caching": reuse,
     }
-    config = dataclasses.replace(bench.config, **{**bench.fitting(), **settings})
-    demand = Demand(context=bench.longest, sequences=windows, step_tokens=max(64, _TIGHT), reuse=reuse)
-    groups = resolve_load_plan(config, Parallel(0, config.tensor_parallel_size)).groups
-    memory = make_plan(groups, demand, bench.longest).bytes
-    with bench.engine(observer, **settings, kv_cache_memory_bytes=max(1, memory)) as engine:
+    demand = Demand(context=longest, sequences=windows, step_tokens=max(64, _TIGHT), reuse=reuse)
+    load_plan = resolve_load_plan(dataclasses.replace(config, **settings), Parallel(0, config.tensor_parallel_size))
+    return settings | {"kv_cache_memory_bytes": max(1, make_plan(load_plan.groups, demand, longest).bytes)}
+
+
+def _squeezed(bench: Bench[ForcedTokens], observer: Observer, windows: int, reuse: bool) -> int:
+    """Run all samples in memory for the longest one and for the windows and states of so many. Returns preemptions."""
+    with bench.engine(observer, **tight_settings(bench.config, bench.longest, windows, reuse)) as engine:
         samples = [ask(sample, f"{windows}, reuse {reuse}") for sample in bench.samples]
         drain(engine, samples + bench.background_requests(2, seed=3))
         return engine.stats().preemptions

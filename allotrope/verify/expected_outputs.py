@@ -26,7 +26,7 @@ from allotrope.verify.logits_recorder import FreeRun
 from allotrope.verify.options import VerifyOptions
 from allotrope.verify.plain_files import plain_files
 from allotrope.verify.rounded_products import RoundedProducts, fp8_tensors
-from allotrope.verify.sample import Sample, Wanted, spread, wanted_of
+from allotrope.verify.sample import ForcedTokens, Sample, Wanted, spread, wanted_of
 from allotrope.verify.tolerance import FP8_MEDIAN, FP8_ROUNDING, Limits, with_fp8_rows
 from allotrope.verify.transformers_model import Trace, TransformersModel, load_transformers
 
@@ -143,9 +143,7 @@ def _answers(
 
 def _continue(config: EngineConfig, drawn: Sequence[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
     """The engine's own greedy tokens after each prompt."""
-    blank = torch.zeros(0)
-    nothing = Wanted(blank, blank, blank, blank, blank, blank)
-    samples = [Sample(f"p{i}", prompt, (0,) * count, (), nothing) for i, prompt in enumerate(drawn)]
+    samples = [ForcedTokens(f"p{i}", prompt, (0,) * count) for i, prompt in enumerate(drawn)]
     observer = FreeRun()
     try:
         ALL["whole"].run(Bench(config, samples), observer)

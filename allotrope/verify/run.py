@@ -26,6 +26,7 @@ from allotrope.verify.logits_recorder import LogitsRecorder
 from allotrope.verify.options import VerifyOptions
 from allotrope.verify.report import ModeResult, Report, Verdict
 from allotrope.verify.rounded_products import keeps_fp8
+from allotrope.verify.sample import Sample
 from allotrope.verify.stored import MANIFEST, Stored, has_stored, read_stored
 from allotrope.verify.tolerance import Limits, score_samples, with_fp8_rows
 
@@ -151,7 +152,7 @@ def _against_transformers(config: EngineConfig, options: VerifyOptions, load_pla
     return dataclasses.replace(report, boundaries=expected.marks)
 
 
-def _layers(bench: Bench, mode: ExecutionMode, expected: ExpectedOutputs, load_plan: LoadPlan) -> LayerReport:
+def _layers(bench: Bench[Sample], mode: ExecutionMode, expected: ExpectedOutputs, load_plan: LoadPlan) -> LayerReport:
     """Run a mode on the traced samples, looking into every layer."""
     with LayerRecorder(bench.samples, expected.traces) as recorder:
         traced = dataclasses.replace(bench, samples=list(recorder.samples.values()), attach=recorder.attach)
@@ -161,7 +162,7 @@ def _layers(bench: Bench, mode: ExecutionMode, expected: ExpectedOutputs, load_p
 
 
 def _explained(
-    bench: Bench,
+    bench: Bench[Sample],
     mode: ExecutionMode,
     expected: ExpectedOutputs,
     load_plan: LoadPlan,
@@ -185,7 +186,12 @@ def _explained(
 
 
 def _run(
-    bench: Bench, mode: ExecutionMode, recorder: LogitsRecorder, limits: Limits, tainted: dict[str, int], log: Log
+    bench: Bench[Sample],
+    mode: ExecutionMode,
+    recorder: LogitsRecorder,
+    limits: Limits,
+    tainted: dict[str, int],
+    log: Log,
 ) -> ModeResult:
     log(f"running: {mode.name}")
     started = time.monotonic()
@@ -207,7 +213,7 @@ def _run(
 def _report(
     config: EngineConfig,
     load_plan: LoadPlan,
-    bench: Bench,
+    bench: Bench[Sample],
     limits: Limits,
     results: Sequence[ModeResult],
     origin: str,

@@ -1,4 +1,4 @@
-"""A prompt and what a right engine answers to it. Must not know who gave the answer."""
+"""A prompt, the tokens that follow it, and what a right engine answers. Must not know who gave the answer."""
 
 from __future__ import annotations
 
@@ -44,21 +44,27 @@ def wanted_of(logits: torch.Tensor, most: int | None = None) -> Wanted:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """`prompt`: token ids. `forced`: tokens that follow it, whatever the engine would choose. `greedy`: what the
-    reference would choose in place of each. `wanted`: what it says after each token of `fed`.
-    """
+class ForcedTokens:
+    """`prompt`: token ids. `forced`: tokens that follow it, whatever the engine would choose."""
 
     name: str
     prompt: tuple[int, ...]
     forced: tuple[int, ...]
-    greedy: tuple[int, ...]
-    wanted: Wanted
 
     @property
     def fed(self) -> tuple[int, ...]:
         """Tokens that the engine computes: all but the last forced one, which nothing follows."""
         return (*self.prompt, *self.forced[:-1])
+
+
+@dataclass(frozen=True)
+class Sample(ForcedTokens):
+    """`greedy`: what the reference would choose in place of each forced token. `wanted`: what it says after each token
+    of `fed`.
+    """
+
+    greedy: tuple[int, ...]
+    wanted: Wanted
 
 
 def spread(samples: list[Sample]) -> float:

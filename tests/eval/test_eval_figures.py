@@ -1,0 +1,71 @@
+"""Figures of answers that are made here: which items each figure counts, and what is outside."""
+
+from __future__ import annotations
+
+from allotrope.eval.answers import Answer, Answers
+from allotrope.eval.figures import Measured, measure
+from allotrope.eval.items import Item, Items
+from allotrope.eval.tasks import make, task_rng
+
+
+def _items(task: str, count: int = 128, length: int = 700) -> Items:
+    examples = [make(task, task_rng("eval", task, i), length + i % 64) for i in range(count)]
+    return Items({task: tuple(Item(one, tuple(one.prompt), 8) for one in examples)}, None)
+
+
+def _answers(items: Items, right: list[bool], wrong: str = "?") -> Measured:
+    tasks = {
+        task: tuple(
+            Answer(item.example.answer.decode() if good else wrong, ()) for item, good in zip(asked, right, strict=True)
+        )
+        for task, asked in items.tasks.items()
+    }
+    return measure(items, Answers("made", tasks, ()))
+
+
+def _value(measured: Measured, name: str) -> tuple[float, int]:
+    (found,) = [one.estimate for one in measured.figures if one.name == name]
+    return found.value, found.count
+
+
+def test_recall_that_fails_far_away_shows_in_its_buckets_alone() -> None:
+    items = _items("recall")
+    distances = [item.example.facts["distance"] for item in items.tasks["recall"]]
+    found = _answers(items, [distance < 256 for distance in distances])
+    assert _value(found, "recall, distance 0-63") == (1.0, sum(one < 64 for one in distances))
+    assert _value(found, "recall, distance 64-255") == (1.0, sum(64 <= one < 256 for one in distances))
+    assert _value(found, "recall, distance 256-1023") == (0.0, sum(one >= 256 for one in distances))
+    outside = [one.figure.name for one in found.differences(_answers(items, [True] * 128)) if not one.inside]
+    assert "recall" in outside and "recall, distance 256-1023" in outside
+    assert "recall, distance 0-63" not in outside and "recall, distance 64-255" not in outside
+
+
+def test_recall_that_fails_at_one_length_in_four_shows_in_its_residues() -> None:
+    items = _items("recall")
+    lengths = [len(item.ids) for item in items.tasks["recall"]]
+    found = _answers(items, [length % 4 != 3 for length in lengths])
+    assert [_value(found, f"recall, tokens = {i} mod 4") for i in range(4)] == [(1.0, 32)] * 3 + [(0.0, 32)]
+    assert len(found.residues) == 64 and all(total == 2 for _, total in found.residues)
+    assert {residue % 4 for residue, right, _ in found.worst_residues(16) if not right} == {3}
+    assert not found.even and _answers(items, [True] * 128).even
+    wanted = _answers(items, [True] * 128)
+    outside = {one.figure.name for one in found.differences(wanted) if not one.inside}
+    assert {"recall", "recall, tokens = 3 mod 4"} <= outside and "recall, tokens = 0 mod 4" not in outside
+
+
+def test_formats_are_counted_apart_from_answers() -> None:
+    items = _items("json", 20, 200)
+    answers = Answers("made", {"json": tuple(Answer("{}", ()) for _ in range(20))}, ())
+    found = measure(items, answers)
+    assert _value(found, "json") == _value(found, "json, valid") == (0.0, 20)
+    right = _answers(items, [i < 15 for i in range(20)], wrong="{")
+    assert _value(right, "json") == _value(right, "json, valid") == (0.75, 20)
+
+
+def test_few_wrong_answers_are_inside_and_counted() -> None:
+    items = _items("copy", 100, 200)
+    wanted = _answers(items, [i >= 10 for i in range(100)])
+    found = _answers(items, [i >= 12 for i in range(100)])
+    assert [one.inside for one in found.differences(wanted)] == [True]
+    assert found.unequal(wanted) == {"copy": (2, 100)}
+    assert [one.inside for one in _answers(items, [i >= 30 for i in range(100)]).differences(wanted)] == [False]
