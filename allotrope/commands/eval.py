@@ -17,8 +17,8 @@ from allotrope.eval.options import EvalOptions
 @status_2
 @expand_configs
 def evaluate(engine: EngineConfig, options: EvalOptions) -> None:
-    """Measure what a model answers, with 95 % intervals. Exit status 0: all figures lie in the intervals of what they are
-    held to; 1: some do not; 2: they could not be measured.
+    """Measure what a model answers, with 95 % intervals. Exit status 0: all figures lie in the intervals of what they
+    are held to; 1: some do not; 2: they could not be measured.
 
     Measured are perplexity, recall by distance and by length, copying, sorting, arithmetic, JSON and tool calls.
     --baseline transformers asks Transformers the same and holds every mode to its intervals. Without a baseline, the
