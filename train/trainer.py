@@ -131,6 +131,8 @@ class Trainer:
         self.batches: dict[int, Batch] = {}
         self.steps: dict[tuple[int, bool], Callable[[], dict[str, torch.Tensor]]] = {}
         self.pool = torch.cuda.graph_pool_handle() if graphs else None
+        # Gradients are accumulated on the stream that first made a parameter's: all steps have one, captured or not.
+        self.stream = torch.cuda.Stream(self.device) if on_gpu else None
         self.tokens_seen = self.step_count = 0
 
     def _groups(self) -> list[dict[str, object]]:
@@ -191,12 +193,20 @@ class Trainer:
         self.step_count += 1
         self.tokens_seen += batch.tokens.shape[0] * length
         sparse = progress >= schedule.sparse_from
-        if not self.graphs:
+        if self.stream is None:
             return self._update(batch, sparse)
-        key = (length, sparse)
-        if key not in self.steps:
-            self.steps[key] = self._capture(batch, sparse)
-        return self.steps[key]()
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            if not self.graphs:
+                losses = self._update(batch, sparse)
+            else:
+                key = (length, sparse)
+                if key not in self.steps:
+                    self.steps[key] = self._capture(batch, sparse)
+                losses = self.steps[key]()
+        current.wait_stream(self.stream)
+        return losses
 
     def _fill(self, length: int) -> Batch:
         """The next rows of this length, written to the batch of this length."""
@@ -229,15 +239,11 @@ class Trainer:
     def _capture(self, batch: Batch, sparse: bool) -> Callable[[], dict[str, torch.Tensor]]:
         """The step as a CUDA graph. It warms up with real updates, and gives their effect back."""
         kept = {tensor: tensor.clone() for tensor in self._state()}
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._update(batch, sparse)
-        torch.cuda.current_stream().wait_stream(stream)
+        for _ in range(2):
+            self._update(batch, sparse)
         self.optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
             losses = self._update(batch, sparse)
         with torch.no_grad():
             for tensor in self._state():
