@@ -71,6 +71,7 @@ class RankMonitor:
     def step(self) -> Iterator[None]:
         """What is done inside is a step: it must end within the limit, while no kernel compiles."""
         self._thread = threading.get_ident()
+        self.row.place = ""
         self.row.progress += 1
         try:
             yield
