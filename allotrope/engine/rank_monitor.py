@@ -71,6 +71,7 @@ class RankMonitor:
     def step(self) -> Iterator[None]:
         """What is done inside is a step: it must end within the limit, while no kernel compiles."""
         self._thread = threading.get_ident()
+        self.row.place = ""
         self.row.progress += 1
         try:
             yield
@@ -80,7 +81,7 @@ class RankMonitor:
     def silent(self, rank: int, more: int = 0) -> str | None:
         """What to say of a rank that has shown no sign of life for the limit and `more` looks; None: not so long."""
         row = self.board.rows[rank]
-        looks = self._silences[rank].look(row.heartbeat)
+        looks = self._silences[rank].look((row.heartbeat, row.progress))
         seconds = self.seconds if row.heartbeat else max(self.seconds, _START_SECONDS)
         if not self.seconds or looks < _looks(seconds) + more:
             return None
@@ -121,11 +122,12 @@ class RankMonitor:
 def watch_from_worker(monitor: RankMonitor) -> None:
     """What a worker process looks at: rank 0, which watches all others. Ends both where rank 0 is silent."""
     # The first of them says it and ends rank 0, and with it the others.
-    silence = monitor.silent(0, monitor.rank - 1)
-    if silence is None:
+    silence, row = monitor.silent(0, monitor.rank - 1), monitor.board.rows[0]
+    # Between steps, code of the process that uses the engine may hold up its threads for as long as it likes.
+    if silence is None or (row.phase == LOADED and not row.in_step and not _state(row)):
         return
     print(f"allotrope: {silence}; rank {monitor.rank} ends it.", file=sys.stderr, flush=True)
-    if os.getppid() == monitor.board.rows[0].process:
+    if os.getppid() == row.process:
         os.kill(os.getppid(), signal.SIGKILL)
     os._exit(1)
 

@@ -89,7 +89,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 _MAIN = """
-import json, os, signal, sys, threading, time
+import ctypes, json, os, signal, sys, threading, time
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
 from allotrope.errors import AllotropeError
@@ -120,6 +120,9 @@ try:
         engine.capture_all()
     if phase == "pause":
         time.sleep(3)
+    if phase == "hold":
+        # A function that keeps all other threads from running.
+        ctypes.PyDLL(None).sleep(round(2 * options["watchdog_seconds"]))
     if phase == "idle":
         generate()
         be_at_fault()

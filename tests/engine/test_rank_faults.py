@@ -144,6 +144,12 @@ def test_close_returns_whatever_a_rank_does(fault: str, tmp_path: Path) -> None:
     assert float(ended.value("closed") or "nan") < 5.0, ended
 
 
+def test_a_process_may_hold_up_its_threads_between_steps(tmp_path: Path) -> None:
+    ended = FaultyEngine(tmp_path, "hold", "none").wait()
+    assert (ended.left, ended.status, ended.errors) == ([], 0, ""), ended
+    assert (ended.value("tokens") or "").count(",") == 7
+
+
 def test_an_engine_that_is_not_closed_leaves_no_process(tmp_path: Path) -> None:
     ended = FaultyEngine(tmp_path, "exit", "none").wait()
     assert (ended.left, ended.status) == ([], 0) and "Traceback" not in ended.errors, ended
