@@ -57,8 +57,16 @@ class RankGroup:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # A rank that fails is found by `RankMonitor`; NCCL's own watchdog would end the process with a core dump.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.size, timeout=_TIMEOUT)
+        on_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=self.store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=_TIMEOUT,
+            # NCCL connects the ranks here, and not in the first collective.
+            device_id=device if on_gpu else None,
+        )
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

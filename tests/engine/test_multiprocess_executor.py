@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from engine.watching import assert_idle, assert_same, engine, request, run
+from safetensors.torch import load_file, save_file
 from tiny_checkpoints import prompts
 
 from allotrope.architectures.registry import ARCHITECTURES, find_architecture
 from allotrope.errors import ConfigError, EngineDead, ModelError
 from allotrope.request import SamplingParams
+from allotrope.verify.random_checkpoint import write_random
 
 # One of each family here, all others when slow; wrappers have the decoder of what they wrap.
 QUICK = (
@@ -87,6 +89,25 @@ def test_ranks_that_are_steps_behind_give_the_tokens_of_one(name: str, tmp_path:
         assert two._loop._async
         assert_same(run(two, asked), want)
         assert_idle(two)
+    finally:
+        two.close()
+
+
+@pytest.mark.parametrize("tied", ["indexer.weights_proj", "indexer.wk"])
+def test_ties_of_index_scores_break_equally_on_every_rank(tied: str, tmp_path: Path) -> None:
+    """Without weights, or without keys, all scores are 0: which cache entries attention sees is the order of ties."""
+    torch.set_num_threads(1)
+    config = find_architecture({"architectures": ["DeepseekV32ForCausalLM"]}, "").tiny()
+    write_random(config, tmp_path, None, 0)
+    for file in tmp_path.glob("*.safetensors"):
+        weights = {name: tensor * (f"{tied}." not in name) for name, tensor in load_file(file).items()}
+        save_file(weights, file)
+    options = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_dtype": "fp8"}
+    asked = [request(f"r{i}", ids) for i, ids in enumerate(prompts((3, 90, 40, 130)))]
+    want = run(engine(tmp_path, **options), asked)
+    two = engine(tmp_path, tensor_parallel_size=2, threads=1, **options)
+    try:
+        assert_same(run(two, asked), want)
     finally:
         two.close()
 

@@ -23,7 +23,7 @@ from allotrope.kernels.c.compiler import CannotCompile, load
 KNOWN_SECONDS = {"raise": 0.0, "SIGKILL": 0.0, "SIGSTOP": WATCHDOG_SECONDS + 1.0, "hang": WATCHDOG_SECONDS + 2.0}
 END_SECONDS = 10.0
 SAID = {
-    "raise": r"rank {rank} \(process \d+\): RuntimeError: the flux capacitor is cold",
+    "raise": r"rank {rank} \(process \d+\): RuntimeError: injected fault",
     "SIGKILL": r"rank {rank} \(process \d+\) was killed by SIGKILL",
     "SIGSTOP": r"rank {rank} \(process \d+\) has shown no sign of life for {seconds:g} s \(it is stopped, as by SIG",
     "hang": r"a step has not ended for {seconds:g} s: {others}rank {rank} \(process \d+\) is in hang \(sitecustomize",
