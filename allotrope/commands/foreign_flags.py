@@ -80,7 +80,7 @@ UNSUPPORTED: dict[str, str] = {
     "--node-rank": "one host is supported",
     "--master-addr": "one host is supported",
     "--master-port": "one host is supported",
-    "--disable-custom-all-reduce": "there is no custom all-reduce to turn off; leave it out",
+    "--disable-custom-all-reduce": "--op-backend all_reduce=reference turns our own all-reduce off",
     "--compilation-config": _EAGER,
     "-O": _EAGER,
     "--optimization-level": _EAGER,

@@ -104,7 +104,10 @@ def map_peers(parallel: Parallel, chooser: Chooser, dtype: torch.dtype, size: in
     """
     if parallel.size == 1:
         return parallel
-    if chooser.choose(ALL_REDUCE, parallel.all_reduce_spec(size, dtype)).name != "triton":
+    chosen = chooser.choose(ALL_REDUCE, parallel.all_reduce_spec(size, dtype)).name
+    if ALL_REDUCE.name in chooser.wanted and chosen != "triton":
+        return dataclasses.replace(parallel, unreachable=(f"{ALL_REDUCE.name}={chosen} was asked for",))
+    if chosen != "triton":
         return parallel
     row_bytes = max(size * dtype.itemsize, FLAT_BYTES)
     workspace, reasons = map_workspace(parallel.rank, parallel.size, parallel.group, device, row_bytes)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from allotrope.kernels.backend import Chooser
 from allotrope.kernels.symmetric_memory import map_workspace
 from allotrope.layers.build import Build
 from allotrope.layers.norm import RMSNorm
@@ -44,6 +45,8 @@ def sum_parts(rank: int, ranks: int, folder: Path) -> None:
         build = Build(dtype=dtype, parallel=parallel)
         # What the log says of the backends names none that does not run.
         assert map_peers(parallel, build.chooser, dtype, SIZE, CPU) is parallel
+        asked = map_peers(parallel, Chooser(build.chooser.chip, {"all_reduce": "reference"}), dtype, SIZE, CPU)
+        assert asked.workspace is None and asked.unreachable == ("all_reduce=reference was asked for",)
         norms = [RMSNorm(SIZE, 1e-6, build, weighted=False) for _ in range(2)]
         found += [parallel.all_reduce(parts[rank].clone()), *norms[0].add(parts[rank].clone(), residual, norms[1])]
         found += parallel.all_reduce_each(parts[rank], 2 * parts[rank])

@@ -15,7 +15,7 @@ from allotrope.attention.check import KINDS, compare
 from allotrope.kernels.symmetric_memory import Communicator, Layout, Workspace, local_workspaces
 from allotrope.ops.all_reduce import reference
 from allotrope.ops.all_reduce.protocol import Protocol, choose_protocol, fits
-from allotrope.ops.all_reduce.triton import Norm, all_reduce, all_reduce_add_rms_norm, launch
+from allotrope.ops.all_reduce.triton import PHASES, Norm, all_reduce, all_reduce_add_rms_norm, launch, launch_phases
 from allotrope.ops.rms_norm.reference import add_rms_norm
 
 FLOOR = 0.1
@@ -69,6 +69,34 @@ def test_every_call_gets_what_was_sent_for_it() -> None:
         parts = [drawn(dtype, rows, row) for _ in ranks]
         want = reference.all_reduce(ranks, parts)[0]
         assert all(torch.equal(got, want) for _, got in launch(protocol, ranks, parts, row))
+
+
+@pytest.mark.parametrize("protocol", Protocol, ids=lambda one: one.value)
+def test_a_rank_that_is_one_call_ahead_overwrites_nothing(protocol: Protocol) -> None:
+    """Rank 0 sends the parts of its next call before rank 1 has read those of this one, time and again."""
+    ahead, behind = (rank.workspace for rank in ranks_of(2, 64, 20))
+    assert ahead is not None and behind is not None
+    # A wait that would never end is let go, with a wrong sum.
+    ahead.abort()
+    behind.abort()
+    rows = 5 if protocol is Protocol.LL else 17
+    outs = [(made, made) for made in (torch.full((rows, 64), torch.nan, device=ON) for _ in range(2))]
+    calls = [[drawn(torch.float32, rows, 64) for _ in range(2)] for _ in range(4)]
+
+    def run(rank: int, call: int, *phases: str) -> None:
+        workspace = (ahead, behind)[rank]
+        launch_phases(protocol, workspace, calls[call][rank], outs[rank], 64, None, phases)
+
+    push, add, finish = PHASES
+    run(0, 0, push)
+    for call in range(3):
+        run(1, call, push)
+        run(0, call, add)
+        run(1, call, add)
+        run(0, call, finish)
+        run(0, call + 1, push)
+        run(1, call, finish)
+        assert all(torch.equal(out, calls[call][0] + calls[call][1]) for out, _ in outs)
 
 
 def test_sizes_that_fill_no_row() -> None:

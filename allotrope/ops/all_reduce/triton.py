@@ -356,6 +356,10 @@ def simple_kernel(
         tl.store(counters + program, epoch)
 
 
+PHASES = ("PUSH", "SUM", "FINISH")
+"""Of a call: no rank waits in one for what another one sends in the same or a later one."""
+
+
 class Norm(NamedTuple):
     """What follows the sum, as in `rms_norm.reference.add_rms_norm`."""
 
@@ -424,30 +428,31 @@ def launch(
     x = parts[0]
     outs = [(torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2 if norm else 1)) for _ in parts]
     results = [(made[0], made[-1]) for made in map(list, outs)]
-    phases = ("PUSH", "SUM", "FINISH")
-    together = [dict.fromkeys(phases, True)]
-    apart = [dict.fromkeys(phases, False) | {phase: True} for phase in phases]
-    for flags in apart if len(ranks) > 1 else together:
+    for phases in [(phase,) for phase in PHASES] if len(ranks) > 1 else [PHASES]:
         for rank, part, result in zip(ranks, parts, results, strict=True):
             assert rank.workspace is not None
-            _launch_one(protocol, rank.workspace, part, result, size, norm, flags)
+            launch_phases(protocol, rank.workspace, part, result, size, norm, phases)
     return results
 
 
-def _launch_one(
+def launch_phases(
     protocol: Protocol,
     workspace: Workspace,
     x: torch.Tensor,
     result: tuple[torch.Tensor, torch.Tensor],
     size: int,
     norm: Norm | None,
-    phases: dict[str, bool],
+    phases: Sequence[str],
 ) -> None:
-    """Absent tensors are passed as `x`, and never read."""
+    """Run some `phases` of one rank's call; a call is over when its FINISH has run. As `launch`, which says the rest.
+
+    Absent tensors are passed as `x`, and never read.
+    """
     layout, rows, chip = workspace.layout, cdiv(x.numel(), size), chip_of(x.device)
     assert fits(protocol, layout, rows, size * x.element_size()), f"no room for {rows} rows of {size}"
     launched = config(chip, size)
-    constants: dict[str, Any] = {**phases, **launched, "RANKS": layout.ranks, "SIZE": size}
+    constants: dict[str, Any] = {phase: phase in phases for phase in PHASES}
+    constants |= {**launched, "RANKS": layout.ranks, "SIZE": size}
     threads = launched["num_warps"] * chip.warp_size
     constants["AT_ONCE"] = _at_once(protocol, layout.ranks, size * x.element_size(), threads)
     if norm is None:
