@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -97,6 +97,8 @@ class Communicator:
     """`rank` of `size` processes that share each layer; `group` is their process group (None: the default one).
 
     `workspace`: their memory; None: they talk through the group alone. `unreachable`: why they cannot map one.
+    `host_all_reduce`: the sum of a tensor over the ranks as their host makes it, also while it captures a graph; None:
+    the group's.
     """
 
     rank: int = 0
@@ -104,6 +106,7 @@ class Communicator:
     group: dist.ProcessGroup | None = None
     workspace: Workspace | None = field(default=None, compare=False)
     unreachable: tuple[str, ...] = ()
+    host_all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, compare=False)
 
 
 def local_workspaces(

@@ -25,10 +25,13 @@ def all_reduce(ranks: Sequence[Communicator], parts: Sequence[torch.Tensor]) -> 
     rank order and round once, a group's collective sums in its own order. Every rank gets the same bits.
     """
     if len(ranks) < ranks[0].size:
-        (part,) = parts
+        (rank,), (part,) = ranks, parts
         # Each rank warms up by itself.
-        if not warming_up():
-            dist.all_reduce(part, group=ranks[0].group)
+        if warming_up():
+            return [part]
+        if rank.host_all_reduce is not None:
+            return [rank.host_all_reduce(part)]
+        dist.all_reduce(part, group=rank.group)
         return [part]
     total = torch.zeros(parts[0].shape, dtype=torch.float32, device=parts[0].device)
     for part in parts:

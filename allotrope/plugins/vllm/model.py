@@ -162,6 +162,7 @@ def _build(vllm_config: VllmConfig) -> Build:
             group.world_size,
             group.device_group,
             unreachable=_UNREACHABLE,
+            host_all_reduce=group.all_reduce,
             all_ranks_sample=True,
         ),
         Chooser(
