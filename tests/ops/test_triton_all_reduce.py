@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 
 import pytest
@@ -162,7 +163,21 @@ def test_ranks_on_streams_wait_for_each_other(size: int, protocol: Protocol) -> 
     parts = [drawn(torch.bfloat16, rows, 4096) for _ in ranks]
     residual, weight = drawn(torch.bfloat16, rows, 4096), drawn(torch.float32, 4096)
     norm = Norm(residual, weight, FLOOR, None, None)
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            # So that no stream asks the driver for memory while another one's launch waits.
+            [torch.empty_like(residual) for _ in range(4)]
     torch.cuda.synchronize()
+
+    def let_go() -> None:
+        for rank in ranks:
+            assert rank.workspace is not None
+            rank.workspace.abort()
+
+    # A wait that would never end is let go, with a wrong sum.
+    timer = threading.Timer(60, let_go)
+    timer.daemon = True
+    timer.start()
 
     def run(rank: int, times: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [launch(protocol, [ranks[rank]], [parts[rank]], 4096, norm)[0] for _ in range(times)]
@@ -195,6 +210,7 @@ def test_ranks_on_streams_wait_for_each_other(size: int, protocol: Protocol) -> 
         torch.cuda.synchronize()
         for results in (*captured, *everywhere(1)):
             assert all(torch.equal(a, b) for one in results for a, b in zip(one, want, strict=True))
+    timer.cancel()
 
 
 def _workspace(rank: int, layout: Layout, buffers: list[torch.Tensor]) -> Workspace:
