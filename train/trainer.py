@@ -131,7 +131,8 @@ class Trainer:
         self.batches: dict[int, Batch] = {}
         self.steps: dict[tuple[int, bool], Callable[[], dict[str, torch.Tensor]]] = {}
         self.pool = torch.cuda.graph_pool_handle() if graphs else None
-        # Gradients are accumulated on the stream that first made a parameter's: all steps have one, captured or not.
+        # A graph is captured on the stream of its warm-up, which must not be the default one: autograd accumulates a
+        # gradient on the stream of the forward pass.
         self.stream = torch.cuda.Stream(self.device) if on_gpu else None
         self.tokens_seen = self.step_count = 0
 
@@ -238,7 +239,8 @@ class Trainer:
 
     def _capture(self, batch: Batch, sparse: bool) -> Callable[[], dict[str, torch.Tensor]]:
         """The step as a CUDA graph. It warms up with real updates, and gives their effect back."""
-        kept = {tensor: tensor.clone() for tensor in self._state()}
+        # A copy with a gradient would keep the parameter's accumulator, and with it the stream that copied.
+        kept = {tensor: tensor.detach().clone() for tensor in self._state()}
         for _ in range(2):
             self._update(batch, sparse)
         self.optimizer.zero_grad(set_to_none=True)
