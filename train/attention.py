@@ -7,6 +7,22 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# Without cuDNN's, which PyTorch 2.11 prefers on sm_90: its gradient under a mask is NaN at some lengths.
+# Source: https://github.com/pytorch/pytorch/issues/196678
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, visible: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention to the keys of `visible`, or causal attention. Values may be narrower than keys."""
+    value = v.shape[-1]
+    v = F.pad(v, (0, q.shape[-1] - value))
+    with sdpa_kernel(_BACKENDS):
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, scale=scale)
+    return out[..., :value]
 
 
 def full(
@@ -16,7 +32,7 @@ def full(
 
     A sink becomes a key before the first one: an extra dim of 1 in queries multiplies its logit.
     """
-    width, value = q.shape[-1], v.shape[-1]
+    width = q.shape[-1]
     if sinks is not None:
         batch, heads, _, _ = q.shape
         q = F.pad(q, (0, 8, 1, 0))
@@ -25,8 +41,7 @@ def full(
         key[..., width] = (sinks / scale).to(q.dtype)[None, :, None]
         k = torch.cat((key, F.pad(k, (0, 8))), dim=2)
         v = F.pad(v, (0, 0, 1, 0))
-    v = F.pad(v, (0, q.shape[-1] - value))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[..., :value]
+    out = _attend(q, k, v, scale, None)
     return out if sinks is None else out[:, :, 1:]
 
 
@@ -83,9 +98,7 @@ def sliding(
 
 def selected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, visible: torch.Tensor) -> torch.Tensor:
     """Attention to the keys of `visible` [B, 1, T, T] bool. Returns [B, H, T, Dv]."""
-    value = v.shape[-1]
-    v = F.pad(v, (0, q.shape[-1] - value))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)[..., :value]
+    return _attend(q, k, v, scale, visible)
 
 
 def topk_mask(scores: torch.Tensor, topk: int) -> torch.Tensor:
