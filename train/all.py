@@ -3,7 +3,7 @@
     python train/all.py --minutes 7 --out /tmp/models
 
 Each model has a process of its own; with several GPUs they are dealt out. OUT has a folder and a log for each model,
-and summary.json. The whole takes about two minutes more than `--minutes`.
+and summary.json.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def main() -> None:
 
 def train_all(args: argparse.Namespace) -> dict[str, int]:
     """Runs a process for each model. Returns the exit codes of those that failed."""
-    devices = max(1, torch.cuda.device_count())
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if devices == [""]:
+        devices = [str(i) for i in range(torch.cuda.device_count())]
     script, running = Path(__file__).parent / "train.py", {}
     for i, name in enumerate(args.models):
         command = [sys.executable, str(script), name, "--out", str(args.out / name)]
@@ -78,7 +80,7 @@ def train_all(args: argparse.Namespace) -> dict[str, int]:
             command.append("--eager")
         environment = os.environ | {"OMP_NUM_THREADS": "2"}
         if torch.cuda.is_available():
-            environment["CUDA_VISIBLE_DEVICES"] = str(i % devices)
+            environment["CUDA_VISIBLE_DEVICES"] = devices[i % len(devices)]
         with (args.out / f"{name}.log").open("w") as log:
             running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     begun, codes = time.perf_counter(), {}

@@ -135,6 +135,7 @@ class Trainer:
         # gradient on the stream of the forward pass.
         self.stream = torch.cuda.Stream(self.device) if on_gpu else None
         self.tokens_seen = self.step_count = 0
+        self.has_indexer = any("indexer" in name for name, _ in model.named_parameters())
 
     def _groups(self) -> list[dict[str, object]]:
         matrices, others = [], []
@@ -193,7 +194,7 @@ class Trainer:
         self.rate.fill_(schedule.rate(self.step_count, progress))
         self.step_count += 1
         self.tokens_seen += batch.tokens.shape[0] * length
-        sparse = progress >= schedule.sparse_from
+        sparse = self.has_indexer and progress >= schedule.sparse_from
         if self.stream is None:
             return self._update(batch, sparse)
         current = torch.cuda.current_stream(self.device)

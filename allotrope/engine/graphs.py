@@ -25,10 +25,15 @@ def decode_sizes(max_size: int) -> list[int]:
     return [*sizes, *range(288, max_size, 32), max_size]
 
 
+class _BodyFailed(Exception):
+    """The body failed before the capture began. Its cause says why."""
+
+
 class DecodeGraphs:
     """Runs `body(size)` for the sizes of `decode_sizes(max_size)`: as a captured graph once there is one.
 
-    `idle()` makes the static buffers those of a step without requests.
+    `idle()` makes the static buffers those of a step without requests. `alone`: no other rank runs the body with this
+    one.
     """
 
     def __init__(
@@ -39,12 +44,14 @@ class DecodeGraphs:
         device: torch.device,
         *,
         capture: bool,
+        alone: bool = True,
     ) -> None:
         self.sizes = decode_sizes(max_size)
         self._body, self._idle, self._device = body, idle, device
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         # Largest first: smaller ones then fit into the memory that it took.
         self._pending = self.sizes[::-1] if capture else []
+        self._alone = alone
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._seconds, self._bytes = 0.0, 0
@@ -86,6 +93,9 @@ class DecodeGraphs:
         started, free = time.monotonic(), free_memory(self._device)
         try:
             self._graphs[size] = self._capture(size)
+        except _BodyFailed as error:
+            assert error.__cause__ is not None
+            raise error.__cause__ from None
         except RuntimeError as error:
             self._pending.clear()
             log.warning("decode steps of %d requests cannot be captured, they run eager: %s", size, error)
@@ -120,7 +130,7 @@ class DecodeGraphs:
         try:
             with torch.cuda.stream(self._stream):
                 # Once for real: kernels are compiled and libraries take their workspaces.
-                self._body(size)
+                self._run_body(size)
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     self._body(size)
@@ -131,6 +141,15 @@ class DecodeGraphs:
                 gc.enable()
         current.wait_stream(self._stream)
         return graph
+
+    def _run_body(self, size: int) -> None:
+        try:
+            self._body(size)
+        except RuntimeError as error:
+            if self._alone:
+                raise
+            # The other ranks wait in a collective of theirs: this is no failure to capture.
+            raise _BodyFailed from error
 
     def close(self) -> None:
         """Let go of all graphs."""

@@ -75,8 +75,8 @@ class ModelRunner:
         def body(size: int) -> None:
             buffers.hidden[:size].copy_(self._hidden(*buffers.inputs(size)))
 
-        self.buffers = buffers
-        self.graphs = DecodeGraphs(body, buffers.clear, decode.size, self.device, capture=decode.capture)
+        self.buffers, alone = buffers, self.model.embedding.parallel.size == 1
+        self.graphs = DecodeGraphs(body, buffers.clear, decode.size, self.device, capture=decode.capture, alone=alone)
 
     def pack(self, plan: StepPlan) -> PackedStep:
         """The plan as integers for the ranks."""

@@ -52,7 +52,7 @@ class MultiprocessExecutor(Executor):
             raise ConfigError(
                 "tensor_parallel_size > 1 needs a process of its own, but torch.distributed is in use here."
             )
-        _refuse_devices(config)
+        refuse_devices(config)
         # Every rank can be planned before any process is: a head count that does not divide is refused at once.
         load_plan = prepare_rank(config, 0, preferred_tokens)
         on_gpu = load_plan.build.device.type == "cuda"
@@ -84,8 +84,6 @@ class MultiprocessExecutor(Executor):
                     self._start_worker(rank, config)
                 self._workers.wait_until_joining()
                 self.worker = Worker.start(load_plan, config, self._ranks, self._share_memory_plan, planned)
-                if (workspace := self.worker.load_plan.build.parallel.workspace) is not None:
-                    self._workers.aborts.append(workspace.abort)
         except BaseException:
             self._ranks.leave()
             raise
@@ -212,7 +210,7 @@ def _or_end(receive: Callable[[], T]) -> T:
         os._exit(0)
 
 
-def _refuse_devices(config: EngineConfig) -> None:
+def refuse_devices(config: EngineConfig) -> None:
     """Raise ConfigError where the ranks cannot have a GPU each."""
     size, device = config.tensor_parallel_size, config.device
     if size > 1 and device.startswith("cuda:"):

@@ -8,10 +8,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from typing import cast
+
+from allotrope.engine.shared_memory import create_shared_memory
 
 STARTING, JOINING, LOADED = range(3)
 _WORDS = ("process", "heartbeat", "progress", "phase", "compiling", "waits", "failed_at", "follows")
@@ -84,20 +85,11 @@ class RankBoard:
     @staticmethod
     def make(size: int) -> RankBoard:
         """A board for `size` ranks."""
-        descriptor = _anonymous_file()
-        os.truncate(descriptor, size * ctypes.sizeof(RankRow))
-        return RankBoard(descriptor)
+        return RankBoard(create_shared_memory(size * ctypes.sizeof(RankRow)))
 
     def close(self) -> None:
         """Close the file. The rows stay as long as somebody holds them."""
         self._file.close()
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("ranks")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def _cut(text: str, length: int) -> bytes:

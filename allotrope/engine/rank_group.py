@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -23,11 +24,14 @@ _ABORTING = threading.Lock()
 
 @dataclass(frozen=True)
 class RankGroup:
-    """`store`: where the ranks meet; None for a model of one rank."""
+    """`store`: where the ranks meet; None for a model of one rank. `aborts`: called by `abort` before all else, none of
+    them waits.
+    """
 
     rank: int
     size: int
     store: TCPStore | None = None
+    aborts: list[Callable[[], None]] = field(default_factory=list)
 
     @staticmethod
     def open(size: int) -> RankGroup:
@@ -84,6 +88,8 @@ class RankGroup:
 
     def abort(self) -> None:
         """End the collectives that wait for ranks which are gone, from any thread. May be called again."""
+        for abort in self.aborts:
+            abort()
         # Those of gloo end by themselves: the connection to a process that has ended is closed.
         with _ABORTING:
             if self._uses_nccl():
@@ -95,11 +101,23 @@ class RankGroup:
         """
         if self._uses_nccl():
             # To destroy the group would wait for the other ranks. To abort it is quick, but that is not ours to say.
-            aborting = threading.Thread(target=self.abort, name="abort", daemon=True)
-            aborting.start()
-            aborting.join(_LEAVE_SECONDS)
+            start_thread(self.abort, "abort", _LEAVE_SECONDS)
         elif self.store is not None and dist.is_initialized():
             dist.destroy_process_group()
 
     def _uses_nccl(self) -> bool:
         return self.store is not None and dist.is_initialized() and dist.get_backend() == "nccl"
+
+
+def start_thread(run: Callable[[], None], name: str, seconds: float = 0.0) -> None:
+    """Run in a thread of its own, and wait for it as long. At the end of the process, when no thread can be started any
+    more, run here.
+    """
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        run()
+        return
+    if seconds:
+        thread.join(seconds)

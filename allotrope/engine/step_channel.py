@@ -8,7 +8,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from allotrope.engine.packed_step import PackedStep, Words
+from allotrope.engine.shared_memory import create_shared_memory
 
 RING_WORDS = 1 << 23
 """Words of the ring, 64 MiB: several steps of many requests. Longer steps go through it in parts."""
@@ -29,8 +29,7 @@ _STRIDE = 8
 
 
 class Ring:
-    """Shared memory that one process writes and `readers` others read, in order. It has no name and needs no cleaning
-    up: it is gone with the last process that has it open, however that ends.
+    """Shared memory that one process writes and `readers` others read, in order.
 
     A reader counts the words that it has read; the writer overwrites none that a reader has yet to read.
     """
@@ -47,14 +46,7 @@ class Ring:
     @staticmethod
     def create(readers: int, words: int = RING_WORDS) -> int:
         """A descriptor of shared memory for a ring: zeros."""
-        size = (readers * _STRIDE + words) * 8
-        if hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create("allotrope-steps")
-        else:
-            with tempfile.TemporaryFile() as file:
-                descriptor = os.dup(file.fileno())
-        os.ftruncate(descriptor, size)
-        return descriptor
+        return create_shared_memory((readers * _STRIDE + words) * 8)
 
     def copy_in(self, words: Words, at: int) -> None:
         """Write `words`, no more than the ring has, as words `at` and on of all that were ever written."""

@@ -62,7 +62,10 @@ class Worker:
             # Triton launches on the current device, whatever device its arguments are on.
             torch.cuda.set_device(device)
         ranks.join(device)
-        worker = cls(load_plan.with_peers(), config, ranks)
+        load_plan = load_plan.with_peers()
+        if (workspace := load_plan.build.parallel.workspace) is not None:
+            ranks.aborts.append(workspace.abort)
+        worker = cls(load_plan, config, ranks)
         if device.type == "cuda":
             # The step by which rank 0 plans takes every rank.
             planned = worker.plan_memory()
@@ -174,7 +177,7 @@ class Worker:
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that are free on a GPU before anything of ours is there; 0 for a CPU, whose plan is made before loading."""
+    """Bytes that are free on a GPU before the weights are there; 0 for a CPU, whose plan is made before loading."""
     return free_memory(device) if device.type == "cuda" else 0
 
 

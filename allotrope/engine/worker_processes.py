@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from allotrope.config import EngineConfig
 from allotrope.engine.executor import OnDeath
 from allotrope.engine.rank_board import LOADED, STARTING, RankBoard
+from allotrope.engine.rank_group import start_thread
 from allotrope.engine.rank_monitor import RankMonitor, describe_error, name_rank
 from allotrope.env import spin_setting
 from allotrope.errors import AllotropeError, EngineDead
@@ -239,7 +240,7 @@ class WorkerProcesses:
 
     def _abort(self) -> None:
         for abort in self.aborts:
-            threading.Thread(target=abort, name="abort", daemon=True).start()
+            start_thread(abort, "abort")
 
     def _kill(self) -> None:
         for process in self._processes:

@@ -206,7 +206,7 @@ class LossRecorder:
             wanted = self.ids[name][start + 1 : start + 1 + len(logits)].to(logits.device)
             losses = torch.nn.functional.cross_entropy(logits[: len(wanted)].float(), wanted, reduction="none")
             # NaN says that a token was not computed.
-            losses = losses.nan_to_num(nan=math.inf).cpu()
+            losses = losses.nan_to_num(nan=math.inf, posinf=math.inf).cpu()
             self.losses[name][start + 1 : start + 1 + len(wanted)] = losses
 
     def token(self, request_id: str, index: int, chosen: int) -> int:

@@ -34,7 +34,7 @@ class Item:
 @dataclass(frozen=True)
 class TextChunks:
     """`chunks`: tokens of a text, the last of which are forced. `sizes`: bytes of each scored token, by chunk; 1 for
-    each token where `unit` is "token", because the tokenizer does not say its bytes. `lead`: ids before each chunk.
+    each token where `unit` is "token", because the tokenizer does not say its bytes.
     """
 
     source: str

@@ -213,6 +213,11 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+def _read_number(value: float | None) -> float:
+    """A number of the JSON file, which has null for infinity."""
+    return math.inf if value is None else value
+
+
 def read_report(path: Path) -> tuple[Measured, str]:
     """The first mode of a report that `write_json` wrote, and the SHA-256 of its items.
 
@@ -222,7 +227,11 @@ def read_report(path: Path) -> tuple[Measured, str]:
         document = json.loads(path.read_text())
         mode = document["modes"][0]
         figures = tuple(
-            Figure(one["name"], one["unit"], Estimate(one["value"], one["low"], one["high"], one["count"]))
+            Figure(
+                one["name"],
+                one["unit"],
+                Estimate(_read_number(one["value"]), _read_number(one["low"]), _read_number(one["high"]), one["count"]),
+            )
             for one in mode["figures"]
         )
         residues = tuple((right, total) for right, total in mode["residues"])

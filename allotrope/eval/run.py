@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from allotrope.checkpoint.checkpoint import Checkpoint
+import torch
+
+from allotrope.checkpoint.checkpoint import Checkpoint, locate
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
+from allotrope.engine.multiprocess_executor import refuse_devices
 from allotrope.engine.planned_backends import planned_backends
 from allotrope.errors import ConfigError, InvalidRequest, ModelError
 from allotrope.eval.answers import Answers, ask_engine
@@ -40,7 +43,11 @@ def evaluate(config: EngineConfig, options: EvalOptions, log: Log = lambda text:
     runs: list[Measured] = []
     skipped: list[Skipped] = []
     first: Answers | None = None
+    lost: str | None = None
     for name in options.named_modes():
+        if reason := lost or _no_devices(config, name):
+            skipped.append(Skipped(name, reason))
+            continue
         try:
             answers = ask_engine(config, items, name, log)
         except NotExercised as reason:
@@ -51,6 +58,8 @@ def evaluate(config: EngineConfig, options: EvalOptions, log: Log = lambda text:
         except Exception as error:
             # The border of one mode: that the engine fails in it is a finding, and the others are still to be run.
             skipped.append(Skipped(name, f"{type(error).__name__}: {error}", broken=True))
+            if isinstance(error, torch.AcceleratorError):
+                lost = f"the GPU cannot be used any more after {name} failed"
             continue
         first = first or answers
         runs.append(measure(items, answers))
@@ -78,6 +87,8 @@ def _check(config: EngineConfig, options: EvalOptions) -> None:
     wrong = []
     if options.baseline == "transformers" and config.load_format == "dummy":
         wrong.append("load_format='dummy' has no weights that Transformers could read")
+    if options.baseline == "transformers" and options.reference is not None:
+        locate(options.reference)
     if "two-ranks" in options.named_modes() and config.tensor_parallel_size > 1:
         wrong.append(f"the mode two-ranks sets tensor_parallel_size itself; {config.tensor_parallel_size} was given")
     if wrong:
@@ -87,6 +98,16 @@ def _check(config: EngineConfig, options: EvalOptions) -> None:
         resolve_load_plan(dataclasses.replace(config, tensor_parallel_size=2), Parallel(0, 2))
     if options.plot is not None:
         load_pyplot()
+
+
+def _no_devices(config: EngineConfig, mode: str) -> str | None:
+    """Why this machine cannot run a mode that sets the number of ranks itself."""
+    if mode == "two-ranks":
+        try:
+            refuse_devices(dataclasses.replace(config, tensor_parallel_size=2))
+        except ConfigError as error:
+            return str(error)
+    return None
 
 
 def _stored(options: EvalOptions, items: Items) -> Measured | None:

@@ -126,9 +126,15 @@ def map_workspace(
 
     `row_bytes`: of the longest row of a message.
     """
-    own = _Facts(device.index, chip_of(device).num_sms, tuple(symmetric_memory_reasons(size)))
+    own = _Facts(device.index, chip_of(device).num_sms, _Mapped.count, tuple(symmetric_memory_reasons(size)))
     facts: list[_Facts] = _exchange(own, size, group, device)
     reasons = [f"rank {i}: {reason}" for i, one in enumerate(facts) for reason in one.reasons]
+    if len({one.mapped for one in facts}) > 1:
+        counts = ", ".join(str(one.mapped) for one in facts)
+        reasons.append(
+            f"the ranks' processes have mapped memory {counts} times before, and PyTorch numbers the calls of a "
+            f"process: one process can map it for one engine of several ranks"
+        )
     if not reasons:
         others = [one.device for i, one in enumerate(facts) if i != rank]
         lost = [
@@ -138,15 +144,22 @@ def map_workspace(
     if reasons:
         return None, tuple(reasons)
     layout = Layout.of(size, row_bytes, min(one.num_sms for one in facts))
-    made: list[Workspace] = []
-    failed: list[str] = []
-    try:
-        made.append(_mapped(rank, layout, group, device))
-    except Exception as error:
-        # Whatever the driver says, the process group serves as well.
-        failed.append(f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0])
-    reasons = _agreed(failed, size, group, device)
-    return (None, tuple(reasons)) if reasons else (made[0], ())
+
+    def together(what: Callable[[], T]) -> tuple[T | None, tuple[str, ...]]:
+        """The result on this rank, or why any rank has none. Whatever the driver says, the group serves as well."""
+        out, own = None, []
+        try:
+            out = what()
+        except Exception as error:
+            own.append(f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0])
+        return out, tuple(_agreed(own, size, group, device))
+
+    # A rank that has no memory left must not let the others wait for it in the mapping.
+    buffer, failed = together(lambda: _allocated(layout, device))
+    if buffer is None or failed:
+        return None, failed
+    workspace, failed = together(lambda: _mapped(rank, layout, group, buffer))
+    return (None, failed) if failed else (workspace, ())
 
 
 def symmetric_memory_reasons(size: int) -> list[str]:
@@ -163,26 +176,41 @@ def symmetric_memory_reasons(size: int) -> list[str]:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What ranks tell each other: the index of a rank's device, its multiprocessors, why it can map no memory."""
+    """What ranks tell each other: the index of a rank's device, its multiprocessors, how often its process has mapped
+    memory before, why it can map none."""
 
     device: int | None
     num_sms: int
+    mapped: int
     reasons: tuple[str, ...]
 
 
-def _mapped(rank: int, layout: Layout, group: dist.ProcessGroup | None, device: torch.device) -> Workspace:
+class _Mapped:
+    """How often this process has mapped its peers' memory."""
+
+    count = 0
+
+
+def _allocated(layout: Layout, device: torch.device) -> torch.Tensor:
     from torch.distributed import _symmetric_memory as symmetric
 
     # Objects of multicast are never used, and making them fails on machines that forbid them.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    with torch.cuda.device(device):
+        return symmetric.empty(layout.bytes, dtype=torch.uint8, device=device)
+
+
+def _mapped(rank: int, layout: Layout, group: dist.ProcessGroup | None, buffer: torch.Tensor) -> Workspace:
+    from torch.distributed import _symmetric_memory as symmetric
+
     group = dist.group.WORLD if group is None else group
     assert group is not None, "the ranks have joined"
-    with torch.cuda.device(device):
-        buffer = symmetric.empty(layout.bytes, dtype=torch.uint8, device=device)
+    with torch.cuda.device(buffer.device):
+        _Mapped.count += 1
         handle = symmetric.rendezvous(buffer, group)
         buffer.zero_()
         # The ranks agree on what came of it after this: by then all memory is zeroed.
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(buffer.device)
         return Workspace(rank, layout, buffer, handle.buffer_ptrs)
 
 

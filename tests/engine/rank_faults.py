@@ -37,7 +37,7 @@ def be_at_fault(phase, rank):
         with open(STAMP, "w") as file:
             file.write(str(time.time()))
         if FAULT == "raise":
-            raise RuntimeError("the flux capacitor\\nis cold")
+            raise RuntimeError("injected\\nfault")
         if FAULT == "refuse":
             from allotrope.errors import ModelError
             raise ModelError("tiny", ["one=1 (needs 2)", "two=2 (needs 3)"])

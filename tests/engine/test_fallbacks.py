@@ -47,9 +47,9 @@ def said(caplog: pytest.LogCaptureFixture, start: str) -> list[str]:
         ({"async_scheduling": "auto"}, False, ["device=cpu (auto schedules the steps of a GPU asynchronously)"]),
         ({"async_scheduling": "on"}, True, ["an observer may replace tokens"]),
         (
-            {"async_scheduling": "on", "tensor_parallel_size": 2, "threads": 1},
+            {"async_scheduling": "off"},
             True,
-            ["an observer may replace tokens", "tensor_parallel_size=2 (needs 1"],
+            ["--async-scheduling off was asked for", "an observer may replace tokens"],
         ),
     ],
 )

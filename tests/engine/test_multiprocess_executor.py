@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from device_under_test import device_of_ranks
 from engine.watching import assert_idle, assert_same, engine, request, run
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import prompts
@@ -40,6 +41,7 @@ def write(name: str, directory: Path) -> Path:
 def compare(name: str, directory: Path, size: int = 2) -> None:
     torch.set_num_threads(1)
     options = {"load_format": "dummy", "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+    options["device"] = device_of_ranks(size)
     model = write(name, directory)
     want = run(engine(model, **options), ASKED)
     several = engine(model, tensor_parallel_size=size, threads=1, **options)
@@ -82,6 +84,7 @@ def test_ranks_that_are_steps_behind_give_the_tokens_of_one(name: str, tmp_path:
         request(f"r{i}", ids, one) for i, (ids, one) in enumerate(zip(prompts((3, 30, 9, 1)), params, strict=True))
     ]
     options = {"load_format": "dummy", "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+    options["device"] = device_of_ranks(2)
     model = write(name, tmp_path)
     want = run(engine(model, **options), asked)
     two = engine(model, tensor_parallel_size=2, threads=1, async_scheduling="on", **options)
@@ -103,6 +106,7 @@ def test_ties_of_index_scores_break_equally_on_every_rank(tied: str, tmp_path: P
         weights = {name: tensor * (f"{tied}." not in name) for name, tensor in load_file(file).items()}
         save_file(weights, file)
     options = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_dtype": "fp8"}
+    options["device"] = device_of_ranks(2)
     asked = [request(f"r{i}", ids) for i, ids in enumerate(prompts((3, 90, 40, 130)))]
     want = run(engine(tmp_path, **options), asked)
     two = engine(tmp_path, tensor_parallel_size=2, threads=1, **options)
@@ -125,9 +129,8 @@ def test_heads_that_cannot_be_shared_are_refused_with_the_numbers(tmp_path: Path
 
 
 def test_a_dead_rank_is_named_at_the_next_step(tmp_path: Path) -> None:
-    two = engine(
-        write("LlamaForCausalLM", tmp_path), load_format="dummy", tensor_parallel_size=2, threads=1, max_model_len=128
-    )
+    options = {"load_format": "dummy", "max_model_len": 128, "device": device_of_ranks(2)}
+    two = engine(write("LlamaForCausalLM", tmp_path), tensor_parallel_size=2, threads=1, **options)
     try:
         run(two, ASKED)
         os.kill(two.process_ids()[0], signal.SIGKILL)

@@ -143,8 +143,7 @@ def test_messages_lie_within_the_memory(ranks: int) -> None:
         assert layout.bytes < 256 << 20
 
 
-def test_rows_that_are_not_aligned_are_not_sent() -> None:
-    """A call that kernels do not take is the reference's, in one process the sum of all parts."""
+def test_rows_that_are_not_aligned_are_copied() -> None:
     ranks = ranks_of(2, 64, 8)
     parts, residual, weight = [drawn(torch.bfloat16, 3, 33)[:, 1:] for _ in ranks], drawn(torch.bfloat16, 3, 32), None
     weight = drawn(torch.float32, 32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from device_under_test import device_of_ranks
 
 from allotrope.architectures.registry import ARCHITECTURES
 from allotrope.config import EngineConfig
@@ -33,7 +34,7 @@ def test_random_weights_pass(name: str) -> None:
 )
 def test_random_weights_pass_on_several_ranks(name: str, ranks: int) -> None:
     """The hosts of the other ranks see nothing of what is compared, so that only rank 0's attention is looked at."""
-    config = EngineConfig(model=name, tensor_parallel_size=ranks, threads=1)
+    config = EngineConfig(model=name, tensor_parallel_size=ranks, threads=1, device=device_of_ranks(ranks))
     options = VerifyOptions(random=True, modes="chunked-64,cached,batched,preempted", lengths="1,17,65,150")
     report = verify(config, options)
     assert report.passed, report.verdict()

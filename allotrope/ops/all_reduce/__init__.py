@@ -46,6 +46,13 @@ def _triton_rejects(spec: AllReduceSpec, chip: Chip) -> list[str]:
     return reasons
 
 
+def _rows_rejects(spec: AllReduceSpec, chip: Chip) -> list[str]:
+    reasons = _triton_rejects(spec, chip)
+    if spec.size * spec.dtype.itemsize % 16:
+        reasons.append(f"size={spec.size} in {spec.dtype} (needs rows of a multiple of 16 bytes)")
+    return reasons
+
+
 ALL_REDUCE = Op(
     "all_reduce",
     "y = sum of the ranks' parts",
@@ -58,7 +65,7 @@ ALL_REDUCE_ADD_RMS_NORM = Op(
     "all_reduce_add_rms_norm",
     "s = (residual + sum of the ranks' parts) * scale; y = norm(s)",
     (
-        Backend("triton", _triton_rejects, lazily("allotrope.ops.all_reduce.triton", "all_reduce_add_rms_norm")),
+        Backend("triton", _rows_rejects, lazily("allotrope.ops.all_reduce.triton", "all_reduce_add_rms_norm")),
         Backend("reference", runs_anywhere, reference.all_reduce_add_rms_norm),
     ),
 )

@@ -371,11 +371,12 @@ class Norm(NamedTuple):
 
 
 def all_reduce(ranks: Sequence[Communicator], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As `reference.all_reduce`; a sum that the workspace is not for is the process group's."""
+    """As `reference.all_reduce`. The process group sums what is too large, and what ends within a word."""
+    parts = [_aligned(one.flatten()).view(one.shape) for one in parts]
     x = parts[0]
     size = FLAT_BYTES // x.element_size()
     protocol = None
-    if all(one.is_contiguous() and one.data_ptr() % 16 == 0 for one in parts) and x.nbytes % 4 == 0:
+    if x.nbytes % 4 == 0:
         protocol = _protocol(ranks, cdiv(x.numel(), size), size * x.element_size())
     if protocol is None:
         return reference.all_reduce(ranks, parts)
@@ -394,17 +395,19 @@ def all_reduce_add_rms_norm(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """As `reference.all_reduce_add_rms_norm`, with `add_norm` where the sum is the process group's."""
     rows, size = residual.shape
-    protocol = None
-    if size * residual.element_size() % 16 == 0 and all(_aligned(one) for one in (*parts, residual)):
-        protocol = _protocol(ranks, rows, size * residual.element_size())
+    parts, residual = [_aligned(one) for one in parts], _aligned(residual)
+    protocol = _protocol(ranks, rows, size * residual.element_size())
     if protocol is None:
         return [add_norm(y, residual, weight, floor, inner, scale) for y in reference.all_reduce(ranks, parts)]
     return launch(protocol, ranks, parts, size, Norm(residual, weight, floor, inner, scale))
 
 
-def _aligned(rows: torch.Tensor) -> bool:
-    """Whether every row can be read in vectors of 16 bytes."""
-    return rows.stride(1) == 1 and rows.stride(0) * rows.element_size() % 16 == 0 and rows.data_ptr() % 16 == 0
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """The same, or a copy, with rows that can be read in vectors of 16 bytes."""
+    steps = [stride * rows.element_size() for stride in rows.stride()[:-1]]
+    if rows.stride(-1) == 1 and not any(step % 16 for step in steps) and rows.data_ptr() % 16 == 0:
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def _protocol(ranks: Sequence[Communicator], rows: int, row_bytes: int) -> Protocol | None:
