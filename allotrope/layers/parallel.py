@@ -7,11 +7,9 @@ tensor belongs to.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -29,10 +27,11 @@ log = logging.getLogger("allotrope.layers")
 class Parallel(Communicator):
     """A rank that cuts its shards and sums its parts. A warm-up enters no collective: each rank warms up by itself.
 
-    `all_ranks_sample`: whether every rank needs the logits whole, or only rank 0.
+    `all_ranks_sample`: whether every rank needs the logits whole, or only rank 0. `sum`: the backend of `ALL_REDUCE`.
     """
 
     all_ranks_sample: bool = False
+    sum: Callable[..., list[torch.Tensor]] = field(default=reference.all_reduce, compare=False)
 
     def all_reduce_spec(self, size: int, dtype: torch.dtype) -> AllReduceSpec:
         """What the ranks sum, in numbers."""
@@ -40,12 +39,7 @@ class Parallel(Communicator):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of `x` over the ranks, perhaps in place: `x` is not to be used any more."""
-        if self.size == 1:
-            return x
-        if self.workspace is None:
-            return reference.all_reduce((self,), (x,))[0]
-        summed: torch.Tensor = _kernels().all_reduce((self,), (x,))[0]
-        return summed
+        return x if self.size == 1 else self.sum((self,), (x,))[0]
 
     def all_reduce_each(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """As `all_reduce`, of several tensors of one shape by one collective."""
@@ -92,11 +86,6 @@ class Parallel(Communicator):
         return units // self.size
 
 
-def _kernels() -> Any:
-    """The module of kernels that sum through the workspace; it needs Triton."""
-    return importlib.import_module("allotrope.ops.all_reduce.triton")
-
-
 def map_peers(parallel: Parallel, chooser: Chooser, dtype: torch.dtype, size: int, device: torch.device) -> Parallel:
     """The same rank with memory that its peers write into, where the chip has it; says in the log what sums the parts.
 
@@ -104,18 +93,18 @@ def map_peers(parallel: Parallel, chooser: Chooser, dtype: torch.dtype, size: in
     """
     if parallel.size == 1:
         return parallel
-    chosen = chooser.choose(ALL_REDUCE, parallel.all_reduce_spec(size, dtype)).name
-    if ALL_REDUCE.name in chooser.wanted and chosen != "triton":
-        return dataclasses.replace(parallel, unreachable=(f"{ALL_REDUCE.name}={chosen} was asked for",))
-    if chosen != "triton":
+    chosen = chooser.choose(ALL_REDUCE, parallel.all_reduce_spec(size, dtype))
+    if ALL_REDUCE.name in chooser.wanted and chosen.name != "triton":
+        return dataclasses.replace(parallel, unreachable=(f"{ALL_REDUCE.name}={chosen.name} was asked for",))
+    if chosen.name != "triton":
         return parallel
     row_bytes = max(size * dtype.itemsize, FLAT_BYTES)
     workspace, reasons = map_workspace(parallel.rank, parallel.size, parallel.group, device, row_bytes)
     if workspace is None:
         log.warning("parts are summed by the process group: %s", "; ".join(reasons))
-    else:
-        log.info("parts are summed through %.1f MB of peer memory", workspace.layout.bytes / 1e6)
-    return dataclasses.replace(parallel, workspace=workspace, unreachable=reasons)
+        return dataclasses.replace(parallel, unreachable=reasons)
+    log.info("parts are summed through %.1f MB of peer memory", workspace.layout.bytes / 1e6)
+    return dataclasses.replace(parallel, workspace=workspace, sum=chosen.run)
 
 
 @dataclass(frozen=True)
