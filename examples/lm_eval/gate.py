@@ -39,6 +39,10 @@ def measure(files: Sequence[Path], metric: str, chosen: str | None) -> tuple[Est
         raise SystemExit(
             f"there is no sample with filter={chosen!r}; there are: {', '.join(map(str, sorted(filters)))}"
         )
+    if others := {value for one in shares.values() for value in one} - {0.0, 1.0}:
+        raise SystemExit(
+            f"{metric} has values such as {min(others):g}; only 0 and 1 are answers that are wrong or right"
+        )
     counts = {len(one) for one in shares.values()}
     if len(counts) > 1:
         raise SystemExit(f"questions have {min(counts)} to {max(counts)} samples; each needs as many")
