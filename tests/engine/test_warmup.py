@@ -26,6 +26,7 @@ from allotrope.engine import warmup as warmup_module
 from allotrope.engine.engine import Engine
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.model_runner import DecodeShape
+from allotrope.engine.rank_group import RankGroup
 from allotrope.engine.warmup import warm_up
 from allotrope.engine.worker import Worker
 from allotrope.request import SamplingParams
@@ -173,7 +174,7 @@ def test_steps_of_every_length_are_warmed_up(
     options = OPTIONS | option
     config = EngineConfig(model=str(model), dtype="float32", kv_cache_memory_bytes=1 << 22, **options)
     with caplog.at_level(logging.DEBUG, "allotrope"):
-        memory = Worker(resolve_load_plan(config), config).plan_memory()
+        memory = Worker(resolve_load_plan(config), config, RankGroup(0, 1)).plan_memory()
     assert memory.tokens and "compiled 0 kernels in" in caplog.text
 
 

@@ -299,7 +299,9 @@ def test_one_plain_weight(tokens: int, outputs: int, inputs: int, launch: Launch
     """Odd sizes, x and y cut out of wider memory, nothing beyond read or written."""
     torch.manual_seed(tokens)
     weight = torch.randn(outputs, inputs, device=DEVICE).div_(inputs**0.5).bfloat16()
-    bias, memory = torch.randn(outputs, device=DEVICE).bfloat16(), torch.full((tokens, inputs + 8), torch.nan)
+    # On a CPU with AMX, oneDNN multiplies what lies behind a row by zero: NaN would stay.
+    behind = 1e4 if launch is PYTORCH and DEVICE == "cpu" else torch.nan
+    bias, memory = torch.randn(outputs, device=DEVICE).bfloat16(), torch.full((tokens, inputs + 8), behind)
     memory = memory.bfloat16().to(DEVICE)
     x = memory[:, :inputs]
     x.copy_(torch.randn(x.shape))
