@@ -6,10 +6,8 @@ something could not be measured.
 
 from __future__ import annotations
 
-import typer
-
 from allotrope.commands.flags import expand_configs
-from allotrope.commands.verify import say, status_2
+from allotrope.commands.judgement import conclude, say, status_2
 from allotrope.config import EngineConfig
 from allotrope.eval.options import EvalOptions
 
@@ -37,12 +35,4 @@ def evaluate(engine: EngineConfig, options: EvalOptions) -> None:
     say(console, report.heading())
     console.print(figure_table(report))
     say(console, report.notes())
-    if options.json is not None:
-        write_json(options.json, report)
-        print(f"wrote {options.json}")
-    if options.plot is not None:
-        write_plot(options.plot, report)
-        print(f"wrote {options.plot}")
-    say(console, report.verdict())
-    if not report.passed:
-        raise typer.Exit(1)
+    conclude(console, report, (options.json, write_json), (options.plot, write_plot))

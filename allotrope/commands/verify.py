@@ -6,43 +6,14 @@ Exit status 0: it is. 1: it is not. 2: nothing could be compared.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import typer
 
 from allotrope.commands.flags import expand_configs
+from allotrope.commands.judgement import conclude, say, status_2
 from allotrope.config import EngineConfig
-from allotrope.errors import AllotropeError
 from allotrope.verify.options import VerifyOptions
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
-def status_2(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, whose own errors end it with status 2, for 1 says that the model is wrong."""
-
-    @functools.wraps(command)
-    def run(**values: Any) -> None:
-        try:
-            command(**values)
-        except AllotropeError as error:
-            if "--debug" in sys.argv:
-                raise
-            typer.echo(f"allotrope: error: {error}", err=True)
-            raise typer.Exit(2) from error
-
-    return run
-
-
-def say(console: Console, lines: list[str]) -> None:
-    """Print lines as they are: no colours, no wrapping."""
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _sweep(engine: EngineConfig, options: VerifyOptions) -> None:
@@ -90,12 +61,4 @@ def verify(engine: EngineConfig, options: VerifyOptions) -> None:
     if report.layers is not None:
         print(f"\nrelative error of hidden states, layer by layer; allowed: {max(report.layers.limits):.0e}")
         console.print(layer_table(report.layers))
-    if options.json is not None:
-        write_json(options.json, report)
-        print(f"wrote {options.json}")
-    if options.plot is not None:
-        write_plot(options.plot, report)
-        print(f"wrote {options.plot}")
-    say(console, report.verdict())
-    if not report.passed:
-        raise typer.Exit(1)
+    conclude(console, report, (options.json, write_json), (options.plot, write_plot))
