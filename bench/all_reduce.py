@@ -158,7 +158,8 @@ def measure(rank: Communicator, rows: int, hidden: int, device: torch.device) ->
     for name, prepare in ways(message).items():
         try:
             run = prepare()
-        except Exception as error:  # a peer's failure is a fact about the peer, and the same on every rank
+        except Exception as error:
+            # A peer's failure is a fact about the peer, and the same on every rank.
             absent[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             continue
         reasons: list[Any] = [None] * rank.size

@@ -398,7 +398,7 @@ def all_reduce_add_rms_norm(
     parts, residual = [_aligned(one) for one in parts], _aligned(residual)
     protocol = _protocol(ranks, rows, size * residual.element_size())
     if protocol is None:
-        return [add_norm(y, residual, weight, floor, inner, scale) for y in reference.all_reduce(ranks, parts)]
+        return reference.all_reduce_add_rms_norm(ranks, parts, residual, weight, floor, inner, scale, add_norm)
     return launch(protocol, ranks, parts, size, Norm(residual, weight, floor, inner, scale))
 
 
@@ -428,9 +428,10 @@ def launch(
     If they are all here, and not each in a process of its own, one phase of all comes before the next phase of any:
     none waits for a launch that is behind its own.
     """
-    x = parts[0]
-    outs = [(torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2 if norm else 1)) for _ in parts]
-    results = [(made[0], made[-1]) for made in map(list, outs)]
+    results = []
+    for part in parts:
+        summed = torch.empty(part.shape, dtype=part.dtype, device=part.device)
+        results.append((summed, torch.empty_like(summed) if norm else summed))
     for phases in [(phase,) for phase in PHASES] if len(ranks) > 1 else [PHASES]:
         for rank, part, result in zip(ranks, parts, results, strict=True):
             assert rank.workspace is not None
