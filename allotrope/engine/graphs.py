@@ -25,10 +25,6 @@ def decode_sizes(max_size: int) -> list[int]:
     return [*sizes, *range(288, max_size, 32), max_size]
 
 
-class _BodyFailed(Exception):
-    """The body failed before the capture began. Its cause says why."""
-
-
 class DecodeGraphs:
     """Runs `body(size)` for the sizes of `decode_sizes(max_size)`: as a captured graph once there is one.
 
@@ -91,12 +87,15 @@ class DecodeGraphs:
             return False
         size = self._pending.pop(0)
         started, free = time.monotonic(), free_memory(self._device)
+        prepared = False
         try:
+            self._prepare(size)
+            prepared = True
             self._graphs[size] = self._capture(size)
-        except _BodyFailed as error:
-            assert error.__cause__ is not None
-            raise error.__cause__ from None
         except RuntimeError as error:
+            if not (prepared or self._alone):
+                # The other ranks wait in a collective of the body: this is no failure to capture.
+                raise
             self._pending.clear()
             log.warning("decode steps of %d requests cannot be captured, they run eager: %s", size, error)
             return False
@@ -116,21 +115,25 @@ class DecodeGraphs:
     def _listed(self) -> str:
         return ", ".join(map(str, self.captured))
 
-    def _capture(self, size: int) -> torch.cuda.CUDAGraph:
+    def _prepare(self, size: int) -> None:
+        """Run the body once for real: kernels are compiled and libraries take their workspaces."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
             self._pool = torch.cuda.graph_pool_handle()
         self._idle()
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._body(size)
+
+    def _capture(self, size: int) -> torch.cuda.CUDAGraph:
+        """The body as a graph, once it is prepared."""
+        assert self._stream is not None
         graph = torch.cuda.CUDAGraph()
         collecting = gc.isenabled()
         # Memory that is freed by a collection in the middle of a capture would break it.
         gc.disable()
         try:
             with torch.cuda.stream(self._stream):
-                # Once for real: kernels are compiled and libraries take their workspaces.
-                self._run_body(size)
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     self._body(size)
@@ -139,17 +142,8 @@ class DecodeGraphs:
         finally:
             if collecting:
                 gc.enable()
-        current.wait_stream(self._stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph
-
-    def _run_body(self, size: int) -> None:
-        try:
-            self._body(size)
-        except RuntimeError as error:
-            if self._alone:
-                raise
-            # The other ranks wait in a collective of theirs: this is no failure to capture.
-            raise _BodyFailed from error
 
     def close(self) -> None:
         """Let go of all graphs."""

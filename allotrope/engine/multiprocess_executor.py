@@ -115,15 +115,13 @@ class MultiprocessExecutor(Executor):
         return self._workers.step()
 
     def run(self, plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
-        with self._workers.step():
-            packed = self.worker.pack(plan)
-            if self._steps is not None:
-                self._steps.send(packed, self._workers.raise_fault)
-            return self.worker.run(packed, prev_sampled)
+        packed = self.worker.pack(plan)
+        if self._steps is not None:
+            self._steps.send(packed, self._workers.raise_fault)
+        return self.worker.run(packed, prev_sampled)
 
     def share_sampled(self, token_ids: torch.Tensor) -> None:
-        with self._workers.step():
-            self.worker.share_sampled(token_ids)
+        self.worker.share_sampled(token_ids)
 
     def capture_next(self) -> bool:
         with self._workers.step():
