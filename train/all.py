@@ -1,6 +1,6 @@
 """Trains all models side by side, quantizes, and prints what each has learnt.
 
-    python train/all.py --minutes 7 --out /tmp/models
+    python train/all.py --out /tmp/models
 
 Each model has a process of its own; with several GPUs they are dealt out. OUT has a folder and a log for each model,
 and summary.json.
@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from train.configs import CONFIGS
+from train.configs import CONFIGS, STEPS
 from train.measure import DISTANCES
 from train.quantize import quantize_all
 from train.train import ROWS, TEXT, draw_missing, row_counts
@@ -30,8 +30,8 @@ from train.trainer import Schedule
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of all checkpoints")
-    parser.add_argument("--minutes", type=float, default=7.0, help="of training of each model")
-    parser.add_argument("--steps", type=int, help="in place of --minutes")
+    parser.add_argument("--steps", type=int, help="of each model; default: of `train.configs.STEPS`")
+    parser.add_argument("--minutes", type=float, help="of training of each model, in place of --steps")
     parser.add_argument("--models", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--text", type=Path, default=TEXT, help="of `python -m train.text`")
@@ -47,7 +47,8 @@ def main() -> None:
     args = parse()
     args.out.mkdir(parents=True, exist_ok=True)
     schedule = Schedule(tokens=args.tokens).at_most(args.longest)
-    counts = row_counts(schedule, args.minutes, args.steps)
+    most = args.steps or max(STEPS[name] for name in args.models)
+    counts = row_counts(schedule, args.minutes, most)
     draw_missing(args.rows / f"seed{args.seed}", args.text, counts, args.seed)
     failed = train_all(args)
     summary = {
@@ -72,10 +73,11 @@ def train_all(args: argparse.Namespace) -> dict[str, int]:
     script, running = Path(__file__).parent / "train.py", {}
     for i, name in enumerate(args.models):
         command = [sys.executable, str(script), name, "--out", str(args.out / name)]
-        for flag in ("minutes", "seed", "text", "rows", "items", "longest", "tokens"):
+        for flag in ("seed", "text", "rows", "items", "longest", "tokens"):
             command += [f"--{flag}", str(getattr(args, flag))]
-        if args.steps:
-            command += ["--steps", str(args.steps)]
+        for flag in ("steps", "minutes"):
+            if (given := getattr(args, flag)) is not None:
+                command += [f"--{flag}", str(given)]
         if args.eager:
             command.append("--eager")
         environment = os.environ | {"OMP_NUM_THREADS": "2"}

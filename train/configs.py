@@ -287,6 +287,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": QWEN3_MOE,
 }
 
+# Steps of each model's run. A step of those with states, indexers or compressed entries takes longer: side by side on one
+# H200, all are done in less than ten minutes.
+STEPS: dict[str, int] = {
+    "llama_window": 3500,
+    "gpt_oss": 3500,
+    "qwen3_next": 2400,
+    "deepseek_v3": 3500,
+    "deepseek_v32": 3000,
+    "deepseek_v4": 2400,
+    "gemma4": 3500,
+    "qwen3_moe": 3500,
+}
+
 # What a model card says beside the sizes, which differ in every model.
 UNLIKE_THE_RELEASE: dict[str, str] = {
     "llama_window": "The layout is MiMo-V2-Flash's, the released one that is nearest to a Llama with a sliding window "

@@ -1,7 +1,7 @@
 """Trains one model and writes its checkpoint, loss curve and model card.
 
-    python train/train.py gpt_oss --minutes 7 --out /tmp/models/gpt_oss
-    python train/train.py gpt_oss --steps 3000 --seed 1 --out /tmp/models/gpt_oss
+    python train/train.py gpt_oss --out /tmp/models/gpt_oss
+    python train/train.py gpt_oss --minutes 1 --seed 1 --out /tmp/models/gpt_oss
 
 A number of steps repeats a run, on a GPU up to the rounding of its sums; a time does not. Rows are drawn first, if
 `--rows` has none; `train/all.py` draws them once for all models.
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from train import text
 from train.checkpoint import write_card, write_checkpoint, write_curve
-from train.configs import CONFIGS
+from train.configs import CONFIGS, STEPS
 from train.data import drawn_count, read_rows, write_rows
 from train.measure import measure
 from train.models import build, parameter_count, round_to_released
@@ -33,12 +33,12 @@ TEXT, ROWS = Path(".cache/train/text.xz"), Path(".cache/train/rows")
 DRAWN = {256: 20_000_000, 512: 40_000_000, 2048: 60_000_000, 4096: 40_000_000, 16384: 60_000_000}
 
 
-def row_counts(schedule: Schedule, minutes: float, steps: int | None) -> dict[int, int]:
+def row_counts(schedule: Schedule, minutes: float | None, steps: int) -> dict[int, int]:
     """Rows of each length that a run reads from. A short run needs fewer, and a long one reads them again."""
     counts = {}
     for length in schedule.lengths:
         size = DRAWN.get(length, 10_000_000)
-        size = min(size, steps * schedule.tokens) if steps else int(min(1.0, minutes / 7) * size)
+        size = min(size, steps * schedule.tokens) if minutes is None else int(min(1.0, minutes / 7) * size)
         counts[length] = max(64, size // length)
     return counts
 
@@ -57,8 +57,8 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("model", choices=list(CONFIGS))
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=7.0, help="of training; measuring comes after it")
-    parser.add_argument("--steps", type=int, help="in place of --minutes")
+    parser.add_argument("--steps", type=int, help="default: of `train.configs.STEPS`")
+    parser.add_argument("--minutes", type=float, help="of training, in place of --steps; measuring comes after it")
     parser.add_argument("--text", type=Path, default=TEXT, help="of `python -m train.text`")
     parser.add_argument("--rows", type=Path, default=ROWS, help="folder of rows, one in it for each seed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -72,16 +72,16 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
 def main(command: list[str] | None = None) -> None:
     args = parse(command)
     schedule = Schedule(tokens=args.tokens).at_most(args.longest)
-    rows = args.rows / f"seed{args.seed}"
-    counts = row_counts(schedule, args.minutes, args.steps)
+    rows, steps = args.rows / f"seed{args.seed}", args.steps or STEPS[args.model]
+    counts = row_counts(schedule, args.minutes, steps)
     draw_missing(rows, args.text, counts, args.seed)
     model = build(args.model, seed=args.seed).to(args.device)
     print(f"{args.model}: {parameter_count(model):,} parameters", flush=True)
     on_gpu = torch.device(args.device).type == "cuda"
     trainer = Trainer(model, read_rows(rows, counts), schedule, args.seed, on_gpu and not args.eager)
     begun = time.perf_counter()
-    minutes = None if args.steps else args.minutes
-    log = trainer.run(minutes, args.steps, 20, lambda line: print(line, flush=True))
+    planned = None if args.minutes else steps
+    log = trainer.run(args.minutes, planned, 20, lambda line: print(line, flush=True))
     seconds, steps, tokens = time.perf_counter() - begun, trainer.step_count, trainer.tokens_seen
     # Its graphs hold memory that measuring may need.
     del trainer
@@ -97,7 +97,7 @@ def main(command: list[str] | None = None) -> None:
         "model": args.model,
         "seed": args.seed,
         "minutes": args.minutes,
-        "repeats": args.steps is not None,
+        "repeats": args.minutes is None,
         "parameters": parameter_count(model),
         "steps": steps,
         "tokens": tokens,
