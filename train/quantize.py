@@ -105,6 +105,45 @@ def quantize(folder: Path) -> Path | None:
     return out
 
 
+def plain(folder: Path, out: Path) -> Path:
+    """Writes what the weights of a checkpoint stand for, in fp32, to a folder in `out`. Returns that folder.
+
+    A checkpoint without quantized weights is its own plain twin.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    if config.pop("quantization_config", None) is None:
+        return folder
+    tensors = load_file(folder / "model.safetensors")
+    found = {}
+    for name, tensor in tensors.items():
+        if (scale := tensors.get(f"{name}_scale_inv")) is not None:
+            found[name] = from_fp8_blocks(tensor, scale)
+        elif name.endswith("_blocks"):
+            stem = name.removesuffix("_blocks")
+            found[stem] = from_mxfp4(tensor, tensors[f"{stem}_scales"]).transpose(1, 2).contiguous()
+        elif not name.endswith(("_scale_inv", "_scales")):
+            found[name] = tensor.float()
+    target = out / folder.name
+    target.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("*.json"):
+        shutil.copy(path, target / path.name)
+    (target / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}, indent=2) + "\n")
+    save_file(found, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def from_fp8_blocks(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The inverse of `fp8_blocks`, in fp32."""
+    wide = scale.float().repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+    return values.float() * wide[: values.shape[0], : values.shape[1]]
+
+
+def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The inverse of `mxfp4`, in fp32: [E, out, in]."""
+    values = _fp4_values(torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2))
+    return (values * torch.exp2(scales.float() - 127)[..., None]).flatten(-2)
+
+
 def _mxfp4_config() -> dict[str, Any]:
     plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     return {"quant_method": "mxfp4", "modules_to_not_convert": plain}
