@@ -287,8 +287,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": QWEN3_MOE,
 }
 
-# Steps of each model's run. A step of those with states, indexers or compressed entries takes longer: side by side on one
-# H200, all are done in less than ten minutes.
+# Steps of each model: side by side on one H200, all are done in less than ten minutes. Those with states, indexers or
+# compressed entries take longer.
 STEPS: dict[str, int] = {
     "llama_window": 3500,
     "gpt_oss": 3500,
