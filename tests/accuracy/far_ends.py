@@ -328,7 +328,7 @@ def _given_topk(topk: Sequence[torch.Tensor]) -> Iterator[None]:
             quantized, scale = dsa_indexer.scaled(q)
             q = quantized.float() * scale
         for chunk in plan.chunks:
-            _hold(dsa_indexer.scores(chunk, keys, q[chunk.tokens], weights[chunk.tokens]), indices[chunk.tokens])
+            hold_topk(dsa_indexer.scores(chunk, keys, q[chunk.tokens], weights[chunk.tokens]), indices[chunk.tokens])
         return indices
 
     def of_csa(spec: Any, plan: Any, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -337,7 +337,7 @@ def _given_topk(topk: Sequence[torch.Tensor]) -> Iterator[None]:
         for chunk in plan.chunks:
             (entries,) = topk
             chosen = entries[chunk.tokens]
-            _hold(csa_indexer.scores(spec, chunk, keys, rotated, weights), chosen)
+            hold_topk(csa_indexer.scores(spec, chunk, keys, rotated, weights), chosen)
             rows[chunk.tokens] = chunk.compressed_rows.repeat_interleave(chunk.queries, dim=0).gather(1, chosen)
         return rows
 
@@ -349,7 +349,7 @@ def _given_topk(topk: Sequence[torch.Tensor]) -> Iterator[None]:
 _SCORE_ERROR = 0.02
 
 
-def _hold(scores: torch.Tensor, chosen: torch.Tensor) -> None:
+def hold_topk(scores: torch.Tensor, chosen: torch.Tensor) -> None:
     """Assert that rows of `chosen` [n, K] ascend and have the largest of `scores` [n, m], -inf where masked."""
     topk = chosen.shape[1]
     assert bool((chosen[:, 0] >= 0).all() and (chosen.diff(dim=1) > 0).all()), "the top-k does not ascend"

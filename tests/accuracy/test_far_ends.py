@@ -17,7 +17,7 @@ from device_under_test import DEVICE
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from far_ends import BYTES, ELEMENTS, CapturedDecode, Layer, Member, TooSmall, difference, make_pool
+from far_ends import BYTES, ELEMENTS, CapturedDecode, Layer, Member, TooSmall, difference, hold_topk, make_pool
 
 from allotrope.attention.check import Case, compare
 from allotrope.attention.csa import cases as csa
@@ -258,6 +258,35 @@ def test_far_end(name: str, pool: torch.Tensor, monkeypatch: pytest.MonkeyPatch)
         run.step(f"replay {n} of a captured decode", members, judged=True, at=captured)
     assert decodes[-1][0].begin + 1 == SIZES.context
     assert not run.wrong, "\n".join(run.wrong)
+
+
+@pytest.mark.parametrize("fault", ["reads elsewhere", "writes elsewhere"])
+def test_a_fault_at_one_end_is_seen(fault: str, pool: torch.Tensor) -> None:
+    given = LAYERS["mla"]()
+    case = Case(fault, given.spec, (70, *SIZES.shorts), given.draw, BF16, SIZES.page)
+    layer = Layer(case, FAMILIES["mla"].backends[0], pool)
+    run = Run(fault, layer)
+    run.step("prefill", [Member(0, 0, 66)], judged=True)
+    assert not run.wrong, "\n".join(run.wrong)
+    pages = layer.held["far"]["latent"][0]
+    if fault == "reads elsewhere":
+        pages[0] -= layer.used["latent"]
+    else:
+        # The pages that the far end writes are none of those that are compared.
+        pages[-1] -= layer.used["latent"]
+    run.step("decode", [Member(0, 66, 1)], judged=False)
+    expected = "output" if fault == "reads elsewhere" else "bytes"
+    assert any(expected in found for found in run.wrong), run.wrong
+
+
+def test_a_choice_of_worse_scores_is_seen() -> None:
+    scores = torch.randn(3, 500, generator=torch.Generator().manual_seed(0))
+    best = scores.topk(20).indices.sort().values
+    hold_topk(scores, best)
+    worse = best.clone()
+    worse[1] = scores[1].topk(60).indices[40:].sort().values
+    with pytest.raises(AssertionError, match="query 1"):
+        hold_topk(scores, worse)
 
 
 @pytest.fixture(autouse=True)
