@@ -184,16 +184,16 @@ class Run:
         self.name, self.layer = name, layer
         self.wrong: list[str] = []
 
-    def step(self, phase: str, members: list[Member], *, judged: bool, at: Any = None) -> None:
-        """One step at both ends, by `at` (default: the layer). `judged`: against the reference as well."""
+    def step(self, phase: str, members: list[Member], *, compared: bool, at: Any = None) -> None:
+        """One step at both ends, by `at` (default: the layer). `compared`: against the reference as well."""
         take = (at or self.layer).step
-        before = self.layer.snapshot() if judged else {}
+        before = self.layer.snapshot() if compared else {}
         near, far = (take(end, members) for end in ("near", "far"))
         for what, one, other in zip(("output", "top-k"), near, far, strict=False):
             self.note(phase, f"{what} near and far", difference(one, other))
         for found in self.layer.difference_of_ends():
             self.note(phase, "bytes near and far", found)
-        if judged:
+        if compared:
             count = sum(m.count for m in members)
             try:
                 want = self.layer.reference(before, members, [t[:count] for t in near[1:]])
@@ -217,7 +217,7 @@ def fill(run: Run, given: Given, until: int) -> None:
         members = [Member(0, at, min(size, end - at), at if given.prompts else 0) for at in starts]
         # One new token more would be a decode, which comes first.
         assert all(m.count > 1 for m in members)
-        run.step(f"prefill from {first}", [*members, *(shorts if first == 0 else [])], judged=False)
+        run.step(f"prefill from {first}", [*members, *(shorts if first == 0 else [])], compared=False)
 
 
 # Of the interpreter, one layer a family; the others take a minute.
@@ -247,15 +247,15 @@ def test_far_end(name: str, pool: torch.Tensor, monkeypatch: pytest.MonkeyPatch)
     # What follows the fill: a long and a short chunk, and three decodes.
     filled = SIZES.context - SIZES.long_chunk - SIZES.short_chunk - 3
     fill(run, given, filled)
-    run.step("prefill behind the context", [Member(0, filled, SIZES.long_chunk)], judged=True)
+    run.step("prefill behind the context", [Member(0, filled, SIZES.long_chunk)], compared=True)
     done = filled + SIZES.long_chunk
-    run.step("short prefill behind the context", [Member(0, done, SIZES.short_chunk)], judged=True)
+    run.step("short prefill behind the context", [Member(0, done, SIZES.short_chunk)], compared=True)
     starts = [done + SIZES.short_chunk, *(length - 4 for length in SIZES.shorts)]
     decodes = [[Member(i, start + n, 1) for i, start in enumerate(starts)] for n in range(3)]
-    run.step("decode", decodes[0], judged=True)
+    run.step("decode", decodes[0], compared=True)
     captured = CapturedDecode(layer, 4)
     for n, members in enumerate(decodes[1:]):
-        run.step(f"replay {n} of a captured decode", members, judged=True, at=captured)
+        run.step(f"replay {n} of a captured decode", members, compared=True, at=captured)
     assert decodes[-1][0].begin + 1 == SIZES.context
     assert not run.wrong, "\n".join(run.wrong)
 
@@ -266,7 +266,7 @@ def test_a_fault_at_one_end_is_seen(fault: str, pool: torch.Tensor) -> None:
     case = Case(fault, given.spec, (70, *SIZES.shorts), given.draw, BF16, SIZES.page)
     layer = Layer(case, FAMILIES["mla"].backends[0], pool)
     run = Run(fault, layer)
-    run.step("prefill", [Member(0, 0, 66)], judged=True)
+    run.step("prefill", [Member(0, 0, 66)], compared=True)
     assert not run.wrong, "\n".join(run.wrong)
     pages = layer.held["far"]["latent"][0]
     if fault == "reads elsewhere":
@@ -274,7 +274,7 @@ def test_a_fault_at_one_end_is_seen(fault: str, pool: torch.Tensor) -> None:
     else:
         # The pages that the far end writes are none of those that are compared.
         pages[-1] -= layer.used["latent"]
-    run.step("decode", [Member(0, 66, 1)], judged=False)
+    run.step("decode", [Member(0, 66, 1)], compared=False)
     expected = "output" if fault == "reads elsewhere" else "bytes"
     assert any(expected in found for found in run.wrong), run.wrong
 
