@@ -101,7 +101,7 @@ def reference_path(folder: Path, options: argparse.Namespace) -> Path:
 
 
 def item_flags(options: argparse.Namespace) -> list[str]:
-    return ["--items", str(options.items), "--lengths", options.lengths]
+    return ["--items", str(options.items), "--lengths", options.lengths, "--text", str(options.text)]
 
 
 def reference_command(folder: Path, options: argparse.Namespace) -> list[str]:
@@ -195,6 +195,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", help="models; default: all of the folder")
     parser.add_argument("--items", type=int, default=128, help="of each task and length")
     parser.add_argument("--lengths", default="320,1024", help="bytes of prompts, with commas between")
+    parser.add_argument("--text", type=Path, default=ROOT / "train" / "models" / "held_out.txt", help="for perplexity")
     parser.add_argument("--jobs", type=int, default=max(1, min(8, cores // 2)), help="processes side by side")
     parser.add_argument("--threads", type=int, default=max(1, cores // max(1, min(8, cores // 2))), help="of a process")
     parser.add_argument("--timeout", type=int, default=900, help="seconds of one process")
