@@ -53,7 +53,8 @@ class NotOurs(Exception):
 
 @dataclass(frozen=True)
 class Host:
-    """What ran. `version`: of vLLM. `model`: types, device and ranks, in words. `backends`: as of a `Report`."""
+    """What ran. `version`: of vLLM and its model runner. `model`: types, device and ranks. `backends`: of its layers
+    and operations."""
 
     version: str
     model: str
@@ -93,10 +94,14 @@ class _Running:
 
     def _host(self, version: str) -> Host:
         ranks = self.llm.collective_rpc(describe_model)
-        for module, _, _ in ranks:
-            if not module.startswith("allotrope."):
-                raise NotOurs(f"vLLM runs a model of {module}, not the plugin's: is allotrope installed beside vLLM?")
-        return Host(version, f"{ranks[0][1]}{f', {len(ranks)} ranks' if len(ranks) > 1 else ''}", ranks[0][2])
+        for one in ranks:
+            if not one["module"].startswith("allotrope."):
+                raise NotOurs(
+                    f"vLLM runs a model of {one['module']}, not the plugin's: is allotrope installed beside vLLM?"
+                )
+        first = ranks[0]
+        model = f"{first['types']}{f', {len(ranks)} ranks' if len(ranks) > 1 else ''}"
+        return Host(f"{version} ({first['runner']})", model, first["backends"])
 
     def ask(self, items: Items, name: ModeName, started: float) -> Answers:
         """Answers to all items."""
@@ -255,18 +260,23 @@ class _Running:
             pool.free_blocks(held)
 
 
-def describe_model(worker: Any) -> tuple[str, str, tuple[str, ...]]:
-    """Of a rank: the module of its model's class, its types in words, and its backends; the latter of our models."""
+def describe_model(worker: Any) -> dict[str, Any]:
+    """Of a rank: "module", that of its model's class; and of our models "types" in words, "backends", and the "runner"
+    of vLLM, of which there are two."""
     model = worker.get_model()
-    module = type(model).__module__
-    if not module.startswith("allotrope."):
-        return module, "", ()
+    found: dict[str, Any] = {"module": type(model).__module__}
+    if not found["module"].startswith("allotrope."):
+        return found
     from allotrope.layers.backend_report import choice_reports
 
     build = model.build
     kinds = [str(kind).removeprefix("torch.") for kind in (build.dtype, build.kv_dtype, build.state_dtype)]
-    described = f"{kinds[0]} with {kinds[1]} caches and {kinds[2]} states on {build.device.type}"
-    return module, described, tuple(str(one) for one in choice_reports(model.decoder, build))
+    second = type(worker.model_runner).__module__.startswith("vllm.v1.worker.gpu.")
+    return found | {
+        "types": f"{kinds[0]} with {kinds[1]} caches and {kinds[2]} states on {build.device.type}",
+        "backends": tuple(str(one) for one in choice_reports(model.decoder, build)),
+        "runner": f"model runner V{2 if second else 1}",
+    }
 
 
 def _losses_of(steps: Sequence[Any], tokens: Sequence[int]) -> list[float]:

@@ -88,7 +88,9 @@ def test_report_is_that_of_our_engine(tiny: TinyCheckpoint, tmp_path: Path, capf
     document = json.loads(found.read_text())
     assert document["items_sha256"] == report.items_sha256
     assert document["engine"].startswith("vLLM ")
-    assert document["engine"].endswith("with allotrope: float32 with float32 caches and float32 states on cpu")
+    assert document["engine"].endswith(
+        "(model runner V1) with allotrope: float32 with float32 caches and float32 states on cpu"
+    )
     assert any("mha/" in line for line in document["backends"])
     assert document["unequal_answers"] == {"cold": {"recall": [0, 6], "tool_call": [0, 6]}}
     assert {one["figure"] for one in document["differences"]} >= {"text", "recall", "tool_call, valid"}
