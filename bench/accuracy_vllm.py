@@ -67,6 +67,7 @@ def vllm_options(options: argparse.Namespace, tokenizer: str, mode: ModeName, de
         "dtype": options.dtype,
         "tokenizer": tokenizer,
         "kv_cache_dtype": options.kv_cache_dtype,
+        "mamba_ssm_cache_dtype": options.state_dtype,
         "seed": options.seed,
         "max_num_seqs": MAX_NUM_SEQS,
         "disable_log_stats": False,
@@ -74,6 +75,9 @@ def vllm_options(options: argparse.Namespace, tokenizer: str, mode: ModeName, de
         # vLLM captures nothing on a CPU, and our models are not compiled.
         "enforce_eager": device == "cpu",
     }
+    if device == "cuda":
+        # Several vLLM share a GPU: none shall ask for most of it.
+        plain |= {"kv_cache_memory_bytes": options.kv_cache_memory_bytes, "gpu_memory_utilization": 0.01}
     ours = {name: getattr(options, name) for name in ("attention_backend", "quantized_weights")}
     ours = {name: value for name, value in ours.items() if value is not None}
     if ours:
@@ -145,6 +149,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="tokenizer directory or file, where it is not the model's own")
     parser.add_argument("--dtype", default="auto", help="type of weights and activations (auto)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="type of the cached rows, as vLLM names it (auto)")
+    parser.add_argument("--state-dtype", default="auto", help="type of recurrent states (auto)")
+    parser.add_argument(
+        "--kv-cache-memory-bytes", type=int, default=1 << 30, help="of the caches; on a CPU always 1 GiB (1 GiB)"
+    )
     parser.add_argument("--attention-backend", help="as of `allotrope serve`, such as mha=reference")
     parser.add_argument("--quantized-weights", help="auto, keep or dequantize")
     parser.add_argument("--seed", type=int, default=0, help="of the items (0)")

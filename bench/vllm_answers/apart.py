@@ -6,9 +6,10 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 import traceback
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,6 +54,7 @@ def run_job(job: Job, connection: Connection) -> None:
     """The whole life of a process."""
     # What vLLM starts is of the same process group, and is killed with it.
     os.setsid()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # Libraries print: the report has the output for itself.
     os.dup2(2, 1)
     for name, value in job.environment.items():
@@ -68,6 +70,14 @@ def run_job(job: Job, connection: Connection) -> None:
         outcome: Outcome = "refused" if is_refusal(error) else "failed"
         connection.send(Ended(outcome, f"{type(error).__name__}: {_one_line(error)}"))
     connection.close()
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end us: a vLLM that nobody waits for would keep its device."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def is_refusal(error: Exception) -> bool:

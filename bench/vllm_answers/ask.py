@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from allotrope.errors import ConfigError
 from allotrope.eval.answers import Answer, Answers
 from allotrope.eval.items import Item, Items, TextChunks
 from allotrope.eval.options import ModeName
@@ -90,6 +91,7 @@ class _Running:
         self.llm = vllm.LLM(model, **options)
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.tokenizer = tokenizer
+        self.state_dtype = options.get("mamba_ssm_cache_dtype", "auto")
         self.host = self._host(vllm.__version__)
 
     def _host(self, version: str) -> Host:
@@ -99,7 +101,9 @@ class _Running:
                 raise NotOurs(
                     f"vLLM runs a model of {one['module']}, not the plugin's: is allotrope installed beside vLLM?"
                 )
-        first = ranks[0]
+        first, asked = ranks[0], self.state_dtype
+        if asked not in ("auto", first["states"]):
+            raise ConfigError(f"mamba_ssm_cache_dtype={asked!r}: vLLM has set {first['states']} on this platform.")
         model = f"{first['types']}{f', {len(ranks)} ranks' if len(ranks) > 1 else ''}"
         return Host(f"{version} ({first['runner']})", model, first["backends"])
 
@@ -261,8 +265,8 @@ class _Running:
 
 
 def describe_model(worker: Any) -> dict[str, Any]:
-    """Of a rank: "module", that of its model's class; and of our models "types" in words, "backends", and the "runner"
-    of vLLM, of which there are two."""
+    """Of a rank: "module", that of its model's class; and of our models "types" in words, the type of "states", the
+    "backends", and the "runner" of vLLM, of which there are two."""
     model = worker.get_model()
     found: dict[str, Any] = {"module": type(model).__module__}
     if not found["module"].startswith("allotrope."):
@@ -274,6 +278,7 @@ def describe_model(worker: Any) -> dict[str, Any]:
     second = type(worker.model_runner).__module__.startswith("vllm.v1.worker.gpu.")
     return found | {
         "types": f"{kinds[0]} with {kinds[1]} caches and {kinds[2]} states on {build.device.type}",
+        "states": kinds[2],
         "backends": tuple(str(one) for one in choice_reports(model.decoder, build)),
         "runner": f"model runner V{2 if second else 1}",
     }
