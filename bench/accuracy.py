@@ -32,6 +32,7 @@ if __name__ == "__main__":
 
 from bench.accuracy.report import MODES, cells_of, merged, reference_of, shown_cell  # noqa: E402
 from bench.kernels.report import environment  # noqa: E402
+from train.quantize import plain  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "accuracy.json"
 WORK = ROOT / ".cache" / "accuracy"
@@ -110,17 +111,23 @@ def reference_command(folder: Path, options: argparse.Namespace) -> list[str]:
     command += ["--kv-cache-memory-bytes", str(CACHE_BYTES), "--modes", "cold", *item_flags(options)]
     command += ["--json", str(reference_path(folder, options))]
     if options.transformers:
-        from train.quantize import plain
-
-        command += ["--baseline", "transformers", "--reference", str(plain(folder, options.work / "plain"))]
+        command += ["--baseline", "transformers", "--reference", str(plain_twin(folder, options))]
     return command
 
 
+def plain_twin(folder: Path, options: argparse.Namespace) -> Path:
+    """The model itself, or what its quantized weights stand for, in float32."""
+    return plain(folder, options.work / "plain")
+
+
 def command_of(run: Run, options: argparse.Namespace) -> list[str]:
-    command = [sys.executable, "-m", "allotrope", "eval"]
+    command, folder = [sys.executable, "-m", "allotrope", "eval"], run.folder
     if run.host == "vllm":
         command = [str(options.python or sys.executable), str(ROOT / "bench" / "accuracy_vllm.py")]
-    command += [str(run.folder), *run.dtype.flags, *item_flags(options), "--modes", ",".join(options.modes)]
+        if not run.dtype.stored:
+            # vLLM refuses most types of activations beside quantized weights.
+            folder = plain_twin(folder, options)
+    command += [str(folder), *run.dtype.flags, *item_flags(options), "--modes", ",".join(options.modes)]
     if run.host == "allotrope":
         command += ["--device", run.device, "--kv-cache-memory-bytes", str(CACHE_BYTES)]
     command += ["--baseline", str(reference_path(run.folder, options))]

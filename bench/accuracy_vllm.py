@@ -44,8 +44,8 @@ from allotrope.eval.report import Report, Skipped, write_json  # noqa: E402
 from allotrope.eval.run import describe_items, read_baseline  # noqa: E402
 from allotrope.layers.parallel import Parallel  # noqa: E402
 from allotrope.text.tokenizer import load_tokenizer  # noqa: E402
-from bench.vllm_answers.apart import Ended, Job, environment_of, run_apart  # noqa: E402
-from bench.vllm_answers.ask import FORCED_TOKENS, SETTINGS, Host  # noqa: E402
+from bench.accuracy.apart import Ended, Job, environment_of, run_apart  # noqa: E402
+from bench.accuracy.ask import FORCED_TOKENS, SETTINGS, Host  # noqa: E402
 
 # Options of an evaluation that are asked for in the same way.
 ITEM_OPTIONS = {

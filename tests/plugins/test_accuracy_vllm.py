@@ -58,7 +58,7 @@ def asked(in_vllm: None, tokenizer: Tokenizer, items: Items) -> Iterator[Any]:
     """Asks vLLM in this process."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    from bench.vllm_answers.ask import FORCED_TOKENS, SETTINGS, ask_vllm
+    from bench.accuracy.ask import FORCED_TOKENS, SETTINGS, ask_vllm
 
     def ask(directory: Path, mode: ModeName, **options: Any) -> Any:
         plain: dict[str, Any] = {
@@ -120,7 +120,7 @@ def test_a_mode_without_its_event_is_not_exercised(tiny: TinyCheckpoint, asked: 
 
 
 def test_refusals_are_told_from_faults(tiny: TinyCheckpoint, asked: Any) -> None:
-    from bench.vllm_answers.apart import is_refusal
+    from bench.accuracy.apart import is_refusal
 
     for options in ({"kv_cache_dtype": "fp8_ds_mla"}, {"kv_cache_dtype": "nothing"}, {"max_num_batched_tokens": 1}):
         with pytest.raises(Exception) as refused:
@@ -134,7 +134,7 @@ def test_refusals_are_told_from_faults(tiny: TinyCheckpoint, asked: Any) -> None
 def test_a_model_of_vllm_is_refused(tmp_path: Path, asked: Any) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from bench.vllm_answers.ask import NotOurs
+    from bench.accuracy.ask import NotOurs
 
     sizes = {"n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 320, "n_positions": 512}
     GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path)
@@ -146,7 +146,7 @@ def test_tokens_are_forced_by_slot(in_vllm: None) -> None:
     """As vLLM's second model runner calls it, which needs a GPU: rows of the batch, slots of requests."""
     from vllm import SamplingParams
 
-    from bench.vllm_answers.forced_tokens import ForcedTokensProcessor
+    from bench.accuracy.forced_tokens import ForcedTokensProcessor
 
     processor = ForcedTokensProcessor(None, None)
     forced = {"forced": [5, 6, 7], "after": 10}

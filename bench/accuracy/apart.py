@@ -19,7 +19,7 @@ from allotrope.eval.items import Items
 from allotrope.eval.options import ModeName
 from allotrope.text.tokenizer import load_tokenizer
 from allotrope.verify.execution_modes import NotExercised
-from bench.vllm_answers.ask import Host, ask_vllm
+from bench.accuracy.ask import Host, ask_vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds for a process to free what it has, once it has answered.

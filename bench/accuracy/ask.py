@@ -25,7 +25,7 @@ from allotrope.text.tokenizer import Tokenizer
 from allotrope.verify.execution_modes import NotExercised
 
 # Named, because its module is vLLM's.
-FORCED_TOKENS = "bench.vllm_answers.forced_tokens:ForcedTokensProcessor"
+FORCED_TOKENS = "bench.accuracy.forced_tokens:ForcedTokensProcessor"
 # Prompts that run together in a warm cache: each is run twice, before later ones need its memory.
 _TOGETHER = 32
 # Tokens of a step, and sequences that run together, where there are few of them.
