@@ -20,6 +20,7 @@ from allotrope.engine.cache_plan import plan_caches
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.memory import free_memory
 from allotrope.engine.rank_report import RankReport, rank_sizes, report_ranks
+from allotrope.engine.report import CacheGroupSummary, ModelSummary, numbered
 from allotrope.engine.report_text import size_text, table
 from allotrope.engine.step_cost import step_cost
 from allotrope.errors import AllotropeError, ConfigError, ModelError
@@ -113,6 +114,35 @@ class ModelReport:
                 f"(at most {self.max_num_seqs} requests)"
             )
         return f"model: {self._heading()}", memory.replace(" on each of 1 rank(s)", "")
+
+    def model_summary(self) -> ModelSummary:
+        """The same as `summary`, with each cache group, as plain data. Raises `ValueError` if the caches do not fit."""
+        sequences = self.full_length_sequences
+        if self.cache_bytes is None or self.tokens is None or sequences is None:
+            raise ValueError("a model whose caches do not fit has no summary")
+        labels = numbered([group.label for group in self.groups])
+        return ModelSummary(
+            architecture=self.architecture,
+            layers=self.layers,
+            dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            ranks=self.ranks,
+            weight_bytes=self.weight_bytes,
+            cache_bytes=self.cache_bytes,
+            tokens=self.tokens,
+            sequences=sequences,
+            groups=tuple(
+                CacheGroupSummary(
+                    label=label,
+                    layers=group.layers,
+                    page_tokens=group.page_tokens,
+                    page_bytes=group.page_bytes,
+                    pages=group.pages or 0,
+                    bytes=group.bytes or 0,
+                )
+                for label, group in zip(labels, self.groups, strict=True)
+            ),
+        )
 
     def _heading(self) -> str:
         caches = f"{self.kv_cache_dtype} caches"

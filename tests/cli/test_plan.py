@@ -40,6 +40,12 @@ def test_plan_is_what_the_engine_allocates(dummy: list[str]) -> None:
     engine, report = Engine(config), report_model(config)
     assert [group.pages for group in report.groups] == [group.pages for group in engine.memory.groups]
     assert report.tokens == engine.memory.tokens
+    summary = engine.report().model_summary()
+    assert [(group.label, group.pages, group.bytes) for group in summary.groups] == [
+        (label, group.pages, group.bytes)
+        for label, group in zip(engine.stats().pages_total, engine.memory.groups, strict=True)
+    ]
+    assert (summary.weight_bytes, summary.cache_bytes) == (WEIGHTS, engine.memory.bytes)
     engine.close()
 
 
