@@ -200,7 +200,7 @@ class _Service:
         """The server's address and an example request."""
         serving = self._state.serving
         assert serving is not None
-        chats = self._config.chat_template is not None or serving.tokenizer.chat_template is not None
+        chats = serving.prompts.chats
         prompt = {"messages": [{"role": "user", "content": "Hello"}]} if chats else {"prompt": "Hello"}
         body = json.dumps({"model": self._state.model_name, **prompt})
         key = ' -H "Authorization: Bearer $ALLOTROPE_API_KEY"' if self._config.api_key else ""

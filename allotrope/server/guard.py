@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 PROBES = ("/health", "/ping")
 METRICS = "/metrics"
 DOCS = "/docs"
+PAGE = "/"
 _TOO_MANY = "Too many clients are connected (--max-connections). Try again in a moment."
 
 
@@ -61,12 +62,13 @@ class Guard:
         elif self._state.is_full():
             reason = _TOO_MANY
         else:
-            reason = self._state.why_not_ready
+            # The page itself says that the model loads, and waits for it.
+            reason = None if path == PAGE else self._state.why_not_ready
         return None if reason is None else HttpError(503, reason)
 
     def _may_ask(self, path: str, authorization: str) -> bool:
-        # The page holds no data of the model, and a browser that opens it cannot send a key.
-        if path == DOCS:
+        # The pages hold no data of the model, and a browser that opens one cannot send a key.
+        if path in (DOCS, PAGE):
             return True
         keys = [*self._keys, *self._metrics_keys] if path == METRICS else self._keys
         if not keys:
