@@ -23,7 +23,7 @@ SIZES = {1280: 1130, 390: 844}
 # Those of a phone are drawn at twice the width, as phones do.
 SCALES = {1280: 1, 390: 2}
 MAX_BYTES = 200_000
-QUESTION = "What is a prefix cache? Answer in two sentences."
+QUESTIONS_OF_THE_PAGE = ("What is a cache? Answer in two sentences.", "Write a Python function that adds two numbers.")
 SYSTEM = "You are a helpful assistant who answers briefly, in plain words, and says so when something is not known."
 QUESTIONS = (
     "Why is the sky blue?",
@@ -61,7 +61,7 @@ def keep_busy(port: int, ended: threading.Event, seed: int) -> None:
 
 
 def open_page(browser: Browser, port: int, width: int, scheme: str) -> Page:
-    """The page in a window of `width` pixels, with a question asked."""
+    """The page in a window of `width` pixels, with questions answered."""
     window = {"width": width, "height": SIZES[width]}
     context = browser.new_context(
         viewport=window, device_scale_factor=SCALES[width], color_scheme=scheme, locale="en-GB"
@@ -70,10 +70,12 @@ def open_page(browser: Browser, port: int, width: int, scheme: str) -> Page:
     page.goto(f"http://127.0.0.1:{port}/")
     page.click("#more summary")
     page.fill("#temperature", "0")
-    page.fill("#max-tokens", "80")
+    page.fill("#max-tokens", "90")
     page.click("#more summary")
-    page.fill("#prompt", QUESTION)
-    page.press("#prompt", "Enter")
+    for question in QUESTIONS_OF_THE_PAGE:
+        page.fill("#prompt", question)
+        page.press("#prompt", "Enter")
+        page.wait_for_selector("#send")
     return page
 
 

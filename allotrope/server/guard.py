@@ -16,10 +16,10 @@ from allotrope.server.errors import HttpError, error_response
 if TYPE_CHECKING:
     from allotrope.server.state import ServerState
 
+PAGE = "/"
 PROBES = ("/health", "/ping")
 METRICS = "/metrics"
 DOCS = "/docs"
-PAGE = "/"
 _TOO_MANY = "Too many clients are connected (--max-connections). Try again in a moment."
 
 
@@ -55,6 +55,9 @@ class Guard:
                 await self._app(scope, receive, send)
 
     def _refuse(self, path: str, scope: Scope) -> HttpError | None:
+        if path == PAGE:
+            # The page asks for a key itself, and waits while the model loads.
+            return HttpError(503, _TOO_MANY) if self._state.is_full() else None
         if path in PROBES:
             reason = self._state.why_unhealthy
         elif not self._may_ask(path, Headers(scope=scope).get("authorization", "")):
@@ -62,13 +65,12 @@ class Guard:
         elif self._state.is_full():
             reason = _TOO_MANY
         else:
-            # The page itself says that the model loads, and waits for it.
-            reason = None if path == PAGE else self._state.why_not_ready
+            reason = self._state.why_not_ready
         return None if reason is None else HttpError(503, reason)
 
     def _may_ask(self, path: str, authorization: str) -> bool:
-        # The pages hold no data of the model, and a browser that opens one cannot send a key.
-        if path in (DOCS, PAGE):
+        # The page holds no data of the model, and a browser that opens it cannot send a key.
+        if path == DOCS:
             return True
         keys = [*self._keys, *self._metrics_keys] if path == METRICS else self._keys
         if not keys:

@@ -13,14 +13,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from allotrope.server.guard import DOCS, PAGE
-from allotrope.server.state import ServerState
 
 _FOLDER = Path(__file__).parent
 _PLAIN = "Allotrope. The API is under /v1, described at /docs and /openapi.json. A browser shows the state here.\n"
 
 
-def add_page_routes(router: APIRouter, state: ServerState) -> None:
-    """Add the pages to `router`. They hold nothing of `state`."""
+def add_page_routes(router: APIRouter) -> None:
+    """Add the pages to `router`."""
 
     @router.get(PAGE, include_in_schema=False)
     async def page(http: HttpRequest) -> Response:

@@ -29,8 +29,9 @@ log = logging.getLogger("allotrope.server")
 def build_router(state: ServerState) -> APIRouter:
     """All routes of the server. `state`: the state that they share."""
     router = APIRouter()
-    for routes in (_generating_routes, _token_routes, _model_routes, add_status_routes, add_page_routes):
+    for routes in (_generating_routes, _token_routes, _model_routes, add_status_routes):
         routes(router, state)
+    add_page_routes(router)
     return router
 
 

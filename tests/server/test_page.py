@@ -202,6 +202,17 @@ def test_acceptance_is_shown_where_the_metrics_have_it(server: ServerProcess, co
     page.unroute_all(behavior="wait")
 
 
+def test_why_a_server_with_figures_is_not_healthy(server: ServerProcess, context: BrowserContext) -> None:
+    page = load_page(context, server.url)
+    message = "The engine has ended no step for 12 s although requests are under way (--health-timeout 10)."
+    body = json.dumps({"error": {"message": message}})
+    page.route("**/health", lambda route: route.fulfill(status=503, content_type="application/json", body=body))
+    page.locator("#state", has_text=message).wait_for()
+    assert page.is_visible("#tiles")
+    page.unroute_all(behavior="wait")
+    page.locator("[data-state=serving]").wait_for()
+
+
 def test_a_chat_streams_and_keeps_its_history(
     server: ServerProcess, http: httpx.Client, context: BrowserContext
 ) -> None:
