@@ -19,7 +19,7 @@ import httpx
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-SIZES = {1280: 1130, 390: 844}
+SIZES = {1280: 1150, 390: 844}
 # Those of a phone are drawn at twice the width, as phones do.
 SCALES = {1280: 1, 390: 2}
 MAX_BYTES = 200_000
