@@ -206,7 +206,8 @@ class _Service:
         key = ' -H "Authorization: Bearer $ALLOTROPE_API_KEY"' if self._config.api_key else ""
         route = "chat/completions" if chats else "completions"
         return (
-            f"Allotrope {allotrope.__version__} serves {self._state.model_name} at {self._address()}/v1, for example: "
+            f"Allotrope {allotrope.__version__} serves {self._state.model_name} at {self._address()}/v1, "
+            f"with a page for browsers at {self._address()}/, for example: "
             f"curl {self._address()}/v1/{route} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
         )
 

@@ -378,8 +378,11 @@ def test_the_page_outlives_a_restart_of_the_server(tiny_model: Path, context: Br
     first = ServerProcess(tiny_model, root_path="/llm")
     try:
         page = context.new_page()
-        # The server may still load: the page waits for it.
+        # The page is there before the model is, and waits for it.
+        os.kill(first.engine_pid, signal.SIGSTOP)
         page.goto(f"{first.url}/llm/")
+        page.locator("[data-state=loading]", has_text="loading the model").wait_for()
+        os.kill(first.engine_pid, signal.SIGCONT)
         first.wait_until_ready()
         page.wait_for_selector("#tiles dd")
         say(page, QUESTION, max_tokens=5)
