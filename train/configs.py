@@ -287,8 +287,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": QWEN3_MOE,
 }
 
-# Steps of each model. Those with states, indexers or compressed entries take longer: side by side on one H200, seven are
-# done within nine minutes, and DeepSeek V4's within fourteen.
+# Steps of each model. Those with states, indexers or compressed entries take longer: side by side on one H200, seven
+# are done within nine minutes, and DeepSeek V4's within fourteen.
 STEPS: dict[str, int] = {
     "llama_window": 3500,
     "gpt_oss": 3500,

@@ -109,19 +109,19 @@ def _summary(results: dict[str, Any]) -> list[str]:
         figures = {figure["name"]: figure for figure in one["figures"]}
         kind = one["architecture"].removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
         row = [f"`{name}`", kind, _interval(figures["text"], 4), _interval(figures["recall"], 3)]
-        row.append(_beside_transformers(one.get("transformers")))
+        row.append(_against_transformers(one.get("transformers")))
         for place in places:
             cells = [
                 cell for cell in results["cells"] if (cell["model"], cell["host"], cell["device"]) == (name, *place)
             ]
-            judged = [cell for cell in cells if cell["state"] in ("green", "red")]
-            green = sum(cell["state"] == "green" for cell in judged)
-            row.append(f"{green} of {len(judged)}" if green == len(judged) else f"**{green} of {len(judged)}**")
+            compared = [cell for cell in cells if cell["state"] in ("green", "red")]
+            green = sum(cell["state"] == "green" for cell in compared)
+            row.append(f"{green} of {len(compared)}" if green == len(compared) else f"**{green} of {len(compared)}**")
         lines.append(f"| {' | '.join(row)} |")
     return lines
 
 
-def _beside_transformers(theirs: dict[str, Any] | None) -> str:
+def _against_transformers(theirs: dict[str, Any] | None) -> str:
     if theirs is None:
         return "not run"
     return f"{'inside' if theirs['inside'] else '**outside**'}, {theirs['other_answers'] or 'no'} other answers"
