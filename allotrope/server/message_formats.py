@@ -51,8 +51,8 @@ class MessageFormats:
         """Makes the parser of each sequence of an answer.
 
         `called`: the format of its calls, if it may call some of `tools`, which are as templates read them.
-        `reasoning_is_open`: the prompt ends within reasoning. `keeps_special_tokens`: the text has them; only the one at
-        its end is left out.
+        `reasoning_is_open`: the prompt ends within reasoning. `keeps_special_tokens`: the text has them; only the one
+        at its end is left out.
         """
         if called is None and self.reasoning is None:
             return PlainParser
