@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from allotrope.server.errors import HttpError, error_body
 from allotrope.server.generation import Delta, Generation, TokenScore
 from allotrope.server.logprobs import Report, TokenWriter
 
@@ -23,7 +24,12 @@ Json = dict[str, Any]
 
 
 class Answer(Protocol):
-    """Writes deltas in the JSON form of one route."""
+    """Writes deltas in the JSON form of one route.
+
+    `named_events`: the events of a stream have names, see `respond`.
+    """
+
+    named_events: bool
 
     def opening(self) -> list[Json]:
         """Stream events before the first delta."""
@@ -39,6 +45,10 @@ class Answer(Protocol):
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         """The body of an answer that is not streamed."""
+        ...
+
+    def failure(self, error: HttpError) -> list[Json]:
+        """Stream events of an error that ends a stream."""
         ...
 
     def usage(self) -> Json:
@@ -72,6 +82,7 @@ def _accumulate(deltas: Sequence[Delta], count: int) -> list[_Accumulated]:
 class _Common:
     """The parts that both routes share: the object around the choices, and the usage."""
 
+    named_events = False
     prefix: str
     object_whole: str
     object_chunk: str
@@ -106,6 +117,9 @@ class _Common:
 
     def closing(self) -> list[Json]:
         return [self._chunk([])] if self._report.usage else []
+
+    def failure(self, error: HttpError) -> list[Json]:
+        return [error_body(error)]
 
     def usage(self) -> Json:
         """Tokens of prompts and answers so far."""
