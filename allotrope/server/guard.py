@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from allotrope.server.errors import HttpError, error_response
+from allotrope.server.state import Phase
 
 if TYPE_CHECKING:
     from allotrope.server.state import ServerState
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 PROBES = ("/health", "/ping")
 METRICS = "/metrics"
 DOCS = "/docs"
+SLEEP, WAKE_UP, IS_SLEEPING = "/sleep", "/wake_up", "/is_sleeping"
+# Answered while the server sleeps; none of them is a request that sleep waits for.
+_WHILE_SLEEPING = (SLEEP, WAKE_UP, IS_SLEEPING, METRICS, "/version", "/server_info", "/load")
 _TOO_MANY = "Too many clients are connected (--max-connections). Try again in a moment."
 
 
@@ -55,7 +59,7 @@ class Guard:
             # A full server closes the connection of every client that it refuses.
             headers = {"connection": "close"} if self._state.is_full() else None
             await error_response(error, headers, path=path)(scope, receive, send)
-        elif path in PROBES:
+        elif path in (*PROBES, *_WHILE_SLEEPING):
             await self._app(scope, receive, send)
         else:
             with self._state.open_request():
@@ -71,6 +75,8 @@ class Guard:
             )
         elif self._state.is_full():
             reason = _TOO_MANY
+        elif path in _WHILE_SLEEPING and self._state.phase is Phase.SLEEPING:
+            reason = None
         else:
             reason = self._state.why_not_ready
         return None if reason is None else HttpError(503, reason)
