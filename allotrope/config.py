@@ -162,6 +162,12 @@ class ServerConfig:
     enable_log_requests: bool = option("Log each request's end: status, seconds, tokens; no texts.", False)
     enable_log_prompts: bool = option("Log the first 1000 characters of each prompt.", False)
     chat_template: str | None = option("Jinja file or text to use in place of the checkpoint's chat template.", None)
+    tool_call_parser: str | None = option(
+        "Format of the model's tool calls, such as hermes; default: by its chat template and architecture.", None
+    )
+    reasoning_parser: str | None = option(
+        "Format of the model's reasoning, such as qwen3; default: by its chat template and architecture.", None
+    )
     strict: bool = option("Answer unknown request fields with 400 instead of naming them in a header.", False)
     metrics_compat: Literal["none", "vllm"] = option("Also export metrics under this engine's names.", "none")
     drain_timeout: float = option("Seconds that running requests get to finish after SIGTERM.", 30.0)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import allotrope
 from allotrope.config import EngineConfig, ServerConfig
@@ -44,9 +44,11 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
         raise ConfigError(f"the server needs {', '.join(missing)}. Run: pip install 'allotrope[server]'")
     from allotrope.engine.client import EngineClient
     from allotrope.server.log_limiter import limit_repeated_errors
+    from allotrope.server.message_formats import check_parser_names
 
     configure_logging()
     limit_repeated_errors()
+    check_parser_names(server)
     listener = _listen(server)
     # EngineClient starts the engine's process now, so that both processes import their packages at the same time.
     return asyncio.run(_Service(engine, server, listener, EngineClient(engine)).run())
@@ -138,6 +140,7 @@ class _Service:
     async def _load(self) -> None:
         """Load tokenizer and model concurrently, then accept requests. Raises `AllotropeError` if either fails."""
         from allotrope.engine.sampling_defaults import describe_defaults
+        from allotrope.server.message_formats import choose_formats
         from allotrope.server.metrics import Metrics
         from allotrope.server.prompts import PromptReader
         from allotrope.server.state import Phase, Serving
@@ -149,18 +152,21 @@ class _Service:
             await asyncio.gather(starting, tokenizing)
         finally:
             starting.cancel()
-        (tokenizer, max_token_bytes), limits = tokenizing.result(), self._client.limits
+        tokenized, limits = tokenizing.result(), self._client.limits
+        tokenizer = tokenized.tokenizer
+        eos_ids = tuple(i for i in dict.fromkeys(limits.eos_ids + tokenizer.eos_ids) if i < limits.vocab_size)
         if limits.sampling_defaults:
             log.warning("%s", describe_defaults(limits.sampling_defaults))
         self._state.serving = Serving(
             engine=self._client,
             options=self._engine_config,
             tokenizer=tokenizer,
-            prompts=PromptReader(tokenizer, limits.max_model_len, max_token_bytes, template),
+            prompts=PromptReader(tokenizer, limits.max_model_len, tokenized.max_token_bytes, template),
             metrics=Metrics(self._state.model_name, self._client.stats, self._config.metrics_compat),
             limits=limits,
             max_sequences=self._engine_config.max_num_waiting,
-            eos_ids=tuple(i for i in dict.fromkeys(limits.eos_ids + tokenizer.eos_ids) if i < limits.vocab_size),
+            eos_ids=eos_ids,
+            formats=choose_formats(self._config, tokenizer, eos_ids, template, tokenized.architectures),
         )
         self._state.phase = Phase.SERVING
 
@@ -228,17 +234,37 @@ class _Service:
                 loop.remove_signal_handler(number)
 
 
-def _load_tokenizer(config: EngineConfig) -> tuple[Tokenizer, int]:
-    """The tokenizer and the byte length of its longest token. The search over a large vocabulary takes a while."""
+class _Tokenized(NamedTuple):
+    """What the server reads of the checkpoint. `max_token_bytes`: byte length of the tokenizer's longest token."""
+
+    tokenizer: Tokenizer
+    max_token_bytes: int
+    architectures: tuple[str, ...]
+
+
+def _load_tokenizer(config: EngineConfig) -> _Tokenized:
+    """Read the tokenizer. The search for the longest token of a large vocabulary takes a while."""
     from allotrope.checkpoint.hub import find_snapshot
     from allotrope.text.tokenizer import load_tokenizer
 
-    path = config.tokenizer or config.model
+    model = config.model
+    if not Path(model).expanduser().exists():
+        model = str(find_snapshot(model, config.revision, with_weights=False))
+    path = config.tokenizer or model
     if not Path(path).expanduser().exists():
-        revision = config.revision if config.tokenizer is None else None
-        path = str(find_snapshot(path, revision, with_weights=False))
+        path = str(find_snapshot(path, None, with_weights=False))
     tokenizer = load_tokenizer(path)
-    return tokenizer, max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+    longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+    return _Tokenized(tokenizer, longest, _architectures(Path(model).expanduser()))
+
+
+def _architectures(model: Path) -> tuple[str, ...]:
+    """The architectures that a checkpoint's directory names. Its faults are the engine's to report."""
+    try:
+        names = json.loads((model / "config.json").read_text("utf-8"))["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
+    return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
 
 def _read_template(config: ServerConfig) -> str | None:

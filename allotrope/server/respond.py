@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -16,7 +16,6 @@ from allotrope.errors import AllotropeError
 from allotrope.server.answers import Answer
 from allotrope.server.errors import as_http, error_response
 from allotrope.server.guard import path_of
-from allotrope.server.generation import Delta
 from allotrope.server.request_log import note
 
 log = logging.getLogger("allotrope.server")
@@ -26,7 +25,10 @@ _DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
 
 
-class GenerationResponse(Response):
+D = TypeVar("D")
+
+
+class GenerationResponse(Response, Generic[D]):
     """Sends `deltas` in the JSON form of `answer`.
 
     The response sends its first byte with the first delta, so that a request that fails before it gets a plain HTTP
@@ -36,8 +38,8 @@ class GenerationResponse(Response):
 
     def __init__(
         self,
-        answer: Answer,
-        deltas: AsyncGenerator[Delta, None],
+        answer: Answer[D],
+        deltas: AsyncGenerator[D, None],
         *,
         stream: bool,
         headers: Mapping[str, str],

@@ -13,6 +13,8 @@ from starlette.responses import Response
 from allotrope.errors import InvalidRequest
 from allotrope.server import fields
 from allotrope.server.body import parse, read_body
+from allotrope.server.chat_body import chat_conversation
+from allotrope.server.conversation import render_conversation
 from allotrope.server.errors import HttpError
 from allotrope.server.handlers import answer_chat, answer_completion
 from allotrope.server.openapi import accepts
@@ -132,7 +134,7 @@ async def _tokenize(serving: Serving, body: TokenizeRequest) -> list[int]:
             "add_special_tokens=true is not for messages: the chat template writes the special tokens itself.",
             "add_special_tokens",
         )
-    return await serving.prompts.read_messages(body.messages, body)
+    return (await render_conversation(serving, chat_conversation(body))).ids
 
 
 def _model_card(state: ServerState, name: str) -> dict[str, Any]:

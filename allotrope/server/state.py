@@ -15,6 +15,7 @@ from allotrope.config import EngineConfig, ServerConfig
 if TYPE_CHECKING:
     from allotrope.engine.client import EngineClient
     from allotrope.engine.report import EngineLimits
+    from allotrope.server.message_formats import MessageFormats
     from allotrope.server.metrics import Metrics
     from allotrope.server.prompts import PromptReader
     from allotrope.text.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ class Serving:
     """The parts that exist once the model is loaded.
 
     `options`: the engine's configuration. `max_sequences`: the largest number of sequences of one request. `eos_ids`:
-    end-of-sequence ids of the checkpoint and the tokenizer.
+    end-of-sequence ids of the checkpoint and the tokenizer. `formats`: of the model's messages.
     """
 
     engine: EngineClient
@@ -50,6 +51,7 @@ class Serving:
     limits: EngineLimits
     max_sequences: int
     eos_ids: tuple[int, ...]
+    formats: MessageFormats
 
 
 class ServerState:
