@@ -245,6 +245,12 @@ class BatchOptions:
         "Name of the model in the lines, of which there may be several. Default: MODEL as it was given.", ()
     )
     chat_template: str | None = option("Jinja file or text to use in place of the checkpoint's chat template.", None)
+    tool_call_parser: str | None = option(
+        "Format of the model's tool calls, such as hermes; default: by its chat template and architecture.", None
+    )
+    reasoning_parser: str | None = option(
+        "Format of the model's reasoning, such as qwen3; default: by its chat template and architecture.", None
+    )
     strict: bool = option("Answer unknown request fields with 400 instead of ignoring them.", False)
     default_max_tokens: int | None = option(
         "Longest chat answer where a request sets no limit; default: the rest of the context, on a CPU 1024 at most.",

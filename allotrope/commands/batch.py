@@ -13,11 +13,12 @@ from allotrope.config import BatchOptions, EngineConfig
 def batch(
     engine: EngineConfig,
     options: BatchOptions,
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Requests, one a line, as OpenAI's batch API has them.")
-    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Requests, one a line, as OpenAI's batch API has them.")],
 ) -> None:
     """Answer each line of FILE with MODEL, and write the answers to another file. Run again, it goes on."""
+    from allotrope.server.app import check_packages
+
+    check_packages()
     from allotrope.server.batch import run_batch
 
     target = Path(options.output) if options.output else file.with_suffix(".answers.jsonl")

@@ -55,8 +55,7 @@ _AS: dict[str, str] = {
         "--mm-attention-backend"
     ),
     "--sleep-mode-offload-cudagraph": (
-        "--sleep-preserve-parameter-names --enable-cumem-allocator "
-        "--enable-nccl-comm-suspend --enable-memory-saver"
+        "--sleep-preserve-parameter-names --enable-cumem-allocator --enable-nccl-comm-suspend --enable-memory-saver"
     ),
     "--worker-cls": "--io-processor-plugin --worker-extension-cls",
     "--model-loader-extra-config": (

@@ -132,7 +132,7 @@ class MultiprocessExecutor(Executor):
     def sleep(self) -> None:
         if self.ranks > 1 and self.load_plan.build.device.type == "cuda":
             raise InvalidRequest(
-                f"{self.ranks} ranks cannot sleep: they hold addresses of each other's memory. Stop the server instead.",
+                f"{self.ranks} ranks cannot sleep: they hold addresses of each other's memory. Stop the server.",
                 "level",
             )
         self.worker.sleep()

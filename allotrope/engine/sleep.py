@@ -28,7 +28,8 @@ class SleepingMemory:
         needed, free = sum(one.nbytes() for one in keep), available_memory()
         if needed > free:
             raise InvalidRequest(
-                f"the weights have {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB of host memory are free.", "level"
+                f"the weights have {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB of host memory are free.",
+                "level",
             )
         # Everything is copied before anything is freed.
         self._kept = [(one, _bytes_of(one).to("cpu", copy=True)) for one in keep]

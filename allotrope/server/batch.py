@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import os
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,8 +19,14 @@ from typing import Any, TextIO
 
 from starlette.types import ASGIApp
 
+from allotrope.config import BatchOptions, EngineConfig, ServerConfig
+from allotrope.engine.client import EngineClient
 from allotrope.errors import AllotropeError, ConfigError
+from allotrope.server.api import build_app
+from allotrope.server.app import load_model
 from allotrope.server.in_process import Answered, post
+from allotrope.server.message_formats import check_parser_names
+from allotrope.server.state import ServerState
 from allotrope.server.values import describe_value
 
 log = logging.getLogger("allotrope.server")
@@ -29,6 +36,7 @@ Json = dict[str, Any]
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _OK, _QUEUE_FULL = 200, 429
 _RETRY_SECONDS = 0.2
+_BODY_BYTES = 1 << 40
 _LOG_SECONDS = 10.0
 
 
@@ -223,17 +231,17 @@ def run_batch(engine: EngineConfig, options: BatchOptions, source: Path, target:
 
     Raises `ConfigError` for files that cannot be used, and another `AllotropeError` if the model cannot be loaded.
     """
-    check_server_packages()
     check_files(source, target)
     server = ServerConfig(
         served_model_name=options.served_model_name,
         chat_template=options.chat_template,
         strict=options.strict,
         default_max_tokens=options.default_max_tokens,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
         max_body_bytes=_BODY_BYTES,
     )
-    from allotrope.engine.client import EngineClient
-
+    check_parser_names(server)
     return asyncio.run(_run(EngineClient(engine), engine, server, options.max_in_flight, source, target))
 
 
@@ -245,11 +253,9 @@ async def _run(
     source: Path,
     target: Path,
 ) -> int:
-    from allotrope.server.api import build_app
-
     state = ServerState(server, server.served_model_name or (engine.model,))
     try:
-        await load_model(state, client, engine, lambda phase: log.info("engine: %s", phase))
+        await load_model(state, client, engine)
         count = in_flight or client.limits.max_num_seqs
         counts = await run_lines(build_app(state), source, target, count, lambda: client.dead)
     finally:

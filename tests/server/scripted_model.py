@@ -1,4 +1,4 @@
-"""Writes a tiny model whose answers are known: each token has one successor, and the prompt's last token begins a script.
+"""Writes a tiny model whose answers are known: a token has one successor, and the prompt's last one begins a script.
 
 The embedding is the identity, the layer adds nothing, and the output layer maps each token to its successor. A token of
 a script is a piece of text. The chat template ends a prompt with the token of the script that fits the conversation.

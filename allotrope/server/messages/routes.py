@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from allotrope.server.checked_body import read_checked
 from allotrope.server.conversation import read_conversation, render_conversation
 from allotrope.server.message_stream import MessageDelta
 from allotrope.server.messages.answer import MessagesAnswer
@@ -15,7 +16,6 @@ from allotrope.server.messages.fields import COUNT_TOKENS, MESSAGES
 from allotrope.server.messages.protocol import CountTokensRequest, MessagesRequest
 from allotrope.server.messages.translate import as_conversation
 from allotrope.server.openapi import accepts
-from allotrope.server.read_body import read_checked
 from allotrope.server.respond import GenerationResponse
 from allotrope.server.sampling import plain_sampling
 from allotrope.server.state import ServerState

@@ -64,7 +64,7 @@ class InputMessage(OpenModel):
     content: str | list[Part]
     id: str | None = None
     status: Status | None = None
-    phase: Literal["commentary", "final_answer"] | None = Field(None, description="Without effect.")
+    phase: Literal["commentary", "final_answer"] | None = Field(default=None, description="Without effect.")
 
 
 class InputFunctionCall(OpenModel):
@@ -222,18 +222,21 @@ class ResponsesRequest(Sampled):
     parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call several; true by default.")
     text: TextConfig | None = Field(None, description="The form of the answer's text.")
     reasoning: ReasoningConfig | None = Field(None, description="How the model reasons.")
-    include: list[
-        Literal[
-            "message.output_text.logprobs",
-            "reasoning.encrypted_content",
-            "file_search_call.results",
-            "web_search_call.results",
-            "web_search_call.action.sources",
-            "message.input_image.image_url",
-            "computer_call_output.output.image_url",
-            "code_interpreter_call.outputs",
+    include: (
+        list[
+            Literal[
+                "message.output_text.logprobs",
+                "reasoning.encrypted_content",
+                "file_search_call.results",
+                "web_search_call.results",
+                "web_search_call.action.sources",
+                "message.input_image.image_url",
+                "computer_call_output.output.image_url",
+                "code_interpreter_call.outputs",
+            ]
         ]
-    ] | None = Field(None, description="Report log-probabilities; the rest concerns what never comes.")
+        | None
+    ) = Field(None, description="Report log-probabilities; the rest concerns what never comes.")
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Alternatives of each token.")
     metadata: Annotated[dict[str, str], AfterValidator(_check_metadata)] | None = Field(
         None, description="Kept with the answer and given back."
@@ -241,5 +244,3 @@ class ResponsesRequest(Sampled):
     store: bool | None = Field(None, description="Keep the answer for previous_response_id; true by default.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables of the chat template.")
-
-

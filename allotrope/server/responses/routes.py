@@ -10,12 +10,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from allotrope.errors import InvalidRequest
+from allotrope.server.checked_body import read_checked
 from allotrope.server.conversation import read_conversation
 from allotrope.server.errors import HttpError
 from allotrope.server.guard import sent_key
 from allotrope.server.message_stream import MessageDelta
 from allotrope.server.openapi import accepts
-from allotrope.server.read_body import read_checked
 from allotrope.server.respond import GenerationResponse
 from allotrope.server.responses.answer import ResponsesAnswer, reports_logprobs
 from allotrope.server.responses.fields import RESPONSES
@@ -84,9 +84,7 @@ async def _answer(
         if body.store is not False:
             store.put(key, response, [*messages, message])
 
-    answer = ResponsesAnswer(
-        state.model_name, body, stream, serving.tokenizer, serving.formats.new_call_id, keep
-    )
+    answer = ResponsesAnswer(state.model_name, body, stream, serving.tokenizer, serving.formats.new_call_id, keep)
     return GenerationResponse(
         answer,
         stream.deltas(serving.engine, serving.metrics),

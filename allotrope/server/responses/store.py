@@ -35,15 +35,15 @@ class ResponseStore:
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._kept: OrderedDict[tuple[bytes, str], _Kept] = OrderedDict()
-        self._bytes = 0
+        self._size = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         """Bytes of what is kept."""
-        return self._bytes
+        return self._size
 
     def put(self, key: bytes, response: Json, messages: Sequence[Json]) -> bool:
         """Keep `response` and the conversation up to its end, for clients of `key`. Returns whether there is room."""
@@ -52,10 +52,10 @@ class ResponseStore:
             return False
         self.delete(key, response["id"])
         self._kept[_place(key, response["id"])] = kept
-        self._bytes += kept.size
-        while len(self._kept) > self._max_entries or self._bytes > self._max_bytes:
+        self._size += kept.size
+        while len(self._kept) > self._max_entries or self._size > self._max_bytes:
             _, dropped = self._kept.popitem(last=False)
-            self._bytes -= dropped.size
+            self._size -= dropped.size
         return True
 
     def response(self, key: bytes, response_id: str) -> Json | None:
@@ -71,7 +71,7 @@ class ResponseStore:
     def delete(self, key: bytes, response_id: str) -> bool:
         """Drop an answer. Returns whether it was kept."""
         kept = self._kept.pop(_place(key, response_id), None)
-        self._bytes -= 0 if kept is None else kept.size
+        self._size -= 0 if kept is None else kept.size
         return kept is not None
 
     def _find(self, key: bytes, response_id: str) -> _Kept | None:
