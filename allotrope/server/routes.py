@@ -19,6 +19,7 @@ from allotrope.server.errors import HttpError
 from allotrope.server.handlers import answer_chat, answer_completion
 from allotrope.server.openapi import accepts
 from allotrope.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from allotrope.server.sleep_routes import add_sleep_routes
 from allotrope.server.state import ServerState, Serving
 from allotrope.server.status_routes import add_status_routes, json_response
 from allotrope.server.values import header_value
@@ -30,7 +31,7 @@ log = logging.getLogger("allotrope.server")
 def build_router(state: ServerState) -> APIRouter:
     """All routes of the server. `state`: the state that they share."""
     router = APIRouter()
-    for routes in (_generating_routes, _token_routes, _model_routes, add_status_routes):
+    for routes in (_generating_routes, _token_routes, _model_routes, add_status_routes, add_sleep_routes):
         routes(router, state)
     return router
 
