@@ -92,6 +92,9 @@ class EngineConfig:
     op_backend: str | None = option(
         "Backend per operation, such as 'rms_norm=reference'; default: the first that can run each.", None
     )
+    structured_outputs_backend: Literal["llguidance", "xgrammar"] = option(
+        "Library that holds answers to schemas and grammars.", "llguidance"
+    )
     cuda_graphs: bool = option("Capture decode steps as CUDA graphs, while requests are served.", True)
     async_scheduling: Literal["auto", "on", "off"] = option(
         "Launch a step before the tokens of the one before it are read; 'auto': on a GPU.", "auto"

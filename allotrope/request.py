@@ -31,27 +31,28 @@ class Grammar:
 
     `source`: by `kind`, JSON text of a schema, nothing (`json_object`), a regular expression, a JSON list of texts, a
     Lark grammar, or JSON text of a structural tag. `after`: text of the output behind which the grammar holds, such as
-    the end of reasoning; None: it holds from the start.
+    the end of reasoning; None: it holds from the start. `param`: the request's field that brought it, for refusals.
     """
 
     kind: GrammarKind
     source: str = ""
     after: str | None = None
+    param: str = field(default="grammar", compare=False)
 
     def check(self) -> None:
         """Raise `InvalidRequest` for a kind that there is not, and for texts that are empty or too long."""
         if self.kind not in get_args(GrammarKind):
             kinds = ", ".join(get_args(GrammarKind))
-            raise InvalidRequest(f"grammar.kind={self.kind!r} is not known; allowed: {kinds}.", "grammar")
+            raise InvalidRequest(f"grammar.kind={self.kind!r} is not known; allowed: {kinds}.", self.param)
         if not self.source and self.kind not in ("json_object", "regex"):
-            raise InvalidRequest(f"the grammar of kind {self.kind} is empty.", "grammar")
+            raise InvalidRequest(f"the grammar of kind {self.kind} is empty.", self.param)
         if len(self.source) > MAX_GRAMMAR_LENGTH:
             raise InvalidRequest(
-                f"the grammar has {len(self.source)} characters; at most {MAX_GRAMMAR_LENGTH} are allowed.", "grammar"
+                f"the grammar has {len(self.source)} characters; at most {MAX_GRAMMAR_LENGTH} are allowed.", self.param
             )
         if self.after is not None and not 0 < len(self.after) <= MAX_AFTER_LENGTH:
             raise InvalidRequest(
-                f"grammar.after has {len(self.after)} characters; allowed: 1 to {MAX_AFTER_LENGTH}.", "grammar"
+                f"grammar.after has {len(self.after)} characters; allowed: 1 to {MAX_AFTER_LENGTH}.", self.param
             )
 
 

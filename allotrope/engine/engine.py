@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import abc
+from concurrent.futures import Future
 
 import torch
 
-from allotrope.checkpoint.checkpoint import Checkpoint
+from allotrope.checkpoint.checkpoint import Checkpoint, tokenizer_path
 from allotrope.config import EngineConfig
 from allotrope.engine.async_scheduling import uses_async_scheduling
 from allotrope.engine.executor import Executor, OnDeath
@@ -28,7 +29,11 @@ from allotrope.engine.step_loop import StepLoop
 from allotrope.errors import InvalidRequest
 from allotrope.kernels.c.waiting import Waiting
 from allotrope.layers.decoder import Decoder
-from allotrope.request import Request, SequenceOutput
+from allotrope.request import Grammar, Request, SequenceOutput
+from allotrope.text.grammars.compiler import GrammarCompiler
+from allotrope.text.grammars.constraint import Constraints
+from allotrope.text.grammars.vocabulary import Vocabulary, read_vocabulary
+from allotrope.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("allotrope.engine")
 
@@ -66,6 +71,7 @@ class Engine:
             observer=observer,
             step_log=None if seconds is None else StepLog(self._executor, load_plan, seconds),
         )
+        self._grammars = GrammarCompiler(config.structured_outputs_backend, self._vocabulary)
         self._thread_waiting = Waiting() if self._device.type == "cpu" else None
         self._log_start()
 
@@ -83,8 +89,23 @@ class Engine:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequest if it can never run, Overloaded if the queue is full."""
-        self._requests.add(request)
+        """Queue a request. Raises InvalidRequest if it can never run, Overloaded if the queue is full.
+
+        Waits for the request's grammar; `compile_grammar` does not.
+        """
+        grammar = request.params.grammar
+        self._requests.add(request, None if grammar is None else self.compile_grammar(grammar).result())
+
+    def compile_grammar(self, grammar: Grammar) -> Future[Constraints]:
+        """The grammar of requests, compiled in a thread; `add` does not wait for one that is done.
+
+        Raises InvalidRequest, here or in the result, if the grammar is not supported or too large.
+        """
+        return self._grammars.compile(grammar)
+
+    def _vocabulary(self) -> Vocabulary:
+        tokenizer = load_tokenizer(tokenizer_path(self._config, self.checkpoint))
+        return read_vocabulary(tokenizer, self.limits.vocab_size, self.limits.eos_ids)
 
     def abort(self, request_ids: abc.Sequence[str]) -> None:
         """End requests at once, in whatever phase they are; no output follows. Unknown ids are ignored."""
@@ -185,6 +206,8 @@ class Engine:
         """Let go of the model and its memory."""
         if self._thread_waiting is not None:
             self._thread_waiting.close()
+        self._grammars.close()
+        self._loop.close()
         self._executor.close()
 
 
