@@ -154,4 +154,4 @@ def _variables(body: MessagesRequest | CountTokensRequest) -> Json:
 def _grammar(body: MessagesRequest | CountTokensRequest) -> Grammar | None:
     if body.output_config is None or body.output_config.format is None:
         return None
-    return Grammar("json_schema", json.dumps(body.output_config.format.json_schema), field="output_config")
+    return Grammar("json_schema", json.dumps(body.output_config.format.json_schema), param="output_config")

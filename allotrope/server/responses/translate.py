@@ -146,8 +146,8 @@ def _tool(tool: FunctionTool) -> Tool:
 def _grammar(body: ResponsesRequest) -> Grammar | None:
     match None if body.text is None else body.text.format:
         case ObjectFormat():
-            return Grammar("json_object", field="text")
+            return Grammar("json_object", param="text")
         case SchemaFormat(json_schema=schema):
-            return Grammar("json_schema", json.dumps(schema), field="text")
+            return Grammar("json_schema", json.dumps(schema), param="text")
         case _:
             return None
