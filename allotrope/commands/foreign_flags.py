@@ -142,7 +142,7 @@ UNSUPPORTED: dict[str, str] = {
     "--mamba-cache-mode": _STATES,
     "--mamba-cache-dtype": _STATES,
     "--mamba-block-size": _STATES,
-    "--enable-sleep-mode": "the engine does not sleep; stop the server instead",
+    "--sleep-mode-offload-cudagraph": "graphs are captured anew after a sleep; see --enable-sleep-mode",
     "--otlp-traces-endpoint": "tracing is not supported; see /metrics",
     "--profiler-config": "profiling over HTTP is not supported",
     "--worker-cls": "the engine has no exchangeable parts at run time",

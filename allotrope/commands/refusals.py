@@ -55,9 +55,8 @@ _AS: dict[str, str] = {
         "--ec-transfer-config --ec-manager-config --disable-mm-preprocessor-cache --enable-multimodal "
         "--mm-attention-backend"
     ),
-    "--enable-sleep-mode": (
-        "--sleep-mode-offload-cudagraph --sleep-preserve-parameter-names --enable-cumem-allocator "
-        "--enable-nccl-comm-suspend --enable-memory-saver"
+    "--sleep-mode-offload-cudagraph": (
+        "--sleep-preserve-parameter-names --enable-cumem-allocator --enable-nccl-comm-suspend --enable-memory-saver"
     ),
     "--worker-cls": "--io-processor-plugin --worker-extension-cls",
     "--model-loader-extra-config": (

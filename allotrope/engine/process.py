@@ -20,14 +20,17 @@ from allotrope.engine.messages import (
     Abort,
     AbortSequence,
     Add,
+    Changed,
     Failed,
     FromEngine,
     Progress,
     Ready,
     Refused,
+    Sleep,
     Start,
     Stepped,
     ToEngine,
+    Wake,
     pack,
     receive,
 )
@@ -123,6 +126,15 @@ class EngineProcess:
                 engine.abort(request_ids)
             case AbortSequence(request_id, index):
                 engine.abort_sequence(request_id, index)
+            case Sleep():
+                try:
+                    engine.sleep()
+                    self._send(Changed())
+                except InvalidRequest as error:
+                    self._send(Changed(str(error)))
+            case Wake():
+                engine.wake()
+                self._send(Changed())
             case Start():
                 raise RuntimeError("the server asked for a second start")
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from allotrope.server.errors import HttpError, error_body
 from allotrope.server.generation import Delta, Generation, TokenScore
 from allotrope.server.logprobs import Report, TokenWriter
 
@@ -26,7 +27,12 @@ D = TypeVar("D", contravariant=True)
 
 
 class Answer(Protocol[D]):
-    """Writes deltas of one kind in the JSON form of one route."""
+    """Writes deltas of one kind in the JSON form of one route.
+
+    `named_events`: the events of a stream have names, see `respond`.
+    """
+
+    named_events: bool
 
     def opening(self) -> list[Json]:
         """Stream events before the first delta."""
@@ -42,6 +48,10 @@ class Answer(Protocol[D]):
 
     def whole(self, deltas: Sequence[D]) -> Json:
         """The body of an answer that is not streamed."""
+        ...
+
+    def failure(self, error: HttpError) -> list[Json]:
+        """Stream events of an error that ends a stream."""
         ...
 
     def usage(self) -> Json:
@@ -75,6 +85,7 @@ def _accumulate(deltas: Sequence[Delta], count: int) -> list[_Accumulated]:
 class OpenAIAnswer:
     """The parts that both routes share: the object around the choices, and the usage."""
 
+    named_events = False
     prefix: str
     object_whole: str
     object_chunk: str
@@ -109,6 +120,9 @@ class OpenAIAnswer:
 
     def closing(self) -> list[Json]:
         return [self._chunk([])] if self._report.usage else []
+
+    def failure(self, error: HttpError) -> list[Json]:
+        return [error_body(error)]
 
     def usage(self) -> Json:
         """Tokens of prompts and answers so far."""

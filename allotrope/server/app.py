@@ -39,9 +39,7 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
 
     Raises `ConfigError` if the server cannot listen on the address, or a package of the server is missing.
     """
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"the server needs {', '.join(missing)}. Run: pip install 'allotrope[server]'")
+    check_packages()
     from allotrope.engine.client import EngineClient
     from allotrope.server.log_limiter import limit_repeated_errors
     from allotrope.server.message_formats import check_parser_names
@@ -52,6 +50,13 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
     listener = _listen(server)
     # EngineClient starts the engine's process now, so that both processes import their packages at the same time.
     return asyncio.run(_Service(engine, server, listener, EngineClient(engine)).run())
+
+
+def check_packages() -> None:
+    """Raise `ConfigError` if a package of the server is missing."""
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the server needs {', '.join(missing)}. Run: pip install 'allotrope[server]'")
 
 
 def _listen(config: ServerConfig) -> socket.socket:
@@ -112,7 +117,7 @@ class _Service:
                 await self._client.stop()
 
     async def _serve_until_end(self, accepting: asyncio.Task[None]) -> int:
-        loading = asyncio.create_task(self._load())
+        loading = asyncio.create_task(load_model(self._state, self._client, self._engine_config))
         if not await self._ends_before_stop(loading, accepting):
             loading.cancel()
             log.info("stopped while loading")
@@ -136,43 +141,6 @@ class _Service:
         if accepting.done():
             accepting.result()
         return task.done()
-
-    async def _load(self) -> None:
-        """Load tokenizer and model concurrently, then accept requests. Raises `AllotropeError` if either fails."""
-        from allotrope.engine.sampling_defaults import describe_defaults
-        from allotrope.server.message_formats import choose_formats
-        from allotrope.server.metrics import Metrics
-        from allotrope.server.prompts import PromptReader
-        from allotrope.server.state import Phase, Serving
-
-        tokenizing = asyncio.create_task(asyncio.to_thread(_load_tokenizer, self._engine_config))
-        starting = asyncio.create_task(self._client.start(self._note))
-        try:
-            template = _read_template(self._config)
-            await asyncio.gather(starting, tokenizing)
-        finally:
-            starting.cancel()
-        tokenized, limits = tokenizing.result(), self._client.limits
-        tokenizer = tokenized.tokenizer
-        eos_ids = tuple(i for i in dict.fromkeys(limits.eos_ids + tokenizer.eos_ids) if i < limits.vocab_size)
-        if limits.sampling_defaults:
-            log.warning("%s", describe_defaults(limits.sampling_defaults))
-        self._state.serving = Serving(
-            engine=self._client,
-            options=self._engine_config,
-            tokenizer=tokenizer,
-            prompts=PromptReader(tokenizer, limits.max_model_len, tokenized.max_token_bytes, template),
-            metrics=Metrics(self._state.model_name, self._client.stats, self._config.metrics_compat),
-            limits=limits,
-            max_sequences=self._engine_config.max_num_waiting,
-            eos_ids=eos_ids,
-            formats=choose_formats(self._config, tokenizer, eos_ids, template, tokenized.architectures),
-        )
-        self._state.phase = Phase.SERVING
-
-    def _note(self, phase: str) -> None:
-        self._state.detail = phase
-        log.info("engine: %s", phase)
 
     async def _end_with_engine(self) -> int:
         from allotrope.server.state import Phase
@@ -232,6 +200,44 @@ class _Service:
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
+
+
+async def load_model(state: ServerState, client: EngineClient, engine: EngineConfig) -> None:
+    """Load tokenizer and model concurrently, then accept requests. Raises `AllotropeError` if either fails."""
+    from allotrope.engine.sampling_defaults import describe_defaults
+    from allotrope.server.message_formats import choose_formats
+    from allotrope.server.metrics import Metrics
+    from allotrope.server.prompts import PromptReader
+    from allotrope.server.state import Phase, Serving
+
+    def note(phase: str) -> None:
+        state.detail = phase
+        log.info("engine: %s", phase)
+
+    tokenizing = asyncio.create_task(asyncio.to_thread(_load_tokenizer, engine))
+    starting = asyncio.create_task(client.start(note))
+    try:
+        template = _read_template(state.config)
+        await asyncio.gather(starting, tokenizing)
+    finally:
+        starting.cancel()
+    tokenized, limits = tokenizing.result(), client.limits
+    tokenizer = tokenized.tokenizer
+    eos_ids = tuple(i for i in dict.fromkeys(limits.eos_ids + tokenizer.eos_ids) if i < limits.vocab_size)
+    if limits.sampling_defaults:
+        log.warning("%s", describe_defaults(limits.sampling_defaults))
+    state.serving = Serving(
+        engine=client,
+        options=engine,
+        tokenizer=tokenizer,
+        prompts=PromptReader(tokenizer, limits.max_model_len, tokenized.max_token_bytes, template),
+        metrics=Metrics(state.model_name, client.stats, state.config.metrics_compat),
+        limits=limits,
+        max_sequences=engine.max_num_waiting,
+        eos_ids=eos_ids,
+        formats=choose_formats(state.config, tokenizer, eos_ids, template, tokenized.architectures),
+    )
+    state.phase = Phase.SERVING
 
 
 class _Tokenized(NamedTuple):

@@ -23,7 +23,8 @@ _NO_BUILT_IN_TOOLS = "this server has no tools of its own"
 _NO_GRAMMAR = "this server cannot constrain output to a schema or grammar"
 _NO_BEAM = "beam search is not offered"
 
-_SAMPLING: dict[str, Rule] = {
+# Of every route that generates.
+SAMPLED: dict[str, Rule] = {
     "temperature": Honoured(),
     "top_p": Honoured(),
     "top_k": Honoured(),
@@ -36,10 +37,14 @@ _SAMPLING: dict[str, Rule] = {
     "stop_token_ids": Honoured(),
     "include_stop_str_in_output": Honoured(),
     "min_tokens": Honoured(),
-    "max_tokens": Honoured(),
     "ignore_eos": Honoured(),
     "logit_bias": Honoured(),
     "allowed_token_ids": Honoured(),
+}
+
+_SAMPLING: dict[str, Rule] = {
+    **SAMPLED,
+    "max_tokens": Honoured(),
     "n": Honoured(),
     "logprobs": Honoured(),
     "prompt_logprobs": Honoured(),
@@ -189,10 +194,14 @@ def _of_the_other_route(table: Mapping[str, Rule], other: Mapping[str, Rule], pa
 
 @dataclass(frozen=True)
 class Fields:
-    """Rules of one body's fields. `known`: fields of this API. `foreign`: fields of other engines."""
+    """Rules of one body's fields. `known`: fields of this API. `foreign`: fields of other engines.
+
+    `has_inner`: objects within the body have tables here. Otherwise their models say what is known, see `inner`.
+    """
 
     known: Mapping[str, Rule]
     foreign: Mapping[str, Rule]
+    has_inner: bool = True
 
 
 CHAT = Fields(_CHAT, _of_the_other_route(_CHAT, _COMPLETIONS, "/v1/completions") | foreign.CHAT)
@@ -217,6 +226,8 @@ def unknown_fields(body: Mapping[str, Any], fields: Fields) -> list[str]:
     Raises `InvalidRequest` for a refused value, and for an unknown field within messages, tools or stream_options.
     """
     unknown = _check(body, fields)
+    if not fields.has_inner:
+        return unknown
     for path, inner, inner_fields in _inner_objects(body):
         for name in _check(inner, inner_fields, f"{path}."):
             allowed = ", ".join(name for name, rule in inner_fields.known.items() if isinstance(rule, Honoured))

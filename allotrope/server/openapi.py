@@ -9,7 +9,11 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from allotrope.server import fields
+from allotrope.server.messages.fields import COUNT_TOKENS, MESSAGES
+from allotrope.server.messages.protocol import CountTokensRequest, MessagesRequest
 from allotrope.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from allotrope.server.responses.fields import RESPONSES
+from allotrope.server.responses.protocol import ResponsesRequest
 from allotrope.server.rules import Only, WithoutEffect, schema_of
 from allotrope.server.state import ServerState
 
@@ -21,9 +25,12 @@ _BODIES: tuple[tuple[type[BaseModel], fields.Fields], ...] = (
     (CompletionRequest, fields.COMPLETIONS),
     (TokenizeRequest, fields.TOKENIZE),
     (DetokenizeRequest, fields.DETOKENIZE),
+    (ResponsesRequest, RESPONSES),
+    (MessagesRequest, MESSAGES),
+    (CountTokensRequest, COUNT_TOKENS),
 )
 _HOLDING_IDS = ("prompt", "tokens", "stop_token_ids", "allowed_token_ids")
-_COUNTING_TOKENS = ("max_tokens", "max_completion_tokens", "truncate_prompt_tokens")
+_COUNTING_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "truncate_prompt_tokens")
 _ERROR: Json = {
     "type": "object",
     "required": ["error"],

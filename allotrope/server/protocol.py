@@ -1,4 +1,4 @@
-"""Pydantic models of the request bodies. No other module declares the schema of a request.
+"""Pydantic models of the request bodies. The Responses and Messages API declare theirs in folders of their own.
 
 `fields` lists the known fields that have no effect or a limited one. `sampling` and `prompts` turn values into engine
 parameters. The models check types and ranges only, so that the server rarely refuses a body that fits its schema.
@@ -87,8 +87,8 @@ class StreamOptions(_Inner):
     continuous_usage_stats: bool | None = Field(None, description="Send the usage so far in every chunk.")
 
 
-class _Generation(_Body):
-    """Fields of both generating routes: sampling, limits and reports."""
+class Sampled(_Body):
+    """Fields of every generating route: sampling and its ends."""
 
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; 1 where left out.")
     top_p: float | None = Field(None, gt=0, le=1, description="Sample among the most likely that reach this mass.")
@@ -117,6 +117,11 @@ class _Generation(_Body):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = Field(
         None, description="Only these ids may be chosen."
     )
+
+
+class _Generation(Sampled):
+    """Fields of chat and text completions: number, limits and reports."""
+
     n: int | None = Field(None, ge=1, le=128, description="Number of answers to each prompt.")
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="Report the prompt's log-probabilities and as many alternatives."

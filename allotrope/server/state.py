@@ -26,10 +26,11 @@ _CPU_MAX_TOKENS = 1024
 
 
 class Phase(Enum):
-    """Phase of the server: it loads, serves, then drains or ends with its engine."""
+    """Phase of the server: it loads, serves (and perhaps sleeps), then drains or ends with its engine."""
 
     LOADING = auto()
     SERVING = auto()
+    SLEEPING = auto()
     DRAINING = auto()
     DEAD = auto()
 
@@ -84,6 +85,8 @@ class ServerState:
                 return "The server is shutting down and takes no new requests."
             case Phase.DEAD:
                 return f"The server is ending because its engine has: {self.detail}."
+            case Phase.SLEEPING:
+                return "The server sleeps and takes no requests until POST /wake_up."
             case Phase.SERVING:
                 return None
 
