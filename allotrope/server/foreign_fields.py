@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from allotrope.server.rules import Misplaced, Only, Renamed, Rule
 
-_NO_GRAMMAR = "this server cannot constrain output to a schema or grammar"
+_NO_GRAMMAR = "write it in structured_outputs, as json, regex, choice, grammar or structural_tag"
 _NO_BEAM = "beam search is not offered"
 _NO_ADAPTER = "adapters are not loaded; serve a checkpoint into which it is merged"
 _NO_MEDIA = "this server reads text only"

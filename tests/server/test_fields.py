@@ -331,6 +331,10 @@ def _reasoning(probe: Probe) -> None:
     assert probe.refused(reasoning_effort="high")["param"] == "reasoning_effort"
 
 
+def _follows(name: str, asks: Any) -> Callable[[Probe], None]:
+    return lambda probe: _equal(probe.text(**{name: asks}), "abc")
+
+
 SHARED: dict[str, Callable[[Probe], None]] = {
     "temperature": _is_greedy_again("temperature", 0),
     "top_p": _is_greedy_again("top_p", 1e-6),
@@ -358,6 +362,14 @@ SHARED: dict[str, Callable[[Probe], None]] = {
     "truncate_prompt_tokens": _truncate,
     "return_token_ids": _return_token_ids,
     "return_tokens_as_token_ids": _tokens_as_ids,
+    "response_format": _follows(
+        "response_format", {"type": "structural_tag", "format": {"type": "const_string", "value": "abc"}}
+    ),
+    "structured_outputs": _follows("structured_outputs", {"choice": ["abc"]}),
+    "guided_json": lambda probe: _equal(probe.text(guided_json={"const": 12}), "12"),
+    "guided_regex": _follows("guided_regex", "abc"),
+    "guided_choice": _follows("guided_choice", ["abc"]),
+    "guided_grammar": _follows("guided_grammar", 'start: "abc"'),
 }
 CHAT_ONLY = {
     "messages": _messages,

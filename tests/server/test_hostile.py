@@ -63,7 +63,20 @@ WRONG: dict[str, list[Any]] = {
     "stream_options": ["x", {"include_usage": "x"}, {"other": 1}],
     "truncate_prompt_tokens": [0, -2, MAX_MODEL_LEN + 1, "x", HUGE],
     "model": ["other", 7, ["tiny"]],
-    "response_format": [{"type": "json_object"}, "text"],
+    "response_format": [
+        {"type": "xml"},
+        {},
+        "text",
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"name": "x"}},
+        {"type": "json_schema", "json_schema": {"schema": _nested(900)}},
+        {"type": "text", "schema": {}},
+    ],
+    "structured_outputs": ["x", {}, {"json": {}, "regex": "a"}, {"xml": 1}, {"json": 7}, {"json_object": 1}],
+    "guided_json": [7, "{", {"type": "strin"}, {"$ref": "#/none"}],
+    "guided_regex": ["", 7, "(", "(?=a)", "(" * 3000],
+    "guided_choice": [[], [1], "x", [""] * 0],
+    "guided_grammar": ["", "start: nothing"],
 }
 WRONG_CHAT: dict[str, list[Any]] = {
     "messages": [

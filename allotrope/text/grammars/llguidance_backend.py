@@ -43,7 +43,7 @@ class LLGuidanceBackend:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._tokenizer = LLTokenizer(TokenizerWrapper(_Wrapped(vocabulary)), eos_token=list(vocabulary.eos_ids))
+        self.tokenizer = LLTokenizer(TokenizerWrapper(_Wrapped(vocabulary)), eos_token=list(vocabulary.eos_ids))
         self._executor = LLExecutor()
         self._limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
 
@@ -52,13 +52,13 @@ class LLGuidanceBackend:
             source = self._source(grammar)
         except ValueError as error:
             raise refuse(grammar, _one_sentence(str(error))) from error
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        matcher = LLMatcher(self.tokenizer, source, log_level=0, limits=self._limits)
         mask = b"" if matcher.is_error() else matcher.compute_bitmask()
         if matcher.is_error():
             raise refuse(grammar, _refusal(matcher.get_error()))
         if not any(mask):
             raise refuse(grammar, _NOTHING)
-        return LLGuidanceGrammar(matcher, self._tokenizer, frozenset(self._vocabulary.eos_ids))
+        return LLGuidanceGrammar(matcher, self.tokenizer, frozenset(self._vocabulary.eos_ids))
 
     def fill(self, matchers: Sequence[tuple[LLGuidanceMatcher, int]], bits: Bits) -> None:
         rows, size = bits.shape
