@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from allotrope.errors import InvalidRequest
 from allotrope.request import Grammar, SamplingParams
+from allotrope.server.answer_grammar import answer_grammar, called_format
 from allotrope.server.engine_request import check_count, limit_length, log_prompt, make_request
 from allotrope.server.generation import Generation
 from allotrope.server.message_stream import MessageStream
@@ -183,7 +184,17 @@ async def read_conversation(
         params = limit_length(state, params, len(ids))
     is_open = formats.reasoning_is_open(prompt.text)
     structured = tools or formats.reasoning is not None
+    called = called_format(conversation, formats.tools) if tools else None
+    grammar = answer_grammar(
+        conversation,
+        conversation.grammar or params.grammar,
+        tools=called,
+        reasoning=formats.reasoning,
+        prompt_text=prompt.text,
+    )
+    params = dataclasses.replace(params, grammar=grammar)
     new_parser = formats.parsers(
+        called,
         [tool.as_template_reads() for tool in tools],
         reasoning_is_open=is_open,
         keeps_special_tokens=not params.skip_special_tokens,

@@ -41,21 +41,26 @@ class MessageFormats:
     call_id_length: int | None = None
 
     def parsers(
-        self, tools: Sequence[Any] | None, *, reasoning_is_open: bool, keeps_special_tokens: bool
+        self,
+        called: MessageFormat | None,
+        tools: Sequence[Any],
+        *,
+        reasoning_is_open: bool,
+        keeps_special_tokens: bool,
     ) -> Callable[[], MessageParser]:
         """Makes the parser of each sequence of an answer.
 
-        `tools`: the tools, as templates read them, if the answer may call some. `reasoning_is_open`: the prompt ends
-        within reasoning. `keeps_special_tokens`: the text has them; only the one at its end is left out.
+        `called`: the format of its calls, if it may call some of `tools`, which are as templates read them.
+        `reasoning_is_open`: the prompt ends within reasoning. `keeps_special_tokens`: the text has them; only the one
+        at its end is left out.
         """
-        called = self.tools if tools else None
         if called is None and self.reasoning is None:
             return PlainParser
         return partial(
             make_parser,
             self.reasoning,
             called,
-            tools=tools or (),
+            tools=tools,
             prompt_opens_reasoning=reasoning_is_open,
             special_tokens=self.end_tokens if keeps_special_tokens else self.special_tokens,
         )

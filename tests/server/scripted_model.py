@@ -7,6 +7,7 @@ a script is a piece of text. The chat template ends a prompt with the token of t
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,15 +46,20 @@ TEMPLATE = (
 )
 
 
-def write_scripted_model(directory: Path) -> Path:
-    """Write config, tokenizer and weights into `directory`; returns it."""
+def write_scripted_model(
+    directory: Path, scripts: Mapping[str, Sequence[str]] = SCRIPTS, template: str = TEMPLATE
+) -> Path:
+    """Write config, tokenizer and weights into `directory`; returns it.
+
+    `scripts`: first token -> the pieces of text that follow it, of which each is in one script.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = trained_tokenizer()
-    starts, pieces = list(SCRIPTS), dict.fromkeys(piece for script in SCRIPTS.values() for piece in script)
+    starts, pieces = list(scripts), dict.fromkeys(piece for script in scripts.values() for piece in script)
     tokenizer.add_special_tokens([AddedToken(start, special=True, normalized=False) for start in starts])
     tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in pieces])
     tokenizer.save(str(directory / "tokenizer.json"))
-    described = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": TEMPLATE}
+    described = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": template}
     (directory / "tokenizer_config.json").write_text(json.dumps(described))
     size = tokenizer.get_vocab_size()
     hidden = (size + 63) // 64 * 64
@@ -65,7 +71,7 @@ def write_scripted_model(directory: Path) -> Path:
     }
     (directory / "config.json").write_text(json.dumps(config))
     successors = dict.fromkeys(range(size), tokenizer.token_to_id("</s>"))
-    for start, script in SCRIPTS.items():
+    for start, script in scripts.items():
         for token, after in pairwise(map(tokenizer.token_to_id, (start, *script))):
             successors[token] = after
     save_file(_weights(config, successors), directory / "model.safetensors")

@@ -20,6 +20,7 @@ _WORD = re.compile(r"[^\s,:=(){}\[\]\"'<]*")
 _BARE_TEXT = re.compile(r"[^,{}\[\]<]*")
 _KEY = re.compile(r"[^,{}\[\]()<>\"']+")
 _IDENTIFIER = re.compile(r"[^\W\d]\w*")
+_VALUE_ENDS = (",", "}", "]")
 _FUNCTION = re.compile(r"[^\W\d][\w.\-]*")
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
@@ -91,7 +92,10 @@ class BraceCall:
         elif (yield from reader.optional(marks(frozenset((self.quote,))))):
             yield from self._string(parser, reader, types)
         else:
-            parser.arguments(_bare((yield from _run(reader, _BARE_TEXT)), types))
+            word = yield from _run(reader, _BARE_TEXT)
+            if not word and (yield from reader.peek()) not in _VALUE_ENDS:
+                raise Malformed
+            parser.arguments(_bare(word, types))
 
     def _string(self, parser: TaggedParser, reader: Reader, types: frozenset[str]) -> Reading[None]:
         as_it_comes = is_text(types)

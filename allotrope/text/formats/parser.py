@@ -155,7 +155,7 @@ class TaggedParser(EventStream):
         self.reader.drop()
         if self._in_reasoning:
             self._end_reasoning()
-        self._space.clear()
+        self._end_tag()
         self.emit(ToolCallBegin(self._calls, name, call_id))
         self._calls += 1
 
@@ -185,8 +185,7 @@ class TaggedParser(EventStream):
 
     def stray(self, text: str) -> None:
         """Text within a call that belongs to nothing there: it is content."""
-        if text.strip():
-            self._add_content(text)
+        self._add_content(text)
 
     def _read_mark(self, mark: str) -> Reading[None]:
         tags, syntax = self._tags, self.syntax
