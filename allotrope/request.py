@@ -45,10 +45,10 @@ class Grammar:
             kinds = ", ".join(get_args(GrammarKind))
             raise InvalidRequest(f"grammar.kind={self.kind!r} is not known; allowed: {kinds}.", self.param)
         if not self.source and self.kind not in ("json_object", "regex"):
-            raise InvalidRequest(f"the grammar of kind {self.kind} is empty.", self.param)
+            raise InvalidRequest(f"{self.param} is an empty {self.kind}.", self.param)
         if len(self.source) > MAX_GRAMMAR_LENGTH:
             raise InvalidRequest(
-                f"the grammar has {len(self.source)} characters; at most {MAX_GRAMMAR_LENGTH} are allowed.", self.param
+                f"{self.param} has {len(self.source)} characters; at most {MAX_GRAMMAR_LENGTH} are allowed.", self.param
             )
         if self.after is not None and not 0 < len(self.after) <= MAX_AFTER_LENGTH:
             raise InvalidRequest(

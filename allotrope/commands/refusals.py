@@ -90,10 +90,7 @@ _AS: dict[str, str] = {
         "--speculative-num-draft-tokens"
     ),
     "--hf-config-path": "--rope-scaling --rope-theta",
-    "--structured-outputs-config": (
-        "--guided-decoding-backend --guided-decoding-disable-fallback --grammar-backend "
-        "--constrained-json-whitespace-pattern"
-    ),
+    "--structured-outputs-config": "--guided-decoding-disable-fallback --constrained-json-whitespace-pattern",
     "--model": "--model-path",
     "--num-gpu-blocks-override": "--max-total-tokens",
     "--disable-hybrid-kv-cache-manager": "--disable-hybrid-swa-memory",

@@ -94,7 +94,13 @@ class Engine:
         Waits for the request's grammar; `compile_grammar` does not.
         """
         grammar = request.params.grammar
+        if grammar is not None:
+            self.check(request)
         self._requests.add(request, None if grammar is None else self.compile_grammar(grammar).result())
+
+    def check(self, request: Request, aside: int = 0) -> None:
+        """Raise what `add` would raise at once. `aside`: requests that wait for their grammars outside the queue."""
+        self._requests.check(request, aside)
 
     def compile_grammar(self, grammar: Grammar) -> Future[Constraints]:
         """The grammar of requests, compiled in a thread; `add` does not wait for one that is done.

@@ -35,12 +35,11 @@ class RequestTable:
         self._prefix_queries = self._prefix_hits = 0
         self._prefix_lost: dict[str, int] = {}
 
-    def add(self, request: Request, constraints: Constraints | None = None) -> None:
-        """Queue a request. Raises InvalidRequest if it can never run, Overloaded if the queue is full.
-
-        `constraints`: its grammar, compiled.
+    def check(self, request: Request, aside: int = 0) -> None:
+        """Raise InvalidRequest if a request can never run, Overloaded if the queue is full. `aside`: requests that are
+        yet to be queued.
         """
-        limits, waiting = self._limits, len(self.scheduler.waiting)
+        limits, waiting = self._limits, len(self.scheduler.waiting) + aside
         request.check(limits.vocab_size, limits.max_model_len)
         if request.request_id in self.open:
             raise InvalidRequest(f"request_id={request.request_id!r} is already running.", "request_id")
@@ -53,6 +52,10 @@ class RequestTable:
             raise Overloaded(
                 f"{waiting} sequences are waiting (--max-num-waiting {self._config.max_num_waiting}). Try again later."
             )
+
+    def add(self, request: Request, constraints: Constraints | None = None) -> None:
+        """Queue a request. Raises as `check` does. `constraints`: its grammar, compiled."""
+        self.check(request)
         self._num_accepted += 1
         siblings: list[Sequence] = []
         for index in range(request.params.n):

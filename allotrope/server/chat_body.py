@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from allotrope.errors import InvalidRequest
-from allotrope.request import Grammar
 from allotrope.server.conversation import Conversation
 from allotrope.server.protocol import ChatRequest, ChosenTool, FunctionTool, Message, TokenizeRequest
 from allotrope.server.tools import NamedTool, Tool
 
 
-def chat_conversation(body: ChatRequest | TokenizeRequest, grammar: Grammar | None = None) -> Conversation:
-    """The conversation of `body`. `grammar`: what the content must be. Raises `InvalidRequest`."""
+def chat_conversation(body: ChatRequest | TokenizeRequest) -> Conversation:
+    """The conversation of `body`. Raises `InvalidRequest`."""
     chat = body if isinstance(body, ChatRequest) else None
     choice = None if chat is None else chat.tool_choice
     return Conversation(
@@ -25,7 +24,6 @@ def chat_conversation(body: ChatRequest | TokenizeRequest, grammar: Grammar | No
         template_variables=body.chat_template_kwargs or {},
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message or False,
-        grammar=grammar,
     )
 
 

@@ -39,7 +39,7 @@ class Conversation:
     `parallel_tool_calls`: False ends the answer with its first call. `reasoning_effort`: "none" turns reasoning off;
     None leaves it to the template. `include_reasoning`: False leaves the reasoning out of the answer.
     `template_variables`: more variables of the chat template. `add_generation_prompt`: None means True, unless the
-    last message is continued. `grammar`: what the content must be.
+    last message is continued. `grammar`: what the content must be, where the sampling parameters do not say it.
     """
 
     messages: Sequence[Mapping[str, Any]]

@@ -20,7 +20,6 @@ from allotrope.server.values import describe_value
 
 _OLD_TOOLS = "it is the old form of tools"
 _NO_BUILT_IN_TOOLS = "this server has no tools of its own"
-_NO_GRAMMAR = "this server cannot constrain output to a schema or grammar"
 _NO_BEAM = "beam search is not offered"
 
 # Of every route that generates.
@@ -70,13 +69,13 @@ _COMMON: dict[str, Rule] = {
     "priority": Only((0,), "requests are served in the order of their arrival"),
     "request_id": Only((), "ids are chosen by the server"),
     "cache_salt": Only((), "the prefix cache cannot be split between users"),
-    "structured_outputs": Only((), _NO_GRAMMAR),
-    "guided_json": Only((), _NO_GRAMMAR),
-    "guided_regex": Only((), _NO_GRAMMAR),
-    "guided_choice": Only((), _NO_GRAMMAR),
-    "guided_grammar": Only((), _NO_GRAMMAR),
-    "guided_decoding_backend": Only((), _NO_GRAMMAR),
-    "response_format": Only(({"type": "text"},), _NO_GRAMMAR),
+    "structured_outputs": Honoured(),
+    "guided_json": Honoured(),
+    "guided_regex": Honoured(),
+    "guided_choice": Honoured(),
+    "guided_grammar": Honoured(),
+    "guided_decoding_backend": Only((), "the operator chooses it (--structured-outputs-backend)"),
+    "response_format": Honoured(),
     "kv_transfer_params": Only((), "caches are not moved between servers"),
     "vllm_xargs": Only(({},), "there are no extension arguments"),
 }

@@ -87,6 +87,21 @@ class StreamOptions(_Inner):
     continuous_usage_stats: bool | None = Field(None, description="Send the usage so far in every chunk.")
 
 
+class StructuredFields(_Body):
+    """Fields that say what an answer has to be; at most one of them. `structured` reads what is within."""
+
+    response_format: dict[str, Any] | None = Field(
+        None, description="json_object, json_schema or structural_tag: what the answer has to be; text for none."
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of json, regex, choice, grammar, json_object or structural_tag."
+    )
+    guided_json: str | dict[str, Any] | None = Field(None, description="A JSON schema; see structured_outputs.")
+    guided_regex: Annotated[str, Field(min_length=1)] | None = Field(None, description="A regular expression.")
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = Field(None, description="Texts to choose from.")
+    guided_grammar: Annotated[str, Field(min_length=1)] | None = Field(None, description="A grammar in Lark or GBNF.")
+
+
 class Sampled(_Body):
     """Fields of every generating route: sampling and its ends."""
 
@@ -119,7 +134,7 @@ class Sampled(_Body):
     )
 
 
-class _Generation(Sampled):
+class _Generation(Sampled, StructuredFields):
     """Fields of chat and text completions: number, limits and reports."""
 
     n: int | None = Field(None, ge=1, le=128, description="Number of answers to each prompt.")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from allotrope.engine.sampling_defaults import Defaults
 from allotrope.errors import InvalidRequest
 from allotrope.request import SamplingParams
-from allotrope.server.protocol import ChatRequest, CompletionRequest, Sampled
+from allotrope.server.protocol import ChatRequest, CompletionRequest, Sampled, StructuredFields
+from allotrope.server.structured import grammar_of
 from allotrope.server.values import describe_value
 
 _COMPLETION_TOKENS = 16
@@ -96,6 +97,7 @@ def _sampling(
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(dict.fromkeys(body.allowed_token_ids)),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar_of(body) if isinstance(body, StructuredFields) else None,
     )
 
 

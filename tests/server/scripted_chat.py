@@ -18,6 +18,8 @@ SCRIPTS = {
     "broken": '<tool_call>\n{"name": "get_weather", "arguments": {"city": \n</tool_call> and so on',
     "nonsense": "<tool_call>no JSON at all</tool_call> indeed",
     "unknown": '<tool_call>{"name": "no_such_tool", "arguments": {}}</tool_call>',
+    "think-weather": "<think>\nLook!\n</think>\n\n" + CALL.replace("Paris", "Bonn"),
+    "think-person": '<think>\nOf whom?\n</think>\n\n{"name": "Ida", "age": 35}',
     "person": '{"name": "Ada", "age": 36}',
     "make-person": '<tool_call>{"name": "Person", "arguments": {"name": "Eve", "age": 37}}</tool_call>',
     "final-result": '<tool_call>{"name": "final_result", "arguments": {"name": "Kim", "age": 38}}</tool_call>',

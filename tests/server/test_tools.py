@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -187,3 +188,89 @@ def test_a_call_that_is_cut_short(http: httpx.Client) -> None:
     assert choice["finish_reason"] == "length"
     arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
     assert arguments and '{"city": "Paris", "days": 2}'.startswith(arguments)
+
+
+FUNCTION = WEATHER["function"]
+DEEP: Json = {"type": "object"}
+for _ in range(90):
+    DEEP = {"type": "object", "properties": {"x": DEEP}}
+CALLED = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+BAD: dict[str, tuple[Json, str]] = {
+    "10,000 tools": ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(10_000)]}, "tools"),
+    "a name twice": ({"tools": [WEATHER, WEATHER]}, "tools"),
+    "a name with spaces": ({"tools": [{"type": "function", "function": {"name": "get weather"}}]}, "tools"),
+    "no schema of an object": (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+        "tools",
+    ),
+    "a type that there is not": (
+        {
+            "tools": [
+                {"type": "function", "function": FUNCTION | {"parameters": {"properties": {"x": {"type": "any"}}}}}
+            ]
+        },
+        "tools",
+    ),
+    "properties that are a list": (
+        {"tools": [{"type": "function", "function": FUNCTION | {"parameters": {"properties": ["x"]}}}]},
+        "tools",
+    ),
+    "required of a wrong type": (
+        {"tools": [{"type": "function", "function": FUNCTION | {"parameters": {"required": True}}}]},
+        "tools",
+    ),
+    "deep parameters": ({"tools": [{"type": "function", "function": FUNCTION | {"parameters": DEEP}}]}, "tools"),
+    "required without tools": ({"tool_choice": "required"}, "tool_choice"),
+    "another tool's name": (
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+    ),
+    "an answer without a call": (
+        {"messages": [{"role": "user", "content": "x"}, {"role": "tool", "tool_call_id": "a", "content": "x"}]},
+        "messages[1].tool_call_id",
+    ),
+    "an answer to another call": (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [CALLED]},
+                {"role": "tool", "tool_call_id": "b", "content": "x"},
+            ]
+        },
+        "messages[1].tool_call_id",
+    ),
+    "an answer without an id": (
+        {"messages": [{"role": "assistant", "tool_calls": [CALLED]}, {"role": "tool", "content": "x"}]},
+        "messages[1].tool_call_id",
+    ),
+    "a user's call": (
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [CALLED]}]},
+        "messages[0].tool_calls",
+    ),
+    "no content": ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+    "two reasonings": (
+        {"messages": [{"role": "assistant", "content": "x", "reasoning": "a", "reasoning_content": "b"}]},
+        "messages[0].reasoning",
+    ),
+}
+
+
+@pytest.mark.parametrize(("more", "param"), BAD.values(), ids=BAD)
+def test_bad_tools_are_refused_soon(http: httpx.Client, more: Json, param: str) -> None:
+    started = time.monotonic()
+    answer = http.post(CHAT, json=body("plain") | more)
+    assert time.monotonic() - started < 5
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and len(error["message"]) < 1000
+    assert ask(http, "plain")["message"]["content"] == SCRIPTS["plain"]
+
+
+def test_arguments_that_are_no_json_go_back_as_they_are(http: httpx.Client) -> None:
+    for arguments in ("", "{", '["a"]', "[" * 5000):
+        call = CALLED | {"function": {"name": "get_weather", "arguments": arguments}}
+        answered = {"role": "tool", "tool_call_id": "a", "content": "say sunny"}
+        messages = [*body("x")["messages"], {"role": "assistant", "tool_calls": [call]}, answered]
+        answer = http.post(CHAT, json={"messages": messages, "tools": [WEATHER], "temperature": 0})
+        assert answer.status_code in (200, 400), answer.text
+        if arguments != "[" * 5000:
+            assert answer.json()["choices"][0]["message"]["content"] == "It is sunny there."

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from allotrope.errors import AllotropeError
+from allotrope.errors import InvalidRequest
 from allotrope.request import Grammar
 from allotrope.text.grammars.backend import GrammarBackend, load_backend
 from allotrope.text.grammars.constraint import Constraints
@@ -43,7 +43,8 @@ class GrammarCompiler:
         """
         grammar.check()
         found = self._kept.get(grammar)
-        if found is None:
+        # A refusal names the field of its own request, so it is made anew.
+        if found is None or (found.done() and found.exception() is not None):
             found = self._kept[grammar] = Future()
             self._pool.submit(self._settle, found, grammar)
             while len(self._kept) > _KEPT:
@@ -76,21 +77,18 @@ class GrammarCompiler:
             timer.daemon = True
             timer.start()
             settle(self._compile(grammar, backend, vocabulary))
-        except BaseException as error:
+        except InvalidRequest as error:
             settle(None, error)
+        except Exception as error:
+            # The border of a library: whatever it raises of a client's grammar is a refusal, and not a dead engine.
+            settle(None, refuse(grammar, " ".join(str(error).split())[:300] or type(error).__name__))
         finally:
             if timer is not None:
                 timer.cancel()
 
     def _compile(self, grammar: Grammar, backend: GrammarBackend, vocabulary: Vocabulary) -> Constraints:
         check_limits(grammar)
-        try:
-            compiled = backend.compile(grammar)
-        except AllotropeError:
-            raise
-        except Exception as error:
-            # The border of a library: whatever it raises of a client's grammar is a refusal, and not a dead engine.
-            raise refuse(grammar, " ".join(str(error).split())[:300] or type(error).__name__) from error
+        compiled = backend.compile(grammar)
         opening = None
         if grammar.after is not None:
             tails = self._tails_of(grammar.after, vocabulary)

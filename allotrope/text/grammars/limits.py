@@ -18,7 +18,7 @@ _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 def refuse(grammar: Grammar, reason: str) -> InvalidRequest:
     """The refusal of a grammar, in one sentence."""
-    return InvalidRequest(f"the grammar ({grammar.kind}) is not supported: {reason}.", grammar.param)
+    return InvalidRequest(f"{grammar.param} ({grammar.kind}) is not supported: {reason}.", grammar.param)
 
 
 def check_limits(grammar: Grammar) -> None:
