@@ -31,6 +31,8 @@ _MESSAGES_TYPES = {
     503: "overloaded_error",
 }
 _MESSAGES_PATH = "/v1/messages"
+# Field at fault -> the code by which clients know that they have to do without it.
+_DETAILS: dict[str | None, str] = {"thread": "thread_unsupported_request"}
 _RETRY_SECONDS = "1"
 
 
@@ -68,7 +70,8 @@ def error_body(error: HttpError) -> dict[str, Any]:
 def messages_error_body(error: HttpError) -> dict[str, Any]:
     """`error` as the JSON object of the Messages API."""
     kind = _MESSAGES_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    details = {} if error.param not in _DETAILS else {"details": {"error_code": _DETAILS[error.param]}}
+    return {"type": "error", "error": {"type": kind, "message": str(error), **details}}
 
 
 def error_response(error: HttpError, headers: Mapping[str, str] | None = None, *, path: str = "") -> Response:

@@ -1,4 +1,4 @@
-"""The Messages API: by hand, for every form of its bodies and events. `test_messages_client` has the official client."""
+"""The Messages API by hand, for every form of its bodies and events; `test_messages_client` has the official client."""
 
 from __future__ import annotations
 
@@ -162,7 +162,8 @@ def test_cached_tokens_are_counted_apart(scripted: httpx.Client) -> None:
 
 CONVERSATIONS: list[tuple[Json, list[Json]]] = [
     (
-        {"system": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}],
+        {"system": [
+            {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}],
          "messages": [{"role": "user", "content": [{"type": "text", "text": "c"}, {"type": "text", "text": "d"}]}]},
         [{"role": "system", "content": "a\nb"}, {"role": "user", "content": "c\nd"}],
     ),

@@ -16,6 +16,7 @@ _CONVERSATION: dict[str, Rule] = {
     "context_management": Only(({}, {"edits": []}), "a conversation that is too long is refused"),
     "mcp_servers": Only(([],), "this server runs no tools of its own"),
     "speed": Only(("standard",), "there is one speed"),
+    "thread": Only((), "conversations are not kept here; send the whole conversation"),
     "user_profile_id": WithoutEffect("string", "it names the end user for records that this server does not keep"),
     "workspace_id": WithoutEffect("string", "it names a group of users for records that this server does not keep"),
 }
