@@ -133,7 +133,7 @@ class TaggedParser(EventStream):
         self._after_tag = reasoning_is_open
         special = frozenset(token for token in special_tokens if token)
         self._marks = _all_marks(tags, syntax, special)
-        self._special_syntax = special.intersection(_syntax_texts(syntax) if syntax else ())
+        self._special_syntax = special.intersection(syntax_texts(syntax) if syntax else ())
         self._call_marks = marks(frozenset(syntax.call if syntax else ()))
         super().__init__()
 
@@ -206,7 +206,7 @@ class TaggedParser(EventStream):
             self._end_tag()
         elif syntax is not None and mark in (*syntax.section, *syntax.call) and self._may_call(mark):
             yield from self._read_calls(syntax, mark)
-        elif syntax is not None and mark in _syntax_texts(syntax) and mark not in self._special_syntax:
+        elif syntax is not None and mark in syntax_texts(syntax) and mark not in self._special_syntax:
             self._add_text(mark)
         # Else it is a special token, which is no text.
 
@@ -311,7 +311,8 @@ class TaggedParser(EventStream):
             self._space.clear()
 
 
-def _syntax_texts(syntax: ToolSyntax) -> tuple[str, ...]:
+def syntax_texts(syntax: ToolSyntax) -> tuple[str, ...]:
+    """Every text that opens or closes a section or a call."""
     return (*syntax.section, *syntax.call, *syntax.call_end, *syntax.section_end)
 
 
@@ -320,5 +321,5 @@ def _all_marks(tags: ReasoningTags | None, syntax: ToolSyntax | None, special_to
     if tags is not None:
         texts |= {tags.start, tags.end}
     if syntax is not None:
-        texts |= set(_syntax_texts(syntax))
+        texts |= set(syntax_texts(syntax))
     return marks(frozenset(texts))
