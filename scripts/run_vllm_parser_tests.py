@@ -10,6 +10,7 @@ reason in `vllm_parser_differences.json`, and every other failure; the exit stat
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
 import importlib
 import json
@@ -108,7 +109,8 @@ class Adapter:
         self.tools = tools
         template = options.get("chat_template_kwargs") or {}
         switch = [template[key] for key in ("enable_thinking", "thinking") if template.get(key) is not None]
-        self.opens = any(switch) if switch else self.thinks
+        # Channels of reasoning are opened by the reply, never by the prompt.
+        self.opens = self.format_name != "gemma4" and (any(switch) if switch else self.thinks)
         self._state: Any = None
 
     @property
@@ -158,20 +160,28 @@ class Adapter:
 
     def extract_tool_calls_streaming(self, previous_text: str, current_text: str, delta_text: str, *rest: Any, **o: Any):
         request = o.get("request") or (rest[-1] if rest else None)
-        return self._push(previous_text, delta_text, request, tools=True, reasoning=self.kind == "whole")
+        return self._push(current_text == delta_text, delta_text, request, tools=True, reasoning=self.kind == "whole")
 
     def extract_reasoning_streaming(self, previous_text: str, current_text: str, delta_text: str, *rest: Any, **o: Any):
-        return self._push(previous_text, delta_text, None, tools=False, reasoning=True)
+        return self._push(current_text == delta_text, delta_text, None, tools=False, reasoning=True)
 
     def parse_delta(self, delta_text: str, delta_token_ids: Any, request: Any, *args: Any, finished: bool, **o: Any):
-        delta = self._push("" if self._state is None else "more", delta_text, request, tools=True, reasoning=True)
+        delta = self._push(False, delta_text, request, tools=True, reasoning=True)
         last = self.finish_streaming() if finished else None
         return self._merged(delta, last)
 
-    def _push(self, previous_text: str, delta_text: str, request: Any, **what: bool) -> Any:
-        if not previous_text or self._state is None:
+    def is_reasoning_end(self, ids: list[int]) -> bool:
+        parser = self._parser(None, tools=False, reasoning=True)
+        parser.push(self.model_tokenizer.decode(ids))
+        return not parser._in_reasoning
+
+    def extract_content_ids(self, ids: list[int]) -> list[int]:
+        _, content = self.extract_reasoning(self.model_tokenizer.decode(ids), None)
+        return self.model_tokenizer.encode(content or "", add_special_tokens=False)
+
+    def _push(self, is_first: bool, delta_text: str, request: Any, **what: bool) -> Any:
+        if is_first or self._state is None:
             self._state = self._parser(request, **what)
-            self._begun = 0
         return self._delta(self._state.push(delta_text))
 
     def finish_streaming(self) -> Any:
@@ -251,6 +261,11 @@ def put_in_place() -> None:
         setattr(module, class_name, adapter)
         # Tests import private functions that an older vLLM has not; the tests that call them fail, alone.
         module.__getattr__ = no_such_function  # type: ignore[method-assign]
+    # The options of vLLM's parsers that an older vLLM has not.
+    config = importlib.import_module("vllm.parser.engine.parser_engine_config").ParserEngineConfig
+    known = {field.name for field in dataclasses.fields(config)}
+    begin = config.__init__
+    config.__init__ = lambda self, **options: begin(self, **{k: v for k, v in options.items() if k in known})
     tool_parsers.ToolParserManager.get_tool_parser = classmethod(lambda cls, name: found["tool"][name])
     reasoning.ReasoningParserManager.get_reasoning_parser = classmethod(lambda cls, name: found["reasoning"][name])
 

@@ -206,7 +206,9 @@ class NamedParameters:
         parser.begin(name, call_id)
         assert parser.syntax is not None
         stops = frozenset((*parser.syntax.call_end, *parser.syntax.section_end))
-        between = marks(frozenset((*self.key, *self.end)) | stops)
+        # A call that begins within another ends it.
+        starts = frozenset((*parser.syntax.section, *parser.syntax.call))
+        between = marks(frozenset((*self.key, *self.end)) | stops | starts)
         separator = "{"
         pending: str | None = ""
         while True:
@@ -229,6 +231,8 @@ class NamedParameters:
             elif mark or not text:
                 break
         parser.arguments("{}" if separator == "{" else "}")
+        if mark in starts:
+            reader.unread(mark)
         return parser.ended_by(mark, self.end)
 
     def _key(self, reader: Reader) -> Reading[tuple[str, str]]:

@@ -126,6 +126,8 @@ class TaggedParser(EventStream):
         self._end_is_due = False
         self._calls = 0
         self._content_has_begun = False
+        # Content goes on after a call: on a line of its own.
+        self._content_resumes = False
         self._reasoning_has_begun = False
         # White space that a tag may follow, and then belongs to the tag.
         self._space: list[str] = []
@@ -156,6 +158,7 @@ class TaggedParser(EventStream):
         if self._in_reasoning:
             self._end_reasoning()
         self._end_tag()
+        self._content_resumes = self._content_has_begun
         self.emit(ToolCallBegin(self._calls, name, call_id))
         self._calls += 1
 
@@ -235,7 +238,9 @@ class TaggedParser(EventStream):
     def _may_call(self, mark: str) -> bool:
         assert self.syntax is not None
         if self._in_reasoning:
-            return self._tags is not None and self._tags.tools_end and not self.syntax.first
+            # A call without its section is more likely a thought about one.
+            alone = bool(self.syntax.section) and mark not in self.syntax.section
+            return self._tags is not None and self._tags.tools_end and not self.syntax.first and not alone
         if self.syntax.first and (self._content_has_begun or self._calls):
             return False
         return mark not in self.syntax.call or self._in_section or self.syntax.bare or not self.syntax.section
@@ -248,7 +253,8 @@ class TaggedParser(EventStream):
             if mark in syntax.section:
                 yield from self.reader.space()
                 yield from self.reader.literal(self._call_marks)
-                self._in_section = True
+            # The end of a section whose beginning is missing is no text.
+            self._in_section = bool(syntax.section)
             yield from self._read_call(syntax)
         except Malformed:
             begun = self._calls > calls
@@ -264,7 +270,6 @@ class TaggedParser(EventStream):
         """A body, and the end of the call."""
         whole = yield from syntax.body.read(self, self.reader)
         self.reader.drop()
-        self._end_tag()
         if not whole or not syntax.call_end:
             return
         yield from self.reader.space()
@@ -292,6 +297,9 @@ class TaggedParser(EventStream):
         if not text:
             return
         self._after_tag = False
+        if self._content_resumes:
+            self._content_resumes = False
+            text = f"\n{text}"
         self._content_has_begun = self._content_has_begun or not text.isspace()
         # White space waits where a tag may follow that it belongs to.
         waits = self.syntax is not None or not self._content_has_begun
