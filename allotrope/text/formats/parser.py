@@ -126,8 +126,8 @@ class TaggedParser(EventStream):
         self._end_is_due = False
         self._calls = 0
         self._content_has_begun = False
-        # Content goes on after a call: on a line of its own.
-        self._content_resumes = False
+        # Whether white space between content and content, around calls, was taken for the syntax's.
+        self._content_is_parted = False
         self._reasoning_has_begun = False
         # White space that a tag may follow, and then belongs to the tag.
         self._space: list[str] = []
@@ -157,8 +157,8 @@ class TaggedParser(EventStream):
         self.reader.drop()
         if self._in_reasoning:
             self._end_reasoning()
+        self._content_is_parted = self._content_is_parted or (self._content_has_begun and bool(self._space))
         self._end_tag()
-        self._content_resumes = self._content_has_begun
         self.emit(ToolCallBegin(self._calls, name, call_id))
         self._calls += 1
 
@@ -293,12 +293,14 @@ class TaggedParser(EventStream):
 
     def _add_content(self, text: str) -> None:
         if self._after_tag:
+            found = text
             text = text.lstrip() if self._calls else text.lstrip("\n")
+            self._content_is_parted = self._content_is_parted or (self._content_has_begun and text != found)
         if not text:
             return
         self._after_tag = False
-        if self._content_resumes:
-            self._content_resumes = False
+        if self._content_is_parted:
+            self._content_is_parted = False
             text = f"\n{text}"
         self._content_has_begun = self._content_has_begun or not text.isspace()
         # White space waits where a tag may follow that it belongs to.
