@@ -171,13 +171,17 @@ class Alternatives:
 
 @dataclass(frozen=True)
 class Prefixed:
-    """`text`, then `body`."""
+    """`text`, then `body`. `unless`: what begins with `text` and is something else."""
 
     text: str
     body: Body
+    unless: tuple[str, ...] = ()
 
     def read(self, parser: TaggedParser, reader: Reader) -> Reading[bool]:
-        yield from reader.literal(marks(frozenset((self.text,))))
+        mark = yield from reader.literal(marks(frozenset((self.text, *self.unless))))
+        if mark in self.unless:
+            reader.unread(mark)
+            raise Malformed
         yield from reader.space()
         return (yield from self.body.read(parser, reader))
 

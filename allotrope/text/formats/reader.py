@@ -94,6 +94,8 @@ class Reader:
     def unread(self, mark: str) -> None:
         """Puts back the mark that was read last."""
         self._at -= len(mark)
+        if self._held:
+            self._held.pop()
 
     def rest(self) -> str:
         """Everything that is not read."""
