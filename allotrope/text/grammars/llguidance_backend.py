@@ -49,7 +49,7 @@ class LLGuidanceBackend:
 
     def compile(self, grammar: Grammar) -> LLGuidanceGrammar:
         try:
-            source = self._source(grammar)
+            source = _unforced(self._source(grammar))
         except ValueError as error:
             raise refuse(grammar, _one_sentence(str(error))) from error
         matcher = LLMatcher(self.tokenizer, source, log_level=0, limits=self._limits)
@@ -119,6 +119,22 @@ class LLGuidanceMatcher:
     def takes_bytes(self, data: bytes) -> bool:
         pieces = self._tokenizer.tokenize_bytes(data)
         return self._tokenizer.decode_bytes(pieces) == data and self.inner.consume_tokens(pieces)
+
+
+def _unforced(source: str) -> str:
+    """`source`, in which text that can be only one is spelled by the model in whatever tokens it likes.
+
+    Otherwise the library allows a single token there: the first of its own spelling, which is in bytes.
+    """
+    if source.startswith("{"):
+        (grammar,) = json.loads(source)["grammars"]
+        schema = grammar.get("json_schema")
+        source = grammar["lark_grammar"] if schema is None else f"start: %json {json.dumps(schema)}"
+        if isinstance(schema, bool):
+            return json.dumps({"grammars": [{"json_schema": schema}]})
+    head, _, rest = source.partition("\n") if source.startswith("%llguidance") else ("", "", source)
+    options = json.loads(head.removeprefix("%llguidance").strip() or "{}")
+    return f"%llguidance {json.dumps({'no_forcing': True} | options)}\n{rest}"
 
 
 def _one_sentence(text: str) -> str:
