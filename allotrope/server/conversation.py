@@ -197,6 +197,7 @@ async def read_conversation(
         called,
         [tool.as_template_reads() for tool in tools],
         reasoning_is_open=is_open,
+        calls_are_held=grammar is not None,
         keeps_special_tokens=not params.skip_special_tokens,
     )
     if structured:

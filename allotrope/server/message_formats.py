@@ -6,7 +6,7 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -46,19 +46,24 @@ class MessageFormats:
         tools: Sequence[Any],
         *,
         reasoning_is_open: bool,
+        calls_are_held: bool,
         keeps_special_tokens: bool,
     ) -> Callable[[], MessageParser]:
         """Makes the parser of each sequence of an answer.
 
         `called`: the format of its calls, if it may call some of `tools`, which are as templates read them.
-        `reasoning_is_open`: the prompt ends within reasoning. `keeps_special_tokens`: the text has them; only the one
-        at its end is left out.
+        `reasoning_is_open`: the prompt ends within reasoning. `calls_are_held`: a grammar lets calls come behind the
+        reasoning only. `keeps_special_tokens`: the text has them; only the one at its end is left out.
         """
         if called is None and self.reasoning is None:
             return PlainParser
+        reasoning = self.reasoning
+        if calls_are_held and reasoning is not None and reasoning.reasoning is not None:
+            # What looks like a call within reasoning is none.
+            reasoning = replace(reasoning, reasoning=replace(reasoning.reasoning, tools_end=False))
         return partial(
             make_parser,
-            self.reasoning,
+            reasoning,
             called,
             tools=tools,
             prompt_opens_reasoning=reasoning_is_open,

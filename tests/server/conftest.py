@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from scripted_chat import write_scripted_chat
 from scripted_model import write_scripted_model
 from server_process import API_KEY, ServerProcess
 from tiny_model import write_tiny_model
@@ -62,6 +63,16 @@ def scripted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
         reasoning_parser="qwen3",
         enable_sleep_mode=True,
     )
+    try:
+        yield running.wait_until_ready()
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server for the model of `scripted_chat`, which calls tools and reasons."""
+    running = ServerProcess(write_scripted_chat(tmp_path_factory.mktemp("chat")), {"load_format": "auto"})
     try:
         yield running.wait_until_ready()
     finally:

@@ -46,8 +46,9 @@ TEMPLATE = (
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
     "{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
-    "<|{{ messages[-1].content.split()[-1] }}|>{% endif %}"
+    "<|{{ messages[-1].content.split()[-1] }}|>"
+    # Behind this, there is no script.
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 
 

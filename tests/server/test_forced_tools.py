@@ -9,7 +9,7 @@ import httpx
 import pytest
 from scripted_chat import ARGUMENTS, SCRIPTS, WEATHER
 from server_process import wait_until_idle
-from test_tools import ask, body, calls_of, http, scripted  # noqa: F401 (fixtures)
+from test_tools import ask, body, calls_of, http  # noqa: F401 (a fixture)
 
 Json = dict[str, Any]
 pytest.importorskip("llguidance", reason="grammars need llguidance")

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_chat import ARGUMENTS, SCRIPTS, WEATHER, write_scripted_chat
+from scripted_chat import ARGUMENTS, SCRIPTS, WEATHER
 from server_process import ServerProcess, wait_until_idle
 from test_streams import read_events
 
@@ -18,17 +18,8 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    running = ServerProcess(write_scripted_chat(tmp_path_factory.mktemp("chat")), {"load_format": "auto"})
-    try:
-        yield running.wait_until_ready()
-    finally:
-        running.close()
-
-
-@pytest.fixture(scope="module")
-def http(scripted: ServerProcess) -> Iterator[httpx.Client]:
-    with scripted.http() as client:
+def http(chat_server: ServerProcess) -> Iterator[httpx.Client]:
+    with chat_server.http() as client:
         yield client
 
 
@@ -81,10 +72,10 @@ def calls_of(choice: Json) -> list[tuple[str, Any]]:
     ]
 
 
-def test_the_log_says_which_formats_are_read(scripted: ServerProcess) -> None:
-    line = scripted.wait_for_line("formats of messages")[0]
+def test_the_log_says_which_formats_are_read(chat_server: ServerProcess) -> None:
+    line = chat_server.wait_for_line("formats of messages")[0]
     assert line
-    assert any("hermes" in entry and "think" in entry for entry in scripted.log if "formats of messages" in entry)
+    assert any("hermes" in entry and "think" in entry for entry in chat_server.log if "formats of messages" in entry)
 
 
 def test_a_call(http: httpx.Client) -> None:
