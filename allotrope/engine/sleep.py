@@ -25,17 +25,19 @@ class SleepingMemory:
 
     def __init__(self, kept: Iterable[torch.Tensor], dropped: Iterable[torch.Tensor]) -> None:
         keep, drop = _storages(kept), _storages(dropped)
-        needed, free = sum(one.nbytes() for one in keep), available_memory()
+        for address in keep:
+            drop.pop(address, None)
+        needed, free = sum(one.nbytes() for one in keep.values()), available_memory()
         if needed > free:
             raise InvalidRequest(
                 f"the weights have {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB of host memory are free.",
                 "level",
             )
         # Everything is copied before anything is freed.
-        self._kept = [(one, _bytes_of(one).to("cpu", copy=True)) for one in keep]
-        self._dropped = [(one, one.nbytes()) for one in drop]
+        self._kept = [(one, _bytes_of(one).to("cpu", copy=True)) for one in keep.values()]
+        self._dropped = [(one, one.nbytes()) for one in drop.values()]
         self.bytes = needed + sum(size for _, size in self._dropped)
-        for storage in (*keep, *drop):
+        for storage in (*keep.values(), *drop.values()):
             storage.resize_(0)
 
     def restore(self) -> None:
@@ -70,10 +72,9 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
             yield from _tensors(getattr(value, field.name, None), depth + 1)
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """The storages of `tensors`, each once."""
-    found = {storage.data_ptr(): storage for tensor in tensors if (storage := tensor.untyped_storage()).nbytes()}
-    return list(found.values())
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The storages of `tensors` by address."""
+    return {storage.data_ptr(): storage for tensor in tensors if (storage := tensor.untyped_storage()).nbytes()}
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -191,3 +191,13 @@ def test_pooling_is_refused_with_the_reason(scripted: httpx.Client, path: str) -
     response = scripted.post(path, json={"input": "x"})
     assert response.status_code == 400
     assert "no hidden states" in response.json()["error"]["message"]
+
+
+def test_the_description_keeps_the_apis_apart(scripted: httpx.Client) -> None:
+    described = scripted.get("/openapi.json").json()
+    schemas = described["components"]["schemas"]
+    assert set(schemas["ResponsesRequest.InputMessage"]["properties"]) >= {"phase", "status"}
+    assert set(schemas["MessagesRequest.InputMessage"]["properties"]) == {"role", "content"}
+    text = scripted.get("/openapi.json").text
+    for part in text.split('"$ref":"#/components/schemas/')[1:]:
+        assert part.partition('"')[0] in schemas

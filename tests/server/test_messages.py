@@ -236,6 +236,14 @@ def test_refusals_have_the_form_of_the_api(scripted: httpx.Client, more: Json, m
     assert message in body["error"]["message"]
 
 
+def test_effort_that_no_template_reads_is_refused(http: httpx.Client) -> None:
+    for path in (PATH, f"{PATH}/count_tokens"):
+        body: Json = {"messages": ASKED, "output_config": {"effort": "high"}}
+        response = http.post(path, json=body | ({"max_tokens": 1} if path == PATH else {}))
+        assert response.status_code == 400
+        assert response.json()["error"]["message"].startswith("output_config.effort=high is not supported")
+
+
 def test_other_errors_have_it_too(scripted: httpx.Client) -> None:
     for path, body, status, kind in (
         (PATH, {"model": "other", "max_tokens": 1, "messages": ASKED}, 404, "not_found_error"),

@@ -117,7 +117,7 @@ def _not_kept(response_id: str) -> HttpError:
 def _in_terms_of_input(error: InvalidRequest) -> InvalidRequest:
     """`error` with the field names of this API."""
     if (error.param or "").startswith("messages"):
-        return InvalidRequest(f"input: {error}", "input")
+        return InvalidRequest(f"input: {str(error).removeprefix('messages: ')}", "input")
     if error.param == "reasoning_effort":
         return InvalidRequest(str(error).replace("reasoning_effort=", "reasoning.effort=", 1), "reasoning.effort")
     return error
