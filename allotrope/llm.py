@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from allotrope.checkpoint.checkpoint import Checkpoint, locate
+from allotrope.checkpoint.checkpoint import Checkpoint, tokenizer_path
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
 from allotrope.engine.sampling_defaults import Defaults, describe_defaults
-from allotrope.errors import AllotropeError, InvalidRequest, ModelError
+from allotrope.errors import AllotropeError, InvalidRequest
 from allotrope.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from allotrope.text.stream import TextStream
 from allotrope.text.tokenizer import Tokenizer, load_tokenizer
@@ -124,6 +124,8 @@ class LLM:
             request_id=f"offline-{self._count}", prompt_ids=tuple(map(int, ids)), params=params, eos_ids=eos_ids
         )
         request.check(self.engine.limits.vocab_size, self.engine.limits.max_model_len)
+        if params.grammar is not None:
+            self.engine.compile_grammar(params.grammar).result()
         return request
 
     def _run(self, requests: Sequence[Request], *, continues_text: bool) -> list[RequestOutput]:
@@ -167,15 +169,6 @@ class LLM:
 
 def _has_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> bool:
     return config.tokenizer is not None or checkpoint.tokenizer_path is not None
-
-
-def tokenizer_path(config: EngineConfig, checkpoint: Checkpoint) -> str:
-    """The path of the model's tokenizer. Raises ModelError if neither the checkpoint nor --tokenizer gives one."""
-    if config.tokenizer is not None:
-        return str(locate(config.tokenizer, with_weights=False))
-    if checkpoint.tokenizer_path is None:
-        raise ModelError(checkpoint.source, ["it brings no tokenizer; give one with --tokenizer"])
-    return checkpoint.tokenizer_path
 
 
 class _Accumulator:

@@ -9,16 +9,51 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from allotrope.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "structural_tag"]
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 # Logits are divided by the penalty, and overflow if it is far smaller.
 MIN_REPETITION_PENALTY = 0.01
+# Characters of a grammar's source, and of the text that opens it.
+MAX_GRAMMAR_LENGTH = 1 << 20
+MAX_AFTER_LENGTH = 256
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an output has to be.
+
+    `source`: by `kind`, JSON text of a schema, nothing (`json_object`), a regular expression, a JSON list of texts, a
+    Lark grammar, or JSON text of a structural tag. `after`: text of the output behind which the grammar holds, such as
+    the end of reasoning; None: it holds from the start. `param`: the request's field that brought it, for refusals.
+    """
+
+    kind: GrammarKind
+    source: str = ""
+    after: str | None = None
+    param: str = field(default="grammar", compare=False)
+
+    def check(self) -> None:
+        """Raise `InvalidRequest` for a kind that there is not, and for texts that are empty or too long."""
+        if self.kind not in get_args(GrammarKind):
+            kinds = ", ".join(get_args(GrammarKind))
+            raise InvalidRequest(f"grammar.kind={self.kind!r} is not known; allowed: {kinds}.", self.param)
+        if not self.source and self.kind not in ("json_object", "regex"):
+            raise InvalidRequest(f"{self.param} is an empty {self.kind}.", self.param)
+        if len(self.source) > MAX_GRAMMAR_LENGTH:
+            raise InvalidRequest(
+                f"{self.param} has {len(self.source)} characters; at most {MAX_GRAMMAR_LENGTH} are allowed.", self.param
+            )
+        if self.after is not None and not 0 < len(self.after) <= MAX_AFTER_LENGTH:
+            raise InvalidRequest(
+                f"grammar.after has {len(self.after)} characters; allowed: 1 to {MAX_AFTER_LENGTH}.", self.param
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +84,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
 
     def fitted(self, prompt_tokens: int, max_model_len: int) -> SamplingParams:
         """These parameters with `max_tokens` lowered to the space in the context, for a default that no client set.
@@ -99,6 +135,8 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise InvalidRequest("allowed_token_ids is empty: no token could be chosen.", "allowed_token_ids")
             _in_vocabulary("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        if self.grammar is not None:
+            self.grammar.check()
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

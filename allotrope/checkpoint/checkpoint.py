@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from allotrope.config import LoadFormat
+from allotrope.config import EngineConfig, LoadFormat
 from allotrope.errors import ConfigError, ModelError
 
 
@@ -81,6 +81,15 @@ def locate(model: str, *, revision: str | None = None, with_weights: bool = True
     from allotrope.checkpoint.hub import find_snapshot
 
     return find_snapshot(model, revision, with_weights=with_weights)
+
+
+def tokenizer_path(config: EngineConfig, checkpoint: Checkpoint) -> str:
+    """The path of the model's tokenizer. Raises ModelError if neither the checkpoint nor --tokenizer gives one."""
+    if config.tokenizer is not None:
+        return str(locate(config.tokenizer, with_weights=False))
+    if checkpoint.tokenizer_path is None:
+        raise ModelError(checkpoint.source, ["it brings no tokenizer; give one with --tokenizer"])
+    return checkpoint.tokenizer_path
 
 
 def override_config(config: dict[str, Any], overrides: str) -> dict[str, Any]:

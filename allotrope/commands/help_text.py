@@ -43,6 +43,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allotrope generate model.gguf --chat -p 'What is a prime?' --temperature 0.7",
     ),
     "chat": ("allotrope chat model.gguf", "allotrope chat --url http://127.0.0.1:8000"),
+    "batch": ("allotrope batch ./model requests.jsonl --output answers.jsonl",),
     "plan": ("allotrope plan ./model --memory 80GiB --tensor-parallel-size 2",),
     "verify": ("allotrope verify ./model", "allotrope verify ./model --sweep"),
     "eval": (

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import abc
+from concurrent.futures import Future
 
 import torch
 
-from allotrope.checkpoint.checkpoint import Checkpoint
+from allotrope.checkpoint.checkpoint import Checkpoint, tokenizer_path
 from allotrope.config import EngineConfig
 from allotrope.engine.async_scheduling import uses_async_scheduling
 from allotrope.engine.executor import Executor, OnDeath
@@ -25,9 +26,14 @@ from allotrope.engine.sampling_defaults import Defaults, eos_ids, read_sampling_
 from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.step_log import StepLog
 from allotrope.engine.step_loop import StepLoop
+from allotrope.errors import InvalidRequest
 from allotrope.kernels.c.waiting import Waiting
 from allotrope.layers.decoder import Decoder
-from allotrope.request import Request, SequenceOutput
+from allotrope.request import Grammar, Request, SequenceOutput
+from allotrope.text.grammars.compiler import GrammarCompiler
+from allotrope.text.grammars.constraint import Constraints
+from allotrope.text.grammars.vocabulary import Vocabulary, read_vocabulary
+from allotrope.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("allotrope.engine")
 
@@ -65,6 +71,7 @@ class Engine:
             observer=observer,
             step_log=None if seconds is None else StepLog(self._executor, load_plan, seconds),
         )
+        self._grammars = GrammarCompiler(config.structured_outputs_backend, self._vocabulary)
         self._thread_waiting = Waiting() if self._device.type == "cpu" else None
         self._log_start()
 
@@ -82,8 +89,29 @@ class Engine:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequest if it can never run, Overloaded if the queue is full."""
-        self._requests.add(request)
+        """Queue a request. Raises InvalidRequest if it can never run, Overloaded if the queue is full.
+
+        Waits for the request's grammar; `compile_grammar` does not.
+        """
+        grammar = request.params.grammar
+        if grammar is not None:
+            self.check(request)
+        self._requests.add(request, None if grammar is None else self.compile_grammar(grammar).result())
+
+    def check(self, request: Request, aside: int = 0) -> None:
+        """Raise what `add` would raise at once. `aside`: requests that wait for their grammars outside the queue."""
+        self._requests.check(request, aside)
+
+    def compile_grammar(self, grammar: Grammar) -> Future[Constraints]:
+        """The grammar of requests, compiled in a thread; `add` does not wait for one that is done.
+
+        Raises InvalidRequest, here or in the result, if the grammar is not supported or too large.
+        """
+        return self._grammars.compile(grammar)
+
+    def _vocabulary(self) -> Vocabulary:
+        tokenizer = load_tokenizer(tokenizer_path(self._config, self.checkpoint))
+        return read_vocabulary(tokenizer, self.limits.vocab_size, self.limits.eos_ids)
 
     def abort(self, request_ids: abc.Sequence[str]) -> None:
         """End requests at once, in whatever phase they are; no output follows. Unknown ids are ignored."""
@@ -149,6 +177,22 @@ class Engine:
         """Evict every page that ended sequences left for reuse."""
         self._requests.kv_cache_manager.evict_all()
 
+    def sleep(self) -> None:
+        """Drop the prefix cache and, on a GPU, free its memory: weights go to host memory, caches and graphs go.
+
+        No step may follow before `wake`. Raises `InvalidRequest`, with nothing freed, while requests are open, and
+        where the device's memory cannot be freed.
+        """
+        if self._requests.open:
+            raise InvalidRequest(f"{len(self._requests.open)} requests are open; the engine sleeps between them.")
+        self._executor.sleep()
+        self.reset_prefix_cache()
+
+    def wake(self) -> None:
+        """Fill the device's memory again, and capture its graphs anew."""
+        self._executor.wake()
+        self.capture_all()
+
     @property
     def device(self) -> torch.device:
         """Where the model's first rank runs."""
@@ -168,6 +212,8 @@ class Engine:
         """Let go of the model and its memory."""
         if self._thread_waiting is not None:
             self._thread_waiting.close()
+        self._grammars.close()
+        self._loop.close()
         self._executor.close()
 
 

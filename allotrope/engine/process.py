@@ -13,21 +13,26 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from allotrope.engine.messages import (
     Abort,
     AbortSequence,
     Add,
+    Changed,
     Failed,
     FromEngine,
     Progress,
     Ready,
     Refused,
+    Sleep,
     Start,
     Stepped,
     ToEngine,
+    Wake,
     pack,
     receive,
 )
@@ -35,6 +40,7 @@ from allotrope.env import spin_setting
 from allotrope.errors import AllotropeError, InvalidRequest, Overloaded
 from allotrope.logs import configure_logging, one_line
 from allotrope.progress import show_progress
+from allotrope.request import Request
 
 if TYPE_CHECKING:
     from allotrope.config import EngineConfig
@@ -46,13 +52,25 @@ _ENDED_WITH_SERVER = 0
 _FAILED = 1
 
 
+@dataclass(frozen=True)
+class _Compiled:
+    """To the loop: the grammar of a request is compiled, or refused."""
+
+    request: Request
+    result: Future[Any]
+
+
 class EngineProcess:
-    """The engine's side of the border: one socket, a thread that reads it, and the loop that steps."""
+    """The engine's side of the border: one socket, a thread that reads it, and the loop that steps.
+
+    A request whose grammar is not compiled yet is put aside, not queued, so that nobody waits behind it.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._sending = threading.Lock()
-        self._inbox: SimpleQueue[ToEngine] = SimpleQueue()
+        self._inbox: SimpleQueue[ToEngine | _Compiled] = SimpleQueue()
+        self._compiling: dict[str, Request] = {}
 
     def run(self) -> int:
         """Serve until the engine cannot go on; the exit status. Does not return when the server ends first."""
@@ -103,7 +121,7 @@ class EngineProcess:
 
     def _turn(self, engine: Engine) -> None:
         """Take what has arrived (waiting where there is nothing else to do), then one step."""
-        message: ToEngine | None = None if engine.has_work() else self._inbox.get()
+        message: ToEngine | _Compiled | None = None if engine.has_work() else self._inbox.get()
         while True:
             if message is not None:
                 self._take(engine, message)
@@ -114,21 +132,52 @@ class EngineProcess:
         outputs = engine.step() if engine.has_work() else []
         self._send(Stepped(outputs=outputs, stats=engine.stats()))
 
-    def _take(self, engine: Engine, message: ToEngine) -> None:
+    def _take(self, engine: Engine, message: ToEngine | _Compiled) -> None:
         match message:
             case Add(request):
-                try:
-                    engine.add(request)
-                except InvalidRequest as error:
-                    self._send(Refused(request.request_id, str(error), "invalid", error.param))
-                except Overloaded as error:
-                    self._send(Refused(request.request_id, str(error), "overloaded"))
+                self._add(engine, request)
+            case _Compiled(request, result):
+                # It may have been aborted since, or even sent again under its id.
+                if self._compiling.get(request.request_id) is request:
+                    del self._compiling[request.request_id]
+                    self._add(engine, request, result)
             case Abort(request_ids):
+                for request_id in request_ids:
+                    self._compiling.pop(request_id, None)
                 engine.abort(request_ids)
             case AbortSequence(request_id, index):
                 engine.abort_sequence(request_id, index)
+            case Sleep():
+                try:
+                    engine.sleep()
+                    self._send(Changed())
+                except InvalidRequest as error:
+                    self._send(Changed(str(error)))
+            case Wake():
+                engine.wake()
+                self._send(Changed())
             case Start():
                 raise RuntimeError("the server asked for a second start")
+
+    def _add(self, engine: Engine, request: Request, compiled: Future[Any] | None = None) -> None:
+        """Queue a request, or put it aside until its grammar is `compiled`, which may be a refusal."""
+        try:
+            if request.request_id in self._compiling:
+                raise InvalidRequest(f"request_id={request.request_id!r} is already running.", "request_id")
+            engine.check(request, len(self._compiling))
+            if request.params.grammar is not None and compiled is None:
+                compiled = engine.compile_grammar(request.params.grammar)
+                if not compiled.done():
+                    self._compiling[request.request_id] = request
+                    compiled.add_done_callback(lambda result: self._inbox.put(_Compiled(request, result)))
+                    return
+            if compiled is not None:
+                compiled.result()
+            engine.add(request)
+        except InvalidRequest as error:
+            self._send(Refused(request.request_id, str(error), "invalid", error.param))
+        except Overloaded as error:
+            self._send(Refused(request.request_id, str(error), "overloaded"))
 
     def _end(self, reason: str) -> None:
         """Called, perhaps from a thread, when a rank has failed: no step will ever return."""

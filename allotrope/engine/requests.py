@@ -18,6 +18,7 @@ from allotrope.engine.seeds import derive_seed
 from allotrope.engine.sequence import Sequence
 from allotrope.errors import InvalidRequest, Overloaded
 from allotrope.request import Request
+from allotrope.text.grammars.constraint import Constraints
 
 
 class RequestTable:
@@ -34,9 +35,11 @@ class RequestTable:
         self._prefix_queries = self._prefix_hits = 0
         self._prefix_lost: dict[str, int] = {}
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequest if it can never run, Overloaded if the queue is full."""
-        limits, waiting = self._limits, len(self.scheduler.waiting)
+    def check(self, request: Request, aside: int = 0) -> None:
+        """Raise InvalidRequest if a request can never run, Overloaded if the queue is full. `aside`: requests that are
+        yet to be queued.
+        """
+        limits, waiting = self._limits, len(self.scheduler.waiting) + aside
         request.check(limits.vocab_size, limits.max_model_len)
         if request.request_id in self.open:
             raise InvalidRequest(f"request_id={request.request_id!r} is already running.", "request_id")
@@ -49,10 +52,14 @@ class RequestTable:
             raise Overloaded(
                 f"{waiting} sequences are waiting (--max-num-waiting {self._config.max_num_waiting}). Try again later."
             )
+
+    def add(self, request: Request, constraints: Constraints | None = None) -> None:
+        """Queue a request. Raises as `check` does. `constraints`: its grammar, compiled."""
+        self.check(request)
         self._num_accepted += 1
         siblings: list[Sequence] = []
         for index in range(request.params.n):
-            siblings.append(self._sequence(request, index, siblings[0] if siblings else None))
+            siblings.append(self._sequence(request, index, siblings[0] if siblings else None, constraints))
             self.scheduler.add(siblings[-1])
         self.open[request.request_id] = siblings
 
@@ -103,7 +110,9 @@ class RequestTable:
             preemptions=scheduler.preemptions,
         )
 
-    def _sequence(self, request: Request, index: int, first: Sequence | None) -> Sequence:
+    def _sequence(
+        self, request: Request, index: int, first: Sequence | None, constraints: Constraints | None
+    ) -> Sequence:
         params = request.params
         seed = derive_seed(self._config.seed, self._num_accepted + 1) if params.seed is None else params.seed
         eos_ids = () if params.ignore_eos else request.eos_ids
@@ -113,6 +122,7 @@ class RequestTable:
             seed=derive_seed(seed, index),
             prompt_ids=request.prompt_ids,
             output_ids=[],
+            constraint=None if constraints is None else constraints.constraint(),
         )
         # The first sibling leaves the prompt's pages to the others, and returns the prompt's log-probabilities.
         goes_first = self._config.enable_prefix_caching or params.prompt_logprobs is not None

@@ -25,7 +25,10 @@ from allotrope.ops.sampling.spec import (
     TokenBias,
     TokenMask,
 )
+from allotrope.ops.token_mask import BitMask
 from allotrope.request import SamplingParams, TokenLogprobs
+from allotrope.text.grammars.backend import pack
+from allotrope.text.grammars.constraint import Constraint
 
 
 @dataclass(eq=False, kw_only=True)
@@ -34,7 +37,7 @@ class RowSampling:
 
     `eos_ids`: ids that end the sequence, none for a model without. `seed`: any integer; with the number of output
     tokens it decides every draw. `prompt_ids` never changes. `output_ids`: the engine's own list of the tokens
-    chosen so far, read afresh at each step and only ever appended to.
+    chosen so far, read afresh at each step and only ever appended to. `constraint`: the grammar that it follows.
     """
 
     params: SamplingParams
@@ -42,7 +45,9 @@ class RowSampling:
     seed: int
     prompt_ids: Sequence[int]
     output_ids: list[int]
+    constraint: Constraint | None = None
     _seen: _SeenTokens | None = field(default=None, init=False, repr=False)
+    _allowed_bits: NDArray[np.int32] | None = field(default=None, init=False, repr=False)
 
     @functools.cached_property
     def stop_ids(self) -> frozenset[int]:
@@ -55,6 +60,13 @@ class RowSampling:
         ids = self.params.allowed_token_ids
         return None if ids is None else np.unique(np.array(ids, dtype=np.int64))
 
+    def allowed_bits(self, vocab_size: int) -> NDArray[np.int32]:
+        """[W] packed mask of `allowed`, which is not None."""
+        if self._allowed_bits is None:
+            assert self.allowed is not None
+            self._allowed_bits = pack(self.allowed[self.allowed < vocab_size], vocab_size)
+        return self._allowed_bits
+
     @functools.cached_property
     def ends(self) -> NDArray[np.int64]:
         """Ids that end the sequence, by anyone's word."""
@@ -65,7 +77,8 @@ class RowSampling:
         """Whether every token is that of the largest logit as it comes, and no log-probabilities are wanted."""
         params = self.params
         processed = _has_penalty(params) or params.logit_bias or self.allowed is not None or params.min_tokens > 0
-        return params.temperature == 0 and not processed and params.logprobs is None
+        follows = self.constraint is not None
+        return params.temperature == 0 and not processed and not follows and params.logprobs is None
 
     def seen(self) -> _SeenTokens:
         """The tokens that penalties look at, up to date with `output_ids`."""
@@ -136,8 +149,10 @@ class SamplingBatch:
         self._truncated = group([i for i in random if top_ks[i] or params[i].top_p < 1.0])
         self._penalised = [i for i, p in enumerate(params) if _has_penalty(p)]
         self._bias = self._token_bias()
-        self._allowed = self._mask((i, row.allowed) for i, row in enumerate(self.rows) if row.allowed is not None)
-        self._held_back = [i for i, p in enumerate(params) if p.min_tokens > 0]
+        # The mask of a grammar has these limits in it.
+        free = [(i, row) for i, row in enumerate(self.rows) if row.constraint is None]
+        self._allowed = self._mask((i, row.allowed) for i, row in free if row.allowed is not None)
+        self._held_back = [i for i, row in free if row.params.min_tokens > 0]
         self._scored = [i for i, p in enumerate(params) if p.logprobs is not None]
         self._scored_rows = self._indices(self._scored) if self._scored else None
         self._top_count = max((params[i].logprobs or 0 for i in self._scored), default=0)
@@ -146,13 +161,13 @@ class SamplingBatch:
         """Whether this batch was built of these very rows in this order, and so can be used again."""
         return len(rows) == len(self.rows) and all(a is b for a, b in zip(rows, self.rows, strict=True))
 
-    def step(self) -> SamplingStep:
-        """What to sample now, at the rows' present `output_ids`."""
+    def step(self, bits: BitMask | None = None) -> SamplingStep:
+        """What to sample now, at the rows' present `output_ids`. `bits`: the masks of the rows that have a grammar."""
         return SamplingStep(
             greedy=self._greedy,
             untruncated=self._untruncated.step() if self._untruncated else None,
             truncated=self._truncated.step() if self._truncated else None,
-            processors=LogitsProcessors(self._penalties(), self._bias, self._allowed, self._min_tokens_mask()),
+            processors=LogitsProcessors(self._penalties(), self._bias, self._allowed, self._min_tokens_mask(), bits),
             scored=self._scored_rows,
             top_count=self._top_count,
         )

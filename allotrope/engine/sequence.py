@@ -81,6 +81,11 @@ class Sequence:
         return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
 
     @property
+    def unread(self) -> bool:
+        """Whether the host has yet to read its last token."""
+        return bool(self.sampling.output_ids) and self.sampling.output_ids[-1] == PLACEHOLDER
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether every prompt position needs logits, which a cached prefix would leave out."""
         return self.index == 0 and self.request.params.prompt_logprobs is not None

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections import abc
+from concurrent.futures import Future
 
 import torch
 
 from allotrope.engine.executor import Executor
+from allotrope.engine.grammar_masks import GrammarMasks
 from allotrope.engine.in_flight import InFlightStep, start_copy
 from allotrope.engine.inputs import StepPlan, StepRow
 from allotrope.engine.observer import Observer
@@ -21,9 +23,12 @@ from allotrope.engine.sequence import Sequence
 from allotrope.engine.step_log import StepLog
 from allotrope.ops.sampling.sampler import Sampler
 from allotrope.ops.sampling.spec import Sampled
+from allotrope.ops.token_mask import BitMask
 from allotrope.request import FinishReason, SequenceOutput, TokenLogprobs
 
 log = logging.getLogger("allotrope.engine")
+
+_NO_TOKEN = "the model's scores for the next token are not numbers, or every token is masked"
 
 
 class StepLoop:
@@ -48,6 +53,7 @@ class StepLoop:
         self._step_log, self._sampler = step_log, sampler
         self._vocab_size, self._device = vocab_size, device
         self._async, self._observer = async_scheduling, observer
+        self._masks = GrammarMasks(vocab_size, device)
         self._sampling: SamplingBatch | None = None
         self._in_flight: InFlightStep | None = None
         self._logged_wait = False
@@ -66,20 +72,27 @@ class StepLoop:
         if not rows:
             self._in_flight = None
             return [] if before is None else self._collect(before)
-        launched = self._launch(rows, before)
+        launched, outputs = self._launch(rows, before)
         if not self._async:
             self._commit(rows)
             outputs = [] if launched is None else self._collect(launched)
         else:
             self._in_flight = launched
-            outputs = [] if before is None else self._collect(before)
+            if outputs is None:
+                outputs = [] if before is None else self._collect(before)
             # Keys of full pages need the tokens before this pass, which are known only now.
             self._commit(rows)
         self._executor.capture_next()
         return outputs
 
-    def _launch(self, rows: abc.Sequence[Row], before: InFlightStep | None) -> InFlightStep | None:
-        """Start the pass and sample from it. Returns None if no sequence has all its tokens computed."""
+    def _launch(
+        self, rows: abc.Sequence[Row], before: InFlightStep | None
+    ) -> tuple[InFlightStep | None, list[SequenceOutput] | None]:
+        """Start the pass and sample from it: the new step, None if no sequence has all its tokens computed.
+
+        A grammar's mask needs the tokens of the step before, which the pass does not: where a sequence follows one,
+        they are read while the device runs the pass. Returns their outputs too, None where nothing was read.
+        """
         copies = tuple(self._copies)
         self._copies.clear()
         num_logits = [self._num_logits(row) for row in rows]
@@ -89,6 +102,10 @@ class StepLoop:
         run = self._executor.run if self._step_log is None else self._step_log.run
         ready = [row.seq for row in rows if row.end == len(row.seq.ids)]
         greedy = self._chosen_by_ranks(ready, sum(num_logits))
+        mask = None
+        collects = before is not None and any(seq.sampling.constraint is not None and seq.unread for seq in ready)
+        if not collects:
+            mask = self._start_mask(ready)
         plan = StepPlan(tuple(steps), copies, sampled=len(ready) if self._async else 0, greedy=greedy)
         out = run(plan, prev_sampled)
         if not greedy:
@@ -97,8 +114,19 @@ class StepLoop:
         for row in rows:
             self._requests.start(row.seq)
         if greedy:
-            return start_copy(ready, self._batch(ready), Sampled(out, None))
-        return self._sample(rows, logits_of_rows, out)
+            return start_copy(ready, self._batch(ready), Sampled(out, None)), None
+        last_logits = [own[-1:] for row, own in zip(rows, logits_of_rows, strict=True) if row.end == len(row.seq.ids)]
+        outputs = None
+        if collects:
+            assert before is not None
+            outputs = self._collect(before)
+            mask = self._start_mask(ready)
+        return self._sample(ready, last_logits, out, mask), outputs
+
+    def _start_mask(self, seqs: abc.Sequence[Sequence]) -> Future[BitMask] | None:
+        """Begin to fill the masks of the sequences that follow grammars, in a thread; None if none does."""
+        rows = [seq.sampling for seq in seqs]
+        return self._masks.start(rows) if any(row.constraint is not None for row in rows) else None
 
     def _chosen_by_ranks(self, ready: abc.Sequence[Sequence], num_logits: int) -> bool:
         """Whether the ranks choose the step's tokens together: nobody needs its logits whole."""
@@ -112,6 +140,10 @@ class StepLoop:
         if self._sampling is None or not self._sampling.serves(records):
             self._sampling = SamplingBatch(records, self._vocab_size, self._device)
         return self._sampling
+
+    def close(self) -> None:
+        """Let go of the thread that fills masks."""
+        self._masks.close()
 
     def _commit(self, rows: abc.Sequence[Row]) -> None:
         for row in rows:
@@ -145,19 +177,19 @@ class StepLoop:
                 seq.prompt_logprobs.update(enumerate(read_logprobs(scores, [count] * len(targets)), start))
 
     def _sample(
-        self, rows: abc.Sequence[Row], logits_of_rows: abc.Sequence[torch.Tensor], logits: torch.Tensor
+        self,
+        seqs: abc.Sequence[Sequence],
+        last_logits: abc.Sequence[torch.Tensor],
+        logits: torch.Tensor,
+        mask: Future[BitMask] | None,
     ) -> InFlightStep | None:
-        """Sample a token for every sequence whose tokens are all computed. `logits_of_rows`: `logits`, row by row."""
-        ready = [
-            (row.seq, own[-1:]) for row, own in zip(rows, logits_of_rows, strict=True) if row.end == len(row.seq.ids)
-        ]
-        if not ready:
+        """Sample a token for each of `seqs`, whose tokens are all computed. `last_logits`: theirs, of `logits`."""
+        if not seqs:
             return None
-        seqs = [seq for seq, _ in ready]
         batch = self._batch(seqs)
-        if len(logits) != len(ready):
-            logits = torch.cat([last for _, last in ready])
-        sampled = self._sampler(logits, batch.step())
+        if len(logits) != len(seqs):
+            logits = torch.cat(list(last_logits))
+        sampled = self._sampler(logits, batch.step(None if mask is None else mask.result()))
         if self._async:
             self._executor.share_sampled(sampled.token_ids)
         return start_copy(seqs, batch, sampled)
@@ -176,17 +208,16 @@ class StepLoop:
 
     def _output(self, seq: Sequence, index: int, token: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
         """Fill the placeholder at `index` with its token, end the sequence if it is the last, and return the output."""
+        constraint = seq.sampling.constraint
         if token < 0:
-            self._requests.end(seq, evict=True)
-            return SequenceOutput(
-                seq.request.request_id,
-                seq.index,
-                finish_reason="error",
-                cached_tokens=seq.cached_tokens,
-                error="the model's scores for the next token are not numbers, or every token is masked",
-            )
+            failure = None if constraint is None else constraint.failure
+            return self._failed(seq, failure or _NO_TOKEN, evict=True)
         first = index == 0
         seq.fill_placeholder(index, token)
+        if constraint is not None:
+            constraint.take(token)
+            if constraint.failure is not None and not constraint.ended:
+                return self._failed(seq, constraint.failure)
         reason, stopped_by = _finish(seq, index + 1, token)
         prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         if first and seq.wants_prompt_logprobs:
@@ -207,6 +238,17 @@ class StepLoop:
             queued_seconds=seq.queued_seconds if first else 0.0,
         )
 
+    def _failed(self, seq: Sequence, error: str, *, evict: bool = False) -> SequenceOutput:
+        """End a sequence that has no next token. `evict`: see `RequestTable.end`."""
+        self._requests.end(seq, evict=evict)
+        return SequenceOutput(
+            seq.request.request_id,
+            seq.index,
+            finish_reason="error",
+            cached_tokens=seq.cached_tokens,
+            error=error,
+        )
+
 
 def _finish(seq: Sequence, output_len: int, token: int) -> tuple[FinishReason | None, int | None]:
     """Why `token`, number `output_len` of the output, is the last of `seq`, and its stop id; None: it is not."""
@@ -216,6 +258,8 @@ def _finish(seq: Sequence, output_len: int, token: int) -> tuple[FinishReason | 
             return "stop", token
         if token in seq.sampling.eos_ids:
             return "stop", None
+    if seq.sampling.constraint is not None and seq.sampling.constraint.ended:
+        return "stop", None
     return ("length", None) if output_len >= seq.max_output_len else (None, None)
 
 

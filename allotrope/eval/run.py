@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from allotrope.checkpoint.checkpoint import Checkpoint, locate
+from allotrope.checkpoint.checkpoint import Checkpoint, locate, tokenizer_path
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.multiprocess_executor import refuse_devices
@@ -21,7 +21,6 @@ from allotrope.eval.items import Items, make_items
 from allotrope.eval.options import EvalOptions
 from allotrope.eval.report import Report, Skipped, load_pyplot, read_report
 from allotrope.layers.parallel import Parallel
-from allotrope.llm import tokenizer_path
 from allotrope.text.tokenizer import Tokenizer, load_tokenizer
 from allotrope.verify.execution_modes import NotExercised
 

@@ -28,11 +28,11 @@ TABLES = {
 }
 # What a client of another engine sends, and words of the answer that help it on.
 SENT: list[tuple[str, Json, str, str]] = [
-    (CHAT, {"grammar": 'root ::= "a"'}, "grammar", "schema or grammar"),
-    (CHAT, {"regex": "a+"}, "regex", "schema or grammar"),
-    (CHAT, {"ebnf": "a"}, "ebnf", "schema or grammar"),
-    (CHAT, {"json_schema": {"type": "object"}}, "json_schema", "schema or grammar"),
-    (CHAT, {"format": "json"}, "format", "schema or grammar"),
+    (CHAT, {"grammar": 'root ::= "a"'}, "grammar", "structured_outputs"),
+    (CHAT, {"regex": "a+"}, "regex", "structured_outputs"),
+    (CHAT, {"ebnf": "a"}, "ebnf", "structured_outputs"),
+    (CHAT, {"json_schema": {"type": "object"}}, "json_schema", "structured_outputs"),
+    (CHAT, {"format": "json"}, "format", "structured_outputs"),
     (CHAT, {"lora_path": "x"}, "lora_path", "adapters are not loaded"),
     (CHAT, {"repeat_penalty": 1.3}, "repeat_penalty", "write repetition_penalty"),
     (CHAT, {"mirostat": 2}, "mirostat", "Mirostat is not offered"),
@@ -111,10 +111,16 @@ INNER: list[tuple[Json, str, str]] = [
     ({"messages": [{"role": "user", "content": "x", "zork": 1}]}, "messages[0].zork", "Allowed: role, content"),
     ({"messages": [{"role": "user", "content": "x", "images": ["y"]}]}, "messages[0].images", "reads text only"),
     (
-        {"messages": [{"role": "assistant", "content": "x", "reasoning": "y"}]},
-        "messages[0].reasoning",
+        {"messages": [{"role": "assistant", "content": "x", "thinking": "y"}]},
+        "messages[0].thinking",
         "write reasoning_content",
     ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "schema": {}}}]},
+        "tools[0].function.schema",
+        "Allowed: name, description, parameters, strict",
+    ),
+    ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name", "Allowed: type, function"),
     (
         {"messages": [{"role": "assistant", "content": "x", "prefix": True}]},
         "messages[0].prefix",
@@ -125,7 +131,7 @@ INNER: list[tuple[Json, str, str]] = [
         "messages[0].content[0].zork",
         "Allowed: type, text",
     ),
-    ({"response_format": {"type": "text", "schema": {}}}, "response_format", "schema or grammar"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format", "Allowed: type"),
 ]
 
 

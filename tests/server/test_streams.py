@@ -13,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allotrope.request import Request, SamplingParams, SequenceOutput, TokenLogprobs
-from allotrope.server.answers import ChatAnswer, CompletionAnswer
+from allotrope.server.answers import CompletionAnswer
+from allotrope.server.chat_answer import ChatAnswer
 from allotrope.server.generation import Delta, Generation, GenerationFailed
 from allotrope.server.logprobs import Report
+from allotrope.server.message_formats import MessageFormats
+from allotrope.server.message_stream import MessageStream, PlainParser
 from allotrope.text.tokenizer import Tokenizer, load_tokenizer
 
 Json = dict[str, Any]
@@ -173,9 +176,11 @@ def test_answers_do_not_depend_on_tokens_per_step(
     answers = []
     for split in ([ids], portions, [[token] for token in ids]):
         generation, pieces = _generate(tokenizer, params, split)
-        for kind in (ChatAnswer, CompletionAnswer):
-            body = kind("tiny", [generation], tokenizer, report).whole(pieces)
-            answers.append((kind, body["choices"], body["usage"]))
+        stream = MessageStream(generation, PlainParser)
+        messages = [message for piece in pieces if (message := stream.take(piece)) is not None]
+        chat = ChatAnswer("tiny", stream, tokenizer, report, MessageFormats()).whole(messages)
+        completion = CompletionAnswer("tiny", [generation], tokenizer, report).whole(pieces)
+        answers += [(body["object"], body["choices"], body["usage"]) for body in (chat, completion)]
         assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
     assert answers[0:2] == answers[2:4] == answers[4:6]
 

@@ -1,5 +1,5 @@
 """Changes to logits before a token is chosen: penalties (repetition, then frequency and presence), added bias, allowed
-tokens, the min-tokens mask, in this order.
+tokens, the min-tokens mask, in this order. The sampler applies the packed masks of grammars behind them.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from allotrope.ops.logprobs import LOGPROBS, LogprobsSpec, LogprobsTensors
 from allotrope.ops.sampling import SAMPLING
 from allotrope.ops.sampling.logits_processors import apply_logits_processors
 from allotrope.ops.sampling.spec import Sampled, SamplingSpec, SamplingStep
+from allotrope.ops.token_mask import TOKEN_MASK, TokenMaskSpec
 
 
 class Sampler:
@@ -17,6 +18,7 @@ class Sampler:
     def __init__(self, chooser: Chooser, vocab_size: int) -> None:
         """Raises BackendError."""
         self._choose = chooser.choose(SAMPLING, SamplingSpec(vocab_size)).run
+        self._mask_tokens = chooser.choose(TOKEN_MASK, TokenMaskSpec(vocab_size)).run
         self._gather_logprobs = chooser.choose(LOGPROBS, LogprobsSpec(vocab_size)).run
 
     def __call__(self, logits: torch.Tensor, step: SamplingStep) -> Sampled:
@@ -34,6 +36,8 @@ class Sampler:
             if step.scored is not None:
                 raw = logits.index_select(0, step.scored)
             logits = apply_logits_processors(logits.float(), step.processors)
+            if step.processors.bits is not None:
+                logits = self._mask_tokens(logits, step.processors.bits)
         elif step.scored is not None and len(step.scored) < len(logits):
             raw = logits.index_select(0, step.scored)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from allotrope.ops.logprobs.spec import LogprobsTensors
+from allotrope.ops.token_mask.spec import BitMask
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,19 @@ class TokenBias:
 class LogitsProcessors:
     """Changes to the logits of some rows before a token is chosen; None where no row asks for one.
 
-    `min_tokens_mask`: end tokens of rows that are shorter than their `min_tokens`.
+    `min_tokens_mask`: end tokens of rows that are shorter than their `min_tokens`. `bits`: tokens that the grammars of
+    rows allow.
     """
 
     penalties: Penalties | None = None
     bias: TokenBias | None = None
     allowed: TokenMask | None = None
     min_tokens_mask: TokenMask | None = None
+    bits: BitMask | None = None
 
     def __bool__(self) -> bool:
-        return any(one is not None for one in (self.penalties, self.bias, self.allowed, self.min_tokens_mask))
+        parts = (self.penalties, self.bias, self.allowed, self.min_tokens_mask, self.bits)
+        return any(one is not None for one in parts)
 
 
 @dataclass(frozen=True)

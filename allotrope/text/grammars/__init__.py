@@ -1,0 +1,1 @@
+"""Grammars that outputs follow: compiled from their sources, then followed token by token."""

@@ -1,0 +1,95 @@
+"""One output and the grammar that holds it: whether it has begun, where it stands, and which tokens may follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from allotrope.text.grammars.backend import Bits, CompiledGrammar, GrammarBackend, Matcher, pack
+from allotrope.text.grammars.opening import Opening
+from allotrope.text.grammars.vocabulary import Vocabulary
+
+
+class Constraints:
+    """A compiled grammar with what opens it: makes the `Constraint` of each output.
+
+    `backend`: the one that compiled it. `opening`: None where the grammar holds from the start.
+    """
+
+    def __init__(
+        self, backend: GrammarBackend, grammar: CompiledGrammar, vocabulary: Vocabulary, opening: Opening | None
+    ) -> None:
+        self.backend, self.opening = backend, opening
+        self._grammar = grammar
+        self.ends = pack(vocabulary.eos_ids, len(vocabulary.tokens))
+
+    def constraint(self) -> Constraint:
+        """The constraint of a new output."""
+        return Constraint(self, self._grammar.matcher())
+
+
+class Constraint:
+    """The state of one output; it lives as long as the output, and goes on by `take` alone."""
+
+    def __init__(self, of: Constraints, matcher: Matcher) -> None:
+        self.of, self.matcher = of, matcher
+        self._seen = 0 if of.opening is not None else None
+        self._failure: str | None = None
+
+    @property
+    def opened(self) -> bool:
+        """Whether the grammar holds already."""
+        return self._seen is None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the output has its end token."""
+        return self.matcher.ended
+
+    @property
+    def complete(self) -> bool:
+        """Whether only an end token may follow."""
+        return self.opened and self.matcher.complete
+
+    @property
+    def failure(self) -> str | None:
+        """Why no token can follow, or None."""
+        if self._failure is None and self.matcher.error is not None:
+            self._failure = f"its grammar cannot be followed further: {self.matcher.error}"
+        return self._failure
+
+    def take(self, token: int) -> None:
+        """Go on by the chosen token; one that the grammar does not allow is a `failure`."""
+        if self._seen is None:
+            if not self.matcher.take(token):
+                self._failure = self.failure or f"token {token} does not follow its grammar"
+            return
+        assert self.of.opening is not None
+        seen, rest = self.of.opening.advance(self._seen, token)
+        self._seen = seen if rest is None else None
+        if rest and not self.matcher.takes_bytes(rest):
+            self._failure = f"token {token} ends with what its grammar cannot begin with"
+
+    def fill_opening(self, bits: Bits, row: int) -> None:
+        """Write the mask before the grammar holds."""
+        assert self.of.opening is not None and self._seen is not None
+        bits[row] = self.of.opening.mask(self._seen)
+
+
+def fill_masks(constraints: Iterable[tuple[Constraint, int]], bits: Bits) -> None:
+    """Write the mask of each (constraint, row) into `bits`: nothing for one that has a `failure`."""
+    open_ones = []
+    for constraint, row in constraints:
+        if constraint.failure is not None:
+            bits[row] = np.int32(0)
+        elif constraint.opened:
+            open_ones.append((constraint, row))
+        else:
+            constraint.fill_opening(bits, row)
+    if not open_ones:
+        return
+    open_ones[0][0].of.backend.fill([(constraint.matcher, row) for constraint, row in open_ones], bits)
+    for constraint, row in open_ones:
+        if constraint.failure is not None:
+            bits[row] = np.int32(0)

@@ -1,0 +1,196 @@
+"""Structural tags: text in which tagged passages follow grammars of their own, such as the arguments of tool calls.
+
+Two notations are read: `triggers` and `structures`, and the nested `format` of xgrammar, as a grammar in Lark's
+notation. Texts that are special tokens of the model become these tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from allotrope.errors import InvalidRequest
+from allotrope.request import Grammar
+from allotrope.text.grammars.limits import read_json, refuse
+
+_ANY_TEXT = r"/(.|\n)*/"
+_TEXT_RULE = f"TEXT: {_ANY_TEXT}"
+
+
+def lark_of_tag(grammar: Grammar, special_texts: Mapping[str, int], json_options: Mapping[str, Any]) -> str:
+    """The grammar of a structural tag in Lark's notation.
+
+    `special_texts`: text of each special token -> its id. `json_options`: of the schemas within. Raises
+    `InvalidRequest` with what is not supported.
+    """
+    tag = read_json(grammar)
+    if tag.get("type", "structural_tag") != "structural_tag":
+        raise refuse(grammar, f"its type is {str(tag['type'])[:60]!r}, not 'structural_tag'")
+    return _Writer(grammar, special_texts, json_options).write(tag)
+
+
+class _Writer:
+    def __init__(self, grammar: Grammar, special_texts: Mapping[str, int], json_options: Mapping[str, Any]) -> None:
+        self._grammar, self._specials, self._options = grammar, special_texts, dict(json_options)
+        longest_first = sorted(special_texts, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._rules: list[str] = []
+
+    def write(self, tag: Mapping[str, Any]) -> str:
+        if "format" in tag:
+            start = self._format(tag["format"])
+        else:
+            start = self._triggered(self._legacy_tags(tag), self._texts(tag, "triggers"))
+        return "\n".join(("%llguidance {}", f"start: {start}", *self._rules)) + "\n"
+
+    def _legacy_tags(self, tag: Mapping[str, Any]) -> list[dict[str, Any]]:
+        structures = tag.get("structures")
+        if not isinstance(structures, list) or not all(isinstance(one, dict) for one in structures):
+            raise self._refuse("it needs a format, or structures and triggers")
+        return [
+            {
+                "begin": one.get("begin"),
+                "content": {"type": "json_schema", "json_schema": one.get("schema", True)},
+                "end": one.get("end", ""),
+            }
+            for one in structures
+        ]
+
+    def _format(self, format: Any) -> str:
+        if not isinstance(format, dict):
+            raise self._refuse("each format is a JSON object")
+        match format.get("type"):
+            case "const_string":
+                return self._text(format.get("value"))
+            case "json_schema":
+                return self._json(format.get("json_schema"))
+            case "any_text":
+                return self._any_text()
+            case "regex":
+                return self._rule(self._regex(format.get("pattern")))
+            case "sequence":
+                return self._rule(" ".join(self._format(one) for one in self._list(format, "elements")))
+            case "or":
+                return self._rule(" | ".join(self._format(one) for one in self._list(format, "elements")))
+            case "tag":
+                return self._tag(format, "")
+            case "triggered_tags":
+                tags, triggers = self._list(format, "tags"), self._texts(format, "triggers")
+                return self._triggered(
+                    tags,
+                    triggers,
+                    at_least_one=bool(format.get("at_least_one")),
+                    stop_after_first=bool(format.get("stop_after_first")),
+                )
+            case "tags_with_separator":
+                return self._separated(format)
+            case other:
+                raise self._refuse(f"the format type {str(other)[:60]!r} is not known")
+
+    def _tag(self, tag: Any, trigger: str) -> str:
+        """A tag behind `trigger`, which its beginning starts with."""
+        if not isinstance(tag, dict) or not isinstance(tag.get("begin"), str):
+            raise self._refuse("each tag has a begin, a content and an end")
+        content, end = tag.get("content"), tag.get("end", "")
+        ends = end if isinstance(end, list) else [end]
+        if isinstance(content, dict) and content.get("type") == "any_text":
+            return self._tagged_text(tag["begin"][len(trigger) :], ends)
+        closing = " | ".join(self._text(one) for one in ends)
+        begin = tag["begin"][len(trigger) :]
+        return self._rule(f"{self._text(begin)} {self._format(content)} ({closing})")
+
+    def _tagged_text(self, begin: str, ends: list[Any]) -> str:
+        """Text between a beginning and the first of `ends`."""
+        if len(ends) != 1 or not isinstance(ends[0], str) or not ends[0]:
+            raise self._refuse("a tag with any_text needs one end")
+        if ends[0] in self._specials:
+            return self._rule(f"{self._text(begin)} {self._any_text()} {self._text(ends[0])}")
+        name = self._name("lazy")
+        self._rules.append(f"{name}[suffix={json.dumps(ends[0])}]: {_ANY_TEXT}")
+        return self._rule(f"{self._text(begin)} {name}")
+
+    def _triggered(
+        self, tags: list[Any], triggers: list[str], *, at_least_one: bool = False, stop_after_first: bool = False
+    ) -> str:
+        """Any text, in which each trigger opens one of the tags that begin with it."""
+        found: list[str] = []
+        for trigger in triggers:
+            own = [tag for tag in tags if isinstance(tag, dict) and str(tag.get("begin", "")).startswith(trigger)]
+            if not trigger or not own:
+                raise self._refuse(f"no tag begins with the trigger {trigger[:60]!r}")
+            body = " | ".join(self._tag(tag, trigger) for tag in own)
+            if trigger in self._specials:
+                found.append(self._rule(f"{self._any_text()} {self._text(trigger)} ({body})"))
+            else:
+                name = self._name("trigger")
+                self._rules.append(f"{name}[suffix={json.dumps(trigger)}]: {_ANY_TEXT}")
+                found.append(self._rule(f"{name} ({body})"))
+        if any(not any(str(tag.get("begin", "")).startswith(one) for one in triggers) for tag in tags):
+            raise self._refuse("a tag begins with none of the triggers")
+        either = f"({' | '.join(found)})"
+        if stop_after_first:
+            return self._rule(either if at_least_one else f"{either} | {self._any_text()}")
+        return self._rule(f"{either}{'+' if at_least_one else '*'} {self._any_text()}")
+
+    def _separated(self, format: Mapping[str, Any]) -> str:
+        tags = self._list(format, "tags")
+        either = self._rule(" | ".join(self._tag(tag, "") for tag in tags))
+        if format.get("stop_after_first"):
+            repeated = either
+        else:
+            repeated = f"{either} ({self._text(format.get('separator', ''))} {either})*"
+        return self._rule(repeated if format.get("at_least_one") else f"({repeated})?")
+
+    def _any_text(self) -> str:
+        if _TEXT_RULE not in self._rules:
+            self._rules.append(_TEXT_RULE)
+        return "TEXT"
+
+    def _json(self, schema: Any) -> str:
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        if not isinstance(schema, dict):
+            raise self._refuse("each json_schema is a JSON object")
+        return self._rule("%json " + json.dumps({"x-guidance": self._options, **schema}))
+
+    def _regex(self, pattern: Any) -> str:
+        if not isinstance(pattern, str) or not pattern:
+            raise self._refuse("each regex has a pattern")
+        return "/" + re.sub(r"(?<!\\)/", r"\\/", pattern) + "/"
+
+    def _text(self, text: Any) -> str:
+        """`text` as literals and special tokens."""
+        if not isinstance(text, str):
+            raise self._refuse(f"{str(text)[:60]!r} stands where a text is needed")
+        parts, last = [], 0
+        for match in self._special.finditer(text):
+            parts += [json.dumps(text[last : match.start()])] * (match.start() > last)
+            parts.append(f"<[{self._specials[match.group()]}]>")
+            last = match.end()
+        parts += [json.dumps(text[last:])] * (last < len(text))
+        return " ".join(parts) or '""'
+
+    def _rule(self, body: str) -> str:
+        name = self._name("part")
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def _name(self, kind: str) -> str:
+        return f"{kind}_{len(self._rules)}"
+
+    def _list(self, format: Mapping[str, Any], name: str) -> list[Any]:
+        found = format.get(name)
+        if not isinstance(found, list) or not found:
+            raise self._refuse(f"{name} is a list of at least one")
+        return found
+
+    def _texts(self, format: Mapping[str, Any], name: str) -> list[str]:
+        found = self._list(format, name)
+        if not all(isinstance(one, str) for one in found):
+            raise self._refuse(f"{name} are texts")
+        return found
+
+    def _refuse(self, reason: str) -> InvalidRequest:
+        return refuse(self._grammar, reason)
