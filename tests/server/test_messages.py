@@ -261,3 +261,14 @@ def test_the_key_may_be_in_x_api_key(keyed_server: ServerProcess) -> None:
         assert http.get("/v1/models", headers={"x-api-key": API_KEY}).status_code == 200
         refused = http.post(PATH, json=body, headers={"x-api-key": "wrong"})
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+def test_a_tool_that_must_be_called(scripted: httpx.Client, choice: Json) -> None:
+    strict = TOOL | {"strict": True}
+    forced = answer(scripted, tools=[strict], tool_choice=choice, max_tokens=200, temperature=0)
+    (call,) = forced["content"]
+    assert (forced["stop_reason"], call["type"], call["name"]) == ("tool_use", "tool_use", "get_weather")
+    assert set(call["input"]) == {"city"}
+    free = answer(scripted, tools=[TOOL], tool_choice={"type": "none"})
+    assert free["content"] == [{"type": "text", "text": "".join(PLAIN)}]
