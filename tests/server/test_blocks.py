@@ -85,7 +85,7 @@ def test_streams_and_whole_answers_say_the_same(tokenizer: Tokenizer, events: li
 
     def responses() -> ResponsesAnswer:
         body = ResponsesRequest(input="hi")
-        return ResponsesAnswer("m", body, new_stream(tokenizer), tokenizer, numbered(), lambda response, message: None)
+        return ResponsesAnswer("m", body, new_stream(tokenizer), tokenizer, numbered(), lambda response, message: True)
 
     streamed = responses()
     sent = [*streamed.opening(), *(one for delta in deltas for one in streamed.chunks(delta)), *streamed.closing()]
@@ -123,10 +123,13 @@ def test_arguments_that_are_no_object_are_not_lost(tokenizer: Tokenizer, argumen
 
 def test_a_stream_that_breaks_off(tokenizer: Tokenizer) -> None:
     kept: list[Json] = []
+
+    def keep(response: Json, message: Json) -> bool:
+        kept.append(response)
+        return True
+
     body = ResponsesRequest(input="hi")
-    answer = ResponsesAnswer(
-        "m", body, new_stream(tokenizer), tokenizer, numbered(), lambda response, message: kept.append(response)
-    )
+    answer = ResponsesAnswer("m", body, new_stream(tokenizer), tokenizer, numbered(), keep)
     answer.opening()
     answer.chunks(MessageDelta(0, (ContentDelta("so far"),), ()))
     (failed,) = answer.failure(HttpError(500, "the engine has ended"))

@@ -60,6 +60,13 @@ def test_an_answer(scripted: httpx.Client) -> None:
     assert whole["usage"]["output_tokens"] == len(PLAIN) + 1
 
 
+def test_the_id_of_a_request_is_where_clients_read_it(scripted: httpx.Client) -> None:
+    body = {"max_tokens": 1, "messages": ASKED}
+    headers = scripted.post(PATH, json=body, headers={"x-request-id": "mine"}).headers
+    assert (headers["request-id"], headers["x-request-id"]) == ("mine", "mine")
+    assert "request-id" not in scripted.get("/version").headers
+
+
 def test_why_an_answer_stops(scripted: httpx.Client) -> None:
     assert answer(scripted, max_tokens=2)["stop_reason"] == "max_tokens"
     stopped = answer(scripted, stop_sequences=[", friend"])

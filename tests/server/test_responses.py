@@ -138,6 +138,7 @@ def test_answers_are_apart_for_each_key(client: openai.OpenAI, scripted_server: 
 def test_an_answer_that_is_not_stored(client: openai.OpenAI) -> None:
     answer = client.responses.create(model=MODEL_NAME, input="hi", store=False)
     assert answer.model_dump()["store"] is False
+    assert client.responses.create(model=MODEL_NAME, input="hi").model_dump()["store"] is True
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(answer.id)
 
