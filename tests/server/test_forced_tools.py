@@ -88,7 +88,7 @@ def test_a_schema_follows_reasoning(http: httpx.Client) -> None:  # noqa: F811
     assert json.loads(ask(http, "person", response_format=PERSON_FORMAT)["message"]["content"])["name"] == "Ada"
 
 
-def test_a_schema_beside_tools(http: httpx.Client) -> None:  # noqa: F811
+def test_a_schema_and_tools(http: httpx.Client) -> None:  # noqa: F811
     both: Json = {"tools": [WEATHER], "response_format": PERSON_FORMAT}
     assert calls_of(ask(http, "weather", **both)) == [("get_weather", ARGUMENTS)]
     assert json.loads(ask(http, "person", **both)["message"]["content"]) == {"name": "Ada", "age": 36}

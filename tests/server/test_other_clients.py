@@ -10,6 +10,8 @@ from pydantic import BaseModel
 from scripted_chat import ARGUMENTS
 from server_process import MODEL_NAME, ServerProcess
 
+pytest.importorskip("llguidance", reason="grammars need llguidance")
+
 
 class Person(BaseModel):
     """A person."""

@@ -17,6 +17,8 @@ from allotrope.ops.sampling.spec import RandomRows, SamplingStep
 # The most likely token weighs 2^40. Sums over 2^22 tokens stay below 2^63, and what is rounded to zero
 # has less than 1e-12 of the best token's probability.
 _UNIT = 2.0**40
+# Its weight is 0. The exponential of -inf, which a mask leaves, takes a CPU twice the time.
+_LEAST_EXPONENT = -30.0
 # How many candidates the first search for a nucleus takes, on a CPU; the next takes more.
 _NUCLEUS_WIDTH = 256
 _NUCLEUS_GROWTH = 16
@@ -63,7 +65,7 @@ def _weights(logits: torch.Tensor, peaks: torch.Tensor, temperature: torch.Tenso
 
     `logits`: [n, K] any of the rows' tokens. `peaks`: [n, 1] largest logit of each whole row. Returns [n, K] int64.
     """
-    scaled = (logits - peaks).div_(temperature.clamp(min=_LEAST_TEMPERATURE))
+    scaled = (logits - peaks).div_(temperature.clamp(min=_LEAST_TEMPERATURE)).clamp_(min=_LEAST_EXPONENT)
     return scaled.exp_().mul_(_UNIT).to(torch.int64)
 
 

@@ -171,13 +171,17 @@ class Alternatives:
 
 @dataclass(frozen=True)
 class Prefixed:
-    """`text`, then `body`."""
+    """`text`, then `body`. `unless`: what begins with `text` and is something else."""
 
     text: str
     body: Body
+    unless: tuple[str, ...] = ()
 
     def read(self, parser: TaggedParser, reader: Reader) -> Reading[bool]:
-        yield from reader.literal(marks(frozenset((self.text,))))
+        mark = yield from reader.literal(marks(frozenset((self.text, *self.unless))))
+        if mark in self.unless:
+            reader.unread(mark)
+            raise Malformed
         yield from reader.space()
         return (yield from self.body.read(parser, reader))
 
@@ -206,7 +210,9 @@ class NamedParameters:
         parser.begin(name, call_id)
         assert parser.syntax is not None
         stops = frozenset((*parser.syntax.call_end, *parser.syntax.section_end))
-        between = marks(frozenset((*self.key, *self.end)) | stops)
+        # A call that begins within another ends it.
+        starts = frozenset((*parser.syntax.section, *parser.syntax.call))
+        between = marks(frozenset((*self.key, *self.end)) | stops | starts)
         separator = "{"
         pending: str | None = ""
         while True:
@@ -229,6 +235,8 @@ class NamedParameters:
             elif mark or not text:
                 break
         parser.arguments("{}" if separator == "{" else "}")
+        if mark in starts:
+            reader.unread(mark)
         return parser.ended_by(mark, self.end)
 
     def _key(self, reader: Reader) -> Reading[tuple[str, str]]:

@@ -86,11 +86,13 @@ class ChannelParser(EventStream):
         """A header after its `first` text, and its part. Returns the tag that ends them."""
         tags = self._tags
         pieces = [first]
+        texts = ["" if first in self._marks.texts else first]
         size = 0
         while True:
             text, mark = yield from self.reader.until(self._marks)
             pieces.append(text)
-            size += len(text)
+            texts.append(text)
+            size += len(text) + len(mark)
             if mark == tags.message:
                 header = "".join(pieces)
                 channel, recipient = self._name.search(header), _RECIPIENT.search(header)
@@ -99,7 +101,8 @@ class ChannelParser(EventStream):
                 # A header that the end cuts off is no text.
                 return ""
             if size > _HEADER_LIMIT or mark in (tags.start, *tags.ends):
-                self._add(ContentDelta, "".join(pieces))
+                if any(texts):
+                    self._add(ContentDelta, "".join(texts))
                 return mark
             pieces.append(mark)
 

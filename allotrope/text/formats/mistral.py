@@ -10,7 +10,7 @@ FORMAT = MessageFormat(
     reasoning=ReasoningTags("[THINK]", "[/THINK]", anywhere=True),
     tools=ToolSyntax(
         Alternatives(
-            (("[", Prefixed("[", CallList(CallObject(), ",", "]"))), ("{", CallObject())),
+            (("[", Prefixed("[", CallList(CallObject(), ",", "]"), unless=("[TOOL_CALLS]",))), ("{", CallObject())),
             NamedJson(
                 Name(ends=("[ARGS]",), stops=("{", "[CALL_ID]")), call_id=Name(before=("[CALL_ID]",), ends=("[ARGS]",))
             ),

@@ -126,6 +126,8 @@ class TaggedParser(EventStream):
         self._end_is_due = False
         self._calls = 0
         self._content_has_begun = False
+        # Whether white space between content and content, around calls, was taken for the syntax's.
+        self._content_is_parted = False
         self._reasoning_has_begun = False
         # White space that a tag may follow, and then belongs to the tag.
         self._space: list[str] = []
@@ -133,7 +135,7 @@ class TaggedParser(EventStream):
         self._after_tag = reasoning_is_open
         special = frozenset(token for token in special_tokens if token)
         self._marks = _all_marks(tags, syntax, special)
-        self._special_syntax = special.intersection(_syntax_texts(syntax) if syntax else ())
+        self._special_syntax = special.intersection(syntax_texts(syntax) if syntax else ())
         self._call_marks = marks(frozenset(syntax.call if syntax else ()))
         super().__init__()
 
@@ -155,6 +157,7 @@ class TaggedParser(EventStream):
         self.reader.drop()
         if self._in_reasoning:
             self._end_reasoning()
+        self._content_is_parted = self._content_is_parted or (self._content_has_begun and bool(self._space))
         self._end_tag()
         self.emit(ToolCallBegin(self._calls, name, call_id))
         self._calls += 1
@@ -206,7 +209,7 @@ class TaggedParser(EventStream):
             self._end_tag()
         elif syntax is not None and mark in (*syntax.section, *syntax.call) and self._may_call(mark):
             yield from self._read_calls(syntax, mark)
-        elif syntax is not None and mark in _syntax_texts(syntax) and mark not in self._special_syntax:
+        elif syntax is not None and mark in syntax_texts(syntax) and mark not in self._special_syntax:
             self._add_text(mark)
         # Else it is a special token, which is no text.
 
@@ -235,7 +238,9 @@ class TaggedParser(EventStream):
     def _may_call(self, mark: str) -> bool:
         assert self.syntax is not None
         if self._in_reasoning:
-            return self._tags is not None and self._tags.tools_end and not self.syntax.first
+            # A call without its section is more likely a thought about one.
+            alone = bool(self.syntax.section) and mark not in self.syntax.section
+            return self._tags is not None and self._tags.tools_end and not self.syntax.first and not alone
         if self.syntax.first and (self._content_has_begun or self._calls):
             return False
         return mark not in self.syntax.call or self._in_section or self.syntax.bare or not self.syntax.section
@@ -248,7 +253,8 @@ class TaggedParser(EventStream):
             if mark in syntax.section:
                 yield from self.reader.space()
                 yield from self.reader.literal(self._call_marks)
-                self._in_section = True
+            # The end of a section whose beginning is missing is no text.
+            self._in_section = bool(syntax.section)
             yield from self._read_call(syntax)
         except Malformed:
             begun = self._calls > calls
@@ -264,7 +270,6 @@ class TaggedParser(EventStream):
         """A body, and the end of the call."""
         whole = yield from syntax.body.read(self, self.reader)
         self.reader.drop()
-        self._end_tag()
         if not whole or not syntax.call_end:
             return
         yield from self.reader.space()
@@ -288,10 +293,15 @@ class TaggedParser(EventStream):
 
     def _add_content(self, text: str) -> None:
         if self._after_tag:
+            found = text
             text = text.lstrip() if self._calls else text.lstrip("\n")
+            self._content_is_parted = self._content_is_parted or (self._content_has_begun and text != found)
         if not text:
             return
         self._after_tag = False
+        if self._content_is_parted:
+            self._content_is_parted = False
+            text = f"\n{text}"
         self._content_has_begun = self._content_has_begun or not text.isspace()
         # White space waits where a tag may follow that it belongs to.
         waits = self.syntax is not None or not self._content_has_begun
@@ -311,7 +321,8 @@ class TaggedParser(EventStream):
             self._space.clear()
 
 
-def _syntax_texts(syntax: ToolSyntax) -> tuple[str, ...]:
+def syntax_texts(syntax: ToolSyntax) -> tuple[str, ...]:
+    """Every text that opens or closes a section or a call."""
     return (*syntax.section, *syntax.call, *syntax.call_end, *syntax.section_end)
 
 
@@ -320,5 +331,5 @@ def _all_marks(tags: ReasoningTags | None, syntax: ToolSyntax | None, special_to
     if tags is not None:
         texts |= {tags.start, tags.end}
     if syntax is not None:
-        texts |= set(_syntax_texts(syntax))
+        texts |= set(syntax_texts(syntax))
     return marks(frozenset(texts))

@@ -91,6 +91,12 @@ class Reader:
         held, self._held = self._held or [], None
         return "".join(held)
 
+    def unread(self, mark: str) -> None:
+        """Puts back the mark that was read last."""
+        self._at -= len(mark)
+        if self._held:
+            self._held.pop()
+
     def rest(self) -> str:
         """Everything that is not read."""
         return self._take(len(self._text))

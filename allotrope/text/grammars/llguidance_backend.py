@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ _OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 # A state takes up to 2 kB; the library's own limit would let one sequence hold half a gigabyte.
 _MAX_LEXER_STATES = 25_000
 _LONGEST_REASON = 300
+_EXCERPT = re.compile(r"^\s*\d+ \| ", re.MULTILINE)
+_PLACE_OF_SCHEMA = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 _NOTHING = "no output can follow it"
 
 
@@ -138,8 +141,11 @@ def _unforced(source: str) -> str:
 
 
 def _one_sentence(text: str) -> str:
-    """An error of the library on one line, without what it appends for its own developers."""
-    line = " ".join(text.replace("<non-verbose/>", "").split())
+    """An error of the library on one line, without the excerpt of the source that it appends."""
+    message = _EXCERPT.split(text.replace("<non-verbose/>", ""), maxsplit=1)[0]
+    line = " ".join(_PLACE_OF_SCHEMA.sub("", message).split())
+    # The source has one line of options above the client's.
+    line = re.sub(r"^at (\d+)\(", lambda found: f"at {int(found[1]) - 1}(", line)
     return (line[:_LONGEST_REASON] + "…" if len(line) > _LONGEST_REASON else line).rstrip(".")
 
 
