@@ -165,6 +165,39 @@ def test_broken_arguments_stay_in_their_call() -> None:
     assert parse(parser, text) == Message("", "after", (("f", None, '{"a": <b>}}'),))
 
 
+def test_a_call_that_begins_ends_another() -> None:
+    text = "So <tool_call><function=a>\nor <tool_call>:\n<tool_call>\n<function=b>\n</function>\n</tool_call>"
+    parser = by_name("qwen3_coder").parser(tools=True, reasoning=True)
+    assert parse(parser, text) == Message("", "So\nor <tool_call>:", (("a", None, "{}"), ("b", None, "{}")))
+    parser = by_name("mistral").parser(tools=True, reasoning=True, special_tokens=["[TOOL_CALLS]"])
+    text = '[TOOL_CALLS] [TOOL_CALLS] [{"name": "f", "arguments": {}}]'
+    assert parse(parser, text) == Message("", "", (("f", None, "{}"),))
+
+
+def test_the_end_of_a_section_that_has_no_beginning() -> None:
+    text = f'<{DSML}invoke name="f">\n</{DSML}invoke>\n</{DSML}tool_calls>Done.'
+    parser = by_name("dsml").parser(tools=True, reasoning=True)
+    assert parse(parser, text) == Message("", "Done.", (("f", None, "{}"),))
+    # In reasoning, it is a thought.
+    parser = by_name("dsml").parser(tools=True, reasoning=True, prompt_opens_reasoning=True)
+    assert parse(parser, f"{text}</think>") == Message(text, "", ())
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [("a</tool_call>b", "a</tool_call>b"), ("{call}b", "b"), ("a{call}b", "ab"), ("a {call}b", "a\nb")],
+)
+def test_content_around_calls(text: str, content: str) -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    parser = by_name("hermes").parser(tools=True, reasoning=True)
+    assert parse(parser, text.replace("{call}", call)).content == content
+
+
+def test_headers_that_never_end() -> None:
+    parser = by_name("harmony").parser(tools=True, reasoning=True)
+    assert parse(parser, "<|channel|>" * 2000 + "final<|message|>hi") == Message("", "hi")
+
+
 def test_a_cut_value_is_not_closed() -> None:
     parser = by_name("qwen3_coder").parser(tools=TOOLS, reasoning=True)
     text = "<tool_call><function=f><parameter=s>ab</param"
