@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -231,6 +232,17 @@ def test_reasoning_that_the_prompt_begins() -> None:
         assert parse(parser, text) == Message("hm", "Hi")
 
 
+def test_values_that_are_not_of_their_type() -> None:
+    values = {"n": "many", "o": "{'a': (1, None)}", "b": "none", "x": "1"}
+    text = "".join(f"<parameter={key}>{value}</parameter>" for key, value in values.items())
+    parser = by_name("qwen3_coder").parser(tools=TOOLS, reasoning=True)
+    [(_, _, arguments)] = parse(parser, f"<tool_call><function=f>{text}</function></tool_call>").calls
+    assert arguments == '{"n": "many", "o": {"a": [1, null]}, "b": null, "x": "1"}'
+    for number, written in (("+1_000", "1000"), (".5", "0.5"), ("0" * 400 + "1", "1"), ("0" + "9" * 400, None)):
+        [(_, _, arguments)] = parse(by_name("pythonic").parser(tools=True, reasoning=True), f"[f(n={number})]").calls
+        assert arguments == f'{{"n": {written}}}' or (written is None and json.loads(arguments) == {"n": number})
+
+
 def test_a_tag_within_the_answer_is_text() -> None:
     parser = by_name("think").parser(tools=False, reasoning=True)
     assert parse(parser, "a <think> b </think> c") == Message("", "a <think> b </think> c")
@@ -257,6 +269,8 @@ def test_a_call_ends_reasoning() -> None:
         ("<|start|><|channel|>analysis<|message|>", ["GptOssForCausalLM"], "harmony", "harmony"),
         ("[TOOL_CALLS] [THINK]", ["MistralForCausalLM"], "mistral", "mistral"),
         ("<|tool_call>call: <|channel>", ["Gemma4ForConditionalGeneration"], "gemma4", "gemma4"),
+        ("[func_name1(params_name1=...)]", ["LlamaForCausalLM"], "pythonic", None),
+        ("plain", ["KimiLinearForCausalLM"], "kimi_k2", None),
         ("plain", ["LlamaForCausalLM"], None, None),
         (None, [], None, None),
     ],
