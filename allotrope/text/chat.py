@@ -24,8 +24,8 @@ from allotrope.errors import ConfigError, InvalidRequest
 
 _RESERVED_VARIABLES = ("messages", "add_generation_prompt")
 _MAX_PATH = 4096
-# Such a template writes tool calls only where the content is none.
-_TESTS_FOR_NONE = re.compile(r"""content(['"]\])? is (not )?none""", re.IGNORECASE)
+# A template with this condition writes tool calls only where it holds.
+_CALLS_WITHOUT_CONTENT = re.compile(r"""assistant['"] and message(\.|\[['"])content(['"]\])? is none""")
 _REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -143,7 +143,7 @@ def render_chat(
     """The prompt that `template` renders from `messages` (in any form that `normalise_messages` accepts).
 
     The role `developer` becomes `system` for a template that does not mention it. The empty content of a message with
-    tool calls becomes null for a template that tests for it.
+    tool calls becomes null for a template that writes them only then.
     `special_tokens`: name of the variable, such as `bos_token` → token. `variables`: further variables of the template,
     such as `tools`. Raises `InvalidRequest` if the template is invalid, refuses the messages, or fails on them.
     """
@@ -169,11 +169,11 @@ def render_chat(
 def _fit(chat: list[dict[str, Any]], template: str) -> None:
     """Adapt messages, in place, to what `template` can read."""
     knows_developer = "developer" in template
-    tests_for_none = _TESTS_FOR_NONE.search(template) is not None
+    calls_without_content = _CALLS_WITHOUT_CONTENT.search(template) is not None
     for message in chat:
         if message["role"] == "developer" and not knows_developer:
             message["role"] = "system"
-        if tests_for_none and message.get("tool_calls") and message["content"] == "":
+        if calls_without_content and message.get("tool_calls") and message["content"] == "":
             message["content"] = None
 
 
