@@ -6,6 +6,7 @@ A value is a string, a list, an object, or a bare word.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -256,6 +257,8 @@ def _json_number(word: str) -> str:
     if _JSON_NUMBER.fullmatch(word):
         return word
     value = float(word)
+    if not math.isfinite(value):
+        return json.dumps(word)
     return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
 
 

@@ -164,6 +164,7 @@ _TOOL_TEMPLATES: list[tuple[str, Callable[[str], bool]]] = [
     ("mistral", _has("[TOOL_CALLS]")),
     ("hermes", _has("<tool_call>", "arguments")),
     ("pythonic", _has("<|python_start|>")),
+    ("pythonic", _has("[func_name1(")),
     ("llama3_json", _has("<|python_tag|>")),
     ("llama3_json", _has("tools", '"parameters": dictionary')),
 ]
@@ -180,8 +181,7 @@ _ARCHITECTURES = [
     ("DeepseekV32", "dsml", "think"),
     ("DeepseekV4", "dsml", "think"),
     ("GptOss", "harmony", "harmony"),
-    ("KimiK2", "kimi_k2", "think"),
-    ("KimiK25", "kimi_k2", "think"),
+    ("Kimi", "kimi_k2", "think"),
     ("Glm4Moe", "glm45", "think"),
     ("GlmMoeDsa", "glm45", "think"),
     ("MiniMaxM2", "minimax_m2", "think"),

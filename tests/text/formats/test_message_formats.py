@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -165,6 +166,39 @@ def test_broken_arguments_stay_in_their_call() -> None:
     assert parse(parser, text) == Message("", "after", (("f", None, '{"a": <b>}}'),))
 
 
+def test_a_call_that_begins_ends_another() -> None:
+    text = "So <tool_call><function=a>\nor <tool_call>:\n<tool_call>\n<function=b>\n</function>\n</tool_call>"
+    parser = by_name("qwen3_coder").parser(tools=True, reasoning=True)
+    assert parse(parser, text) == Message("", "So\nor <tool_call>:", (("a", None, "{}"), ("b", None, "{}")))
+    parser = by_name("mistral").parser(tools=True, reasoning=True, special_tokens=["[TOOL_CALLS]"])
+    text = '[TOOL_CALLS] [TOOL_CALLS] [{"name": "f", "arguments": {}}]'
+    assert parse(parser, text) == Message("", "", (("f", None, "{}"),))
+
+
+def test_the_end_of_a_section_that_has_no_beginning() -> None:
+    text = f'<{DSML}invoke name="f">\n</{DSML}invoke>\n</{DSML}tool_calls>Done.'
+    parser = by_name("dsml").parser(tools=True, reasoning=True)
+    assert parse(parser, text) == Message("", "Done.", (("f", None, "{}"),))
+    # In reasoning, it is a thought.
+    parser = by_name("dsml").parser(tools=True, reasoning=True, prompt_opens_reasoning=True)
+    assert parse(parser, f"{text}</think>") == Message(text, "", ())
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [("a</tool_call>b", "a</tool_call>b"), ("{call}b", "b"), ("a{call}b", "ab"), ("a {call}b", "a\nb")],
+)
+def test_content_around_calls(text: str, content: str) -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    parser = by_name("hermes").parser(tools=True, reasoning=True)
+    assert parse(parser, text.replace("{call}", call)).content == content
+
+
+def test_headers_that_never_end() -> None:
+    parser = by_name("harmony").parser(tools=True, reasoning=True)
+    assert parse(parser, "<|channel|>" * 2000 + "final<|message|>hi") == Message("", "hi")
+
+
 def test_a_cut_value_is_not_closed() -> None:
     parser = by_name("qwen3_coder").parser(tools=TOOLS, reasoning=True)
     text = "<tool_call><function=f><parameter=s>ab</param"
@@ -198,6 +232,17 @@ def test_reasoning_that_the_prompt_begins() -> None:
         assert parse(parser, text) == Message("hm", "Hi")
 
 
+def test_values_that_are_not_of_their_type() -> None:
+    values = {"n": "many", "o": "{'a': (1, None)}", "b": "none", "x": "1"}
+    text = "".join(f"<parameter={key}>{value}</parameter>" for key, value in values.items())
+    parser = by_name("qwen3_coder").parser(tools=TOOLS, reasoning=True)
+    [(_, _, arguments)] = parse(parser, f"<tool_call><function=f>{text}</function></tool_call>").calls
+    assert arguments == '{"n": "many", "o": {"a": [1, null]}, "b": null, "x": "1"}'
+    for number, written in (("+1_000", "1000"), (".5", "0.5"), ("0" * 400 + "1", "1"), ("0" + "9" * 400, None)):
+        [(_, _, arguments)] = parse(by_name("pythonic").parser(tools=True, reasoning=True), f"[f(n={number})]").calls
+        assert arguments == f'{{"n": {written}}}' or (written is None and json.loads(arguments) == {"n": number})
+
+
 def test_a_tag_within_the_answer_is_text() -> None:
     parser = by_name("think").parser(tools=False, reasoning=True)
     assert parse(parser, "a <think> b </think> c") == Message("", "a <think> b </think> c")
@@ -224,6 +269,8 @@ def test_a_call_ends_reasoning() -> None:
         ("<|start|><|channel|>analysis<|message|>", ["GptOssForCausalLM"], "harmony", "harmony"),
         ("[TOOL_CALLS] [THINK]", ["MistralForCausalLM"], "mistral", "mistral"),
         ("<|tool_call>call: <|channel>", ["Gemma4ForConditionalGeneration"], "gemma4", "gemma4"),
+        ("[func_name1(params_name1=...)]", ["LlamaForCausalLM"], "pythonic", None),
+        ("plain", ["KimiLinearForCausalLM"], "kimi_k2", None),
         ("plain", ["LlamaForCausalLM"], None, None),
         (None, [], None, None),
     ],
