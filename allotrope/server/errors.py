@@ -30,7 +30,7 @@ _MESSAGES_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_MESSAGES_PATH = "/v1/messages"
+MESSAGES_PATH = "/v1/messages"
 # Field at fault -> the code by which clients know that they have to do without it.
 _DETAILS: dict[str | None, str] = {"thread": "thread_unsupported_request"}
 _RETRY_SECONDS = "1"
@@ -84,6 +84,6 @@ def error_response(error: HttpError, headers: Mapping[str, str] | None = None, *
     if error.status == 413:
         # The connection closes, so that the client stops sending the body.
         extra["connection"] = "close"
-    write = messages_error_body if path.startswith(_MESSAGES_PATH) else error_body
+    write = messages_error_body if path.startswith(MESSAGES_PATH) else error_body
     body = msgspec.json.encode(write(error))
     return Response(body, status_code=error.status, headers=extra, media_type="application/json")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+from engine.watching import engine, request, run
+from tiny_checkpoints import prompts
 from torch import nn
 
+from allotrope.architectures.registry import find_architecture
 from allotrope.engine import sleep
 from allotrope.engine.sleep import SleepingMemory, tensors_of
 from allotrope.errors import InvalidRequest
@@ -58,3 +63,70 @@ def test_nothing_is_freed_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
         SleepingMemory([kept], [])
     assert refused.value.param == "level"
     assert torch.equal(kept, torch.ones(4))
+
+
+# One of each family.
+NAMES = (
+    "LlamaForCausalLM",
+    "GptOssForCausalLM",
+    "Qwen3NextForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "GlmMoeDsaForCausalLM",
+    "DeepseekV4ForCausalLM",
+)
+LENGTHS = (5, 30, 7, 70)
+
+
+@pytest.fixture(params=NAMES)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The tiny config of an architecture, for random weights."""
+    config = find_architecture({"architectures": [request.param]}, "").tiny()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_a_model_computes_as_before(model: Path) -> None:
+    """Whatever the layers and backends hold of a weight is a view of it, or a copy of their own."""
+    running = engine(model, load_format="dummy", max_model_len=256, device="cpu")
+    asked = prompts(LENGTHS)
+    want = run(running, [request(f"r{i}", ids) for i, ids in enumerate(asked)])
+    asleep = SleepingMemory(tensors_of(running.model), ())
+    assert asleep.bytes >= sum(one.nbytes for one in running.model.parameters())
+    asleep.restore()
+    running.reset_prefix_cache()
+    assert run(running, [request(f"r{i}", ids) for i, ids in enumerate(asked)]) == want
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: there is no memory to free")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_is_free_while_the_engine_sleeps(model: Path, dtype: str) -> None:
+    running = engine(
+        model, load_format="dummy", max_model_len=256, device="cuda", dtype=dtype, kv_cache_memory_bytes=64_000_000
+    )
+    running.capture_all()
+    asked = prompts(LENGTHS)
+    want = run(running, [request(f"r{i}", ids) for i, ids in enumerate(asked)])
+    before = torch.cuda.memory_allocated()
+    for turn in range(2):
+        running.sleep()
+        assert before - torch.cuda.memory_allocated() > 32_000_000
+        running.wake()
+        again = run(running, [request(f"{turn} {i}", ids) for i, ids in enumerate(asked)])
+        assert list(again.values()) == list(want.values())
+    running.close()
+
+
+def test_an_engine_sleeps_between_requests(tmp_path: Path) -> None:
+    config = find_architecture({"architectures": ["LlamaForCausalLM"]}, "").tiny()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    running = engine(tmp_path, load_format="dummy", max_model_len=256, device="cpu")
+    (ids,) = prompts((70,))
+    running.add(request("open", ids))
+    with pytest.raises(InvalidRequest, match="1 requests are open"):
+        running.sleep()
+    running.abort(["open"])
+    want = run(running, [request("r", ids)])
+    running.sleep()
+    running.wake()
+    assert run(running, [request("r", ids)]) == want
+    assert running.stats().prefix_hits == 0

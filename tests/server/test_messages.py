@@ -60,6 +60,13 @@ def test_an_answer(scripted: httpx.Client) -> None:
     assert whole["usage"]["output_tokens"] == len(PLAIN) + 1
 
 
+def test_the_id_of_a_request_is_where_clients_read_it(scripted: httpx.Client) -> None:
+    body = {"max_tokens": 1, "messages": ASKED}
+    headers = scripted.post(PATH, json=body, headers={"x-request-id": "mine"}).headers
+    assert (headers["request-id"], headers["x-request-id"]) == ("mine", "mine")
+    assert "request-id" not in scripted.get("/version").headers
+
+
 def test_why_an_answer_stops(scripted: httpx.Client) -> None:
     assert answer(scripted, max_tokens=2)["stop_reason"] == "max_tokens"
     stopped = answer(scripted, stop_sequences=[", friend"])
@@ -261,3 +268,14 @@ def test_the_key_may_be_in_x_api_key(keyed_server: ServerProcess) -> None:
         assert http.get("/v1/models", headers={"x-api-key": API_KEY}).status_code == 200
         refused = http.post(PATH, json=body, headers={"x-api-key": "wrong"})
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+def test_a_tool_that_must_be_called(scripted: httpx.Client, choice: Json) -> None:
+    strict = TOOL | {"strict": True}
+    forced = answer(scripted, tools=[strict], tool_choice=choice, max_tokens=200, temperature=0)
+    (call,) = forced["content"]
+    assert (forced["stop_reason"], call["type"], call["name"]) == ("tool_use", "tool_use", "get_weather")
+    assert set(call["input"]) == {"city"}
+    free = answer(scripted, tools=[TOOL], tool_choice={"type": "none"})
+    assert free["content"] == [{"type": "text", "text": "".join(PLAIN)}]

@@ -138,6 +138,7 @@ def test_answers_are_apart_for_each_key(client: openai.OpenAI, scripted_server: 
 def test_an_answer_that_is_not_stored(client: openai.OpenAI) -> None:
     answer = client.responses.create(model=MODEL_NAME, input="hi", store=False)
     assert answer.model_dump()["store"] is False
+    assert client.responses.create(model=MODEL_NAME, input="hi").model_dump()["store"] is True
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(answer.id)
 
@@ -259,3 +260,18 @@ def test_the_store_is_bounded_in_bytes() -> None:
     assert not store.put(b"", {"id": "big"}, [{"content": "x" * 3000}])
     assert len(store) == 2
     assert not ResponseStore(max_entries=0, max_bytes=3000).put(b"", {"id": "a"}, [])
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
+def test_a_tool_that_must_be_called(client: openai.OpenAI, choice: Any) -> None:
+    answer = client.responses.create(
+        model=MODEL_NAME, input="hi", tools=[TOOL | {"strict": True}], tool_choice=choice, temperature=0
+    )
+    (call,) = answer.output
+    assert call.type == "function_call" and set(json.loads(call.arguments)) == {"city"}
+
+
+def test_a_stream_that_is_refused_has_a_status(scripted: httpx.Client) -> None:
+    refused = scripted.post("/v1/responses", json={"input": "hi", "stream": True, "max_output_tokens": 100_000})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "max_output_tokens"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from allotrope.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
-Keep = Callable[[Json, Json], None]
+Keep = Callable[[Json, Json], bool]
 
 _LOGPROBS = "message.output_text.logprobs"
 _PREFIXES = {"reasoning": "rs", "text": "msg", "tool": "fc"}
@@ -36,7 +36,7 @@ class ResponsesAnswer:
     """POST /v1/responses
 
     `keep(response, message)`: called once the answer has ended, before the client is told, with the response object and
-    the answer as a message.
+    the answer as a message. Returns whether it is kept.
     """
 
     named_events = True
@@ -111,7 +111,7 @@ class ResponsesAnswer:
         if self._finish_reason in _INCOMPLETE:
             response["incomplete_details"] = {"reason": _INCOMPLETE[self._finish_reason]}
             response["completed_at"] = None
-        self._keep(response, self._blocks.message())
+        response["store"] = self._keep(response, self._blocks.message())
         return response
 
     def _usage(self) -> Json:

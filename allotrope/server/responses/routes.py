@@ -80,9 +80,8 @@ async def _answer(
     except InvalidRequest as error:
         raise _in_terms_of_input(error) from None
 
-    def keep(response: dict[str, Any], message: dict[str, Any]) -> None:
-        if body.store is not False:
-            store.put(key, response, [*messages, message])
+    def keep(response: dict[str, Any], message: dict[str, Any]) -> bool:
+        return body.store is not False and store.put(key, response, [*messages, message])
 
     answer = ResponsesAnswer(state.model_name, body, stream, serving.tokenizer, serving.formats.new_call_id, keep)
     return GenerationResponse(
