@@ -16,6 +16,7 @@ from allotrope.server.conversation import render_conversation
 from allotrope.server.handlers import answer_chat, answer_completion
 from allotrope.server.messages.routes import add_messages_routes
 from allotrope.server.openapi import accepts
+from allotrope.server.page_routes import add_page_routes
 from allotrope.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from allotrope.server.responses.routes import add_responses_routes
 from allotrope.server.sleep_routes import add_sleep_routes
@@ -39,6 +40,7 @@ def build_router(state: ServerState) -> APIRouter:
         add_sleep_routes,
     ):
         routes(router, state)
+    add_page_routes(router)
     return router
 
 
