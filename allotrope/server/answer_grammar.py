@@ -100,9 +100,10 @@ def _calls(conversation: Conversation, content: Grammar | None, format: MessageF
         calls = call_grammar.forced_calls(format, called, many=many)
         return call_grammar.either(calls, call_grammar.answer(format, _part_of(content)))
     except NotWritable as error:
+        what = "strict tools are" if content is None else f"tools with {content.param} are"
         raise InvalidRequest(
-            f"strict tools are not supported here: the calls of the format {format.name} cannot be held to a schema, "
-            f"because {error}. Leave strict out, or set tool_choice to 'required'.",
+            f"{what} not supported here: the calls of the format {format.name} cannot be held to a schema, because "
+            f"{error}. Leave one out, or set tool_choice to 'required'.",
             "tools",
         ) from None
 

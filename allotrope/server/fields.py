@@ -21,6 +21,7 @@ from allotrope.server.values import describe_value
 _OLD_TOOLS = "it is the old form of tools"
 _NO_BUILT_IN_TOOLS = "this server has no tools of its own"
 _NO_BEAM = "beam search is not offered"
+_OF_CLIENTS = WithoutEffect("object", "clients add it to messages that they send back, and templates do not read it")
 
 # Of every route that generates.
 SAMPLED: dict[str, Rule] = {
@@ -157,6 +158,7 @@ _MESSAGE: dict[str, Rule] = {
     "tool_call_id": Honoured(),
     "function_call": Only((), f"{_OLD_TOOLS}; write tool_calls"),
     "annotations": Only(([],), "nothing is cited"),
+    "provider_specific_fields": _OF_CLIENTS,
 }
 _PART: dict[str, Rule] = {"type": Honoured(), "text": Honoured()}
 _TOOL_CALL: dict[str, Rule] = {
@@ -164,6 +166,7 @@ _TOOL_CALL: dict[str, Rule] = {
     "type": Honoured(),
     "function": Honoured(),
     "index": WithoutEffect("integer", "calls are in the order of the list"),
+    "provider_specific_fields": _OF_CLIENTS,
 }
 _FUNCTION_CALL: dict[str, Rule] = {"name": Honoured(), "arguments": Honoured()}
 _TOOL: dict[str, Rule] = {"type": Honoured(), "function": Honoured()}
