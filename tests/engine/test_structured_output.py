@@ -271,6 +271,33 @@ def test_a_missing_package_says_what_to_install(model: Path, monkeypatch: pytest
         small(model).add(request("x", PROMPT, HELD, (EOS,)))
 
 
+def test_xgrammar_follows_the_same_grammars(model: Path) -> None:
+    """Where it is installed, each kind ends as it must; what it would pass over is refused by name."""
+    pytest.importorskip("xgrammar", reason="xgrammar is not installed")
+    tag = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}
+    loaded = LLM(str(model), load_format="dummy", dtype="float32", structured_outputs_backend="xgrammar")
+    try:
+        for more in ({"seed": 1}, {"seed": 2, "n": 2}, {"seed": 3, "ignore_eos": True}, {"seed": 4, "min_tokens": 80}):
+            for one in answers(loaded, replace(HELD, **more)):
+                assert_valid(one)
+        kinds = {
+            Grammar("choice", '["yes", "n\\"o"]'): {"yes", 'n"o'},
+            Grammar("regex", "a[bc]d"): {"abd", "acd"},
+            Grammar("lark", 'start: "l" ("m" | "n")'): {"lm", "ln"},
+            Grammar("lark", 'root ::= "p"'): {"p"},
+        }
+        for grammar, allowed in kinds.items():
+            assert answers(loaded, replace(HELD, grammar=grammar))[0].text in allowed
+        tagged = Grammar("structural_tag", json.dumps({"format": tag}))
+        text = answers(loaded, replace(HELD, grammar=tagged))[0].text
+        jsonschema.validate(json.loads(text.removeprefix("<f>").removesuffix("</f>")), SCHEMA)
+        for source, keyword in (('{"not": {}}', "not"), ('{"allOf": [{}]}', "allOf"), ("{", "no JSON")):
+            with pytest.raises(InvalidRequest, match=keyword):
+                answers(loaded, replace(HELD, grammar=Grammar("json_schema", source)))
+    finally:
+        loaded.close()
+
+
 def test_a_slow_compilation_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 

@@ -25,10 +25,30 @@ def lark_of_tag(grammar: Grammar, special_texts: Mapping[str, int], json_options
     `special_texts`: text of each special token -> its id. `json_options`: of the schemas within. Raises
     `InvalidRequest` with what is not supported.
     """
+    return _Writer(grammar, special_texts, json_options).write(nested_tag(grammar)["format"])
+
+
+def nested_tag(grammar: Grammar) -> dict[str, Any]:
+    """The tag in the nested notation: `triggers` and `structures` become one format. Raises `InvalidRequest`."""
     tag = read_json(grammar)
     if tag.get("type", "structural_tag") != "structural_tag":
         raise refuse(grammar, f"its type is {str(tag['type'])[:60]!r}, not 'structural_tag'")
-    return _Writer(grammar, special_texts, json_options).write(tag)
+    if "format" in tag:
+        return {"type": "structural_tag", "format": tag["format"]}
+    structures = tag.get("structures")
+    if not isinstance(structures, list) or not all(isinstance(one, dict) for one in structures):
+        raise refuse(grammar, "it needs a format, or structures and triggers")
+    tags = [
+        {
+            "type": "tag",
+            "begin": one.get("begin"),
+            "content": {"type": "json_schema", "json_schema": one.get("schema", True)},
+            "end": one.get("end", ""),
+        }
+        for one in structures
+    ]
+    format = {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
+    return {"type": "structural_tag", "format": format}
 
 
 class _Writer:
@@ -38,25 +58,9 @@ class _Writer:
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._rules: list[str] = []
 
-    def write(self, tag: Mapping[str, Any]) -> str:
-        if "format" in tag:
-            start = self._format(tag["format"])
-        else:
-            start = self._triggered(self._legacy_tags(tag), self._texts(tag, "triggers"))
+    def write(self, format: Any) -> str:
+        start = self._format(format)
         return "\n".join(("%llguidance {}", f"start: {start}", *self._rules)) + "\n"
-
-    def _legacy_tags(self, tag: Mapping[str, Any]) -> list[dict[str, Any]]:
-        structures = tag.get("structures")
-        if not isinstance(structures, list) or not all(isinstance(one, dict) for one in structures):
-            raise self._refuse("it needs a format, or structures and triggers")
-        return [
-            {
-                "begin": one.get("begin"),
-                "content": {"type": "json_schema", "json_schema": one.get("schema", True)},
-                "end": one.get("end", ""),
-            }
-            for one in structures
-        ]
 
     def _format(self, format: Any) -> str:
         if not isinstance(format, dict):
@@ -127,7 +131,8 @@ class _Writer:
                 name = self._name("trigger")
                 self._rules.append(f"{name}[suffix={json.dumps(trigger)}]: {_ANY_TEXT}")
                 found.append(self._rule(f"{name} ({body})"))
-        if any(not any(str(tag.get("begin", "")).startswith(one) for one in triggers) for tag in tags):
+        begins = [str(tag.get("begin", "")) if isinstance(tag, dict) else "" for tag in tags]
+        if not all(any(begin.startswith(one) for one in triggers) for begin in begins):
             raise self._refuse("a tag begins with none of the triggers")
         either = f"({' | '.join(found)})"
         if stop_after_first:
