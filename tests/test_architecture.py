@@ -19,7 +19,7 @@ ORDER = [
     {"request", "config", "logs", "progress", "gguf_file"},
     {"kernels"},
     {"ops"},
-    {"attention", "text"},
+    {"attention", "text", "grammars"},
     {"cache", "layers"},
     {"checkpoint"},
     {"architectures"},

@@ -1,6 +1,6 @@
 """Writes the tool calls of a format as parts of a structural tag, so that a grammar can force them.
 
-The parts are those of `allotrope.text.grammars.structural_tag`. They follow the data of the format's parser, and spell
+The parts are those of `allotrope.grammars.structural_tag`. They follow the data of the format's parser, and spell
 each tag in its first spelling.
 """
 

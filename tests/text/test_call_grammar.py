@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from allotrope.grammars.backend import load_backend, words
+from allotrope.grammars.vocabulary import Vocabulary
 from allotrope.request import Grammar
 from allotrope.text import call_grammar
 from allotrope.text.call_grammar import CalledTool, NotWritable
 from allotrope.text.formats import FORMATS, ContentDelta, ReasoningDelta, ToolArgumentsDelta, ToolCallBegin
 from allotrope.text.formats.format import MessageFormat
 from allotrope.text.formats.parser import make_parser
-from allotrope.text.grammars.backend import load_backend, words
-from allotrope.text.grammars.vocabulary import Vocabulary
 
 pytest.importorskip("llguidance", reason="grammars need llguidance")
 

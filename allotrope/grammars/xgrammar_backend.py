@@ -13,11 +13,11 @@ from typing import Any
 
 import xgrammar
 
+from allotrope.grammars.backend import Bits
+from allotrope.grammars.limits import read_json, refuse
+from allotrope.grammars.structural_tag import nested_tag
+from allotrope.grammars.vocabulary import Vocabulary
 from allotrope.request import Grammar
-from allotrope.text.grammars.backend import Bits
-from allotrope.text.grammars.limits import read_json, refuse
-from allotrope.text.grammars.structural_tag import nested_tag
-from allotrope.text.grammars.vocabulary import Vocabulary
 
 _THREADS = 2
 _CACHE_BYTES = 256 << 20
