@@ -188,8 +188,8 @@ class _AloneCompiler:
     """llguidance as it is, without the limits of this package."""
 
     def __init__(self, llm: LLM) -> None:
-        from allotrope.text.grammars.llguidance_backend import LLGuidanceBackend
-        from allotrope.text.grammars.vocabulary import read_vocabulary
+        from allotrope.grammars.llguidance_backend import LLGuidanceBackend
+        from allotrope.grammars.vocabulary import read_vocabulary
 
         limits = llm.engine.limits
         self._tokenizer = LLGuidanceBackend(read_vocabulary(llm.tokenizer, limits.vocab_size, limits.eos_ids)).tokenizer

@@ -20,6 +20,7 @@ ORDER = [
     {"kernels"},
     {"ops"},
     {"attention", "text"},
+    {"grammars"},
     {"cache", "layers"},
     {"checkpoint"},
     {"architectures"},

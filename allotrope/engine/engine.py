@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 import torch
 
-from allotrope.checkpoint.checkpoint import Checkpoint, tokenizer_path
+from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.config import EngineConfig
 from allotrope.engine.async_scheduling import uses_async_scheduling
 from allotrope.engine.executor import Executor, OnDeath
@@ -26,13 +26,13 @@ from allotrope.engine.sampling_defaults import Defaults, eos_ids, read_sampling_
 from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.step_log import StepLog
 from allotrope.engine.step_loop import StepLoop
+from allotrope.grammars.compiler import GrammarCompiler
+from allotrope.grammars.constraint import Constraints
+from allotrope.grammars.vocabulary import Vocabulary
 from allotrope.kernels.c.waiting import Waiting
 from allotrope.layers.decoder import Decoder
+from allotrope.loading.vocabulary import load_vocabulary
 from allotrope.request import Grammar, Request, SequenceOutput
-from allotrope.text.grammars.compiler import GrammarCompiler
-from allotrope.text.grammars.constraint import Constraints
-from allotrope.text.grammars.vocabulary import Vocabulary, read_vocabulary
-from allotrope.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("allotrope.engine")
 
@@ -109,8 +109,7 @@ class Engine:
         return self._grammars.compile(grammar)
 
     def _vocabulary(self) -> Vocabulary:
-        tokenizer = load_tokenizer(tokenizer_path(self._config, self.checkpoint))
-        return read_vocabulary(tokenizer, self.limits.vocab_size, self.limits.eos_ids)
+        return load_vocabulary(self._config, self.checkpoint, self.limits.vocab_size, self.limits.eos_ids)
 
     def abort(self, request_ids: abc.Sequence[str]) -> None:
         """End requests at once, in whatever phase they are; no output follows. Unknown ids are ignored."""

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from allotrope.engine.sampling_batch import RowSampling
+from allotrope.grammars.backend import pack, words
+from allotrope.grammars.constraint import Constraint, fill_masks
 from allotrope.ops.token_mask import BitMask
-from allotrope.text.grammars.backend import pack, words
-from allotrope.text.grammars.constraint import Constraint, fill_masks
 
 
 class GrammarMasks:

@@ -17,8 +17,8 @@ from allotrope.engine.scheduler import Scheduler
 from allotrope.engine.seeds import derive_seed
 from allotrope.engine.sequence import Sequence
 from allotrope.errors import InvalidRequest, Overloaded
+from allotrope.grammars.constraint import Constraints
 from allotrope.request import Request
-from allotrope.text.grammars.constraint import Constraints
 
 
 class RequestTable:

@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from allotrope.engine.seeds import stream_keys, uniforms
+from allotrope.grammars.backend import pack
+from allotrope.grammars.constraint import Constraint
 from allotrope.ops.logprobs import LogprobsTensors
 from allotrope.ops.sampling.spec import (
     LogitsProcessors,
@@ -27,8 +29,6 @@ from allotrope.ops.sampling.spec import (
 )
 from allotrope.ops.token_mask import BitMask
 from allotrope.request import SamplingParams, TokenLogprobs
-from allotrope.text.grammars.backend import pack
-from allotrope.text.grammars.constraint import Constraint
 
 
 @dataclass(eq=False, kw_only=True)

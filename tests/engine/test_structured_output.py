@@ -158,8 +158,8 @@ def test_other_rows_of_the_step_are_as_alone(llm: LLM) -> None:
     """A grammar beside a free request changes nothing of it."""
     free = SamplingParams(temperature=1.0, seed=11, max_tokens=30, ignore_eos=True)
     alone = answers(llm, free)[0].token_ids
-    beside = answers(llm, replace(HELD, seed=1), free, replace(HELD, seed=2))
-    assert beside[1].token_ids == alone
+    held = answers(llm, replace(HELD, seed=1), free, replace(HELD, seed=2))
+    assert held[1].token_ids == alone
 
 
 def test_both_schedules_choose_the_same_tokens(model: Path) -> None:
@@ -266,7 +266,7 @@ def test_allowed_ids_that_exclude_the_grammar_fail_alone(model: Path) -> None:
 
 
 def test_a_missing_package_says_what_to_install(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allotrope.text.grammars.backend.find_spec", lambda name: None)
+    monkeypatch.setattr("allotrope.grammars.backend.find_spec", lambda name: None)
     with pytest.raises(InvalidRequest, match=r"pip install 'allotrope\[structured\]'"):
         small(model).add(request("x", PROMPT, HELD, (EOS,)))
 
@@ -301,8 +301,8 @@ def test_xgrammar_follows_the_same_grammars(model: Path) -> None:
 def test_a_slow_compilation_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
-    from allotrope.text.grammars import compiler
-    from allotrope.text.grammars.llguidance_backend import LLGuidanceBackend
+    from allotrope.grammars import compiler
+    from allotrope.grammars.llguidance_backend import LLGuidanceBackend
 
     monkeypatch.setattr(compiler, "COMPILE_SECONDS", 0.05)
     monkeypatch.setattr(LLGuidanceBackend, "compile", lambda self, grammar: time.sleep(0.5))

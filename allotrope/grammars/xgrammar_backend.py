@@ -13,18 +13,18 @@ from typing import Any
 
 import xgrammar
 
+from allotrope.grammars.backend import Bits
+from allotrope.grammars.limits import read_json, refuse
+from allotrope.grammars.structural_tag import nested_tag
+from allotrope.grammars.vocabulary import Vocabulary
 from allotrope.request import Grammar
-from allotrope.text.grammars.backend import Bits
-from allotrope.text.grammars.limits import read_json, refuse
-from allotrope.text.grammars.structural_tag import nested_tag
-from allotrope.text.grammars.vocabulary import Vocabulary
 
 _THREADS = 2
 _CACHE_BYTES = 256 << 20
 _MOST_SPACES = 32
 _MAX_REPETITIONS = 4096
 _MAX_ALTERNATIVES = 2048
-# Keywords that it reads as if they were not there, or only in part: texts of a given length may hold control characters.
+# What it passes over, or only in part. Texts of a given length may hold control characters.
 _PASSED_OVER = frozenset(
     """not if then else contains minContains maxContains uniqueItems multipleOf dependentRequired dependentSchemas
     dependencies propertyNames patternProperties minProperties maxProperties unevaluatedProperties unevaluatedItems
@@ -34,7 +34,7 @@ _FORMATS = frozenset("date time date-time duration email hostname ipv4 ipv6 uri 
 # Keywords whose values hold schemas, by name or at once.
 _BY_NAME = ("properties", "$defs", "definitions")
 _SCHEMAS = ("items", "prefixItems", "additionalItems", "additionalProperties", "anyOf")
-_BESIDE = ("type", "properties", "required", "items", "enum", "const", "additionalProperties", "pattern", "minimum")
+_SIBLINGS = ("type", "properties", "required", "items", "enum", "const", "additionalProperties", "pattern", "minimum")
 # A pattern becomes JSON as it stands: what matches quotes or control characters would break the text.
 _UNESCAPED = re.compile(r'\\[sSDWpPxu"]|\[\^|(?<!\\)\.|"')
 _REPETITION = re.compile(r"\{(\d+)(?:,(\d*))?\}")
@@ -153,7 +153,7 @@ def _unsupported(schema: Any) -> Iterator[str]:
         if not isinstance(one, dict):
             continue
         for name in ("anyOf", "$ref"):
-            if name in one and any(other in one for other in _BESIDE):
+            if name in one and any(other in one for other in _SIBLINGS):
                 yield f"{name} has other keywords beside it"
         for name, value in one.items():
             if name in _PASSED_OVER:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from allotrope.errors import InvalidRequest
+from allotrope.grammars.backend import GrammarBackend, load_backend
+from allotrope.grammars.constraint import Constraints
+from allotrope.grammars.limits import check_limits, refuse
+from allotrope.grammars.opening import Opening, Tails, find_tails
+from allotrope.grammars.vocabulary import Vocabulary
 from allotrope.request import Grammar
-from allotrope.text.grammars.backend import GrammarBackend, load_backend
-from allotrope.text.grammars.constraint import Constraints
-from allotrope.text.grammars.limits import check_limits, refuse
-from allotrope.text.grammars.opening import Opening, Tails, find_tails
-from allotrope.text.grammars.vocabulary import Vocabulary
 
 _WORKERS = 2
 _KEPT = 64

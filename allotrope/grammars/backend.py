@@ -13,7 +13,7 @@ from allotrope.errors import InvalidRequest
 from allotrope.request import Grammar
 
 if TYPE_CHECKING:
-    from allotrope.text.grammars.vocabulary import Vocabulary
+    from allotrope.grammars.vocabulary import Vocabulary
 
 Bits = NDArray[np.int32]
 """[N, W] packed masks: bit i % 32 of word i // 32 says whether id i may be chosen. W words hold the vocabulary."""
@@ -88,9 +88,9 @@ def load_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
     if not vocabulary.eos_ids:
         raise InvalidRequest("structured output needs a model with an end token, and this one names none.", "grammar")
     if name == "xgrammar":
-        from allotrope.text.grammars.xgrammar_backend import XGrammarBackend
+        from allotrope.grammars.xgrammar_backend import XGrammarBackend
 
         return XGrammarBackend(vocabulary)
-    from allotrope.text.grammars.llguidance_backend import LLGuidanceBackend
+    from allotrope.grammars.llguidance_backend import LLGuidanceBackend
 
     return LLGuidanceBackend(vocabulary)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from allotrope.errors import InvalidRequest
+from allotrope.grammars.limits import read_json, refuse
 from allotrope.request import Grammar
-from allotrope.text.grammars.limits import read_json, refuse
 
 _ANY_TEXT = r"/(.|\n)*/"
 _TEXT_RULE = f"TEXT: {_ANY_TEXT}"

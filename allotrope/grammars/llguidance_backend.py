@@ -10,11 +10,11 @@ from typing import Any
 import llguidance
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from allotrope.grammars.backend import Bits
+from allotrope.grammars.limits import read_json, refuse
+from allotrope.grammars.structural_tag import lark_of_tag
+from allotrope.grammars.vocabulary import Vocabulary
 from allotrope.request import Grammar
-from allotrope.text.grammars.backend import Bits
-from allotrope.text.grammars.limits import read_json, refuse
-from allotrope.text.grammars.structural_tag import lark_of_tag
-from allotrope.text.grammars.vocabulary import Vocabulary
 
 # A model that writes white space for ever would never end its answer.
 _OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from allotrope.text.grammars.backend import pack
-from allotrope.text.grammars.vocabulary import Vocabulary
+from allotrope.grammars.backend import pack
+from allotrope.grammars.vocabulary import Vocabulary
 
 Tails = dict[int, list[int]]
 """Start of a suffix of the text -> tokens that begin with the suffix and go on; 0: those that hold the whole text."""
