@@ -8,6 +8,7 @@ TRITON ?= triton
 
 VENV := .venv
 VLLM_VENV := .venv-vllm
+CLIENTS_VENV := .venv-clients
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 FETCH := $(BIN)/python scripts/fetch_smollm2.py
@@ -19,7 +20,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfil
 PYTEST_VLLM := OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/plugins -p no:logging \
 	-n $(WORKERS) --dist worksteal --max-worker-restart=0
 
-.PHONY: demo test test-all test-vllm test-vllm-all lint clean
+.PHONY: demo test test-all test-clients test-vllm test-vllm-all lint clean
 
 demo: $(VENV)/run.stamp
 	@model="$$($(FETCH))" && $(BIN)/python examples/demo.py "$$model"
@@ -30,6 +31,10 @@ test: $(VENV)/dev.stamp
 
 test-all: $(VENV)/dev.stamp
 	@ALLOTROPE_SMOLLM2="$$($(FETCH) || true)" $(PYTEST)
+
+# Clients that need a newer openai than the others: an environment above that of the other tests.
+test-clients: $(CLIENTS_VENV)/run.stamp
+	@OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest -rs tests/server/test_other_clients.py
 
 # vLLM's CPU build has an environment of its own: it pins versions of what we leave open.
 test-vllm: $(VLLM_VENV)/run.stamp
@@ -43,7 +48,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(CLIENTS_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
 $(VENV)/run.stamp: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
@@ -56,6 +61,16 @@ $(VENV)/run.stamp: pyproject.toml
 $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@echo "adding what tests need ..."
 	@$(PIP) -e '.[dev]' '$(TRITON)'
+	@touch $@
+
+# What it does not have itself, it finds in $(VENV).
+$(CLIENTS_VENV)/run.stamp: $(VENV)/dev.stamp
+	@echo "making $(CLIENTS_VENV) (once, a minute) ..."
+	@$(BIN)/python -m venv $(CLIENTS_VENV)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(CLIENTS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	@$(CLIENTS_VENV)/bin/python -m pip install -qq --disable-pip-version-check \
+		'instructor==1.17.0' 'pydantic-ai-slim[openai]==2.38.0'
 	@touch $@
 
 # PyPI's builds of the three packages that are removed need CUDA libraries.

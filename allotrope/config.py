@@ -148,8 +148,8 @@ class ServerConfig:
         "Name of the model in the API; answers carry the first of several. Default: MODEL as it was given.", ()
     )
     api_key: tuple[str, ...] = option(
-        "Key that routes ask for, all but /health, /ping and /docs; one of several is enough. Also from "
-        "ALLOTROPE_API_KEY.",
+        "Key that routes ask for, all but /health, /ping and the pages / and /docs; one of several is enough. "
+        "Also from ALLOTROPE_API_KEY.",
         (),
     )
     metrics_api_key: tuple[str, ...] = option(
@@ -165,12 +165,23 @@ class ServerConfig:
     enable_log_requests: bool = option("Log each request's end: status, seconds, tokens; no texts.", False)
     enable_log_prompts: bool = option("Log the first 1000 characters of each prompt.", False)
     chat_template: str | None = option("Jinja file or text to use in place of the checkpoint's chat template.", None)
+    tool_call_parser: str | None = option(
+        "Format of the model's tool calls, such as hermes; default: by its chat template and architecture.", None
+    )
+    reasoning_parser: str | None = option(
+        "Format of the model's reasoning, such as qwen3; default: by its chat template and architecture.", None
+    )
     strict: bool = option("Answer unknown request fields with 400 instead of naming them in a header.", False)
     metrics_compat: Literal["none", "vllm"] = option("Also export metrics under this engine's names.", "none")
     drain_timeout: float = option("Seconds that running requests get to finish after SIGTERM.", 30.0)
     health_timeout: float = option(
         "Seconds without a step's end, while requests are under way, after which /health is 503.", 10.0
     )
+    enable_sleep_mode: bool = option("Let /sleep free a GPU's memory until /wake_up.", False)
+    response_store_entries: int = option(
+        "Most answers of /v1/responses that are kept for previous_response_id; 0: none.", 1024
+    )
+    response_store_bytes: int = option("Most bytes of such answers and their conversations.", 64 * 1024 * 1024)
     sse_keep_alive_interval: float = option(
         "Seconds after which a stream that has nothing to say sends a comment; 0: never.", 10.0
     )
@@ -198,6 +209,9 @@ class ServerConfig:
         for name in ("max_connections", "default_max_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 reasons.append(f"{name}={getattr(self, name)}; at least 1 is needed")
+        for name in ("response_store_entries", "response_store_bytes"):
+            if getattr(self, name) < 0:
+                reasons.append(f"{name}={getattr(self, name)}; at least 0 is needed")
         if not self.sse_keep_alive_interval >= 0:
             reasons.append(f"sse_keep_alive_interval={self.sse_keep_alive_interval}; at least 0 is needed")
         for name in ("header_timeout", "body_timeout", "health_timeout"):
@@ -218,6 +232,37 @@ class ServerConfig:
         if self.allow_credentials and "*" in self.allowed_origins:
             reasons.append("allow_credentials with allowed_origins=*; name the origins, browsers take no other")
         return reasons
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """How a batch runs. The options that a server has too mean the same."""
+
+    output: str | None = option(
+        "File of the answers; default: FILE with .answers.jsonl in place of its ending. Lines that it answers already "
+        "are passed over.",
+        None,
+    )
+    max_in_flight: int | None = option("Most lines answered at once; default: the sequences of one step.", None)
+    served_model_name: tuple[str, ...] = option(
+        "Name of the model in the lines, of which there may be several. Default: MODEL as it was given.", ()
+    )
+    chat_template: str | None = option("Jinja file or text to use in place of the checkpoint's chat template.", None)
+    tool_call_parser: str | None = option(
+        "Format of the model's tool calls, such as hermes; default: by its chat template and architecture.", None
+    )
+    reasoning_parser: str | None = option(
+        "Format of the model's reasoning, such as qwen3; default: by its chat template and architecture.", None
+    )
+    strict: bool = option("Answer unknown request fields with 400 instead of ignoring them.", False)
+    default_max_tokens: int | None = option(
+        "Longest chat answer where a request sets no limit; default: the rest of the context, on a CPU 1024 at most.",
+        None,
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_in_flight is not None and self.max_in_flight < 1:
+            raise ConfigError(f"bad options: max_in_flight={self.max_in_flight}; at least 1 is needed.")
 
 
 def _check_choices(config: Any) -> None:

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,6 +32,7 @@ if __name__ == "__main__":
 
 from bench.accuracy.report import MODES, cells_of, merged, reference_of, shown_cell  # noqa: E402
 from bench.kernels.report import environment  # noqa: E402
+from train.quantize import plain  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "accuracy.json"
 WORK = ROOT / ".cache" / "accuracy"
@@ -102,7 +102,7 @@ def reference_path(folder: Path, options: argparse.Namespace) -> Path:
 
 
 def item_flags(options: argparse.Namespace) -> list[str]:
-    return ["--items", str(options.items), "--lengths", options.lengths]
+    return ["--items", str(options.items), "--lengths", options.lengths, "--text", str(options.text)]
 
 
 def reference_command(folder: Path, options: argparse.Namespace) -> list[str]:
@@ -111,17 +111,23 @@ def reference_command(folder: Path, options: argparse.Namespace) -> list[str]:
     command += ["--kv-cache-memory-bytes", str(CACHE_BYTES), "--modes", "cold", *item_flags(options)]
     command += ["--json", str(reference_path(folder, options))]
     if options.transformers:
-        from train.quantize import plain
-
-        command += ["--baseline", "transformers", "--reference", str(plain(folder, options.work / "plain"))]
+        command += ["--baseline", "transformers", "--reference", str(plain_twin(folder, options))]
     return command
 
 
+def plain_twin(folder: Path, options: argparse.Namespace) -> Path:
+    """The model itself, or what its quantized weights stand for, in float32."""
+    return plain(folder, options.work / "plain")
+
+
 def command_of(run: Run, options: argparse.Namespace) -> list[str]:
-    command = [sys.executable, "-m", "allotrope", "eval"]
+    command, folder = [sys.executable, "-m", "allotrope", "eval"], run.folder
     if run.host == "vllm":
         command = [str(options.python or sys.executable), str(ROOT / "bench" / "accuracy_vllm.py")]
-    command += [str(run.folder), *run.dtype.flags, *item_flags(options), "--modes", ",".join(options.modes)]
+        if not run.dtype.stored:
+            # vLLM refuses most types of activations beside quantized weights.
+            folder = plain_twin(folder, options)
+    command += [str(folder), *run.dtype.flags, *item_flags(options), "--modes", ",".join(options.modes)]
     if run.host == "allotrope":
         command += ["--device", run.device, "--kv-cache-memory-bytes", str(CACHE_BYTES)]
     command += ["--baseline", str(reference_path(run.folder, options))]
@@ -196,6 +202,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", help="models; default: all of the folder")
     parser.add_argument("--items", type=int, default=128, help="of each task and length")
     parser.add_argument("--lengths", default="320,1024", help="bytes of prompts, with commas between")
+    parser.add_argument("--text", type=Path, default=ROOT / "train" / "models" / "held_out.txt", help="for perplexity")
     parser.add_argument("--jobs", type=int, default=max(1, min(8, cores // 2)), help="processes side by side")
     parser.add_argument("--threads", type=int, default=max(1, cores // max(1, min(8, cores // 2))), help="of a process")
     parser.add_argument("--timeout", type=int, default=900, help="seconds of one process")

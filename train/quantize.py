@@ -1,8 +1,9 @@
 """Quantized twins of trained models, in the released layouts: MXFP4 experts, and FP8 in blocks of 128 x 128.
 
-    python -m train.quantize /tmp/models/gpt_oss /tmp/models/qwen3_moe
+    python -m train.quantize /tmp/models/gpt_oss /tmp/models/qwen3_moe --publish train/models
 
-writes `gpt_oss_mxfp4` and `qwen3_moe_fp8` beside them.
+writes `gpt_oss_mxfp4` and `qwen3_moe_fp8` beside them, and each model in the form in which it is published to
+`train/models`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ _PLAIN = re.compile(
     r"[a-z_]*norm[a-z_]*)\.weight$"
 )
 FP8_MODELS = ("deepseek_v3", "deepseek_v32", "qwen3_next", "qwen3_moe")
+# What tells of a run.
+CARD = ("README.md", "report.json", "loss.json", "loss.png")
+# Models that are published as the larger ones of their family are released; the others in bf16.
+PUBLISHED = {"gpt_oss": "mxfp4", "qwen3_next": "fp8", "deepseek_v3": "fp8", "deepseek_v32": "fp8"}
 
 
 def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,10 +104,21 @@ def quantize(folder: Path) -> Path | None:
             shutil.copy(folder / name, out / name)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "README.md").write_text(
-        f"# {out.name}\n\nThe weights of {folder.name}, quantized after training by `python -m train.quantize`.\n"
-    )
+    for name in CARD:
+        if (folder / name).is_file():
+            shutil.copy(folder / name, out / name)
+    if (card := out / "README.md").is_file():
+        stored = "experts in MXFP4" if form == "mxfp4" else "weights of products in FP8, in blocks of 128 x 128"
+        card.write_text(f"{card.read_text()}\nQuantized after training, by `python -m train.quantize`: {stored}.\n")
     return out
+
+
+def publish(folders: Sequence[Path], out: Path) -> None:
+    """Copies each model in the form in which it is published. `folders`: as training wrote them."""
+    for folder in folders:
+        form = PUBLISHED.get(folder.name)
+        source = folder if form is None else folder.with_name(f"{folder.name}_{form}")
+        shutil.copytree(source, out / folder.name, dirs_exist_ok=True)
 
 
 def plain(folder: Path, out: Path) -> Path:
@@ -196,5 +212,9 @@ def quantize_all(folders: Sequence[Path]) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path)
-    for line in quantize_all(parser.parse_args().folders):
+    parser.add_argument("--publish", type=Path, metavar="FOLDER", help="of published models")
+    options = parser.parse_args()
+    for line in quantize_all(options.folders):
         print(line)
+    if options.publish is not None:
+        publish(options.folders, options.publish)

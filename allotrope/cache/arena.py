@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -33,6 +33,11 @@ class Arena:
             self._by_group.append(fields)
         for layer, owner in shares.items():
             self.layers[layer] = self.layers[owner]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every view of every pool."""
+        for fields in self._by_group:
+            yield from fields
 
     def copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy pages (or state slots) in all pools of their groups, in order. `copies`: (group, source, target)."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from allotrope.commands.batch import batch
 from allotrope.commands.benchmarks import bench_latency, bench_serve, bench_throughput
 from allotrope.commands.chat import chat
 from allotrope.commands.compat import compat
@@ -25,6 +26,7 @@ from allotrope.logs import log_info
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve,
+    "batch": batch,
     "generate": generate,
     "chat": chat,
     "plan": plan,

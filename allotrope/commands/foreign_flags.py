@@ -48,8 +48,7 @@ _EAGER = "decode steps are captured at sizes of their own; --no-cuda-graphs turn
 _NO_REMOTE_CODE = "code from a checkpoint is never run; leave it out"
 _NO_LORA = "adapters are not supported; merge them into the checkpoint"
 _NO_MEDIA = "only text is supported"
-_NO_TOOLS = "tool calls are not parsed; the model's text is returned as it is"
-_NO_REASONING = "reasoning is not parsed; the model's text is returned as it is"
+_NO_PLUGIN = "code from outside is not loaded; see --tool-call-parser and --reasoning-parser"
 _QUANT = (
     "weights are as the checkpoint has them: its own quantization is found and kept or dequantized "
     "(--quantized-weights), and plain weights are not quantized here; leave it out"
@@ -115,11 +114,10 @@ UNSUPPORTED: dict[str, str] = {
     "--mm-processor-cache-gb": _NO_MEDIA,
     "--allowed-local-media-path": _NO_MEDIA,
     "--language-model-only": _NO_MEDIA,
-    "--tool-call-parser": _NO_TOOLS,
-    "--tool-parser-plugin": _NO_TOOLS,
-    "--enable-auto-tool-choice": _NO_TOOLS,
-    "--reasoning-parser": _NO_REASONING,
-    "--reasoning-config": _NO_REASONING,
+    "--tool-parser-plugin": _NO_PLUGIN,
+    "--enable-auto-tool-choice": "tools are on wherever their format is known (--tool-call-parser); leave it out",
+    "--tool-server": "the server runs no tools itself; requests bring theirs",
+    "--reasoning-config": "the format is found by the chat template, or named with --reasoning-parser",
     "--structured-outputs-config": "write --structured-outputs-backend",
     "--override-generation-config": "write the values in each request; --generation-config none drops the file's",
     "--chat-template-content-format": "the chat template receives text; leave it out",
@@ -145,7 +143,7 @@ UNSUPPORTED: dict[str, str] = {
     "--mamba-cache-mode": _STATES,
     "--mamba-cache-dtype": _STATES,
     "--mamba-block-size": _STATES,
-    "--enable-sleep-mode": "the engine does not sleep; stop the server instead",
+    "--sleep-mode-offload-cudagraph": "graphs are captured anew after a sleep; see --enable-sleep-mode",
     "--otlp-traces-endpoint": "tracing is not supported; see /metrics",
     "--profiler-config": "profiling over HTTP is not supported",
     "--worker-cls": "the engine has no exchangeable parts at run time",

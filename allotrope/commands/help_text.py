@@ -27,7 +27,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Steps": (
         "max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "attention_backend", "op_backend", "cuda_graphs",
-        "async_scheduling", "step_log_seconds", "watchdog_seconds",
+        "async_scheduling", "step_log_seconds", "watchdog_seconds", "structured_outputs_backend",
     ),
 }  # fmt: skip
 GENERAL = "General"
@@ -43,6 +43,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "allotrope generate model.gguf --chat -p 'What is a prime?' --temperature 0.7",
     ),
     "chat": ("allotrope chat model.gguf", "allotrope chat --url http://127.0.0.1:8000"),
+    "batch": ("allotrope batch ./model requests.jsonl --output answers.jsonl",),
     "plan": ("allotrope plan ./model --memory 80GiB --tensor-parallel-size 2",),
     "verify": ("allotrope verify ./model", "allotrope verify ./model --sweep"),
     "eval": (

@@ -12,8 +12,9 @@ from allotrope.commands.foreign_flags import UNSUPPORTED
 # A flag that `foreign_flags` refuses -> others that are refused for the same reason.
 _AS: dict[str, str] = {
     "--api-server-count": "-asc --enable-scale-out",
-    "--tool-call-parser": "--exclude-tools-when-tool-choice-none --tool-strict-level --tool-server",
-    "--reasoning-parser": "--reasoning-parser-plugin --enable-reasoning",
+    "--enable-auto-tool-choice": "--exclude-tools-when-tool-choice-none --tool-strict-level",
+    "--tool-parser-plugin": "--reasoning-parser-plugin",
+    "--reasoning-config": "--enable-reasoning",
     "--disable-log-stats": (
         "--enable-per-request-metrics --enable-server-load-tracking --show-hidden-metrics-for-version "
         "--per-request-spec-decode-metrics --kv-cache-metrics --kv-cache-metrics-sample "
@@ -54,9 +55,8 @@ _AS: dict[str, str] = {
         "--ec-transfer-config --ec-manager-config --disable-mm-preprocessor-cache --enable-multimodal "
         "--mm-attention-backend"
     ),
-    "--enable-sleep-mode": (
-        "--sleep-mode-offload-cudagraph --sleep-preserve-parameter-names --enable-cumem-allocator "
-        "--enable-nccl-comm-suspend --enable-memory-saver"
+    "--sleep-mode-offload-cudagraph": (
+        "--sleep-preserve-parameter-names --enable-cumem-allocator --enable-nccl-comm-suspend --enable-memory-saver"
     ),
     "--worker-cls": "--io-processor-plugin --worker-extension-cls",
     "--model-loader-extra-config": (

@@ -22,18 +22,21 @@ from allotrope.engine.messages import (
     Abort,
     AbortSequence,
     Add,
+    Changed,
     Failed,
     FromEngine,
     Progress,
     Ready,
     Refused,
+    Sleep,
     Start,
     Stepped,
     ToEngine,
+    Wake,
     pack,
     unpack_from_engine,
 )
-from allotrope.engine.report import EngineLimits, EngineStats
+from allotrope.engine.report import EngineLimits, EngineStats, ModelSummary
 from allotrope.errors import AllotropeError, ConfigError, EngineDead, InvalidRequest, Overloaded
 from allotrope.logs import one_line
 from allotrope.request import Request, SequenceOutput
@@ -72,9 +75,12 @@ class EngineClient:
         self._unended: dict[str, set[int]] = {}
         self._owed_since: float | None = None
         self._limits: EngineLimits | None = None
+        self._model: ModelSummary | None = None
         self._stats = EngineStats()
         self.summary: tuple[str, ...] = ()
         self._failure: Failed | None = None
+        # The sleep or wake that the engine has not answered.
+        self._change: asyncio.Future[str | None] | None = None
         self._stopped = False
         self.dead: str | None = None
         self.died = asyncio.Event()
@@ -90,6 +96,13 @@ class EngineClient:
         if self._limits is None:
             raise RuntimeError("the engine's limits are known only after it has started")
         return self._limits
+
+    @property
+    def model(self) -> ModelSummary:
+        """The loaded model and its memory. Raises `RuntimeError` before `start` has returned."""
+        if self._model is None:
+            raise RuntimeError("the model is known only after the engine has started")
+        return self._model
 
     def stats(self) -> EngineStats:
         """Where the engine stood after its last step."""
@@ -117,8 +130,8 @@ class EngineClient:
             match message:
                 case Progress(phase):
                     on_progress(phase)
-                case Ready(limits, stats, summary):
-                    self._limits, self._stats, self.summary = limits, stats, summary
+                case Ready(limits, stats, summary, model):
+                    self._limits, self._stats, self.summary, self._model = limits, stats, summary, model
                 case Failed(kind, text):
                     raise (ConfigError if kind == "ConfigError" else AllotropeError)(text)
                 case _:
@@ -157,6 +170,28 @@ class EngineClient:
         if self.dead is None:
             self._send(Abort([request_id]) if index is None else AbortSequence(request_id, index))
 
+    async def sleep(self) -> None:
+        """Free the device's memory until `wake`; see `Engine.sleep`. Raises `InvalidRequest` where it cannot be."""
+        await self._ask(Sleep())
+
+    async def wake(self) -> None:
+        """End a sleep."""
+        await self._ask(Wake())
+
+    async def _ask(self, message: Sleep | Wake) -> None:
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        if self._change is not None:
+            raise InvalidRequest("the engine is changing its state already.")
+        self._change = asyncio.get_running_loop().create_future()
+        try:
+            self._send(message)
+            refusal = await self._change
+        finally:
+            self._change = None
+        if refusal is not None:
+            raise InvalidRequest(refusal)
+
     async def stop(self) -> None:
         """End the process; open requests fail. May be called again."""
         self._stopped = True
@@ -193,6 +228,8 @@ class EngineClient:
             self.dead = reason or "it was stopped"
             for inbox in self._open.values():
                 inbox.put_nowait(EngineDead(self.dead))
+            if self._change is not None and not self._change.done():
+                self._change.set_exception(EngineDead(self.dead))
             self.died.set()
 
     async def _deliver_all(self, reader: asyncio.StreamReader) -> None:
@@ -208,6 +245,9 @@ class EngineClient:
                     self._ended(request_id)
                     refusal = Overloaded(text) if kind == "overloaded" else InvalidRequest(text, param)
                     self._deliver(request_id, refusal)
+                case Changed(refusal):
+                    if self._change is not None and not self._change.done():
+                        self._change.set_result(refusal)
                 case Failed():
                     self._failure = message
                 case _:

@@ -26,6 +26,7 @@ from allotrope.engine.sampling_defaults import Defaults, eos_ids, read_sampling_
 from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.step_log import StepLog
 from allotrope.engine.step_loop import StepLoop
+from allotrope.errors import InvalidRequest
 from allotrope.grammars.compiler import GrammarCompiler
 from allotrope.grammars.constraint import Constraints
 from allotrope.grammars.vocabulary import Vocabulary
@@ -174,6 +175,22 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Evict every page that ended sequences left for reuse."""
         self._requests.kv_cache_manager.evict_all()
+
+    def sleep(self) -> None:
+        """Drop the prefix cache and, on a GPU, free its memory: weights go to host memory, caches and graphs go.
+
+        No step may follow before `wake`. Raises `InvalidRequest`, with nothing freed, while requests are open, and
+        where the device's memory cannot be freed.
+        """
+        if self._requests.open:
+            raise InvalidRequest(f"{len(self._requests.open)} requests are open; the engine sleeps between them.")
+        self._executor.sleep()
+        self.reset_prefix_cache()
+
+    def wake(self) -> None:
+        """Fill the device's memory again, and capture its graphs anew."""
+        self._executor.wake()
+        self.capture_all()
 
     @property
     def device(self) -> torch.device:

@@ -70,6 +70,14 @@ class Executor(ABC):
         """Capture one more CUDA graph of decode steps. Returns whether there was one to capture."""
 
     @abstractmethod
+    def sleep(self) -> None:
+        """Free the device's memory until `wake`. Raises `InvalidRequest` where that cannot be done."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Fill the device's memory again."""
+
+    @abstractmethod
     def process_ids(self) -> list[int]:
         """The processes that were started for it."""
 

@@ -46,7 +46,8 @@ class DecodeGraphs:
         self._body, self._idle, self._device = body, idle, device
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         # Largest first: smaller ones then fit into the memory that it took.
-        self._pending = self.sizes[::-1] if capture else []
+        self._wanted = self.sizes[::-1] if capture else []
+        self._pending = [*self._wanted]
         self._alone = alone
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -144,6 +145,12 @@ class DecodeGraphs:
                 gc.enable()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph
+
+    def reset(self) -> None:
+        """Let go of all graphs, and capture them anew: what they read has moved."""
+        self._graphs.clear()
+        self._pending = [*self._wanted]
+        self._pool = self._stream = None
 
     def close(self) -> None:
         """Let go of all graphs."""

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from allotrope.config import EngineConfig
-from allotrope.engine.report import EngineLimits, EngineStats
+from allotrope.engine.report import EngineLimits, EngineStats, ModelSummary
 from allotrope.request import Request, SequenceOutput
 
 RefusalKind = Literal["invalid", "overloaded"]
@@ -47,6 +47,14 @@ class AbortSequence(msgspec.Struct, tag=True):
     index: int
 
 
+class Sleep(msgspec.Struct, tag=True):
+    """To the engine: free the device's memory, see `Engine.sleep`. Answered by `Changed`."""
+
+
+class Wake(msgspec.Struct, tag=True):
+    """To the engine: end a sleep. Answered by `Changed`."""
+
+
 class Progress(msgspec.Struct, tag=True):
     """From the engine while it loads: the phase that begins."""
 
@@ -54,11 +62,13 @@ class Progress(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """From the engine, once: the model is loaded. `summary`: the model and its memory, in a line each."""
+    """From the engine, once: the model is loaded. `summary`: the model and its memory, in a line each. `model`: the
+    same as figures."""
 
     limits: EngineLimits
     stats: EngineStats
     summary: tuple[str, ...]
+    model: ModelSummary
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -81,6 +91,12 @@ class Refused(msgspec.Struct, tag=True):
     param: str | None = None
 
 
+class Changed(msgspec.Struct, tag=True):
+    """From the engine after `Sleep` or `Wake`. `refusal`: why nothing was done, or None."""
+
+    refusal: str | None = None
+
+
 class Stepped(msgspec.Struct, tag=True):
     """From the engine after each step: its outputs and its counts."""
 
@@ -88,8 +104,8 @@ class Stepped(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
-ToEngine = Start | Add | Abort | AbortSequence
-FromEngine = Progress | Ready | Failed | Refused | Stepped
+ToEngine = Start | Add | Abort | AbortSequence | Sleep | Wake
+FromEngine = Progress | Ready | Failed | Refused | Changed | Stepped
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -35,7 +35,7 @@ from allotrope.engine.step_channel import Ring, StepReceiver, StepSender
 from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.worker import Worker, prepare_rank
 from allotrope.engine.worker_processes import WorkerProcesses
-from allotrope.errors import ConfigError
+from allotrope.errors import ConfigError, InvalidRequest
 from allotrope.kernels.chip import gpu_count
 from allotrope.layers.decoder import Decoder
 
@@ -128,6 +128,17 @@ class MultiprocessExecutor(Executor):
             if self._steps is not None and self.worker.captures:
                 self._steps.send_capture()
             return self.worker.capture_next()
+
+    def sleep(self) -> None:
+        if self.ranks > 1 and self.load_plan.build.device.type == "cuda":
+            raise InvalidRequest(
+                f"{self.ranks} ranks cannot sleep: they hold addresses of each other's memory. Stop the server.",
+                "level",
+            )
+        self.worker.sleep()
+
+    def wake(self) -> None:
+        self.worker.wake()
 
     def process_ids(self) -> list[int]:
         return self._workers.process_ids

@@ -22,14 +22,17 @@ from allotrope.engine.messages import (
     Abort,
     AbortSequence,
     Add,
+    Changed,
     Failed,
     FromEngine,
     Progress,
     Ready,
     Refused,
+    Sleep,
     Start,
     Stepped,
     ToEngine,
+    Wake,
     pack,
     receive,
 )
@@ -77,7 +80,11 @@ class EngineProcess:
         threading.Thread(target=self._read, name="messages", daemon=True).start()
         try:
             engine = self._load(start.config)
-            self._send(Ready(limits=engine.limits, stats=engine.stats(), summary=engine.report().summary()))
+            report = engine.report()
+            ready = Ready(
+                limits=engine.limits, stats=engine.stats(), summary=report.summary(), model=report.model_summary()
+            )
+            self._send(ready)
             while True:
                 self._turn(engine)
         except BrokenPipeError:
@@ -140,6 +147,15 @@ class EngineProcess:
                 engine.abort(request_ids)
             case AbortSequence(request_id, index):
                 engine.abort_sequence(request_id, index)
+            case Sleep():
+                try:
+                    engine.sleep()
+                    self._send(Changed())
+                except InvalidRequest as error:
+                    self._send(Changed(str(error)))
+            case Wake():
+                engine.wake()
+                self._send(Changed())
             case Start():
                 raise RuntimeError("the server asked for a second start")
 

@@ -22,6 +22,7 @@ from allotrope.engine.model_runner import ModelRunner, decode_shape
 from allotrope.engine.packed_step import PackedStep
 from allotrope.engine.profile import measure_peak, plan_device
 from allotrope.engine.rank_group import RankGroup
+from allotrope.engine.sleep import SleepingMemory, tensors_of
 from allotrope.engine.warmup import warm_up
 from allotrope.env import cpu_quota, keep_freed_memory, thread_count
 from allotrope.kernels.chip import free_memory
@@ -83,6 +84,7 @@ class Worker:
         )
         self._model_runner: ModelRunner | None = None
         self._prev_sampled: torch.Tensor | None = None
+        self._sleeping: SleepingMemory | None = None
 
     @property
     def graph_replays(self) -> int:
@@ -166,6 +168,30 @@ class Worker:
         if not self._ranks.min(captured):
             graphs.stop_capturing()
         return captured
+
+    def sleep(self) -> None:
+        """Free a GPU's memory until `wake`: weights go to host memory, caches and graphs are dropped.
+
+        Nothing may be running. On a CPU there is nothing to free: the model stays where it is. Raises `InvalidRequest`
+        if host memory lacks room.
+        """
+        if self._device.type != "cuda" or self._sleeping is not None:
+            return
+        torch.cuda.synchronize(self._device)
+        arena = self.model_runner.arena
+        on_device = (one for one in tensors_of(self.model) if one.device.type == "cuda")
+        self._sleeping = SleepingMemory(on_device, arena.tensors())
+        if self.model_runner.graphs is not None:
+            self.model_runner.graphs.reset()
+        torch.cuda.empty_cache()
+        log.info("asleep: %.2f GB of the GPU are free again", self._sleeping.bytes / 1e9)
+
+    def wake(self) -> None:
+        """Fill the memory again after `sleep`."""
+        if self._sleeping is not None:
+            self._sleeping.restore()
+            self._sleeping = None
+            torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         """Let go of the model and its memory."""

@@ -1,4 +1,4 @@
-"""Writes an answer as JSON: OpenAI's chat completions and text completions, whole or in chunks.
+"""Writes an answer as JSON: OpenAI's text completions, whole or in chunks, and what chat completions share with them.
 
 Each class reads the same deltas: `chunks` turns one into stream events, `whole` joins all of them into one body. This
 module must not know the engine or HTTP.
@@ -11,8 +11,9 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from allotrope.server.errors import HttpError, error_body
 from allotrope.server.generation import Delta, Generation, TokenScore
 from allotrope.server.logprobs import Report, TokenWriter
 
@@ -22,14 +23,22 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 
-class Answer(Protocol):
-    """Writes deltas in the JSON form of one route."""
+D = TypeVar("D", contravariant=True)
+
+
+class Answer(Protocol[D]):
+    """Writes deltas of one kind in the JSON form of one route.
+
+    `named_events`: the events of a stream have names, see `respond`.
+    """
+
+    named_events: bool
 
     def opening(self) -> list[Json]:
         """Stream events before the first delta."""
         ...
 
-    def chunks(self, delta: Delta) -> list[Json]:
+    def chunks(self, delta: D) -> list[Json]:
         """Stream events of one delta."""
         ...
 
@@ -37,8 +46,12 @@ class Answer(Protocol):
         """Stream events after the last delta."""
         ...
 
-    def whole(self, deltas: Sequence[Delta]) -> Json:
+    def whole(self, deltas: Sequence[D]) -> Json:
         """The body of an answer that is not streamed."""
+        ...
+
+    def failure(self, error: HttpError) -> list[Json]:
+        """Stream events of an error that ends a stream."""
         ...
 
     def usage(self) -> Json:
@@ -69,9 +82,10 @@ def _accumulate(deltas: Sequence[Delta], count: int) -> list[_Accumulated]:
     return sequences
 
 
-class _Common:
+class OpenAIAnswer:
     """The parts that both routes share: the object around the choices, and the usage."""
 
+    named_events = False
     prefix: str
     object_whole: str
     object_chunk: str
@@ -107,6 +121,9 @@ class _Common:
     def closing(self) -> list[Json]:
         return [self._chunk([])] if self._report.usage else []
 
+    def failure(self, error: HttpError) -> list[Json]:
+        return [error_body(error)]
+
     def usage(self) -> Json:
         """Tokens of prompts and answers so far."""
         prompt = sum(len(generation.request.prompt_ids) for generation in self._generations)
@@ -124,70 +141,7 @@ class _Common:
         }
 
 
-class ChatAnswer(_Common):
-    """POST /v1/chat/completions"""
-
-    prefix = "chatcmpl"
-    object_whole = "chat.completion"
-    object_chunk = "chat.completion.chunk"
-
-    def opening(self) -> list[Json]:
-        events = [
-            self._chunk([self._choice(index, {"role": "assistant", "content": ""})]) for index in range(self._count)
-        ]
-        if self._report.token_ids:
-            events[0]["prompt_token_ids"] = list(self._generations[0].request.prompt_ids)
-        if self._report.prompt_logprobs is not None:
-            events[0]["prompt_logprobs"] = self._writer.prompt_logprobs(self._generations[0])
-        return events
-
-    def chunks(self, delta: Delta) -> list[Json]:
-        events = []
-        tokens: Sequence[TokenScore] = delta.tokens
-        if delta.text or delta.finish_reason is None:
-            message = {"content": delta.text}
-            events.append(self._chunk([self._choice(delta.index, message, tokens)]))
-            tokens = ()
-        if delta.finish_reason is not None:
-            choice = self._choice(delta.index, {}, tokens)
-            choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-            events.append(self._chunk([choice]))
-        return events
-
-    def _choice(self, index: int, message: Json, tokens: Sequence[TokenScore] = ()) -> Json:
-        scored = self._report.logprobs is not None and tokens
-        choice: Json = {
-            "index": index,
-            "delta": message,
-            "logprobs": self._writer.chat_logprobs(tokens) if scored else None,
-            "finish_reason": None,
-        }
-        if self._report.token_ids:
-            choice["token_ids"] = [token.id for token in tokens]
-        return choice
-
-    def whole(self, deltas: Sequence[Delta]) -> Json:
-        choices = []
-        for index, sequence in enumerate(_accumulate(deltas, self._count)):
-            choice: Json = {
-                "index": index,
-                "message": {"role": "assistant", "content": sequence.text, "refusal": None},
-                "logprobs": None if self._report.logprobs is None else self._writer.chat_logprobs(sequence.tokens),
-                "finish_reason": sequence.finish_reason,
-                "stop_reason": sequence.stop_reason,
-            }
-            if self._report.token_ids:
-                choice["token_ids"] = [token.id for token in sequence.tokens]
-            choices.append(choice)
-        body = self._frame(self.object_whole, choices) | {"usage": self.usage()}
-        if self._report.token_ids:
-            body["prompt_token_ids"] = list(self._generations[0].request.prompt_ids)
-        if self._report.prompt_logprobs is not None:
-            body["prompt_logprobs"] = self._writer.prompt_logprobs(self._generations[0])
-        return body
-
-
-class CompletionAnswer(_Common):
+class CompletionAnswer(OpenAIAnswer):
     """POST /v1/completions"""
 
     prefix = "cmpl"

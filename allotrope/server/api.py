@@ -1,4 +1,4 @@
-"""The application: routes, the middleware around them, and handlers that write errors in OpenAI's form."""
+"""The application: routes, the middleware around them, and handlers that write errors in the form of each API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import allotrope
 from allotrope.errors import AllotropeError
 from allotrope.server.drain_request import ReadToTheEnd
 from allotrope.server.errors import HttpError, as_http, error_response
-from allotrope.server.guard import Guard
+from allotrope.server.guard import Guard, path_of
 from allotrope.server.head_requests import HeadAsGet
 from allotrope.server.openapi import describe_api
 from allotrope.server.request_log import RequestLog
@@ -75,7 +75,7 @@ def _wrap(app: FastAPI, state: ServerState) -> None:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    return error_response(as_http(error))
+    return error_response(as_http(error), path=path_of(request.scope))
 
 
 async def _answer_routing_error(request: Request, error: Exception) -> Response:
@@ -88,7 +88,7 @@ async def _answer_routing_error(request: Request, error: Exception) -> Response:
             message = f"{facts}: this method is not allowed here."
         case _:
             message = f"{facts}: {error.detail}"
-    return error_response(HttpError(error.status_code, message), error.headers)
+    return error_response(HttpError(error.status_code, message), error.headers, path=path_of(request.scope))
 
 
 async def _answer_disconnected(request: Request, error: Exception) -> Response:

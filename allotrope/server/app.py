@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import allotrope
 from allotrope.config import EngineConfig, ServerConfig
@@ -39,17 +39,24 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
 
     Raises `ConfigError` if the server cannot listen on the address, or a package of the server is missing.
     """
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"the server needs {', '.join(missing)}. Run: pip install 'allotrope[server]'")
+    check_packages()
     from allotrope.engine.client import EngineClient
     from allotrope.server.log_limiter import limit_repeated_errors
+    from allotrope.server.message_formats import check_parser_names
 
     configure_logging()
     limit_repeated_errors()
+    check_parser_names(server)
     listener = _listen(server)
     # EngineClient starts the engine's process now, so that both processes import their packages at the same time.
     return asyncio.run(_Service(engine, server, listener, EngineClient(engine)).run())
+
+
+def check_packages() -> None:
+    """Raise `ConfigError` if a package of the server is missing."""
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the server needs {', '.join(missing)}. Run: pip install 'allotrope[server]'")
 
 
 def _listen(config: ServerConfig) -> socket.socket:
@@ -110,7 +117,7 @@ class _Service:
                 await self._client.stop()
 
     async def _serve_until_end(self, accepting: asyncio.Task[None]) -> int:
-        loading = asyncio.create_task(self._load())
+        loading = asyncio.create_task(load_model(self._state, self._client, self._engine_config))
         if not await self._ends_before_stop(loading, accepting):
             loading.cancel()
             log.info("stopped while loading")
@@ -134,39 +141,6 @@ class _Service:
         if accepting.done():
             accepting.result()
         return task.done()
-
-    async def _load(self) -> None:
-        """Load tokenizer and model concurrently, then accept requests. Raises `AllotropeError` if either fails."""
-        from allotrope.engine.sampling_defaults import describe_defaults
-        from allotrope.server.metrics import Metrics
-        from allotrope.server.prompts import PromptReader
-        from allotrope.server.state import Phase, Serving
-
-        tokenizing = asyncio.create_task(asyncio.to_thread(_load_tokenizer, self._engine_config))
-        starting = asyncio.create_task(self._client.start(self._note))
-        try:
-            template = _read_template(self._config)
-            await asyncio.gather(starting, tokenizing)
-        finally:
-            starting.cancel()
-        (tokenizer, max_token_bytes), limits = tokenizing.result(), self._client.limits
-        if limits.sampling_defaults:
-            log.warning("%s", describe_defaults(limits.sampling_defaults))
-        self._state.serving = Serving(
-            engine=self._client,
-            options=self._engine_config,
-            tokenizer=tokenizer,
-            prompts=PromptReader(tokenizer, limits.max_model_len, max_token_bytes, template),
-            metrics=Metrics(self._state.model_name, self._client.stats, self._config.metrics_compat),
-            limits=limits,
-            max_sequences=self._engine_config.max_num_waiting,
-            eos_ids=tuple(i for i in dict.fromkeys(limits.eos_ids + tokenizer.eos_ids) if i < limits.vocab_size),
-        )
-        self._state.phase = Phase.SERVING
-
-    def _note(self, phase: str) -> None:
-        self._state.detail = phase
-        log.info("engine: %s", phase)
 
     async def _end_with_engine(self) -> int:
         from allotrope.server.state import Phase
@@ -200,13 +174,14 @@ class _Service:
         """The server's address and an example request."""
         serving = self._state.serving
         assert serving is not None
-        chats = self._config.chat_template is not None or serving.tokenizer.chat_template is not None
+        chats = serving.prompts.chats
         prompt = {"messages": [{"role": "user", "content": "Hello"}]} if chats else {"prompt": "Hello"}
         body = json.dumps({"model": self._state.model_name, **prompt})
         key = ' -H "Authorization: Bearer $ALLOTROPE_API_KEY"' if self._config.api_key else ""
         route = "chat/completions" if chats else "completions"
         return (
-            f"Allotrope {allotrope.__version__} serves {self._state.model_name} at {self._address()}/v1, for example: "
+            f"Allotrope {allotrope.__version__} serves {self._state.model_name} at {self._address()}/v1, "
+            f"with a page for browsers at {self._address()}/, for example: "
             f"curl {self._address()}/v1/{route} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
         )
 
@@ -228,17 +203,75 @@ class _Service:
                 loop.remove_signal_handler(number)
 
 
-def _load_tokenizer(config: EngineConfig) -> tuple[Tokenizer, int]:
-    """The tokenizer and the byte length of its longest token. The search over a large vocabulary takes a while."""
+async def load_model(state: ServerState, client: EngineClient, engine: EngineConfig) -> None:
+    """Load tokenizer and model concurrently, then accept requests. Raises `AllotropeError` if either fails."""
+    from allotrope.engine.sampling_defaults import describe_defaults
+    from allotrope.server.message_formats import choose_formats
+    from allotrope.server.metrics import Metrics
+    from allotrope.server.prompts import PromptReader
+    from allotrope.server.state import Phase, Serving
+
+    def note(phase: str) -> None:
+        state.detail = phase
+        log.info("engine: %s", phase)
+
+    tokenizing = asyncio.create_task(asyncio.to_thread(_load_tokenizer, engine))
+    starting = asyncio.create_task(client.start(note))
+    try:
+        template = _read_template(state.config)
+        await asyncio.gather(starting, tokenizing)
+    finally:
+        starting.cancel()
+    tokenized, limits = tokenizing.result(), client.limits
+    tokenizer = tokenized.tokenizer
+    eos_ids = tuple(i for i in dict.fromkeys(limits.eos_ids + tokenizer.eos_ids) if i < limits.vocab_size)
+    if limits.sampling_defaults:
+        log.warning("%s", describe_defaults(limits.sampling_defaults))
+    state.serving = Serving(
+        engine=client,
+        options=engine,
+        tokenizer=tokenizer,
+        prompts=PromptReader(tokenizer, limits.max_model_len, tokenized.max_token_bytes, template),
+        metrics=Metrics(state.model_name, client.stats, state.config.metrics_compat),
+        limits=limits,
+        max_sequences=engine.max_num_waiting,
+        eos_ids=eos_ids,
+        formats=choose_formats(state.config, tokenizer, eos_ids, template, tokenized.architectures),
+    )
+    state.phase = Phase.SERVING
+
+
+class _Tokenized(NamedTuple):
+    """What the server reads of the checkpoint. `max_token_bytes`: byte length of the tokenizer's longest token."""
+
+    tokenizer: Tokenizer
+    max_token_bytes: int
+    architectures: tuple[str, ...]
+
+
+def _load_tokenizer(config: EngineConfig) -> _Tokenized:
+    """Read the tokenizer. The search for the longest token of a large vocabulary takes a while."""
     from allotrope.checkpoint.hub import find_snapshot
     from allotrope.text.tokenizer import load_tokenizer
 
-    path = config.tokenizer or config.model
+    model = config.model
+    if not Path(model).expanduser().exists():
+        model = str(find_snapshot(model, config.revision, with_weights=False))
+    path = config.tokenizer or model
     if not Path(path).expanduser().exists():
-        revision = config.revision if config.tokenizer is None else None
-        path = str(find_snapshot(path, revision, with_weights=False))
+        path = str(find_snapshot(path, None, with_weights=False))
     tokenizer = load_tokenizer(path)
-    return tokenizer, max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+    longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+    return _Tokenized(tokenizer, longest, _architectures(Path(model).expanduser()))
+
+
+def _architectures(model: Path) -> tuple[str, ...]:
+    """The architectures that a checkpoint's directory names. Its faults are the engine's to report."""
+    try:
+        names = json.loads((model / "config.json").read_text("utf-8"))["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
+    return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
 
 def _read_template(config: ServerConfig) -> str | None:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from allotrope.errors import InvalidRequest
 from allotrope.server.errors import HttpError
 from allotrope.server.fields import Fields, unknown_fields
+from allotrope.server.inner import unknown_within
 from allotrope.server.values import describe_value
 
 M = TypeVar("M", bound=BaseModel)
@@ -51,15 +52,20 @@ async def parse(data: bytes, model: type[M], fields: Fields, *, strict: bool) ->
 def _parse(data: bytes, model: type[M], fields: Fields, strict: bool) -> tuple[M, list[str]]:
     body = _decode(data)
     unknown = unknown_fields(body, fields)
-    if unknown and strict:
-        names = ", ".join(describe_value(name) for name in unknown[:8])
-        raise InvalidRequest(
-            f"unknown fields: {names}. Leave them out, or run the server without --strict.", unknown[0]
-        )
+    _check_unknown(unknown, strict)
     try:
-        return model.model_validate(body), unknown
+        parsed = model.model_validate(body)
     except ValidationError as error:
         raise _as_invalid_request(error, body) from None
+    within = list(unknown_within(parsed))
+    _check_unknown(within, strict)
+    return parsed, unknown + within
+
+
+def _check_unknown(names: list[str], strict: bool) -> None:
+    if names and strict:
+        listed = ", ".join(describe_value(name) for name in names[:8])
+        raise InvalidRequest(f"unknown fields: {listed}. Leave them out, or run the server without --strict.", names[0])
 
 
 def _decode(data: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Writes errors as HTTP answers in OpenAI's form."""
+"""Writes errors as HTTP answers in the form of the route's API: OpenAI's, or that of the Messages API."""
 
 from __future__ import annotations
 
@@ -21,6 +21,18 @@ _TYPES = {
     500: ("server_error", "internal_error"),
     503: ("server_error", "service_unavailable"),
 }
+# The Messages API has names of its own.
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+MESSAGES_PATH = "/v1/messages"
+# Field at fault -> the code by which clients know that they have to do without it.
+_DETAILS: dict[str | None, str] = {"thread": "thread_unsupported_request"}
 _RETRY_SECONDS = "1"
 
 
@@ -55,8 +67,15 @@ def error_body(error: HttpError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code or code}}
 
 
-def error_response(error: HttpError, headers: Mapping[str, str] | None = None) -> Response:
-    """`error` as an HTTP answer."""
+def messages_error_body(error: HttpError) -> dict[str, Any]:
+    """`error` as the JSON object of the Messages API."""
+    kind = _MESSAGES_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    details = {} if error.param not in _DETAILS else {"details": {"error_code": _DETAILS[error.param]}}
+    return {"type": "error", "error": {"type": kind, "message": str(error), **details}}
+
+
+def error_response(error: HttpError, headers: Mapping[str, str] | None = None, *, path: str = "") -> Response:
+    """`error` as an HTTP answer. `path`: of the request; its API decides the form."""
     extra = dict(headers or {})
     if error.status == 401:
         extra["www-authenticate"] = "Bearer"
@@ -65,5 +84,6 @@ def error_response(error: HttpError, headers: Mapping[str, str] | None = None) -
     if error.status == 413:
         # The connection closes, so that the client stops sending the body.
         extra["connection"] = "close"
-    body = msgspec.json.encode(error_body(error))
+    write = messages_error_body if path.startswith(MESSAGES_PATH) else error_body
+    body = msgspec.json.encode(write(error))
     return Response(body, status_code=error.status, headers=extra, media_type="application/json")

@@ -3,8 +3,8 @@
 A field is honoured (a model in `protocol` declares it, and it has an effect), accepted without effect (no value changes
 the answer), or limited to neutral values (other values are refused with the reason). `foreign_fields` has the fields by
 which other engines change an answer; they are refused with a hint. null means that a field is left out.
-A field in none of these tables is unknown: --strict refuses it, otherwise a response header names it. In messages and
-stream_options an unknown field is always refused.
+A field in none of these tables is unknown: --strict refuses it, otherwise a response header names it. In messages,
+tools and stream_options an unknown field is always refused.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from allotrope.server import foreign_fields as foreign
 from allotrope.server.rules import Honoured, Misplaced, Only, Rule, WithoutEffect, check_value
 from allotrope.server.values import describe_value
 
-_NO_TOOLS = "this server does not call tools"
+_OLD_TOOLS = "it is the old form of tools"
+_NO_BUILT_IN_TOOLS = "this server has no tools of its own"
 _NO_BEAM = "beam search is not offered"
+_OF_CLIENTS = WithoutEffect("object", "clients add it to messages that they send back, and templates do not read it")
 
-_SAMPLING: dict[str, Rule] = {
+# Of every route that generates.
+SAMPLED: dict[str, Rule] = {
     "temperature": Honoured(),
     "top_p": Honoured(),
     "top_k": Honoured(),
@@ -34,10 +37,14 @@ _SAMPLING: dict[str, Rule] = {
     "stop_token_ids": Honoured(),
     "include_stop_str_in_output": Honoured(),
     "min_tokens": Honoured(),
-    "max_tokens": Honoured(),
     "ignore_eos": Honoured(),
     "logit_bias": Honoured(),
     "allowed_token_ids": Honoured(),
+}
+
+_SAMPLING: dict[str, Rule] = {
+    **SAMPLED,
+    "max_tokens": Honoured(),
     "n": Honoured(),
     "logprobs": Honoured(),
     "prompt_logprobs": Honoured(),
@@ -49,7 +56,7 @@ _SAMPLING: dict[str, Rule] = {
     "bad_words": Only(([],), "words cannot be banned; give their tokens a logit_bias of -100"),
     "spaces_between_special_tokens": Only((True,), "special tokens are always set apart as the tokenizer does"),
     "logits_processors": Only(([],), "code in requests is not run"),
-    "thinking_token_budget": Only((), "reasoning is not separated from the answer"),
+    "thinking_token_budget": Only((), "reasoning is not cut short; see reasoning_effort"),
 }
 
 _COMMON: dict[str, Rule] = {
@@ -88,21 +95,21 @@ _CHAT: dict[str, Rule] = {
     "metadata": WithoutEffect("object", "it labels stored completions, and none are stored"),
     "safety_identifier": WithoutEffect("string", "it names the end user for records that this server does not keep"),
     "prompt_cache_key": WithoutEffect("string", "the prefix cache finds equal prefixes without a key"),
-    "parallel_tool_calls": WithoutEffect("boolean", "no tools are called, in parallel or not"),
     "store": Only((False,), "completions are not stored"),
     "service_tier": Only(("auto", "default"), "there is one tier of service"),
     "prompt_cache_retention": Only(("in_memory",), "the prefix cache lives in memory only"),
     "prompt_cache_options": Only(({}, {"mode": "implicit"}), "the prefix cache has no options in a request"),
     "modalities": Only((["text"],), "this server writes text only"),
     "verbosity": Only(("medium",), "say it in the prompt"),
-    "reasoning_effort": Only((), "pass it in chat_template_kwargs if the model's template reads it"),
-    "reasoning": Only((), "pass it in chat_template_kwargs if the model's template reads it"),
-    "include_reasoning": Only((True,), "reasoning is not separated from the answer"),
-    "tools": Only(([],), _NO_TOOLS),
-    "tool_choice": Only(("none", "auto"), _NO_TOOLS),
-    "functions": Only(([],), _NO_TOOLS),
-    "function_call": Only(("none", "auto"), _NO_TOOLS),
-    "web_search_options": Only((), _NO_TOOLS),
+    "reasoning_effort": Honoured(),
+    "reasoning": Only((), "write reasoning_effort"),
+    "include_reasoning": Honoured(),
+    "tools": Honoured(),
+    "tool_choice": Honoured(),
+    "parallel_tool_calls": Honoured(),
+    "functions": Only(([],), f"{_OLD_TOOLS}; write tools"),
+    "function_call": Only(("none", "auto"), f"{_OLD_TOOLS}; write tools and tool_choice"),
+    "web_search_options": Only((), _NO_BUILT_IN_TOOLS),
     "audio": Only((), "this server writes text only"),
     "moderation": Only((), "this server does not moderate"),
     "prediction": Only((), "predicted output is not used"),
@@ -132,7 +139,8 @@ _TOKENIZE: dict[str, Rule] = {
     "continue_final_message": Honoured(),
     "chat_template_kwargs": Honoured(),
     "chat_template": _CHAT["chat_template"],
-    "tools": _CHAT["tools"],
+    "tools": Honoured(),
+    "reasoning_effort": Honoured(),
     "mm_processor_kwargs": _CHAT["mm_processor_kwargs"],
 }
 
@@ -145,11 +153,30 @@ _MESSAGE: dict[str, Rule] = {
     "reasoning_content": Honoured(),
     "refusal": Only((), "the model's refusals are plain content"),
     "audio": Only((), "this server reads text only"),
-    "function_call": Only((), _NO_TOOLS),
-    "tool_calls": Only(([],), _NO_TOOLS),
+    "reasoning": Honoured(),
+    "tool_calls": Honoured(),
+    "tool_call_id": Honoured(),
+    "function_call": Only((), f"{_OLD_TOOLS}; write tool_calls"),
     "annotations": Only(([],), "nothing is cited"),
+    "provider_specific_fields": _OF_CLIENTS,
 }
 _PART: dict[str, Rule] = {"type": Honoured(), "text": Honoured()}
+_TOOL_CALL: dict[str, Rule] = {
+    "id": Honoured(),
+    "type": Honoured(),
+    "function": Honoured(),
+    "index": WithoutEffect("integer", "calls are in the order of the list"),
+    "provider_specific_fields": _OF_CLIENTS,
+}
+_FUNCTION_CALL: dict[str, Rule] = {"name": Honoured(), "arguments": Honoured()}
+_TOOL: dict[str, Rule] = {"type": Honoured(), "function": Honoured()}
+_FUNCTION: dict[str, Rule] = {
+    "name": Honoured(),
+    "description": Honoured(),
+    "parameters": Honoured(),
+    "strict": Honoured(),
+}
+_CHOSEN_FUNCTION: dict[str, Rule] = {"name": Honoured()}
 _STREAM_OPTIONS: dict[str, Rule] = {
     "include_usage": Honoured(),
     "continuous_usage_stats": Honoured(),
@@ -169,10 +196,14 @@ def _of_the_other_route(table: Mapping[str, Rule], other: Mapping[str, Rule], pa
 
 @dataclass(frozen=True)
 class Fields:
-    """Rules of one body's fields. `known`: fields of this API. `foreign`: fields of other engines."""
+    """Rules of one body's fields. `known`: fields of this API. `foreign`: fields of other engines.
+
+    `has_inner`: objects within the body have tables here. Otherwise their models say what is known, see `inner`.
+    """
 
     known: Mapping[str, Rule]
     foreign: Mapping[str, Rule]
+    has_inner: bool = True
 
 
 CHAT = Fields(_CHAT, _of_the_other_route(_CHAT, _COMPLETIONS, "/v1/completions") | foreign.CHAT)
@@ -183,15 +214,22 @@ TOKENIZE = Fields(_TOKENIZE, foreign.TOKENIZE)
 DETOKENIZE = Fields(_DETOKENIZE, foreign.DETOKENIZE)
 MESSAGE = Fields(_MESSAGE, foreign.MESSAGE)
 PART = Fields(_PART, {})
+TOOL_CALL = Fields(_TOOL_CALL, {})
+FUNCTION_CALL = Fields(_FUNCTION_CALL, {})
+TOOL = Fields(_TOOL, {})
+FUNCTION = Fields(_FUNCTION, {})
+CHOSEN_FUNCTION = Fields(_CHOSEN_FUNCTION, {})
 STREAM_OPTIONS = Fields(_STREAM_OPTIONS, {})
 
 
 def unknown_fields(body: Mapping[str, Any], fields: Fields) -> list[str]:
     """The fields of `body` that are in neither table of `fields` and are not null.
 
-    Raises `InvalidRequest` for a refused value, and for an unknown field within messages or stream_options.
+    Raises `InvalidRequest` for a refused value, and for an unknown field within messages, tools or stream_options.
     """
     unknown = _check(body, fields)
+    if not fields.has_inner:
+        return unknown
     for path, inner, inner_fields in _inner_objects(body):
         for name in _check(inner, inner_fields, f"{path}."):
             allowed = ", ".join(name for name, rule in inner_fields.known.items() if isinstance(rule, Honoured))
@@ -218,11 +256,31 @@ def _inner_objects(body: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, 
     if isinstance(options := body.get("stream_options"), dict):
         yield "stream_options", options, STREAM_OPTIONS
     for index, message in _objects(body.get("messages")):
-        yield f"messages[{index}]", message, MESSAGE
-        for part_index, part in _objects(message.get("content")):
-            # The pydantic model refuses parts of other types.
-            if part.get("type") == "text":
-                yield f"messages[{index}].content[{part_index}]", part, PART
+        yield from _in_message(f"messages[{index}]", message)
+    for index, tool in _objects(body.get("tools")):
+        # The pydantic model refuses tools of other types, and parts of other types below.
+        if tool.get("type") == "function":
+            yield from _with_function(f"tools[{index}]", tool, TOOL, FUNCTION)
+    if isinstance(choice := body.get("tool_choice"), dict) and choice.get("type") == "function":
+        yield from _with_function("tool_choice", choice, TOOL, CHOSEN_FUNCTION)
+
+
+def _in_message(path: str, message: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Fields]]:
+    yield path, message, MESSAGE
+    for index, part in _objects(message.get("content")):
+        if part.get("type") == "text":
+            yield f"{path}.content[{index}]", part, PART
+    for index, call in _objects(message.get("tool_calls")):
+        yield from _with_function(f"{path}.tool_calls[{index}]", call, TOOL_CALL, FUNCTION_CALL)
+
+
+def _with_function(
+    path: str, holder: Mapping[str, Any], fields: Fields, inner: Fields
+) -> Iterator[tuple[str, Mapping[str, Any], Fields]]:
+    """An object of table `fields` and the function within it, of table `inner`."""
+    yield path, holder, fields
+    if isinstance(function := holder.get("function"), dict):
+        yield f"{path}.function", function, inner
 
 
 def _objects(value: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:

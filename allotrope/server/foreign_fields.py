@@ -25,11 +25,13 @@ _NO_REPORT = "this server does not report it"
 _ALL_TOKENS = "penalties look at all tokens so far"
 _FIXED_ORDER = "samplers run in one order: penalties, temperature, top_k, top_p, min_p"
 _NO_BANS = "words cannot be banned; give their tokens a logit_bias of -100"
-_NO_SEARCH = "this server calls no tools"
-_NO_REASONING = "reasoning is not separated from the answer"
+_NO_SEARCH = "this server has no tools of its own"
+_APART = "reasoning is set apart where the model's format is known; see include_reasoning"
 _ONLY_LIKELIEST = "log-probabilities are those of the most likely tokens"
 _KEPT_PROMPT = "a prompt is never shortened unless truncate_prompt_tokens says so"
 _TEMPLATE = Misplaced("write it in chat_template_kwargs, if the model's template reads it")
+_CONTINUED = "prompts are continued as they are"
+_ASK_CHAT = f"{_CONTINUED}; ask /v1/chat/completions"
 _IN_THE_BODY = "write its fields in the body itself"
 
 _ANY_ROUTE: dict[str, Rule] = {
@@ -168,8 +170,8 @@ _TEMPLATE_FIELDS = (
 CHAT: dict[str, Rule] = {
     **_ANY_ROUTE,
     **dict.fromkeys(_TEMPLATE_FIELDS, _TEMPLATE),
-    **dict.fromkeys(("separate_reasoning", "stream_reasoning"), Only((False,), _NO_REASONING)),
-    "reasoning_format": Only(("none", "raw"), _NO_REASONING),
+    **dict.fromkeys(("separate_reasoning", "stream_reasoning"), Only((True,), _APART)),
+    "reasoning_format": Only(("auto", "deepseek", "parsed"), _APART),
     **dict.fromkeys(
         ("n_probs", "top_n_tokens", "top_logprobs_num"), Only((0,), "write logprobs=true and top_logprobs")
     ),
@@ -188,13 +190,16 @@ CHAT: dict[str, Rule] = {
 
 COMPLETIONS: dict[str, Rule] = {
     **_ANY_ROUTE,
-    **dict.fromkeys(_TEMPLATE_FIELDS, Misplaced("prompts are continued as they are; ask /v1/chat/completions")),
+    **dict.fromkeys(_TEMPLATE_FIELDS, Misplaced(_ASK_CHAT)),
     **dict.fromkeys(("n_probs", "top_n_tokens", "top_logprobs_num"), Renamed("logprobs", (0,))),
     "add_bos_token": Renamed("add_special_tokens", (True,)),
     "return_full_text": Renamed("echo", (False,)),
     **dict.fromkeys(("inputs", "input", "text"), Renamed("prompt")),
     **dict.fromkeys(("system", "system_prompt", "context"), Misplaced("write it at the beginning of the prompt")),
-    **dict.fromkeys(("template", "raw"), Only(("", True), "prompts are continued as they are")),
+    **dict.fromkeys(("template", "raw"), Only(("", True), _CONTINUED)),
+    "tools": Only(([],), _ASK_CHAT),
+    "tool_choice": Only(("none", "auto"), _ASK_CHAT),
+    "include_reasoning": Only((True,), _ASK_CHAT),
     **dict.fromkeys(("input_prefix", "input_suffix", "input_extra"), Only(("", []), "text cannot be filled in")),
 }
 
@@ -208,9 +213,8 @@ TOKENIZE: dict[str, Rule] = {
 DETOKENIZE: dict[str, Rule] = {"ids": Renamed("tokens"), "token_ids": Renamed("tokens")}
 
 MESSAGE: dict[str, Rule] = {
-    **dict.fromkeys(("reasoning", "thinking"), Renamed("reasoning_content")),
+    "thinking": Renamed("reasoning_content"),
     **dict.fromkeys(("prefix", "partial"), Only((False,), "write continue_final_message=true beside messages")),
     **dict.fromkeys(("images", "videos", "audios"), Only(([],), _NO_MEDIA)),
-    "tool_call_id": Only((), "this server does not call tools"),
-    "tools": Only(([],), "this server does not call tools"),
+    "tools": Only(([],), "write them beside messages"),
 }

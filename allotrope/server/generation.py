@@ -37,7 +37,8 @@ class TokenScore(NamedTuple):
 class Delta:
     """The text and tokens that sequence `index` of an answer gains.
 
-    `tokens`: the tokens of `text`, with those that add no text. `echoed`: the delta repeats the prompt.
+    `tokens`: the tokens of `text`, with those that add no text. `pieces`: the text that each of them adds; what follows
+    the last token's is one more. `echoed`: the delta repeats the prompt.
     """
 
     index: int
@@ -46,6 +47,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     echoed: bool = False
+    pieces: tuple[str, ...] = ()
 
 
 @dataclass
@@ -61,7 +63,8 @@ class Generation:
 
     `continues_text`: the answer continues the prompt's text (a completion); a chat answer starts a text of its own.
     `echo`: text of the prompt with which each sequence begins, or None. `no_new_tokens`: the client sent
-    `max_tokens=0`, so the one token that the engine generates is dropped. `first_index`: index of the first sequence
+    `max_tokens=0`, so the one token that the engine generates is dropped. `keeps_end_token`: an end-of-sequence token
+    is part of the text, for a parser to which it means something. `first_index`: index of the first sequence
     in an answer that covers several prompts. Arriving outputs fill `cached_tokens`, `cache_lost`, `prompt_logprobs`
     and `completion_tokens`.
     """
@@ -74,6 +77,7 @@ class Generation:
         continues_text: bool = False,
         echo: str | None = None,
         no_new_tokens: bool = False,
+        keeps_end_token: bool = False,
         first_index: int = 0,
     ) -> None:
         self.request = request
@@ -83,6 +87,7 @@ class Generation:
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._echo = echo
         self._no_new_tokens = no_new_tokens
+        self._kept_ends = frozenset(request.eos_ids if keeps_end_token else ())
         self._completion_tokens = 0
         self._started = False
         self._sequences = [
@@ -112,12 +117,18 @@ class Generation:
                         if delta.finish_reason is not None:
                             timer.ended(delta.finish_reason)
                         yield delta
+                        if delta.finish_reason is None and self._sequences[delta.index - self.first_index].done:
+                            timer.ended("stop")
                     if all(sequence.done for sequence in self._sequences):
                         break
                     if self._sequences[output.index].done and output.finish_reason is None:
-                        # A stop string ended this sequence. The engine matches stop ids only, so it is told to abort
-                        # it; the other sequences continue.
+                        # A stop string or `end` ended this sequence. The engine matches stop ids only, so it is told
+                        # to abort it; the other sequences continue.
                         engine.abort(self.request.request_id, output.index)
+
+    def end(self, index: int) -> None:
+        """End sequence `index` where it is, for a caller that wants no more of it."""
+        self._sequences[index - self.first_index].done = True
 
     def take(self, output: SequenceOutput) -> list[Delta]:
         """The deltas that `output` adds. There are none if its text is held back, or its sequence has ended.
@@ -152,27 +163,26 @@ class Generation:
     def _advance(self, sequence: _Sequence, output: SequenceOutput) -> Delta:
         """The delta of `output`. Tokens are read one by one, so the text is the same for any number of them a step."""
         params = self.request.params
-        tokens, text = sequence.held, ""
-        held, sequence.held = len(tokens), []
+        tokens, held, sequence.held = sequence.held, len(sequence.held), []
+        pieces = [""] * held
         reason, stop_reason = output.finish_reason, output.stop_reason
         # The engine stops at stop ids only, so the last token of reason "stop" is one. Its text is left out by default.
         omitted = len(output.token_ids) - 1 if reason == "stop" and not params.include_stop_str_in_output else -1
         scores = output.logprobs or [None] * len(output.token_ids)
         for offset, (token, score) in enumerate(zip(output.token_ids, scores, strict=True)):
             tokens.append(TokenScore(token, score))
-            if offset != omitted:
-                text += sequence.stream.push([token])
+            pieces.append("" if offset == omitted and token not in self._kept_ends else sequence.stream.push([token]))
             if sequence.stream.stopped_by is not None:
                 reason, stop_reason = "stop", sequence.stream.stopped_by
                 break
         if reason is not None and sequence.stream.stopped_by is None:
-            text += sequence.stream.push([], final=True)
+            pieces.append(sequence.stream.push([], final=True))
         sequence.done = reason is not None
         self._completion_tokens += len(tokens) - held
         index = self.first_index + output.index
         if self._no_new_tokens:
             return Delta(index, "", (), "length" if reason is not None else None)
-        return Delta(index, text, tuple(tokens), reason, stop_reason)
+        return Delta(index, "".join(pieces), tuple(tokens), reason, stop_reason, pieces=tuple(pieces))
 
 
 async def merge(sources: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:

@@ -8,8 +8,12 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from allotrope.server import fields
+from allotrope.server import fields, protocol
+from allotrope.server.messages.fields import COUNT_TOKENS, MESSAGES
+from allotrope.server.messages.protocol import CountTokensRequest, MessagesRequest
 from allotrope.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from allotrope.server.responses.fields import RESPONSES
+from allotrope.server.responses.protocol import ResponsesRequest
 from allotrope.server.rules import Only, WithoutEffect, schema_of
 from allotrope.server.state import ServerState
 
@@ -21,9 +25,12 @@ _BODIES: tuple[tuple[type[BaseModel], fields.Fields], ...] = (
     (CompletionRequest, fields.COMPLETIONS),
     (TokenizeRequest, fields.TOKENIZE),
     (DetokenizeRequest, fields.DETOKENIZE),
+    (ResponsesRequest, RESPONSES),
+    (MessagesRequest, MESSAGES),
+    (CountTokensRequest, COUNT_TOKENS),
 )
 _HOLDING_IDS = ("prompt", "tokens", "stop_token_ids", "allowed_token_ids")
-_COUNTING_TOKENS = ("max_tokens", "max_completion_tokens", "truncate_prompt_tokens")
+_COUNTING_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "truncate_prompt_tokens")
 _ERROR: Json = {
     "type": "object",
     "required": ["error"],
@@ -71,9 +78,13 @@ def describe_api(app: FastAPI, state: ServerState) -> Json:
 
 
 def _schemas(model: type[BaseModel], table: fields.Fields, state: ServerState) -> Json:
-    """Schemas of `model` and of the models within it, by name."""
-    schema = model.model_json_schema(ref_template=_REF)
-    inner = schema.pop("$defs", {})
+    """Schemas of `model` and of the models within it, by name.
+
+    Another API's inner models have the body's name before theirs, as several APIs have messages and tools.
+    """
+    prefix = "" if model.__module__ == protocol.__name__ else f"{model.__name__}."
+    schema = model.model_json_schema(ref_template=_REF.replace("{model}", prefix + "{model}"))
+    inner = {prefix + name: one for name, one in schema.pop("$defs", {}).items()}
     properties = schema["properties"]
     for name, rule in table.known.items():
         if isinstance(rule, WithoutEffect | Only):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from allotrope.errors import InvalidRequest
-from allotrope.server.protocol import ChatRequest, Message, Prompt, TokenizeRequest
+from allotrope.server.conversation import Conversation, named_answers
+from allotrope.server.protocol import Prompt
+from allotrope.text.chat import normalise_messages
 
 if TYPE_CHECKING:
     from allotrope.text.tokenizer import Tokenizer
@@ -17,7 +20,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _WORKERS = 2
-_RESERVED_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message", "template")
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """A conversation as text, and its token ids."""
+
+    text: str
+    ids: list[int]
 
 
 class PromptReader:
@@ -36,6 +46,11 @@ class PromptReader:
         self._max_characters = 2 * max_model_len * max_token_bytes
         self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="tokenizer")
 
+    @property
+    def chats(self) -> bool:
+        """Whether there is a chat template."""
+        return self._template is not None or self._tokenizer.chat_template is not None
+
     async def read_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises `InvalidRequest` for a text that is too long for any tokenization."""
         self._check_size(len(text), "prompt")
@@ -47,27 +62,37 @@ class PromptReader:
             return await self.read_text(prompt, add_special_tokens=add_special_tokens)
         return prompt
 
-    async def read_messages(self, messages: Sequence[Message], body: ChatRequest | TokenizeRequest) -> list[int]:
-        """Token ids of a conversation, rendered by the chat template."""
-        plain = [_as_template_reads(message) for message in messages]
-        self._check_size(sum(len(message["content"]) for message in plain), "messages")
-        extra, continued, opening = _template_options(body)
+    async def read_conversation(self, conversation: Conversation, variables: Mapping[str, Any]) -> RenderedPrompt:
+        """The prompt of a conversation, rendered by the chat template with `variables`. Raises `InvalidRequest`."""
+        self._check_size(sum(map(_length, conversation.messages)), "messages")
+        messages = named_answers(conversation.messages)
 
-        def work() -> list[int]:
-            if continued:
-                return self._tokenizer.encode(self._render_open(plain, extra), add_special_tokens=False)
-            return self._tokenizer.apply_chat_template(
-                plain, template=self._template, add_generation_prompt=opening, **extra
-            )
+        def work() -> RenderedPrompt:
+            if conversation.continue_final_message:
+                text = self._render_open(messages, variables)
+            else:
+                text = self._tokenizer.render_chat(
+                    messages, template=self._template, add_generation_prompt=conversation.opens_answer, **variables
+                )
+            self._check_size(len(text), "messages")
+            try:
+                # The template has written the special tokens itself.
+                return RenderedPrompt(text, self._tokenizer.encode(text, add_special_tokens=False))
+            except InvalidRequest as error:
+                raise InvalidRequest(str(error), "messages") from error
 
         return await self._in_pool(work)
 
-    def _render_open(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> str:
+    def template_for(self, *, tools: bool) -> str | None:
+        """The chat template of conversations with or without tools."""
+        return self._template or self._tokenizer.template_for(tools=tools)
+
+    def _render_open(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The conversation up to the last message's content, without the tokens that close that message."""
         mark = f"<{uuid.uuid4().hex}>"
-        *earlier, last = messages
+        *earlier, last = normalise_messages(messages)
         marked = [*earlier, {**last, "content": last["content"] + mark}]
-        text = self._tokenizer.render_chat(marked, template=self._template, add_generation_prompt=False, **extra)
+        text = self._tokenizer.render_chat(marked, template=self._template, add_generation_prompt=False, **variables)
         before, separator, _ = text.rpartition(mark)
         if not separator:
             raise InvalidRequest(
@@ -107,27 +132,7 @@ class PromptReader:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
-def _as_template_reads(message: Message) -> dict[str, Any]:
-    content = message.content
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-    plain: dict[str, Any] = {"role": message.role, "content": text}
-    if message.name is not None:
-        plain["name"] = message.name
-    if message.reasoning_content is not None:
-        plain["reasoning_content"] = message.reasoning_content
-    return plain
-
-
-def _template_options(body: ChatRequest | TokenizeRequest) -> tuple[dict[str, Any], bool, bool]:
-    """Variables for the template, whether to continue the last message, and whether to add the generation prompt."""
-    extra = body.chat_template_kwargs or {}
-    for name in _RESERVED_VARIABLES:
-        if name in extra:
-            raise InvalidRequest(f"chat_template_kwargs must not set {name}.", "chat_template_kwargs")
-    continued = body.continue_final_message or False
-    opening = body.add_generation_prompt if body.add_generation_prompt is not None else not continued
-    if continued and opening:
-        raise InvalidRequest(
-            "continue_final_message and add_generation_prompt cannot both be true.", "continue_final_message"
-        )
-    return extra, continued, opening
+def _length(message: Mapping[str, Any]) -> int:
+    """Characters of a message's own texts, which are all in the prompt if the template shows the message."""
+    content = message.get("content") or ""
+    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)

@@ -1,4 +1,4 @@
-"""Pydantic models of the request bodies. No other module declares the schema of a request.
+"""Pydantic models of the request bodies. The Responses and Messages API declare theirs in folders of their own.
 
 `fields` lists the known fields that have no effect or a limited one. `sampling` and `prompts` turn values into engine
 parameters. The models check types and ranges only, so that the server rarely refuses a body that fits its schema.
@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from allotrope.request import MAX_LOGPROBS, MAX_SEED, MIN_REPETITION_PENALTY
+from allotrope.server.tools import MAX_TOOLS
 from allotrope.server.values import describe_value
 
 _INT32 = 2**31 - 1
@@ -101,8 +102,8 @@ class StructuredFields(_Body):
     guided_grammar: Annotated[str, Field(min_length=1)] | None = Field(None, description="A grammar in Lark or GBNF.")
 
 
-class _Generation(StructuredFields):
-    """Fields of both generating routes: sampling, limits and reports."""
+class Sampled(_Body):
+    """Fields of every generating route: sampling and its ends."""
 
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy; 1 where left out.")
     top_p: float | None = Field(None, gt=0, le=1, description="Sample among the most likely that reach this mass.")
@@ -131,6 +132,11 @@ class _Generation(StructuredFields):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = Field(
         None, description="Only these ids may be chosen."
     )
+
+
+class _Generation(Sampled, StructuredFields):
+    """Fields of chat and text completions: number, limits and reports."""
+
     n: int | None = Field(None, ge=1, le=128, description="Number of answers to each prompt.")
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="Report the prompt's log-probabilities and as many alternatives."
@@ -152,18 +158,76 @@ class TextPart(_Inner):
     text: str
 
 
+class FunctionCall(_Inner):
+    """The function of a tool call."""
+
+    name: str
+    arguments: str = Field(description="The arguments as JSON text.")
+
+
+class ToolCall(_Inner):
+    """A tool call of an earlier answer."""
+
+    id: str
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
 class Message(_Inner):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = Field(
+        None, description="Needed, but for an assistant's tool calls and reasoning."
+    )
     name: str | None = None
     reasoning_content: str | None = Field(None, description="Earlier reasoning, for templates that read it.")
+    reasoning: str | None = Field(None, description="Another name of reasoning_content.")
+    tool_calls: list[ToolCall] | None = Field(None, description="Earlier tool calls of the assistant.")
+    tool_call_id: str | None = Field(None, description="Id of the call that a tool message answers.")
+
+
+class Function(_Inner):
+    """The function of a tool."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments; none where left out.")
+    strict: bool | None = Field(None, description="Let the arguments fit the schema in any case.")
+
+
+class FunctionTool(_Inner):
+    """A tool that the answer may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(_Inner):
+    """The name of a function."""
+
+    name: str
+
+
+class ChosenTool(_Inner):
+    """The one tool to call."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class _Templated(BaseModel):
     """Options of the chat template."""
 
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="Functions that the answer may call."
+    )
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="How much to reason, for templates that read it or can turn reasoning off (none)."
+    )
     add_generation_prompt: bool | None = Field(None, description="End with the opening of the answer; true by default.")
     continue_final_message: bool | None = Field(None, description="Leave the last message open, to be continued.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables of the chat template.")
@@ -173,6 +237,11 @@ class ChatRequest(_Generation, _Templated):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Field(min_length=1)] = Field(description="The conversation so far.")
+    tool_choice: Literal["auto", "none", "required"] | ChosenTool | None = Field(
+        None, description="Whether the answer may, may not or must call tools, or the tool it must call; default: may."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="False ends the answer with its first call.")
+    include_reasoning: bool | None = Field(None, description="False leaves the reasoning out of the answer.")
     max_tokens: int | None = Field(
         None,
         ge=1,

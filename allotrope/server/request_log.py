@@ -15,11 +15,14 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from allotrope.server.errors import MESSAGES_PATH
 from allotrope.server.guard import METRICS, PROBES, path_of
 
 log = logging.getLogger("allotrope.server")
 
 _ID = "x-request-id"
+# The header that clients of the Messages API read.
+_MESSAGES_ID = "request-id"
 # A client's own id. It must not look like another line or field of the log.
 _CLIENTS_ID = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)
 _PROMPT_CHARACTERS = 1000
@@ -64,7 +67,10 @@ class RequestLog:
             nonlocal status, has_ended
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[_ID] = facts["id"]
+                headers = MutableHeaders(scope=message)
+                headers[_ID] = facts["id"]
+                if path_of(scope).startswith(MESSAGES_PATH):
+                    headers[_MESSAGES_ID] = facts["id"]
             elif not message.get("more_body", False):
                 has_ended = True
             await send(message)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -14,8 +14,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from allotrope.errors import AllotropeError
 from allotrope.server.answers import Answer
-from allotrope.server.errors import as_http, error_body, error_response
-from allotrope.server.generation import Delta
+from allotrope.server.errors import as_http, error_response
+from allotrope.server.guard import path_of
 from allotrope.server.request_log import note
 
 log = logging.getLogger("allotrope.server")
@@ -25,7 +25,10 @@ _DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
 
 
-class GenerationResponse(Response):
+D = TypeVar("D")
+
+
+class GenerationResponse(Response, Generic[D]):
     """Sends `deltas` in the JSON form of `answer`.
 
     The response sends its first byte with the first delta, so that a request that fails before it gets a plain HTTP
@@ -35,8 +38,8 @@ class GenerationResponse(Response):
 
     def __init__(
         self,
-        answer: Answer,
-        deltas: AsyncGenerator[Delta, None],
+        answer: Answer[D],
+        deltas: AsyncGenerator[D, None],
         *,
         stream: bool,
         headers: Mapping[str, str],
@@ -78,13 +81,17 @@ class GenerationResponse(Response):
         try:
             deltas = [delta async for delta in self._deltas]
         except AllotropeError as error:
-            await error_response(as_http(error), self._extra_headers)(scope, receive, send)
+            await self._refuse(error, scope, receive, send)
             return
         body = _encode(self._answer.whole(deltas))
         await Response(body, headers=dict(self._extra_headers), media_type="application/json")(scope, receive, send)
 
+    async def _refuse(self, error: AllotropeError, scope: Scope, receive: Receive, send: Send) -> None:
+        response = error_response(as_http(error), self._extra_headers, path=path_of(scope))
+        await response(scope, receive, send)
+
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events = _EventStream(send, self._extra_headers)
+        events = _EventStream(send, self._extra_headers, named=self._answer.named_events)
         beats = asyncio.create_task(events.keep_alive(self._keep_alive_seconds))
         opening = self._answer.opening
         try:
@@ -95,25 +102,29 @@ class GenerationResponse(Response):
             await events.send(self._answer.closing())
         except AllotropeError as error:
             if not events.has_begun:
-                await error_response(as_http(error), self._extra_headers)(scope, receive, send)
+                await self._refuse(error, scope, receive, send)
                 return
-            await events.send([error_body(as_http(error))])
+            await events.send(self._answer.failure(as_http(error)))
         except Exception as error:
             if not events.has_begun:
                 raise
             # The status line is sent already, so an event carries the error. The log gets the traceback.
             log.exception("a stream broke off")
-            await events.send([error_body(as_http(error))])
+            await events.send(self._answer.failure(as_http(error)))
         finally:
             beats.cancel()
         await events.end()
 
 
 class _EventStream:
-    """Sends server-sent events to one client. The first event sends the head of the response too."""
+    """Sends server-sent events to one client. The first event sends the head of the response too.
 
-    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+    `named`: each event has its `type` as its name, and none marks the end of the stream.
+    """
+
+    def __init__(self, send: Send, headers: Mapping[str, str], *, named: bool) -> None:
         self._send = send
+        self._named = named
         self._headers = headers
         self._sent_at = asyncio.get_running_loop().time()
         # The lock keeps a comment from being sent between the head and the first event.
@@ -122,13 +133,16 @@ class _EventStream:
 
     async def send(self, events: list[dict[str, Any]]) -> None:
         """Send `events` at once."""
-        body = b"".join(b"data: " + _encode(event) + b"\n\n" for event in events)
+        body = b"".join(self._head_of(event) + _encode(event) + b"\n\n" for event in events)
         if body:
             await self._write(body)
 
     async def end(self) -> None:
         """Send the last event and end the response."""
-        await self._write(_DONE, more=False)
+        await self._write(b"" if self._named else _DONE, more=False)
+
+    def _head_of(self, event: dict[str, Any]) -> bytes:
+        return b"event: " + str(event["type"]).encode() + b"\ndata: " if self._named else b"data: "
 
     async def keep_alive(self, seconds: float) -> None:
         """Send a comment after every `seconds` without an event, until cancelled. 0 sends none and returns at once."""

@@ -55,7 +55,7 @@ class Misplaced:
 
 Rule = Honoured | WithoutEffect | Only | Renamed | Misplaced
 
-_PYTHON_TYPES: dict[str, type] = {"string": str, "object": dict, "boolean": bool}
+_PYTHON_TYPES: dict[str, type] = {"string": str, "object": dict, "boolean": bool, "integer": int}
 
 
 def check_value(name: str, body: Mapping[str, Any], rule: Rule, path: str) -> None:

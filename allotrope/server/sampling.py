@@ -5,7 +5,7 @@ from __future__ import annotations
 from allotrope.engine.sampling_defaults import Defaults
 from allotrope.errors import InvalidRequest
 from allotrope.request import SamplingParams
-from allotrope.server.protocol import ChatRequest, CompletionRequest
+from allotrope.server.protocol import ChatRequest, CompletionRequest, Sampled, StructuredFields
 from allotrope.server.structured import grammar_of
 from allotrope.server.values import describe_value
 
@@ -62,17 +62,31 @@ def completion_sampling(body: CompletionRequest, defaults: Defaults) -> Sampling
     )
 
 
+def plain_sampling(
+    body: Sampled, defaults: Defaults, *, max_tokens: int | None, logprobs: int | None = None
+) -> SamplingParams:
+    """Sampling parameters of an answer of another API. `max_tokens`, `logprobs`: what its body asks for."""
+    default = defaults.get("max_tokens")
+    return _sampling(
+        body,
+        defaults,
+        max_tokens=int(default) if max_tokens is None and default is not None else max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=None,
+    )
+
+
 def _sampling(
-    body: ChatRequest | CompletionRequest,
+    body: Sampled,
     defaults: Defaults,
     *,
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    if body.stream_options is not None and not body.stream:
+    if isinstance(body, ChatRequest | CompletionRequest) and body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is only for stream=true.", "stream_options")
-    values = {name: value for name in _PASSED_ON if (value := getattr(body, name)) is not None}
+    values = {name: value for name in _PASSED_ON if (value := getattr(body, name, None)) is not None}
     if body.top_k is not None:
         values["top_k"] = max(body.top_k, 0)
     return SamplingParams(
@@ -83,7 +97,7 @@ def _sampling(
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(dict.fromkeys(body.allowed_token_ids)),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        grammar=grammar_of(body),
+        grammar=grammar_of(body) if isinstance(body, StructuredFields) else None,
     )
 
 

@@ -15,6 +15,7 @@ from allotrope.config import EngineConfig, ServerConfig
 if TYPE_CHECKING:
     from allotrope.engine.client import EngineClient
     from allotrope.engine.report import EngineLimits
+    from allotrope.server.message_formats import MessageFormats
     from allotrope.server.metrics import Metrics
     from allotrope.server.prompts import PromptReader
     from allotrope.text.tokenizer import Tokenizer
@@ -25,10 +26,11 @@ _CPU_MAX_TOKENS = 1024
 
 
 class Phase(Enum):
-    """Phase of the server: it loads, serves, then drains or ends with its engine."""
+    """Phase of the server: it loads, serves (and perhaps sleeps), then drains or ends with its engine."""
 
     LOADING = auto()
     SERVING = auto()
+    SLEEPING = auto()
     DRAINING = auto()
     DEAD = auto()
 
@@ -38,7 +40,7 @@ class Serving:
     """The parts that exist once the model is loaded.
 
     `options`: the engine's configuration. `max_sequences`: the largest number of sequences of one request. `eos_ids`:
-    end-of-sequence ids of the checkpoint and the tokenizer.
+    end-of-sequence ids of the checkpoint and the tokenizer. `formats`: of the model's messages.
     """
 
     engine: EngineClient
@@ -49,6 +51,7 @@ class Serving:
     limits: EngineLimits
     max_sequences: int
     eos_ids: tuple[int, ...]
+    formats: MessageFormats
 
 
 class ServerState:
@@ -82,6 +85,8 @@ class ServerState:
                 return "The server is shutting down and takes no new requests."
             case Phase.DEAD:
                 return f"The server is ending because its engine has: {self.detail}."
+            case Phase.SLEEPING:
+                return "The server sleeps and takes no requests until POST /wake_up."
             case Phase.SERVING:
                 return None
 

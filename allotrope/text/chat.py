@@ -8,13 +8,14 @@ with the same whitespace rules.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -23,17 +24,46 @@ from allotrope.errors import ConfigError, InvalidRequest
 
 _RESERVED_VARIABLES = ("messages", "add_generation_prompt")
 _MAX_PATH = 4096
+# A template with this condition writes tool calls only where it holds.
+_CALLS_WITHOUT_CONTENT = re.compile(r"""assistant['"] and message(\.|\[['"])content(['"]\])? is none""")
+_REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+
+
+class ToolArguments(dict[str, Any]):
+    """The arguments of a tool call, for any template: a mapping that is, as a string, its JSON text.
+
+    Some templates iterate the arguments or write them by `tojson`, others add them to a string.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], text: str) -> None:
+        super().__init__(arguments)
+        # A template reads an attribute before a key, and no argument's name may be hidden by one.
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: Any) -> str:
+        return self._text + other
+
+    def __radd__(self, other: Any) -> str:
+        return other + self._text
 
 
 def normalise_messages(messages: Any) -> list[dict[str, Any]]:
     """`messages` in the form that templates read: each one a dict with a `role` and a string as `content`.
 
     Text parts are joined by newlines. An assistant's missing content becomes "". Keys that are null are left out.
+    Arguments of tool calls become `ToolArguments`, if they are a JSON object. An assistant's reasoning gets each of the
+    names by which templates read it.
     Raises `InvalidRequest` with param `messages` for other input, such as image parts.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InvalidRequest("messages must be a list with at least one message.", "messages")
-    return [_normalise_message(index, message) for index, message in enumerate(messages)]
+    try:
+        return [_normalise_message(index, message) for index, message in enumerate(messages)]
+    except RecursionError:
+        raise InvalidRequest("messages are nested too deeply.", "messages") from None
 
 
 def _normalise_message(index: int, message: Any) -> dict[str, Any]:
@@ -44,7 +74,40 @@ def _normalise_message(index: int, message: Any) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise InvalidRequest(f"{where}.role is {role!r}; a string such as 'user' is needed.", "messages")
     plain = {str(key): _plain(value, where) for key, value in message.items() if value is not None}
-    return {**plain, "role": role, "content": _content(message.get("content"), role, where)}
+    plain |= {"role": role, "content": _content(message.get("content"), role, where)}
+    if isinstance(calls := plain.get("tool_calls"), list):
+        plain["tool_calls"] = [_normalise_call(call) for call in calls]
+    if role == "assistant":
+        plain |= _reasoning(plain)
+    return plain
+
+
+def _normalise_call(call: Any) -> Any:
+    """A tool call whose arguments are `ToolArguments`. What is no JSON object stays as it is."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    read, text = function.get("arguments"), ""
+    if isinstance(read, str):
+        text = read.strip() or "{}"
+        try:
+            read = json.loads(text)
+        except (ValueError, RecursionError):
+            return call
+    if not isinstance(read, dict):
+        return call
+    arguments = ToolArguments(read, text or json.dumps(read, ensure_ascii=False))
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The reasoning of a message by each name that templates read."""
+    reasoning = next((message[name] for name in _REASONING_NAMES if message.get(name)), None)
+    if reasoning is None:
+        return {}
+    # There is a template that takes `thinking` with tool calls only if there is no content.
+    names = _REASONING_NAMES[:-1] if message["content"] and message.get("tool_calls") else _REASONING_NAMES
+    return dict.fromkeys(names, reasoning)
 
 
 def _content(content: Any, role: str, where: str) -> str:
@@ -79,6 +142,8 @@ def render_chat(
 ) -> str:
     """The prompt that `template` renders from `messages` (in any form that `normalise_messages` accepts).
 
+    The role `developer` becomes `system` for a template that does not mention it. The empty content of a message with
+    tool calls becomes null for a template that writes them only then.
     `special_tokens`: name of the variable, such as `bos_token` → token. `variables`: further variables of the template,
     such as `tools`. Raises `InvalidRequest` if the template is invalid, refuses the messages, or fails on them.
     """
@@ -88,6 +153,7 @@ def render_chat(
         raise InvalidRequest(f"a chat template variable cannot be named {reserved[0]!r}.", "messages")
     context = {"tools": None, "documents": None, **special_tokens, **extra}
     chat = normalise_messages(messages)
+    _fit(chat, template)
     try:
         return _compiled(template).render(messages=chat, add_generation_prompt=add_generation_prompt, **context)
     except TemplateError as error:
@@ -98,6 +164,17 @@ def render_chat(
         raise InvalidRequest(
             f"the chat template failed over these messages: {type(error).__name__}: {error}", "messages"
         ) from error
+
+
+def _fit(chat: list[dict[str, Any]], template: str) -> None:
+    """Adapt messages, in place, to what `template` can read."""
+    knows_developer = "developer" in template
+    calls_without_content = _CALLS_WITHOUT_CONTENT.search(template) is not None
+    for message in chat:
+        if message["role"] == "developer" and not knows_developer:
+            message["role"] = "system"
+        if calls_without_content and message.get("tool_calls") and message["content"] == "":
+            message["content"] = None
 
 
 def read_chat_template(value: str) -> str:
@@ -113,6 +190,15 @@ def read_chat_template(value: str) -> str:
     except TemplateError as error:
         raise ConfigError(f"bad options: chat_template={value[:80]!r} is not valid Jinja: {error}.") from error
     return template
+
+
+@lru_cache(maxsize=16)
+def variables_of(template: str) -> frozenset[str]:
+    """Names of the variables that `template` reads. There are none if it is not valid Jinja."""
+    try:
+        return frozenset(meta.find_undeclared_variables(_environment().parse(template)))
+    except TemplateError:
+        return frozenset()
 
 
 def _variable(value: Any, name: str) -> Any:
@@ -146,13 +232,17 @@ class _GenerationBlock(Extension):
 
 @lru_cache(maxsize=16)
 def _compiled(template: str) -> Template:
+    return _environment().from_string(template)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(template)
+    return environment
 
 
 def _raise_exception(message: str) -> NoReturn:

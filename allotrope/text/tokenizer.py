@@ -84,13 +84,16 @@ class Tokenizer:
         """A new incremental detokenizer. `continues_text`: see `TextStream`."""
         return self._codec.detokenizer(skip_special_tokens=skip_special_tokens, continues_text=continues_text)
 
+    def template_for(self, *, tools: bool) -> str | None:
+        """The checkpoint's template for chats with or without tools, if there is one."""
+        return (self._chat_templates.get("tool_use") if tools else None) or self.chat_template
+
     def render_chat(
         self, messages: Any, /, *, template: str | None = None, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """The prompt text of a chat. Arguments and errors are those of `apply_chat_template`."""
         if template is None:
-            tools = self._chat_templates.get("tool_use") if variables.get("tools") else None
-            template = tools or self.chat_template
+            template = self.template_for(tools=bool(variables.get("tools")))
         if template is None:
             raise InvalidRequest(
                 "this model has no chat template, so it cannot take messages; start the server with --chat-template "

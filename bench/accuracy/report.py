@@ -86,49 +86,62 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def page(results: dict[str, Any]) -> str:
     """The stored results in Markdown."""
-    lines = ["# Accuracy", ""]
-    for one in results["runs"]:
-        seconds = f"{one['seconds']:.0f} s" if one["seconds"] else "resumed"
-        lines += [
-            f"- {one['place']}: `{one['command']}`, {seconds}, {one['device']}, torch {one['torch']}, {one['date']}"
-        ]
-    lines += ["", "| model | architecture | bits per byte | recall | Transformers |", "|---|---|---:|---:|---|"]
+    lines = ["# Accuracy", "", *map(_run_line, results["runs"]), "", *_summary(results)]
+    for name in results["references"]:
+        lines += ["", f"## {name}", "", *_table([cell for cell in results["cells"] if cell["model"] == name])]
+    return "\n".join(lines) + "\n"
+
+
+def _run_line(run: dict[str, Any]) -> str:
+    about = f"{run['seconds']:.0f} s, {run['device']}, torch {run['torch']}, {run['date']}"
+    return f"- {run['place']}: `{run['command']}`, {about}"
+
+
+def _summary(results: dict[str, Any]) -> list[str]:
+    """The reference of each model, and how many cells of each host and device are in its intervals."""
+    places = sorted({(cell["host"], cell["device"]) for cell in results["cells"]})
+    heads = [f"{host}, {device}" for host, device in places]
+    lines = [
+        f"| model | architecture | bits per byte | recall | Transformers | {' | '.join(heads)} |",
+        "|---|---|---:|---:|---|" + "---:|" * len(heads),
+    ]
     for name, one in results["references"].items():
         figures = {figure["name"]: figure for figure in one["figures"]}
-        theirs = one.get("transformers")
-        same = "not run"
-        if theirs is not None:
-            unequal = theirs["other_answers"]
-            same = f"{'inside' if theirs['inside'] else '**outside**'}, {unequal or 'no'} other answers"
-        lines.append(
-            f"| `{name}` | {one['architecture'].removesuffix('ForCausalLM')} | {_interval(figures['text'], 4)} | "
-            f"{_interval(figures['recall'], 3)} | {same} |"
-        )
-    for name in results["references"]:
-        cells = [cell for cell in results["cells"] if cell["model"] == name]
-        lines += [
-            "",
-            f"## {name}",
-            "",
-            f"| host, device | dtype | {' | '.join(MODES)} |",
-            "|---|---|" + "---|" * len(MODES),
-        ]
-        rows: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
-        for cell in cells:
-            rows.setdefault((cell["host"], cell["device"], cell["dtype"]), {})[cell["mode"]] = cell
-        for (host, device, dtype), modes in rows.items():
-            if "" in modes:
-                lines.append(f"| {host}, {device} | {dtype} | refused: {_escaped(modes['']['reason'])} |" + " |" * 4)
-                continue
-            texts = [shown_cell(modes.get(mode)) for mode in MODES]
-            lines.append(f"| {host}, {device} | {dtype} | {' | '.join(texts)} |")
-        notes = {
-            f"{cell['mode']}: {cell['state']}: {_escaped(cell['reason'])}"
-            for cell in cells
-            if cell["mode"] and "reason" in cell
-        }
-        lines += ["", *(f"- {note}" for note in sorted(notes))]
-    return "\n".join(lines) + "\n"
+        kind = one["architecture"].removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+        row = [f"`{name}`", kind, _interval(figures["text"], 4), _interval(figures["recall"], 3)]
+        row.append(_against_transformers(one.get("transformers")))
+        for place in places:
+            cells = [
+                cell for cell in results["cells"] if (cell["model"], cell["host"], cell["device"]) == (name, *place)
+            ]
+            compared = [cell for cell in cells if cell["state"] in ("green", "red")]
+            green = sum(cell["state"] == "green" for cell in compared)
+            row.append(f"{green} of {len(compared)}" if green == len(compared) else f"**{green} of {len(compared)}**")
+        lines.append(f"| {' | '.join(row)} |")
+    return lines
+
+
+def _against_transformers(theirs: dict[str, Any] | None) -> str:
+    if theirs is None:
+        return "not run"
+    return f"{'inside' if theirs['inside'] else '**outside**'}, {theirs['other_answers'] or 'no'} other answers"
+
+
+def _table(cells: list[dict[str, Any]]) -> list[str]:
+    """One row for each host, device and dtype of a model, and what happened in modes without figures."""
+    rows: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
+    for cell in cells:
+        rows.setdefault((cell["host"], cell["device"], cell["dtype"]), {})[cell["mode"]] = cell
+    lines = [f"| host, device | dtype | {' | '.join(MODES)} |", "|---|---|" + "---|" * len(MODES)]
+    notes = []
+    for (host, device, dtype), modes in rows.items():
+        where = f"{host}, {device}"
+        lines.append(f"| {where} | {dtype} | {' | '.join(shown_cell(modes.get(mode)) for mode in MODES)} |")
+        for mode, cell in modes.items():
+            if "reason" in cell:
+                parts = (where, dtype, mode, cell["state"])
+                notes.append(f"- {', '.join(filter(None, parts))}: {_escaped(cell['reason'])}")
+    return [*lines, *([""] if notes else []), *notes]
 
 
 def _interval(figure: dict[str, Any], digits: int) -> str:
@@ -143,8 +156,12 @@ def shown_cell(cell: dict[str, Any] | None) -> str:
         return "**red**: failed"
     text = "–" if cell["text"] is None else f"{cell['text']:.4f}"
     recall = "–" if cell["recall"] is None else f"{cell['recall']:.3f}"
-    red = "".join(f"; **red**: {one['figure']} {one['difference']:+.3f}" for one in cell["outside"])
-    return f"{text}, {recall}{red}"
+    return f"{text}, {recall}" + "".join(f"; **red**: {_outside(one)}" for one in cell["outside"])
+
+
+def _outside(one: dict[str, Any]) -> str:
+    # A report has null for what is no number.
+    return f"{one['figure']} {'no number' if one['difference'] is None else format(one['difference'], '+.3f')}"
 
 
 def _escaped(text: str) -> str:

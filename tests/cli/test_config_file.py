@@ -75,7 +75,7 @@ def test_precedence_of_command_line_environment_and_file(tmp_path: Path, monkeyp
         ("prot: 8001", "prot: there is no such option, but there is port."),
         ("max_model_length: 8", "but there is max-model-len."),
         ("zzzzzz: 8", "zzzzzz: there is no such option."),
-        ("tool-call-parser: hermes", "tool-call-parser: tool calls are not parsed"),
+        ("enable-auto-tool-choice: true", "enable-auto-tool-choice: tools are on wherever their format is known"),
         ("config: other.yaml", "config: there is no such option"),
         ("port: many", "port='many': "),
         ("dtype: int3", "dtype='int3': 'int3' is not one of"),

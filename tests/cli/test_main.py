@@ -153,9 +153,9 @@ def test_debug_shows_the_traceback(args: tuple[str, ...]) -> None:
 
 
 def test_unsupported_and_unknown_flags_are_status_2() -> None:
-    done = allotrope_command("serve", "m", "--tool-call-parser", "hermes")
+    done = allotrope_command("serve", "m", "--enable-auto-tool-choice")
     assert done.returncode == 2
-    assert done.stderr.startswith("allotrope: error: --tool-call-parser is not an option of allotrope: ")
+    assert done.stderr.startswith("allotrope: error: --enable-auto-tool-choice is not an option of allotrope: ")
     assert done.stderr.count("\n") == 1
     refused = (("serve", "m", "--zork"), ("serve",), ("zork",), ("serve", "m", "--port", "x"), ("bench", "zork"))
     for args in refused:

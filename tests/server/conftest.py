@@ -7,6 +7,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from scripted_chat import write_scripted_chat
+from scripted_model import write_scripted_model
 from server_process import API_KEY, ServerProcess
 from tiny_model import write_tiny_model
 
@@ -49,3 +51,29 @@ def http(server: ServerProcess) -> Iterator[httpx.Client]:
     """Plain HTTP to `server`."""
     with server.http() as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def scripted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server whose answers are known, see `scripted_model`."""
+    running = ServerProcess(
+        write_scripted_model(tmp_path_factory.mktemp("scripted")),
+        {"load_format": "auto", "generation_config": "none"},
+        tool_call_parser="hermes",
+        reasoning_parser="qwen3",
+        enable_sleep_mode=True,
+    )
+    try:
+        yield running.wait_until_ready()
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server for the model of `scripted_chat`, which calls tools and reasons."""
+    running = ServerProcess(write_scripted_chat(tmp_path_factory.mktemp("chat")), {"load_format": "auto"})
+    try:
+        yield running.wait_until_ready()
+    finally:
+        running.close()

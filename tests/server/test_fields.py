@@ -24,6 +24,12 @@ TABLES: list[tuple[type[BaseModel], fields.Fields]] = [
 INNER_TABLES: list[tuple[type[BaseModel], fields.Fields]] = [
     (protocol.Message, fields.MESSAGE),
     (protocol.TextPart, fields.PART),
+    (protocol.ToolCall, fields.TOOL_CALL),
+    (protocol.FunctionCall, fields.FUNCTION_CALL),
+    (protocol.FunctionTool, fields.TOOL),
+    (protocol.ChosenTool, fields.TOOL),
+    (protocol.Function, fields.FUNCTION),
+    (protocol.ChosenFunction, fields.CHOSEN_FUNCTION),
     (protocol.StreamOptions, fields.STREAM_OPTIONS),
 ]
 BODIES: dict[str, tuple[str, Json]] = {
@@ -305,6 +311,26 @@ def _special_tokens(probe: Probe) -> None:
     assert probe.choice(add_special_tokens=False)["prompt_token_ids"] == with_bos[1:]
 
 
+FUNCTION: Json = {"type": "function", "function": {"name": "f"}}
+
+
+def _tools(probe: Probe) -> None:
+    # What tools do, where the model has a format for them, is in test_tools.
+    assert probe.ids(tools=[]) == probe.ids(tools=[FUNCTION], tool_choice="none") == probe.ids()
+    assert probe.refused(tools=[FUNCTION])["param"] == "tools"
+    assert "--tool-call-parser" in probe.refused(tools=[FUNCTION])["message"]
+    assert probe.refused(tool_choice="required")["param"] == "tool_choice"
+    named = {"type": "function", "function": {"name": "g"}}
+    assert probe.refused(tools=[FUNCTION], tool_choice=named)["param"] == "tool_choice"
+    assert probe.ids(parallel_tool_calls=False) == probe.ids()
+
+
+def _reasoning(probe: Probe) -> None:
+    # The template reads no variable by which reasoning is turned on, and there is none to turn off.
+    assert probe.ids(reasoning_effort="none") == probe.ids(include_reasoning=False) == probe.ids()
+    assert probe.refused(reasoning_effort="high")["param"] == "reasoning_effort"
+
+
 def _follows(name: str, asks: Any) -> Callable[[Probe], None]:
     return lambda probe: _equal(probe.text(**{name: asks}), "abc")
 
@@ -352,6 +378,11 @@ CHAT_ONLY = {
     "add_generation_prompt": _generation_prompt,
     "continue_final_message": _continue,
     "chat_template_kwargs": _template_kwargs,
+    "tools": _tools,
+    "tool_choice": _tools,
+    "parallel_tool_calls": _tools,
+    "reasoning_effort": _reasoning,
+    "include_reasoning": _reasoning,
 }
 COMPLETIONS_ONLY = {
     "prompt": _prompt,

@@ -111,10 +111,16 @@ INNER: list[tuple[Json, str, str]] = [
     ({"messages": [{"role": "user", "content": "x", "zork": 1}]}, "messages[0].zork", "Allowed: role, content"),
     ({"messages": [{"role": "user", "content": "x", "images": ["y"]}]}, "messages[0].images", "reads text only"),
     (
-        {"messages": [{"role": "assistant", "content": "x", "reasoning": "y"}]},
-        "messages[0].reasoning",
+        {"messages": [{"role": "assistant", "content": "x", "thinking": "y"}]},
+        "messages[0].thinking",
         "write reasoning_content",
     ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "schema": {}}}]},
+        "tools[0].function.schema",
+        "Allowed: name, description, parameters, strict",
+    ),
+    ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name", "Allowed: type, function"),
     (
         {"messages": [{"role": "assistant", "content": "x", "prefix": True}]},
         "messages[0].prefix",

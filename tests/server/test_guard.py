@@ -12,6 +12,15 @@ from server_process import API_KEY, ServerProcess, wait_until_idle
 ROUTES = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/responses/resp_1"),
+    ("DELETE", "/v1/responses/resp_1"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/sleep"),
+    ("POST", "/wake_up"),
+    ("GET", "/is_sleeping"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/tiny"),
     ("GET", "/metrics"),
@@ -45,13 +54,16 @@ def test_no_route_without_the_key(unkeyed: httpx.Client, method: str, path: str,
     response = unkeyed.request(method, path, headers=headers)
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer"
-    assert response.json()["error"]["code"] == "invalid_api_key"
+    error = response.json()["error"]
+    assert error["type"] == "authentication_error"
+    assert path.startswith("/v1/messages") or error["code"] == "invalid_api_key"
 
 
 def test_the_test_above_knows_every_route(keyed: httpx.Client) -> None:
     described = keyed.get("/openapi.json").json()
     routes = {(method.upper(), path) for path, methods in described["paths"].items() for method in methods}
-    known = {(method, path.replace("/v1/models/tiny", "/v1/models/{model_id}")) for method, path in ROUTES}
+    ids = {"/v1/models/tiny": "/v1/models/{model_id}", "/v1/responses/resp_1": "/v1/responses/{response_id}"}
+    known = {(method, ids.get(path, path)) for method, path in ROUTES}
     assert routes - known == {("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")}
     assert described["security"] == [{"key": []}]
 

@@ -15,8 +15,9 @@ import httpx
 import pytest
 from server_process import ServerProcess
 
-from allotrope.config import ServerConfig
+from allotrope.config import EngineConfig, ServerConfig
 from allotrope.errors import ConfigError
+from allotrope.server.app import serve
 
 ORIGIN = "https://page.example"
 SECRET = "a prompt that nobody else should read"
@@ -222,3 +223,26 @@ def test_invalid_options_are_refused(options: dict[str, object], named: str) -> 
     with pytest.raises(ConfigError) as raised:
         ServerConfig(**options)  # type: ignore[arg-type]
     assert named in str(raised.value) and "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("option", ["tool_call_parser", "reasoning_parser"])
+def test_an_unknown_parser_is_refused_before_anything_starts(option: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"'zork' is unknown; use one of .*hermes|'zork' is unknown; use one of .*qwen3"
+    ):
+        serve(EngineConfig(model="no/such/model"), ServerConfig(**{option: "zork"}))
+
+
+def test_parsers_are_named_by_options(tiny_model: Path) -> None:
+    running = ServerProcess(tiny_model, tool_call_parser="qwen3_xml", reasoning_parser="deepseek_r1")
+    try:
+        line = running.wait_until_ready().wait_for_line(r"formats of messages: (.*)")[1]
+        assert "--tool-call-parser: qwen3_coder" in line and "--reasoning-parser: think" in line
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        with running.http() as http:
+            answer = http.post(
+                "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "tools": tools}
+            )
+        assert answer.status_code == 400 and "does not read them" in answer.json()["error"]["message"]
+    finally:
+        running.close()

@@ -13,9 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allotrope.request import Request, SamplingParams, SequenceOutput, TokenLogprobs
-from allotrope.server.answers import ChatAnswer, CompletionAnswer
+from allotrope.server.answers import CompletionAnswer
+from allotrope.server.chat_answer import ChatAnswer
 from allotrope.server.generation import Delta, Generation, GenerationFailed
 from allotrope.server.logprobs import Report
+from allotrope.server.message_formats import MessageFormats
+from allotrope.server.message_stream import MessageStream, PlainParser
+from allotrope.text.formats import by_name
 from allotrope.text.tokenizer import Tokenizer, load_tokenizer
 
 Json = dict[str, Any]
@@ -173,11 +177,59 @@ def test_answers_do_not_depend_on_tokens_per_step(
     answers = []
     for split in ([ids], portions, [[token] for token in ids]):
         generation, pieces = _generate(tokenizer, params, split)
-        for kind in (ChatAnswer, CompletionAnswer):
-            body = kind("tiny", [generation], tokenizer, report).whole(pieces)
-            answers.append((kind, body["choices"], body["usage"]))
+        stream = MessageStream(generation, PlainParser)
+        messages = [message for piece in pieces if (message := stream.take(piece)) is not None]
+        chat = ChatAnswer("tiny", stream, tokenizer, report, MessageFormats()).whole(messages)
+        completion = CompletionAnswer("tiny", [generation], tokenizer, report).whole(pieces)
+        answers += [(body["object"], body["choices"], body["usage"]) for body in (chat, completion)]
         assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
     assert answers[0:2] == answers[2:4] == answers[4:6]
+
+
+CALLS = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
+TEXTS = [
+    f"<think>\nthe cat\n</think>\n\nthe dog {CALLS}\n{CALLS}",
+    f"{CALLS} and more",
+    "<think>no end",
+    '<tool_call>{"name": "f", "arguments": {"a": [1,',
+    "plain <|im_start|> text <tool_call>",
+]
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    text=st.sampled_from(TEXTS),
+    cuts=st.sets(st.integers(1, 120)),
+    stop=st.sampled_from([(), ("dog",), ("}}",), ("</think>",)]),
+    single=st.booleans(),
+)
+def test_messages_do_not_depend_on_tokens_per_step(
+    tokenizer: Tokenizer, text: str, cuts: set[int], stop: tuple[str, ...], single: bool
+) -> None:
+    params = SamplingParams(stop=stop, logprobs=1, max_tokens=None, skip_special_tokens=False)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    edges = [0, *sorted(cut for cut in cuts if cut < len(ids)), len(ids)]
+    formats = MessageFormats(by_name("hermes"), by_name("hermes"), special_tokens=frozenset({"<|im_start|>"}))
+    parsers = formats.parsers(
+        formats.tools, [], reasoning_is_open=False, calls_are_held=False, keeps_special_tokens=False
+    )
+    answers = []
+    for split in ([ids], [ids[start:end] for start, end in pairwise(edges)], [[token] for token in ids]):
+        generation, pieces = _generate(tokenizer, params, split)
+        stream = MessageStream(generation, parsers, single_call=single)
+        messages = [message for piece in pieces if (message := stream.take(piece)) is not None]
+        answer = ChatAnswer("tiny", stream, tokenizer, Report(logprobs=1, token_ids=True), formats)
+        (whole,) = answer.whole(messages)["choices"]
+        for call in whole["message"].get("tool_calls", []):
+            call["id"] = ""
+        streamed = [choice["delta"] for one in messages for chunk in answer.chunks(one) for choice in chunk["choices"]]
+        assert "".join(delta.get("content", "") for delta in streamed) == (whole["message"]["content"] or "")
+        assert "".join(
+            call["function"]["arguments"] for delta in streamed for call in delta.get("tool_calls", [])
+        ) == "".join(call["function"]["arguments"] for call in whole["message"].get("tool_calls", []))
+        answers.append((whole, stream.reasoning_tokens))
+        assert [message.finish_reason for message in messages[:-1]] == [None] * (len(messages) - 1)
+    assert answers[0] == answers[1] == answers[2]
 
 
 def test_a_sequence_that_the_engine_drops_fails_the_request(tokenizer: Tokenizer) -> None:

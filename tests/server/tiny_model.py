@@ -15,7 +15,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _TEXT = ["the cat sat on the mat and the dog ran after the other cat", "one two three four five six seven eight"] * 4
-_CONFIG = {
+CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "bos_token_id": 0,
@@ -38,8 +38,8 @@ _CONFIG = {
 }
 
 
-def write_tiny_model(directory: Path) -> Path:
-    """Write config and tokenizer into `directory`, for load_format="dummy"; returns it."""
+def trained_tokenizer() -> Tokenizer:
+    """The tokenizer: bytes, and merges of a few words."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,9 +51,15 @@ def write_tiny_model(directory: Path) -> Path:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_TEXT, trainer)
+    return tokenizer
+
+
+def write_tiny_model(directory: Path) -> Path:
+    """Write config and tokenizer into `directory`, for load_format="dummy"; returns it."""
+    tokenizer = trained_tokenizer()
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     described = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(described))
-    (directory / "config.json").write_text(json.dumps(_CONFIG))
+    (directory / "config.json").write_text(json.dumps(CONFIG))
     return directory

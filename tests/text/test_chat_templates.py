@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from allotrope.errors import ConfigError, InvalidRequest
-from allotrope.text.chat import normalise_messages, read_chat_template, render_chat
+from allotrope.text.chat import normalise_messages, read_chat_template, render_chat, variables_of
 from allotrope.text.tokenizer import Tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -133,3 +133,65 @@ def test_template_option(tmp_path: Path) -> None:
         read_chat_template("missing.jinja")
     with pytest.raises(ConfigError, match="not valid Jinja"):
         read_chat_template("{% for %}")
+
+
+CALLING = [
+    *HELLO,
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"text": "é", "n": [1, 2]}'}},
+            {"id": "b", "type": "function", "function": {"name": "g", "arguments": ""}},
+        ],
+    },
+]
+
+
+IN_ANY_WAY = {
+    "{% for key, value in arguments.items() %}{{ key }}={{ value | tojson }};{% endfor %}": 'text="é";n=[1, 2];||',
+    "{% for key, value in arguments | items %}{{ key }}={{ value | tojson }};{% endfor %}": 'text="é";n=[1, 2];||',
+    "{{ arguments | tojson }}": '{"text": "é", "n": [1, 2]}|{}|',
+    "{{ '<' + arguments + '>' }}": '<{"text": "é", "n": [1, 2]}>|<{}>|',
+    "{{ '<' ~ arguments ~ '>' }}": '<{"text": "é", "n": [1, 2]}>|<{}>|',
+    "{% if arguments is string %}text{% else %}{{ arguments.text }}{% endif %}": "é||",
+}
+
+
+@pytest.mark.parametrize(("written", "text"), IN_ANY_WAY.items())
+def test_templates_read_arguments_in_any_way(written: str, text: str) -> None:
+    setting = "{% set arguments = call.function.arguments %}"
+    template = "{% for call in messages[1].tool_calls %}" + setting + written + "|{% endfor %}"
+    assert render_chat(template, CALLING, {}) == text
+
+
+def test_arguments_that_are_no_object_stay_text() -> None:
+    for text in ("[1]", "{", "7", "[" * 100_000):
+        call = {"function": {"name": "f", "arguments": text}}
+        messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
+        assert render_chat("{{ messages[1].tool_calls[0].function.arguments }}", messages, {}) == text
+
+
+def test_content_of_messages_that_call_tools() -> None:
+    only_then = (
+        "{% for message in messages %}{% if message['role'] == 'assistant' and message['content'] is none %}call"
+    )
+    assert render_chat(only_then + "{% endif %}{% endfor %}", CALLING, {}) == "call"
+    assert render_chat("{{ messages[1].content + '.' }}", CALLING, {}) == "."
+
+
+def test_roles_and_reasoning() -> None:
+    messages = [
+        {"role": "developer", "content": "short"},
+        {"role": "assistant", "content": "x", "reasoning": "why"},
+        {"role": "user", "content": "y", "thinking": "kept"},
+    ]
+    shown = "{% for m in messages %}{{ m.role }} {{ m.reasoning_content }} {{ m.thinking }},{% endfor %}"
+    assert render_chat(shown, messages, {}) == "system  ,assistant why why,user  kept,"
+    assert render_chat("{# developer #}" + shown, messages, {}).startswith("developer ")
+
+
+def test_variables_of_a_template() -> None:
+    template = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}{{ messages }}"
+    assert variables_of(template) == {"thinking", "messages"}
+    assert variables_of("{% if %}") == frozenset()

@@ -1,0 +1,1 @@
+"""The Responses API: its bodies, how they become a conversation, its answers and events, and what is kept of them."""
