@@ -38,7 +38,7 @@ class Constraint:
         self._failure: str | None = None
 
     @property
-    def holds(self) -> bool:
+    def begun(self) -> bool:
         """Whether the grammar holds already."""
         return self._seen is None
 
@@ -50,7 +50,7 @@ class Constraint:
     @property
     def complete(self) -> bool:
         """Whether only an end token may follow."""
-        return self.holds and self.matcher.complete
+        return self.begun and self.matcher.complete
 
     @property
     def failure(self) -> str | None:
@@ -83,7 +83,7 @@ def fill_masks(constraints: Iterable[tuple[Constraint, int]], bits: Bits) -> Non
     for constraint, row in constraints:
         if constraint.failure is not None:
             bits[row] = np.int32(0)
-        elif constraint.holds:
+        elif constraint.begun:
             open_ones.append((constraint, row))
         else:
             constraint.fill_opening(bits, row)

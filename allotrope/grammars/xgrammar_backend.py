@@ -24,7 +24,7 @@ _CACHE_BYTES = 256 << 20
 _MOST_SPACES = 32
 _MAX_REPETITIONS = 4096
 _MAX_ALTERNATIVES = 2048
-# Keywords that it passes over, or reads in part only: texts of a given length may hold control characters.
+# What it passes over, or only in part. Texts of a given length may hold control characters.
 _PASSED_OVER = frozenset(
     """not if then else contains minContains maxContains uniqueItems multipleOf dependentRequired dependentSchemas
     dependencies propertyNames patternProperties minProperties maxProperties unevaluatedProperties unevaluatedItems

@@ -1,4 +1,4 @@
-"""A model's vocabulary as grammars see it: the one place where tokenizer and checkpoint meet for the engine."""
+"""The vocabulary of a model that is loaded, for the grammars of its outputs."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ from allotrope.text.tokenizer import load_tokenizer
 def load_vocabulary(
     config: EngineConfig, checkpoint: Checkpoint, vocab_size: int, eos_ids: Sequence[int]
 ) -> Vocabulary:
-    """The vocabulary of a model that scores `vocab_size` ids. `eos_ids`: those of the checkpoint. Raises ModelError."""
+    """The tokens of a model that scores `vocab_size` ids: see `read_vocabulary`. Raises ModelError if there is none."""
     return read_vocabulary(load_tokenizer(tokenizer_path(config, checkpoint)), vocab_size, eos_ids)
