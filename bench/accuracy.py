@@ -102,7 +102,10 @@ def reference_path(folder: Path, options: argparse.Namespace) -> Path:
 
 
 def item_flags(options: argparse.Namespace) -> list[str]:
-    return ["--items", str(options.items), "--lengths", options.lengths, "--text", str(options.text)]
+    # As seen from the root, where commands run: the report names it.
+    text = options.text.resolve()
+    shown = text.relative_to(ROOT) if text.is_relative_to(ROOT) else text
+    return ["--items", str(options.items), "--lengths", options.lengths, "--text", str(shown)]
 
 
 def reference_command(folder: Path, options: argparse.Namespace) -> list[str]:
