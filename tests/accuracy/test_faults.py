@@ -29,8 +29,9 @@ MODELS = ROOT / "train" / "models"
 @dataclass(frozen=True)
 class Fault:
     """`name`: of the patch. `items`: options that say what is asked. `text`: a text of lines of this task, or of
-    random letters, whose bits vary less than those of prose. `cell`: options that say how. `red`: figures of which each must be outside. `green`:
-    modes and figures that stay inside with the fault. `twin_of`: the model that the reference runs.
+    random letters, whose bits vary less than those of prose. `cell`: options that say how. `red`: figures of which each
+    must be outside. `green`: modes and figures that stay inside with the fault. `twin_of`: the model that the reference
+    runs.
     """
 
     name: str
@@ -212,5 +213,5 @@ def test_a_patch_that_does_not_apply_says_so(tmp_path: Path) -> None:
     patch = tmp_path / "old.patch"
     patch.write_text("Old.\n\n--- a/allotrope/errors.py\n+++ b/allotrope/errors.py\n@@ -1 +1 @@\n-gone\n+here\n")
     (tmp_path / "copy").mkdir()
-    with pytest.raises(pytest.fail.Exception, match="old.patch does not apply to the package any more"):
+    with pytest.raises(pytest.fail.Exception, match=r"old\.patch does not apply to the package any more"):
         copy_with(patch, tmp_path / "copy")
