@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from allotrope.eval.tasks import make, task_rng
+from train.quantize import quantize
 
 ROOT = Path(__file__).parents[2]
 PATCHES = Path(__file__).with_name("faults")
@@ -76,16 +77,21 @@ FAULTS = (
 )
 
 
-def _model(name: str) -> Path:
-    folder = MODELS / name
+def _model(name: str, made: Path) -> Path:
+    """The folder of a trained model. That of a quantized twin is written to `made` first."""
+    plain = name.removesuffix("_fp8")
+    folder = MODELS / plain
     if not (folder / "model.safetensors").is_file():
         pytest.skip(f"no model: {folder} is absent (python train/all.py makes it)")
-    return folder
+    if name != plain and not (made / name).is_dir():
+        shutil.copytree(folder, made / plain)
+        assert quantize(made / plain) == made / name
+    return folder if name == plain else made / name
 
 
-def evaluate(package: Path, model: str, out: Path, *options: str) -> dict[str, Any]:
+def evaluate(package: Path, model: Path, out: Path, *options: str) -> dict[str, Any]:
     """The report of `allotrope eval` by the package in the folder `package`."""
-    command = [sys.executable, "-m", "allotrope", "eval", str(_model(model)), "--threads", "1", "--dtype", "float32"]
+    command = [sys.executable, "-m", "allotrope", "eval", str(model), "--threads", "1", "--dtype", "float32"]
     environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, *options, "--json", str(out)], cwd=package, env=environment, capture_output=True, text=True
@@ -103,6 +109,10 @@ class Bench:
         self.folder = folder
         self._reports: dict[tuple[str, ...], dict[str, Any]] = {}
 
+    def model(self, name: str) -> Path:
+        """The folder of a model or of its quantized twin. Skips the test where there is none."""
+        return _model(name, self.folder)
+
     def whole(self, fault: Fault) -> dict[str, Any]:
         """The cell of `fault` without the fault, held to the reference."""
         return self._once(fault.model, (*self.items(fault), *fault.cell, "--modes", fault.mode, *self.baseline(fault)))
@@ -119,7 +129,7 @@ class Bench:
     def _once(self, model: str, options: tuple[str, ...]) -> dict[str, Any]:
         if (key := (model, *options)) not in self._reports:
             out = self.folder / f"{len(self._reports)}.json"
-            self._reports[key] = evaluate(ROOT, model, out, *options) | {"file": str(out)}
+            self._reports[key] = evaluate(ROOT, self.model(model), out, *options) | {"file": str(out)}
         return self._reports[key]
 
     def _text(self, task: str) -> Path:
@@ -192,7 +202,7 @@ def test_the_fault_turns_its_cell_red(fault: Fault, bench: Bench, tmp_path: Path
     outside = [name for name, figure in _figures(bench.whole(fault), fault.mode).items() if not figure["inside"]]
     assert not outside, f"without the fault, these are outside: {outside}"
     options = (*bench.items(fault), *fault.cell, "--modes", fault.modes, *bench.baseline(fault))
-    broken = evaluate(package, fault.model, tmp_path / "broken.json", *options)
+    broken = evaluate(package, bench.model(fault.model), tmp_path / "broken.json", *options)
     figures = _figures(broken, fault.mode)
     wanted = {figure["name"]: figure for figure in broken["baseline"]["figures"]}
     print()
