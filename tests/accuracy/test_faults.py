@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 
 from allotrope.eval.tasks import make, task_rng
-from train.quantize import quantize
 
 ROOT = Path(__file__).parents[2]
 PATCHES = Path(__file__).with_name("faults")
@@ -31,8 +30,7 @@ MODELS = ROOT / "train" / "models"
 class Fault:
     """`name`: of the patch. `items`: options that say what is asked. `text`: a text of lines of this task, or of
     random letters, whose bits vary less than those of prose. `cell`: options that say how. `red`: figures of which each
-    must be outside. `green`: modes and figures that stay inside with the fault. `twin_of`: the model that the reference
-    runs.
+    must be outside. `green`: modes and figures that stay inside with the fault.
     """
 
     name: str
@@ -43,7 +41,6 @@ class Fault:
     text: str = ""
     cell: tuple[str, ...] = ()
     green: tuple[tuple[str, str], ...] = ()
-    twin_of: str = ""
 
     @property
     def modes(self) -> str:
@@ -61,7 +58,7 @@ REFERENCE = ("--attention-backend", "mha=reference")
 RESIDUES = tuple(f"recall, tokens = {residue} mod 4" for residue in range(4))
 
 FAULTS = (
-    Fault("compressed_rope_position", "deepseek_v4", TEXT, ("text",), text="copy"),
+    Fault("compressed_rope_position", "deepseek_v4", (*TEXT, "--text-length", "1024"), ("text",), text="copy"),
     Fault("window_off_by_one", "llama_window", TEXT, ("text",), text="arithmetic", cell=REFERENCE),
     Fault("sink_dropped", "gpt_oss", (*TEXT, "--text-length", "128"), ("text",), text="letters"),
     Fault(
@@ -73,20 +70,15 @@ FAULTS = (
         green=tuple(("cold", name) for name in RESIDUES[:3]),
     ),
     Fault("swapped_b_a", "qwen3_next", TEXT, ("text",)),
-    Fault("fp8_scale_of_wrong_block", "deepseek_v3_fp8", TEXT, ("text",), twin_of="deepseek_v3"),
+    Fault("fp8_scale_of_wrong_block", "deepseek_v3", TEXT, ("text",)),
 )
 
 
-def _model(name: str, made: Path) -> Path:
-    """The folder of a trained model. That of a quantized twin is written to `made` first."""
-    plain = name.removesuffix("_fp8")
-    folder = MODELS / plain
+def _model(name: str) -> Path:
+    folder = MODELS / name
     if not (folder / "model.safetensors").is_file():
         pytest.skip(f"no model: {folder} is absent (python train/all.py makes it)")
-    if name != plain and not (made / name).is_dir():
-        shutil.copytree(folder, made / plain)
-        assert quantize(made / plain) == made / name
-    return folder if name == plain else made / name
+    return folder
 
 
 def evaluate(package: Path, model: Path, out: Path, *options: str) -> dict[str, Any]:
@@ -109,17 +101,13 @@ class Bench:
         self.folder = folder
         self._reports: dict[tuple[str, ...], dict[str, Any]] = {}
 
-    def model(self, name: str) -> Path:
-        """The folder of a model or of its quantized twin. Skips the test where there is none."""
-        return _model(name, self.folder)
-
     def whole(self, fault: Fault) -> dict[str, Any]:
         """The cell of `fault` without the fault, held to the reference."""
         return self._once(fault.model, (*self.items(fault), *fault.cell, "--modes", fault.mode, *self.baseline(fault)))
 
     def baseline(self, fault: Fault) -> tuple[str, ...]:
         """The option that holds a run to the reference: the package as it is, in fp32, in the mode "cold"."""
-        reference = self._once(fault.twin_of or fault.model, self.items(fault))
+        reference = self._once(fault.model, self.items(fault))
         return ("--baseline", reference["file"])
 
     def items(self, fault: Fault) -> tuple[str, ...]:
@@ -129,11 +117,11 @@ class Bench:
     def _once(self, model: str, options: tuple[str, ...]) -> dict[str, Any]:
         if (key := (model, *options)) not in self._reports:
             out = self.folder / f"{len(self._reports)}.json"
-            self._reports[key] = evaluate(ROOT, self.model(model), out, *options) | {"file": str(out)}
+            self._reports[key] = evaluate(ROOT, _model(model), out, *options) | {"file": str(out)}
         return self._reports[key]
 
     def _text(self, task: str) -> Path:
-        """64 chunks: of 512 bytes of solved lines of `task`, or of 128 random letters of which half are repeated."""
+        """64 chunks: of 1024 bytes of solved lines of `task`, or of 128 random letters of which half are repeated."""
         path = self.folder / f"{task}.txt"
         if not path.exists():
             path.write_text(_letters() if task == "letters" else "".join(_chunk(task, index) for index in range(64)))
@@ -145,7 +133,7 @@ def _letters() -> str:
     return "".join(2 * ("".join(rng.choices(ascii_lowercase, k=63)) + "\n") for _ in range(64))
 
 
-def _chunk(task: str, index: int, length: int = 512) -> str:
+def _chunk(task: str, index: int, length: int = 1024) -> str:
     """Solved lines of exactly `length` bytes."""
     for size in range(length - 2, 0, -1):
         example = make(task, task_rng("eval", task, index, seed=7), size)
@@ -202,7 +190,7 @@ def test_the_fault_turns_its_cell_red(fault: Fault, bench: Bench, tmp_path: Path
     outside = [name for name, figure in _figures(bench.whole(fault), fault.mode).items() if not figure["inside"]]
     assert not outside, f"without the fault, these are outside: {outside}"
     options = (*bench.items(fault), *fault.cell, "--modes", fault.modes, *bench.baseline(fault))
-    broken = evaluate(package, bench.model(fault.model), tmp_path / "broken.json", *options)
+    broken = evaluate(package, _model(fault.model), tmp_path / "broken.json", *options)
     figures = _figures(broken, fault.mode)
     wanted = {figure["name"]: figure for figure in broken["baseline"]["figures"]}
     print()
