@@ -145,8 +145,8 @@ class ServerConfig:
         "Name of the model in the API; answers carry the first of several. Default: MODEL as it was given.", ()
     )
     api_key: tuple[str, ...] = option(
-        "Key that routes ask for, all but /health, /ping and /docs; one of several is enough. Also from "
-        "ALLOTROPE_API_KEY.",
+        "Key that routes ask for, all but /health, /ping and the pages / and /docs; one of several is enough. "
+        "Also from ALLOTROPE_API_KEY.",
         (),
     )
     metrics_api_key: tuple[str, ...] = option(

@@ -1,9 +1,9 @@
-"""Writes the tables of `docs/results.md` from the JSON files in `bench/results`.
+"""Writes the tables of `docs/results.md` and `docs/accuracy.md` from the JSON files in `bench/results`.
 
     python bench/results.py            writes the tables
     python bench/results.py --check    writes nothing; ends with 1 if a table is not that of its file
 
-The page marks the place of each table by a comment with the file's name. Text between tables is written by hand.
+A page marks the place of each table by a comment with the file's name. Text between tables is written by hand.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from bench import all_reduce  # noqa: E402
+from bench.accuracy import report as accuracy_report  # noqa: E402
 from bench.cpu.report import architectures_page, peers_page  # noqa: E402
 from bench.engine import report as engine_report  # noqa: E402
 from bench.engine.server import report as server_page  # noqa: E402
 from bench.kernels import report as kernel_report  # noqa: E402
 
-PAGE = ROOT / "docs" / "results.md"
+PAGES = (ROOT / "docs" / "results.md", ROOT / "docs" / "accuracy.md")
 RESULTS = ROOT / "bench" / "results"
 # By the beginning of a file's name.
-PAGES: dict[str, Callable[[dict[str, Any]], str]] = {
+RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "accuracy": accuracy_report.page,
     "all_reduce": all_reduce.page,
     "cpu_architectures": architectures_page,
     "cpu_peers": peers_page,
@@ -47,7 +49,7 @@ BLOCK = re.compile(r"(<!-- table of (\w+\.json) -->\n).*?(<!-- end of table -->\
 
 def render(file: Path) -> str:
     """The tables of a result, with headings of the third level and below, and a link to its plot."""
-    (make,) = (make for prefix, make in PAGES.items() if file.name.startswith(prefix))
+    (make,) = (make for prefix, make in RENDERERS.items() if file.name.startswith(prefix))
     # The page of a run stands alone; here its title is in the text before it.
     text = re.sub(r"\A# [^\n]*\n+", "", make(json.loads(file.read_text())))
     first, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
@@ -67,26 +69,27 @@ def updated(page: str, results: Path = RESULTS) -> str:
     return BLOCK.sub(lambda found: f"{found[1]}\n{render(results / found[2])}\n{found[3]}", page)
 
 
-def missing(page: str, results: Path = RESULTS) -> list[str]:
-    """Results that have no table in `page`."""
-    shown = {found[2] for found in BLOCK.finditer(page)}
+def missing(pages: Sequence[str], results: Path = RESULTS) -> list[str]:
+    """Results that have no table in any of `pages`."""
+    shown = {found[2] for page in pages for found in BLOCK.finditer(page)}
     return sorted(file.name for file in results.glob("*.json") if file.name not in shown)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; end with 1 if the page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; end with 1 if a page is out of date")
     options = parser.parse_args(arguments)
-    before = PAGE.read_text()
-    after = updated(before)
-    for name in missing(before):
-        print(f"{PAGE.name} has no table of {name}: add '<!-- table of {name} -->' and '<!-- end of table -->'")
-    if options.check:
-        if after != before:
-            print(f"{PAGE.name} is out of date: run python bench/results.py")
-        return int(after != before or bool(missing(before)))
-    PAGE.write_text(after)
-    return int(bool(missing(before)))
+    before = {page: page.read_text() for page in PAGES}
+    absent = missing(list(before.values()))
+    for name in absent:
+        print(f"no page has a table of {name}: add '<!-- table of {name} -->' and '<!-- end of table -->'")
+    outdated = {page: after for page, text in before.items() if (after := updated(text)) != text}
+    for page, after in outdated.items():
+        if options.check:
+            print(f"{page.name} is out of date: run python bench/results.py")
+        else:
+            page.write_text(after)
+    return int(bool(absent) or (options.check and bool(outdated)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -14,5 +15,7 @@ def load_script(name: str) -> Any:
     spec = spec_from_file_location(f"{name}_command", BENCH / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
+    # Dataclasses look their module up.
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module

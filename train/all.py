@@ -3,7 +3,7 @@
     python train/all.py --out /tmp/models
 
 Each model has a process of its own; with several GPUs they are dealt out. OUT has a folder and a log for each model,
-and summary.json.
+summary.json, and the models in the form in which they are published in `published`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from train.configs import CONFIGS, STEPS
 from train.measure import DISTANCES
-from train.quantize import quantize_all
+from train.quantize import publish, quantize_all
 from train.train import ROWS, TEXT, draw_missing, row_counts
 from train.trainer import Schedule
 
@@ -56,8 +56,10 @@ def main() -> None:
     }
     (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(table(summary))
-    for line in quantize_all([args.out / name for name in summary]):
+    folders = [args.out / name for name in summary]
+    for line in quantize_all(folders):
         print(line)
+    publish(folders, args.out / "published")
     for name, code in failed.items():
         end = (args.out / f"{name}.log").read_text()[-3000:]
         print(f"\n{name} failed with {code}; the end of its log:\n{end}")

@@ -1,8 +1,9 @@
 """Quantized twins of trained models, in the released layouts: MXFP4 experts, and FP8 in blocks of 128 x 128.
 
-    python -m train.quantize /tmp/models/gpt_oss /tmp/models/qwen3_moe
+    python -m train.quantize /tmp/models/gpt_oss /tmp/models/qwen3_moe --publish train/models
 
-writes `gpt_oss_mxfp4` and `qwen3_moe_fp8` beside them.
+writes `gpt_oss_mxfp4` and `qwen3_moe_fp8` beside them, and each model in the form in which it is published to
+`train/models`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ _PLAIN = re.compile(
     r"[a-z_]*norm[a-z_]*)\.weight$"
 )
 FP8_MODELS = ("deepseek_v3", "deepseek_v32", "qwen3_next", "qwen3_moe")
+# What tells of a run.
+CARD = ("README.md", "report.json", "loss.json", "loss.png")
+# Models that are published as the larger ones of their family are released; the others in bf16.
+PUBLISHED = {"gpt_oss": "mxfp4", "qwen3_next": "fp8", "deepseek_v3": "fp8", "deepseek_v32": "fp8"}
 
 
 def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,10 +104,60 @@ def quantize(folder: Path) -> Path | None:
             shutil.copy(folder / name, out / name)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "README.md").write_text(
-        f"# {out.name}\n\nThe weights of {folder.name}, quantized after training by `python -m train.quantize`.\n"
-    )
+    for name in CARD:
+        if (folder / name).is_file():
+            shutil.copy(folder / name, out / name)
+    if (card := out / "README.md").is_file():
+        stored = "experts in MXFP4" if form == "mxfp4" else "weights of products in FP8, in blocks of 128 x 128"
+        card.write_text(f"{card.read_text()}\nQuantized after training, by `python -m train.quantize`: {stored}.\n")
     return out
+
+
+def publish(folders: Sequence[Path], out: Path) -> None:
+    """Copies each model in the form in which it is published. `folders`: as training wrote them."""
+    for folder in folders:
+        form = PUBLISHED.get(folder.name)
+        source = folder if form is None else folder.with_name(f"{folder.name}_{form}")
+        shutil.copytree(source, out / folder.name, dirs_exist_ok=True)
+
+
+def plain(folder: Path, out: Path) -> Path:
+    """Writes what the weights of a checkpoint stand for, in fp32, to a folder in `out`. Returns that folder.
+
+    A checkpoint without quantized weights is its own plain twin.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    if config.pop("quantization_config", None) is None:
+        return folder
+    tensors = load_file(folder / "model.safetensors")
+    found = {}
+    for name, tensor in tensors.items():
+        if (scale := tensors.get(f"{name}_scale_inv")) is not None:
+            found[name] = from_fp8_blocks(tensor, scale)
+        elif name.endswith("_blocks"):
+            stem = name.removesuffix("_blocks")
+            found[stem] = from_mxfp4(tensor, tensors[f"{stem}_scales"]).transpose(1, 2).contiguous()
+        elif not name.endswith(("_scale_inv", "_scales")):
+            found[name] = tensor.float()
+    target = out / folder.name
+    target.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("*.json"):
+        shutil.copy(path, target / path.name)
+    (target / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}, indent=2) + "\n")
+    save_file(found, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def from_fp8_blocks(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The inverse of `fp8_blocks`, in fp32."""
+    wide = scale.float().repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+    return values.float() * wide[: values.shape[0], : values.shape[1]]
+
+
+def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The inverse of `mxfp4`, in fp32: [E, out, in]."""
+    values = _fp4_values(torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2))
+    return (values * torch.exp2(scales.float() - 127)[..., None]).flatten(-2)
 
 
 def _mxfp4_config() -> dict[str, Any]:
@@ -157,5 +212,9 @@ def quantize_all(folders: Sequence[Path]) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path)
-    for line in quantize_all(parser.parse_args().folders):
+    parser.add_argument("--publish", type=Path, metavar="FOLDER", help="of published models")
+    options = parser.parse_args()
+    for line in quantize_all(options.folders):
         print(line)
+    if options.publish is not None:
+        publish(options.folders, options.publish)

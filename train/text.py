@@ -69,6 +69,17 @@ def read(path: Path, held_out: bool) -> bytes:
     return b"".join(text for text in documents if (_share(text) == 0) == held_out)
 
 
+# Of the held-out part, for evaluation: evenly spaced pieces, from the beginning of a line on.
+PIECES, PIECE = 48, 2048
+
+
+def sample(path: Path) -> bytes:
+    """Pieces of the part that no model sees."""
+    text = read(path, held_out=True)
+    starts = [text.index(b"\n", i * (len(text) - 2 * PIECE) // PIECES) + 1 for i in range(PIECES)]
+    return b"".join(text[start : text.index(b"\n", start + PIECE) + 1] for start in starts)
+
+
 def _share(text: bytes) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") % HELD_OUT
 
@@ -76,4 +87,11 @@ def _share(text: bytes) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path)
-    write(parser.parse_args().path)
+    parser.add_argument("--sample", type=Path, metavar="FILE", help="for pieces of what no model sees")
+    options = parser.parse_args()
+    if options.path.is_file():
+        print(f"{options.path} is there")
+    else:
+        write(options.path)
+    if options.sample is not None:
+        options.sample.write_bytes(sample(options.path))

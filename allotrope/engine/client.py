@@ -33,7 +33,7 @@ from allotrope.engine.messages import (
     pack,
     unpack_from_engine,
 )
-from allotrope.engine.report import EngineLimits, EngineStats
+from allotrope.engine.report import EngineLimits, EngineStats, ModelSummary
 from allotrope.errors import AllotropeError, ConfigError, EngineDead, InvalidRequest, Overloaded
 from allotrope.logs import one_line
 from allotrope.request import Request, SequenceOutput
@@ -72,6 +72,7 @@ class EngineClient:
         self._unended: dict[str, set[int]] = {}
         self._owed_since: float | None = None
         self._limits: EngineLimits | None = None
+        self._model: ModelSummary | None = None
         self._stats = EngineStats()
         self.summary: tuple[str, ...] = ()
         self._failure: Failed | None = None
@@ -90,6 +91,13 @@ class EngineClient:
         if self._limits is None:
             raise RuntimeError("the engine's limits are known only after it has started")
         return self._limits
+
+    @property
+    def model(self) -> ModelSummary:
+        """The loaded model and its memory. Raises `RuntimeError` before `start` has returned."""
+        if self._model is None:
+            raise RuntimeError("the model is known only after the engine has started")
+        return self._model
 
     def stats(self) -> EngineStats:
         """Where the engine stood after its last step."""
@@ -117,8 +125,8 @@ class EngineClient:
             match message:
                 case Progress(phase):
                     on_progress(phase)
-                case Ready(limits, stats, summary):
-                    self._limits, self._stats, self.summary = limits, stats, summary
+                case Ready(limits, stats, summary, model):
+                    self._limits, self._stats, self.summary, self._model = limits, stats, summary, model
                 case Failed(kind, text):
                     raise (ConfigError if kind == "ConfigError" else AllotropeError)(text)
                 case _:

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from allotrope.config import EngineConfig
-from allotrope.engine.report import EngineLimits, EngineStats
+from allotrope.engine.report import EngineLimits, EngineStats, ModelSummary
 from allotrope.request import Request, SequenceOutput
 
 RefusalKind = Literal["invalid", "overloaded"]
@@ -54,11 +54,13 @@ class Progress(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """From the engine, once: the model is loaded. `summary`: the model and its memory, in a line each."""
+    """From the engine, once: the model is loaded. `summary`: the model and its memory, in a line each. `model`: the
+    same as figures."""
 
     limits: EngineLimits
     stats: EngineStats
     summary: tuple[str, ...]
+    model: ModelSummary
 
 
 class Failed(msgspec.Struct, tag=True):

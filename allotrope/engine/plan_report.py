@@ -20,6 +20,7 @@ from allotrope.engine.cache_plan import plan_caches
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.memory import free_memory
 from allotrope.engine.rank_report import RankReport, rank_sizes, report_ranks
+from allotrope.engine.report import CacheGroupSummary, ModelSummary, numbered
 from allotrope.engine.report_text import size_text, table
 from allotrope.engine.step_cost import step_cost
 from allotrope.errors import AllotropeError, ConfigError, ModelError
@@ -66,7 +67,8 @@ class DecodeReport:
 @dataclass(frozen=True, kw_only=True)
 class ModelReport:
     """The plan of one rank. `memory_bytes`: what the device has for all of it, None if nobody asked whether it fits.
-    `tokens`: context tokens that fit at once over all sequences. `refusal`: why it does not fit and what would.
+    `tokens`: context tokens that fit at once over all sequences. `sequences`: how many of them have room for their
+    windows and states. `refusal`: why it does not fit and what would.
     `formats_from`: who says which weights are quantized. `quantized`: whether any stay so. `tensor_parallel`: what each
     rank has, and which numbers of ranks are allowed; None if nobody asked."""
 
@@ -95,15 +97,52 @@ class ModelReport:
         """The same as plain data, with `fits`."""
         return {**asdict(self), "fits": self.refusal is None}
 
+    @property
+    def full_length_sequences(self) -> int | None:
+        """How many sequences of `max_model_len` tokens fit at once; None where the caches do not fit."""
+        if self.tokens is None or self.sequences is None:
+            return None
+        return min(self.sequences, self.tokens // self.max_model_len)
+
     def summary(self) -> tuple[str, str]:
         """The model and its memory, for readers who know nothing of caches."""
         memory = f"memory: {size_text(self.weight_bytes)} of weights on each of {self.ranks} rank(s)"
         if self.tokens is not None and self.cache_bytes is not None:
             memory += (
-                f" and {size_text(self.cache_bytes)} of caches, enough for {self.sequences} requests of "
-                f"{self.max_model_len} tokens at a time (at most {self.max_num_seqs} requests)"
+                f" and {size_text(self.cache_bytes)} of caches, enough for {self.tokens} tokens, which is "
+                f"{self.full_length_sequences} request(s) of {self.max_model_len} at a time "
+                f"(at most {self.max_num_seqs} requests)"
             )
         return f"model: {self._heading()}", memory.replace(" on each of 1 rank(s)", "")
+
+    def model_summary(self) -> ModelSummary:
+        """The same as `summary`, with each cache group, as plain data. Raises `ValueError` if the caches do not fit."""
+        sequences = self.full_length_sequences
+        if self.cache_bytes is None or self.tokens is None or sequences is None:
+            raise ValueError("a model whose caches do not fit has no summary")
+        labels = numbered([group.label for group in self.groups])
+        return ModelSummary(
+            architecture=self.architecture,
+            layers=self.layers,
+            dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            ranks=self.ranks,
+            weight_bytes=self.weight_bytes,
+            cache_bytes=self.cache_bytes,
+            tokens=self.tokens,
+            sequences=sequences,
+            groups=tuple(
+                CacheGroupSummary(
+                    label=label,
+                    layers=group.layers,
+                    page_tokens=group.page_tokens,
+                    page_bytes=group.page_bytes,
+                    pages=group.pages or 0,
+                    bytes=group.bytes or 0,
+                )
+                for label, group in zip(labels, self.groups, strict=True)
+            ),
+        )
 
     def _heading(self) -> str:
         caches = f"{self.kv_cache_dtype} caches"
@@ -129,7 +168,7 @@ class ModelReport:
             text.append(
                 f"caches {size_text(self.cache_bytes)}: {self.tokens} tokens of context, that is "
                 f"{self.tokens / self.max_model_len:.1f} sequences of {self.max_model_len}, at most "
-                f"{self.sequences} of full length at a time (--max-num-seqs {self.max_num_seqs})"
+                f"{self.full_length_sequences} of full length at a time (--max-num-seqs {self.max_num_seqs})"
             )
         for length, own, padded in self.density:
             text.append(

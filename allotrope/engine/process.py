@@ -62,7 +62,11 @@ class EngineProcess:
         threading.Thread(target=self._read, name="messages", daemon=True).start()
         try:
             engine = self._load(start.config)
-            self._send(Ready(limits=engine.limits, stats=engine.stats(), summary=engine.report().summary()))
+            report = engine.report()
+            ready = Ready(
+                limits=engine.limits, stats=engine.stats(), summary=report.summary(), model=report.model_summary()
+            )
+            self._send(ready)
             while True:
                 self._turn(engine)
         except BrokenPipeError:

@@ -27,6 +27,38 @@ class EngineLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CacheGroupSummary:
+    """One cache group of a rank. `label`: as in `EngineStats.pages_used`. `page_tokens`: 1 for states. `pages`: with
+    the null page. `bytes`: of all pages."""
+
+    label: str
+    layers: int
+    page_tokens: int
+    page_bytes: int
+    pages: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSummary:
+    """The loaded model and the plan of one rank's memory.
+
+    `tokens`: context tokens that the caches hold at once, over all sequences. `sequences`: how many of full length.
+    """
+
+    architecture: str
+    layers: int
+    dtype: str
+    kv_cache_dtype: str
+    ranks: int
+    weight_bytes: int
+    cache_bytes: int
+    tokens: int
+    sequences: int
+    groups: tuple[CacheGroupSummary, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """The counts of an engine after a step. Counts with no unit in the name are requests or events since the start.
 

@@ -28,6 +28,15 @@ class Figure:
     unit: str
     estimate: Estimate
 
+    def holds(self, value: float) -> bool:
+        """Whether `value` lies inside the interval. Shares go by whole answers: the interval's ends are rounded
+        outward to one, or all answers right would be outside where one of very many is wrong.
+        """
+        one = self.estimate
+        if self.unit != "share":
+            return one.holds(value)
+        return math.floor(one.low * one.count) <= round(value * one.count) <= math.ceil(one.high * one.count)
+
     def as_json(self) -> dict[str, Any]:
         """As plain data."""
         one = self.estimate
@@ -50,8 +59,8 @@ class Difference:
 
     @property
     def inside(self) -> bool:
-        """Whether the figure lies in the 95 % interval of the wanted one."""
-        return self.wanted.estimate.holds(self.figure.estimate.value)
+        """Whether the figure lies in the 95 % interval of the wanted one; see `Figure.holds`."""
+        return self.wanted.holds(self.figure.estimate.value)
 
 
 @dataclass(frozen=True)

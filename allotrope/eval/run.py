@@ -39,7 +39,7 @@ def evaluate(config: EngineConfig, options: EvalOptions, log: Log = lambda text:
     _check(config, options)
     log("drawing items")
     items = make_items(options, tokenizer, config.seed, load_plan.max_model_len)
-    stored = _stored(options, items)
+    stored = read_baseline(options, items)
     runs: list[Measured] = []
     skipped: list[Skipped] = []
     first: Answers | None = None
@@ -72,7 +72,7 @@ def evaluate(config: EngineConfig, options: EvalOptions, log: Log = lambda text:
         model=config.model,
         architecture=_architecture(load_plan.checkpoint),
         engine=_engine(config, load_plan),
-        items=_described(options, items),
+        items=describe_items(options, items),
         items_sha256=items.sha256,
         baseline=baseline,
         modes=tuple(runs),
@@ -110,7 +110,7 @@ def _no_devices(config: EngineConfig, mode: str) -> str | None:
     return None
 
 
-def _stored(options: EvalOptions, items: Items) -> Measured | None:
+def read_baseline(options: EvalOptions, items: Items) -> Measured | None:
     """The first mode of the report that is the baseline. Raises ConfigError if it measured other items."""
     if options.baseline in (None, "transformers"):
         return None
@@ -150,8 +150,8 @@ def _engine(config: EngineConfig, load_plan: LoadPlan) -> str:
     return f"{kinds[0]} with {kinds[1]} caches and {kinds[2]} states on {build.device}{ranks}{asked}"
 
 
-def _described(options: EvalOptions, items: Items) -> str:
-    """In words."""
+def describe_items(options: EvalOptions, items: Items) -> str:
+    """What was asked, in words."""
     parts = [f"{len(asked)} of {task}" for task, asked in items.tasks.items()]
     if items.text is not None:
         text = items.text

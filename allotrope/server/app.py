@@ -200,13 +200,14 @@ class _Service:
         """The server's address and an example request."""
         serving = self._state.serving
         assert serving is not None
-        chats = self._config.chat_template is not None or serving.tokenizer.chat_template is not None
+        chats = serving.prompts.chats
         prompt = {"messages": [{"role": "user", "content": "Hello"}]} if chats else {"prompt": "Hello"}
         body = json.dumps({"model": self._state.model_name, **prompt})
         key = ' -H "Authorization: Bearer $ALLOTROPE_API_KEY"' if self._config.api_key else ""
         route = "chat/completions" if chats else "completions"
         return (
-            f"Allotrope {allotrope.__version__} serves {self._state.model_name} at {self._address()}/v1, for example: "
+            f"Allotrope {allotrope.__version__} serves {self._state.model_name} at {self._address()}/v1, "
+            f"with a page for browsers at {self._address()}/, for example: "
             f"curl {self._address()}/v1/{route} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
         )
 

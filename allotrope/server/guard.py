@@ -16,6 +16,7 @@ from allotrope.server.errors import HttpError, error_response
 if TYPE_CHECKING:
     from allotrope.server.state import ServerState
 
+PAGE = "/"
 PROBES = ("/health", "/ping")
 METRICS = "/metrics"
 DOCS = "/docs"
@@ -54,6 +55,9 @@ class Guard:
                 await self._app(scope, receive, send)
 
     def _refuse(self, path: str, scope: Scope) -> HttpError | None:
+        if path == PAGE:
+            # The page asks for a key itself, and waits while the model loads.
+            return HttpError(503, _TOO_MANY) if self._state.is_full() else None
         if path in PROBES:
             reason = self._state.why_unhealthy
         elif not self._may_ask(path, Headers(scope=scope).get("authorization", "")):

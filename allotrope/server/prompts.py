@@ -36,6 +36,11 @@ class PromptReader:
         self._max_characters = 2 * max_model_len * max_token_bytes
         self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="tokenizer")
 
+    @property
+    def chats(self) -> bool:
+        """Whether there is a chat template."""
+        return self._template is not None or self._tokenizer.chat_template is not None
+
     async def read_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises `InvalidRequest` for a text that is too long for any tokenization."""
         self._check_size(len(text), "prompt")

@@ -16,6 +16,7 @@ from allotrope.server.body import parse, read_body
 from allotrope.server.errors import HttpError
 from allotrope.server.handlers import answer_chat, answer_completion
 from allotrope.server.openapi import accepts
+from allotrope.server.page_routes import add_page_routes
 from allotrope.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from allotrope.server.state import ServerState, Serving
 from allotrope.server.status_routes import add_status_routes, json_response
@@ -30,6 +31,7 @@ def build_router(state: ServerState) -> APIRouter:
     router = APIRouter()
     for routes in (_generating_routes, _token_routes, _model_routes, add_status_routes):
         routes(router, state)
+    add_page_routes(router)
     return router
 
 

@@ -1,13 +1,11 @@
-"""Routes that report the server's state: health, load, metrics, configuration, and a page about its API."""
+"""Routes that report the server's state: health, load, metrics and configuration."""
 
 from __future__ import annotations
 
 import platform
-import secrets
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,12 +13,11 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 import allotrope
-from allotrope.server.guard import DOCS, METRICS, PROBES
+from allotrope.server.guard import METRICS, PROBES
 from allotrope.server.metrics import CONTENT_TYPE
 from allotrope.server.state import ServerState
 
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "fastapi", "uvicorn")
-_PAGE = Path(__file__).with_name("docs.html")
 
 
 def json_response(value: Any, headers: Mapping[str, str] | None = None) -> Response:
@@ -56,25 +53,13 @@ def add_status_routes(router: APIRouter, state: ServerState) -> None:
 
     @router.get("/server_info")
     async def server_info() -> Response:
-        """Versions, options and limits. Of keys it shows only their number."""
+        """Versions, the model and the plan of its memory, options and limits. Of keys it shows only their number."""
         return json_response(_describe(state))
 
     @router.get(METRICS)
     async def metrics() -> Response:
         """Metrics in Prometheus' text format."""
         return Response(state.ready().metrics.exposition(), headers={"content-type": CONTENT_TYPE})
-
-    @router.get(DOCS, include_in_schema=False)
-    async def docs() -> Response:
-        """A page that shows /openapi.json and sends requests."""
-        # The content security policy forbids the browser to load anything from other hosts.
-        nonce = secrets.token_urlsafe(16)
-        policy = (
-            f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; "
-            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        )
-        page = _PAGE.read_text("utf-8").replace("{nonce}", nonce)
-        return Response(page, headers={"content-security-policy": policy}, media_type="text/html")
 
 
 def _describe(state: ServerState) -> dict[str, Any]:
@@ -88,6 +73,8 @@ def _describe(state: ServerState) -> dict[str, Any]:
         "packages": {name: installed for name in _PACKAGES if (installed := _version(name)) is not None},
         "started": state.created,
         "model_names": state.model_names,
+        "model": asdict(serving.engine.model),
+        "chat": serving.prompts.chats,
         "default_max_tokens": state.default_max_tokens,
         "limits": asdict(serving.limits),
         "engine": asdict(serving.options),

@@ -40,7 +40,24 @@ def test_plan_is_what_the_engine_allocates(dummy: list[str]) -> None:
     engine, report = Engine(config), report_model(config)
     assert [group.pages for group in report.groups] == [group.pages for group in engine.memory.groups]
     assert report.tokens == engine.memory.tokens
+    summary = engine.report().model_summary()
+    assert [(group.label, group.pages, group.bytes) for group in summary.groups] == [
+        (label, group.pages, group.bytes)
+        for label, group in zip(engine.stats().pages_total, engine.memory.groups, strict=True)
+    ]
+    assert (summary.weight_bytes, summary.cache_bytes) == (WEIGHTS, engine.memory.bytes)
     engine.close()
+
+
+def test_the_summary_counts_requests_that_fit_at_full_length(dummy: list[str]) -> None:
+    """Caches for three and a half requests of full length serve three, whatever the batch may hold."""
+    config = EngineConfig(
+        model=dummy[0], load_format="dummy", kv_cache_memory_bytes=7 * 256 * ROW, max_model_len=512, max_num_seqs=16
+    )
+    report = report_model(config)
+    assert (report.sequences, report.full_length_sequences) == (16, 3)
+    assert "3 request(s) of 512 at a time (at most 16 requests)" in report.summary()[1]
+    assert "3 of full length at a time" in "\n".join(report.lines())
 
 
 def test_ranks_share_weights_and_rows(run: Run, dummy: list[str]) -> None:

@@ -62,6 +62,16 @@ def test_formats_are_counted_apart_from_answers() -> None:
     assert _value(right, "json") == _value(right, "json, valid") == (0.75, 20)
 
 
+def test_ends_of_shares_are_whole_answers() -> None:
+    items = _items("copy", 64, 200)
+    one_wrong, none = _answers(items, [i > 0 for i in range(64)]), _answers(items, [True] * 64)
+    # Wilson's interval of 63 of 64 ends at 99.7 %.
+    assert one_wrong.figures[0].estimate.high < 1
+    assert [one.inside for one in none.differences(one_wrong)] == [True]
+    some = [_answers(items, [i >= wrong for i in range(64)]) for wrong in (4, 5)]
+    assert [one.inside for found in some for one in found.differences(none)] == [True, False]
+
+
 def test_few_wrong_answers_are_inside_and_counted() -> None:
     items = _items("copy", 100, 200)
     wanted = _answers(items, [i >= 10 for i in range(100)])

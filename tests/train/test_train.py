@@ -25,7 +25,7 @@ from train.data import Rows, draw_rows
 from train.measure import logits_of, measure
 from train.mixers import CompressedIndexer, Indexer
 from train.models import Model, build, load_released, parameter_count, released, round_to_released
-from train.quantize import FP4_VALUES, quantize
+from train.quantize import plain, quantize
 from train.train import main
 from train.trainer import Schedule, Trainer
 
@@ -200,33 +200,14 @@ def test_an_engine_reads_a_quantized_twin(name: str, tmp_path: Path) -> None:
     write_checkpoint(model, folder)
     twin = quantize(folder)
     assert twin is not None
-    stored = load_file(twin / "model.safetensors")
-    plain = dequantized(stored)
+    values = load_file(plain(twin, tmp_path / "plain") / "model.safetensors")
     for tensor_name, tensor in load_file(folder / "model.safetensors").items():
-        off = (plain[tensor_name].float() - tensor.float()).norm() / tensor.float().norm().clamp_min(1e-6)
+        off = (values[tensor_name].float() - tensor.float()).norm() / tensor.float().norm().clamp_min(1e-6)
         assert off < (0.13 if name == "gpt_oss" else 0.04), tensor_name
-    load_released(model, plain)
+    load_released(model, values)
     ids = prompt()
     got = engine_logits(twin, ids, quantized_weights="dequantize")
     assert (verdict := compare(got, logits_of(model, torch.tensor([ids]))[0], "fp32")), verdict
-
-
-def dequantized(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The plain tensors of a quantized checkpoint."""
-    plain = {}
-    for name, tensor in stored.items():
-        if name.endswith("_blocks"):
-            codes = torch.stack((tensor & 15, tensor >> 4), dim=-1).flatten(-2).long()
-            values = torch.cat((FP4_VALUES, -FP4_VALUES))[codes]
-            scales = torch.exp2(stored[name.replace("_blocks", "_scales")].float() - 127)
-            plain[name.removesuffix("_blocks")] = (values * scales[..., None]).flatten(-2).transpose(1, 2)
-        elif (scale := stored.get(name + "_scale_inv")) is not None:
-            rows, inputs = tensor.shape
-            whole = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :inputs]
-            plain[name] = tensor.float() * whole
-        elif not name.endswith(("_scales", "_scale_inv")):
-            plain[name] = tensor
-    return plain
 
 
 def test_rows_repeat_and_answer_rightly() -> None:

@@ -1,0 +1,1 @@
+"""The accuracy table, and the items of `allotrope eval` asked of vLLM with the plugin, in vLLM's own environment."""
