@@ -70,6 +70,28 @@ FAULTS = (
         green=tuple(("cold", name) for name in RESIDUES[:3]),
     ),
     Fault("swapped_b_a", "qwen3_next", TEXT, ("text",)),
+    Fault(
+        "stale_state_after_preemption",
+        "qwen3_next",
+        ("--tasks", "json", "--items", "64", "--lengths", "48"),
+        ("json",),
+        mode="preempted",
+    ),
+    Fault(
+        "indexer_without_scale",
+        "deepseek_v32",
+        ("--tasks", "recall", "--items", "16", "--lengths", "1024"),
+        ("recall",),
+    ),
+    Fault(
+        "topk_ties_by_rank",
+        "qwen3_moe",
+        (*TEXT, "--text-length", "256"),
+        ("text",),
+        mode="two-ranks",
+        text="arithmetic",
+        green=(("cold", "text"),),
+    ),
     Fault("fp8_scale_of_wrong_block", "deepseek_v3", TEXT, ("text",)),
 )
 
