@@ -149,6 +149,8 @@ class EngineProcess:
                 engine.abort_sequence(request_id, index)
             case Sleep():
                 try:
+                    if self._compiling:
+                        raise InvalidRequest(f"{len(self._compiling)} requests wait for their grammars; try again.")
                     engine.sleep()
                     self._send(Changed())
                 except InvalidRequest as error:

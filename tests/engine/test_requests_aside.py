@@ -14,7 +14,7 @@ from engine.watching import engine, request
 from server.tiny_model import write_tiny_model
 
 from allotrope.engine.engine import Engine
-from allotrope.engine.messages import LENGTH, Add, FromEngine, Stepped, unpack_from_engine
+from allotrope.engine.messages import LENGTH, Abort, Add, Changed, FromEngine, Sleep, Stepped, unpack_from_engine
 from allotrope.engine.process import EngineProcess
 from allotrope.grammars.llguidance_backend import LLGuidanceBackend
 from allotrope.request import Grammar, SamplingParams
@@ -75,3 +75,17 @@ def test_no_grammar_is_compiled_twice(aside: Aside) -> None:
         ended |= {one.request_id: one.finish_reason for one in message.outputs if one.finish_reason}
     assert set(ended) == names and set(ended.values()) == {"stop"}
     assert set(aside.compiled.values()) == {1}
+
+
+def test_the_engine_does_not_sleep_under_them(aside: Aside) -> None:
+    aside.add("yes")
+    aside.take(Sleep())
+    refused = aside.heard()
+    assert isinstance(refused, Changed) and "1 requests wait for their grammars" in str(refused.refusal)
+    aside.take(Abort(["yes"]))
+    aside.take(Sleep())
+    assert aside.heard() == Changed()
+    aside.go.set()
+    # The grammar is there, and nobody wants it.
+    aside.take(aside.process._inbox.get(timeout=30))
+    assert not aside.engine.requests
