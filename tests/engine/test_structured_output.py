@@ -344,3 +344,18 @@ def test_a_slow_compilation_is_refused(model: Path, monkeypatch: pytest.MonkeyPa
     running = small(model)
     with pytest.raises(InvalidRequest, match="takes longer than"):
         running.add(request("slow", PROMPT, HELD, (EOS,)))
+
+
+def test_a_panic_of_the_library_is_a_refusal(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Rust raises there is no Exception."""
+    from allotrope.grammars.llguidance_backend import LLGuidanceBackend
+
+    class Panic(BaseException):
+        pass
+
+    def panic(backend: Any, grammar: Grammar) -> Any:
+        raise Panic("no such luck")
+
+    monkeypatch.setattr(LLGuidanceBackend, "compile", panic)
+    with pytest.raises(InvalidRequest, match="no such luck"):
+        small(model).compile_grammar(JSON).result(timeout=10)
