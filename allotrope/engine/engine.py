@@ -88,22 +88,23 @@ class Engine:
                 load_plan.max_model_len,
             )
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, constraints: Constraints | None = None) -> None:
         """Queue a request. Raises InvalidRequest if it can never run, Overloaded if the queue is full.
 
-        Waits for the request's grammar; `compile_grammar` does not.
+        `constraints`: the request's grammar, compiled; without it `add` waits for that, as `compile_grammar` does not.
         """
         grammar = request.params.grammar
-        if grammar is not None:
+        if grammar is not None and constraints is None:
             self.check(request)
-        self._requests.add(request, None if grammar is None else self.compile_grammar(grammar).result())
+            constraints = self.compile_grammar(grammar).result()
+        self._requests.add(request, constraints)
 
     def check(self, request: Request, aside: int = 0) -> None:
         """Raise what `add` would raise at once. `aside`: requests that wait for their grammars outside the queue."""
         self._requests.check(request, aside)
 
     def compile_grammar(self, grammar: Grammar) -> Future[Constraints]:
-        """The grammar of requests, compiled in a thread; `add` does not wait for one that is done.
+        """The grammar of requests, compiled in a thread, for `add`.
 
         Raises InvalidRequest, here or in the result, if the grammar is not supported or too large.
         """

@@ -149,6 +149,8 @@ class EngineProcess:
                 engine.abort_sequence(request_id, index)
             case Sleep():
                 try:
+                    if self._compiling:
+                        raise InvalidRequest(f"{len(self._compiling)} requests wait for their grammars; try again.")
                     engine.sleep()
                     self._send(Changed())
                 except InvalidRequest as error:
@@ -171,9 +173,8 @@ class EngineProcess:
                     self._compiling[request.request_id] = request
                     compiled.add_done_callback(lambda result: self._inbox.put(_Compiled(request, result)))
                     return
-            if compiled is not None:
-                compiled.result()
-            engine.add(request)
+            # What was compiled for it is handed on: among many grammars it may not be kept elsewhere.
+            engine.add(request, None if compiled is None else compiled.result())
         except InvalidRequest as error:
             self._send(Refused(request.request_id, str(error), "invalid", error.param))
         except Overloaded as error:

@@ -19,8 +19,11 @@ from allotrope.engine.inputs import StepPlan, StepRow
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.model_runner import DecodeShape, ModelRunner
 from allotrope.engine.profile import largest_sampling_step, longest_prompts
+from allotrope.grammars.backend import words
 from allotrope.kernels.warmup import warm_up_steps
 from allotrope.layers.decoder import Decoder
+from allotrope.ops.sampling.spec import LogitsProcessors
+from allotrope.ops.token_mask import BitMask
 
 log = logging.getLogger("allotrope.engine")
 
@@ -58,7 +61,8 @@ def _warm_up(model: Decoder, load_plan: LoadPlan, config: EngineConfig, decode: 
         if load_plan.build.parallel.size > 1:
             model_runner.run(model_runner.pack(StepPlan((token,) * size, greedy=True)))
     truncated = largest_sampling_step(load_plan.max_num_seqs, device)
-    load_plan.sampler()(logits, replace(truncated, untruncated=truncated.truncated))
+    processors = LogitsProcessors(bits=_mask(logits))
+    load_plan.sampler()(logits, replace(truncated, untruncated=truncated.truncated, processors=processors))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -94,6 +98,13 @@ def _row(groups: Sequence[CacheGroup], tokens: int, context: int) -> StepRow:
     """`tokens` tokens after `context` others, all in page 1."""
     pages = [(1,) * group.pages_for(context + tokens) for group in groups]
     return StepRow((0,) * tokens, context, pages, [1] * len(groups), num_logits=1)
+
+
+def _mask(logits: torch.Tensor) -> BitMask:
+    """A grammar's mask of the first of `logits` [B, V], which allows all."""
+    device = logits.device
+    bits = torch.full((1, words(logits.shape[1])), -1, dtype=torch.int32, device=device)
+    return BitMask(torch.zeros(1, dtype=torch.int64, device=device), bits)
 
 
 def _launched_differently(sizes: Sequence[int]) -> list[int]:

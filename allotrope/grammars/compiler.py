@@ -79,8 +79,9 @@ class GrammarCompiler:
             settle(self._compile(grammar, backend, vocabulary))
         except InvalidRequest as error:
             settle(None, error)
-        except Exception as error:
-            # The border of a library: whatever it raises of a client's grammar is a refusal, and not a dead engine.
+        except BaseException as error:
+            # The border of a library: whatever it raises of a client's grammar is a refusal, and not a dead engine. A
+            # panic of Rust is no Exception, and who waits would wait for ever.
             settle(None, refuse(grammar, " ".join(str(error).split())[:300] or type(error).__name__))
         finally:
             if timer is not None:

@@ -61,6 +61,18 @@ class Constraint:
 
     def take(self, token: int) -> None:
         """Go on by the chosen token; one that the grammar does not allow is a `failure`."""
+        try:
+            self._take(token)
+        except Exception as error:
+            # The border of a library: what it raises of one output ends that output, and not the engine.
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Record what the library raised as the `failure`."""
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        self._failure = f"its grammar cannot be followed further: {reason}"
+
+    def _take(self, token: int) -> None:
         if self._seen is None:
             if not self.matcher.take(token):
                 self._failure = self.failure or f"token {token} does not follow its grammar"
@@ -89,7 +101,16 @@ def fill_masks(constraints: Iterable[tuple[Constraint, int]], bits: Bits) -> Non
             constraint.fill_opening(bits, row)
     if not open_ones:
         return
-    open_ones[0][0].of.backend.fill([(constraint.matcher, row) for constraint, row in open_ones], bits)
+    backend = open_ones[0][0].of.backend
+    try:
+        backend.fill([(constraint.matcher, row) for constraint, row in open_ones], bits)
+    except Exception:
+        # Which of them it was shows one by one.
+        for constraint, row in open_ones:
+            try:
+                backend.fill([(constraint.matcher, row)], bits)
+            except Exception as error:
+                constraint.fail(error)
     for constraint, row in open_ones:
         if constraint.failure is not None:
             bits[row] = np.int32(0)

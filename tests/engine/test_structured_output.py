@@ -257,6 +257,42 @@ def test_a_grammar_that_grows_too_complex_ends_its_request_alone(model: Path, mo
     assert_idle(running)
 
 
+@pytest.mark.parametrize("method", ["fill", "take"])
+@pytest.mark.parametrize("schedule", ["off", "on"])
+def test_what_the_library_raises_ends_its_request_alone(
+    model: Path, schedule: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from allotrope.grammars.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
+
+    running = small(model, async_scheduling=schedule)
+    for name in ("bad", "good"):
+        running.add(request(name, PROMPT, replace(HELD, max_tokens=8, seed=1), (EOS,)))
+    running.step()
+    ((seq,), _) = running._requests.open.values()
+    broken: Any = seq.sampling.constraint
+    fill, take = LLGuidanceBackend.fill, LLGuidanceMatcher.take
+
+    def raises_in_fill(backend: Any, matchers: Any, bits: Any) -> None:
+        if any(matcher is broken.matcher for matcher, _ in matchers):
+            raise RuntimeError("no such\nluck")
+        fill(backend, matchers, bits)
+
+    def raises_in_take(matcher: Any, token: int) -> bool:
+        if matcher is broken.matcher:
+            raise RuntimeError("no such\nluck")
+        return take(matcher, token)
+
+    if method == "fill":
+        monkeypatch.setattr(LLGuidanceBackend, "fill", raises_in_fill)
+    else:
+        monkeypatch.setattr(LLGuidanceMatcher, "take", raises_in_take)
+    found = outputs(running, [])
+    (end,) = (one for one in found if one.request_id == "bad" and one.finish_reason)
+    assert end.finish_reason == "error" and "no such luck" in str(end.error)
+    assert [one.finish_reason for one in found if one.request_id == "good"][-1] == "length"
+    assert_idle(running)
+
+
 def test_allowed_ids_that_exclude_the_grammar_fail_alone(model: Path) -> None:
     running = small(model)
     found = outputs(running, [request("none", PROMPT, replace(HELD, allowed_token_ids=(5,)), (EOS,))])
@@ -308,3 +344,18 @@ def test_a_slow_compilation_is_refused(model: Path, monkeypatch: pytest.MonkeyPa
     running = small(model)
     with pytest.raises(InvalidRequest, match="takes longer than"):
         running.add(request("slow", PROMPT, HELD, (EOS,)))
+
+
+def test_a_panic_of_the_library_is_a_refusal(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Rust raises there is no Exception."""
+    from allotrope.grammars.llguidance_backend import LLGuidanceBackend
+
+    class Panic(BaseException):
+        pass
+
+    def panic(backend: Any, grammar: Grammar) -> Any:
+        raise Panic("no such luck")
+
+    monkeypatch.setattr(LLGuidanceBackend, "compile", panic)
+    with pytest.raises(InvalidRequest, match="no such luck"):
+        small(model).compile_grammar(JSON).result(timeout=10)

@@ -29,6 +29,7 @@ from allotrope.engine.model_runner import DecodeShape
 from allotrope.engine.rank_group import RankGroup
 from allotrope.engine.warmup import warm_up
 from allotrope.engine.worker import Worker
+from allotrope.kernels import pdl
 from allotrope.request import SamplingParams
 
 CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -124,6 +125,16 @@ def test_kernels_are_launched_after_it_only(model: Path, here: None, kernels: li
     assert_same(run(running, asked), tokens)
     assert_same_logits(got, want)
     assert kernels
+
+
+def test_the_masks_of_grammars_are_warmed_up(
+    tmp_path: Path, here: None, kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = engine(write_tiny(tiny_llama(), tmp_path).directory, **OPTIONS)
+    compiled: set[str] = set()
+    monkeypatch.setattr(pdl, "compile_for", lambda launch, *_, **__: compiled.add(launch.__self__.fn.__name__))
+    warmed_up(running)
+    assert {"mask_tokens_kernel", "peaks_kernel"} <= compiled
 
 
 def test_static_steps_are_warmed_up_on_buffers_of_their_own(tmp_path: Path, here: None) -> None:
