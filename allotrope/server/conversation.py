@@ -193,15 +193,16 @@ async def read_conversation(
         prompt_text=prompt.text,
     )
     params = dataclasses.replace(params, grammar=grammar)
+    keeps_special_tokens = not params.skip_special_tokens
     new_parser = formats.parsers(
         called,
         [tool.as_template_reads() for tool in tools],
         reasoning_is_open=is_open,
         calls_are_held=grammar is not None,
-        keeps_special_tokens=not params.skip_special_tokens,
+        keeps_special_tokens=keeps_special_tokens,
     )
     if structured:
-        # The parser reads tags that are special tokens, and leaves the others out.
+        # The parser reads tags that are special tokens.
         params = dataclasses.replace(params, skip_special_tokens=False)
     try:
         request = make_request(serving, ids, params)
@@ -213,6 +214,7 @@ async def read_conversation(
         serving.tokenizer,
         continues_text=conversation.continue_final_message,
         keeps_end_token=bool(structured),
+        textless=formats.textless_ids(keeps_special_tokens=keeps_special_tokens) if structured else frozenset(),
     )
     return MessageStream(
         generation,
