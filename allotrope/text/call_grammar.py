@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from allotrope.request import MAX_GRAMMAR_LENGTH
 from allotrope.text.formats import MessageFormat
 from allotrope.text.formats.bodies import (
     Alternatives,
@@ -118,6 +119,8 @@ class _Writer:
         self.section = self.section_end = ""
         self.separator: str | None = ""
         self._end = ""
+        # Characters of definitions, which each parameter repeats.
+        self._repeated = 0
         if format.channels is not None:
             tags = format.channels
             # The part's end is also the end of the answer.
@@ -170,6 +173,9 @@ class _Writer:
             rest = [] if end == self._end else [text(self._end)]
             tagged = {"type": "tag", "begin": "", "content": ANY_TEXT, "end": end}
             return {"begin": self.call, "content": sequence(*name, tagged, *rest), "end": ""}
+        self._repeated += len(json.dumps(_definitions(tool.schema))) * len(tool.schema.get("properties", ()))
+        if self._repeated > MAX_GRAMMAR_LENGTH:
+            raise NotWritable(f"the definitions of the tool {tool.name} are too long to stand in each parameter")
         content = [*name, _BREAK, *_parameters(body, tool)]
         if ends[0] and ends[1]:
             content += [text(ends[0]), _BREAK]
@@ -220,8 +226,11 @@ def _value(inner: Any, schema: Mapping[str, Any], is_text: bool, tool: CalledToo
         if broken := [keyword for keyword in _OF_STRINGS if keyword in inner]:
             raise NotWritable(f"{broken[0]} of the string {name!r} of the tool {tool.name} cannot be kept in it")
         return ANY_TEXT
-    shared = {keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema}
-    return {"type": "json_schema", "json_schema": {**shared, **inner}}
+    return {"type": "json_schema", "json_schema": {**_definitions(schema), **inner}}
+
+
+def _definitions(schema: Mapping[str, Any]) -> Json:
+    return {keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema}
 
 
 def _first(spellings: Sequence[str]) -> str:

@@ -43,6 +43,16 @@ def test_formats_without_a_grammar_say_so() -> None:
             call_grammar.forced_calls(FORMATS[name], TOOLS, many=True)
 
 
+def test_definitions_that_would_stand_in_too_many_parameters() -> None:
+    schema = {
+        "$defs": {f"d{i}": {"type": "integer"} for i in range(100)},
+        "properties": {f"p{i}": {"$ref": "#/$defs/d1"} for i in range(1000)},
+    }
+    with pytest.raises(NotWritable, match="too long"):
+        call_grammar.forced_calls(FORMATS["qwen3_coder"], [CalledTool("f", schema)], many=False)
+    call_grammar.forced_calls(FORMATS["hermes"], [CalledTool("f", schema)], many=False)
+
+
 def special_texts(format: MessageFormat) -> list[str]:
     if format.channels is not None:
         tags = format.channels
