@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from allotrope.server.state import ServerState, Serving
 
 # Variables by which templates turn reasoning on and off.
-_SWITCHES = ("enable_thinking", "thinking")
+SWITCHES = ("enable_thinking", "thinking")
 _RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "template")
 
 
@@ -148,13 +148,13 @@ def _template_variables(conversation: Conversation, template: str, reasoning_is_
     if effort is None:
         return given
     read = variables_of(template)
-    switches: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in read}
+    switches: dict[str, Any] = {name: effort != "none" for name in SWITCHES if name in read}
     if "reasoning_effort" in read and not (switches and effort == "none"):
         switches["reasoning_effort"] = effort
     if not switches and (effort != "none" or reasoning_is_known):
         raise InvalidRequest(
             f"reasoning_effort={effort} is not supported: this model's chat template reads none of the variables "
-            f"reasoning_effort, {', '.join(_SWITCHES)}.",
+            f"reasoning_effort, {', '.join(SWITCHES)}.",
             "reasoning_effort",
         )
     return switches | given
