@@ -53,7 +53,7 @@ def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
         for key in ("anyOf", "oneOf", "allOf"):
             pending += _list(one.get(key))[:_MAX_SCHEMAS]
         if isinstance(one.get("$ref"), str):
-            pending.append(_referred(one["$ref"], root))
+            pending.append(referred_schema(one["$ref"], root))
     return found
 
 
@@ -61,7 +61,7 @@ def _list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, Sequence) and not isinstance(value, str) else ()
 
 
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+def referred_schema(reference: str, root: Mapping[str, Any]) -> Any:
     """The schema that a reference of the form `#/$defs/name` names, or None."""
     start, *path = reference.split("/")
     found: Any = root if start == "#" else None
