@@ -61,17 +61,20 @@ def answer_grammar(
     param = "tools" if content is None or part is not None else content.param
     end = None if reasoning is None else reasoning.reasoning_end
     if content is not None and part is None:
-        always_ends = reasoning is not None and (
-            reasoning.channels is not None or reasoning.reasoning_is_open(prompt_text) or content.kind == "lark"
-        )
-        if reasoning is None or always_ends:
+        if reasoning is None or reasoning.reasoning_is_open(prompt_text) or not _may_be_part(content, reasoning):
             return replace(content, after=end)
-        part = _part_of(content)
+        # Models vary the header of an answer on a channel, so that the grammar writes it, too.
+        part = call_grammar.answer(reasoning, _part_of(content))
     assert part is not None
     if reasoning is None or (reasoning.channels is None and reasoning.reasoning_is_open(prompt_text)):
         return _tag(part, param, end)
     # The model decides whether it reasons.
     return _tag(call_grammar.after_reasoning(reasoning, part), param, None)
+
+
+def _may_be_part(content: Grammar, reasoning: MessageFormat) -> bool:
+    """Whether the grammar of the content can stand in one with the reasoning before it."""
+    return content.kind != "lark" and (reasoning.channels is None or content.kind != "structural_tag")
 
 
 def _is_over(conversation: Conversation, reasoning: MessageFormat, prompt_text: str) -> bool:

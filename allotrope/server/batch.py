@@ -28,6 +28,7 @@ from allotrope.server.in_process import Answered, post
 from allotrope.server.message_formats import check_parser_names
 from allotrope.server.state import ServerState
 from allotrope.server.values import describe_value
+from allotrope.text.formats.parameter_types import is_encodable
 
 log = logging.getLogger("allotrope.server")
 
@@ -159,7 +160,7 @@ def _read_line(number: int, text: bytes, seen: set[str]) -> _Line:
     if not isinstance(entry, dict):
         return _Line(None, fault=("invalid_line", f"{where} is {describe_value(entry)}; an object is needed."))
     custom_id = entry.get("custom_id")
-    if not isinstance(custom_id, str) or not custom_id:
+    if not isinstance(custom_id, str) or not custom_id or not is_encodable(custom_id):
         return _Line(
             None, fault=("invalid_line", f"{where} has custom_id={describe_value(custom_id)}; a text is needed.")
         )

@@ -42,6 +42,8 @@ class Block:
         """The arguments of a tool call as an object. Text that is no JSON object is in it whole, as `INVALID_JSON`."""
         try:
             value = json.loads(self.text or "{}")
+            # An escape can be half of a surrogate pair, which is no text.
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
         except (ValueError, RecursionError):
             value = None
         return value if isinstance(value, dict) else {"INVALID_JSON": self.text}

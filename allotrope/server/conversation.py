@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from allotrope.server.state import ServerState, Serving
 
 # Variables by which templates turn reasoning on and off.
-_SWITCHES = ("enable_thinking", "thinking")
+SWITCHES = ("enable_thinking", "thinking")
 _RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "template")
 
 
@@ -148,13 +148,13 @@ def _template_variables(conversation: Conversation, template: str, reasoning_is_
     if effort is None:
         return given
     read = variables_of(template)
-    switches: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in read}
+    switches: dict[str, Any] = {name: effort != "none" for name in SWITCHES if name in read}
     if "reasoning_effort" in read and not (switches and effort == "none"):
         switches["reasoning_effort"] = effort
     if not switches and (effort != "none" or reasoning_is_known):
         raise InvalidRequest(
             f"reasoning_effort={effort} is not supported: this model's chat template reads none of the variables "
-            f"reasoning_effort, {', '.join(_SWITCHES)}.",
+            f"reasoning_effort, {', '.join(SWITCHES)}.",
             "reasoning_effort",
         )
     return switches | given
@@ -193,15 +193,16 @@ async def read_conversation(
         prompt_text=prompt.text,
     )
     params = dataclasses.replace(params, grammar=grammar)
+    keeps_special_tokens = not params.skip_special_tokens
     new_parser = formats.parsers(
         called,
         [tool.as_template_reads() for tool in tools],
         reasoning_is_open=is_open,
         calls_are_held=grammar is not None,
-        keeps_special_tokens=not params.skip_special_tokens,
+        keeps_special_tokens=keeps_special_tokens,
     )
     if structured:
-        # The parser reads tags that are special tokens, and leaves the others out.
+        # The parser reads tags that are special tokens.
         params = dataclasses.replace(params, skip_special_tokens=False)
     try:
         request = make_request(serving, ids, params)
@@ -213,6 +214,7 @@ async def read_conversation(
         serving.tokenizer,
         continues_text=conversation.continue_final_message,
         keeps_end_token=bool(structured),
+        textless=formats.textless_ids(keeps_special_tokens=keeps_special_tokens) if structured else frozenset(),
     )
     return MessageStream(
         generation,

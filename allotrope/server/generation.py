@@ -64,9 +64,9 @@ class Generation:
     `continues_text`: the answer continues the prompt's text (a completion); a chat answer starts a text of its own.
     `echo`: text of the prompt with which each sequence begins, or None. `no_new_tokens`: the client sent
     `max_tokens=0`, so the one token that the engine generates is dropped. `keeps_end_token`: an end-of-sequence token
-    is part of the text, for a parser to which it means something. `first_index`: index of the first sequence
-    in an answer that covers several prompts. Arriving outputs fill `cached_tokens`, `cache_lost`, `prompt_logprobs`
-    and `completion_tokens`.
+    is part of the text, for a parser to which it means something. `textless`: ids that add no text. `first_index`:
+    index of the first sequence in an answer that covers several prompts. Arriving outputs fill `cached_tokens`,
+    `cache_lost`, `prompt_logprobs` and `completion_tokens`.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Generation:
         echo: str | None = None,
         no_new_tokens: bool = False,
         keeps_end_token: bool = False,
+        textless: frozenset[int] = frozenset(),
         first_index: int = 0,
     ) -> None:
         self.request = request
@@ -91,7 +92,7 @@ class Generation:
         self._completion_tokens = 0
         self._started = False
         self._sequences = [
-            _Sequence(TextStream(tokenizer, request.params, continues_text=continues_text))
+            _Sequence(TextStream(tokenizer, request.params, continues_text=continues_text, textless=textless))
             for _ in range(request.params.n)
         ]
 

@@ -30,7 +30,9 @@ _SHORT_ID = 9
 class MessageFormats:
     """`tools`, `reasoning`: the formats of tool calls and of reasoning; None: unknown.
 
-    `special_tokens`: texts of the tokenizer's special tokens. `end_tokens`: texts of those that end an answer.
+    `special_tokens`: texts of the special tokens that these formats write. `end_tokens`: texts of those that end an
+    answer. `textless`: ids of the other special tokens, which are known from text that only looks like theirs.
+    `textless_ends`: ids of those that end an answer.
     `call_id_length`: number of letters and digits of a call's id, if the template refuses others.
     """
 
@@ -38,6 +40,8 @@ class MessageFormats:
     reasoning: MessageFormat | None = None
     special_tokens: frozenset[str] = frozenset()
     end_tokens: frozenset[str] = frozenset()
+    textless: frozenset[int] = frozenset()
+    textless_ends: frozenset[int] = frozenset()
     call_id_length: int | None = None
 
     def parsers(
@@ -69,6 +73,10 @@ class MessageFormats:
             prompt_opens_reasoning=reasoning_is_open,
             special_tokens=self.end_tokens if keeps_special_tokens else self.special_tokens,
         )
+
+    def textless_ids(self, *, keeps_special_tokens: bool) -> frozenset[int]:
+        """Ids that add no text to what the parsers read."""
+        return self.textless_ends if keeps_special_tokens else self.textless
 
     def new_call_id(self) -> str:
         """A new id of a tool call, of the form that the model's template reads."""
@@ -104,11 +112,15 @@ def choose_formats(
     log.info("formats of messages: %s", "; ".join(reasons))
     if tools is None:
         log.warning("requests with tools are refused: their format is unknown; --tool-call-parser names one")
+    special, ends = frozenset((*tokenizer.special_ids, *eos_ids)), frozenset(eos_ids)
+    written = frozenset(token for token in special if _is_written(tokenizer.token_text(token), (tools, reasoning)))
     return MessageFormats(
         tools=tools,
         reasoning=reasoning,
-        special_tokens=_texts(tokenizer, (*tokenizer.special_ids, *eos_ids)),
-        end_tokens=_texts(tokenizer, eos_ids),
+        special_tokens=_texts(tokenizer, written),
+        end_tokens=_texts(tokenizer, written & ends),
+        textless=special - written,
+        textless_ends=ends - written,
         call_id_length=_SHORT_ID if template is not None and _WANTS_SHORT_IDS.search(template) else None,
     )
 
@@ -119,6 +131,10 @@ def check_parser_names(config: ServerConfig) -> None:
         formats.by_tool_parser(config.tool_call_parser)
     if config.reasoning_parser is not None:
         formats.by_reasoning_parser(config.reasoning_parser)
+
+
+def _is_written(text: str, used: Iterable[MessageFormat | None]) -> bool:
+    return bool(text) and any(one is not None and one.may_write(text) for one in used)
 
 
 def _texts(tokenizer: Tokenizer, ids: Iterable[int]) -> frozenset[str]:

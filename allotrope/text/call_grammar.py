@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from allotrope.request import MAX_GRAMMAR_LENGTH
 from allotrope.text.formats import MessageFormat
 from allotrope.text.formats.bodies import (
     Alternatives,
@@ -21,7 +22,7 @@ from allotrope.text.formats.bodies import (
     NamedJson,
     NamedParameters,
 )
-from allotrope.text.formats.parameter_types import ToolSchemas
+from allotrope.text.formats.parameter_types import ToolSchemas, referred_schema
 
 Json = dict[str, Any]
 
@@ -31,6 +32,12 @@ ANY_TEXT: Json = {"type": "any_text"}
 _BREAK: Json = {"type": "or", "elements": [{"type": "const_string", "value": "\n"}, NOTHING]}
 # Keywords that a string written as it comes could break.
 _OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
+# Keywords of a tool's whole schema that its properties, written one by one, cannot keep.
+_OF_ALL = (
+    *("$ref", "anyOf", "oneOf", "allOf", "not", "if", "const", "enum", "patternProperties", "propertyNames"),
+    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+)
+_MAX_CHOICES = 256
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,8 @@ class _Writer:
         self.section = self.section_end = ""
         self.separator: str | None = ""
         self._end = ""
+        # Characters of definitions, which each parameter repeats.
+        self._repeated = 0
         if format.channels is not None:
             tags = format.channels
             # The part's end is also the end of the answer.
@@ -170,6 +179,9 @@ class _Writer:
             rest = [] if end == self._end else [text(self._end)]
             tagged = {"type": "tag", "begin": "", "content": ANY_TEXT, "end": end}
             return {"begin": self.call, "content": sequence(*name, tagged, *rest), "end": ""}
+        self._repeated += len(json.dumps(_definitions(tool.schema))) * len(tool.schema.get("properties", ()))
+        if self._repeated > MAX_GRAMMAR_LENGTH:
+            raise NotWritable(f"the definitions of the tool {tool.name} are too long to stand in each parameter")
         content = [*name, _BREAK, *_parameters(body, tool)]
         if ends[0] and ends[1]:
             content += [text(ends[0]), _BREAK]
@@ -197,6 +209,8 @@ def _parameters(body: NamedParameters, tool: CalledTool) -> list[Json]:
     properties, required = schema.get("properties", {}), schema.get("required", ())
     if missing := [name for name in required if name not in properties]:
         raise NotWritable(f"the tool {tool.name} requires {missing[0]!r}, which is none of its properties")
+    if lost := [keyword for keyword in _OF_ALL if keyword in schema]:
+        raise NotWritable(f"{lost[0]} of the whole schema of the tool {tool.name} cannot be kept in its parameters")
     types = ToolSchemas([{"name": tool.name, "parameters": schema}])
     parts: list[Json] = []
     for name, inner in properties.items():
@@ -213,15 +227,43 @@ def _parameters(body: NamedParameters, tool: CalledTool) -> list[Json]:
 
 def _value(inner: Any, schema: Mapping[str, Any], is_text: bool, tool: CalledTool, name: str) -> Json:
     inner = inner if isinstance(inner, Mapping) else {}
-    choices = [inner["const"]] if "const" in inner else inner.get("enum")
-    if is_text and choices is not None:
-        return either(*(text(one if isinstance(one, str) else json.dumps(one)) for one in choices))
     if is_text:
-        if broken := [keyword for keyword in _OF_STRINGS if keyword in inner]:
-            raise NotWritable(f"{broken[0]} of the string {name!r} of the tool {tool.name} cannot be kept in it")
-        return ANY_TEXT
-    shared = {keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema}
-    return {"type": "json_schema", "json_schema": {**shared, **inner}}
+        return _text_value(inner, schema, f"the string {name!r} of the tool {tool.name}")
+    return {"type": "json_schema", "json_schema": {**_definitions(schema), **inner}}
+
+
+def _text_value(inner: Mapping[str, Any], root: Mapping[str, Any], what: str) -> Json:
+    """A value that is written as it comes: one of those that its schema lists, or any text."""
+    texts: dict[str, None] = {}
+    is_any = False
+    pending: list[Any] = [inner]
+    for _ in range(_MAX_CHOICES):
+        if not pending:
+            break
+        one = pending.pop(0)
+        one = one if isinstance(one, Mapping) else {}
+        if "$ref" in one:
+            pending.append(referred_schema(str(one["$ref"]), root))
+        elif found := [keyword for keyword in ("anyOf", "oneOf", "allOf") if keyword in one]:
+            if len(found) > 1 or (found[0] == "allOf" and len(one["allOf"]) > 1):
+                raise NotWritable(f"{found[-1]} of {what} cannot be kept in it")
+            pending += one[found[0]]
+        elif "const" in one or "enum" in one:
+            choices = [one["const"]] if "const" in one else one["enum"]
+            texts |= dict.fromkeys(choice if isinstance(choice, str) else json.dumps(choice) for choice in choices)
+        elif one.get("type") == "null":
+            texts["null"] = None
+        elif broken := [keyword for keyword in _OF_STRINGS if keyword in one]:
+            raise NotWritable(f"{broken[0]} of {what} cannot be kept in it")
+        else:
+            is_any = True
+    if pending:
+        raise NotWritable(f"the schema of {what} refers to too many others")
+    return ANY_TEXT if is_any or not texts else either(*map(text, texts))
+
+
+def _definitions(schema: Mapping[str, Any]) -> Json:
+    return {keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema}
 
 
 def _first(spellings: Sequence[str]) -> str:

@@ -21,15 +21,23 @@ class TextStream:
 
     `params`: the stream reads `stop`, `include_stop_str_in_output`, `min_tokens` (stop strings completed by earlier
     tokens are ignored) and `skip_special_tokens`. `continues_text`: keep the space that a sentencepiece tokenizer puts
-    before the first word, because the text continues a prompt.
+    before the first word, because the text continues a prompt. `textless`: ids that add no text, whatever theirs is.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, continues_text: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        *,
+        continues_text: bool = False,
+        textless: frozenset[int] = frozenset(),
+    ) -> None:
         self.stopped_by: str | None = None
         self.used_tokens = 0
         self._detokenizer = tokenizer.detokenizer(
             skip_special_tokens=params.skip_special_tokens, continues_text=continues_text
         )
+        self._textless = textless
         self._matcher = StopMatcher(params.stop) if params.stop else None
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
@@ -42,19 +50,22 @@ class TextStream:
         """
         if self._matcher is None:
             self.used_tokens += len(token_ids)
-            text = self._detokenizer.push(token_ids)
+            text = self._detokenizer.push(self._with_text(token_ids))
             return text + self._detokenizer.flush() if final else text
         parts = []
         for token_id in token_ids:
             if self.stopped_by is not None:
                 break
             self.used_tokens += 1
-            parts.append(self._match(self._matcher, self._detokenizer.push((token_id,))))
+            parts.append(self._match(self._matcher, self._detokenizer.push(self._with_text((token_id,)))))
         if final and self.stopped_by is None:
             parts.append(self._match(self._matcher, self._detokenizer.flush()))
             parts.append(self._held)
             self._held = ""
         return "".join(parts)
+
+    def _with_text(self, token_ids: Sequence[int]) -> Sequence[int]:
+        return [i for i in token_ids if i not in self._textless] if self._textless else token_ids
 
     def _match(self, matcher: StopMatcher, text: str) -> str:
         """Append `text` to the held text. Returns the part that is final."""

@@ -23,6 +23,7 @@ SCRIPTS = {
     "person": '{"name": "Ada", "age": 36}',
     "make-person": '<tool_call>{"name": "Person", "arguments": {"name": "Eve", "age": 37}}</tool_call>',
     "final-result": '<tool_call>{"name": "final_result", "arguments": {"name": "Kim", "age": 38}}</tool_call>',
+    "struck": "An <s>old</s> word.",
 }
 WEATHER = {
     "type": "function",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -52,7 +53,45 @@ def test_content_alone() -> None:
     assert undecided is not None and (undecided.kind, undecided.after) == ("structural_tag", None)
     assert undecided.param == "response_format" and '"<think>"' in undecided.source
     channels = grammar(content=CONTENT, reasoning="harmony")
-    assert channels is not None and channels.after == "<|channel|>final<|message|>"
+    assert channels is not None and (channels.kind, channels.after) == ("structural_tag", None)
+    begun = grammar("<|start|>assistant<|channel|>analysis<|message|>", CONTENT, reasoning="harmony")
+    lark = grammar(content=Grammar("lark", 'start: "x"'), reasoning="harmony")
+    for one in (begun, lark):
+        assert one is not None and one.after == "<|channel|>final<|message|>"
+
+
+def test_the_header_of_an_answer_on_a_channel_is_held() -> None:
+    pytest.importorskip("llguidance", reason="grammars need llguidance")
+    from allotrope.grammars.backend import load_backend
+    from allotrope.grammars.vocabulary import Vocabulary
+
+    tags = by_name("harmony").channels
+    found = grammar(content=CONTENT, reasoning="harmony")
+    assert tags is not None and found is not None
+    special = [tags.start, tags.channel, tags.message, *tags.ends, *tags.others]
+    tokens = [*(bytes([byte]) for byte in range(256)), *(text.encode() for text in special)]
+    end = tokens.index(b"<|return|>")
+    compiled = load_backend(
+        "llguidance", Vocabulary(tuple(tokens), frozenset(range(256, len(tokens))), (end,))
+    ).compile(found)
+
+    def taken(text: str) -> str:
+        """The beginning of `text` that the grammar allows."""
+        matcher = compiled.matcher()
+        pieces = [piece for piece in re.split("(" + "|".join(map(re.escape, special)) + ")", text) if piece]
+        read = b""
+        for piece in pieces:
+            for token in [piece.encode()] if piece in special else [bytes([byte]) for byte in piece.encode()]:
+                if not matcher.take(tokens.index(token)):
+                    return read.decode()
+                read += token
+        return read.decode()
+
+    for before in ("", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"):
+        whole = before + "<|channel|>final<|message|>{}<|return|>"
+        assert taken(whole) == whole
+        assert taken(before + "<|channel|>final <|constrain|>json<|message|>x") == before + "<|channel|>final"
+        assert taken(before + "<|channel|>final<|message|>x") == before + "<|channel|>final<|message|>"
 
 
 def test_calls() -> None:

@@ -62,13 +62,14 @@ def test_lines_are_answered_and_a_run_goes_on(model: Path, tmp_path: Path) -> No
         {"custom_id": "no body", "url": CHAT},
         line("chat", messages=said),
         {"url": CHAT, "body": {}},
+        line("\ud800", messages=said),
         "text",
     ]
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(json.dumps, lines)) + "\n\n{broken\n")
     status, messages = run(model, source, target)
     assert status == 1
-    assert "25 lines answered, 9 failed" in messages
+    assert "25 lines answered, 10 failed" in messages
 
     entries = [json.loads(text) for text in target.read_text().splitlines()]
     good = {
@@ -88,7 +89,7 @@ def test_lines_are_answered_and_a_run_goes_on(model: Path, tmp_path: Path) -> No
     assert bad["other model"]["response"]["status_code"] == 404
     assert bad["wrong value"]["response"]["body"]["error"]["param"] == "temperature"
     codes = [one["error"]["code"] for one in entries if one["error"] is not None]
-    assert sorted(codes) == ["duplicate_custom_id", *["invalid_json_line"], *["invalid_line"] * 5]
+    assert sorted(codes) == ["duplicate_custom_id", *["invalid_json_line"], *["invalid_line"] * 6]
     assert all(one["error"]["message"].startswith("line ") for one in entries if one["error"] is not None)
 
     # As after an interruption: one line is half written, others are missing, and a fault has been mended.

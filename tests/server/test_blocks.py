@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,6 +121,12 @@ def test_arguments_that_are_no_object_are_not_lost(tokenizer: Tokenizer, argumen
     whole = MessagesAnswer("m", new_stream(tokenizer), numbered()).whole([MessageDelta(0, events, (), "stop")])
     expected = {"INVALID_JSON": arguments} if arguments else {}
     assert whole["content"] == [{"type": "tool_use", "id": "call_0", "name": "f", "input": expected}]
+
+
+def test_arguments_with_half_a_character_can_be_sent(tokenizer: Tokenizer) -> None:
+    events = (ToolCallBegin(0, "f"), ToolArgumentsDelta(0, r'{"a": "x\ud83d", "b": "\ud83d\ude00"}'))
+    whole = MessagesAnswer("m", new_stream(tokenizer), numbered()).whole([MessageDelta(0, events, (), "stop")])
+    assert json.loads(msgspec.json.encode(whole))["content"][0]["input"] == {"a": "x?", "b": "\U0001f600"}
 
 
 def test_a_stream_that_breaks_off(tokenizer: Tokenizer) -> None:

@@ -120,6 +120,19 @@ def test_thinking_turns_reasoning_on(scripted: httpx.Client) -> None:
     assert [block["type"] for block in answer(scripted, thinking={"type": "disabled"})["content"]] == ["text"]
 
 
+def test_thinking_is_asked_for_by_each_name_of_the_variable() -> None:
+    body = MessagesRequest.model_validate(
+        {"max_tokens": 1, "messages": ASKED, "thinking": {"type": "enabled"}, "chat_template_kwargs": {"a": 1}}
+    )
+    assert as_conversation(body).template_variables == {"enable_thinking": True, "thinking": True, "a": 1}
+
+
+def test_a_body_that_is_too_large(keyed_server: ServerProcess) -> None:
+    with keyed_server.http(headers={"x-api-key": API_KEY}) as http:
+        refused = http.post(PATH, content=b" " * 100_001)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (413, "request_too_large")
+
+
 def test_tools_round_trip(scripted: httpx.Client) -> None:
     first = answer(scripted, tools=[TOOL])
     (call,) = first["content"]

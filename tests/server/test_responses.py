@@ -271,6 +271,20 @@ def test_a_tool_that_must_be_called(client: openai.OpenAI, choice: Any) -> None:
     assert call.type == "function_call" and set(json.loads(call.arguments)) == {"city"}
 
 
+@pytest.mark.parametrize("depth", [100, 200, 300, 450])
+def test_deep_schemas_are_no_error_of_the_server(scripted: httpx.Client, depth: int) -> None:
+    deep: Any = {}
+    for _ in range(depth):
+        deep = {"default": deep}
+    bodies: list[Json] = [
+        {"tools": [TOOL | {"parameters": {"type": "object", "default": deep}}]},
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object", "default": deep}}}},
+    ]
+    for body in bodies:
+        answer = scripted.post("/v1/responses", json={"input": "hi", "max_output_tokens": 1} | body)
+        assert answer.status_code in (200, 400), answer.text
+
+
 def test_a_stream_that_is_refused_has_a_status(scripted: httpx.Client) -> None:
     refused = scripted.post("/v1/responses", json={"input": "hi", "stream": True, "max_output_tokens": 100_000})
     assert refused.status_code == 400

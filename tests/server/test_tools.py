@@ -109,6 +109,11 @@ def test_text_without_tools_stays_text(http: httpx.Client) -> None:
     assert ask(http, "weather", tools=[WEATHER], tool_choice="none")["message"]["content"] == SCRIPTS["weather"]
 
 
+def test_text_that_looks_like_a_special_token_stays(http: httpx.Client) -> None:
+    for tools in ([], [WEATHER]):
+        assert ask(http, "struck", tools=tools)["message"]["content"] == SCRIPTS["struck"]
+
+
 def test_two_calls_and_one(http: httpx.Client) -> None:
     both = [("get_weather", {"city": city, "days": 2}) for city in ("Lima", "Oslo")]
     assert calls_of(ask(http, "both", tools=[WEATHER])) == both

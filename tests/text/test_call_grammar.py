@@ -43,6 +43,47 @@ def test_formats_without_a_grammar_say_so() -> None:
             call_grammar.forced_calls(FORMATS[name], TOOLS, many=True)
 
 
+def test_definitions_that_would_stand_in_too_many_parameters() -> None:
+    schema = {
+        "$defs": {f"d{i}": {"type": "integer"} for i in range(100)},
+        "properties": {f"p{i}": {"$ref": "#/$defs/d1"} for i in range(1000)},
+    }
+    with pytest.raises(NotWritable, match="too long"):
+        call_grammar.forced_calls(FORMATS["qwen3_coder"], [CalledTool("f", schema)], many=False)
+    call_grammar.forced_calls(FORMATS["hermes"], [CalledTool("f", schema)], many=False)
+
+
+COLOURS = {"$defs": {"c": {"type": "string", "enum": ["red", "blue"]}}}
+LISTED: list[dict[str, Any]] = [
+    {"$ref": "#/$defs/c"},
+    {"anyOf": [{"$ref": "#/$defs/c"}, {"type": "null"}]},
+    {"allOf": [{"$ref": "#/$defs/c"}], "description": "x"},
+]
+
+
+@pytest.mark.parametrize("colour", LISTED)
+def test_values_that_a_schema_lists_elsewhere_are_held(colour: dict[str, Any]) -> None:
+    tool = CalledTool("f", COLOURS | {"type": "object", "properties": {"colour": colour}, "required": ["colour"]})
+    part = json.dumps(call_grammar.forced_calls(FORMATS["qwen3_coder"], [tool], many=False))
+    assert '"red"' in part and '"blue"' in part and "any_text" not in part
+    assert ('"null"' in part) == ("anyOf" in colour)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"properties": {"s": {"anyOf": [{"type": "string", "pattern": "a+"}, {"type": "null"}]}}},
+        {"properties": {"s": {"allOf": [{"type": "string"}, {"enum": ["a"]}]}}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"s": {"type": "string"}}, "required": ["s"]}}},
+        {"properties": {"s": {"type": "string"}}, "anyOf": [{"required": ["s"]}]},
+    ],
+)
+def test_schemas_that_parameters_in_tags_cannot_keep(more: dict[str, Any]) -> None:
+    with pytest.raises(NotWritable):
+        call_grammar.forced_calls(FORMATS["qwen3_coder"], [CalledTool("f", {"type": "object"} | more)], many=False)
+    call_grammar.forced_calls(FORMATS["hermes"], [CalledTool("f", {"type": "object"} | more)], many=False)
+
+
 def special_texts(format: MessageFormat) -> list[str]:
     if format.channels is not None:
         tags = format.channels

@@ -9,7 +9,7 @@ from typing import Any
 from allotrope.errors import InvalidRequest
 from allotrope.request import Grammar
 from allotrope.server.blocks import tool_call
-from allotrope.server.conversation import Conversation
+from allotrope.server.conversation import SWITCHES, Conversation
 from allotrope.server.messages.protocol import (
     Block,
     CountTokensRequest,
@@ -30,8 +30,6 @@ from allotrope.server.values import describe_value
 Json = dict[str, Any]
 
 _CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
-# The variable by which templates of models that may reason or not turn it on and off.
-_SWITCH = "enable_thinking"
 
 
 def as_conversation(body: MessagesRequest | CountTokensRequest) -> Conversation:
@@ -148,7 +146,7 @@ def _choice(body: MessagesRequest | CountTokensRequest) -> tuple[ToolChoice, boo
 
 def _variables(body: MessagesRequest | CountTokensRequest) -> Json:
     variables = body.chat_template_kwargs or {}
-    return {_SWITCH: True, **variables} if isinstance(body.thinking, ThinkingOn) else variables
+    return {**dict.fromkeys(SWITCHES, True), **variables} if isinstance(body.thinking, ThinkingOn) else variables
 
 
 def _grammar(body: MessagesRequest | CountTokensRequest) -> Grammar | None:

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from allotrope.errors import InvalidRequest
 from allotrope.request import FinishReason
 from allotrope.server.blocks import Block, Blocks, Change
 from allotrope.server.errors import HttpError
@@ -194,9 +195,12 @@ class ResponsesAnswer:
 
 def _frame(model: str, body: ResponsesRequest) -> Json:
     """The response object, but for what the answer adds."""
-    given = body.model_dump(
-        include={"tools", "tool_choice", "reasoning", "text"}, exclude_unset=True, by_alias=True, mode="json"
-    )
+    try:
+        given = body.model_dump(
+            include={"tools", "tool_choice", "reasoning", "text"}, exclude_unset=True, by_alias=True, mode="json"
+        )
+    except ValueError as error:
+        raise InvalidRequest("tools or text.format are nested too deeply to be repeated in the answer.") from error
     reasoning = {"effort": None, "summary": None} | (given.get("reasoning") or {})
     return {
         "id": f"resp_{uuid.uuid4().hex}",

@@ -215,26 +215,30 @@ class NamedParameters:
         between = marks(frozenset((*self.key, *self.end)) | stops | starts)
         separator = "{"
         pending: str | None = ""
+        # It waits for the call's end, because other text would end the call for whoever reads the events.
+        stray: list[str] = []
         while True:
             text, mark = ("", pending) if pending else (yield from reader.until(between))
             pending = ""
-            parser.stray(text)
+            stray.append(text)
             if mark in self.key:
                 reader.hold(mark)
                 try:
                     key, kind = yield from self._key(reader)
                 except Malformed:
-                    parser.stray(reader.release())
+                    stray.append(reader.release())
                     continue
                 reader.drop()
                 parser.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
                 separator = ", "
                 pending = yield from self._value(parser, reader, kind, parser.schemas.types(name, key))
                 if pending is None:
+                    parser.stray("".join(stray))
                     return False
             elif mark or not text:
                 break
         parser.arguments("{}" if separator == "{" else "}")
+        parser.stray("".join(stray))
         if mark in starts:
             reader.unread(mark)
         return parser.ended_by(mark, self.end)

@@ -6,8 +6,8 @@ the few kinds in `bodies`. `channels` is the other form: a message made of parts
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,6 +66,10 @@ class MessageFormat:
             return self.channels.reasoning_end
         return None if self.reasoning is None else self.reasoning.end
 
+    def may_write(self, token_text: str) -> bool:
+        """Whether a special token can be a part of what the format writes."""
+        return any(token_text in text for text in _texts_in((self.reasoning, self.tools, self.channels)))
+
     def reasoning_is_open(self, prompt_text: str) -> bool:
         """Whether a rendered prompt ends inside reasoning, so that the reply begins with it."""
         tail = prompt_text[-256:].rstrip()
@@ -99,3 +103,15 @@ class MessageFormat:
             prompt_opens_reasoning=prompt_opens_reasoning,
             special_tokens=special_tokens,
         )
+
+
+def _texts_in(data: Any) -> Iterator[str]:
+    """Every text in the data of a format."""
+    if isinstance(data, str):
+        yield data
+    elif isinstance(data, tuple):
+        for item in data:
+            yield from _texts_in(item)
+    elif is_dataclass(data):
+        for one in fields(data):
+            yield from _texts_in(getattr(data, one.name))

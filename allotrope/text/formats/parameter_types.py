@@ -13,8 +13,8 @@ from typing import Any
 _INTEGER = re.compile(r"-?(?:0|[1-9]\d*)", re.ASCII)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-# Schemas refer to schemas: what lies deeper says nothing of the type.
-_MAX_DEPTH = 8
+# Schemas refer to schemas, in circles too: what lies further says nothing of the type.
+_MAX_SCHEMAS = 256
 # Python's parser needs far more memory than its text.
 _MAX_PYTHON = 1 << 16
 
@@ -35,21 +35,25 @@ class ToolSchemas:
         schema = self._parameters.get(tool, {})
         properties = schema.get("properties")
         found = properties.get(parameter) if isinstance(properties, Mapping) else None
-        return frozenset(_types(found, schema, _MAX_DEPTH))
+        return frozenset(_types(found, schema))
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
-    if not isinstance(schema, Mapping) or not depth:
-        return set()
-    stated = schema.get("type")
-    found = {stated} if isinstance(stated, str) else {one for one in _list(stated) if isinstance(one, str)}
-    values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
-    found |= {"null" if value is None else _TYPES.get(type(value), "string") for value in values}
-    for key in ("anyOf", "oneOf", "allOf"):
-        for choice in _list(schema.get(key)):
-            found |= _types(choice, root, depth - 1)
-    if isinstance(schema.get("$ref"), str):
-        found |= _types(_referred(schema["$ref"], root), root, depth - 1)
+def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    found: set[str] = set()
+    pending, seen = [schema], set[int]()
+    while pending and len(seen) < _MAX_SCHEMAS:
+        one = pending.pop(0)
+        if not isinstance(one, Mapping) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        stated = one.get("type")
+        found |= {stated} if isinstance(stated, str) else {kind for kind in _list(stated) if isinstance(kind, str)}
+        values = [*_list(one.get("enum")), *([one["const"]] if "const" in one else [])]
+        found |= {"null" if value is None else _TYPES.get(type(value), "string") for value in values}
+        for key in ("anyOf", "oneOf", "allOf"):
+            pending += _list(one.get(key))[:_MAX_SCHEMAS]
+        if isinstance(one.get("$ref"), str):
+            pending.append(referred_schema(one["$ref"], root))
     return found
 
 
@@ -57,7 +61,7 @@ def _list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, Sequence) and not isinstance(value, str) else ()
 
 
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+def referred_schema(reference: str, root: Mapping[str, Any]) -> Any:
     """The schema that a reference of the form `#/$defs/name` names, or None."""
     start, *path = reference.split("/")
     found: Any = root if start == "#" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from allotrope.text.formats import (
     by_tool_parser,
     for_checkpoint,
 )
+from allotrope.text.formats.parameter_types import ToolSchemas
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -241,6 +243,26 @@ def test_values_that_are_not_of_their_type() -> None:
     for number, written in (("+1_000", "1000"), (".5", "0.5"), ("0" * 400 + "1", "1"), ("0" + "9" * 400, None)):
         [(_, _, arguments)] = parse(by_name("pythonic").parser(tools=True, reasoning=True), f"[f(n={number})]").calls
         assert arguments == f'{{"n": {written}}}' or (written is None and json.loads(arguments) == {"n": number})
+
+
+def test_schemas_that_refer_to_themselves_take_no_time() -> None:
+    circle = {"anyOf": [{"$ref": "#/$defs/a"} for _ in range(200)] + [{"type": "integer"}]}
+    parameters = {"properties": {"p": {"$ref": "#/$defs/a"}}, "$defs": {"a": circle}}
+    started = time.monotonic()
+    assert ToolSchemas([{"name": "f", "parameters": parameters}]).types("f", "p") == {"integer"}
+    assert time.monotonic() - started < 1
+
+
+def test_text_within_a_call_comes_behind_it() -> None:
+    text = "<tool_call><function=f><parameter=s>a</parameter> so <parameter=x>b</parameter></function></tool_call>"
+    for pieces in ([text], list(text)):
+        parser = by_name("qwen3_coder").parser(tools=TOOLS, reasoning=True)
+        events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
+        kinds = [type(event).__name__ for event in events]
+        assert kinds == sorted(kinds, key=["ToolCallBegin", "ToolArgumentsDelta", "ContentDelta"].index)
+        assert "".join(event.text for event in events if isinstance(event, ContentDelta)).strip() == "so"
+        arguments = "".join(event.text for event in events if isinstance(event, ToolArgumentsDelta))
+        assert arguments == '{"s": "a", "x": "b"}'
 
 
 def test_a_tag_within_the_answer_is_text() -> None:
