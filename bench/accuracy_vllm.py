@@ -36,7 +36,7 @@ from allotrope.checkpoint.checkpoint import locate, open_checkpoint  # noqa: E40
 from allotrope.config import EngineConfig  # noqa: E402
 from allotrope.engine.load_plan import resolve_load_plan  # noqa: E402
 from allotrope.engine.multiprocess_executor import refuse_devices  # noqa: E402
-from allotrope.errors import AllotropeError, ConfigError, ModelError  # noqa: E402
+from allotrope.errors import AllotropeError, ConfigError, EngineDead, ModelError  # noqa: E402
 from allotrope.eval.figures import Measured, measure  # noqa: E402
 from allotrope.eval.items import Items, make_items  # noqa: E402
 from allotrope.eval.options import EvalOptions, ModeName  # noqa: E402
@@ -86,7 +86,8 @@ def vllm_options(options: argparse.Namespace, tokenizer: str, mode: ModeName, de
 
 
 def evaluate(options: argparse.Namespace, wanted: EvalOptions) -> Report:
-    """Ask vLLM in every mode. Raises ConfigError or ModelError if nothing can be measured."""
+    """Ask vLLM in every mode. Raises ConfigError or ModelError if nothing can be measured, EngineDead if it
+    failed in a mode and was measured in none."""
     started = time.monotonic()
     checkpoint = open_checkpoint(options.model)
     _, spec = read_spec(checkpoint.config, checkpoint.source)
@@ -109,7 +110,8 @@ def evaluate(options: argparse.Namespace, wanted: EvalOptions) -> Report:
             reason = f"refused: {ended.reason}" if ended.outcome == "refused" else ended.reason
             skipped.append(Skipped(mode, reason, broken=ended.outcome == "failed"))
     if host is None:
-        raise ConfigError("nothing was measured: " + "; ".join(f"{one.name}: {one.reason}" for one in skipped) + ".")
+        why = "nothing was measured: " + "; ".join(f"{one.name}: {one.reason}" for one in skipped) + "."
+        raise EngineDead(why) if any(one.broken for one in skipped) else ConfigError(why)
     return Report(
         model=options.model,
         architecture=str(next(iter(checkpoint.config.get("architectures") or ["?"]))),
@@ -178,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
         report = evaluate(options, EvalOptions(baseline=options.baseline, **asked))
     except AllotropeError as error:
         print(f"accuracy_vllm: error: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, EngineDead) else 2
     print("\n".join([*report.heading(), *figure_lines(report), *report.notes()]))
     if options.json is not None:
         write_json(options.json, report)

@@ -6,9 +6,12 @@ something could not be measured.
 
 from __future__ import annotations
 
+import typer
+
 from allotrope.commands.flags import expand_configs
 from allotrope.commands.judgement import conclude, say, status_2
 from allotrope.config import EngineConfig
+from allotrope.errors import EngineDead
 from allotrope.eval.options import EvalOptions
 
 
@@ -28,7 +31,12 @@ def evaluate(engine: EngineConfig, options: EvalOptions) -> None:
     from allotrope.eval.run import evaluate as run
 
     with Console(stderr=True).status("starting") as status:
-        report = run(engine, options, status.update)
+        try:
+            report = run(engine, options, status.update)
+        except EngineDead as error:
+            # It failed in a mode, and no other one has figures for a report.
+            typer.echo(f"allotrope: error: {error}", err=True)
+            raise typer.Exit(1) from error
     # Narrower, the table would lose its figures; a pipe has no width of its own.
     console = Console()
     console.width = max(console.width, 48 + 30 * len(report.runs()))

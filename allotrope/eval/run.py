@@ -14,7 +14,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.multiprocess_executor import refuse_devices
 from allotrope.engine.planned_backends import planned_backends
-from allotrope.errors import ConfigError, InvalidRequest, ModelError
+from allotrope.errors import ConfigError, EngineDead, InvalidRequest, ModelError
 from allotrope.eval.answers import Answers, ask_engine
 from allotrope.eval.figures import Measured, measure
 from allotrope.eval.items import Items, make_items
@@ -30,7 +30,8 @@ Log = Callable[[str], None]
 def evaluate(config: EngineConfig, options: EvalOptions, log: Log = lambda text: None) -> Report:
     """Evaluate `config.model`. `log`: is told what is being done.
 
-    Raises ConfigError or ModelError if something cannot be measured, before the first item runs where that is known.
+    Raises ConfigError or ModelError if something cannot be measured, before the first item runs where that is known,
+    and EngineDead if the engine fails in a mode and is measured in none.
     """
     started = time.monotonic()
     load_plan = resolve_load_plan(config)
@@ -63,7 +64,8 @@ def evaluate(config: EngineConfig, options: EvalOptions, log: Log = lambda text:
         first = first or answers
         runs.append(measure(items, answers))
     if first is None:
-        raise ConfigError("nothing was measured: " + "; ".join(f"{one.name}: {one.reason}" for one in skipped) + ".")
+        why = "nothing was measured: " + "; ".join(f"{one.name}: {one.reason}" for one in skipped) + "."
+        raise EngineDead(why) if any(one.broken for one in skipped) else ConfigError(why)
     baseline = stored
     if options.baseline == "transformers":
         baseline = _transformers(config, options, load_plan, tokenizer, items, first, log)

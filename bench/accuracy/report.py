@@ -11,6 +11,8 @@ def cells_of(place: dict[str, str], report: dict[str, Any]) -> list[dict[str, An
     """One for each mode of a run's report. `place`: what the run's cells have in common."""
     if "refused" in report:
         return [place | {"mode": "", "state": "refused", "reason": report["refused"]}]
+    if "failed" in report:
+        return [place | {"mode": "", "state": "red", "outside": [], "reason": report["failed"]}]
     cells = []
     for mode in report["modes"]:
         figures = {one["name"]: one["value"] for one in mode["figures"]}

@@ -60,6 +60,9 @@ def test_a_mode_in_which_the_engine_fails_is_red() -> None:
     assert failed["state"] == "red" and "**red**: failed" in page(results(failed))
     (refused,) = cells_of(PLACE, {"refused": "no such dtype", "code": 2})
     assert "refused: no such dtype" in page(results(refused))
+    (died,) = cells_of(PLACE, {"failed": "ended after 900 s", "code": -1})
+    assert died["state"] == "red" and "red: ended after 900 s" in page(results(died))
+    assert "**0 of 1**" in page(results(died))
 
 
 def test_results_of_two_machines_join() -> None:
@@ -98,3 +101,50 @@ def test_what_ran_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(asked) == 4
     assert accuracy.main(arguments) == 0 and len(asked) == 4
     assert len(json.loads((tmp_path / "out.json").read_text())["cells"]) == 6
+
+
+def test_only_the_report_of_the_same_command_is_kept(tmp_path: Path) -> None:
+    report, written = tmp_path / "one.json", tmp_path / "written"
+
+    def execute(status: int, items: int, *flags: str) -> dict[str, Any]:
+        """What is there after a process that counts its calls, and writes a report if its status is 0."""
+        write = 'echo "{\\"items\\": $2}" > $1' if status == 0 else f"echo error: it cannot; exit {status}"
+        command = ["sh", "-c", f"printf . >> {written}; {write}", "sh", str(report), str(items)]
+        accuracy.execute(command, report, accuracy.parse([str(tmp_path), "--device", "cpu", *flags]))
+        found: dict[str, Any] = json.loads(report.read_text())
+        return found | {"calls": len(written.read_text())}
+
+    assert execute(0, 4) == {"items": 4, "calls": 1} == execute(0, 4)
+    # Of other items.
+    assert execute(0, 128) == {"items": 128, "calls": 2}
+    # What is refused stays so; what died is tried again, and an old report is not taken for its own.
+    assert execute(2, 128) == {"refused": "it cannot", "code": 2, "calls": 3} == execute(2, 128)
+    assert execute(1, 128) == {"failed": "it cannot", "code": 1, "calls": 4}
+    assert execute(1, 128)["calls"] == 5
+    assert execute(0, 128, "--again") == {"items": 128, "calls": 6}
+    assert execute(0, 128, "--again")["calls"] == 7
+
+
+def test_plain_twins_are_written_before_a_run_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "models" / "small"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text('{"quantization_config": {}}')
+    (model / "model.safetensors").write_bytes(b"weights")
+    done: list[str] = []
+
+    def plain(folder: Path, out: Path) -> Path:
+        done.append("twin")
+        return out / folder.name
+
+    def execute(command: list[str], out: Path, options: Any) -> str:
+        done.append("run")
+        out.write_text(json.dumps(report(0.9, inside=True)))
+        return "done"
+
+    monkeypatch.setattr(accuracy, "plain", plain)
+    monkeypatch.setattr(accuracy, "execute", execute)
+    arguments = [str(tmp_path / "models"), "--host", "vllm", "--device", "cpu", "--work", str(tmp_path / "work")]
+    arguments += ["--out", str(tmp_path / "out.json"), "--no-transformers", "--jobs", "1"]
+    assert accuracy.main(arguments) == 0
+    # The reference first; then a twin for each dtype but that of the weights as they are stored.
+    assert done == ["run", *["twin"] * 3, *["run"] * 4]

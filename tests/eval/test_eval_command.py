@@ -156,3 +156,15 @@ def test_a_plot_says_what_it_needs(windowed: TinyCheckpoint, monkeypatch: pytest
     done = command(windowed.directory, "--plot", tmp_path / "p.png")
     assert done.exit_code == 2
     assert "pip install 'allotrope[bench]'" in done.stderr
+
+
+def test_an_engine_that_fails_in_every_mode_is_status_1(
+    windowed: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr("allotrope.eval.run.ask_engine", fail)
+    done = command(windowed.directory, *SMALL, "--tasks", "copy")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("allotrope: error: nothing was measured: cold: RuntimeError: no kernel image.")

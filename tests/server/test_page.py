@@ -308,6 +308,21 @@ def test_the_key_is_asked_for(keyed_server: ServerProcess, context: BrowserConte
     assert page.evaluate("sessionStorage.length") == 0
 
 
+def test_a_key_of_any_letters_reaches_the_server(keyed_server: ServerProcess, context: BrowserContext) -> None:
+    key = "schlüssel-ключ"
+    page = context.new_page()
+    page.goto(keyed_server.url)
+    page.wait_for_selector("#ask", state="visible")
+    page.fill("#key", key)
+    page.keyboard.press("Enter")
+    page.get_by_text("does not accept this key").wait_for()
+    asked = page.evaluate("headers().authorization")
+    page.goto(f"{keyed_server.url}/docs")
+    page.fill("#key", key)
+    # As curl sends it: the guard compares bytes.
+    assert asked == page.evaluate("headers().authorization") == f"Bearer {key.encode().decode('latin-1')}"
+
+
 def test_the_keyboard_is_enough(server: ServerProcess, http: httpx.Client, context: BrowserContext) -> None:
     page = load_page(context, server.url)
     page.evaluate("byId('temperature').value = 0")
