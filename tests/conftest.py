@@ -5,6 +5,7 @@ Without a GPU, Triton's kernels run in its interpreter; it has to be told before
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +19,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     import interpreter_loops  # noqa: F401
     import interpreter_rounding  # noqa: F401
+
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # How long an example takes says more about the machine than about the code.
+    settings.register_profile("no deadline", deadline=None)
+    settings.load_profile("no deadline")
 
 GgufFactory = Callable[..., str]
 

@@ -213,18 +213,26 @@ def test_why_a_server_with_figures_is_not_healthy(server: ServerProcess, context
     page.locator("[data-state=serving]").wait_for()
 
 
-def test_a_chat_streams_and_keeps_its_history(
-    server: ServerProcess, http: httpx.Client, context: BrowserContext
-) -> None:
+def test_an_answer_shows_as_it_streams(server: ServerProcess, context: BrowserContext) -> None:
     page = load_page(context, server.url)
-    bodies = sent_bodies(page)
     page.evaluate(
         "() => { window.lengths = new Set(); new MutationObserver(() => lengths.add(byId('log').innerText.length))"
         ".observe(byId('log'), {childList: true, subtree: true, characterData: true}); }"
     )
+    # On a busy machine a whole answer may come between two frames.
+    for _ in range(5):
+        page.evaluate("lengths.clear()")
+        say(page, QUESTION, temperature=0, max_tokens=60)
+        if page.evaluate("lengths.size") > 3:
+            return
+    pytest.fail("five answers came at once")
+
+
+def test_a_chat_keeps_its_history(server: ServerProcess, http: httpx.Client, context: BrowserContext) -> None:
+    page = load_page(context, server.url)
+    bodies = sent_bodies(page)
     say(page, QUESTION, temperature=0, max_tokens=60)
     first = answers(page)
-    assert page.evaluate("lengths.size") > 3
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 60}
     told = http.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]["content"]
     assert first == [page.evaluate(f"text => {{ {WRITTEN} }}", told)]
