@@ -15,7 +15,7 @@ from typing import Any
 
 from allotrope.errors import InvalidRequest
 from allotrope.server import foreign_fields as foreign
-from allotrope.server.rules import Honoured, Misplaced, Only, Rule, WithoutEffect, check_value
+from allotrope.server.rules import Honoured, Misplaced, Only, Renamed, Rule, WithoutEffect, check_value
 from allotrope.server.values import describe_value
 
 _OLD_TOOLS = "it is the old form of tools"
@@ -191,6 +191,19 @@ def _of_the_other_route(table: Mapping[str, Rule], other: Mapping[str, Rule], pa
         name: rule if isinstance(rule, Only) else misplaced
         for name, rule in other.items()
         if name not in table and not isinstance(rule, WithoutEffect)
+    }
+
+
+def foreign_of_chat(known: Mapping[str, Rule], own: Mapping[str, Rule]) -> dict[str, Rule]:
+    """The foreign fields of another API that answers conversations: `own` and those of a chat, but for those whose
+    name or advice does not hold there. `known`: the fields of that API.
+    """
+    return dict(own) | {
+        name: rule
+        for name, rule in foreign.CHAT.items()
+        if name not in known
+        and name not in own
+        and not (isinstance(rule, Renamed) and not isinstance(known.get(rule.to), Honoured))
     }
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from allotrope.server import foreign_fields as foreign
-from allotrope.server.fields import SAMPLED, Fields
+from allotrope.server.fields import SAMPLED, Fields, foreign_of_chat
 from allotrope.server.rules import Honoured, Misplaced, Only, Renamed, Rule, WithoutEffect
 
 _CONVERSATION: dict[str, Rule] = {
@@ -40,18 +39,7 @@ _ELSEWHERE: dict[str, Rule] = {
     "logprobs": Only((False,), "ask /v1/chat/completions for log-probabilities"),
 }
 
-
-def _also_foreign() -> dict[str, Rule]:
-    """Foreign fields of a chat, but for those whose name or advice does not hold here."""
-    taken = {*_KNOWN, *_ELSEWHERE}
-    return {
-        name: rule
-        for name, rule in foreign.CHAT.items()
-        if name not in taken and not (isinstance(rule, Renamed) and not isinstance(_KNOWN.get(rule.to), Honoured))
-    }
-
-
-MESSAGES = Fields(_KNOWN, _ELSEWHERE | _also_foreign(), has_inner=False)
+MESSAGES = Fields(_KNOWN, foreign_of_chat(_KNOWN, _ELSEWHERE), has_inner=False)
 # A client may send a whole body to be counted; what concerns the answer does not change the count.
 COUNT_TOKENS = Fields(
     _CONVERSATION,

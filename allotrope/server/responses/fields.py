@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from allotrope.server import foreign_fields as foreign
-from allotrope.server.fields import SAMPLED, Fields
+from allotrope.server.fields import SAMPLED, Fields, foreign_of_chat
 from allotrope.server.rules import Honoured, Misplaced, Only, Renamed, Rule, WithoutEffect
 
 _NO_OWN_TOOLS = "this server runs no tools of its own"
@@ -45,15 +44,4 @@ _ELSEWHERE: dict[str, Rule] = {
     "logprobs": Misplaced("write include=['message.output_text.logprobs'] and top_logprobs"),
 }
 
-
-def _also_foreign() -> dict[str, Rule]:
-    """Foreign fields of a chat, but for those whose name or advice does not hold here."""
-    taken = {*_KNOWN, *_ELSEWHERE}
-    return {
-        name: rule
-        for name, rule in foreign.CHAT.items()
-        if name not in taken and not (isinstance(rule, Renamed) and not isinstance(_KNOWN.get(rule.to), Honoured))
-    }
-
-
-RESPONSES = Fields(_KNOWN, _ELSEWHERE | _also_foreign(), has_inner=False)
+RESPONSES = Fields(_KNOWN, foreign_of_chat(_KNOWN, _ELSEWHERE), has_inner=False)
