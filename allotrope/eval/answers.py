@@ -103,24 +103,49 @@ MODES: dict[ModeName, Mode] = {
 """By name, in the order in which they run."""
 
 
+# Answers or losses, and a remark.
+Tasks = tuple[dict[str, tuple[Answer, ...]], str]
+Losses = tuple[tuple[tuple[float, ...], ...], str]
+
+
 def ask_engine(config: EngineConfig, items: Items, name: ModeName, log: Log = lambda text: None) -> Answers:
     """Run all items in a mode. Raises NotExercised if what the mode is there to try came about in no part of them."""
     started = time.monotonic()
+
+    def ask_tasks() -> Tasks:
+        log(f"{name}: tasks")
+        return _ask_tasks(config, items, name)
+
+    def ask_text(text: TextChunks) -> Losses:
+        log(f"{name}: text")
+        return _ask_text(config, text, name)
+
+    return ask_both(items, name, started, ask_tasks, ask_text)
+
+
+def ask_both(
+    items: Items,
+    name: ModeName,
+    started: float,
+    ask_tasks: Callable[[], Tasks],
+    ask_text: Callable[[TextChunks], Losses],
+) -> Answers:
+    """The answers of those parts that `items` has. Raises NotExercised if no part exercised the mode. `started`: in
+    seconds (time.monotonic).
+    """
     remarks: list[str] = []
     unexercised: list[str] = []
     tasks: dict[str, tuple[Answer, ...]] = {}
     losses: tuple[tuple[float, ...], ...] = ()
     if items.tasks:
-        log(f"{name}: tasks")
         try:
-            tasks, remark = _ask_tasks(config, items, name)
+            tasks, remark = ask_tasks()
             remarks.append(remark and f"tasks: {remark}")
         except NotExercised as reason:
             unexercised.append(f"tasks: {reason}")
     if items.text is not None:
-        log(f"{name}: text")
         try:
-            losses, remark = _ask_text(config, items.text, name)
+            losses, remark = ask_text(items.text)
             remarks.append(remark and f"text: {remark}")
         except NotExercised as reason:
             unexercised.append(f"text: {reason}")
@@ -130,7 +155,7 @@ def ask_engine(config: EngineConfig, items: Items, name: ModeName, log: Log = la
     return Answers(name, tasks, losses, remark, time.monotonic() - started)
 
 
-def _ask_tasks(config: EngineConfig, items: Items, name: ModeName) -> tuple[dict[str, tuple[Answer, ...]], str]:
+def _ask_tasks(config: EngineConfig, items: Items, name: ModeName) -> Tasks:
     mode = MODES[name]
     whole = dataclasses.replace(config, max_model_len=items.longest)
     for i, settings in enumerate(mode.settings):
@@ -180,7 +205,7 @@ def _params(item: Item) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=item.max_tokens, stop=("\n",))
 
 
-def _ask_text(config: EngineConfig, text: TextChunks, name: ModeName) -> tuple[tuple[tuple[float, ...], ...], str]:
+def _ask_text(config: EngineConfig, text: TextChunks, name: ModeName) -> Losses:
     if name == "two-ranks":
         config = dataclasses.replace(config, tensor_parallel_size=2)
     recorder = LossRecorder(text)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from allotrope.errors import ConfigError
-from allotrope.eval.answers import Answer, Answers
+from allotrope.eval.answers import Answer, Answers, ask_both
 from allotrope.eval.items import Item, Items, TextChunks
 from allotrope.eval.options import ModeName
 from allotrope.text.tokenizer import Tokenizer
@@ -109,26 +109,9 @@ class _Running:
 
     def ask(self, items: Items, name: ModeName, started: float) -> Answers:
         """Answers to all items."""
-        remarks: list[str] = []
-        unexercised: list[str] = []
-        tasks: dict[str, tuple[Answer, ...]] = {}
-        losses: tuple[tuple[float, ...], ...] = ()
-        if items.tasks:
-            try:
-                tasks, remark = self.ask_tasks(items.tasks, name)
-                remarks.append(remark and f"tasks: {remark}")
-            except NotExercised as reason:
-                unexercised.append(f"tasks: {reason}")
-        if items.text is not None:
-            try:
-                losses, remark = self.ask_text(items.text, name)
-                remarks.append(remark and f"text: {remark}")
-            except NotExercised as reason:
-                unexercised.append(f"text: {reason}")
-        if not tasks and not losses:
-            raise NotExercised("; ".join(unexercised))
-        remark = "; ".join(one for one in (*remarks, *unexercised) if one)
-        return Answers(name, tasks, losses, remark, time.monotonic() - started)
+        return ask_both(
+            items, name, started, lambda: self.ask_tasks(items.tasks, name), lambda text: self.ask_text(text, name)
+        )
 
     def ask_tasks(
         self, tasks: dict[str, tuple[Item, ...]], name: ModeName
