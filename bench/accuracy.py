@@ -11,6 +11,7 @@ finished runs stay in --work, and a run that is called again does what is missin
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -94,6 +95,7 @@ class Run:
         }
 
 
+@functools.cache
 def digest(folder: Path) -> str:
     """The SHA-256 of a model's weights."""
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
