@@ -101,24 +101,27 @@ def digest(folder: Path) -> str:
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
+def shown(path: Path) -> str:
+    """`path` as seen from the root, where commands run: a command is the same on every machine."""
+    path = path.resolve()
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
 def reference_path(folder: Path, options: argparse.Namespace) -> Path:
     return options.work / f"{folder.name}.{digest(folder)[:8]}.{REFERENCE}.json"
 
 
 def item_flags(options: argparse.Namespace) -> list[str]:
-    # As seen from the root, where commands run: the report names it.
-    text = options.text.resolve()
-    shown = text.relative_to(ROOT) if text.is_relative_to(ROOT) else text
-    return ["--items", str(options.items), "--lengths", options.lengths, "--text", str(shown)]
+    return ["--items", str(options.items), "--lengths", options.lengths, "--text", shown(options.text)]
 
 
 def reference_command(folder: Path, options: argparse.Namespace) -> list[str]:
     """Our engine in float32 on a CPU, beside Transformers where it is asked for."""
-    command = [sys.executable, "-m", "allotrope", "eval", str(folder), *DTYPES[0].flags, "--device", "cpu"]
+    command = [sys.executable, "-m", "allotrope", "eval", shown(folder), *DTYPES[0].flags, "--device", "cpu"]
     command += ["--kv-cache-memory-bytes", str(CACHE_BYTES), "--modes", "cold", *item_flags(options)]
-    command += ["--json", str(reference_path(folder, options))]
+    command += ["--json", shown(reference_path(folder, options))]
     if options.transformers:
-        command += ["--baseline", "transformers", "--reference", str(plain_twin(folder, options))]
+        command += ["--baseline", "transformers", "--reference", shown(plain_twin(folder, options))]
     return command
 
 
@@ -134,11 +137,11 @@ def command_of(run: Run, options: argparse.Namespace) -> list[str]:
         if not run.dtype.stored:
             # vLLM refuses most types of activations beside quantized weights.
             folder = plain_twin(folder, options)
-    command += [str(folder), *run.dtype.flags, *item_flags(options), "--modes", ",".join(options.modes)]
+    command += [shown(folder), *run.dtype.flags, *item_flags(options), "--modes", ",".join(options.modes)]
     if run.host == "allotrope":
         command += ["--device", run.device, "--kv-cache-memory-bytes", str(CACHE_BYTES)]
-    command += ["--baseline", str(reference_path(run.folder, options))]
-    return [*command, "--json", str(options.work / f"{run.name}.json")]
+    command += ["--baseline", shown(reference_path(run.folder, options))]
+    return [*command, "--json", shown(options.work / f"{run.name}.json")]
 
 
 def execute(command: list[str], report: Path, options: argparse.Namespace) -> str:
@@ -170,11 +173,12 @@ def execute(command: list[str], report: Path, options: argparse.Namespace) -> st
 
 
 def is_done(command: list[str], report: Path) -> bool:
-    """Whether this very command made `report`, and came to an end by itself."""
+    """Whether this very command made `report`, with whatever Python, and came to an end by itself."""
     log = report.with_suffix(".log")
     if not report.is_file() or not log.is_file():
         return False
-    return log.read_text().partition("\n")[0] == " ".join(command) and "failed" not in json.loads(report.read_text())
+    made_by = log.read_text().partition("\n")[0].partition(" ")[2]
+    return made_by == " ".join(command[1:]) and "failed" not in json.loads(report.read_text())
 
 
 def run_all(options: argparse.Namespace) -> list[Run]:
@@ -219,7 +223,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--dtypes", nargs="+", choices=[one.name for one in DTYPES], help="default: all that a model has"
     )
     parser.add_argument("--only", nargs="+", help="models; default: all of the folder")
-    parser.add_argument("--items", type=int, default=128, help="of each task and length")
+    parser.add_argument("--items", type=int, default=24, help="of each task and length")
     parser.add_argument("--lengths", default="320,1024", help="bytes of prompts, with commas between")
     parser.add_argument("--text", type=Path, default=ROOT / "train" / "models" / "held_out.txt", help="for perplexity")
     parser.add_argument("--jobs", type=int, default=max(1, min(8, cores // 2)), help="processes side by side")
@@ -244,10 +248,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         references[run.folder.name] = reference_of(digest(run.folder)[:12], found)
         cells += cells_of(run.place, json.loads((options.work / f"{run.name}.json").read_text()))
-    shown = " ".join(["python bench/accuracy.py", *(sys.argv[1:] if arguments is None else arguments)])
+    called = " ".join(["python bench/accuracy.py", *(sys.argv[1:] if arguments is None else arguments)])
     place = f"{options.host}, {options.device}"
     known = environment(torch.device(options.device))
-    about = {"place": place, "command": shown, "seconds": time.perf_counter() - begun}
+    about = {"place": place, "command": called, "seconds": time.perf_counter() - begun}
     about |= {key: known[key] for key in ("device", "torch", "date")}
     old = json.loads(options.out.read_text()) if options.out.is_file() else {}
     results = merged(old, {"references": references, "cells": cells, "runs": [about]})

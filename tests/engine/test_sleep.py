@@ -106,10 +106,11 @@ def test_a_gpu_is_free_while_the_engine_sleeps(model: Path, dtype: str) -> None:
     running.capture_all()
     asked = prompts(LENGTHS)
     want = run(running, [request(f"r{i}", ids) for i, ids in enumerate(asked)])
+    held = running.memory.bytes + sum(one.nbytes for one in tensors_of(running.model) if one.device.type == "cuda")
     before = torch.cuda.memory_allocated()
     for turn in range(2):
         running.sleep()
-        assert before - torch.cuda.memory_allocated() > 32_000_000
+        assert before - torch.cuda.memory_allocated() > 0.9 * held
         running.wake()
         again = run(running, [request(f"{turn} {i}", ids) for i, ids in enumerate(asked)])
         assert list(again.values()) == list(want.values())
