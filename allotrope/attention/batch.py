@@ -60,18 +60,51 @@ class BatchTensors:
 
 
 @dataclass(frozen=True)
+class VerifyTensors:
+    """Speculative decoding: which requests of a step are one sequence with its draft tokens, on the device.
+
+    A sequence with k drafts is k + 1 requests in a row: its last token, then each draft. Each has one new token, the
+    same pages and slot, and one visible token more than the one before. Caches with rows of each token need no more:
+    the rows of a rejected draft are overwritten later. A recurrent state cannot be taken back, so it holds the first of
+    these tokens and none of the drafts, whose inputs are kept beside it; the drafts that turn out to be right are
+    replayed by the sequence's next step, before its new tokens.
+
+    `first_row`: [B] int32, the first request of the same sequence. `num_rows`: [B] int32, at first requests the number
+    of the sequence's requests, else 0. `replay`: [B] int32, at first requests the accepted drafts of the sequence's
+    step before, else 0. A request that is a sequence alone (one with several new tokens, a padding row) is its own
+    first row, with `num_rows` 1.
+    """
+
+    first_row: torch.Tensor
+    num_rows: torch.Tensor
+    replay: torch.Tensor
+
+
+@dataclass(frozen=True)
+class VerifyRows:
+    """The same on the host. In captured steps, where the host knows no more, every request is a sequence alone."""
+
+    first_row: tuple[int, ...]
+    num_rows: tuple[int, ...]
+    replay: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class BatchLayout:
     """The requests of one step.
 
     `query_lens`, `seq_lens`: per request, new tokens and tokens visible after this step (host integers, so that a
     plan never asks the device). `device`: of the index tensors. `static_tensors`: of a captured step; the host's
-    `seq_lens` are then upper bounds of the device's.
+    `seq_lens` are then upper bounds of the device's. `verify`, `static_verify`: with speculative decoding, which
+    requests are one sequence with its drafts.
     """
 
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     device: torch.device
     static_tensors: BatchTensors | None = None
+    verify: VerifyRows | None = None
+    static_verify: VerifyTensors | None = None
 
     def __post_init__(self) -> None:
         if any(q < 1 or n < q for q, n in zip(self.query_lens, self.seq_lens, strict=True)):
@@ -124,6 +157,14 @@ class BatchLayout:
         seq_lens = torch.tensor(self.seq_lens, dtype=torch.int32, device=self.device)
         query_start = torch.tensor(self.query_start, dtype=torch.int32, device=self.device)
         return BatchTensors(seq_lens, query_start, self.positions, self.request_of_token)
+
+    @cached_property
+    def verify_tensors(self) -> VerifyTensors | None:
+        """`verify` on the device; None without speculative decoding."""
+        if self.static_verify is not None or self.verify is None:
+            return self.static_verify
+        columns = (self.verify.first_row, self.verify.num_rows, self.verify.replay)
+        return VerifyTensors(*(torch.tensor(one, dtype=torch.int32, device=self.device) for one in columns))
 
     @cached_property
     def positions(self) -> torch.Tensor:

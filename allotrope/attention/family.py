@@ -95,10 +95,13 @@ OutputShape = tuple[tuple[int, ...], torch.dtype | None]
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """`row_format`: "plain", or "scaled" for block-scaled FP8 entries. `state_dtype`: type of recurrent states."""
+    """`row_format`: "plain", or "scaled" for block-scaled FP8 entries. `state_dtype`: type of recurrent states.
+    `max_drafts`: drafts of a sequence in one step whose inputs are kept beside a recurrent state.
+    """
 
     row_format: str = "plain"
     state_dtype: torch.dtype = torch.float32
+    max_drafts: int = 0
 
 
 def plain_entries(spec: Any, cache: CacheFormat) -> Any:

@@ -24,7 +24,8 @@ _OF_DEVICE = Chooser(NONE)
 class Build:
     """`dtype`: weights and activations. `kv_dtype`: KV cache. `chooser`: of backends; default: one for `device`'s chip.
     `row_format`: "plain", or "scaled" for an FP8 cache with scales of its own. `state_dtype`: recurrent states.
-    `formats`: of the weights that stay quantized. `name`: of the module that is built, dots between its parts.
+    `max_drafts`: draft tokens of a sequence in one step (speculative decoding). `formats`: of the weights that stay
+    quantized. `name`: of the module that is built, dots between its parts.
     """
 
     dtype: torch.dtype = torch.float32
@@ -34,6 +35,7 @@ class Build:
     chooser: Chooser = _OF_DEVICE
     row_format: str = "plain"
     state_dtype: torch.dtype = torch.float32
+    max_drafts: int = 0
     formats: Formats = field(default_factory=dict)
     name: str = ""
 

@@ -36,7 +36,8 @@ class MixerSpec(Protocol):
 def attention_of(spec: MixerSpec, build: Build) -> Any:
     """The family's spec of a layer with the cache format of `build`. Raises ValueError for an unsupported format."""
     attention = spec.attention(build.parallel, build.dtype, build.kv_dtype)
-    return FAMILIES[attention.family].with_cache(attention, CacheFormat(build.row_format, build.state_dtype))
+    cache = CacheFormat(build.row_format, build.state_dtype, build.max_drafts)
+    return FAMILIES[attention.family].with_cache(attention, cache)
 
 
 def head_norm(norm: RMSNorm | AllHeadsNorm | None) -> HeadNorm | None:
