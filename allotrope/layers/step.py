@@ -21,6 +21,7 @@ class Step:
 
     Results that later layers read, None until a layer sets them: `topk_indices`: [T, K] those of the last layer with an
     indexer, in the backend's form. `per_layer_inputs`: [T, layers, width] input of each layer beside the hidden states.
+    `features`: [T, F] hidden states for a draft model, where it reads others than those of the head.
     """
 
     ids: torch.Tensor
@@ -29,6 +30,7 @@ class Step:
     tables: RopeTables | None = None
     topk_indices: Any = None
     per_layer_inputs: torch.Tensor | None = None
+    features: torch.Tensor | None = None
     _rotations: dict[tuple[RopeSpec, torch.dtype], Rotation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -35,10 +35,12 @@ MAX_SPLITS = 16
 @dataclass(frozen=True)
 class CsaTritonPlan:
     """`paged`: cache name -> page table and slot mapping. `lists`: cache slots that each query attends to, in `splits`
-    KV splits. `bound`: most entries that a query sees.
+    KV splits. `bound`: most entries that a query sees. `first_row`: [B] int32, the first request of the same sequence;
+    None without speculative decoding, where every request is a sequence alone.
     """
 
     tensors: BatchTensors
+    first_row: torch.Tensor | None
     paged: Mapping[str, PageIndex]
     lists: Lists
     bound: int
@@ -59,7 +61,9 @@ def build_plan(spec: CsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     lists = make_lists(
         spec, batch.tensors, paged["window"], entries, longest, listed=entries is not None and bound == listed
     )
-    return CsaTritonPlan(batch.tensors, paged, lists, bound, splits, chip)
+    verify = batch.verify_tensors
+    first_row = None if verify is None else verify.first_row
+    return CsaTritonPlan(batch.tensors, first_row, paged, lists, bound, splits, chip)
 
 
 def split_count(programs: int, tiles: int, num_sms: int) -> int:
@@ -111,7 +115,7 @@ def _store(
     Returns the rotated queries [T, H, D].
     """
     assert q.stride(2) == 1 and kv.stride(1) == 1
-    tensors = plan.tensors
+    tensors, first_row = plan.tensors, plan.first_row
     window, pools = plan.paged["window"], caches["window"]
 
     def compressor(new: Compression | None, state: str, entries: str) -> tuple[list[Any], torch.Tensor]:
@@ -136,13 +140,15 @@ def _store(
     programs = 3 + cdiv(spec.num_heads, launch["BLOCK_H"])
     triton_store.store_kernel[(len(kv), programs)](
         q, q_rotated, q.stride(0), q.stride(1),
-        tensors.positions, tensors.request_of_token, tensors.query_start, *plan.lists.angles, *plan.lists.first_angles,
+        tensors.positions, tensors.request_of_token, tensors.query_start,
+        tensors.query_start if first_row is None else first_row, *plan.lists.angles, *plan.lists.first_angles,
         1.0 / kv_scale, spec.norm_eps, kv, kv.stride(0), window.slots, *_pool_views(spec, pools),
         *main_args, entry_slots, *entries, *index_args, key_slots, keys, keys.stride(0), keys.stride(1),
         W_ROWS=window.page_size, STATE_ROWS=sizes["state"], E_ROWS=entries[0].shape[1],
         I_STATE_ROWS=sizes["index_state"], I_ROWS=keys.shape[1], H=spec.num_heads, RATIO=spec.ratio,
         STREAMS=spec.streams, D=spec.head_dim, R=spec.rope.dim, BLOCK_D=next_power_of_2(spec.head_dim),
-        INDEX_D=index_dim, BLOCK_I=next_power_of_2(max(1, index_dim)), FORMAT=_format(spec), **launch,
+        INDEX_D=index_dim, BLOCK_I=next_power_of_2(max(1, index_dim)), FORMAT=_format(spec),
+        HAS_DRAFTS=first_row is not None, **launch,
     )  # fmt: skip
     return q_rotated
 

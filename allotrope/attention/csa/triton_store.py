@@ -3,7 +3,8 @@
 For every token the kernel rotates the queries, rotates and stores the window's vector, and stores the compressor states
 with the biased score. A token at a block boundary also completes an entry: the compressor pools the tokens of this
 step, which it reads from the step's inputs, with the saved states of earlier ones; the entry is normed, rotated at the
-first token of its block, and stored. So no program waits for another's store.
+first token of its block, and stored. So no program waits for another's store. A sequence with drafts has its tokens in
+several requests of the step, from `first_rows` on.
 
 A program owns one token and one of: window vector, entry, index key, BLOCK_H heads. Offsets are 64-bit.
 """
@@ -101,11 +102,12 @@ def _store_window(
 
 @triton.jit
 def _compress(
-    kv_score, bias, norm, states, state_slots, state_table, entry_slots, positions, requests, query_start, cos, sin,
-    values, rope_part, scales, token, input_row, state_page, state_row, table_row, eps, value_page, value_row,
+    kv_score, bias, norm, states, state_slots, state_table, entry_slots, positions, requests, query_start, first_rows,
+    cos, sin, values, rope_part, scales, token, input_row, state_page, state_row, table_row, eps, value_page, value_row,
     rope_page, rope_row, scale_page, scale_row, inv_scale,
     STATE_ROWS: tl.constexpr, ROWS: tl.constexpr, RATIO: tl.constexpr, STREAMS: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr, BLOCK_T: tl.constexpr,
+    HAS_DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """The compressor: save one token's state and, at a block boundary, pool and store the entry."""
     offs_d = tl.arange(0, BLOCK_D)
@@ -125,8 +127,11 @@ def _compress(
     entry = tl.load(entry_slots + token).to(tl.int64)
     if (entry >= 0) & (position % RATIO == RATIO - 1):
         request = tl.load(requests + token)
-        # Position of the request's first token in this step.
-        first_pos = position - (token - tl.load(query_start + request))
+        first_row = request
+        if HAS_DRAFTS:
+            first_row = tl.load(first_rows + request)
+        # Position of the sequence's first token in this step: this launch may not have saved the states from it on.
+        first_pos = position - (token - tl.load(query_start + first_row))
         m_i = tl.full([BLOCK_D], float("-inf"), tl.float32)
         l_i = tl.zeros([BLOCK_D], tl.float32)
         acc = tl.zeros([BLOCK_D], tl.float32)
@@ -187,7 +192,7 @@ def _rotate_queries(
 @pdl_jit
 def store_kernel(
     q, q_rotated, q_token, q_head,
-    positions, requests, query_start, cos, sin, first_cos, first_sin, inv_scale, eps,
+    positions, requests, query_start, first_rows, cos, sin, first_cos, first_sin, inv_scale, eps,
     kv, kv_row, window_slots, w_values, w_rope, w_scales, wc_page, wc_row, wt_page, wt_row, wf_page, wf_row,
     kv_score, input_row, bias, norm, states, state_slots, state_table, state_page, state_row, table_row,
     entry_slots, e_values, e_rope, e_scales, ec_page, ec_row, et_page, et_row, ef_page, ef_row,
@@ -197,11 +202,13 @@ def store_kernel(
     I_ROWS: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, RATIO: tl.constexpr, STREAMS: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr,
     BLOCK_D: tl.constexpr, INDEX_D: tl.constexpr, BLOCK_I: tl.constexpr, FORMAT: tl.constexpr, BLOCK_T: tl.constexpr,
+    HAS_DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """Program (token, task): task 0 stores the window vector, 1 the entry, 2 the index key, the others rotate queries.
 
     `cos`, `sin`: [T, R] at the token, `first_*` at the first token of its entry. `w_`, `e_`: the window's and the
-    entries' pool, as in `_store_kv`.
+    entries' pool, as in `_store_kv`. `first_rows`: [B] int32, the first request of the same sequence; without
+    HAS_DRAFTS every request is a sequence alone, and it is not read.
     """
     gdc_wait()
     gdc_launch_dependents()
@@ -217,17 +224,17 @@ def store_kernel(
         if task == 1:
             _compress(
                 kv_score, bias, norm, states, state_slots, state_table, entry_slots, positions, requests, query_start,
-                first_cos, first_sin, e_values, e_rope, e_scales, token, input_row, state_page, state_row, table_row,
-                eps, ec_page, ec_row, et_page, et_row, ef_page, ef_row, inv_scale, STATE_ROWS, E_ROWS, RATIO, STREAMS,
-                D, R, BLOCK_D, FORMAT, BLOCK_T,
+                first_rows, first_cos, first_sin, e_values, e_rope, e_scales, token, input_row, state_page, state_row,
+                table_row, eps, ec_page, ec_row, et_page, et_row, ef_page, ef_row, inv_scale, STATE_ROWS, E_ROWS, RATIO,
+                STREAMS, D, R, BLOCK_D, FORMAT, BLOCK_T, HAS_DRAFTS,
             )  # fmt: skip
     if INDEX_D > 0:  # noqa: SIM102
         if task == 2:
             _compress(
                 i_kv_score, i_bias, i_norm, i_states, i_state_slots, i_state_table, i_slots, positions, requests,
-                query_start, first_cos, first_sin, i_keys, i_keys, i_keys, token, i_input_row, i_state_page,
+                query_start, first_rows, first_cos, first_sin, i_keys, i_keys, i_keys, token, i_input_row, i_state_page,
                 i_state_row, i_table_row, eps, i_page, i_row, i_page, i_row, i_page, i_row, 1.0, I_STATE_ROWS, I_ROWS,
-                RATIO, STREAMS, INDEX_D, R, BLOCK_I, PLAIN, BLOCK_T,
+                RATIO, STREAMS, INDEX_D, R, BLOCK_I, PLAIN, BLOCK_T, HAS_DRAFTS,
             )  # fmt: skip
 
 
@@ -241,11 +248,14 @@ def config(chip: Chip, dim: int, pooled: int) -> dict[str, int]:
 
 @specializations
 def released(chip: Chip) -> list[Specialization]:
-    """Released sizes: entries of 4 tokens with an indexer, and of 128 without; cache of bf16, and block-scaled."""
+    """Released sizes: entries of 4 tokens with an indexer, and of 128 without; cache of bf16, and block-scaled; with
+    and without drafts.
+    """
     made = []
     for name, row, ratio, streams in (
         ("4 bf16", ("*bf16:16",) * 3, 4, 2),
         ("4 scaled", ("*fp8e4nv:16", "*bf16:16", "*u8:16"), 4, 2),
+        ("4 scaled with drafts", ("*fp8e4nv:16", "*bf16:16", "*u8:16"), 4, 2),
         ("128 bf16", ("*bf16:16",) * 3, 128, 1),
     ):
         launch = config(chip, 512, ratio * streams)
@@ -255,6 +265,7 @@ def released(chip: Chip) -> list[Specialization]:
         signature |= dict.fromkeys(("kv_score", "states", "i_kv_score", "i_states", "i_norm"), "*fp32:16")
         signature |= {
             "query_start": "*i32:16",
+            "first_rows": "*i32:16",
             "kv": "*bf16:16",
             "i_keys": "*bf16:16",
             "inv_scale": "fp32",
@@ -271,5 +282,6 @@ def released(chip: Chip) -> list[Specialization]:
         constants |= {"RATIO": ratio, "STREAMS": streams, "D": 512, "R": 64, "BLOCK_D": 512, "BLOCK_I": 128}
         constants |= {"INDEX_D": 128 if ratio == 4 else 0, "FORMAT": 2 if "scaled" in name else 0}
         constants |= {"BLOCK_T": launch["BLOCK_T"], "BLOCK_H": launch["BLOCK_H"], "H": 64}
+        constants["HAS_DRAFTS"] = "drafts" in name
         made.append(Specialization(f"csa store {name}", store_kernel, signature, constants, launch["num_warps"], 1))
     return made

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from allotrope.attention.gdn import chunked, reference
 from allotrope.attention.gdn.inputs import GdnInputs
 from allotrope.attention.gdn.plan import GdnPlan, build_plan
 from allotrope.attention.gdn.spec import GdnSpec
+from allotrope.attention.gdn.verify import Pools, VerifyPlan, holds_drafts, plan_verify, run_verify
 from allotrope.kernels.c.compiler import CannotCompile, load
 from allotrope.kernels.chip import Chip
 
@@ -54,11 +56,12 @@ def rejects(spec: GdnSpec, chip: Chip) -> list[str]:
 @dataclass(frozen=True)
 class CompiledPlan:
     """`new_slots`: [F] slots that are cleared first, or None. `slots`: [n] int64 of the decodes, the first n requests.
-    `prompts`: the other requests; None if there are none."""
+    `prompts`: the other requests; None if there are none. `verify`: in a step with drafts, its decodes."""
 
     new_slots: torch.Tensor | None
     slots: torch.Tensor
     prompts: GdnPlan | None
+    verify: VerifyPlan | None = None
 
 
 def plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> CompiledPlan:
@@ -68,6 +71,8 @@ def plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> 
     decodes = batch.num_decodes
     prompts = build_plan(spec, batch, index, first=decodes) if decodes < batch.num_requests else None
     slots = slot_index.slots[:decodes]
+    if decodes and holds_drafts(spec, batch):
+        return CompiledPlan(None, slots, prompts, plan_verify(batch, slots.tolist()))
     decodes_with_context = zip(slots.tolist(), batch.context_lens, strict=False)
     new_slots = [slot for slot, context in decodes_with_context if slot > 0 and context == 0]
     return CompiledPlan(torch.tensor(new_slots, device=batch.device) if new_slots else None, slots, prompts)
@@ -75,36 +80,51 @@ def plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> 
 
 def run(spec: GdnSpec, plan: CompiledPlan, caches: CacheViews, inputs: GdnInputs) -> torch.Tensor:
     """As `reference.run`."""
-    pools, qkv, b, a = caches["state"], inputs.qkv, inputs.b, inputs.a
+    pools, qkv = caches["state"], inputs.qkv
     if plan.new_slots is not None:
         for pool in pools.values():
             pool.index_fill_(0, plan.new_slots, 0)
     shape = (len(qkv), spec.num_v_heads, spec.v_head_dim)
     out = qkv.new_empty(shape) if plan.prompts is None or plan.prompts.complete else qkv.new_zeros(shape)
     requests = len(plan.slots)
-    if requests:
-        new, b_new, a_new = (x[:requests].to(spec.conv_dtype) for x in (qkv, b, a))
-        new, b_new, a_new = (x if x.stride(1) == 1 else x.contiguous() for x in (new, b_new, a_new))
-        result = out if out.dtype == spec.conv_dtype else out.new_empty(out[:requests].shape, dtype=spec.conv_dtype)
-        fp32_weight = inputs.conv_weight.float().t().contiguous()
-        fp32_bias = None if inputs.conv_bias is None else inputs.conv_bias.float()
-        fp32_A_log, fp32_dt_bias = inputs.A_log.float(), inputs.dt_bias.float()
-        scratch = torch.empty(requests * (spec.conv_dim + spec.num_v_heads * spec.k_head_dim), dtype=torch.float32)
-        sizes = _Sizes(
-            requests, spec.num_k_heads, spec.num_v_heads, spec.k_head_dim, spec.v_head_dim, spec.conv_width,
-            spec.channel_decay, new.stride(0), b_new.stride(0), a_new.stride(0), pools["conv"].stride(0),
-            pools["ssm"].stride(0),
-        )  # fmt: skip
-        _library(spec.conv_dtype).decode(
-            result.data_ptr(), new.data_ptr(), b_new.data_ptr(), a_new.data_ptr(), pools["conv"].data_ptr(),
-            pools["ssm"].data_ptr(), plan.slots.data_ptr(), fp32_weight.data_ptr(),
-            None if fp32_bias is None else fp32_bias.data_ptr(), fp32_A_log.data_ptr(), fp32_dt_bias.data_ptr(),
-            scratch.data_ptr(), ctypes.byref(sizes),
-        )  # fmt: skip
-        if result is not out:
-            out[:requests] = result
+    if plan.verify is not None:
+        if len(plan.verify.slots) < requests:
+            # The rows of drafts are written again.
+            out[:requests] = 0
+        run_verify(plan.verify, pools, inputs, functools.partial(_decode, spec), out)
+    elif requests:
+        decodes = dataclasses.replace(inputs, qkv=qkv[:requests], b=inputs.b[:requests], a=inputs.a[:requests])
+        result = out[:requests] if out.dtype == spec.conv_dtype else None
+        decoded = _decode(spec, pools, plan.slots, decodes, result)
+        if result is None:
+            out[:requests] = decoded
     if plan.prompts is not None:
         reference.run(spec, plan.prompts, caches, inputs, core=chunked.advance, out=out, feed=_conv_prompts)
+    return out
+
+
+def _decode(
+    spec: GdnSpec, pools: Pools, slots: torch.Tensor, inputs: GdnInputs, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """One token for each of `slots` [n]. `out`: [n, Hv, Dv] in `conv_dtype`, overwritten; None allocates it."""
+    requests = len(slots)
+    if out is None:
+        out = inputs.qkv.new_empty((requests, spec.num_v_heads, spec.v_head_dim), dtype=spec.conv_dtype)
+    new, b, a = (x.to(spec.conv_dtype) for x in (inputs.qkv, inputs.b, inputs.a))
+    new, b, a = (x if x.stride(1) == 1 else x.contiguous() for x in (new, b, a))
+    fp32_weight = inputs.conv_weight.float().t().contiguous()
+    fp32_bias = None if inputs.conv_bias is None else inputs.conv_bias.float()
+    fp32_A_log, fp32_dt_bias = inputs.A_log.float(), inputs.dt_bias.float()
+    scratch = torch.empty(requests * (spec.conv_dim + spec.num_v_heads * spec.k_head_dim), dtype=torch.float32)
+    sizes = _Sizes(
+        requests, spec.num_k_heads, spec.num_v_heads, spec.k_head_dim, spec.v_head_dim, spec.conv_width,
+        spec.channel_decay, new.stride(0), b.stride(0), a.stride(0), pools["conv"].stride(0), pools["ssm"].stride(0),
+    )  # fmt: skip
+    _library(spec.conv_dtype).decode(
+        out.data_ptr(), new.data_ptr(), b.data_ptr(), a.data_ptr(), pools["conv"].data_ptr(), pools["ssm"].data_ptr(),
+        slots.data_ptr(), fp32_weight.data_ptr(), None if fp32_bias is None else fp32_bias.data_ptr(),
+        fp32_A_log.data_ptr(), fp32_dt_bias.data_ptr(), scratch.data_ptr(), ctypes.byref(sizes),
+    )  # fmt: skip
     return out
 
 
@@ -127,7 +147,7 @@ def _conv_prompts(
     return qk[:, :, 0], qk[:, :, 1], conv_out[..., 2 * spec.key_dim :].unflatten(-1, (spec.num_v_heads, -1))
 
 
-@cache
+@functools.cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL:
     """The library for activations of a dtype. Raises CannotCompile."""
     library = load(Path(__file__).with_name("decode.c"), dtype)

@@ -54,8 +54,9 @@ GDN = Family(
     ready_inputs=ready_inputs,
     cost=cost,
     output_shapes=lambda spec: (((spec.num_v_heads, spec.v_head_dim), None),),
-    # The only format of a state is its type.
-    with_cache=lambda spec, cache: dataclasses.replace(spec, state_dtype=cache.state_dtype),
+    with_cache=lambda spec, cache: dataclasses.replace(
+        spec, state_dtype=cache.state_dtype, max_drafts=cache.max_drafts
+    ),
     cache_kinds=frozenset({"state"}),
 )
 """Gated delta rule with a short convolution."""

@@ -15,6 +15,7 @@ import torch
 
 from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex
 from allotrope.attention.gdn.spec import GdnSpec
+from allotrope.attention.gdn.verify import VerifyPlan, holds_drafts, plan_verify
 
 # Tokens of one sub-batch, a multiple of the chunked form's chunk: bounds the memory of a prefill.
 PART_TOKENS = 256
@@ -41,11 +42,13 @@ class SubBatch:
 @dataclass(frozen=True)
 class GdnPlan:
     """`fresh`: [F] slots of requests at position 0, whose bytes are stale and must be cleared first; None if there are
-    none. `complete`: every token is in some sub-batch; the output of other tokens is zero."""
+    none. `complete`: every token is planned; the output of other tokens is zero. `verify`: in a step with drafts, its
+    decodes; the sub-batches are then those of its prompts."""
 
     fresh: torch.Tensor | None
     complete: bool
     sub_batches: tuple[SubBatch, ...]
+    verify: VerifyPlan | None = None
 
 
 def build_plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex], first: int = 0) -> GdnPlan:
@@ -57,11 +60,16 @@ def build_plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     assert isinstance(where, SlotIndex)
     slots = where.slots.tolist()
     real = [b for b in range(first, batch.num_requests) if slots[b] > 0]
+    complete = len(real) == batch.num_requests - first
+    verify = plan_verify(batch, slots) if first < batch.num_decodes and holds_drafts(spec, batch) else None
+    if verify is not None:
+        real = [b for b in real if b >= batch.num_decodes]
     fresh = [slots[b] for b in real if batch.context_lens[b] == 0]
     return GdnPlan(
         torch.tensor(fresh, device=batch.device) if fresh else None,
-        len(real) == batch.num_requests - first,
+        complete,
         tuple(_sub_batches(batch, slots, real, max(1, TOGETHER_BYTES // spec.state_bytes))),
+        verify,
     )
 
 

@@ -15,6 +15,8 @@ section 3; Kimi Team 2025 (Kimi Linear), section 3, for the decay per channel.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,8 +25,9 @@ from torch.nn import functional
 from allotrope.attention.conv import causal_conv
 from allotrope.attention.family import CacheViews
 from allotrope.attention.gdn.inputs import GdnInputs
-from allotrope.attention.gdn.plan import GdnPlan, Slots
+from allotrope.attention.gdn.plan import GdnPlan, Slots, SubBatch
 from allotrope.attention.gdn.spec import GdnSpec
+from allotrope.attention.gdn.verify import Pools, run_verify
 
 # Added to the squared length of a query or key, so that a zero vector stays zero.
 NORM_EPS = 1e-6
@@ -82,6 +85,8 @@ def run(
     if out is None:
         shape = (qkv.shape[0], spec.num_v_heads, spec.v_head_dim)
         out = qkv.new_empty(shape) if plan.complete else qkv.new_zeros(shape)
+    if plan.verify is not None:
+        run_verify(plan.verify, pools, inputs, functools.partial(_decode, spec, core), out)
     # The convolution reads the weight tap by tap, all channels of a tap together; all sub-batches share this copy.
     weight = inputs.conv_weight.float().t().contiguous().t()
     for sub_batch in plan.sub_batches:
@@ -95,6 +100,18 @@ def run(
         # An assignment through an index needs equal types on both sides, unlike one through a slice.
         out[sub_batch.tokens] = (done[0] if len(done) == 1 else torch.cat(done)).flatten(0, 1).to(out.dtype)
     return out
+
+
+def _decode(spec: GdnSpec, core: Advance, pools: Pools, slots: torch.Tensor, inputs: GdnInputs) -> torch.Tensor:
+    """One token for each of `slots`, one by one: in a batch, the last bits would depend on the other requests."""
+    rows, outputs = slice(0, 1), []
+    for i, slot in enumerate(slots.tolist()):
+        at = slice(slot, slot + 1)
+        alone = GdnPlan(None, True, (SubBatch(rows, 1, at, ((rows, at),)),))
+        token = slice(i, i + 1)
+        one = dataclasses.replace(inputs, qkv=inputs.qkv[token], b=inputs.b[token], a=inputs.a[token])
+        outputs.append(run(spec, alone, {"state": pools}, one, core))
+    return torch.cat(outputs)
 
 
 def _take(x: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,8 @@ class GdnSpec:
     j // (num_v_heads / num_k_heads). `k_head_dim`, `v_head_dim`: their sizes. `conv_width`: inputs that the short
     convolution sees, the newest included. `conv_dtype`: type of its cached inputs, that of the activations.
     `channel_decay`: every key channel of a value head decays at its own rate; else a head has one rate.
-    `state_dtype`: type of the cached recurrent state.
+    `state_dtype`: type of the cached recurrent state. `max_drafts`: drafts of a sequence in one step whose inputs are
+    kept beside its state (speculative decoding).
     """
 
     num_k_heads: int
@@ -33,6 +34,7 @@ class GdnSpec:
     conv_dtype: torch.dtype
     channel_decay: bool = False
     state_dtype: torch.dtype = torch.float32
+    max_drafts: int = 0
 
     def __post_init__(self) -> None:
         wrong = []
@@ -43,6 +45,8 @@ class GdnSpec:
                 wrong.append(f"{name}={dim}; allowed: at least 1")
         if self.conv_width < 2:
             wrong.append(f"conv_width={self.conv_width}; allowed: at least 2")
+        if self.max_drafts < 0:
+            wrong.append(f"max_drafts={self.max_drafts}; allowed: at least 0")
         if wrong:
             raise ValueError("gdn: " + "; ".join(wrong))
 
@@ -77,7 +81,7 @@ class GdnSpec:
 
     @property
     def plan_key(self) -> Hashable:
-        return ("gdn", self.state_bytes)
+        return ("gdn", self.state_bytes, self.max_drafts)
 
     def boundaries(self) -> tuple[int, ...]:
         return (self.conv_width, CHUNK, KERNEL_CHUNK)
@@ -85,4 +89,11 @@ class GdnSpec:
     def caches(self) -> dict[str, CacheLayout]:
         conv = Field("conv", (self.conv_width - 1, self.conv_dim), self.conv_dtype)
         ssm = Field("ssm", (self.num_v_heads, self.k_head_dim, self.v_head_dim), self.state_dtype)
-        return {"state": StateSlots((conv, ssm))}
+        return {"state": StateSlots((conv, ssm, *self._draft_fields()))}
+
+    def _draft_fields(self) -> tuple[Field, ...]:
+        """The inputs of the last step's drafts, in the type that they have there."""
+        if not self.max_drafts:
+            return ()
+        widths = {"draft_qkv": self.conv_dim, "draft_b": self.num_v_heads, "draft_a": self.decay_dim}
+        return tuple(Field(name, (self.max_drafts, width), self.conv_dtype) for name, width in widths.items())

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex
+from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex, VerifyTensors
 from allotrope.attention.family import CacheViews
-from allotrope.attention.gdn import triton_chunk_scan, triton_conv, triton_decode, triton_wy
+from allotrope.attention.gdn import triton_chunk_scan, triton_conv, triton_decode, triton_verify, triton_wy
 from allotrope.attention.gdn.inputs import GdnInputs
 from allotrope.attention.gdn.reference import NORM_EPS
 from allotrope.attention.gdn.spec import GdnSpec
 from allotrope.attention.gdn.triton_conv import CHUNK, VALUE_SCALE
+from allotrope.attention.gdn.verify import holds_drafts
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv
@@ -26,7 +27,8 @@ class GdnTritonPlan:
     one new token, the first of the batch. `arrivals`: [decodes, nk] int32 counters, zero between launches.
 
     `chunks`: [N, 2] int32, for every chunk of a prompt its request and the index of its first token among the request's
-    new ones; None without prompts. `first_chunk`: [B] int32, the first chunk of each request.
+    new ones; None without prompts. `first_chunk`: [B] int32, the first chunk of each request. `verify`: which
+    of the decodes are drafts of others; None without speculative decoding.
     """
 
     seq_lens: torch.Tensor
@@ -36,6 +38,7 @@ class GdnTritonPlan:
     arrivals: torch.Tensor
     chunks: torch.Tensor | None
     first_chunk: torch.Tensor | None
+    verify: VerifyTensors | None = None
 
 
 def build_plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> GdnTritonPlan:
@@ -58,6 +61,7 @@ def build_plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
         arrivals,
         tables[0] if tables else None,
         tables[1] if tables else None,
+        batch.verify_tensors if holds_drafts(spec, batch) else None,
     )
 
 
@@ -68,9 +72,11 @@ def run(spec: GdnSpec, plan: GdnTritonPlan, caches: CacheViews, inputs: GdnInput
     layer = (inputs.conv_weight, inputs.conv_bias, inputs.A_log, inputs.dt_bias)
     out = qkv.new_empty((qkv.shape[0], spec.num_v_heads, spec.v_head_dim))
     if plan.decodes:
-        triton_decode.decode(
-            spec, plan.slots[: plan.decodes], plan.seq_lens, plan.arrivals, pools, qkv, b, a, layer, out
-        )
+        decodes = (plan.slots[: plan.decodes], plan.seq_lens, plan.arrivals, pools, qkv, b, a, layer, out)
+        if plan.verify is None:
+            triton_decode.decode(spec, *decodes)
+        else:
+            triton_verify.verify(spec, plan.verify, *decodes)
     if plan.chunks is not None:
         _prefill(spec, plan, pools, qkv, b, a, layer, out)
     return out

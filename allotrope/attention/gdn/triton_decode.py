@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 
 from allotrope.attention.gdn.spec import GdnSpec
-from allotrope.attention.gdn.triton_gates import conv_step, softplus, update_conv_state
+from allotrope.attention.gdn.triton_gates import conv_step, decayed, update_conv_state
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.registry import Specialization, specializations
@@ -71,15 +71,7 @@ def decode_kernel(
 
     beta = tl.sigmoid(tl.load(b + request.to(tl.int64) * b_row + head * b_head).to(tl.float32))
     a_ptr = a + request.to(tl.int64) * a_row
-    A = tl.exp(tl.load(A_log + head).to(tl.float32))
-    if CHANNEL:
-        channel = head * DK + offs_k
-        dt = tl.load(a_ptr + channel * a_rate, mask=mask_k, other=0.0).to(tl.float32)
-        dt += tl.load(dt_bias + channel, mask=mask_k, other=0.0).to(tl.float32)
-        state *= tl.exp(-A * softplus(dt))[:, None]
-    else:
-        dt = tl.load(a_ptr + head * a_rate).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
-        state *= tl.exp(-A * softplus(dt))
+    state = decayed(state, a_ptr, a_rate, A_log, dt_bias, head, offs_k, mask_k, DK, CHANNEL)
     k_state = tl.sum(state * k[:, None], axis=0)
     q_state = tl.sum(state * q[:, None], axis=0)
     delta = beta * (v - k_state)

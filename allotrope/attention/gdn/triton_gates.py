@@ -25,6 +25,23 @@ def silu(x):
 
 
 @triton.jit
+def decayed(
+    state, a_ptr, a_rate, A_log, dt_bias, head, offs_k, mask_k, DK: tl.constexpr, CHANNEL: tl.constexpr
+):  # fmt: skip
+    """e^g S of one token. `state`: [BLOCK_K, BLOCK_V] of value head `head`. `a_ptr`: the token's a."""
+    A = tl.exp(tl.load(A_log + head).to(tl.float32))
+    if CHANNEL:
+        channel = head * DK + offs_k
+        dt = tl.load(a_ptr + channel * a_rate, mask=mask_k, other=0.0).to(tl.float32)
+        dt += tl.load(dt_bias + channel, mask=mask_k, other=0.0).to(tl.float32)
+        state *= tl.exp(-A * softplus(dt))[:, None]
+    else:
+        dt = tl.load(a_ptr + head * a_rate).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
+        state *= tl.exp(-A * softplus(dt))
+    return state
+
+
+@triton.jit
 def conv_step(
     x_ptr, conv_state, weight, bias, channel, mask_c, is_new, state_row, weight_channel, weight_w,
     WIDTH: tl.constexpr, BIAS: tl.constexpr,
