@@ -63,7 +63,9 @@ def write_tiny(
         for name, tensor in model.state_dict().items():
             # A table of experts per token: different ones in each row.
             experts = config.get("n_routed_experts") if not tensor.is_floating_point() else None
-            tensor.copy_(_draw(name, tensor.shape, seed) if experts is None else _draw_table(tensor.shape, experts))
+            tensor.copy_(
+                draw_weight(name, tensor.shape, seed) if experts is None else _draw_table(tensor.shape, experts)
+            )
     if rename is None:
         model.save_pretrained(directory)
     else:
@@ -74,7 +76,8 @@ def write_tiny(
     return TinyCheckpoint(directory)
 
 
-def _draw(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+def draw_weight(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+    """Random values of the tensor `name`: around 1 for vectors that are no bias."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     values = torch.randn(shape, generator=generator)
     if name.endswith("bias"):

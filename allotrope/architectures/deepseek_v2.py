@@ -12,24 +12,36 @@ from typing import Any
 import torch
 
 from allotrope.architectures.registry import Architecture
-from allotrope.checkpoint.expert_rules import expert_rules, mlp_rules, mtp_rules
+from allotrope.checkpoint.expert_rules import expert_rules, mlp_rules
+from allotrope.checkpoint.mtp_rules import drop_mtp_layers, mtp_layer_rules, mtp_part_rules
 from allotrope.checkpoint.read_config import ConfigReader, agreeing_layers, read_rope, rope_values, yarn_scale
 from allotrope.checkpoint.weights import Rule, drop
+from allotrope.layers.draft_spec import DraftSpec
 from allotrope.layers.mixers.dsa import DsaMixerSpec
 from allotrope.layers.mixers.mixer import MixerSpec
 from allotrope.layers.mixers.mla import MlaMixerSpec
 from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.model_spec import LayerSpec, ModelSpec
 from allotrope.layers.moe import MoeSpec
+from allotrope.layers.mtp import MtpSpec
 from allotrope.layers.router import RouterSpec
 
 # The norms inside attention have this eps; the config's rms_norm_eps holds for the others.
 LATENT_NORM_EPS = 1e-6
 
+# Names of the parts around a multi-token-prediction layer -> ours.
+MTP_PARTS = {
+    "enorm.weight": "embedding_norm.weight",
+    "hnorm.weight": "hidden_norm.weight",
+    "eh_proj.weight": "projection.weight",
+    "shared_head.norm.weight": "norm.weight",
+}
+MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+
 
 @dataclass(frozen=True)
 class MtpLayers:
-    """Multi-token-prediction layers after the model's own. `layers`: their number. They are not loaded."""
+    """Multi-token-prediction layers after the model's own, which the model does not run. `layers`: their number."""
 
     layers: int
 
@@ -146,7 +158,7 @@ def latent_rules(spec: ModelSpec, prefix: str = "model.", head: str = "lm_head.w
     assert isinstance(mla, MlaMixerSpec)
     rules += latent_attention_rules(mla, layer + "self_attn.", ours + "mixer.")
     if isinstance(spec.extra, MtpLayers):
-        rules += mtp_rules(prefix, len(spec.layers), spec.extra.layers)
+        rules += drop_mtp_layers(prefix, len(spec.layers), spec.extra.layers)
     return rules
 
 
@@ -170,6 +182,29 @@ def latent_attention_rules(mla: MlaMixerSpec, theirs: str, ours: str) -> list[Ru
 def rows_of_heads(heads: int, rows: slice) -> Callable[[torch.Tensor], torch.Tensor]:
     """[heads * n, C] to [heads, len(rows), C]: selects `rows` of each head."""
     return lambda weight: weight.unflatten(0, (heads, -1))[:, rows]
+
+
+def latent_draft(spec: ModelSpec, prefix: str = "model.") -> DraftSpec | None:
+    """The first multi-token-prediction layer behind the layers of a DeepSeek model: it makes all drafts.
+
+    Its mixer is that of the first layer, which has an indexer where any has one, and its FFN that of the last layer.
+    """
+    if not isinstance(spec.extra, MtpLayers) or not spec.extra.layers:
+        return None
+    layer = LayerSpec(mixer=spec.layers[0].mixer, ffn=spec.layers[-1].ffn)
+    return MtpSpec(layers=(layer,), prefix=f"{prefix}layers.{len(spec.layers)}.")
+
+
+def latent_draft_rules(rules: Sequence[Rule], draft: DraftSpec, prefix: str = "model.") -> list[Rule]:
+    """Weight rules of a multi-token-prediction layer in DeepSeek's layout, from the `rules` of the model.
+
+    Embedding and head are in the checkpoint once more. By definition they are the model's own (DeepSeek-V3's
+    README_WEIGHTS: they share parameters).
+    """
+    return [
+        *mtp_layer_rules(rules, prefix + "layers.{i}.", draft.prefix),
+        *mtp_part_rules(draft.prefix, MTP_PARTS, MTP_COPIES),
+    ]
 
 
 def tiny_deepseek_v2() -> dict[str, Any]:

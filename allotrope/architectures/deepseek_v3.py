@@ -7,9 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from allotrope.architectures.deepseek_v2 import latent_model, latent_rules, read_latent, tiny_deepseek_v2
+from allotrope.architectures.deepseek_v2 import (
+    latent_draft,
+    latent_draft_rules,
+    latent_model,
+    latent_rules,
+    read_latent,
+    tiny_deepseek_v2,
+)
 from allotrope.architectures.registry import Architecture
 from allotrope.checkpoint.read_config import ConfigReader
+from allotrope.checkpoint.weights import Rule
+from allotrope.layers.draft_spec import DraftSpec
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.router import RouterSpec
 
@@ -37,6 +46,16 @@ def read_corrected_router(config: ConfigReader) -> RouterSpec:
     )
 
 
+def deepseek_v3_draft(config: ConfigReader) -> DraftSpec | None:
+    """The multi-token-prediction layer: one more layer of the model. Kimi-K2 has none."""
+    return latent_draft(read_deepseek_v3(config))
+
+
+def deepseek_v3_draft_rules(spec: ModelSpec, draft: DraftSpec) -> list[Rule]:
+    """Weight rules of the multi-token-prediction layer."""
+    return latent_draft_rules(latent_rules(spec), draft)
+
+
 def tiny_deepseek_v3() -> dict[str, Any]:
     """Config of a V3 with 3 layers."""
     return tiny_deepseek_v2() | {
@@ -60,4 +79,11 @@ def tiny_deepseek_v3() -> dict[str, Any]:
     }
 
 
-DEEPSEEK_V3 = Architecture(read_deepseek_v3, latent_rules, tiny_deepseek_v3)
+DEEPSEEK_V3 = Architecture(
+    read_deepseek_v3,
+    latent_rules,
+    tiny_deepseek_v3,
+    draft=deepseek_v3_draft,
+    draft_rules=deepseek_v3_draft_rules,
+    tiny_draft=lambda: tiny_deepseek_v3() | {"num_nextn_predict_layers": 1},
+)

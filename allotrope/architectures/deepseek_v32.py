@@ -9,11 +9,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from allotrope.architectures.deepseek_v2 import latent_model, latent_rules, read_latent
+from allotrope.architectures.deepseek_v2 import (
+    latent_draft,
+    latent_draft_rules,
+    latent_model,
+    latent_rules,
+    read_latent,
+)
 from allotrope.architectures.deepseek_v3 import read_corrected_router, tiny_deepseek_v3
 from allotrope.architectures.registry import Architecture
 from allotrope.checkpoint.read_config import ConfigReader, layer_types
 from allotrope.checkpoint.weights import Rule
+from allotrope.layers.draft_spec import DraftSpec
 from allotrope.layers.mixers.dsa import DsaMixerSpec, IndexerSpec
 from allotrope.layers.model_spec import ModelSpec
 
@@ -58,6 +65,16 @@ def sparse_rules(spec: ModelSpec) -> list[Rule]:
     ]
 
 
+def deepseek_v32_draft(config: ConfigReader) -> DraftSpec | None:
+    """The multi-token-prediction layer, which has an indexer of its own."""
+    return latent_draft(read_deepseek_v32(config))
+
+
+def sparse_draft_rules(spec: ModelSpec, draft: DraftSpec) -> list[Rule]:
+    """Weight rules of the multi-token-prediction layer."""
+    return latent_draft_rules(sparse_rules(spec), draft)
+
+
 def tiny_deepseek_v32() -> dict[str, Any]:
     """Config of a V3.2 with 3 layers and top-k 32."""
     return tiny_deepseek_v3() | {
@@ -69,4 +86,11 @@ def tiny_deepseek_v32() -> dict[str, Any]:
     }
 
 
-DEEPSEEK_V32 = Architecture(read_deepseek_v32, sparse_rules, tiny_deepseek_v32)
+DEEPSEEK_V32 = Architecture(
+    read_deepseek_v32,
+    sparse_rules,
+    tiny_deepseek_v32,
+    draft=deepseek_v32_draft,
+    draft_rules=sparse_draft_rules,
+    tiny_draft=lambda: tiny_deepseek_v32() | {"num_nextn_predict_layers": 1},
+)

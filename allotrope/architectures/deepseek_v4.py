@@ -14,10 +14,12 @@ from torch import nn
 
 from allotrope.architectures.registry import Architecture
 from allotrope.checkpoint.expert_rules import expert_rules, mlp_rules
+from allotrope.checkpoint.mtp_rules import DRAFTS_ALONE, mtp_layer_rules, mtp_part_rules
 from allotrope.checkpoint.read_config import ConfigReader, layer_types, read_rope, rope_values
 from allotrope.checkpoint.weights import Rule, drop
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
+from allotrope.layers.draft_spec import DraftSpec
 from allotrope.layers.hyper_connection import HyperConnection, HyperHead
 from allotrope.layers.mixers.csa import CsaMixerSpec, IndexerSpec
 from allotrope.layers.mlp import MlpSpec
@@ -26,6 +28,7 @@ from allotrope.layers.moe import MoeSpec
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.router import RouterSpec, Score
 from allotrope.layers.step import LayerStep, Step
+from allotrope.layers.stream_mtp import StreamMtpSpec
 from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.hyper_connection import HyperConnectionSpec
 from allotrope.ops.rope import RopeSpec
@@ -69,18 +72,23 @@ class DeepseekV4Layer(nn.Module):
 
 class DeepseekV4Decoder(Decoder):
     layer_class = DeepseekV4Layer
+    one_stream = False
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__(spec, build)
         assert isinstance(spec.extra, Shared)
         self.hyper = spec.extra.hyper
         self.join = HyperHead(self.hyper, build)
+        # Drafts read the streams. Without drafts, nobody keeps them until the step is over.
+        self.keeps_streams = build.max_drafts > 0
 
     def forward(self, step: Step) -> torch.Tensor:
         """Hidden states [T, hidden] of the step's tokens. Every stream starts as the embedding."""
         streams = self.embedding(step.ids)[:, None].repeat(1, self.hyper.streams, 1)
         for layer, ctx in zip(self.layers, step.layers, strict=True):
             streams = layer(streams, ctx)
+        if self.keeps_streams:
+            step.features = streams.flatten(1)
         return self.norm(self.join(streams))
 
 
@@ -92,16 +100,9 @@ def read_deepseek_v4(config: ConfigReader) -> ModelSpec:
     config.expect("attention_bias", False, None)
     config.expect("mlp_bias", False, None)
     config.expect("num_key_value_heads", 1)
-    # Multi-token-prediction layers are not loaded. `checkpoint.weight_formats` reads expert_dtype.
+    # `deepseek_v4_draft` reads the number of drafting layers, `checkpoint.weight_formats` reads expert_dtype.
     config.ignore("num_nextn_predict_layers", "expert_dtype")
-    mixers, ffns = _mixers(config, count, eps), _ffns(config, count)
-    hyper = HyperConnectionSpec(
-        streams=config.get("hc_mult", int),
-        hidden=hidden,
-        iterations=config.get("hc_sinkhorn_iters", int),
-        eps=config.get("hc_eps", float),
-        norm_eps=eps,
-    )
+    mixers, ffns = _mixers(config, count), _ffns(config, count)
     return ModelSpec(
         vocab_size=config.get("vocab_size", int),
         hidden=hidden,
@@ -109,19 +110,48 @@ def read_deepseek_v4(config: ConfigReader) -> ModelSpec:
         norm_eps=eps,
         layers=tuple(LayerSpec(mixer=mixer, ffn=ffn) for mixer, ffn in zip(mixers, ffns, strict=True)),
         tied=config.get("tie_word_embeddings", bool, False),
-        extra=Shared(hyper),
+        extra=Shared(_hyper(config)),
     )
 
 
-def _mixers(config: ConfigReader, count: int, eps: float) -> list[CsaMixerSpec]:
+def _hyper(config: ConfigReader) -> HyperConnectionSpec:
+    return HyperConnectionSpec(
+        streams=config.get("hc_mult", int),
+        hidden=config.get("hidden_size", int),
+        iterations=config.get("hc_sinkhorn_iters", int),
+        eps=config.get("hc_eps", float),
+        norm_eps=config.get("rms_norm_eps", float),
+    )
+
+
+def deepseek_v4_draft(config: ConfigReader) -> DraftSpec | None:
+    """The first multi-token-prediction layer, which makes all drafts. It has a window alone, and routes by score."""
+    if not config.get("num_nextn_predict_layers", int, 0):
+        return None
+    count, ratios = config.get("num_hidden_layers", int), config.get("compress_ratios", list, None) or []
+    if any(ratios[count : count + 1]):
+        config.refuse(f"config compress_ratios has {ratios[count]} for the layer that drafts (allowed: 0)")
+    layer = LayerSpec(mixer=_window_mixer(config), ffn=_experts(config))
+    return StreamMtpSpec(layers=(layer,), prefix="mtp.0.", hyper=_hyper(config))
+
+
+def deepseek_v4_draft_rules(spec: ModelSpec, draft: DraftSpec) -> list[Rule]:
+    """Weight rules of the first multi-token-prediction layer. Base releases have copies of embedding and head."""
+    parts = {f"hc_head_{part}": f"join.{part}" for part in ("fn", "base", "scale")} | {
+        "enorm.weight": "embedding_norm.weight",
+        "hnorm.weight": "hidden_norm.weight",
+        "e_proj.weight": "embedding_projection.weight",
+        "h_proj.weight": "hidden_projection.weight",
+        "norm.weight": "norm.weight",
+    }
+    of_layer = mtp_layer_rules(deepseek_v4_rules(spec), "layers.{i}.", draft.prefix)
+    return [*of_layer, *mtp_part_rules(draft.prefix, parts, ("emb.tok_emb.weight", "head.weight"))]
+
+
+def _window_mixer(config: ConfigReader) -> CsaMixerSpec:
     dim = config.get("head_dim", int)
-    window_rope, compressed_rope = _ropes(config, dim)
-    indexer = IndexerSpec(
-        num_heads=config.get("index_n_heads", int),
-        head_dim=config.get("index_head_dim", int),
-        topk=config.get("index_topk", int),
-    )
-    base = CsaMixerSpec(
+    rope, _ = _ropes(config, dim)
+    return CsaMixerSpec(
         hidden=config.get("hidden_size", int),
         num_heads=config.get("num_attention_heads", int),
         head_dim=dim,
@@ -129,11 +159,21 @@ def _mixers(config: ConfigReader, count: int, eps: float) -> list[CsaMixerSpec]:
         out_groups=config.get("o_groups", int),
         out_rank=config.get("o_lora_rank", int),
         window=config.get("sliding_window", int),
-        rope=window_rope,
-        norm_eps=eps,
+        rope=rope,
+        norm_eps=config.get("rms_norm_eps", float),
+    )
+
+
+def _mixers(config: ConfigReader, count: int) -> list[CsaMixerSpec]:
+    base = _window_mixer(config)
+    indexer = IndexerSpec(
+        num_heads=config.get("index_n_heads", int),
+        head_dim=config.get("index_head_dim", int),
+        topk=config.get("index_topk", int),
     )
     by_type = {WINDOW: base}
-    compressed = dataclasses.replace(base, rope=compressed_rope)
+    _, rope = _ropes(config, base.head_dim)
+    compressed = dataclasses.replace(base, rope=rope)
     types = _layer_types(config, count)
     for layer_type, ratio in types:
         if layer_type == CSA:
@@ -187,8 +227,8 @@ def _ropes(config: ConfigReader, dim: int) -> tuple[RopeSpec, RopeSpec]:
     return plain, stretched
 
 
-def _ffns(config: ConfigReader, count: int) -> list[MoeSpec]:
-    """Experts of each layer: the first layers have hash routing, the others route by score."""
+def _experts(config: ConfigReader) -> MoeSpec:
+    """Experts that are routed to by score."""
     hidden, width = config.get("hidden_size", int), config.get("moe_intermediate_size", int)
     limit, shared = config.get("swiglu_limit", float, None), config.get("n_shared_experts", int, 0)
     config.expect("topk_method", "noaux_tc", None)
@@ -203,7 +243,19 @@ def _ffns(config: ConfigReader, count: int) -> list[MoeSpec]:
         normalize=config.get("norm_topk_prob", bool, True),
         scale=config.get("routed_scaling_factor", float, 1.0),
     )
-    hash_router = dataclasses.replace(router, correction=False, table=config.get("vocab_size", int))
+    return MoeSpec(
+        hidden=hidden,
+        width=width,
+        router=router,
+        gating=GatedActivation(limit=limit),
+        shared=MlpSpec(hidden=hidden, width=width * shared, limit=limit) if shared else None,
+    )
+
+
+def _ffns(config: ConfigReader, count: int) -> list[MoeSpec]:
+    """Experts of each layer: the first layers have hash routing, the others route by score."""
+    layer, vocab_size = _experts(config), config.get("vocab_size", int)
+    hash_router = dataclasses.replace(layer.router, correction=False, table=vocab_size)
     first = config.get("num_hash_layers", int, None)
     stated = config.get("mlp_layer_types", list, None)
     if stated is None and first is None:
@@ -213,14 +265,7 @@ def _ffns(config: ConfigReader, count: int) -> list[MoeSpec]:
     if unknown or len(hashed) != count:
         config.refuse(f"config mlp_layer_types has {len(hashed)} entries (needs {count}), unknown kinds {unknown}")
         hashed = [False] * count
-    layer = MoeSpec(
-        hidden=hidden,
-        width=width,
-        router=router,
-        gating=GatedActivation(limit=limit),
-        shared=MlpSpec(hidden=hidden, width=width * shared, limit=limit) if shared else None,
-    )
-    return [dataclasses.replace(layer, router=hash_router if is_hashed else router) for is_hashed in hashed]
+    return [dataclasses.replace(layer, router=hash_router) if is_hashed else layer for is_hashed in hashed]
 
 
 def deepseek_v4_rules(spec: ModelSpec) -> list[Rule]:
@@ -259,7 +304,7 @@ def deepseek_v4_rules(spec: ModelSpec) -> list[Rule]:
             Rule(theirs + name + "norm.weight", ours + "compressor." + prefix + "norm"),
         ]
     head = drop("head.weight", "tied to the embedding") if spec.tied else Rule("head.weight", "head.weight")
-    return [*rules, *_ffn_rules(), head, drop("mtp.*", "multi-token prediction is not supported")]
+    return [*rules, *_ffn_rules(), head, drop("mtp.*", DRAFTS_ALONE)]
 
 
 def _ffn_rules() -> list[Rule]:
@@ -324,4 +369,12 @@ def tiny_deepseek_v4() -> dict[str, Any]:
     }
 
 
-DEEPSEEK_V4 = Architecture(read_deepseek_v4, deepseek_v4_rules, tiny_deepseek_v4, DeepseekV4Decoder)
+DEEPSEEK_V4 = Architecture(
+    read_deepseek_v4,
+    deepseek_v4_rules,
+    tiny_deepseek_v4,
+    DeepseekV4Decoder,
+    draft=deepseek_v4_draft,
+    draft_rules=deepseek_v4_draft_rules,
+    tiny_draft=tiny_deepseek_v4,
+)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from allotrope.architectures.deepseek_v2 import MtpLayers, latent_model
+from allotrope.architectures.deepseek_v2 import MtpLayers, latent_draft, latent_draft_rules, latent_model
 from allotrope.architectures.deepseek_v3 import read_corrected_router
 from allotrope.architectures.llama import dense_rules
 from allotrope.architectures.qwen3 import qwen3_rules
 from allotrope.architectures.registry import Architecture
-from allotrope.checkpoint.expert_rules import expert_rules, mlp_rules, mtp_rules
+from allotrope.checkpoint.expert_rules import expert_rules, mlp_rules
+from allotrope.checkpoint.mtp_rules import drop_mtp_layers
 from allotrope.checkpoint.read_config import ConfigReader, read_rope
 from allotrope.checkpoint.weights import Rule
+from allotrope.layers.draft_spec import DraftSpec
 from allotrope.layers.mixers.mha import MhaMixerSpec
 from allotrope.layers.model_spec import ModelSpec
 
@@ -50,8 +52,18 @@ def glm4_moe_rules(spec: ModelSpec) -> list[Rule]:
         *expert_rules(theirs + "experts.", ours + "experts."),
     ]
     if isinstance(spec.extra, MtpLayers):
-        rules += mtp_rules("model.", len(spec.layers), spec.extra.layers)
+        rules += drop_mtp_layers("model.", len(spec.layers), spec.extra.layers)
     return rules
+
+
+def glm4_moe_draft(config: ConfigReader) -> DraftSpec | None:
+    """The multi-token-prediction layer: one more layer of the model, in DeepSeek's layout."""
+    return latent_draft(read_glm4_moe(config))
+
+
+def glm4_moe_draft_rules(spec: ModelSpec, draft: DraftSpec) -> list[Rule]:
+    """Weight rules of the multi-token-prediction layer."""
+    return latent_draft_rules(glm4_moe_rules(spec), draft)
 
 
 def tiny_glm4_moe() -> dict[str, Any]:
@@ -88,4 +100,11 @@ def tiny_glm4_moe() -> dict[str, Any]:
     }
 
 
-GLM4_MOE = Architecture(read_glm4_moe, glm4_moe_rules, tiny_glm4_moe)
+GLM4_MOE = Architecture(
+    read_glm4_moe,
+    glm4_moe_rules,
+    tiny_glm4_moe,
+    draft=glm4_moe_draft,
+    draft_rules=glm4_moe_draft_rules,
+    tiny_draft=lambda: tiny_glm4_moe() | {"num_nextn_predict_layers": 1},
+)

@@ -7,18 +7,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from allotrope.architectures.deepseek_v32 import FULL, SHARED, read_sparse, sparse_rules, tiny_deepseek_v32
+from allotrope.architectures.deepseek_v2 import latent_draft
+from allotrope.architectures.deepseek_v32 import (
+    FULL,
+    SHARED,
+    read_sparse,
+    sparse_draft_rules,
+    sparse_rules,
+    tiny_deepseek_v32,
+)
 from allotrope.architectures.registry import Architecture
 from allotrope.checkpoint.read_config import ConfigReader, agreeing_layers
+from allotrope.layers.draft_spec import DraftSpec
 from allotrope.layers.model_spec import ModelSpec
 
 
 def read_glm_moe_dsa(config: ConfigReader) -> ModelSpec:
     """Reads GLM-5's config.json. The indexer's rope is interleaved by default, as the main rope is."""
     kinds = _indexer_kinds(config, config.get("num_hidden_layers", int))
-    # The key belongs to multi-token-prediction layers, which are not loaded.
+    # The key lets later drafts of a step reuse the top-k indices of the first, which saves the indexer's work. Here
+    # each draft has top-k indices of its own. Behind more than `index_topk` tokens, drafts may differ for that;
+    # verification keeps the output the same.
     config.ignore("index_share_for_mtp_iteration")
     return read_sparse(config, kinds, interleaved=config.get("indexer_rope_interleave", bool, True))
+
+
+def glm_moe_dsa_draft(config: ConfigReader) -> DraftSpec | None:
+    """The multi-token-prediction layer, which has an indexer of its own. The checkpoint has no copy of the head."""
+    return latent_draft(read_glm_moe_dsa(config))
 
 
 def _indexer_kinds(config: ConfigReader, count: int) -> list[str]:
@@ -69,4 +85,11 @@ def tiny_glm_moe_dsa() -> dict[str, Any]:
     }
 
 
-GLM_MOE_DSA = Architecture(read_glm_moe_dsa, sparse_rules, tiny_glm_moe_dsa)
+GLM_MOE_DSA = Architecture(
+    read_glm_moe_dsa,
+    sparse_rules,
+    tiny_glm_moe_dsa,
+    draft=glm_moe_dsa_draft,
+    draft_rules=sparse_draft_rules,
+    tiny_draft=lambda: tiny_glm_moe_dsa() | {"num_nextn_predict_layers": 1},
+)

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from allotrope.architectures.deepseek_v2 import latent_rules
+from allotrope.architectures.deepseek_v2 import latent_draft, latent_draft_rules, latent_rules
 from allotrope.architectures.deepseek_v3 import read_deepseek_v3, tiny_deepseek_v3
 from allotrope.architectures.registry import Architecture
 from allotrope.checkpoint.read_config import ConfigReader
 from allotrope.checkpoint.weights import Rule, drop
+from allotrope.layers.draft_spec import DraftSpec
 from allotrope.layers.model_spec import ModelSpec
+
+# What the names of the language model's decoder begin with.
+DECODER = "language_model.model."
 
 
 def read_kimi_k25(config: ConfigReader) -> ModelSpec:
@@ -31,10 +35,20 @@ def read_kimi_k25(config: ConfigReader) -> ModelSpec:
 def kimi_k25_rules(spec: ModelSpec) -> list[Rule]:
     """Weight rules of the language model inside the multimodal model."""
     return [
-        *latent_rules(spec, "language_model.model.", "language_model.lm_head.weight"),
+        *latent_rules(spec, DECODER, "language_model.lm_head.weight"),
         drop("vision_tower.*", "images are not supported"),
         drop("mm_projector.*", "images are not supported"),
     ]
+
+
+def kimi_k25_draft(config: ConfigReader) -> DraftSpec | None:
+    """The multi-token-prediction layer of a DeepSeek V3; released configs say that there is none."""
+    return latent_draft(read_kimi_k25(config), DECODER)
+
+
+def kimi_k25_draft_rules(spec: ModelSpec, draft: DraftSpec) -> list[Rule]:
+    """Weight rules of the multi-token-prediction layer."""
+    return latent_draft_rules(kimi_k25_rules(spec), draft, DECODER)
 
 
 def tiny_kimi_k25() -> dict[str, Any]:
@@ -65,4 +79,17 @@ def tiny_kimi_k25() -> dict[str, Any]:
     }
 
 
-KIMI_K25 = Architecture(read_kimi_k25, kimi_k25_rules, tiny_kimi_k25)
+def tiny_kimi_k25_draft() -> dict[str, Any]:
+    """`tiny_kimi_k25` with a multi-token-prediction layer."""
+    tiny = tiny_kimi_k25()
+    return tiny | {"text_config": tiny["text_config"] | {"num_nextn_predict_layers": 1}}
+
+
+KIMI_K25 = Architecture(
+    read_kimi_k25,
+    kimi_k25_rules,
+    tiny_kimi_k25,
+    draft=kimi_k25_draft,
+    draft_rules=kimi_k25_draft_rules,
+    tiny_draft=tiny_kimi_k25_draft,
+)

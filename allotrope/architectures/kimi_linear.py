@@ -12,7 +12,8 @@ import torch
 
 from allotrope.architectures.deepseek_v2 import MtpLayers, latent_attention_rules, read_latent, sparse_layers
 from allotrope.architectures.registry import Architecture
-from allotrope.checkpoint.expert_rules import expert_rules, mlp_rules, mtp_rules
+from allotrope.checkpoint.expert_rules import expert_rules, mlp_rules
+from allotrope.checkpoint.mtp_rules import drop_mtp_layers
 from allotrope.checkpoint.read_config import ConfigReader, layer_types
 from allotrope.checkpoint.weights import Rule
 from allotrope.layers.mixers.kda import KdaMixerSpec
@@ -145,7 +146,7 @@ def kimi_linear_rules(spec: ModelSpec) -> list[Rule]:
         else:
             rules += _linear_rules(theirs, target)
     if isinstance(spec.extra, MtpLayers):
-        rules += mtp_rules("model.", len(spec.layers), spec.extra.layers)
+        rules += drop_mtp_layers("model.", len(spec.layers), spec.extra.layers)
     return rules
 
 

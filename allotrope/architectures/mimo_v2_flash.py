@@ -10,12 +10,15 @@ from typing import Any
 from allotrope.architectures.llama import dense_rules
 from allotrope.architectures.registry import Architecture
 from allotrope.checkpoint.expert_rules import expert_rules
+from allotrope.checkpoint.mtp_rules import DRAFTS_ALONE, mtp_layer_rules, mtp_part_rules
 from allotrope.checkpoint.read_config import ConfigReader, agreeing_layers, layer_types, read_rope
 from allotrope.checkpoint.weights import Rule, drop
+from allotrope.layers.draft_spec import DraftSpec
 from allotrope.layers.mixers.mha import MhaMixerSpec
 from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.model_spec import FfnSpec, LayerSpec, ModelSpec
 from allotrope.layers.moe import MoeSpec
+from allotrope.layers.mtp import MtpSpec
 from allotrope.layers.router import RouterSpec
 from allotrope.ops.rope import RopeSpec
 
@@ -28,8 +31,7 @@ def read_mimo_v2_flash(config: ConfigReader) -> ModelSpec:
     config.expect("hidden_act", "silu")
     # The model has no chunked attention, and Transformers ignores this key.
     config.ignore("attention_chunk_size")
-    eps = config.get("layernorm_epsilon", float, None) or config.get("rms_norm_eps", float)
-    config.expect("rms_norm_eps", eps, None)
+    eps = _eps(config)
     mixers = {SLIDING: _mixer(config, SLIDING, eps), FULL: _mixer(config, FULL, eps)}
     ffns: dict[bool, FfnSpec] = {
         False: MlpSpec(hidden=hidden, width=config.get("intermediate_size", int)),
@@ -47,6 +49,12 @@ def read_mimo_v2_flash(config: ConfigReader) -> ModelSpec:
         layers=layers,
         tied=config.get("tie_word_embeddings", bool, False),
     )
+
+
+def _eps(config: ConfigReader) -> float:
+    eps = config.get("layernorm_epsilon", float, None) or config.get("rms_norm_eps", float)
+    config.expect("rms_norm_eps", eps, None)
+    return eps
 
 
 def _kinds(config: ConfigReader, count: int) -> list[str]:
@@ -134,6 +142,29 @@ def _experts(config: ConfigReader, hidden: int) -> MoeSpec:
     return MoeSpec(hidden=hidden, width=config.get("moe_intermediate_size", int), router=router)
 
 
+def mimo_v2_flash_draft(config: ConfigReader) -> DraftSpec:
+    """The first of three multi-token-prediction layers, which makes all drafts: a window layer with a dense MLP.
+
+    The config does not count them, and every release has them.
+    """
+    ffn = MlpSpec(hidden=config.get("hidden_size", int), width=config.get("intermediate_size", int))
+    layer = LayerSpec(mixer=_mixer(config, SLIDING, _eps(config)), ffn=ffn)
+    return MtpSpec(layers=(layer,), prefix="model.mtp.layers.0.")
+
+
+def mimo_v2_flash_draft_rules(spec: ModelSpec, draft: DraftSpec) -> list[Rule]:
+    """Weight rules of the first multi-token-prediction layer."""
+    parts = {
+        "enorm.weight": "embedding_norm.weight",
+        "hnorm.weight": "hidden_norm.weight",
+        "eh_proj.weight": "projection.weight",
+        "pre_mlp_layernorm.weight": "layers.0.ffn_norm.weight",
+        "final_layernorm.weight": "norm.weight",
+    }
+    of_layer = mtp_layer_rules(mimo_v2_flash_rules(spec), "model.layers.{i}.", draft.prefix)
+    return [*of_layer, *mtp_part_rules(draft.prefix, parts)]
+
+
 def mimo_v2_flash_rules(spec: ModelSpec) -> list[Rule]:
     """Weight rules: Llama's names, sinks, and one tensor per expert."""
     theirs, ours = "model.layers.{i}.mlp.", "layers.{i}.ffn."
@@ -141,7 +172,7 @@ def mimo_v2_flash_rules(spec: ModelSpec) -> list[Rule]:
         Rule("model.layers.{i}.self_attn.attention_sink_bias", "layers.{i}.mixer.sinks"),
         Rule(theirs + "gate.weight", ours + "router.gate.weight"),
         Rule(theirs + "gate.e_score_correction_bias", ours + "router.correction"),
-        drop("model.mtp.*", "multi-token prediction is not supported"),
+        drop("model.mtp.*", DRAFTS_ALONE),
     ]
     return [*dense_rules(spec), *rules, *expert_rules(theirs + "experts.", ours + "experts.")]
 
@@ -192,4 +223,12 @@ def tiny_mimo_v2_flash() -> dict[str, Any]:
     }
 
 
-MIMO_V2_FLASH = Architecture(read_mimo_v2_flash, mimo_v2_flash_rules, tiny_mimo_v2_flash)
+MIMO_V2_FLASH = Architecture(
+    read_mimo_v2_flash,
+    mimo_v2_flash_rules,
+    tiny_mimo_v2_flash,
+    draft=mimo_v2_flash_draft,
+    draft_rules=mimo_v2_flash_draft_rules,
+    # The config does not say so.
+    tiny_draft=tiny_mimo_v2_flash,
+)

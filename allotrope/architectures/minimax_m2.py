@@ -10,7 +10,8 @@ from typing import Any
 from allotrope.architectures.deepseek_v2 import MtpLayers
 from allotrope.architectures.qwen3 import qwen3_rules
 from allotrope.architectures.registry import Architecture
-from allotrope.checkpoint.expert_rules import expert_rules, mtp_rules
+from allotrope.checkpoint.expert_rules import expert_rules
+from allotrope.checkpoint.mtp_rules import drop_mtp_layers
 from allotrope.checkpoint.read_config import ConfigReader, read_rope, rope_values
 from allotrope.checkpoint.weights import Rule
 from allotrope.layers.mixers.mha import MhaMixerSpec
@@ -93,7 +94,7 @@ def minimax_m2_rules(spec: ModelSpec) -> list[Rule]:
         *expert_rules(theirs + "experts.", ours + "experts.", ("w1", "w3", "w2")),
     ]
     if isinstance(spec.extra, MtpLayers):
-        rules += mtp_rules("model.", len(spec.layers), spec.extra.layers)
+        rules += drop_mtp_layers("model.", len(spec.layers), spec.extra.layers)
     return rules
 
 

@@ -10,11 +10,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from allotrope.architectures.qwen3_next import hybrid, hybrid_rules, read_mixers, read_moe, tiny_qwen3_next
+from allotrope.architectures.qwen3_next import (
+    hybrid,
+    hybrid_draft,
+    hybrid_draft_rules,
+    hybrid_rules,
+    read_mixers,
+    read_moe,
+    tiny_qwen3_next,
+)
 from allotrope.architectures.registry import Architecture
 from allotrope.checkpoint.interleaved import parts
 from allotrope.checkpoint.read_config import ConfigReader, wrapper_is_tied
 from allotrope.checkpoint.weights import Rule, drop
+from allotrope.layers.draft_spec import DraftSpec
 from allotrope.layers.mixers.gdn import GdnMixerSpec
 from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.model_spec import FfnSpec, ModelSpec
@@ -25,15 +34,28 @@ def read_qwen3_5(config: ConfigReader) -> ModelSpec:
     config.expect("attn_output_gate", True, None)
     # Released configs ask for a recurrent state in fp32, which is also the engine's default.
     config.expect("mamba_ssm_dtype", "float32", None)
-    # Multi-token-prediction layers are not loaded.
+    # `qwen3_5_draft` reads them.
     config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-    mixers, hidden = read_mixers(config), config.get("hidden_size", int)
-    ffn: FfnSpec
+    mixers = read_mixers(config)
+    return hybrid(config, mixers, [_ffn(config)] * len(mixers))
+
+
+def _ffn(config: ConfigReader) -> FfnSpec:
+    hidden = config.get("hidden_size", int)
     if config.has("num_experts"):
-        ffn = read_moe(config, hidden, normalize=True)
-    else:
-        ffn = MlpSpec(hidden=hidden, width=config.get("intermediate_size", int))
-    return hybrid(config, mixers, [ffn] * len(mixers))
+        return read_moe(config, hidden, normalize=True)
+    return MlpSpec(hidden=hidden, width=config.get("intermediate_size", int))
+
+
+def qwen3_5_draft(config: ConfigReader) -> DraftSpec | None:
+    """The multi-token-prediction layer of the text config, which shares embedding and head."""
+    config.expect("mtp_use_dedicated_embeddings", False, None)
+    return hybrid_draft(config, config.get("mtp_num_hidden_layers", int, 0), _ffn(config))
+
+
+def wrapper_draft(config: ConfigReader) -> DraftSpec | None:
+    """The same of the multimodal model, whose tensors have the same names."""
+    return qwen3_5_draft(config.section("text_config"))
 
 
 def read_wrapper(config: ConfigReader) -> ModelSpec:
@@ -143,7 +165,29 @@ def tiny_moe_wrapper() -> dict[str, Any]:
     return _wrapped(tiny_qwen3_5_moe(), "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe")
 
 
-QWEN3_5 = Architecture(read_qwen3_5, qwen3_5_rules, tiny_qwen3_5)
-QWEN3_5_MOE = Architecture(read_qwen3_5, qwen3_5_rules, tiny_qwen3_5_moe)
-QWEN3_5_WRAPPER = Architecture(read_wrapper, wrapper_rules, tiny_wrapper)
-QWEN3_5_MOE_WRAPPER = Architecture(read_wrapper, wrapper_rules, tiny_moe_wrapper)
+def _with_mtp(config: dict[str, Any]) -> dict[str, Any]:
+    return config | {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+
+
+QWEN3_5 = Architecture(
+    read_qwen3_5,
+    qwen3_5_rules,
+    tiny_qwen3_5,
+    draft=qwen3_5_draft,
+    draft_rules=hybrid_draft_rules,
+    tiny_draft=lambda: _with_mtp(tiny_qwen3_5()),
+)
+QWEN3_5_MOE = dataclasses.replace(QWEN3_5, tiny=tiny_qwen3_5_moe, tiny_draft=lambda: _with_mtp(tiny_qwen3_5_moe()))
+QWEN3_5_WRAPPER = Architecture(
+    read_wrapper,
+    wrapper_rules,
+    tiny_wrapper,
+    draft=wrapper_draft,
+    draft_rules=hybrid_draft_rules,
+    tiny_draft=lambda: _wrapped(_with_mtp(tiny_qwen3_5()), "Qwen3_5ForConditionalGeneration", "qwen3_5"),
+)
+QWEN3_5_MOE_WRAPPER = dataclasses.replace(
+    QWEN3_5_WRAPPER,
+    tiny=tiny_moe_wrapper,
+    tiny_draft=lambda: _wrapped(_with_mtp(tiny_qwen3_5_moe()), "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
+)

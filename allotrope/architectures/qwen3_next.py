@@ -5,19 +5,23 @@ Source: Qwen Team 2025 (Qwen3-Next); `modeling_qwen3_next.py` of Transformers.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from allotrope.architectures.registry import Architecture
 from allotrope.checkpoint.interleaved import Part, parts
+from allotrope.checkpoint.mtp_rules import DRAFTS_ALONE, mtp_layer_rules, mtp_part_rules
 from allotrope.checkpoint.read_config import ConfigReader, agreeing_layers, layer_types, read_rope
 from allotrope.checkpoint.weights import Rule, Transform, drop, fuse
+from allotrope.layers.draft_spec import DraftSpec
 from allotrope.layers.mixers.gdn import GdnMixerSpec
 from allotrope.layers.mixers.mha import MhaMixerSpec
 from allotrope.layers.mixers.mixer import MixerSpec
 from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.model_spec import FfnSpec, LayerSpec, ModelSpec
 from allotrope.layers.moe import MoeSpec
+from allotrope.layers.mtp import MtpSpec
 from allotrope.layers.router import RouterSpec
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -28,14 +32,21 @@ def read_qwen3_next(config: ConfigReader) -> ModelSpec:
 
     Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`.
     """
+    # `qwen3_next_draft` reads it.
+    config.ignore("num_nextn_predict_layers")
     mixers = read_mixers(config)
     hidden, step = config.get("hidden_size", int), config.get("decoder_sparse_step", int, 1)
     mlp_only = set(config.get("mlp_only_layers", list, []))
     width = config.get("intermediate_size", int)
-    sparse = read_moe(config, hidden, normalize=config.get("norm_topk_prob", bool, True))
+    sparse = _sparse(config)
     dense = MlpSpec(hidden=hidden, width=width)
     ffns = [dense if i in mlp_only or (i + 1) % step else sparse for i in range(len(mixers))]
     return hybrid(config, mixers, ffns)
+
+
+def _sparse(config: ConfigReader) -> MoeSpec:
+    hidden = config.get("hidden_size", int)
+    return read_moe(config, hidden, normalize=config.get("norm_topk_prob", bool, True))
 
 
 def hybrid(config: ConfigReader, mixers: Sequence[MixerSpec], ffns: Sequence[FfnSpec]) -> ModelSpec:
@@ -106,6 +117,20 @@ def read_moe(config: ConfigReader, hidden: int, *, normalize: bool) -> MoeSpec:
     )
 
 
+def qwen3_next_draft(config: ConfigReader) -> DraftSpec | None:
+    """The multi-token-prediction layer. Releases have one, and configs need not say so."""
+    return hybrid_draft(config, config.get("num_nextn_predict_layers", int, 1), _sparse(config))
+
+
+def hybrid_draft(config: ConfigReader, count: int, ffn: FfnSpec) -> DraftSpec | None:
+    """A multi-token-prediction layer with full attention. `count`: number of them in the config."""
+    if count == 0:
+        return None
+    if count > 1:
+        config.refuse(f"config names {count} multi-token-prediction layers; drafts are made by one")
+    return MtpSpec(layers=(LayerSpec(mixer=_full(config), ffn=ffn),), prefix="mtp.")
+
+
 def qwen3_next_rules(spec: ModelSpec) -> list[Rule]:
     """Weight rules. The delta rule's projections interleave each key head: [q | k | v.. | z..] and [b.. | a..]."""
     rules = hybrid_rules(spec, "model.")
@@ -133,7 +158,7 @@ def hybrid_rules(spec: ModelSpec, prefix: str) -> list[Rule]:
         Rule(prefix + "norm.weight", "norm.weight"),
         Rule(layer + "input_layernorm.weight", ours + "mixer_norm.weight"),
         Rule(layer + "post_attention_layernorm.weight", ours + "ffn_norm.weight"),
-        drop("mtp.*", "multi-token prediction is not supported"),
+        drop("mtp.*", DRAFTS_ALONE),
         drop("lm_head.weight", "tied to the embedding") if spec.tied else Rule("lm_head.weight", "head.weight"),
     ]
     for mixer in {layer.mixer for layer in spec.layers}:
@@ -142,6 +167,18 @@ def hybrid_rules(spec: ModelSpec, prefix: str) -> list[Rule]:
         elif isinstance(mixer, MhaMixerSpec):
             rules += _full_rules(mixer, layer + "self_attn.", ours + "mixer.")
     return [*rules, *_ffn_rules(layer + "mlp.", ours + "ffn.")]
+
+
+def hybrid_draft_rules(spec: ModelSpec, draft: DraftSpec) -> list[Rule]:
+    """Weight rules of the multi-token-prediction layer: the model's, below another name."""
+    layer, parts = "layers.{i}.", {"norm.weight": "norm.weight", "fc.weight": "projection.weight"}
+    for name in ("embedding", "hidden"):
+        parts[f"pre_fc_norm_{name}.weight"] = f"{name}_norm.weight"
+    of_layer = hybrid_rules(dataclasses.replace(spec, layers=draft.layers), "")
+    return [
+        *mtp_layer_rules(of_layer, layer, draft.prefix + "layers.0."),
+        *mtp_part_rules(draft.prefix, parts),
+    ]
 
 
 def _linear_rules(mixer: GdnMixerSpec, theirs: str, ours: str) -> list[Rule]:
@@ -233,4 +270,12 @@ def tiny_qwen3_next() -> dict[str, Any]:
     }
 
 
-QWEN3_NEXT = Architecture(read_qwen3_next, qwen3_next_rules, tiny_qwen3_next)
+QWEN3_NEXT = Architecture(
+    read_qwen3_next,
+    qwen3_next_rules,
+    tiny_qwen3_next,
+    draft=qwen3_next_draft,
+    draft_rules=hybrid_draft_rules,
+    # The head is there unless a config denies it.
+    tiny_draft=tiny_qwen3_next,
+)

@@ -11,17 +11,35 @@ from allotrope.checkpoint.read_config import ConfigReader
 from allotrope.checkpoint.weights import Rule
 from allotrope.errors import ModelError
 from allotrope.layers.decoder import Decoder
+from allotrope.layers.draft_spec import DraftSpec
 from allotrope.layers.model_spec import ModelSpec
+
+
+def no_draft(config: ConfigReader) -> None:
+    """Of an architecture whose checkpoints have no draft head."""
+
+
+def no_rules(spec: ModelSpec, draft: DraftSpec) -> Sequence[Rule]:
+    """Of an architecture whose checkpoints have no draft head."""
+    return ()
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """`read`: config to spec. `rules`: weight rules of the checkpoint's names. `tiny`: a small config for tests."""
+    """`read`: config to spec. `rules`: weight rules of the checkpoint's names. `tiny`: a small config for tests.
+
+    Of models whose checkpoints have a draft head: `draft`: config to its spec, None for a config without one.
+    `draft_rules`: weight rules of its tensors, from the spec of the model and its own. `tiny_draft`: as `tiny`, with a
+    draft head.
+    """
 
     read: Callable[[ConfigReader], ModelSpec]
     rules: Callable[[ModelSpec], Sequence[Rule]]
     tiny: Callable[[], dict[str, Any]]
     decoder: type[Decoder] = Decoder
+    draft: Callable[[ConfigReader], DraftSpec | None] = no_draft
+    draft_rules: Callable[[ModelSpec, DraftSpec], Sequence[Rule]] = no_rules
+    tiny_draft: Callable[[], dict[str, Any]] | None = None
 
 
 ARCHITECTURES: dict[str, str] = {
@@ -78,3 +96,12 @@ def read_spec(config: dict[str, Any], source: str) -> tuple[Architecture, ModelS
         raise ModelError(source, reader.reasons) from error
     reader.finish()
     return architecture, spec
+
+
+def read_draft(config: dict[str, Any], source: str) -> DraftSpec | None:
+    """The draft head that a config names, None without one. Raises ModelError for one that cannot draft."""
+    reader = ConfigReader(config, source)
+    draft = find_architecture(config, source).draft(reader)
+    if reader.reasons:
+        raise ModelError(source, reader.reasons)
+    return draft

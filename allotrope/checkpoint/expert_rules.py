@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from allotrope.checkpoint.weights import Rule, drop
+from allotrope.checkpoint.weights import Rule
 
 Names = tuple[str, str, str]
 """A checkpoint's names of the gate, up and down projections."""
@@ -46,11 +46,3 @@ def first_half(fused: torch.Tensor) -> torch.Tensor:
 def second_half(fused: torch.Tensor) -> torch.Tensor:
     """[E, 2 * n, ...] to the last n of each expert."""
     return fused[:, fused.shape[1] // 2 :]
-
-
-def mtp_rules(prefix: str, layers: int, mtp_layers: int) -> list[Rule]:
-    """Drop the multi-token-prediction layers. `layers`: number of the model's own. `mtp_layers`: number of those."""
-    return [
-        drop(f"{prefix}layers.{i}.*", "multi-token prediction is not supported")
-        for i in range(layers, layers + mtp_layers)
-    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,9 +39,15 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm, head. `layer_class`: what a layer of this architecture is."""
+    """Embedding, layers, final norm, head.
+
+    `layer_class`: what a layer of this architecture is. `one_stream`: whether the residual stream of its layers is one
+    tensor [T, hidden]. `aux_layers`: see `keep_aux_hidden_states`.
+    """
 
     layer_class: type[nn.Module] = DecoderLayer
+    one_stream: bool = True
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__()
@@ -66,6 +74,16 @@ class Decoder(nn.Module):
         mixers: list[Any] = [layer.mixer for layer in self.layers]
         return [(mixer.spec, mixer.backend) for mixer in mixers]
 
+    def keep_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
+        """Make every later pass set `Step.features` to [T, len(layers) * hidden]: the residual stream before each of
+        `layers`, one beside the other. The number of layers stands for the stream after the last.
+
+        Raises ValueError for numbers that are not ascending layers of this model, and for a residual stream of several
+        tensors.
+        """
+        refuse_aux_layers(layers, len(self.layers), self.one_stream)
+        self.aux_layers = layers
+
     def forward(self, step: Step) -> torch.Tensor:
         """Hidden states [T, hidden] of the step's tokens, after the final norm."""
         return self.through_layers(self.embedding(step.ids), step)
@@ -74,8 +92,16 @@ class Decoder(nn.Module):
         """From the embeddings [T, hidden] to after the final norm."""
         norms: list[Any] = [*(layer.mixer_norm for layer in self.layers), self.norm]
         normed = norms[0](x)
-        for layer, ctx, following in zip(self.layers, step.layers, norms[1:], strict=True):
+        # A pass without a draft model that reads them keeps none.
+        aux: list[torch.Tensor] = []
+        for i, (layer, ctx, following) in enumerate(zip(self.layers, step.layers, norms[1:], strict=True)):
+            if i in self.aux_layers:
+                aux.append(x)
             x, normed = layer(x, normed, ctx, following)
+        if self.aux_layers:
+            if len(self.layers) in self.aux_layers:
+                aux.append(x)
+            step.features = torch.cat(aux, dim=-1)
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -86,3 +112,12 @@ class Decoder(nn.Module):
         """`hidden`: [n, hidden]. Returns [n] int64 greedy tokens on every rank, -1 where no logit is finite."""
         token_ids: torch.Tensor = self.head.greedy(hidden)
         return token_ids
+
+
+def refuse_aux_layers(layers: Sequence[int], count: int, one_stream: bool) -> None:
+    """Raise ValueError where a model of `count` layers cannot hand out its residual stream before `layers`."""
+    if not one_stream:
+        raise ValueError("its residual stream is several tensors, and auxiliary hidden states are made of one")
+    ascending = all(first < second for first, second in itertools.pairwise(layers))
+    if not ascending or any(not 0 <= one <= count for one in layers):
+        raise ValueError(f"aux_hidden_state_layers={list(layers)} (needs ascending numbers from 0 to {count})")

@@ -1,4 +1,5 @@
-"""How every host loads a decoder: one rank, one of several ranks, and the plugins all call `load_decoder`.
+"""How every host loads a decoder: one rank, one of several ranks, and the plugins all call `load_decoder`. What drafts
+for it is filled the same way.
 
 Owns the order of loading: fill every parameter, pack the weights, read the scales of cached rows, report the choices.
 Must not know where weights come from, who asked for which format, or how much memory there is.
@@ -8,17 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from allotrope.architectures.registry import Architecture
 from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.checkpoint.dequantize import dequantized
-from allotrope.checkpoint.weights import Loader, LoadReport, fill_random, finish
+from allotrope.checkpoint.weights import Loader, LoadReport, Rule, fill_random, finish
 from allotrope.layers.backend_report import backend_choices, warn_without_kernels
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
+from allotrope.layers.draft import DraftModel
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.loading.kv_scales import WithoutKvScales, set_kv_scales
 from allotrope.loading.quantized_formats import formats_kept_quantized
@@ -31,7 +34,19 @@ def keeps_quantized(option: str, device: torch.device) -> bool:
 
 def quantized_build(checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, build: Build) -> Build:
     """`build` with the formats of the weights that stay quantized, as the checkpoint's headers or its config say."""
-    formats = formats_kept_quantized(WithoutKvScales(checkpoint), architecture, spec, build)
+
+    def make(build: Build) -> Decoder:
+        return make_decoder(architecture, spec, build)
+
+    formats = formats_kept_quantized(WithoutKvScales(checkpoint), architecture.rules(spec), build, make)
+    return dataclasses.replace(build, formats=formats)
+
+
+def quantized_draft_build(
+    tensors: Checkpoint, rules: Sequence[Rule], build: Build, make: Callable[[Build], nn.Module]
+) -> Build:
+    """As `quantized_build`, of a draft model. `tensors`: those of the draft model. `make`: makes the module."""
+    formats = formats_kept_quantized(WithoutKvScales(tensors, of_draft=True), rules, build, make)
     return dataclasses.replace(build, formats=formats)
 
 
@@ -62,22 +77,61 @@ def load_decoder(
     `decoder`. Raises ModelError for weights that do not fit the architecture, with every key on either side.
     """
     source = None if weights is None else WithoutKvScales(weights)
-    if source is None:
-        fill_random(decoder, seed, build.parallel)
-    else:
-        started = time.monotonic()
-        rules = architecture.rules(decoder.spec)
-        report = Loader(decoder, rules, build.parallel).load(dequantized(source))
-        for line in _read_lines(report, build, time.monotonic() - started, quantized_weights):
-            log(line)
-    finish(decoder)
+    for line in _fill(decoder, architecture.rules(decoder.spec), build, source, seed, quantized_weights):
+        log(line)
     warn_without_kernels(build)
     for line in backend_choices(decoder, build):
         log(line)
-    if line := set_kv_scales(decoder, source):
+    if line := set_kv_scales(decoder.layers, [layer.mixer.shares_cache_of for layer in decoder.spec.layers], source):
         log(line)
     decoder.eval()
     return decoder
+
+
+def fill_draft(
+    draft: DraftModel,
+    rules: Sequence[Rule],
+    build: Build,
+    weights: Checkpoint | None,
+    *,
+    seed: int,
+    quantized_weights: str,
+    log: Callable[[str], None],
+) -> DraftModel:
+    """Fill a draft model and make it ready to run. The model that it drafts for is loaded before it.
+
+    `rules`: of its tensors. `weights`: a checkpoint of its tensors alone, see `loading.draft.draft_tensors`; None draws
+    random ones. The rest as in `load_decoder`. Returns `draft`. Raises ModelError for weights that do not fit.
+    """
+    source = None if weights is None else WithoutKvScales(weights, of_draft=True)
+    for line in _fill(draft, rules, build, source, seed, quantized_weights):
+        log(f"draft model: {line}")
+    # The checkpoint counts its layer behind those of the model, or from 0.
+    first = min(source.scales, default=0) if source is not None else 0
+    if line := set_kv_scales(draft.layers, [None] * len(draft.layers), source, first):
+        log(f"draft model: {line}")
+    draft.eval()
+    return draft
+
+
+def _fill(
+    model: nn.Module,
+    rules: Sequence[Rule],
+    build: Build,
+    source: WithoutKvScales | None,
+    seed: int,
+    quantized_weights: str,
+) -> list[str]:
+    """Fill every parameter and pack the weights. Returns lines for the log."""
+    lines = []
+    if source is None:
+        fill_random(model, seed, build.parallel)
+    else:
+        started = time.monotonic()
+        report = Loader(model, rules, build.parallel).load(dequantized(source))
+        lines = _read_lines(report, build, time.monotonic() - started, quantized_weights)
+    finish(model)
+    return lines
 
 
 def _read_lines(report: LoadReport, build: Build, seconds: float, quantized_weights: str) -> list[str]:

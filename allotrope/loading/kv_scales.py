@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from allotrope.attention.cache_layout import CacheLayout, StateSlots
 from allotrope.attention.family import Spec
@@ -19,21 +20,22 @@ from allotrope.attention.registry import FAMILIES
 from allotrope.checkpoint.checkpoint import Checkpoint, TensorHeader
 from allotrope.errors import ConfigError, ModelError
 from allotrope.layers.build import Build
-from allotrope.layers.decoder import Decoder
 from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.model_spec import ModelSpec
 
 FP8 = torch.float8_e4m3fn
 _NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\..*\.(q|k|v|kv)_scale")
+# Layers of a draft model have numbers of their own, which are not those of the model's layers.
+_DRAFT = re.compile(r"(?:.*\.)?mtp\..*")
 
 
 class WithoutKvScales:
     """A checkpoint whose scales of cached rows are taken out: its other tensors are those of any release.
 
-    `scales`: layer -> "k", "v" or "kv" -> name of the tensor.
+    `scales`: layer -> "k", "v" or "kv" -> name of the tensor. `of_draft`: of the layers of a draft model.
     """
 
-    def __init__(self, inner: Checkpoint) -> None:
+    def __init__(self, inner: Checkpoint, *, of_draft: bool = False) -> None:
         self.inner = inner
         self.source, self.config = inner.source, inner.config
         self.generation_config, self.tokenizer_path = inner.generation_config, inner.tokenizer_path
@@ -41,7 +43,7 @@ class WithoutKvScales:
         self.scales: dict[int, dict[str, str]] = {}
         self._kept: dict[str, TensorHeader] = {}
         for name, header in inner.headers().items():
-            found = _NAME.fullmatch(name)
+            found = None if _DRAFT.fullmatch(name) and not of_draft else _NAME.fullmatch(name)
             if found is None:
                 self._kept[name] = header
             elif found[2] != "q":
@@ -92,13 +94,17 @@ def _refuse_fp8(specs: Sequence[Spec]) -> None:
         )
 
 
-def set_kv_scales(model: Decoder, checkpoint: WithoutKvScales | None) -> str:
-    """Give each layer with FP8 rows its scales. `checkpoint`: None if there is none to ask.
+def set_kv_scales(
+    layers: nn.ModuleList, shares: Sequence[int | None], checkpoint: WithoutKvScales | None, first: int = 0
+) -> str:
+    """Give each of `layers` with FP8 rows its scales.
+
+    `shares`: per layer, the one whose rows it reads. `checkpoint`: None if there is none to ask. `first`: its number of
+    the first layer.
 
     Returns one line on where they come from, for the host's log; empty where there is nothing to say.
     """
-    mixers: list[Any] = [layer.mixer for layer in model.layers]
-    shares = [layer.mixer.shares_cache_of for layer in model.spec.layers]
+    mixers: list[Any] = [layer.mixer for layer in layers]
     stated, fp8 = 0, 0
     values: list[float] = []
     for number, (mixer, shared) in enumerate(zip(mixers, shares, strict=True)):
@@ -109,7 +115,7 @@ def set_kv_scales(model: Decoder, checkpoint: WithoutKvScales | None) -> str:
         scales = {}
         for name in FAMILIES[mixer.spec.family].scale_names:
             kind = name.removesuffix("_scale")
-            found = None if checkpoint is None else checkpoint.scale(owner, kind, "kv")
+            found = None if checkpoint is None else checkpoint.scale(first + owner, kind, "kv")
             stated += found is not None
             scales[name] = 1.0 if found is None else found
         values += scales.values()

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
+from torch import nn
 
-from allotrope.architectures.registry import Architecture
 from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.checkpoint.dequantize import QuantizedView, dequantized
 from allotrope.checkpoint.weight_formats import WeightFormats, weight_formats
 from allotrope.checkpoint.weights import Rule, filled
 from allotrope.kernels.backend import Chooser
 from allotrope.layers.build import Build, Formats
-from allotrope.layers.model_spec import ModelSpec
 from allotrope.ops.matmul.weight import Format
 
 # Experts of a layer are alike: the first stands for all.
@@ -26,16 +25,16 @@ _LATER_EXPERT = re.compile(r"\.experts\.(?!0\.)\d+\.")
 
 
 def formats_kept_quantized(
-    checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, build: Build
+    checkpoint: Checkpoint, rules: Sequence[Rule], build: Build, make: Callable[[Build], nn.Module]
 ) -> Formats:
-    """Weights that stay quantized where a device keeps them so. `checkpoint`: as it stands, scales included."""
-    rules = architecture.rules(spec)
+    """Weights that stay quantized where a device keeps them so. `checkpoint`: as it stands, scales included. `make`:
+    makes the module that `rules` fill."""
     stated = weight_formats(checkpoint.config, checkpoint.source)
     if checkpoint.has_weights or stated is None:
         return stored_formats(dequantized(checkpoint), rules)
     # A chooser of its own: what plain weights would run by is nobody's choice.
     chooser = Chooser(build.chooser.chip, build.chooser.wanted)
-    model = architecture.decoder(spec, dataclasses.replace(build, device=torch.device("meta"), chooser=chooser))
+    model = make(dataclasses.replace(build, device=torch.device("meta"), chooser=chooser))
     return stated_formats(stated, rules, [name for name, _ in model.named_parameters()])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from allotrope.architectures.registry import ARCHITECTURES, find_architecture, read_spec
+from allotrope.architectures.registry import ARCHITECTURES, find_architecture, read_draft, read_spec
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.checkpoint.read_config import BOOKKEEPING
 from allotrope.errors import ModelError
@@ -23,8 +23,7 @@ LATENT = ("Deepseek", "GlmMoeDsa", "Kimi")
 HARMLESS = {
     "num_key_value_heads": ("latent attention has no heads of keys", LATENT),
     "head_dim": ("latent attention has sizes of its own", LATENT),
-    "num_nextn_predict_layers": ("multi-token-prediction layers are not loaded", ("DeepseekV4",)),
-    "mtp_num_hidden_layers": ("multi-token-prediction layers are not loaded", ("Qwen3_5",)),
+    "num_nextn_predict_layers": ("one multi-token-prediction layer makes all drafts", ("DeepseekV4",)),
     "_sliding_window_pattern": ("saved by default beside the list that decides", ("Gemma3",)),
     "tie_word_embeddings": ("the text part decides, and its head has to be loaded", ("KimiK25", "Kimi_K25")),
     "mrope_interleaved": ("a text token has one position on all axes", ("Qwen3_5",)),
@@ -61,8 +60,12 @@ def numbers(config: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tupl
 
 
 def silent(config: dict[str, Any], name: str) -> list[str]:
-    """Numbers that can be changed without a change of the model."""
-    spec = read_spec(config, name)[1]
+    """Numbers that can be changed without a change of the model or of its draft head."""
+
+    def read(config: dict[str, Any]) -> tuple[object, object]:
+        return read_spec(config, name)[1], read_draft(config, name)
+
+    specs = read(config)
     found = []
     for path, value in numbers(config):
         changed = copy.deepcopy(config)
@@ -71,7 +74,7 @@ def silent(config: dict[str, Any], name: str) -> list[str]:
             inner = inner[key]
         inner[path[-1]] = value
         try:
-            same = read_spec(changed, name)[1] == spec
+            same = read(changed) == specs
         except ModelError:
             continue
         if same and not name.startswith(HARMLESS.get(path[-1], ("", ()))[1]):

@@ -29,7 +29,7 @@ class MhaMixerSpec:
     `norm_offset`: 1.0 where the norm's stored weight is around 0. `v_head_dim`: default `head_dim`. `values_from_keys`:
     values are the projected keys, before their norm and rotation. `v_norm`: RMS over each head of v, without a weight.
     `value_scale`: multiplies v. `output_gate`: the output is multiplied by the sigmoid of a projection of x. A layer
-    that shares another's cache projects queries only.
+    that shares another's cache projects queries only. `inputs`: size of x; default `hidden`, the size of the output.
     """
 
     hidden: int
@@ -52,6 +52,7 @@ class MhaMixerSpec:
     value_scale: float = 1.0
     output_gate: bool = False
     shares_cache_of: int | None = None
+    inputs: int | None = None
 
     def attention(self, parallel: Parallel, dtype: torch.dtype, kv_dtype: torch.dtype) -> MhaSpec:
         return MhaSpec(
@@ -83,7 +84,7 @@ class MhaMixer(nn.Module):
         # Scales of FP8 entries by the argument's name; empty for other types.
         self.kv_scales: dict[str, float] = {}
         heads, dim, value_dim = spec.num_heads, spec.head_dim, self.spec.value_dim
-        self.qkv = Linear(spec.hidden, _sections(spec, value_dim), build.at("qkv"), bias=spec.bias)
+        self.qkv = Linear(spec.inputs or spec.hidden, _sections(spec, value_dim), build.at("qkv"), bias=spec.bias)
         out = Section("", heads * value_dim, value_dim)
         self.out = RowLinear(out, spec.hidden, build.at("out"), bias=spec.out_bias)
         self.gate_size = self.spec.num_heads * value_dim if spec.output_gate else 0
@@ -117,7 +118,7 @@ class MhaMixer(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
-        """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""
+        """`x`: [T, inputs]. Returns [T, hidden], this rank's part of the sum over the ranks."""
         projected = self.qkv(x)
         gate = None
         if self.gate_size:

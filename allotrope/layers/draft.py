@@ -1,0 +1,50 @@
+"""What every draft model is to the engine: a few layers that guess the next tokens from the target's hidden states.
+
+Must not know how its hidden states are made, or how drafts are verified.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import nn
+
+from allotrope.attention.backend import AttentionBackend
+from allotrope.attention.family import Spec
+from allotrope.layers.step import Step
+
+
+class DraftModel(nn.Module, ABC):
+    """`layers`: its decoder layers, each with a `mixer`. Row i of a pass stands for the token at position i + 1, which
+    it reads beside the hidden state of position i: its cache rows lie at position i.
+    """
+
+    layers: nn.ModuleList
+
+    @property
+    def attention(self) -> list[tuple[Spec, AttentionBackend]]:
+        """The attention of each layer on this rank, and who runs it."""
+        mixers: list[Any] = [layer.mixer for layer in self.layers]
+        return [(mixer.spec, mixer.backend) for mixer in mixers]
+
+    def from_target(self, features: torch.Tensor) -> torch.Tensor:
+        """What the first pass reads, [T, W], from the target's `features` [T, F]: `Step.features` where the target sets
+        them, else its hidden states after the final norm."""
+        return features
+
+    @abstractmethod
+    def forward(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        """`hidden`: [T, W] of `from_target`, or what the pass before returned. `step`: its `ids` are the tokens after
+        those of `hidden`, its `layers` those of the draft model. Returns [T, W]."""
+
+    @abstractmethod
+    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`hidden`: [n, W] that `forward` returned. Returns [n] int64 tokens of the target's vocabulary on every rank,
+        -1 where no logit is finite."""
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`hidden`: [n, W] that `forward` returned. Returns [n, draft vocabulary] fp32, whole on the ranks that
+        sample."""
