@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from allotrope.errors import ConfigError
+from allotrope.speculative_config import SpeculativeConfig
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
@@ -99,6 +100,12 @@ class EngineConfig:
     async_scheduling: Literal["auto", "on", "off"] = option(
         "Launch a step before the tokens of the one before it are read; 'auto': on a GPU.", "auto"
     )
+    speculative_config: str | None = option(
+        'Speculative decoding: JSON object with vLLM\'s keys, such as \'{"method": "ngram", '
+        '"num_speculative_tokens": 3}\'.',
+        None,
+        short="-sc",
+    )
     threads: int | None = option("CPU threads of the engine; default: all cores.", None)
     step_log_seconds: float | None = option(
         "Seconds between log lines with a step's time beside the least it must move and compute; default: none.", None
@@ -136,6 +143,13 @@ class EngineConfig:
             )
         if reasons:
             raise ConfigError("bad options: " + "; ".join(reasons) + ".")
+        if self.speculative_config is not None:
+            SpeculativeConfig.parse(self.speculative_config)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """The options of speculative decoding; None without it."""
+        return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
 
 
 @dataclass(frozen=True, kw_only=True)

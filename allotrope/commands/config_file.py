@@ -19,7 +19,7 @@ from allotrope.commands.refusals import refusal
 from allotrope.errors import ConfigError
 
 # The text of these options is JSON; in a file they may also be a mapping.
-_JSON_OPTIONS = ("hf_overrides",)
+_JSON_OPTIONS = ("hf_overrides", "speculative_config")
 
 
 def use_config_file(ctx: typer.Context, path: str | None, hints: Mapping[str, Any]) -> str | None:

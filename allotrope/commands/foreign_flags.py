@@ -53,7 +53,7 @@ _QUANT = (
     "weights are as the checkpoint has them: its own quantization is found and kept or dequantized "
     "(--quantized-weights), and plain weights are not quantized here; leave it out"
 )
-_NO_SPECULATION = "speculative decoding is not supported"
+_SPECULATION = 'give it in --speculative-config, such as \'{"method": "mtp", "num_speculative_tokens": 3}\''
 _ALWAYS_CHUNKED = "prompts are always cut to --max-num-batched-tokens; set that instead"
 _NO_TRANSFER = "caches are not shared with other servers, nor told about; leave it out"
 _STATES = "states are kept as the model needs them; see --state-dtype for their type"
@@ -101,10 +101,9 @@ UNSUPPORTED: dict[str, str] = {
     "--quantization": _QUANT,
     "-q": _QUANT,
     "--quantization-config": _QUANT,
-    "--speculative-config": _NO_SPECULATION,
-    "--spec-method": _NO_SPECULATION,
-    "--spec-model": _NO_SPECULATION,
-    "--spec-tokens": _NO_SPECULATION,
+    "--spec-method": _SPECULATION,
+    "--spec-model": _SPECULATION,
+    "--spec-tokens": _SPECULATION,
     "--enable-lora": _NO_LORA,
     "--lora-modules": _NO_LORA,
     "--max-loras": _NO_LORA,

@@ -28,6 +28,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Steps": (
         "max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "attention_backend", "op_backend", "cuda_graphs",
         "async_scheduling", "step_log_seconds", "watchdog_seconds", "structured_outputs_backend",
+        "speculative_config",
     ),
 }  # fmt: skip
 GENERAL = "General"

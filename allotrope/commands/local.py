@@ -62,8 +62,9 @@ class LocalModel:
                 for output in engine.step():
                     if output.error is not None:
                         raise AllotropeError(f"the engine dropped the request: {output.error}")
-                    self.last_tokens += len(output.token_ids)
                     delta = text.push(output.token_ids, final=output.finish_reason is not None)
+                    # A step may have added tokens behind a stop string.
+                    self.last_tokens = text.used_tokens
                     if delta:
                         yield delta
                     if text.stopped_by is not None:

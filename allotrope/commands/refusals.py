@@ -84,8 +84,8 @@ _AS: dict[str, str] = {
         "-cc --max-seq-len-to-capture --max-context-len-to-capture --cuda-graph-max-bs --cuda-graph-bs "
         "--disable-cuda-graph-padding"
     ),
-    "--speculative-config": (
-        "-sc --num-speculative-tokens --speculative-model --num-lookahead-slots --speculative-algorithm "
+    "--spec-tokens": (
+        "--num-speculative-tokens --speculative-model --num-lookahead-slots --speculative-algorithm "
         "--speculative-draft-model-path --speculative-num-steps --speculative-eagle-topk "
         "--speculative-num-draft-tokens"
     ),

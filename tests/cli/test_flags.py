@@ -27,6 +27,8 @@ OPTION_CLASSES = (
     LoadOptions,
     ReportOptions,
 )
+# Values of texts that a config accepts in one form only.
+TEXTS = {"root_path": "/text", "speculative_config": '{"method": "suffix"}'}
 SERVE_FIELDS = [
     (config, field)
     for config in (EngineConfig, ServerConfig)
@@ -65,7 +67,8 @@ def other_value(config: type, field: dataclasses.Field[Any]) -> tuple[str, Any]:
     if hint == tuple[str, ...]:
         return "text", ("text",)
     assert str in kinds, f"{field.name}: {hint} has no flag test"
-    return ("/text", "/text") if field.name == "root_path" else ("text", "text")
+    text = TEXTS.get(field.name, "text")
+    return text, text
 
 
 def test_refusals_name_options_that_exist() -> None:
