@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,10 @@ _STEP_TOKENS = 16384
 
 @dataclass
 class Completion:
-    """One continuation. `logprobs`: one entry per token, if requested."""
+    """One continuation. `logprobs`: one entry per token, if requested.
+
+    `num_draft_tokens`, `num_accepted_tokens`: drafts of speculative decoding that were verified, and those accepted.
+    """
 
     index: int
     text: str = ""
@@ -34,6 +38,8 @@ class Completion:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass
@@ -50,7 +56,12 @@ class LLM:
     """A loaded model that generates in this process. Its options are the fields of `EngineConfig`."""
 
     def __init__(self, model: str, **options: Any) -> None:
-        """Load `model`. Raises ConfigError or ModelError with every reason if it cannot be loaded."""
+        """Load `model`. `speculative_config` may be a mapping, too.
+
+        Raises ConfigError or ModelError with every reason if it cannot be loaded.
+        """
+        if isinstance(options.get("speculative_config"), Mapping):
+            options["speculative_config"] = json.dumps(dict(options["speculative_config"]))
         self.config = EngineConfig(model=model, **options)
         self.engine = Engine(self.config, preferred_tokens=_STEP_TOKENS)
         self._tokenizer: Tokenizer | None = None
@@ -206,6 +217,8 @@ class _Accumulator:
         completion.token_ids.extend(output.token_ids)
         if completion.logprobs is not None:
             completion.logprobs.extend(output.logprobs or ())
+        completion.num_draft_tokens += output.num_draft_tokens
+        completion.num_accepted_tokens += output.num_accepted_tokens
         completion.finish_reason, completion.stop_reason = output.finish_reason, output.stop_reason
         if self._streams is None:
             return
@@ -217,6 +230,13 @@ class _Accumulator:
         completion.text += stream.push(ids, final=output.finish_reason is not None)
         if stream.stopped_by is not None:
             completion.finish_reason, completion.stop_reason = "stop", stream.stopped_by
+            # A step may have added tokens behind the stop string. Accepted drafts come before its sampled token.
+            behind = len(completion.token_ids) - stream.used_tokens
+            sampled = len(output.token_ids) - output.num_accepted_tokens
+            completion.num_accepted_tokens -= max(0, min(behind - sampled, output.num_accepted_tokens))
+            del completion.token_ids[stream.used_tokens :]
+            if completion.logprobs is not None:
+                del completion.logprobs[stream.used_tokens :]
 
 
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:

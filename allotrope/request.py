@@ -219,7 +219,8 @@ class SequenceOutput:
 
     `token_ids`: new ids, possibly none. `logprobs`: one entry per new id, if requested. `cached_tokens`: number of
     prompt tokens read from the prefix cache. `stop_reason`: the stop id that ended the sequence, if one did. `error`:
-    the reason of `finish_reason` "error".
+    the reason of `finish_reason` "error". `num_draft_tokens`: drafts that the step verified for the sequence.
+    `num_accepted_tokens`: how many of them are among `token_ids`.
     The first output alone has these: `prompt_logprobs` (its first entry is None, as nothing precedes the first token),
     `cache_lost` (number of prompt tokens that were cached once and are computed again, by reason), and `queued_seconds`
     (from arrival to the first step).
@@ -236,3 +237,5 @@ class SequenceOutput:
     cache_lost: dict[str, int] = field(default_factory=dict)
     queued_seconds: float = 0.0
     error: str | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0

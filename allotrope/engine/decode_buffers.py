@@ -1,8 +1,8 @@
 """Static buffers of a decode step, which a captured graph reads: refreshed before each replay.
 
 A step of b requests runs at the next captured size n; the n - b rows behind are padding rows (seq_lens 0, slots -1,
-state slot 0, the null page). Eager steps go the same way, so that they compute exactly what a graph does. Host integers
-are upper bounds here: every request may be as long as `context`.
+state slot 0, the null page; each a sequence alone). Eager steps go the same way, so that they compute exactly what a
+graph does. Host integers are upper bounds here: every request may be as long as `context`.
 """
 
 from __future__ import annotations
@@ -12,23 +12,27 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex, SlotIndex
+from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex, SlotIndex, VerifyTensors
 from allotrope.cache.groups import CacheGroup
 from allotrope.engine.inputs import (
     HostRows,
     Inputs,
     StepFacts,
-    StepPlan,
     StepRow,
     page_slots,
     page_table,
     table_width,
+    verify_words,
 )
 from allotrope.engine.packed_step import PackedStep
 
 
 class DecodeBuffers:
-    """Inputs and output of decode steps of up to `size` requests, each of up to `context` tokens."""
+    """Inputs and output of decode steps of up to `size` requests, each of up to `context` tokens.
+
+    `verify`: requests may be drafts. `most_sampled`: tokens of the step before that rows may take, where these are more
+    than `size`.
+    """
 
     def __init__(
         self,
@@ -38,13 +42,22 @@ class DecodeBuffers:
         hidden: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        verify: bool = False,
+        most_sampled: int = 0,
     ) -> None:
         self.groups, self.size, self.context, self.device = groups, size, context, device
+        # First row, number of rows and replay of each request, and its next token.
+        self.verify, self._num_verify = verify, 4 if verify else 0
         # One region for every array with one number a request, at 16-byte steps: a refresh is one copy.
         self._stride = size + size % 2
-        self._heads = torch.zeros((4 + len(groups)) * self._stride, dtype=torch.int64, device=device)
-        named = [self._heads[i * self._stride :][:size] for i in range(4 + len(groups))]
-        self._ids, self._prev_sampled_indices, self._positions, lengths, *self._slots = named
+        lines = 4 + self._num_verify + len(groups)
+        self._heads = torch.zeros(lines * self._stride, dtype=torch.int64, device=device)
+        named = [self._heads[i * self._stride :][:size] for i in range(lines)]
+        self._ids, self._prev_sampled_indices, self._positions, lengths, *others = named
+        self._verify = [one.view(torch.int32)[:size] for one in others[: self._num_verify][:3]]
+        self.next_ids = others[3] if verify else None
+        self._slots = others[self._num_verify :]
         self._seq_lens = lengths.view(torch.int32)[:size]
         columns = [table_width(group.pages_for(context)) for group in groups]
         self._tables = [
@@ -53,7 +66,7 @@ class DecodeBuffers:
         ]
         self._query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
         self._requests = torch.arange(size, device=device)
-        self.prev_sampled = torch.zeros(size, dtype=torch.int64, device=device)
+        self.prev_sampled = torch.zeros(max(size, most_sampled), dtype=torch.int64, device=device)
         self.hidden = torch.zeros(size, hidden, dtype=dtype, device=device)
 
     @property
@@ -62,14 +75,16 @@ class DecodeBuffers:
         tensors = [self._heads, self.hidden, self.prev_sampled, *(table for table in self._tables if table is not None)]
         return sum(tensor.nbytes for tensor in tensors)
 
-    def pack(self, plan: StepPlan) -> PackedStep:
-        """The step of a plan that only decodes, for `refresh`."""
-        return self._pack(plan.rows, StepFacts.of(plan))
-
-    def _pack(self, rows: Sequence[StepRow], facts: StepFacts | None) -> PackedStep:
-        heads = np.zeros((4 + len(self.groups), self._stride), dtype=np.int64)
-        ids, prev_sampled_indices, positions, lengths, *slots = heads
+    def pack(self, rows: Sequence[StepRow], facts: StepFacts | None) -> PackedStep:
+        """A step of rows with one token each, for `refresh`. `facts`: None for one of this process alone."""
+        heads = np.zeros((4 + self._num_verify + len(self.groups), self._stride), dtype=np.int64)
+        ids, prev_sampled_indices, positions, lengths, *others = heads
+        verify, slots = others[: self._num_verify], others[self._num_verify :]
         prev_sampled_indices.fill(-1)
+        if verify:
+            first_row, num_rows = (one.view(np.int32)[: self.size] for one in verify[:2])
+            first_row[:] = np.arange(self.size)
+            num_rows.fill(1)
         arrays = [heads.ravel()]
         count = len(rows)
         if rows:
@@ -78,6 +93,10 @@ class DecodeBuffers:
             prev_sampled_indices[:count] = [row.prev_sampled_index for row in rows]
             positions[:count] = host.positions
             lengths.view(np.int32)[:count] = host.seq_lens
+            if verify:
+                for line, numbers in zip(verify[:3], verify_words(rows), strict=True):
+                    line.view(np.int32)[:count] = numbers
+                verify[3][:count] = [row.next_id for row in rows]
         for g, group in enumerate(self.groups):
             if group.kind == "state":
                 slots[g][:count] = [row.slots[g] for row in rows]
@@ -109,14 +128,15 @@ class DecodeBuffers:
 
     def clear(self) -> None:
         """Make the buffers those of a step without requests."""
-        self.refresh(self._pack((), None), 0, None, self.size)
+        self.refresh(self.pack((), None), 0, None, self.size)
 
     def inputs(self, size: int) -> tuple[Inputs, torch.Tensor]:
         """The first `size` rows as the model gets them, and the `prev_sampled` that its indices point into."""
         tensors = BatchTensors(
             self._seq_lens[:size], self._query_start[: size + 1], self._positions[:size], self._requests[:size]
         )
-        batch = BatchLayout((1,) * size, (self.context,) * size, self.device, tensors)
+        verify = VerifyTensors(*(one[:size] for one in self._verify)) if self._verify else None
+        batch = BatchLayout((1,) * size, (self.context,) * size, self.device, tensors, static_verify=verify)
         index: list[CacheIndex] = []
         for group, table, slots in zip(self.groups, self._tables, self._slots, strict=True):
             if table is None:

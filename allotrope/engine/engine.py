@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 from collections import abc
 from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 
 from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.config import EngineConfig
 from allotrope.engine.async_scheduling import uses_async_scheduling
+from allotrope.engine.drafting import make_drafting
 from allotrope.engine.executor import Executor, OnDeath
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.multiprocess_executor import MultiprocessExecutor
@@ -63,6 +65,11 @@ class Engine:
         self._requests = RequestTable(
             *(config, self.limits, load_plan.limits.step_tokens, self.memory),
             copy_page=lambda group, source, target: copies.append((group, source, target)),
+            max_decodes=load_plan.max_decodes,
+            lookahead=0 if load_plan.draft is None else load_plan.max_drafts - 1,
+        )
+        self._drafting = make_drafting(
+            *(config.speculation, self._executor, load_plan.max_drafts, load_plan.max_decodes, config.seed)
         )
         seconds = config.step_log_seconds
         self._loop = StepLoop(
@@ -70,6 +77,7 @@ class Engine:
             async_scheduling=uses_async_scheduling(config, self._device.type, observed=observer is not None),
             observer=observer,
             step_log=None if seconds is None else StepLog(self._executor, load_plan, seconds),
+            drafting=self._drafting,
         )
         self._grammars = GrammarCompiler(config.structured_outputs_backend, self._vocabulary)
         self._thread_waiting = Waiting() if self._device.type == "cpu" else None
@@ -162,8 +170,9 @@ class Engine:
         return list(self._requests.open)
 
     def stats(self) -> EngineStats:
-        """Counts of sequences, pages and prefix hits."""
-        return self._requests.stats()
+        """Counts of sequences, pages, prefix hits and drafts."""
+        stats = self._requests.stats()
+        return stats if self._drafting is None else replace(stats, speculation=self._drafting.stats.summary())
 
     def report(self) -> ModelReport:
         """The model and the plan of its memory."""

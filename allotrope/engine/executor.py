@@ -11,7 +11,7 @@ import torch
 
 from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
-from allotrope.engine.inputs import StepPlan
+from allotrope.engine.inputs import DraftChain, StepPlan
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.layers.decoder import Decoder
 
@@ -64,6 +64,15 @@ class Executor(ABC):
     def share_sampled(self, token_ids: torch.Tensor) -> None:
         """Let every rank have the tokens [m] that rank 0 sampled by the last plan, which announced them. Does not wait
         for them."""
+
+    @abstractmethod
+    def start_drafts(self, token_ids: torch.Tensor, *, shared: bool) -> None:
+        """The first pass of the draft model, on the rows of the last plan, which announced `token_ids` [m]: the tokens
+        that came of it. `shared`: every rank has them. Does not wait for the device."""
+
+    @abstractmethod
+    def draft(self, chain: DraftChain) -> torch.Tensor:
+        """Drafts [passes * n] of the draft model, pass by pass. Does not wait for the device."""
 
     @abstractmethod
     def capture_next(self) -> bool:

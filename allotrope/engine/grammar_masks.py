@@ -5,14 +5,14 @@ Owns how a grammar's mask is combined with the other limits of a row. Must not k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from allotrope.engine.sampling_batch import RowSampling
+from allotrope.engine.sampling_batch import DraftRow, RowSampling
 from allotrope.grammars.backend import pack, words
 from allotrope.grammars.constraint import Constraint, fill_masks
 from allotrope.ops.token_mask import BitMask
@@ -34,7 +34,7 @@ class GrammarMasks:
 
     def fill(self, rows: Sequence[RowSampling]) -> BitMask:
         """The masks of those `rows` that have a grammar, on the device."""
-        held = [(i, row, row.constraint) for i, row in enumerate(rows) if row.constraint is not None]
+        held = list(_held(rows))
         mask = torch.empty(len(held), words(self._vocab_size), dtype=torch.int32, pin_memory=self._pinned)
         bits = mask.numpy()
         # An output that has ended is sampled no more, and its matcher has nothing to say.
@@ -52,6 +52,21 @@ class GrammarMasks:
             self._thread.shutdown(wait=False)
 
 
+def _held(rows: Sequence[RowSampling]) -> Iterator[tuple[int, RowSampling, Constraint]]:
+    """Index, row and constraint of the rows with a grammar. Behind drafts, which follow their sequence's own row, what
+    holds if these are accepted; no row is sampled for good behind one that the grammar does not allow."""
+    last: Constraint | None = None
+    for i, row in enumerate(rows):
+        if row.constraint is None:
+            continue
+        if isinstance(row, DraftRow):
+            assert last is not None
+            last = last.after(row.row.drafts[row.count - 1])
+        else:
+            last = row.constraint
+        yield i, row, last
+
+
 def _combine(row: RowSampling, constraint: Constraint, bits: NDArray[np.int32], vocab_size: int) -> None:
     """Take from `bits` [W] what the row's request forbids beside its grammar. Where only an end may follow, it may."""
     if constraint.complete:
@@ -60,7 +75,7 @@ def _combine(row: RowSampling, constraint: Constraint, bits: NDArray[np.int32], 
         bits &= ~constraint.of.ends
     if row.params.allowed_token_ids is not None:
         bits &= row.allowed_bits(vocab_size)
-    if len(row.output_ids) < row.params.min_tokens:
+    if row.num_output < row.params.min_tokens:
         kept = bits & ~pack(row.ends[row.ends < vocab_size], vocab_size)
         if kept.any():
             bits[...] = kept

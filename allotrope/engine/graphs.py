@@ -6,6 +6,7 @@ Owns sizes, capture and replay. Must not know a step: its body reads and writes 
 from __future__ import annotations
 
 import bisect
+import functools
 import gc
 import logging
 import time
@@ -25,11 +26,17 @@ def decode_sizes(max_size: int) -> list[int]:
     return [*sizes, *range(288, max_size, 32), max_size]
 
 
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of every capture: libraries keep a workspace for each stream."""
+    return torch.cuda.Stream(device)
+
+
 class DecodeGraphs:
     """Runs `body(size)` for the sizes of `decode_sizes(max_size)`: as a captured graph once there is one.
 
     `idle()` makes the static buffers those of a step without requests. `alone`: no other rank runs the body with this
-    one.
+    one. `name`: of what the body runs, for the log.
     """
 
     def __init__(
@@ -41,6 +48,7 @@ class DecodeGraphs:
         *,
         capture: bool,
         alone: bool = True,
+        name: str = "decode steps",
     ) -> None:
         self.sizes = decode_sizes(max_size)
         self._body, self._idle, self._device = body, idle, device
@@ -48,7 +56,7 @@ class DecodeGraphs:
         # Largest first: smaller ones then fit into the memory that it took.
         self._wanted = self.sizes[::-1] if capture else []
         self._pending = [*self._wanted]
-        self._alone = alone
+        self._alone, self._name = alone, name
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._seconds, self._bytes = 0.0, 0
@@ -98,14 +106,14 @@ class DecodeGraphs:
                 # The other ranks wait in a collective of the body: this is no failure to capture.
                 raise
             self._pending.clear()
-            log.warning("decode steps of %d requests cannot be captured, they run eager: %s", size, error)
+            log.warning("%s of %d requests cannot be captured, they run eager: %s", self._name, size, error)
             return False
         self._seconds += time.monotonic() - started
         self._bytes += free - free_memory(self._device)
         if not self._pending:
             log.info(
-                "captured decode graphs of %s requests in %.1f s; they take %.2f GB beside weights and caches",
-                *(self._listed(), self._seconds, self._bytes / 1e9),
+                "captured %s of %s requests in %.1f s; their graphs take %.2f GB beside weights and caches",
+                *(self._name, self._listed(), self._seconds, self._bytes / 1e9),
             )
         return True
 
@@ -119,7 +127,8 @@ class DecodeGraphs:
     def _prepare(self, size: int) -> None:
         """Run the body once for real: kernels are compiled and libraries take their workspaces."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = _capture_stream(self._device)
+        if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         self._idle()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -150,7 +159,7 @@ class DecodeGraphs:
         """Let go of all graphs, and capture them anew: what they read has moved."""
         self._graphs.clear()
         self._pending = [*self._wanted]
-        self._pool = self._stream = None
+        self._pool = None
 
     def close(self) -> None:
         """Let go of all graphs."""

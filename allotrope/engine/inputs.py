@@ -6,15 +6,23 @@ kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex, SlotIndex
+from allotrope.attention.batch import (
+    BatchLayout,
+    BatchTensors,
+    CacheIndex,
+    PageIndex,
+    SlotIndex,
+    VerifyRows,
+    VerifyTensors,
+)
 from allotrope.cache.groups import CacheGroup
 from allotrope.engine.packed_step import PackedStep, Words
 
@@ -25,7 +33,9 @@ class StepRow:
 
     `slots`: per group, its state slot. `num_logits`: trailing tokens of `ids` whose logits are computed.
     `prev_sampled_index`: index in `prev_sampled`, the tokens of the step before, of the token whose placeholder is the
-    last of `ids`; -1 where that is known.
+    last of `ids`; -1 where that is known. `draft`: i for the i-th draft of a sequence, whose rows follow each other; 0
+    for the first of them. `replay`: in a first row, the accepted drafts of the sequence's step before. `next_id`: the
+    token behind the last of `ids`, -1 where it is sampled in this step.
     """
 
     ids: Sequence[int]
@@ -34,6 +44,9 @@ class StepRow:
     slots: Sequence[int]
     num_logits: int
     prev_sampled_index: int = -1
+    draft: int = 0
+    replay: int = 0
+    next_id: int = -1
 
 
 @dataclass(frozen=True)
@@ -67,16 +80,31 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
+class DraftChain:
+    """The passes of a draft model behind its first one: `passes` drafts for each sequence.
+
+    `rows`: one a sequence. Their `ids` have the row of the first pass that is its last stored token, `context` is the
+    position of that token, and `prev_sampled_index` the number of tokens behind it that have pages; later passes of the
+    sequence stay at the last of these.
+    """
+
+    rows: tuple[StepRow, ...]
+    passes: int
+
+
+@dataclass(frozen=True)
 class Inputs:
     """One step on the device. `index`: per group.
 
-    `prev_sampled_indices`: [T] as in `StepRow`, None where every token is known.
+    `prev_sampled_indices`: [T] as in `StepRow`, None where every token is known. `next_ids`: [T] the token behind each
+    one, -1 where it is sampled; None where no draft model reads them.
     """
 
     ids: torch.Tensor
     prev_sampled_indices: torch.Tensor | None
     batch: BatchLayout
     index: list[CacheIndex]
+    next_ids: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +126,14 @@ class HostRows:
         starts = lens.cumsum() - lens
         positions = np.arange(int(lens.sum())) + np.repeat(contexts - starts, lens)
         return HostRows(lens, contexts + lens, positions, np.repeat(requests, lens))
+
+
+def verify_words(rows: Sequence[StepRow]) -> Words:
+    """[3, B] first rows, numbers of rows and replays, as in `VerifyTensors`."""
+    drafts = np.fromiter((row.draft for row in rows), np.int64, len(rows))
+    first = np.arange(len(rows)) - drafts
+    num_rows = np.where(drafts == 0, np.bincount(first, minlength=len(rows)), 0)
+    return np.stack([first, num_rows, np.fromiter((row.replay for row in rows), np.int64, len(rows))])
 
 
 def table_width(pages: int) -> int:
@@ -130,7 +166,8 @@ def page_slots(table: Words, page_size: int, host: HostRows) -> Words:
 @dataclass(frozen=True)
 class StepFacts:
     """What the host must know of a packed step. `sampled`, `greedy`: as in `StepPlan`. `has_placeholders`: whether any
-    row ends in one. `copies`: [m, 3] (group, source, target). `logits_indices`: [n].
+    row ends in one. `copies`: [m, 3] (group, source, target). `logits_indices`: [n]. `passes`: of a `DraftChain`, which
+    it is then.
     """
 
     decodes_only: bool
@@ -140,6 +177,13 @@ class StepFacts:
     has_placeholders: bool
     copies: Words
     logits_indices: Words
+    passes: int = 0
+
+    @staticmethod
+    def of_chain(chain: DraftChain) -> StepFacts:
+        """Of passes of the draft model."""
+        copies, indices = np.zeros((0, 3), dtype=np.int64), np.zeros(0, dtype=np.int64)
+        return StepFacts(True, len(chain.rows), 0, False, True, copies, indices, chain.passes)
 
     @staticmethod
     def of(plan: StepPlan) -> StepFacts:
@@ -157,21 +201,33 @@ class StepFacts:
 
     def arrays(self) -> list[Words]:
         """These facts as arrays for the host."""
-        numbers = [self.decodes_only, self.requests, self.sampled, self.greedy, self.has_placeholders]
+        numbers = [self.decodes_only, self.requests, self.sampled, self.greedy, self.has_placeholders, self.passes]
         return [np.array(numbers, dtype=np.int64), self.copies.ravel(), self.logits_indices]
 
     @staticmethod
     def read(packed: PackedStep) -> StepFacts:
         """The facts that `arrays` packed as the first arrays of the host."""
         numbers, copies, indices, *_ = packed.host
-        decodes_only, requests, sampled, greedy, has_placeholders = numbers.tolist()
+        decodes_only, requests, sampled, greedy, has_placeholders, passes = numbers.tolist()
         flags = bool(greedy), bool(has_placeholders)
-        return StepFacts(bool(decodes_only), requests, sampled, *flags, copies.reshape(-1, 3), indices)
+        return StepFacts(bool(decodes_only), requests, sampled, *flags, copies.reshape(-1, 3), indices, passes)
 
 
-def pack(plan: StepPlan, groups: Sequence[CacheGroup], *, pinned: bool) -> PackedStep:
-    """A step whose tensors are its own. `pinned`: it is sent to a GPU."""
-    rows, facts = plan.rows, StepFacts.of(plan)
+def pack(
+    rows: Sequence[StepRow],
+    facts: StepFacts,
+    groups: Sequence[CacheGroup],
+    *,
+    pinned: bool,
+    verify: bool = False,
+    next_ids: bool = False,
+) -> PackedStep:
+    """A step whose tensors are its own.
+
+    `pinned`: it is sent to a GPU. `verify`: rows may be drafts. `next_ids`: a draft model reads them.
+    """
+    if not rows:
+        return PackedStep.of(facts.arrays(), [], pinned=pinned)
     host = HostRows.of(rows)
     arrays: list[NDArray[Any]] = [
         np.array([token for row in rows for token in row.ids], dtype=np.int64),
@@ -188,12 +244,16 @@ def pack(plan: StepPlan, groups: Sequence[CacheGroup], *, pinned: bool) -> Packe
             continue
         table = page_table(rows, g, group.page_size)
         arrays += [table.ravel(), page_slots(table, group.page_size, host)]
-    return PackedStep.of([*facts.arrays(), host.query_lens, host.seq_lens], arrays, pinned=pinned)
+    words = verify_words(rows) if verify else np.zeros((3, 0), dtype=np.int64)
+    arrays += [column.astype(np.int32) for column in words] if verify else []
+    if next_ids:
+        arrays.append(np.array([token for row in rows for token in (*row.ids[1:], row.next_id)], dtype=np.int64))
+    return PackedStep.of([*facts.arrays(), host.query_lens, host.seq_lens, words.ravel()], arrays, pinned=pinned)
 
 
 def unpack(packed: PackedStep, facts: StepFacts, groups: Sequence[CacheGroup], device: torch.device) -> Inputs:
     """What `pack` packed, on the device."""
-    *_, query_lens, kv_lens = packed.host
+    *_, query_lens, kv_lens, words = packed.host
     requests, arrived = facts.requests, packed.send(device)
     ids, positions, request_of_token = next(arrived), next(arrived), next(arrived)
     seq_lens, query_start = (next(arrived).view(torch.int32)[:count] for count in (requests, requests + 1))
@@ -205,8 +265,40 @@ def unpack(packed: PackedStep, facts: StepFacts, groups: Sequence[CacheGroup], d
             index.append(SlotIndex(next(arrived)))
         else:
             index.append(PageIndex(group.page_size, next(arrived).view(requests, -1), next(arrived)))
-    batch = BatchLayout(tuple(query_lens.tolist()), tuple(kv_lens.tolist()), device, tensors)
-    return Inputs(ids, prev_sampled_indices, batch, index)
+    lens = tuple(query_lens.tolist()), tuple(kv_lens.tolist())
+    batch = BatchLayout(*lens, device, tensors, *_verify(words, arrived, requests))
+    return Inputs(ids, prev_sampled_indices, batch, index, next(arrived, None))
+
+
+def advanced(inputs: Inputs, by: torch.Tensor, on_host: Sequence[int] | None, stored: torch.Tensor) -> Inputs:
+    """Decode steps of the same requests `by` [B] tokens further, whose pages they have. `on_host`: `by`, None in steps
+    that can be captured. Padding rows have 0. `stored`: [B] whether a request stores its token."""
+    batch, tensors = inputs.batch, inputs.batch.tensors
+    positions = tensors.positions + by
+    moved = BatchTensors(
+        tensors.seq_lens + by.to(torch.int32), tensors.query_start, positions, tensors.request_of_token
+    )
+    lens = batch.seq_lens
+    if on_host is not None:
+        lens = tuple(length + more for length, more in zip(lens, on_host, strict=True))
+    index: list[CacheIndex] = []
+    for one in inputs.index:
+        if isinstance(one, PageIndex):
+            pages = one.table.gather(1, (positions // one.page_size)[:, None])[:, 0]
+            slots = torch.where((pages >= 0) & stored, pages * one.page_size + positions % one.page_size, -1)
+            one = replace(one, slots=slots)
+        index.append(one)
+    return replace(inputs, batch=replace(batch, seq_lens=lens, static_tensors=moved), index=index)
+
+
+def _verify(
+    words: Words, arrived: Iterator[torch.Tensor], requests: int
+) -> tuple[VerifyRows | None, VerifyTensors | None]:
+    """`words`: those of `verify_words`, none where no row may be a draft."""
+    if not len(words):
+        return None, None
+    on_host = VerifyRows(*(tuple(column) for column in words.reshape(3, -1).tolist()))
+    return on_host, VerifyTensors(*(next(arrived).view(torch.int32)[:requests] for _ in range(3)))
 
 
 def _prev_sampled_indices(rows: Sequence[StepRow], host: HostRows) -> Words:

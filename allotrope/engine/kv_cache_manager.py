@@ -14,6 +14,10 @@ from allotrope.cache.pages import PagePool
 from allotrope.cache.prefix import Match, PrefixCache
 from allotrope.engine.sequence import Sequence
 
+# A decoding sequence copies its state once in so many tokens. For Qwen3-Next 150 MB are moved, 2.3 MB a token,
+# where a step reads 2 GB and more.
+_DECODE_CHECKPOINT_TOKENS = 64
+
 CopyPage = Callable[[int, int, int], None]
 
 
@@ -26,7 +30,11 @@ class KVCacheManager:
         self.prefix = PrefixCache(self.groups, self.pools)
         self.reuse = reuse
         self._copy_page = copy_page
-        self._has_state = any(group.kind == "state" for group in self.groups)
+        self._state_groups = [i for i, group in enumerate(self.groups) if group.kind == "state"]
+        unit = self.prefix.unit
+        self._decode_interval = -(-_DECODE_CHECKPOINT_TOKENS // unit) * unit
+        # By slot of the first group with states: the accepted drafts that the checkpoint in it lacks.
+        self._replays: dict[int, int] = {}
 
     def fits_alone(self, tokens: int, chunk: int) -> bool:
         """Whether one sequence of `tokens` tokens could run with nothing beside it."""
@@ -49,6 +57,8 @@ class KVCacheManager:
                     pool.incref(page)
             if group.kind == "state":
                 self._allocate_slot(seq, index, match.states[index])
+        if self._state_groups:
+            seq.replay = self._replays.get(match.states[self._state_groups[0]], 0)
         if not seq.started:
             seq.cached_tokens, seq.cache_lost = match.tokens, match.lost
         self._plan_checkpoints(seq, match.checkpoint_position)
@@ -80,7 +90,7 @@ class KVCacheManager:
 
     def _plan_checkpoints(self, seq: Sequence, checkpoint_position: int) -> None:
         """Keep a state where another prompt diverged from a cached one, and where this prompt's last full page ends."""
-        if self._has_state and self.reuse:
+        if self._state_groups and self.reuse:
             unit = self.prefix.unit
             ends = {checkpoint_position, (seq.prompt_len - 1) // unit * unit}
             seq.checkpoint_positions = sorted(end for end in ends if end > seq.computed)
@@ -99,6 +109,13 @@ class KVCacheManager:
         for index, count in enumerate(missing):
             seq.pages[index].extend(self.pools[index].allocate() for _ in range(count))
         return True
+
+    def trim(self, seq: Sequence) -> None:
+        """Give back the pages of `seq` behind its stored tokens."""
+        for (group, pool), pages in zip(self._pairs(), seq.pages, strict=True):
+            if group.kind != "state":
+                while len(pages) > group.pages_for(seq.computed):
+                    pool.decref(pages.pop())
 
     def commit(self, seq: Sequence, tokens: int) -> None:
         """Account for `tokens` more stored tokens: cache full pages for reuse, free out-of-window pages."""
@@ -125,16 +142,47 @@ class KVCacheManager:
             seq.num_cached_blocks[index] = full
 
     def _checkpoint(self, seq: Sequence) -> None:
-        if not seq.checkpoint_positions or seq.computed != seq.checkpoint_positions[0]:
+        """Keep the state at a planned position of the prompt, and the last one of the output that lies on the interval.
+
+        The state lacks the accepted drafts of the step, whose inputs are beside it: its next reader replays as many of
+        them as the position needs.
+        """
+        if seq.checkpoint_positions:
+            if seq.computed == seq.checkpoint_positions[0]:
+                self._keep_state(seq, seq.checkpoint_positions.pop(0), 0)
             return
-        key = seq.chain.key(seq.ids, seq.checkpoint_positions.pop(0))
-        for index, (group, pool) in enumerate(self._pairs()):
-            if group.kind != "state" or pool.find(key) is not None or not pool.available:
-                continue
+        position = seq.computed // self._decode_interval * self._decode_interval
+        replay = position - (seq.computed - seq.replay)
+        if position >= seq.prompt_len and replay >= 0:
+            former, seq.decode_checkpoint = seq.decode_checkpoint, None
+            if former is not None:
+                self._drop_state(former)
+            seq.decode_checkpoint = self._keep_state(seq, position, replay)
+
+    def _keep_state(self, seq: Sequence, position: int, replay: int) -> bytes | None:
+        """Copy the state of `seq` into a slot of its own. Returns its key; None where it is kept already, or there is
+        no slot."""
+        key = seq.chain.key(seq.ids, position)
+        pools = [self.pools[index] for index in self._state_groups]
+        if not pools or all(pool.find(key) is not None for pool in pools) or not all(pool.available for pool in pools):
+            return None
+        # The copies of a key lack the same drafts in all groups.
+        self._drop_state(key)
+        for index, pool in zip(self._state_groups, pools, strict=True):
             copy = pool.allocate()
             self._copy_page(index, seq.slots[index], copy)
             pool.cache_block(copy, key)
             pool.decref(copy)
+            if index == self._state_groups[0]:
+                self._replays[copy] = replay
+        return key
+
+    def _drop_state(self, key: bytes) -> None:
+        """Evict the state checkpoint with a key, where there is one."""
+        for index in self._state_groups:
+            page = self.pools[index].find(key)
+            if page is not None:
+                self.pools[index].evict(page)
 
     def free(self, seq: Sequence, *, evict: bool = False) -> None:
         """Free the pages and slots of `seq`. `evict`: no later request reuses a page of its prefix."""
@@ -153,8 +201,9 @@ class KVCacheManager:
         seq.pages = [array("q") for _ in self.groups]
         seq.slots = [0] * len(self.groups)
         seq.num_cached_blocks = [0] * len(self.groups)
-        seq.checkpoint_positions = []
-        seq.computed = 0
+        seq.checkpoint_positions, seq.decode_checkpoint = [], None
+        seq.computed = seq.replay = 0
+        seq.drafts = seq.draft_indices = ()
 
     def evict_all(self) -> None:
         """Evict every cached page."""

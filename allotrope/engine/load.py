@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.layers.decoder import Decoder
+from allotrope.layers.draft import DraftModel
+from allotrope.layers.eagle3 import Eagle3Spec
 from allotrope.loading.decoder import load_decoder, make_decoder
+from allotrope.loading.draft import load_draft
+from allotrope.loading.eagle3 import load_eagle3
 
 log = logging.getLogger("allotrope.engine")
 
@@ -29,3 +34,18 @@ def load_model(load_plan: LoadPlan, seed: int, quantized_weights: str = "auto") 
         quantized_weights=quantized_weights,
         log=log.info,
     )
+
+
+def load_draft_model(
+    load_plan: LoadPlan, target: Decoder, seed: int, quantized_weights: str = "auto"
+) -> DraftModel | None:
+    """Make the draft model of `target` and fill it; None where the plan has none. Arguments and errors: as above."""
+    draft, checkpoint, build = load_plan.draft, load_plan.draft_checkpoint, load_plan.draft_build
+    if draft is None:
+        return None
+    assert checkpoint is not None and build is not None
+    weights = checkpoint if checkpoint.has_weights else None
+    options: dict[str, Any] = {"seed": seed, "quantized_weights": quantized_weights, "log": log.info}
+    if isinstance(draft, Eagle3Spec):
+        return load_eagle3(draft, target, build, weights, **options)
+    return load_draft(draft, target, load_plan.architecture, build, weights, **options)

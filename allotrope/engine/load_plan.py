@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from allotrope.architectures.registry import Architecture, read_spec
+from allotrope.architectures.registry import Architecture, read_draft, read_spec
 from allotrope.attention.family import Spec
 from allotrope.attention.registry import FAMILIES
 from allotrope.cache.groups import CacheGroup, group_caches
@@ -22,14 +22,23 @@ from allotrope.kernels.backend import Chooser, parse_wanted
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
+from allotrope.layers.draft import DraftModel
+from allotrope.layers.draft_spec import DraftSpec
+from allotrope.layers.eagle3 import Eagle3Spec
+from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.parallel import Parallel, map_peers
 from allotrope.loading.decoder import keeps_quantized, make_meta_decoder, quantized_build
+from allotrope.loading.draft import draft_build, make_meta_draft
+from allotrope.loading.eagle3 import eagle3_build, resolve_eagle3
 from allotrope.loading.kv_scales import attention_specs
 from allotrope.ops.registry import registered_ops
 from allotrope.ops.sampling.sampler import Sampler
+from allotrope.speculative_config import MAX_SPECULATIVE_TOKENS
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Rows of a decode step that drafts may fill where sequences alone are fewer: so many read weights as few do.
+_DRAFTED_ROWS = 256
 _KV_DTYPES = {**_DTYPES, "fp8": torch.float8_e4m3fn, "fp8_ds_mla": torch.float8_e4m3fn}
 
 
@@ -39,7 +48,9 @@ class LoadPlan:
 
     `build`: how layers are made on this rank. `specs`: per layer, its attention on this rank. `shares`: layer ->
     earlier layer whose cache it reads. `max_model_len`: longest sequence. `limits`: of a step. `weight_bytes`: of the
-    weights that one rank holds.
+    weights that one rank holds, those of the draft model among them. `draft`: the draft model that is asked for,
+    `draft_checkpoint` where its weights are, `draft_build` how its layers are made, `draft_specs` their attention,
+    behind the model's own.
     """
 
     checkpoint: Checkpoint
@@ -52,6 +63,25 @@ class LoadPlan:
     max_model_len: int
     limits: StepLimits
     weight_bytes: int
+    draft: DraftSpec | None = None
+    draft_checkpoint: Checkpoint | None = None
+    draft_build: Build | None = None
+    draft_specs: tuple[Spec, ...] = ()
+
+    @property
+    def max_drafts(self) -> int:
+        """Most draft tokens of a sequence in one step; 0 without speculative decoding."""
+        return self.build.max_drafts
+
+    @property
+    def max_decodes(self) -> int:
+        """Most rows of a decode step: a few sequences have as many drafts as they like."""
+        return max(self.max_num_seqs, min(self.max_num_seqs * (1 + self.max_drafts), _DRAFTED_ROWS))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with caches, those of the draft model behind the model's own."""
+        return len(self.specs) + len(self.draft_specs)
 
     def sampler(self) -> Sampler:
         """Chooses tokens, by the backends of this plan."""
@@ -83,6 +113,14 @@ class LoadPlan:
         """One rank's model, with parameters that take no memory."""
         return make_meta_decoder(self.architecture, self.spec, self.build)
 
+    def meta_draft(self, target: Decoder) -> DraftModel | None:
+        """The draft model beside `target`, which `meta_model` made, without the parameters that they share; None
+        where the plan has none."""
+        if self.draft is None:
+            return None
+        assert self.draft_build is not None
+        return make_meta_draft(self.draft, target, self.draft_build)
+
 
 def resolve_load_plan(
     config: EngineConfig,
@@ -105,6 +143,8 @@ def resolve_load_plan(
     )
     architecture, spec = read_spec(checkpoint.config, checkpoint.source)
     build = _build(config, parallel, checkpoint, chip)
+    draft, draft_checkpoint, max_drafts = _resolve_draft(config, architecture, spec, checkpoint)
+    build = replace(build, max_drafts=max_drafts)
     if config.max_model_len is not None and config.max_model_len > spec.context:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is more than the {spec.context} tokens that {checkpoint.source} "
@@ -115,13 +155,24 @@ def resolve_load_plan(
     try:
         if keeps_quantized(config.quantized_weights, kept_on):
             build = quantized_build(checkpoint, architecture, spec, build)
-        weight_bytes = weight_bytes_of(make_meta_decoder(architecture, spec, build))
+        meta = make_meta_decoder(architecture, spec, build)
+        weight_bytes = weight_bytes_of(meta)
+        of_draft: Build | None = None
+        if draft is not None:
+            assert draft_checkpoint is not None
+            of_draft = replace(build, formats={})
+            if keeps_quantized(config.quantized_weights, kept_on) and isinstance(draft, Eagle3Spec):
+                of_draft = eagle3_build(draft_checkpoint, draft, meta, of_draft)
+            elif keeps_quantized(config.quantized_weights, kept_on):
+                of_draft = draft_build(draft_checkpoint, architecture, meta, draft, of_draft)
+            weight_bytes += weight_bytes_of(make_meta_draft(draft, meta, of_draft))
     except ValueError as error:
         # So many ranks cannot share one of its sizes.
         raise ModelError(checkpoint.source, [str(error)]) from error
+    draft_specs = () if draft is None else tuple(attention_of(layer.mixer, build) for layer in draft.layers)
     shares = {i: layer.mixer.shares_cache_of for i, layer in enumerate(spec.layers)}
     owners = {i: owner for i, owner in shares.items() if owner is not None}
-    caches = [{} if i in owners else one.caches() for i, one in enumerate(specs)]
+    caches = [{} if i in owners else one.caches() for i, one in enumerate((*specs, *draft_specs))]
     groups = group_caches(caches, config.page_size)
     max_model_len = config.max_model_len or spec.context
     limits = cpu_limits(config)
@@ -135,7 +186,55 @@ def resolve_load_plan(
             groups=groups,
         )
         limits = gpu_limits(config, room, preferred_tokens)
-    return LoadPlan(checkpoint, architecture, spec, build, specs, owners, groups, max_model_len, limits, weight_bytes)
+    return LoadPlan(
+        *(checkpoint, architecture, spec, build, specs, owners, groups, max_model_len, limits, weight_bytes),
+        *(draft, draft_checkpoint, of_draft, draft_specs),
+    )
+
+
+def _resolve_draft(
+    config: EngineConfig, architecture: Architecture, spec: ModelSpec, checkpoint: Checkpoint
+) -> tuple[DraftSpec | None, Checkpoint | None, int]:
+    """The draft model that the options ask for and its checkpoint, None where drafts are looked up or not made, and the
+    most drafts of a sequence in one step. Raises ConfigError where there is no such draft model."""
+    wanted = config.speculation
+    if wanted is None or wanted.drafts_from_text:
+        return None, None, 0 if wanted is None else wanted.num_speculative_tokens
+    draft: DraftSpec | None = None
+    count = wanted.num_speculative_tokens
+    if wanted.method == "mtp":
+        if wanted.model not in (None, config.model):
+            raise ConfigError(
+                f"speculative_config: model={wanted.model!r}; method='mtp' drafts with the layer of the model itself, "
+                f"{config.model}. Leave it out."
+            )
+        draft = read_draft(checkpoint.config, checkpoint.source)
+        if draft is None:
+            raise ConfigError(
+                f"speculative_config: method='mtp', but {checkpoint.source} names no multi-token-prediction layer that "
+                f"is supported. Try method='ngram' or 'suffix', which need no weights."
+            )
+    elif wanted.method == "eagle3":
+        assert wanted.model is not None
+        checkpoint = open_checkpoint(wanted.model, load_format="dummy" if config.load_format == "dummy" else "auto")
+        head = resolve_eagle3(checkpoint, spec, architecture.decoder)
+        if not count and head.num_drafts is None:
+            raise ConfigError(
+                f"speculative_config: num_speculative_tokens is missing, and {checkpoint.source} names no number of "
+                f"drafts. Give 1 to {MAX_SPECULATIVE_TOKENS}."
+            )
+        draft, count = head, count or head.num_drafts or 0
+    else:
+        raise ConfigError(
+            f"speculative_config: method={wanted.method!r} is not supported; allowed: mtp, eagle3, ngram, suffix."
+        )
+    size = wanted.draft_tensor_parallel_size
+    if size not in (None, config.tensor_parallel_size):
+        raise ConfigError(
+            f"speculative_config: draft_tensor_parallel_size={size}; a draft model is shared by the ranks of its "
+            f"target, {config.tensor_parallel_size}. Leave it out."
+        )
+    return draft, checkpoint, count or 1
 
 
 def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint, chip: Chip | None) -> Build:

@@ -9,15 +9,15 @@ import os
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from allotrope.config import EngineConfig
 from allotrope.kernels.chip import free_memory as free_device_memory
-from allotrope.layers.decoder import Decoder
 from allotrope.layers.moe import Experts
 from allotrope.layers.weights import packed_bytes
 
 
-def weight_bytes_of(model: Decoder) -> int:
+def weight_bytes_of(model: nn.Module) -> int:
     """Bytes of a rank's weights. `model`: made without memory."""
     copies = sum(module.copied_bytes() for module in model.modules() if isinstance(module, Experts))
     return copies + sum(packed_bytes(one) for one in model.parameters())

@@ -16,12 +16,14 @@ from allotrope.attention.family import Spec
 from allotrope.cache.arena import Arena
 from allotrope.cache.groups import CacheGroup
 from allotrope.engine.decode_buffers import DecodeBuffers
+from allotrope.engine.draft_runner import DraftRunner
 from allotrope.engine.graphs import DecodeGraphs
-from allotrope.engine.inputs import Inputs, StepFacts, StepPlan, known_ids, pack, unpack
+from allotrope.engine.inputs import DraftChain, Inputs, StepFacts, StepPlan, known_ids, pack, unpack
+from allotrope.engine.layer_plans import LayerPlans, Plans
 from allotrope.engine.packed_step import PackedStep, Words
 from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.decoder import Decoder
-from allotrope.layers.step import LayerStep, Step
+from allotrope.layers.draft import DraftModel
 from allotrope.ops.rope import RopeTables
 
 log = logging.getLogger("allotrope.engine")
@@ -29,17 +31,21 @@ log = logging.getLogger("allotrope.engine")
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """Decode steps of up to `size` requests of up to `context` tokens run on static buffers; `capture`: as graphs."""
+    """Decode steps of up to `size` requests of up to `context` tokens run on static buffers; `capture`: as graphs.
+    `sequences`: most of a step; its requests may be more where drafts are verified, `max_drafts` of each."""
 
     size: int
     context: int
+    sequences: int
+    max_drafts: int
     capture: bool
 
 
 class ModelRunner:
     """One rank's model, caches and plans. `specs`: per layer, its attention as this rank sees it.
 
-    `decode`: None keeps every step's tensors its own, with exact lengths.
+    `decode`: None keeps every step's tensors its own, with exact lengths. `verify`: rows of a step may be drafts.
+    `draft_model`: its caches are those of the layers behind the model's own.
     """
 
     def __init__(
@@ -51,91 +57,154 @@ class ModelRunner:
         shares: Mapping[int, int],
         device: torch.device,
         decode: DecodeShape | None = None,
+        *,
+        verify: bool = False,
+        draft_model: DraftModel | None = None,
     ) -> None:
-        self.model, self.arena, self.device = model, arena, device
+        self.model, self.arena, self.device, self._verify = model, arena, device, verify
         self.groups = groups
-        self._tables = RopeTables(device, model.chooser)
-        # Per layer: its spec, its backend and the group of each of its caches; layers alike share one plan.
-        group_ids: list[dict[str, int]] = [{} for _ in specs]
-        for index, group in enumerate(groups):
-            for member in group.members:
-                group_ids[member.layer][member.name] = index
-        for layer, owner in shares.items():
-            group_ids[layer] = group_ids[owner]
-        self._layers = list(zip(specs, model.backends, group_ids, strict=True))
+        tables = RopeTables(device, model.chooser)
+        attention = list(zip(specs, model.backends, strict=True))
+        self._layers = LayerPlans(attention, 0, groups, arena, shares, tables)
+        self.drafts: DraftRunner | None = None
+        if draft_model is not None:
+            layers = LayerPlans(draft_model.attention, len(specs), groups, arena, shares, tables)
+            self.drafts = DraftRunner(draft_model, layers, groups, device, verify=verify)
         self.buffers: DecodeBuffers | None = None
         self.graphs: DecodeGraphs | None = None
+        # Of the last step, for the first pass of a draft model: its size on static buffers, or its features, inputs and
+        # plans.
+        self._last: int | tuple[torch.Tensor, Inputs, Plans] | None = None
         if decode is not None:
             self._make_static(decode)
 
     def _make_static(self, decode: DecodeShape) -> None:
         dtype = self.model.embedding.weight.dtype
-        buffers = DecodeBuffers(self.groups, decode.size, decode.context, self.model.spec.hidden, dtype, self.device)
+        buffers = DecodeBuffers(
+            *(self.groups, decode.size, decode.context, self.model.spec.hidden, dtype, self.device),
+            verify=self._verify,
+            most_sampled=decode.max_drafts * decode.sequences,
+        )
+        drafts, alone = self.drafts, self.model.embedding.parallel.size == 1
 
         def body(size: int) -> None:
-            buffers.hidden[:size].copy_(self._hidden(*buffers.inputs(size)))
+            inputs, prev_sampled = buffers.inputs(size)
+            hidden, features = self._run(inputs, prev_sampled, {})
+            buffers.hidden[:size].copy_(hidden)
+            if drafts is not None:
+                drafts.keep(features)
 
-        self.buffers, alone = buffers, self.model.embedding.parallel.size == 1
+        self.buffers = buffers
         self.graphs = DecodeGraphs(body, buffers.clear, decode.size, self.device, capture=decode.capture, alone=alone)
+        if drafts is not None:
+            drafts.make_static(buffers, decode.sequences, decode.max_drafts, capture=decode.capture, alone=alone)
 
     def pack(self, plan: StepPlan) -> PackedStep:
         """The plan as integers for the ranks."""
+        facts = StepFacts.of(plan)
         if self.buffers is not None and plan.decodes_only:
-            return self.buffers.pack(plan)
-        return pack(plan, self.groups, pinned=self.device.type == "cuda")
+            return self.buffers.pack(plan.rows, facts)
+        pinned = self.device.type == "cuda"
+        next_ids = self.drafts is not None
+        return pack(plan.rows, facts, self.groups, pinned=pinned, verify=self._verify, next_ids=next_ids)
+
+    def pack_chain(self, chain: DraftChain) -> PackedStep:
+        """Passes of the draft model as integers for the ranks."""
+        assert self.drafts is not None
+        return self.drafts.pack(chain)
 
     @torch.inference_mode()
     def run(self, packed: PackedStep, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
-        """Run one step. `prev_sampled`: [m] tokens that the step before sampled, where rows end in placeholders.
+        """Run one step. `prev_sampled`: [m] tokens that the step before sampled, where rows end in placeholders; with a
+        draft model its drafts stand there.
 
         Returns the logits at the plan's `logits_indices`, see `Decoder.logits`, or their greedy tokens where the plan
-        says so.
+        says so; of a chain of the draft model, its drafts.
         """
         facts = StepFacts.read(packed)
+        indices, requests = facts.logits_indices, facts.requests
+        if facts.passes:
+            assert self.drafts is not None
+            return self.drafts.draft(packed, facts)
+        if self.drafts is not None:
+            # What the draft model drafted is verified.
+            prev_sampled = self.drafts.tokens()
         if len(facts.copies):
             self.arena.copy_pages(facts.copies.tolist())
-        indices, requests = facts.logits_indices, facts.requests
         scored = self.model.greedy if facts.greedy else self.model.logits
         if self.buffers is not None and self.graphs is not None and facts.decodes_only:
             size = self.graphs.padded(requests)
             self.buffers.refresh(packed, requests, prev_sampled, size)
             self.graphs.run(size)
+            self._last = size
             # The padding rows stay: the same product runs whether or not a graph came before it.
             out = scored(self.buffers.hidden[:size])[:requests]
             return out if len(indices) == requests else out[self._on_device(indices)]
-        hidden = self._hidden(unpack(packed, facts, self.groups, self.device), prev_sampled)
+        inputs, plans = unpack(packed, facts, self.groups, self.device), Plans()
+        hidden, features = self._run(inputs, prev_sampled, plans)
+        if self.drafts is not None:
+            self._last = features, inputs, plans
         if len(indices) != len(hidden):
             hidden = hidden[self._on_device(indices)]
         return scored(hidden)
 
     @torch.inference_mode()
+    def start_drafts(self, sampled: torch.Tensor) -> None:
+        """The first pass of the draft model, on the rows of the last step.
+
+        `sampled`: [n] the tokens that came of it, in the order of the rows that they follow.
+        """
+        assert self.drafts is not None and self._last is not None
+        if isinstance(self._last, int):
+            self.drafts.start_static(sampled, self._last)
+        else:
+            features, inputs, plans = self._last
+            self.drafts.start(features, sampled, inputs, plans)
+        self._last = None
+
+    @property
+    def _all_graphs(self) -> Sequence[DecodeGraphs]:
+        if self.graphs is None:
+            return ()
+        return (self.graphs,) if self.drafts is None else (self.graphs, *self.drafts.graphs)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is a graph left to capture."""
+        return any(graphs.pending for graphs in self._all_graphs)
+
+    @torch.inference_mode()
     def capture_next(self) -> bool:
         """Capture the graph of one more size. Returns whether there was one to capture."""
-        return self.graphs is not None and self.graphs.capture_next()
+        # One that fails ends it for all: several ranks capture the same.
+        graphs = next((graphs for graphs in self._all_graphs if graphs.pending), None)
+        return graphs is not None and graphs.capture_next()
+
+    def stop_capturing(self) -> None:
+        """Leave what has no graph eager."""
+        for graphs in self._all_graphs:
+            graphs.stop_capturing()
+
+    def reset_graphs(self) -> None:
+        """Let go of all graphs, and capture them anew: what they read has moved."""
+        for graphs in self._all_graphs:
+            graphs.reset()
 
     def close(self) -> None:
         """Let go of graphs and buffers."""
-        if self.graphs is not None:
-            self.graphs.close()
+        for graphs in self._all_graphs:
+            graphs.close()
 
-    def _hidden(self, inputs: Inputs, prev_sampled: torch.Tensor | None) -> torch.Tensor:
+    def _run(
+        self, inputs: Inputs, prev_sampled: torch.Tensor | None, plans: Plans
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hidden states [T, hidden], and what a draft model reads of them."""
         ids = inputs.ids
         if inputs.prev_sampled_indices is not None and prev_sampled is not None:
             ids = known_ids(ids, inputs.prev_sampled_indices, prev_sampled)
-        hidden: torch.Tensor = self.model(self._step(ids, inputs))
-        return hidden
-
-    def _step(self, ids: torch.Tensor, inputs: Inputs) -> Step:
-        """The step of the model, with one family plan for all layers of equal spec, backend and cache groups."""
-        plans: dict[object, object] = {}
-        layers = []
-        for (spec, backend, group_ids), caches in zip(self._layers, self.arena.layers, strict=True):
-            key = (spec.plan_key, backend.name, tuple(group_ids.items()))
-            if key not in plans:
-                named = {name: inputs.index[group] for name, group in group_ids.items()}
-                plans[key] = backend.plan(spec, inputs.batch, named)
-            layers.append(LayerStep(plans[key], caches))
-        return Step(ids, inputs.batch, layers, self._tables)
+        step = self._layers.step(ids, inputs, plans)
+        hidden: torch.Tensor = self.model(step)
+        return hidden, hidden if step.features is None else step.features
 
     def _on_device(self, indices: Words) -> torch.Tensor:
         host = torch.empty(len(indices), dtype=torch.int64, pin_memory=self.device.type == "cuda")
@@ -143,7 +212,9 @@ class ModelRunner:
         return host.to(self.device, non_blocking=True)
 
 
-def decode_shape(model: Decoder, size: int, context: int, device: torch.device, *, capture: bool) -> DecodeShape | None:
+def decode_shape(
+    model: Decoder, size: int, context: int, sequences: int, max_drafts: int, device: torch.device, *, capture: bool
+) -> DecodeShape | None:
     """How decode steps run on `device`; None, with a line in the log that says why, where they are like any other."""
     if device.type != "cuda":
         return None
@@ -151,4 +222,4 @@ def decode_shape(model: Decoder, size: int, context: int, device: torch.device, 
     if reasons:
         log.info("decode steps run without CUDA graphs: %s", "; ".join(reasons))
         return None
-    return DecodeShape(size, context, capture)
+    return DecodeShape(size, context, sequences, max_drafts, capture)

@@ -12,19 +12,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from allotrope.attention.cache_layout import page_bytes
 from allotrope.attention.cost import StepCost
 from allotrope.cache.memory import GroupPlan, MemoryPlan
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.config import EngineConfig
 from allotrope.engine.cache_plan import plan_caches
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
-from allotrope.engine.memory import free_memory
-from allotrope.engine.rank_report import RankReport, rank_sizes, report_ranks
+from allotrope.engine.memory import free_memory, weight_bytes_of
+from allotrope.engine.rank_report import RankReport, drafts_of_step, rank_sizes, report_ranks
 from allotrope.engine.report import CacheGroupSummary, ModelSummary, numbered
 from allotrope.engine.report_text import size_text, table
-from allotrope.engine.step_cost import step_cost
+from allotrope.engine.step_cost import ModelCost
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.layers.parallel import Parallel
+from allotrope.loading.kv_scales import attention_specs
 
 _MAX_RANKS = 64
 
@@ -32,6 +34,8 @@ _MAX_RANKS = 64
 @dataclass(frozen=True)
 class GroupReport:
     """One cache group. `row_bytes`: one row (or state) of all its layers together. `page_tokens`: 1 for states.
+    `draft_layers`: those of a draft model among `layers`. `draft_page_bytes`: what speculative decoding adds to a page:
+    rows of these layers, and inputs of drafts beside states.
 
     `pages`, `bytes` and `tokens` (those that its pages cover) are None where the caches do not fit.
     """
@@ -42,6 +46,8 @@ class GroupReport:
     row_bytes: int
     page_tokens: int
     page_bytes: int
+    draft_layers: int = 0
+    draft_page_bytes: int = 0
     pages: int | None = None
     bytes: int | None = None
     tokens: int | None = None
@@ -50,9 +56,10 @@ class GroupReport:
 @dataclass(frozen=True)
 class DecodeReport:
     """The roofline cost for one rank, by class, of decoding a token of each of `requests` requests that see `context`
-    tokens."""
+    tokens; with speculative decoding, of verifying `drafts` drafts beside these and of making as many."""
 
     requests: int
+    drafts: int
     context: int
     classes: dict[str, StepCost]
 
@@ -60,7 +67,8 @@ class DecodeReport:
         """The same for people, one line each."""
         shown = [*self.classes.items(), ("all", sum(self.classes.values(), StepCost()))]
         rows = [(kind, size_text(work.bytes), f"{work.flops / 1e9:.3f}") for kind, work in shown]
-        title = f"a decode step of {self.requests} requests that see {self.context} tokens, at least:"
+        drafts = f" with {self.drafts} drafts" if self.drafts else ""
+        title = f"a decode step of {self.requests} requests{drafts} that see {self.context} tokens, at least:"
         return [title, *table([("work", "bytes", "GFLOP"), *rows])]
 
 
@@ -68,7 +76,8 @@ class DecodeReport:
 class ModelReport:
     """The plan of one rank. `memory_bytes`: what the device has for all of it, None if nobody asked whether it fits.
     `tokens`: context tokens that fit at once over all sequences. `sequences`: how many of them have room for their
-    windows and states. `refusal`: why it does not fit and what would.
+    windows and states. `refusal`: why it does not fit and what would. `draft_weight_bytes`: of `weight_bytes`, those
+    of the draft model.
     `formats_from`: who says which weights are quantized. `quantized`: whether any stay so. `tensor_parallel`: what each
     rank has, and which numbers of ranks are allowed; None if nobody asked."""
 
@@ -82,6 +91,7 @@ class ModelReport:
     max_num_seqs: int
     memory_bytes: int | None
     weight_bytes: int
+    draft_weight_bytes: int
     cache_bytes: int | None
     tokens: int | None
     sequences: int | None
@@ -104,6 +114,11 @@ class ModelReport:
             return None
         return min(self.sequences, self.tokens // self.max_model_len)
 
+    @property
+    def draft_bytes(self) -> int:
+        """What speculative decoding takes of weights and caches; of weights alone where the caches do not fit."""
+        return self.draft_weight_bytes + sum(group.draft_page_bytes * (group.pages or 0) for group in self.groups)
+
     def summary(self) -> tuple[str, str]:
         """The model and its memory, for readers who know nothing of caches."""
         memory = f"memory: {size_text(self.weight_bytes)} of weights on each of {self.ranks} rank(s)"
@@ -113,6 +128,8 @@ class ModelReport:
                 f"{self.full_length_sequences} request(s) of {self.max_model_len} at a time "
                 f"(at most {self.max_num_seqs} requests)"
             )
+            if self.draft_bytes:
+                memory += f"; {size_text(self.draft_bytes)} of all this is for speculative decoding"
         return f"model: {self._heading()}", memory.replace(" on each of 1 rank(s)", "")
 
     def model_summary(self) -> ModelSummary:
@@ -129,6 +146,7 @@ class ModelReport:
             ranks=self.ranks,
             weight_bytes=self.weight_bytes,
             cache_bytes=self.cache_bytes,
+            draft_bytes=self.draft_bytes,
             tokens=self.tokens,
             sequences=sequences,
             groups=tuple(
@@ -164,6 +182,7 @@ class ModelReport:
             sizes = (size_text(group.row_bytes), str(group.page_tokens), size_text(group.page_bytes))
             rows.append((group.label, str(group.layers), *sizes, pages, total))
         text += table(rows)
+        text += self._draft_lines()
         if self.tokens is not None and self.cache_bytes is not None:
             text.append(
                 f"caches {size_text(self.cache_bytes)}: {self.tokens} tokens of context, that is "
@@ -181,6 +200,15 @@ class ModelReport:
         if self.memory_bytes is not None:
             text.append("fits" if self.refusal is None else f"does not fit: {self.refusal}")
         return text
+
+    def _draft_lines(self) -> list[str]:
+        """What speculative decoding adds to weights and caches."""
+        parts = [f"{size_text(self.draft_weight_bytes)} of the weights"] if self.draft_weight_bytes else []
+        for group in self.groups:
+            if group.draft_page_bytes:
+                layers = f", {group.draft_layers} of its layers" if group.draft_layers else ""
+                parts.append(f"{size_text(group.draft_page_bytes)} of each page of {group.label}{layers}")
+        return [f"of these for speculative decoding: {'; '.join(parts)}"] if parts else []
 
 
 def report_model(config: EngineConfig, memory: int | None = None) -> ModelReport:
@@ -234,6 +262,7 @@ def describe(
     """The report of a model whose caches are planned already; `memory` None: they do not fit `available` bytes."""
     plans = {id(plan.group): plan for plan in memory.groups} if memory else {}
     groups = [(group, plans.get(id(group))) for group in load_plan.groups]
+    draft = load_plan.meta_draft(load_plan.meta_model())
     return ModelReport(
         model=config.model,
         architecture=next(iter(load_plan.checkpoint.config.get("architectures") or ["?"])),
@@ -245,6 +274,7 @@ def describe(
         max_num_seqs=load_plan.max_num_seqs,
         memory_bytes=available,
         weight_bytes=load_plan.weight_bytes,
+        draft_weight_bytes=0 if draft is None else weight_bytes_of(draft),
         cache_bytes=memory.bytes if memory else None,
         tokens=memory.tokens if memory else None,
         sequences=memory.sequences if memory else None,
@@ -257,18 +287,35 @@ def describe(
                 row_bytes=group.row_bytes,
                 page_tokens=group.page_size,
                 page_bytes=group.page_bytes,
+                draft_layers=sum(layer >= len(load_plan.specs) for layer in group.layers),
+                draft_page_bytes=group.page_bytes - without,
                 **_sizes(plan),
             )
-            for group, plan in groups
+            for (group, plan), without in zip(groups, _without_drafts(load_plan), strict=True)
         ),
-        decode=_decode(load_plan, load_plan.max_num_seqs, max(1, load_plan.max_model_len // 2)),
+        decode=_decode(load_plan, max(1, load_plan.max_model_len // 2)),
         formats_from="the checkpoint" if load_plan.checkpoint.has_weights else "config.json",
         quantized=bool(load_plan.build.formats),
     )
 
 
-def _decode(load_plan: LoadPlan, requests: int, context: int) -> DecodeReport:
-    return DecodeReport(requests, context, step_cost(load_plan, (1,) * requests, (context,) * requests))
+def _decode(load_plan: LoadPlan, context: int) -> DecodeReport:
+    drafts = drafts_of_step(load_plan)
+    return DecodeReport(len(drafts), sum(drafts), context, ModelCost(load_plan).drafted(context, drafts))
+
+
+def _without_drafts(load_plan: LoadPlan) -> list[int]:
+    """Bytes of a page of each group without speculative decoding."""
+    plain = dataclasses.replace(load_plan.build, max_drafts=0)
+    caches = [spec.caches() for spec in attention_specs(load_plan.spec, plain, load_plan.checkpoint.source)]
+    return [
+        sum(
+            page_bytes(caches[member.layer][member.name], group.page_size)
+            for member in group.members
+            if member.layer < len(caches)
+        )
+        for group in load_plan.groups
+    ]
 
 
 def _sizes(plan: GroupPlan | None) -> dict[str, int | None]:

@@ -20,25 +20,32 @@ from allotrope.engine.model_runner import ModelRunner
 from allotrope.engine.scheduler import PROMPT_LOGPROBS_CHUNK
 from allotrope.kernels.chip import free_memory
 from allotrope.layers.decoder import Decoder
+from allotrope.layers.draft import DraftModel
 from allotrope.ops.sampling.spec import RandomRows, SamplingStep
 
 log = logging.getLogger("allotrope.engine")
 
 
 @torch.inference_mode()
-def measure_peak(model: Decoder, load_plan: LoadPlan, config: EngineConfig) -> int:
+def measure_peak(model: Decoder, draft_model: DraftModel | None, load_plan: LoadPlan, config: EngineConfig) -> int:
     """Peak bytes of two steps beside weights and caches: one of the most tokens, and one that samples a full batch."""
     device = load_plan.build.device
     lengths = longest_prompts(load_plan.step_tokens, load_plan.max_model_len)
     rows, memory = _rows(load_plan.groups, lengths)
-    arena = Arena(memory, len(load_plan.specs), load_plan.shares, device)
-    model_runner = ModelRunner(model, load_plan.specs, load_plan.groups, arena, load_plan.shares, device)
+    arena = Arena(memory, load_plan.num_layers, load_plan.shares, device)
+    model_runner = ModelRunner(
+        *(model, load_plan.specs, load_plan.groups, arena, load_plan.shares, device),
+        verify=load_plan.max_drafts > 0,
+        draft_model=draft_model,
+    )
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     model_runner.run(model_runner.pack(StepPlan(rows)))
-    hidden = torch.zeros(load_plan.max_num_seqs, model.spec.hidden, dtype=model.embedding.weight.dtype, device=device)
-    load_plan.sampler()(model.logits(hidden), largest_sampling_step(load_plan.max_num_seqs, device))
+    if draft_model is not None:
+        model_runner.start_drafts(torch.zeros(len(rows), dtype=torch.int64, device=device))
+    hidden = torch.zeros(load_plan.max_decodes, model.spec.hidden, dtype=model.embedding.weight.dtype, device=device)
+    load_plan.sampler()(model.logits(hidden), largest_sampling_step(load_plan.max_decodes, device))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del model_runner, arena, hidden

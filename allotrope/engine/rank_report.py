@@ -22,10 +22,12 @@ from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.report_text import size_text, table
 from allotrope.errors import ModelError
 from allotrope.layers.decoder import Decoder
+from allotrope.layers.draft import DraftModel
 from allotrope.layers.embedding import Embedding, Head
 from allotrope.layers.hyper_connection import HyperConnection, HyperHead
 from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.mixers.csa import GroupedLinear
+from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.mixers.mla import LatentProjection
 from allotrope.layers.moe import Experts, Moe
 from allotrope.layers.norm import AllHeadsNorm, RMSNorm
@@ -42,8 +44,10 @@ EMBEDDING, NORMS, HYPER, OTHER = "embedding and head", "norms", "hyper-connectio
 PROJECTIONS, LATENTS = "attention projections", "latents, indexers, compressors"
 ATTENTION = "convolutions, sinks, others"
 FEED_FORWARD, SHARED, EXPERTS, ROUTERS = "dense feed-forward", "shared experts", "routed experts", "routers"
+# All weights of a draft model but those that it shares.
+DRAFT = "draft model"
 KINDS = (
-    EMBEDDING, PROJECTIONS, LATENTS, ATTENTION, FEED_FORWARD, SHARED, EXPERTS, ROUTERS, NORMS, HYPER, OTHER,
+    EMBEDDING, PROJECTIONS, LATENTS, ATTENTION, FEED_FORWARD, SHARED, EXPERTS, ROUTERS, NORMS, HYPER, OTHER, DRAFT,
 )  # fmt: skip
 
 # A module has the kind of its class, else that of the module it is part of.
@@ -128,13 +132,14 @@ class RefusedSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What each of `ranks` ranks has, and what it exchanges in a decode step of `requests` requests.
+    """What each of `ranks` ranks has, and what it exchanges in a decode step: `requests` requests, `drafts` drafts.
 
     `weights`: by kind. `sizes`, `refused`: the numbers of ranks that the model allows, and those that it does not.
     """
 
     ranks: int
     requests: int
+    drafts: int
     weights: dict[str, WeightShare]
     caches: tuple[CacheShare, ...]
     collectives: tuple[Collective, ...]
@@ -155,7 +160,8 @@ class RankReport:
             sizes = size_text(one.bytes), size_text(one.model_bytes)
             entries.append((f"{one.group}: {one.field}", str(one.layers), *sizes, one.holders(self.ranks)))
         text += table(entries)
-        joined = [(f"a decode step of {self.requests} requests joins", "by", "times", "bytes of a rank")]
+        drafts = f" and {self.drafts} drafts" if self.drafts else ""
+        joined = [(f"a decode step of {self.requests} requests{drafts} joins", "by", "times", "bytes of a rank")]
         joined += [(one.of, one.name, str(one.count), size_text(one.bytes)) for one in self.collectives]
         return text + table(joined)
 
@@ -190,7 +196,8 @@ def report_ranks(config: EngineConfig, memory: int | None = None) -> RankReport:
     return RankReport(
         ranks=parallel.size,
         requests=load_plan.max_num_seqs,
-        weights=weight_shares(model, parallel),
+        drafts=sum(drafts_of_step(load_plan)),
+        weights=_weights(model, load_plan),
         caches=cache_shares(load_plan),
         collectives=collectives(model, load_plan, async_scheduling=async_scheduling),
         sizes=sizes,
@@ -216,17 +223,33 @@ def rank_sizes(
             refused.setdefault(reason, []).append(ranks)
             continue
         checkpoint = load_plan.checkpoint
-        model, parallel = load_plan.meta_model(), load_plan.build.parallel
+        model = load_plan.meta_model()
         quantized = _quantized(model)
+        if (draft := load_plan.meta_draft(model)) is not None:
+            quantized |= {f"draft.{name}": DRAFT for name in _quantized(draft)}
         on_one_rank = quantized if ranks == 1 else on_one_rank
         plain = {kind for name, kind in on_one_rank.items() if name not in quantized}
-        replicated = sum(share.replicated for share in weight_shares(model, parallel).values())
+        replicated = sum(share.replicated for share in _weights(model, load_plan).values())
         kinds = tuple(kind for kind in KINDS if kind in plain)
         allowed.append(RankSize(ranks, load_plan.weight_bytes, replicated if ranks > 1 else 0, kinds))
     return tuple(allowed), tuple(RefusedSizes(tuple(ranks), reason) for reason, ranks in refused.items())
 
 
-def weight_shares(model: Decoder, parallel: Parallel) -> dict[str, WeightShare]:
+def drafts_of_step(load_plan: LoadPlan) -> tuple[int, ...]:
+    """The drafts of each of `max_num_seqs` requests in a decode step of as many rows as there may be."""
+    requests = load_plan.max_num_seqs
+    drafts = min(requests * load_plan.max_drafts, load_plan.max_decodes - requests)
+    return tuple(drafts // requests + (i < drafts % requests) for i in range(requests))
+
+
+def _weights(model: Decoder, load_plan: LoadPlan) -> dict[str, WeightShare]:
+    """Bytes by kind of `model`, which `load_plan` made, and of the draft model beside it."""
+    parallel = load_plan.build.parallel
+    found, draft = weight_shares(model, parallel), load_plan.meta_draft(model)
+    return found if draft is None else found | {DRAFT: sum(weight_shares(draft, parallel).values(), WeightShare())}
+
+
+def weight_shares(model: Decoder | DraftModel, parallel: Parallel) -> dict[str, WeightShare]:
     """Bytes of a rank's weights by kind, in the order of `KINDS`. `model`: made without memory for this rank."""
     found: dict[str, WeightShare] = {}
     seen: set[int] = set()
@@ -264,7 +287,7 @@ def _parameter_shares(
         start = end
 
 
-def _modules(model: Decoder) -> Iterator[tuple[str, nn.Module, str]]:
+def _modules(model: Decoder | DraftModel) -> Iterator[tuple[str, nn.Module, str]]:
     """Every module with its name and the kind of its own parameters."""
     roots = {f"layers.{i}.mixer": ATTENTION for i in range(len(model.layers))}
     roots |= {f"layers.{i}.ffn": FEED_FORWARD for i in range(len(model.layers))}
@@ -278,7 +301,7 @@ def _modules(model: Decoder) -> Iterator[tuple[str, nn.Module, str]]:
         yield name, module, kind
 
 
-def _quantized(model: Decoder) -> dict[str, str]:
+def _quantized(model: Decoder | DraftModel) -> dict[str, str]:
     """The modules with a quantized weight: name -> kind."""
     return {
         name: kind
@@ -291,7 +314,10 @@ def cache_shares(load_plan: LoadPlan) -> tuple[CacheShare, ...]:
     """The fields of all cache groups, as this rank has them beside one rank that has everything."""
     ranks = load_plan.build.parallel.size
     alone = dataclasses.replace(load_plan.build, parallel=Parallel())
-    whole = [spec.caches() for spec in attention_specs(load_plan.spec, alone, load_plan.checkpoint.source)]
+    specs = attention_specs(load_plan.spec, alone, load_plan.checkpoint.source)
+    if load_plan.draft is not None:
+        specs += tuple(attention_of(layer.mixer, alone) for layer in load_plan.draft.layers)
+    whole = [spec.caches() for spec in specs]
     found: dict[tuple[str, str, float], list[tuple[int, Field, Field]]] = {}
     for group in load_plan.groups:
         for member in group.members:
@@ -318,33 +344,66 @@ def _fields(own: CacheLayout, full: CacheLayout) -> Sequence[tuple[Field, Field]
 def collectives(model: Decoder, load_plan: LoadPlan, *, async_scheduling: bool) -> tuple[Collective, ...]:
     """What a decode step of `max_num_seqs` requests exchanges where any of them draws its token; greedy ones exchange
     an integer each in place of logits and tokens. `model`: made without memory for this rank. `async_scheduling`:
-    whether the ranks learn the sampled tokens on their devices.
+    whether the ranks learn the sampled tokens on their devices. With drafts, the step has those of `drafts_of_step`.
 
     A rank's weights that are cut along their inputs make a part of a sum: one all-reduce adds up the mixer's, and one
     those of all that follows it in the layer.
     """
-    parallel, rows = load_plan.build.parallel, load_plan.max_num_seqs
+    parallel, drafts = load_plan.build.parallel, drafts_of_step(load_plan)
     if parallel.size == 1:
         return ()
-    item, hidden = load_plan.build.dtype.itemsize, load_plan.spec.hidden
+    rows = load_plan.max_num_seqs + sum(drafts)
+    item = load_plan.build.dtype.itemsize
+    found = _of_pass(model, load_plan, rows, load_plan.spec.hidden)
+    if not model.head.whole:
+        (weight,) = model.head.parameters()
+        logit = item if load_plan.spec.softcap is not None else torch.float32.itemsize
+        found["gather", "logits", rows * weight.shape[0] * logit] += 1
+    draft = load_plan.meta_draft(model)
+    if async_scheduling or draft is not None:
+        found["broadcast", "sampled tokens", rows * torch.int64.itemsize] += 1
+    if draft is not None:
+        found += _of_drafts(draft, model, load_plan)
+    return tuple(Collective(name, of, count, size) for (name, of, size), count in found.items() if count)
+
+
+def _of_pass(model: Decoder | DraftModel, load_plan: LoadPlan, rows: int, hidden: int) -> Counter[tuple[str, str, int]]:
+    """What a pass of `rows` tokens joins up to the hidden states: how often each (collective, joined, bytes)."""
+    parallel, item = load_plan.build.parallel, load_plan.build.dtype.itemsize
     found: Counter[tuple[str, str, int]] = Counter()
     for module in model.modules():
         if isinstance(module, Embedding) and not module.whole:
             found["all-reduce", "embeddings", rows * module.weight.shape[1] * item] += 1
-    for layer in model.layers:
+    layers: list[nn.Module] = list(model.layers)
+    for layer in layers:
         partial = [name for name, block in layer.named_children() if _has_part_of_sum(block, parallel)]
         for of, blocks in (("mixers", partial.count("mixer")), ("feed-forward blocks", len({*partial} - {"mixer"}))):
             found["all-reduce", of, rows * hidden * item * blocks] += bool(blocks)
     # Sums of squares in fp32, one for each token.
     norms = sum(isinstance(module, AllHeadsNorm) for module in model.modules())
     found["all-reduce", "norms over all heads", rows * torch.float32.itemsize] += norms
-    if not model.head.whole:
-        (weight,) = model.head.parameters()
-        logit = item if load_plan.spec.softcap is not None else torch.float32.itemsize
-        found["gather", "logits", rows * weight.shape[0] * logit] += 1
-    if async_scheduling:
-        found["broadcast", "sampled tokens", rows * torch.int64.itemsize] += 1
-    return tuple(Collective(name, of, count, size) for (name, of, size), count in found.items() if count)
+    return found
+
+
+def _of_drafts(draft: DraftModel, target: Decoder, load_plan: LoadPlan) -> Counter[tuple[str, str, int]]:
+    """The same of the passes of a draft model, and of the drafts that the ranks choose together."""
+    found: Counter[tuple[str, str, int]] = Counter()
+    drafts = drafts_of_step(load_plan)
+    heads = [module for module in draft.modules() if isinstance(module, Head)] or [target.head]
+    own = [module for module in draft.modules() if isinstance(module, Embedding)]
+    # Where it has no embedding of its own, it is as wide as the model.
+    embedding = own[0] if own else target.embedding
+    hidden = embedding.weight.shape[1]
+    # Every pass of a chain has a row of each sequence that drafts.
+    selected = sum(count > 0 for count in drafts)
+    for step in range(max(drafts)):
+        rows = selected if step else load_plan.max_num_seqs + sum(drafts)
+        found += _of_pass(draft, load_plan, rows, hidden)
+        if not own and not embedding.whole:
+            found["all-reduce", "embeddings", rows * hidden * load_plan.build.dtype.itemsize] += 1
+        if not heads[0].whole:
+            found["all-reduce", "tokens", selected * torch.int64.itemsize] += 1
+    return Counter({(name, f"{of} of the draft model", size): count for (name, of, size), count in found.items()})
 
 
 def _has_part_of_sum(block: nn.Module, parallel: Parallel) -> bool:

@@ -44,6 +44,7 @@ class ModelSummary:
     """The loaded model and the plan of one rank's memory.
 
     `tokens`: context tokens that the caches hold at once, over all sequences. `sequences`: how many of full length.
+    `draft_bytes`: what speculative decoding takes of weights and caches.
     """
 
     architecture: str
@@ -53,9 +54,26 @@ class ModelSummary:
     ranks: int
     weight_bytes: int
     cache_bytes: int
+    draft_bytes: int
     tokens: int
     sequences: int
     groups: tuple[CacheGroupSummary, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationStats:
+    """Counts of speculative decoding since the start.
+
+    `drafts`: times that a sequence's drafts were verified. `draft_tokens`: tokens of them. `accepted_tokens`: those
+    that were accepted. `accepted_per_position`: the same by position in the draft. `reached_per_position`: drafts whose
+    former ones were all accepted.
+    """
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    reached_per_position: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +83,7 @@ class EngineStats:
     `pages_used`, `pages_total`: pages per cache group. Pages that only the prefix cache holds count as free.
     `prefix_queries`, `prefix_hits`: prompt tokens looked up in the prefix cache, and those it had.
     `prefix_lost`: prompt tokens that were computed again although they had been cached, by reason.
+    `speculation`: counts of speculative decoding; None where it is off.
     """
 
     running: int = 0
@@ -75,6 +94,7 @@ class EngineStats:
     prefix_hits: int = 0
     prefix_lost: dict[str, int] = field(default_factory=dict)
     preemptions: int = 0
+    speculation: SpeculationStats | None = None
 
 
 def numbered(names: list[str]) -> list[str]:

@@ -22,14 +22,30 @@ from allotrope.request import Request
 
 
 class RequestTable:
-    """`open`: the sequences of each request that has not ended, in order of arrival. `step_tokens`: most of a step."""
+    """`open`: the sequences of each request that has not ended, in order of arrival. `step_tokens`: most of a step.
+    `max_decodes`, `lookahead`: as in `Scheduler`.
+    """
 
     def __init__(
-        self, config: EngineConfig, limits: EngineLimits, step_tokens: int, memory: MemoryPlan, copy_page: CopyPage
+        self,
+        config: EngineConfig,
+        limits: EngineLimits,
+        step_tokens: int,
+        memory: MemoryPlan,
+        copy_page: CopyPage,
+        *,
+        max_decodes: int = 0,
+        lookahead: int = 0,
     ) -> None:
         self.open: dict[str, list[Sequence]] = {}
         self.kv_cache_manager = KVCacheManager(memory, copy_page, reuse=config.enable_prefix_caching)
-        self.scheduler = Scheduler(self.kv_cache_manager, max_sequences=limits.max_num_seqs, max_tokens=step_tokens)
+        self.scheduler = Scheduler(
+            self.kv_cache_manager,
+            max_sequences=limits.max_num_seqs,
+            max_tokens=step_tokens,
+            max_decodes=max_decodes,
+            lookahead=lookahead,
+        )
         self._config, self._limits, self._step_tokens = config, limits, step_tokens
         self._num_accepted = 0
         self._prefix_queries = self._prefix_hits = 0

@@ -38,6 +38,7 @@ class RowSampling:
     `eos_ids`: ids that end the sequence, none for a model without. `seed`: any integer; with the number of output
     tokens it decides every draw. `prompt_ids` never changes. `output_ids`: the engine's own list of the tokens
     chosen so far, read afresh at each step and only ever appended to. `constraint`: the grammar that it follows.
+    `drafts`: its draft tokens of the present step (speculative decoding).
     """
 
     params: SamplingParams
@@ -46,6 +47,8 @@ class RowSampling:
     prompt_ids: Sequence[int]
     output_ids: list[int]
     constraint: Constraint | None = None
+    drafts: Sequence[int] = ()
+    _after_drafts: list[RowSampling] = field(default_factory=list, init=False, repr=False)
     _seen: _SeenTokens | None = field(default=None, init=False, repr=False)
     _allowed_bits: NDArray[np.int32] | None = field(default=None, init=False, repr=False)
 
@@ -80,6 +83,17 @@ class RowSampling:
         follows = self.constraint is not None
         return params.temperature == 0 and not processed and not follows and params.logprobs is None
 
+    @property
+    def num_output(self) -> int:
+        """Output tokens before the one that is sampled."""
+        return len(self.output_ids)
+
+    def after_drafts(self, count: int) -> RowSampling:
+        """The row behind the first `count` of `drafts`, the same object for each count; this one itself for 0."""
+        while len(self._after_drafts) < count:
+            self._after_drafts.append(DraftRow(self, len(self._after_drafts) + 1))
+        return self._after_drafts[count - 1] if count else self
+
     def seen(self) -> _SeenTokens:
         """The tokens that penalties look at, up to date with `output_ids`."""
         if self._seen is None:
@@ -88,6 +102,28 @@ class RowSampling:
             self._seen = _SeenTokens(prompt)
         self._seen.update(self.output_ids)
         return self._seen
+
+
+class DraftRow(RowSampling):
+    """`row` as sampling sees it behind the first `count` of its drafts, as if they were its output."""
+
+    def __init__(self, row: RowSampling, count: int) -> None:
+        super().__init__(
+            params=row.params,
+            eos_ids=row.eos_ids,
+            seed=row.seed,
+            prompt_ids=row.prompt_ids,
+            output_ids=row.output_ids,
+            constraint=row.constraint,
+        )
+        self.row, self.count = row, count
+
+    @property
+    def num_output(self) -> int:
+        return self.row.num_output + self.count
+
+    def seen(self) -> _SeenTokens:
+        return self.row.seen().with_tokens(self.row.drafts[: self.count])
 
 
 class _SeenTokens:
@@ -106,7 +142,18 @@ class _SeenTokens:
 
     def update(self, output_ids: Sequence[int]) -> None:
         """Count the tokens that `output_ids` has gained since the last call."""
-        for token in output_ids[self._num_counted :]:
+        self._count(output_ids[self._num_counted :])
+        self._num_counted = len(output_ids)
+
+    def with_tokens(self, tokens: Sequence[int]) -> _SeenTokens:
+        """A copy that has counted `tokens` too."""
+        other = _SeenTokens(())
+        other._place, other._ids, other._counts = dict(self._place), self._ids.copy(), self._counts.copy()
+        other._count(tokens)
+        return other
+
+    def _count(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
             place = self._place.setdefault(token, len(self._place))
             if place == len(self._ids):
                 spare = max(64, place)
@@ -114,7 +161,6 @@ class _SeenTokens:
                 self._counts = np.concatenate([self._counts, np.zeros(spare, dtype=np.float32)])
             self._ids[place] = token
             self._counts[place] += 1
-        self._num_counted = len(output_ids)
 
     @property
     def ids(self) -> NDArray[np.int64]:
@@ -220,7 +266,7 @@ class SamplingBatch:
 
     def _min_tokens_mask(self) -> TokenMask | None:
         """Ids that would end a sequence which is still below its `min_tokens`."""
-        early = [i for i in self._held_back if len(self.rows[i].output_ids) < self.rows[i].params.min_tokens]
+        early = [i for i in self._held_back if self.rows[i].num_output < self.rows[i].params.min_tokens]
         return self._mask((i, self.rows[i].ends) for i in early)
 
     def _mask(self, of_rows: Iterable[tuple[int, NDArray[np.int64]]]) -> TokenMask | None:
@@ -274,7 +320,7 @@ class _RandomGroup:
 
     def step(self) -> RandomRows:
         """The rows with the numbers that their next tokens are drawn by."""
-        steps = np.array([len(row.output_ids) for row in self._rows], dtype=np.uint64)
+        steps = np.array([row.num_output for row in self._rows], dtype=np.uint64)
         return replace(self._at_step_0, uniform=_to_device(uniforms(self._keys, steps)[:, None], self._device))
 
 

@@ -2,13 +2,14 @@
 
 Rules: a decoding sequence always gets its token; what is left of the token budget goes to prompts in order of arrival,
 no single one taking more than half of it while others wait; if pages run out, the sequence that arrived last is
-preempted: it gives its pages up and is computed again later. The plan depends on the requests and their order alone.
+preempted: it gives its pages up and is computed again later. Draft tokens get what is left of tokens and pages, and
+preempt nobody. The plan depends on the requests and their order alone.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from collections import abc, deque
+from dataclasses import dataclass, replace
 
 from allotrope.engine.kv_cache_manager import KVCacheManager
 from allotrope.engine.sequence import Sequence
@@ -19,22 +20,46 @@ PROMPT_LOGPROBS_CHUNK = 256
 
 @dataclass(frozen=True)
 class Row:
-    """`tokens` more tokens of a sequence, which end at length `end`."""
+    """`tokens` more tokens of a sequence, which end at length `end`, and the drafts behind them.
+
+    `draft_indices`: as in `Sequence`. `lookahead`: tokens behind these that have pages.
+    """
 
     seq: Sequence
     tokens: int
     end: int
+    drafts: tuple[int, ...] = ()
+    draft_indices: tuple[int, ...] = ()
+    lookahead: int = 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether all tokens of the sequence are computed by it, so that its next one is sampled."""
+        return self.end == len(self.seq.ids)
 
 
 class Scheduler:
-    """`max_sequences`, `max_tokens`: limits of one step."""
+    """`max_sequences`, `max_tokens`: limits of one step. `max_decodes`: rows with one token, drafts among them.
+    `lookahead`: tokens behind the sampled one that a draft model stores before the next step.
+    """
 
-    def __init__(self, kv_cache_manager: KVCacheManager, *, max_sequences: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        kv_cache_manager: KVCacheManager,
+        *,
+        max_sequences: int,
+        max_tokens: int,
+        max_decodes: int = 0,
+        lookahead: int = 0,
+    ) -> None:
         self.kv_cache_manager = kv_cache_manager
         self.max_sequences, self.max_tokens = max_sequences, max_tokens
+        self.max_decodes, self.lookahead = max(max_decodes, max_sequences), lookahead
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.preemptions = 0
+        # Sequences with pages for the drafts of the step before.
+        self._looked_ahead: list[Sequence] = []
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
@@ -51,11 +76,15 @@ class Scheduler:
 
     def plan(self) -> list[Row]:
         """The next step, sequences with a single token first; empty if nothing can run."""
+        # Pages of drafts that were rejected are anyone's again, before somebody is preempted for want of them.
+        while self._looked_ahead:
+            self.kv_cache_manager.trim(self._looked_ahead.pop())
         preemptions = self.preemptions
         prompts = sum(seq.uncomputed > 1 for seq in self.running) + len(self.waiting)
         share = self.max_tokens if prompts <= 1 else max(1, self.max_tokens // 2)
         rows: dict[Sequence, int] = {}
-        budget = _Budget(self.max_tokens)
+        drafts = min(sum(len(seq.drafts) for seq in self.running), (self.max_tokens - len(self.running)) // 2)
+        budget = _Budget(self.max_tokens - drafts)
         # In order of arrival, but those with one token ahead: a long prompt never holds up a decoding sequence.
         for seq in sorted(self.running, key=lambda seq: seq.uncomputed > 1):
             tokens = budget.chunk(seq, share)
@@ -67,7 +96,30 @@ class Scheduler:
         if self.preemptions == preemptions:
             self._admit(rows, budget, share)
         planned = [Row(seq, tokens, seq.computed + tokens) for seq, tokens in rows.items()]
+        if drafts or self.lookahead:
+            planned = self._with_drafts(planned, budget.tokens + drafts)
         return sorted(planned, key=lambda row: row.tokens > 1)
+
+    def _with_drafts(self, rows: abc.Sequence[Row], tokens: int) -> list[Row]:
+        """Add as many drafts as `tokens`, the rows of a step and the pages leave room for."""
+        # So many rows are sampled at most, as memory was planned for.
+        decodes = max(0, self.max_decodes - sum(row.tokens == 1 or row.samples for row in rows))
+        found = []
+        for row in rows:
+            seq = row.seq
+            if row.samples:
+                left = seq.max_output_len - seq.output_len - 1
+                count = max(0, min(len(seq.drafts), tokens, decodes, left))
+                lookahead = max(0, min(self.lookahead, left - count))
+                if not self.kv_cache_manager.reserve(seq, row.tokens + count + lookahead):
+                    count = lookahead = 0
+                elif count + lookahead:
+                    self._looked_ahead.append(seq)
+                tokens, decodes = tokens - count, decodes - count
+                drafts, indices = tuple(seq.drafts[:count]), tuple(seq.draft_indices[:count])
+                row = replace(row, drafts=drafts, draft_indices=indices, lookahead=lookahead)
+            found.append(row)
+        return found
 
     def _make_room(self, seq: Sequence, tokens: int, rows: dict[Sequence, int]) -> int:
         """Put `seq` into the step, preempting later arrivals until there are pages. Returns the budget it takes."""
@@ -115,8 +167,9 @@ class _Budget:
     prompt_logprobs: int = PROMPT_LOGPROBS_CHUNK
 
     def chunk(self, seq: Sequence, share: int) -> int:
-        """Tokens of `seq` to run next: at most `share`, and none beyond the next state checkpoint."""
-        tokens = min(seq.uncomputed, self.tokens, share)
+        """Tokens of `seq` to run next: at most `share`, none beyond the next state checkpoint, and one where its state
+        lacks drafts, which only a decode replays."""
+        tokens = min(seq.uncomputed, self.tokens, 1 if seq.replay else share)
         if seq.computes_prompt_logprobs:
             tokens = min(tokens, self.prompt_logprobs)
         return min(tokens, seq.checkpoint_positions[0] - seq.computed) if seq.checkpoint_positions else tokens

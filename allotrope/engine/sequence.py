@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import abc
 from dataclasses import dataclass, field
 
 from allotrope.cache.prefix import KeyChain, LostReason
@@ -19,8 +20,11 @@ class Sequence:
     `sampling`: its parameters and output, as sampling sees them. `ids`: prompt and output so far. `computed`: tokens
     whose rows and state are stored. `pages`: per group, the page of each run of tokens, -1 once out of the window.
     `slots`: per group, the state slot (0: none). `num_cached_blocks`: per group, pages that the prefix cache has seen.
-    `checkpoint_positions`: lengths at which a state checkpoint is to be kept. `parent`: the sequence with the same
-    prompt that goes first. `max_output_len`: output tokens after which it ends.
+    `checkpoint_positions`: lengths at which a state checkpoint is to be kept. `decode_checkpoint`: key of the last one
+    within its output. `parent`: the sequence with the same prompt that goes first. `max_output_len`: output tokens
+    after which it ends. `drafts`: proposed tokens behind the last one, which the next step verifies. `draft_indices`:
+    where a draft model's are among all that it drafted, for drafts that are placeholders. `replay`: accepted drafts
+    that a recurrent state lacks until its next step, which has one token then.
     """
 
     request: Request
@@ -35,11 +39,15 @@ class Sequence:
     slots: list[int] = field(default_factory=list)
     num_cached_blocks: list[int] = field(default_factory=list)
     checkpoint_positions: list[int] = field(default_factory=list)
+    decode_checkpoint: bytes | None = None
     cached_tokens: int = 0
     cache_lost: dict[LostReason, int] = field(default_factory=dict)
     started: bool = False
     queued_seconds: float = 0.0
     done: bool = False
+    drafts: abc.Sequence[int] = ()
+    draft_indices: abc.Sequence[int] = ()
+    replay: int = 0
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -55,6 +63,11 @@ class Sequence:
         """Put `token` in the place of output token `index`."""
         self.ids[self.prompt_len + index] = token
         self.sampling.output_ids[index] = token
+
+    def append_tokens(self, tokens: abc.Sequence[int]) -> None:
+        """Append output tokens."""
+        self.ids += tokens
+        self.sampling.output_ids += tokens
 
     def truncate(self, length: int) -> None:
         """Drop output tokens beyond `length`, which were computed behind the last one."""

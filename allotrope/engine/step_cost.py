@@ -2,23 +2,25 @@
 
 Classes are the families of attention, `experts`, `dense` (all other projections), `head` and `rest`. Counted are
 weights, cached rows and states, and what attention is given and returns; not what passes between other kernels, which
-could be fused. Owns which class a module is counted in; families count their own attention. Must not know models'
-names, kernels, times.
+could be fused. All that a draft model takes is the class `draft`. Owns which class a module is counted in; families
+count their own attention. Must not know models' names, kernels, times.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from allotrope.attention.cost import Lengths, StepCost
+from allotrope.attention.family import Spec
 from allotrope.attention.registry import FAMILIES
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.layers.decoder import Decoder
+from allotrope.layers.draft import DraftModel
 from allotrope.layers.embedding import Embedding, Head
 from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.mixers.csa import GroupedLinear
@@ -28,31 +30,70 @@ from allotrope.layers.parallel import placement_of
 from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.weights import SCALES, format_of, packed_bytes
 
-EXPERTS, DENSE, HEAD, REST = "experts", "dense", "head", "rest"
+EXPERTS, DENSE, HEAD, REST, DRAFT = "experts", "dense", "head", "rest", "draft"
 
 
 class ModelCost:
     """The roofline cost of one rank in any step; it reads the model once."""
 
     def __init__(self, load_plan: LoadPlan) -> None:
+        item, model = load_plan.build.dtype.itemsize, load_plan.meta_model()
+        self._model = _LayersCost(load_plan.specs, modules_by_class(model), _routers(model), item)
+        self._draft: _LayersCost | None = None
+        if (draft := load_plan.meta_draft(model)) is not None:
+            modules = modules_by_class(draft)
+            if not any(kind == HEAD for _, kind in modules):
+                # It shares that of the model.
+                modules.append((model.head, HEAD))
+            self._draft = _LayersCost(load_plan.draft_specs, modules, _routers(draft), item)
+
+    def __call__(
+        self, query_lens: Sequence[int], seq_lens: Sequence[int], logits: int | None = None
+    ) -> dict[str, StepCost]:
+        """The cost of a step, by class, without classes that the model lacks.
+
+        `query_lens`, `seq_lens`: per request, new tokens, and tokens visible after the step; drafts that are verified
+        are new tokens of their request. `logits`: tokens that are sampled; default: the last of each request. Weights
+        are read once, as they are stored; of E experts of which each token takes k, those that T tokens are expected
+        to choose, E (1 - (1 - k/E)^T).
+        """
+        return self._model(query_lens, seq_lens, len(query_lens) if logits is None else logits)
+
+    def drafted(self, context: int, drafts: Sequence[int]) -> dict[str, StepCost]:
+        """The cost of verifying `drafts` [B] tokens of requests that see `context` tokens, and of the passes of the
+        draft model that make as many. The first pass has the rows of the step, the others one for each draft."""
+        lens = tuple(1 + count for count in drafts), tuple(context + count for count in drafts)
+        found = self(*lens, sum(lens[0]))
+        if self._draft is not None:
+            found[DRAFT] = _sum(self._draft(*lens, sum(count > 0 for count in drafts)).values())
+            for step in range(1, max(drafts, default=0)):
+                rows = sum(count > step for count in drafts)
+                found[DRAFT] += _sum(self._draft((1,) * rows, (context + step,) * rows, rows).values())
+        return found
+
+
+class _LayersCost:
+    """The roofline cost of layers of attention and other modules. `routers`: of experts, by their id. `itemsize`:
+    bytes of an activation."""
+
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        modules: Iterable[tuple[nn.Module, str]],
+        routers: dict[int, RouterSpec],
+        itemsize: int,
+    ) -> None:
         # Layers are mostly of few kinds.
-        self._specs, self._item = Counter(load_plan.specs), load_plan.build.dtype.itemsize
-        model = load_plan.meta_model()
-        routers = _routers(model)
+        self._specs, self._item = Counter(specs), itemsize
         # By class, and the share of it that a token takes: of weights read whole, and products with one token.
         self._weights: dict[tuple[str, float], StepCost] = {}
-        for module, kind in modules_by_class(model):
+        for module, kind in modules:
             router = routers.get(id(module))
             key = (kind, 1.0 if router is None else router.topk / router.experts)
             self._weights[key] = self._weights.get(key, StepCost()) + _weights(module, kind)
 
-    def __call__(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> dict[str, StepCost]:
-        """The cost of a step, by class, without classes that the model lacks.
-
-        `query_lens`, `seq_lens`: per request, new tokens, and tokens visible after the step. The last token of each
-        request is sampled. Weights are read once, as they are stored; of E experts of which each token takes k, those
-        that T tokens are expected to choose, E (1 - (1 - k/E)^T).
-        """
+    def __call__(self, query_lens: Sequence[int], seq_lens: Sequence[int], logits: int) -> dict[str, StepCost]:
+        """As `ModelCost.__call__`."""
         new, kv = (torch.tensor(tuple(lens), dtype=torch.int64) for lens in (query_lens, seq_lens))
         lengths = Lengths(new, kv, self._item)
         classes = [spec.family for spec in self._specs] + [EXPERTS, DENSE, HEAD, REST]
@@ -60,7 +101,7 @@ class ModelCost:
         for spec, count in self._specs.items():
             found[spec.family] += FAMILIES[spec.family].cost(spec, lengths) * count
         for (kind, used), whole in self._weights.items():
-            tokens = len(new) if kind == HEAD else lengths.tokens
+            tokens = logits if kind == HEAD else lengths.tokens
             read = round((1 - (1 - used) ** tokens) * whole.bytes)
             found[kind] += StepCost(read, *(round(tokens * used * flops) for flops in (whole.flops, whole.fp8)))
         return {kind: cost for kind, cost in found.items() if cost != StepCost()}
@@ -71,7 +112,11 @@ def step_cost(load_plan: LoadPlan, query_lens: Sequence[int], seq_lens: Sequence
     return ModelCost(load_plan)(query_lens, seq_lens)
 
 
-def modules_by_class(model: Decoder) -> list[tuple[nn.Module, str]]:
+def _sum(costs: Iterable[StepCost]) -> StepCost:
+    return sum(costs, StepCost())
+
+
+def modules_by_class(model: Decoder | DraftModel) -> list[tuple[nn.Module, str]]:
     """Every module of a model, and the class that its own parameters and kernels are counted in.
 
     What lies in a mixer beside projections and norms is what the family is given.
@@ -93,7 +138,7 @@ def modules_by_class(model: Decoder) -> list[tuple[nn.Module, str]]:
     return found
 
 
-def _routers(model: Decoder) -> dict[int, RouterSpec]:
+def _routers(model: nn.Module) -> dict[int, RouterSpec]:
     """Who chooses among some experts, by their id: the router beside them."""
     found = {}
     for parent in model.modules():

@@ -41,15 +41,31 @@ class StepLog:
         logits = self._executor.run(plan, prev_sampled)
         self._wait()
         seconds = time.perf_counter() - begin
-        new = [len(row.ids) for row in plan.rows]
-        kv_lens = [row.context + len(row.ids) for row in plan.rows]
+        new, kv_lens = _lengths(plan)
+        cost = self._work(new, kv_lens, sum(row.num_logits for row in plan.rows))
         what = f"{kind} of {sum(new)} tokens of {len(new)} requests that see {sum(kv_lens)}"
-        log.info("%s took %.3f ms; %s", what, seconds * 1e3, format_cost(self._work(new, kv_lens), seconds))
+        log.info("%s took %.3f ms; %s", what, seconds * 1e3, format_cost(cost, seconds))
         return logits
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _lengths(plan: StepPlan) -> tuple[list[int], list[int]]:
+    """Of each request of a step, its new tokens and those visible after it. A draft's row counts as a token of its
+    sequence: what they read of caches is read once."""
+    new: list[int] = []
+    kv_lens: list[int] = []
+    for row in plan.rows:
+        end = row.context + len(row.ids)
+        if row.draft:
+            new[-1] += 1
+            kv_lens[-1] = end
+        else:
+            new.append(len(row.ids))
+            kv_lens.append(end)
+    return new, kv_lens
 
 
 def format_cost(classes: dict[str, StepCost], seconds: float) -> str:

@@ -6,20 +6,24 @@ Owns the in-flight step. Must not know how requests arrive or how a layer comput
 from __future__ import annotations
 
 import logging
+import time
 from collections import abc
+from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 
 import torch
 
+from allotrope.engine.drafting import Drafted, Drafting
 from allotrope.engine.executor import Executor
 from allotrope.engine.grammar_masks import GrammarMasks
 from allotrope.engine.in_flight import InFlightStep, start_copy
 from allotrope.engine.inputs import StepPlan, StepRow
 from allotrope.engine.observer import Observer
 from allotrope.engine.requests import RequestTable
-from allotrope.engine.sampling_batch import SamplingBatch, read_logprobs
+from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_logprobs
 from allotrope.engine.scheduler import Row
-from allotrope.engine.sequence import Sequence
+from allotrope.engine.sequence import PLACEHOLDER, Sequence
 from allotrope.engine.step_log import StepLog
 from allotrope.ops.sampling.sampler import Sampler
 from allotrope.ops.sampling.spec import Sampled
@@ -31,9 +35,27 @@ log = logging.getLogger("allotrope.engine")
 _NO_TOKEN = "the model's scores for the next token are not numbers, or every token is masked"
 
 
+@dataclass(frozen=True)
+class SampledTokens:
+    """The new tokens of a sequence from output token `index` on: accepted drafts, and the one sampled behind them.
+
+    The last is -1 where there is no distribution. `logprobs`: per token. `num_drafts`: drafts that were verified.
+    """
+
+    seq: Sequence
+    index: int
+    tokens: abc.Sequence[int]
+    logprobs: abc.Sequence[TokenLogprobs | None]
+    num_drafts: int
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.tokens) - 1
+
+
 class StepLoop:
     """`copies`: (group, source, target) pages to copy before the next pass; the loop empties the list. `step_log`:
-    runs the plans where steps are timed.
+    runs the plans where steps are timed. `drafting`: proposes draft tokens; None without speculative decoding.
     """
 
     def __init__(
@@ -48,11 +70,12 @@ class StepLoop:
         async_scheduling: bool,
         observer: Observer | None,
         step_log: StepLog | None,
+        drafting: Drafting | None = None,
     ) -> None:
         self._executor, self._requests, self._copies = executor, requests, copies
         self._step_log, self._sampler = step_log, sampler
         self._vocab_size, self._device = vocab_size, device
-        self._async, self._observer = async_scheduling, observer
+        self._async, self._observer, self._drafting = async_scheduling, observer, drafting
         self._masks = GrammarMasks(vocab_size, device)
         self._sampling: SamplingBatch | None = None
         self._in_flight: InFlightStep | None = None
@@ -72,18 +95,40 @@ class StepLoop:
         if not rows:
             self._in_flight = None
             return [] if before is None else self._collect(before)
+        started = time.perf_counter()
+        if self._drafting is not None:
+            rows = [self._with_known_drafts(row) for row in rows]
         launched, outputs = self._launch(rows, before)
         if not self._async:
-            self._commit(rows)
-            outputs = [] if launched is None else self._collect(launched)
+            sampled = [] if launched is None else self._take_tokens(launched)
+            seconds = time.perf_counter() - started
+            self._commit(rows, sampled)
+            outputs = [self._output(one) for one in sampled]
+            if self._drafting is not None:
+                self._draft(self._drafting, rows, sampled, seconds)
         else:
             self._in_flight = launched
             if outputs is None:
                 outputs = [] if before is None else self._collect(before)
             # Keys of full pages need the tokens before this pass, which are known only now.
             self._commit(rows)
-        self._executor.capture_next()
+        if self._executor.capture_next() and self._drafting is not None:
+            self._drafting.forget_times()
         return outputs
+
+    def _draft(
+        self, drafting: Drafting, rows: abc.Sequence[Row], sampled: abc.Sequence[SampledTokens], seconds: float
+    ) -> None:
+        """Count what was accepted, and set the drafts of the next step. `seconds`: of this one."""
+        decodes = sum(1 + len(row.drafts) for row in rows) if rows[-1].tokens == 1 else 0
+        drafting.record_time(decodes, seconds)
+        verified = [one for one in sampled if one.num_drafts]
+        drafting.record(
+            [one.seq for one in verified],
+            [one.num_drafts for one in verified],
+            [one.num_accepted for one in verified],
+        )
+        drafting.propose(_drafted(rows, sampled))
 
     def _launch(
         self, rows: abc.Sequence[Row], before: InFlightStep | None
@@ -97,46 +142,74 @@ class StepLoop:
         self._copies.clear()
         num_logits = [self._num_logits(row) for row in rows]
         row_of = {} if before is None else before.row_of
-        steps = [_step_row(row, count, row_of.get(row.seq, -1)) for row, count in zip(rows, num_logits, strict=True)]
+        steps = [
+            step_row
+            for row, count in zip(rows, num_logits, strict=True)
+            for step_row in _step_rows(row, count, row_of.get(row.seq, -1))
+        ]
         prev_sampled = None if before is None else before.prev_sampled
         run = self._executor.run if self._step_log is None else self._step_log.run
-        ready = [row.seq for row in rows if row.end == len(row.seq.ids)]
+        ready = [row for row in rows if row.samples]
         greedy = self._chosen_by_ranks(ready, sum(num_logits))
         mask = None
-        collects = before is not None and any(seq.sampling.constraint is not None and seq.unread for seq in ready)
+        collects = before is not None and any(
+            row.seq.sampling.constraint is not None and row.seq.unread for row in ready
+        )
         if not collects:
             mask = self._start_mask(ready)
-        plan = StepPlan(tuple(steps), copies, sampled=len(ready) if self._async else 0, greedy=greedy)
+        num_sampled = sum(1 + len(row.drafts) for row in ready)
+        drafts_by_model = self._drafting is not None and self._drafting.by_model
+        plan = StepPlan(
+            tuple(steps), copies, sampled=num_sampled if self._async or drafts_by_model else 0, greedy=greedy
+        )
         out = run(plan, prev_sampled)
         if not greedy:
-            logits_of_rows = out.split(num_logits)
+            logits_of_rows = out.split([count + len(row.drafts) for row, count in zip(rows, num_logits, strict=True)])
             self._read_prompt_logits(rows, logits_of_rows)
         for row in rows:
             self._requests.start(row.seq)
         if greedy:
-            return start_copy(ready, self._batch(ready), Sampled(out, None)), None
-        last_logits = [own[-1:] for row, own in zip(rows, logits_of_rows, strict=True) if row.end == len(row.seq.ids)]
+            if drafts_by_model:
+                self._executor.start_drafts(out, shared=True)
+            return start_copy(ready, self._batch(_sampling_rows(ready)), Sampled(out, None)), None
+        last_logits = [
+            own[-1 - len(row.drafts) :] for row, own in zip(rows, logits_of_rows, strict=True) if row.samples
+        ]
         outputs = None
         if collects:
             assert before is not None
             outputs = self._collect(before)
             mask = self._start_mask(ready)
-        return self._sample(ready, last_logits, out, mask), outputs
+        launched = self._sample(ready, last_logits, out, mask)
+        if drafts_by_model:
+            sampled = torch.empty(0, dtype=torch.int64, device=self._device)
+            self._executor.start_drafts(sampled if launched is None else launched.prev_sampled, shared=False)
+        return launched, outputs
 
-    def _start_mask(self, seqs: abc.Sequence[Sequence]) -> Future[BitMask] | None:
+    def _with_known_drafts(self, row: Row) -> Row:
+        """Where sampling reads the drafts before a token, such as for penalties, they cannot be placeholders."""
+        if PLACEHOLDER not in row.drafts or not (row.seq.reads_output or row.seq.sampling.constraint is not None):
+            return row
+        drafts = self._drafts_at(row.draft_indices)
+        # Behind hidden states that are not numbers there is no draft.
+        drafts = drafts[: drafts.index(PLACEHOLDER)] if PLACEHOLDER in drafts else drafts
+        return replace(row, drafts=drafts, draft_indices=row.draft_indices[: len(drafts)])
+
+    def _start_mask(self, ready: abc.Sequence[Row]) -> Future[BitMask] | None:
         """Begin to fill the masks of the sequences that follow grammars, in a thread; None if none does."""
-        rows = [seq.sampling for seq in seqs]
-        return self._masks.start(rows) if any(row.constraint is not None for row in rows) else None
+        if all(row.seq.sampling.constraint is None for row in ready):
+            return None
+        return self._masks.start(_sampling_rows(ready))
 
-    def _chosen_by_ranks(self, ready: abc.Sequence[Sequence], num_logits: int) -> bool:
-        """Whether the ranks choose the step's tokens together: nobody needs its logits whole."""
+    def _chosen_by_ranks(self, ready: abc.Sequence[Row], num_logits: int) -> bool:
+        """Whether the ranks choose the step's tokens together: nobody needs its logits whole. `num_logits`: without
+        those of drafts."""
         if self._executor.ranks == 1 or self._observer is not None or num_logits != len(ready):
             return False
-        return bool(ready) and all(seq.sampling.greedy for seq in ready)
+        return bool(ready) and all(row.seq.sampling.greedy for row in ready)
 
-    def _batch(self, seqs: abc.Sequence[Sequence]) -> SamplingBatch:
-        """The sampling of `seqs`; that of the step before where these are the same."""
-        records = [seq.sampling for seq in seqs]
+    def _batch(self, records: abc.Sequence[RowSampling]) -> SamplingBatch:
+        """The sampling of rows; that of the step before where these are the same."""
         if self._sampling is None or not self._sampling.serves(records):
             self._sampling = SamplingBatch(records, self._vocab_size, self._device)
         return self._sampling
@@ -145,10 +218,13 @@ class StepLoop:
         """Let go of the thread that fills masks."""
         self._masks.close()
 
-    def _commit(self, rows: abc.Sequence[Row]) -> None:
+    def _commit(self, rows: abc.Sequence[Row], sampled: abc.Sequence[SampledTokens] = ()) -> None:
+        """Account for the tokens that the step has stored: those of its rows, and the accepted drafts."""
+        accepted = {one.seq: one.num_accepted for one in sampled}
         for row in rows:
             if not row.seq.done:
-                self._requests.kv_cache_manager.commit(row.seq, row.tokens)
+                row.seq.replay = accepted.get(row.seq, 0)
+                self._requests.kv_cache_manager.commit(row.seq, row.tokens + row.seq.replay)
 
     def _log_wait(self) -> None:
         if not self._logged_wait:
@@ -167,7 +243,8 @@ class StepLoop:
         for row, logits in zip(rows, logits_of_rows, strict=True):
             seq = row.seq
             if self._observer is not None:
-                self._observer.logits(seq.request.request_id, seq.index, seq.computed, logits)
+                # Those behind drafts are shown once these are accepted.
+                self._observer.logits(seq.request.request_id, seq.index, seq.computed, logits[: row.tokens])
             start = seq.computed + 1
             targets = seq.ids[start : min(start + len(logits), seq.prompt_len)]
             if seq.wants_prompt_logprobs and targets:
@@ -178,75 +255,121 @@ class StepLoop:
 
     def _sample(
         self,
-        seqs: abc.Sequence[Sequence],
+        ready: abc.Sequence[Row],
         last_logits: abc.Sequence[torch.Tensor],
         logits: torch.Tensor,
         mask: Future[BitMask] | None,
     ) -> InFlightStep | None:
-        """Sample a token for each of `seqs`, whose tokens are all computed. `last_logits`: theirs, of `logits`."""
-        if not seqs:
+        """Sample a token behind the last of each row and behind each draft. `last_logits`: theirs, of `logits`."""
+        if not ready:
             return None
-        batch = self._batch(seqs)
-        if len(logits) != len(seqs):
+        records = _sampling_rows(ready)
+        batch = self._batch(records)
+        if len(logits) != len(records):
             logits = torch.cat(list(last_logits))
         sampled = self._sampler(logits, batch.step(None if mask is None else mask.result()))
         if self._async:
             self._executor.share_sampled(sampled.token_ids)
-        return start_copy(seqs, batch, sampled)
+        step = start_copy(ready, batch, sampled)
+        return step if self._observer is None else replace(step, logits=tuple(last_logits))
 
     def _collect(self, step: InFlightStep) -> list[SequenceOutput]:
         """Read the tokens of a step. Sequences that ended since are passed over."""
-        outputs = []
+        return [self._output(one) for one in self._take_tokens(step)]
+
+    def _take_tokens(self, step: InFlightStep) -> list[SampledTokens]:
+        """Read the tokens of a step into its sequences, but for those that ended since.
+
+        A draft is accepted if it is the token that was sampled behind the one before it, so that the tokens are those
+        of decoding without drafts.
+        """
         tokens, logprobs = step.read()
-        for seq, index, token, record in zip(step.seqs, step.output_indices, tokens, logprobs, strict=True):
+        found, row = [], 0
+        for i, (seq, index, drafts) in enumerate(zip(step.seqs, step.output_indices, step.drafts, strict=True)):
+            own = slice(row, row + 1 + len(drafts))
+            row = own.stop
             if seq.done:
                 continue
-            if self._observer is not None:
-                token = self._observer.token(seq.request.request_id, seq.index, token)
-            outputs.append(self._output(seq, index, token, record))
-        return outputs
+            if PLACEHOLDER in drafts:
+                drafts = self._drafts_at(step.draft_indices[i])
+            taken = self._accept(seq, drafts, tokens[own], None if step.logits is None else step.logits[i])
+            if taken[0] >= 0:
+                seq.fill_placeholder(index, taken[0])
+                seq.append_tokens([token for token in taken[1:] if token >= 0])
+            found.append(SampledTokens(seq, index, taken, logprobs[own][: len(taken)], len(drafts)))
+        return found
 
-    def _output(self, seq: Sequence, index: int, token: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
-        """Fill the placeholder at `index` with its token, end the sequence if it is the last, and return the output."""
-        constraint = seq.sampling.constraint
-        if token < 0:
-            failure = None if constraint is None else constraint.failure
-            return self._failed(seq, failure or _NO_TOKEN, evict=True)
-        first = index == 0
-        seq.fill_placeholder(index, token)
-        if constraint is not None:
-            constraint.take(token)
-            if constraint.failure is not None and not constraint.ended:
-                return self._failed(seq, constraint.failure)
-        reason, stopped_by = _finish(seq, index + 1, token)
+    def _drafts_at(self, indices: abc.Sequence[int]) -> tuple[int, ...]:
+        """What a draft model drafted for placeholders."""
+        assert self._drafting is not None
+        return self._drafting.tokens(indices)
+
+    def _accept(
+        self, seq: Sequence, drafts: abc.Sequence[int], sampled: abc.Sequence[int], logits: torch.Tensor | None
+    ) -> list[int]:
+        """The accepted drafts and the token behind them. `sampled`: behind the last token, and behind each draft.
+
+        `logits`: of `sampled`, for the observer.
+        """
+        if self._drafting is not None and (forced := self._drafting.forced(seq, len(drafts))) is not None:
+            return [*drafts[:forced], sampled[forced]]
+        taken: list[int] = []
+        for count, token in enumerate(sampled):
+            if self._observer is not None:
+                assert logits is not None
+                request_id, start = seq.request.request_id, len(seq.ids) - 2 + count
+                if count:
+                    self._observer.logits(request_id, seq.index, start, logits[count : count + 1])
+                token = self._observer.token(request_id, seq.index, token)
+            taken.append(token)
+            if count == len(drafts) or token != drafts[count]:
+                break
+        return taken
+
+    def _output(self, sampled: SampledTokens) -> SequenceOutput:
+        """End the sequence if one of its new tokens is the last, or if there is none, and return the output."""
+        seq, constraint = sampled.seq, sampled.seq.sampling.constraint
+        tokens: list[int] = []
+        reason: FinishReason | None = None
+        stopped_by: int | None = None
+        error: str | None = None
+        for index, token in enumerate(sampled.tokens, sampled.index):
+            if token < 0:
+                error = (None if constraint is None else constraint.failure) or _NO_TOKEN
+                break
+            tokens.append(token)
+            if constraint is not None:
+                constraint.take(token)
+                if constraint.failure is not None and not constraint.ended:
+                    error = constraint.failure
+                    tokens.pop()
+                    break
+            reason, stopped_by = _finish(seq, index + 1, token)
+            if reason is not None:
+                break
         prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-        if first and seq.wants_prompt_logprobs:
+        first = sampled.index == 0
+        if first and seq.wants_prompt_logprobs and tokens:
             prompt_logprobs = (None, *(seq.prompt_logprobs[i] for i in range(1, seq.prompt_len)))
-        if reason is not None:
-            seq.truncate(index + 1)
-            self._requests.end(seq)
+        if error is not None or reason is not None:
+            seq.truncate(sampled.index + len(tokens))
+            # Where there are no scores, no later request may reuse what it has stored.
+            self._requests.end(seq, evict=error is not None and sampled.tokens[len(tokens)] < 0)
+        scored = sampled.logprobs[0] is not None
         return SequenceOutput(
             seq.request.request_id,
             seq.index,
-            (token,),
-            reason,
+            tuple(tokens),
+            reason if error is None else "error",
             stopped_by,
-            None if logprobs is None else (logprobs,),
+            tuple(one for one in sampled.logprobs[: len(tokens)] if one is not None) if scored and tokens else None,
             prompt_logprobs,
             seq.cached_tokens,
-            cache_lost=dict(seq.cache_lost.items()) if first else {},
-            queued_seconds=seq.queued_seconds if first else 0.0,
-        )
-
-    def _failed(self, seq: Sequence, error: str, *, evict: bool = False) -> SequenceOutput:
-        """End a sequence that has no next token. `evict`: see `RequestTable.end`."""
-        self._requests.end(seq, evict=evict)
-        return SequenceOutput(
-            seq.request.request_id,
-            seq.index,
-            finish_reason="error",
-            cached_tokens=seq.cached_tokens,
+            cache_lost=dict(seq.cache_lost.items()) if first and tokens else {},
+            queued_seconds=seq.queued_seconds if first and tokens else 0.0,
             error=error,
+            num_draft_tokens=sampled.num_drafts,
+            num_accepted_tokens=min(sampled.num_accepted, len(tokens)),
         )
 
 
@@ -263,8 +386,35 @@ def _finish(seq: Sequence, output_len: int, token: int) -> tuple[FinishReason | 
     return ("length", None) if output_len >= seq.max_output_len else (None, None)
 
 
-def _step_row(row: Row, num_logits: int, prev_sampled_index: int) -> StepRow:
-    """`prev_sampled_index`: where the step before sampled the last token of the sequence, -1 if it did not."""
+def _step_rows(row: Row, num_logits: int, prev_sampled_index: int) -> Iterator[StepRow]:
+    """The row's own, then one for each draft. `prev_sampled_index`: where the step before sampled the last token of the
+    sequence, -1 if it did not."""
     seq = row.seq
     ids = tuple(seq.ids[seq.computed : row.end])
-    return StepRow(ids, seq.computed, seq.pages, seq.slots, num_logits, prev_sampled_index)
+    next_id = -1 if row.samples else seq.ids[row.end]
+    context, replay = seq.computed, seq.replay
+    yield StepRow(ids, context, seq.pages, seq.slots, num_logits, prev_sampled_index, replay=replay, next_id=next_id)
+    for i, draft in enumerate(row.drafts):
+        index = row.draft_indices[i] if draft == PLACEHOLDER else -1
+        yield StepRow((draft,), row.end + i, seq.pages, seq.slots, 1, index, draft=i + 1)
+
+
+def _drafted(rows: abc.Sequence[Row], sampled: abc.Sequence[SampledTokens]) -> list[Drafted]:
+    """The sequences with new tokens, and where the step's rows have the last token that each has stored."""
+    accepted = {one.seq: one.num_accepted for one in sampled}
+    found, start = [], 0
+    for row in rows:
+        if row.seq in accepted:
+            found.append(Drafted(row.seq, start + row.tokens - 1 + accepted[row.seq], row.lookahead))
+        start += row.tokens + len(row.drafts)
+    return found
+
+
+def _sampling_rows(ready: abc.Sequence[Row]) -> list[RowSampling]:
+    """Per row, its sequence as sampling sees it, and behind each of its drafts."""
+    records = []
+    for row in ready:
+        sampling = row.seq.sampling
+        sampling.drafts = row.drafts
+        records += [sampling.after_drafts(count) for count in range(len(row.drafts) + 1)]
+    return records

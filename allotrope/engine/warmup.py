@@ -15,13 +15,14 @@ from allotrope.cache.groups import CacheGroup
 from allotrope.cache.memory import GroupPlan, MemoryPlan, group_bytes
 from allotrope.config import EngineConfig
 from allotrope.engine.graphs import decode_sizes
-from allotrope.engine.inputs import StepPlan, StepRow
+from allotrope.engine.inputs import DraftChain, StepPlan, StepRow
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.model_runner import DecodeShape, ModelRunner
 from allotrope.engine.profile import largest_sampling_step, longest_prompts
 from allotrope.grammars.backend import words
 from allotrope.kernels.warmup import warm_up_steps
 from allotrope.layers.decoder import Decoder
+from allotrope.layers.draft import DraftModel
 from allotrope.ops.sampling.spec import LogitsProcessors
 from allotrope.ops.token_mask import BitMask
 
@@ -34,30 +35,53 @@ _PREFIXES = (3000, 7000, 15000, 100_000)
 _CONTEXTS = (1000, 100)
 
 
-def warm_up(model: Decoder, load_plan: LoadPlan, config: EngineConfig, decode: DecodeShape | None) -> None:
-    """Compile the kernels of prompts, decode steps and sampling; nothing else remains.
+def warm_up(
+    model: Decoder,
+    draft_model: DraftModel | None,
+    load_plan: LoadPlan,
+    config: EngineConfig,
+    decode: DecodeShape | None,
+) -> None:
+    """Compile the kernels of prompts, decode steps, draft passes and sampling; nothing else remains.
 
     `decode`: how decode steps will run.
     """
     device, ranks = load_plan.build.device, load_plan.build.parallel.size
-    warm_up_steps(functools.partial(_warm_up, model, load_plan, config, decode), device, ranks, log)
+    warm_up_steps(functools.partial(_warm_up, model, draft_model, load_plan, config, decode), device, ranks, log)
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
 
 
 @torch.inference_mode()
-def _warm_up(model: Decoder, load_plan: LoadPlan, config: EngineConfig, decode: DecodeShape | None) -> None:
+def _warm_up(
+    model: Decoder,
+    draft_model: DraftModel | None,
+    load_plan: LoadPlan,
+    config: EngineConfig,
+    decode: DecodeShape | None,
+) -> None:
     device, groups = load_plan.build.device, load_plan.groups
     # Beside the null page, one that all rows share.
     memory = MemoryPlan(tuple(GroupPlan(group, 2, group_bytes(group, 2)) for group in groups), 0, 0)
-    arena = Arena(memory, len(load_plan.specs), load_plan.shares, device)
-    model_runner = ModelRunner(model, load_plan.specs, groups, arena, load_plan.shares, device, decode)
+    arena = Arena(memory, load_plan.num_layers, load_plan.shares, device)
+    model_runner = ModelRunner(
+        *(model, load_plan.specs, groups, arena, load_plan.shares, device, decode),
+        verify=load_plan.max_drafts > 0,
+        draft_model=draft_model,
+    )
     for step in _prompts(load_plan):
         model_runner.run(model_runner.pack(StepPlan(tuple(_row(groups, *lengths) for lengths in step))))
+        if draft_model is not None:
+            model_runner.start_drafts(torch.zeros(len(step), dtype=torch.int64, device=device))
     token = _row(groups, 1, min(_CONTEXTS[0], load_plan.max_model_len - 1))
-    for size in _launched_differently(decode_sizes(load_plan.max_num_seqs)):
+    for size in _launched_differently(decode_sizes(load_plan.max_decodes)):
         logits = model_runner.run(model_runner.pack(StepPlan((token,) * size)))
+        if draft_model is not None:
+            model_runner.start_drafts(torch.zeros(size, dtype=torch.int64, device=device))
+            rows = min(size, load_plan.max_num_seqs)
+            chain = DraftChain((token,) * rows, load_plan.max_drafts)
+            model_runner.run(model_runner.pack_chain(chain))
         if load_plan.build.parallel.size > 1:
             model_runner.run(model_runner.pack(StepPlan((token,) * size, greedy=True)))
     truncated = largest_sampling_step(load_plan.max_num_seqs, device)

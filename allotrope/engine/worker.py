@@ -15,8 +15,8 @@ from allotrope.cache.arena import Arena
 from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
 from allotrope.engine.cache_plan import plan_caches
-from allotrope.engine.inputs import StepFacts, StepPlan
-from allotrope.engine.load import load_model
+from allotrope.engine.inputs import DraftChain, StepFacts, StepPlan
+from allotrope.engine.load import load_draft_model, load_model
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.model_runner import ModelRunner, decode_shape
 from allotrope.engine.packed_step import PackedStep
@@ -79,8 +79,17 @@ class Worker:
         self._device = load_plan.build.device
         self._free = _free(self._device)
         self.model: Decoder = load_model(load_plan, config.seed, config.quantized_weights)
+        self.draft_model = load_draft_model(load_plan, self.model, config.seed, config.quantized_weights)
         self._decode = decode_shape(
-            self.model, load_plan.max_num_seqs, load_plan.max_model_len, self._device, capture=config.cuda_graphs
+            *(
+                self.model,
+                load_plan.max_decodes,
+                load_plan.max_model_len,
+                load_plan.max_num_seqs,
+                load_plan.max_drafts,
+                self._device,
+            ),
+            capture=config.cuda_graphs,
         )
         self._model_runner: ModelRunner | None = None
         self._prev_sampled: torch.Tensor | None = None
@@ -108,11 +117,11 @@ class Worker:
         The warm-up comes first, so that the kernels of that step are compiled.
         """
         config, load_plan = self.config, self.load_plan
-        warm_up(self.model, load_plan, config, self._decode)
+        warm_up(self.model, self.draft_model, load_plan, config, self._decode)
         if config.kv_cache_memory_bytes is not None:
             return plan_caches(load_plan, config)
         started = time.monotonic()
-        peak = measure_peak(self.model, load_plan, config)
+        peak = measure_peak(self.model, self.draft_model, load_plan, config)
         log.info("measured the largest step in %.1f s", time.monotonic() - started)
         return plan_device(load_plan, config, self._free, peak, self._ranks.min)
 
@@ -120,10 +129,12 @@ class Worker:
         """Make the caches."""
         load_plan, device = self.load_plan, self._device
         started = time.monotonic()
-        arena = Arena(memory, len(load_plan.specs), load_plan.shares, device)
+        arena = Arena(memory, load_plan.num_layers, load_plan.shares, device)
         groups = [entry.group for entry in memory.groups]
         self._model_runner = ModelRunner(
-            self.model, load_plan.specs, groups, arena, load_plan.shares, device, self._decode
+            *(self.model, load_plan.specs, groups, arena, load_plan.shares, device, self._decode),
+            verify=load_plan.max_drafts > 0,
+            draft_model=self.draft_model,
         )
         static = 0 if self._model_runner.buffers is None else self._model_runner.buffers.bytes
         seconds = time.monotonic() - started
@@ -143,30 +154,41 @@ class Worker:
     def follow(self, packed: PackedStep) -> None:
         """Run a step on a rank other than 0, and keep the tokens that come of it where the next step may need them."""
         out, facts = self.model_runner.run(packed, self._prev_sampled), StepFacts.read(packed)
-        if facts.sampled and facts.greedy:
-            self._prev_sampled = out
+        if facts.passes:
+            return
+        sampled = out if facts.greedy else torch.empty(facts.sampled, dtype=torch.int64, device=self._device)
+        if facts.sampled and not facts.greedy:
+            self.share_sampled(sampled)
+        if self.draft_model is not None:
+            self.start_drafts(sampled)
         elif facts.sampled:
-            self._prev_sampled = torch.empty(facts.sampled, dtype=torch.int64, device=self._device)
-            self.share_sampled(self._prev_sampled)
+            self._prev_sampled = sampled
 
     def share_sampled(self, token_ids: torch.Tensor) -> None:
         """Make `token_ids` [m] those of rank 0 on every rank."""
         self.load_plan.build.parallel.broadcast(token_ids)
 
+    def pack_chain(self, chain: DraftChain) -> PackedStep:
+        """Passes of the draft model as integers for every rank."""
+        return self.model_runner.pack_chain(chain)
+
+    def start_drafts(self, sampled: torch.Tensor) -> None:
+        """The first pass of the draft model, see `ModelRunner`."""
+        self.model_runner.start_drafts(sampled)
+
     @property
     def captures(self) -> bool:
         """Whether there is a graph left to capture."""
-        return self.model_runner.graphs is not None and self.model_runner.graphs.pending
+        return self.model_runner.pending
 
     def capture_next(self) -> bool:
         """As `Executor.capture_next`, for this rank. Where one rank fails, all end capturing."""
-        graphs = self.model_runner.graphs
-        if graphs is None or not graphs.pending:
+        if not self.captures:
             # The other ranks were not asked to.
             return False
         captured = self.model_runner.capture_next()
         if not self._ranks.min(captured):
-            graphs.stop_capturing()
+            self.model_runner.stop_capturing()
         return captured
 
     def sleep(self) -> None:
@@ -179,10 +201,10 @@ class Worker:
             return
         torch.cuda.synchronize(self._device)
         arena = self.model_runner.arena
-        on_device = (one for one in tensors_of(self.model) if one.device.type == "cuda")
+        modules = [self.model] if self.draft_model is None else [self.model, self.draft_model]
+        on_device = (one for module in modules for one in tensors_of(module) if one.device.type == "cuda")
         self._sleeping = SleepingMemory(on_device, arena.tensors())
-        if self.model_runner.graphs is not None:
-            self.model_runner.graphs.reset()
+        self.model_runner.reset_graphs()
         torch.cuda.empty_cache()
         log.info("asleep: %.2f GB of the GPU are free again", self._sleeping.bytes / 1e9)
 
@@ -197,7 +219,7 @@ class Worker:
         """Let go of the model and its memory."""
         if self._model_runner is not None:
             self._model_runner.close()
-        del self._model_runner, self.model
+        del self._model_runner, self.model, self.draft_model
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

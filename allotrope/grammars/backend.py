@@ -40,6 +40,9 @@ class Matcher(Protocol):
     def takes_bytes(self, data: bytes) -> bool:
         """Go on by bytes that are a part of a token. Returns whether the grammar allows them."""
 
+    def fork(self) -> Matcher:
+        """A matcher at the same place, which goes on by itself."""
+
 
 class CompiledGrammar(Protocol):
     """A grammar that any number of outputs may follow at once."""

@@ -59,6 +59,14 @@ class Constraint:
             self._failure = f"its grammar cannot be followed further: {self.matcher.error}"
         return self._failure
 
+    def after(self, token: int) -> Constraint:
+        """What holds behind a draft token; one that the grammar does not allow is its `failure`."""
+        other = Constraint(self.of, self.matcher.fork())
+        other._seen, other._failure = self._seen, self._failure
+        if not (other.ended or other.failure):
+            other.take(token)
+        return other
+
     def take(self, token: int) -> None:
         """Go on by the chosen token; one that the grammar does not allow is a `failure`."""
         try:

@@ -123,6 +123,11 @@ class LLGuidanceMatcher:
         pieces = self._tokenizer.tokenize_bytes(data)
         return self._tokenizer.decode_bytes(pieces) == data and self.inner.consume_tokens(pieces)
 
+    def fork(self) -> LLGuidanceMatcher:
+        other = LLGuidanceMatcher(self.inner.deep_copy(), self._tokenizer, self._eos_ids)
+        other.ended = self.ended
+        return other
+
 
 def _unforced(source: str) -> str:
     """`source`, in which text that can be only one is spelled by the model in whatever tokens it likes.

@@ -115,6 +115,11 @@ class XGrammarMatcher:
     def takes_bytes(self, data: bytes) -> bool:
         return bool(self.inner.accept_string(data))
 
+    def fork(self) -> XGrammarMatcher:
+        other = XGrammarMatcher(self.inner.fork(), self._eos_ids)
+        other.ended, other.complete, other.error = self.ended, self.complete, self.error
+        return other
+
     def see(self, mask: Any) -> None:
         """Read off a filled mask whether only an end may follow."""
         places = [int(place) for place in mask.nonzero()[0][: len(self._eos_ids) + 1]]

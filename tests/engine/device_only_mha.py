@@ -67,13 +67,16 @@ def static(running: Engine, size: int) -> ModelRunner:
 
 
 def on_buffers(running: Engine, size: int, backend: Callable[[Any], AttentionBackend]) -> ModelRunner:
-    """As `static`, each layer attended to by the `backend` of its spec."""
+    """As `static`, each layer attended to by the `backend` of its spec, those of a draft model too."""
     worker: Any = running._executor.worker  # type: ignore[attr-defined]
-    for layer in worker.model.layers:
+    models = [worker.model] if worker.draft_model is None else [worker.model, worker.draft_model]
+    for layer in (layer for model in models for layer in model.layers):
         layer.mixer.backend = backend(layer.mixer.spec)
     old, load_plan = worker.model_runner, worker.load_plan
-    shape = DecodeShape(size, load_plan.max_model_len, capture=False)
+    shape = DecodeShape(size, load_plan.max_model_len, load_plan.max_num_seqs, load_plan.max_drafts, capture=False)
     worker.model_runner = ModelRunner(
-        worker.model, load_plan.specs, old.groups, old.arena, load_plan.shares, torch.device("cpu"), shape
+        *(worker.model, load_plan.specs, old.groups, old.arena, load_plan.shares, torch.device("cpu"), shape),
+        verify=load_plan.max_drafts > 0,
+        draft_model=worker.draft_model,
     )
     return worker.model_runner

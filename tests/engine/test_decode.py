@@ -70,11 +70,11 @@ def test_refresh_forgets_the_step_before() -> None:
     buffers = DecodeBuffers(groups, 5, 32, 8, torch.float32, CPU)
     long = [StepRow((i,), 20, [[1, 2, 3, 4, 5, 6], [], [-1] * 8 + [7, 8, 9]], [0, i + 1, 0], 1) for i in range(5)]
     short = [StepRow((3,), 4, [[9, 8], [], [1, 2, 3]], [0, 4, 0], 1, prev_sampled_index=2)]
-    long_plan, short_plan = StepPlan(tuple(long)), StepPlan(tuple(short))
-    buffers.refresh(buffers.pack(long_plan), len(long), None, buffers.size)
-    buffers.refresh(buffers.pack(short_plan), len(short), torch.tensor([5, 6, 7]), buffers.size)
+    buffers.refresh(buffers.pack(long, None), len(long), None, buffers.size)
+    buffers.refresh(buffers.pack(short, None), len(short), torch.tensor([5, 6, 7]), buffers.size)
     inputs, prev_sampled = buffers.inputs(4)
-    exact = unpack(pack(short_plan, groups, pinned=False), StepFacts.of(short_plan), groups, CPU)
+    facts = StepFacts.of(StepPlan(tuple(short)))
+    exact = unpack(pack(short, facts, groups, pinned=False), facts, groups, CPU)
     assert inputs.batch.query_lens == (1,) * 4 and inputs.batch.seq_lens == (32,) * 4
     assert inputs.batch.tensors.seq_lens.tolist() == [5, 0, 0, 0]
     assert inputs.batch.tensors.positions.tolist() == [4, 0, 0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -93,6 +94,79 @@ def test_shares_of_caches_add_up_to_the_model(name: str, tmp_path: Path) -> None
     assert rows == groups
 
 
+def recorded_collectives(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The collectives of this process from now on: their names and bytes."""
+    made: list[tuple[str, int]] = []
+
+    def recorded(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def record(x: torch.Tensor, *rest: Any, **more: Any) -> Any:
+            made.append((name, x.nbytes))
+            return collective(x, *rest, **more)
+
+        return record
+
+    for name in ("all_reduce", "gather", "broadcast"):
+        monkeypatch.setattr(dist, name, recorded(name.replace("_", "-"), getattr(dist, name)))
+    return made
+
+
+DRAFTED = [name for name in ARCHITECTURES if find_architecture({"architectures": [name]}, "").tiny_draft is not None]
+MTP = '{"method": "mtp", "num_speculative_tokens": 2, "adaptive": false}'
+
+
+def drafted(directory: Path, name: str, **options: Any) -> EngineConfig:
+    """The config of a tiny model with a draft head."""
+    tiny_draft = find_architecture({"architectures": [name]}, "").tiny_draft
+    assert tiny_draft is not None
+    return config(directory, name, tiny_draft(), **options)
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_a_draft_model_and_its_caches_are_counted(name: str, tmp_path: Path) -> None:
+    with_drafts, without = (
+        report_model(drafted(tmp_path, name, tensor_parallel_size=2, speculative_config=wanted), 1 << 30)
+        for wanted in (MTP, None)
+    )
+    ranks = with_drafts.tensor_parallel
+    assert ranks is not None
+    assert sum(one.bytes for one in ranks.weights.values()) == with_drafts.weight_bytes
+    added = with_drafts.weight_bytes - without.weight_bytes
+    assert added == with_drafts.draft_weight_bytes == ranks.weights["draft model"].bytes > 0
+    rows = Counter[str]()
+    for one in ranks.caches:
+        rows[one.group] += one.bytes
+        assert one.bytes * 2 == one.model_bytes * one.copies and 1 <= one.copies <= 2
+    assert rows == {group.label: group.row_bytes for group in with_drafts.groups}
+    before = {group.label: group.page_bytes for group in without.groups}
+    own = {group.label: group.page_bytes - group.draft_page_bytes for group in with_drafts.groups}
+    assert {label: size for label, size in own.items() if size} == before
+    assert sum(group.draft_layers for group in with_drafts.groups) >= 1
+    assert (ranks.requests, ranks.drafts, with_drafts.decode.drafts) == (3, 6, 6)
+    assert with_drafts.draft_bytes > with_drafts.draft_weight_bytes and without.model_summary().draft_bytes == 0
+    assert any(line.startswith("of these for speculative decoding: ") for line in with_drafts.lines())
+    assert not any("for speculative" in line or "drafts" in line for line in without.lines())
+
+
+def test_a_step_with_drafts_has_the_reported_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    options = {"tensor_parallel_size": 2, "max_num_seqs": 1, "threads": 1, "speculative_config": MTP}
+    wanted = drafted(tmp_path, "DeepseekV3ForCausalLM", kv_cache_memory_bytes=1 << 22, **options)
+    made = recorded_collectives(monkeypatch)
+    two = Engine(wanted)
+    try:
+        params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+        run(two, [request("one", (5,), params)])
+    finally:
+        two.close()
+    ends = [at for at, (collective, _) in enumerate(made) if collective == "broadcast"]
+    # Steps in the middle: the last ones have fewer drafts.
+    steps = [Counter(made[begin + 1 : end + 1]) for begin, end in itertools.pairwise(ends)]
+    expected = Counter[tuple[str, int]]()
+    for one in report_ranks(wanted).collectives:
+        expected[one.name, one.bytes] += one.count
+    assert steps[2] == expected
+
+
 def test_kv_heads_are_copied_where_ranks_outnumber_them(tmp_path: Path) -> None:
     """Of the tiny Llama: two layers, 4 heads of 16, 2 of keys and values, hidden size 64, 320 token ids."""
     two, four = (reported(tmp_path, "LlamaForCausalLM", ranks) for ranks in (2, 4))
@@ -172,17 +246,7 @@ def test_a_decode_step_has_the_reported_collectives(
     torch.set_num_threads(1)
     options = {"tensor_parallel_size": 2, "max_num_seqs": 1, "threads": 1, "async_scheduling": "on"}
     wanted = config(tmp_path, name, more, kv_cache_memory_bytes=1 << 22, **options)
-    made: list[tuple[str, int]] = []
-
-    def recorded(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-        def record(x: torch.Tensor, *rest: Any, **more: Any) -> Any:
-            made.append((name, x.nbytes))
-            return collective(x, *rest, **more)
-
-        return record
-
-    for name in ("all_reduce", "gather", "broadcast"):
-        monkeypatch.setattr(dist, name, recorded(name.replace("_", "-"), getattr(dist, name)))
+    made = recorded_collectives(monkeypatch)
     two = Engine(wanted)
     try:
         params = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True)

@@ -20,7 +20,7 @@ from allotrope.attention.registry import FAMILIES
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.plan_report import report_model
-from allotrope.engine.step_cost import step_cost
+from allotrope.engine.step_cost import ModelCost, step_cost
 from allotrope.layers.embedding import Embedding
 from allotrope.layers.moe import Experts
 from allotrope.layers.parallel import Parallel, placement_of
@@ -195,3 +195,33 @@ def test_the_plan_shows_a_decode_step(tmp_path: Path) -> None:
     shown = {line.split()[0] for line in lines[at + 2 : -1]}
     assert shown == {"mha", "experts", "dense", "head", "rest", "all"} and lines[-1] == "fits"
     assert report.as_json()["decode"]["classes"]["head"] == {"bytes": 4 * HEAD, "flops": 2 * 4 * HEAD, "fp8": 0}
+
+
+def test_drafts_of_a_request_read_its_caches_once(tmp_path: Path) -> None:
+    ngram = '{"method": "ngram", "num_speculative_tokens": 3}'
+    cost = ModelCost(drawn(tmp_path, "Qwen3NextForCausalLM", speculative_config=ngram))
+    found = cost.drafted(50, (3, 0))
+    assert found == cost((4, 1), (53, 50), 5) and "draft" not in found
+    assert found["head"].flops == 5 * 2 * HEAD
+    # Two states are read and written, not five.
+    assert found["gdn"].bytes < cost((1,) * 5, (50, 51, 52, 53, 50))["gdn"].bytes / 2
+
+
+def test_a_draft_model_costs_its_passes(tmp_path: Path) -> None:
+    tiny_draft = find_architecture({"architectures": ["MiMoV2FlashForCausalLM"]}, "").tiny_draft
+    assert tiny_draft is not None
+    mtp = '{"method": "mtp", "num_speculative_tokens": 3}'
+    load_plan = drawn(tmp_path, "MiMoV2FlashForCausalLM", tiny_draft(), speculative_config=mtp)
+    cost, model = ModelCost(load_plan), load_plan.meta_model()
+    draft = load_plan.meta_draft(model)
+    assert draft is not None
+    weights = sum(parameter.nbytes for parameter in draft.parameters())
+    head = sum(parameter.nbytes for parameter in model.head.parameters())
+    one, two, three = (cost.drafted(40, (count,))["draft"] for count in (1, 2, 3))
+    (spec,) = load_plan.draft_specs
+    attention = [FAMILIES[spec.family].cost(spec, lengths(*lens)).bytes for lens in (([2], [41]), ([1], [41]))]
+    # In `lengths`, an activation has two bytes, and four here.
+    assert abs(one.bytes - weights - head - attention[0]) <= attention[0]
+    # Another draft of a lone request is one more pass: all weights again, and the head.
+    assert weights + head < two.bytes - one.bytes < weights + head + 2 * attention[1] + 4096
+    assert three.flops > two.flops > one.flops

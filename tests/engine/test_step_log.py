@@ -18,7 +18,7 @@ from allotrope.attention.cost import StepCost
 from allotrope.config import EngineConfig
 from allotrope.engine import step_log
 from allotrope.engine.load_plan import resolve_load_plan
-from allotrope.engine.step_cost import step_cost
+from allotrope.engine.step_cost import ModelCost, step_cost
 from allotrope.errors import ConfigError
 
 LENGTHS = (3, 11)
@@ -55,6 +55,22 @@ def test_every_step_is_told(tiny: TinyCheckpoint, scheduling: str, caplog: pytes
     load_plan = resolve_load_plan(EngineConfig(model=str(tiny.directory), dtype="float32"))
     work = step_cost(load_plan, LENGTHS, LENGTHS)
     assert told[0][5].startswith(", ".join(f"{kind} {_numbers(one)}" for kind, one in work.items()) + ": ")
+
+
+def test_drafts_are_tokens_of_their_request(tiny: TinyCheckpoint, caplog: pytest.LogCaptureFixture) -> None:
+    drafts = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "adaptive": false}'
+    asked = [request(str(i), (7, 8, 9) * 4) for i in range(2)]
+    with caplog.at_level(logging.INFO, "allotrope.engine"):
+        run(engine(tiny.directory, speculative_config=drafts, step_log_seconds=0), asked)
+    told = lines(caplog)
+    verified = next(one for one in told if one[0] == "a decode step" and one[1] == "6")
+    # Two requests see 12 tokens of the prompt or more, the first sampled token, and two drafts.
+    assert verified[2] == "2" and int(verified[3]) >= 2 * (12 + 1 + 2)
+    assert int(verified[3]) < 3 * (12 + 1)
+    load_plan = resolve_load_plan(EngineConfig(model=str(tiny.directory), dtype="float32"))
+    seen = int(verified[3]) // 2
+    work = ModelCost(load_plan)((3, 3), (seen, seen), 6)
+    assert verified[5].startswith(", ".join(f"{kind} {_numbers(one)}" for kind, one in work.items()) + ": ")
 
 
 def _numbers(work: StepCost) -> str:

@@ -57,8 +57,12 @@ def test_one_plan_a_step_and_kind(name: str, tmp_path: Path) -> None:
     recorder, model_runner = Recorder(), running._executor.worker.model_runner  # type: ignore[attr-defined]
     for layer in model_runner.model.layers:
         layer.mixer.backend = recorder.before(layer.mixer.backend)
-    model_runner._layers = [(spec, layer.mixer.backend, homes) for (spec, _, homes), layer in _paired(model_runner)]
-    kinds = [(spec, tuple(homes.items())) for spec, _, homes in model_runner._layers]
+    layers = model_runner._layers
+    layers._layers = [
+        (spec, layer.mixer.backend, group_ids, caches)
+        for (spec, _, group_ids, caches), layer in zip(layers._layers, model_runner.model.layers, strict=True)
+    ]
+    kinds = [(spec, tuple(group_ids.items())) for spec, _, group_ids, _ in layers._layers]
     for i, ids in enumerate(prompts((3, 40, 1))):
         running.add(request(f"r{i}", ids, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)))
     steps = 0
@@ -74,7 +78,3 @@ def test_one_plan_a_step_and_kind(name: str, tmp_path: Path) -> None:
             assert any(plan is one for one in recorder.made)
             assert first.setdefault(kind, plan) is plan
     assert steps > 3
-
-
-def _paired(model_runner: Any) -> Any:
-    return zip(model_runner._layers, model_runner.model.layers, strict=True)

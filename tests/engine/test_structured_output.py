@@ -44,10 +44,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="module", params=["off", "on"])
+@pytest.fixture(scope="module", params=["off", "on", "drafts"])
 def llm(request: pytest.FixtureRequest, model: Path) -> Iterator[LLM]:
-    """Steps that run one after the other, and steps launched before the tokens of the one before are read."""
-    loaded = LLM(str(model), load_format="dummy", dtype="float32", async_scheduling=request.param, max_num_seqs=16)
+    """Steps that run one after the other, steps launched before the tokens of the one before are read, and steps that
+    verify drafts."""
+    options: dict[str, Any] = {"async_scheduling": request.param}
+    if request.param == "drafts":
+        lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 2, "adaptive": False}
+        options = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, **lookup}}
+    loaded = LLM(str(model), load_format="dummy", dtype="float32", max_num_seqs=16, **options)
     yield loaded
     loaded.close()
 
@@ -162,14 +167,12 @@ def test_other_rows_of_the_step_are_as_alone(llm: LLM) -> None:
     assert held[1].token_ids == alone
 
 
-def test_both_schedules_choose_the_same_tokens(model: Path) -> None:
+def test_tokens_are_those_of_steps_one_after_the_other(model: Path, llm: LLM) -> None:
     params = [replace(HELD, seed=seed) for seed in range(4)] + [SamplingParams(seed=9, max_tokens=20)]
-    found = []
-    for schedule in ("off", "on"):
-        llm = LLM(str(model), load_format="dummy", dtype="float32", async_scheduling=schedule)
-        found.append([one.token_ids for one in answers(llm, *params)])
-        llm.close()
-    assert found[0] == found[1]
+    plain = LLM(str(model), load_format="dummy", dtype="float32", async_scheduling="off")
+    want = [one.token_ids for one in answers(plain, *params)]
+    plain.close()
+    assert [one.token_ids for one in answers(llm, *params)] == want
 
 
 def small(model: Path, **options: Any) -> Engine:

@@ -78,7 +78,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def warmed_up(running: Engine, decode: DecodeShape | None = None) -> None:
     worker: Any = running._executor.worker  # type: ignore[attr-defined]
-    warm_up(worker.model, worker.load_plan, worker.config, decode)
+    warm_up(worker.model, worker.draft_model, worker.load_plan, worker.config, decode)
 
 
 def assert_untouched(running: Engine) -> None:
@@ -144,7 +144,7 @@ def test_static_steps_are_warmed_up_on_buffers_of_their_own(tmp_path: Path, here
     tokens = run(plain, ASKED)
     running = engine(model, **OPTIONS)
     model_runner = static(running, 5)
-    warmed_up(running, DecodeShape(5, 96, capture=False))
+    warmed_up(running, DecodeShape(5, 96, 5, 0, capture=False))
     assert model_runner.graphs is not None and model_runner.buffers is not None
     assert (model_runner.graphs.eager, model_runner.graphs.replays) == (0, 0)
     assert not model_runner.buffers._heads.any() and not model_runner.buffers.hidden.any()

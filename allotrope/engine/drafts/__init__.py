@@ -1,0 +1,1 @@
+"""Where drafts come from without weights, how many are worth verifying, and how many were accepted."""
