@@ -133,12 +133,20 @@ class OpenAIAnswer:
         if lost:
             # OpenAI has no such field. It says why cached tokens were computed again.
             details["cache_lost_tokens"] = dict(lost)
-        return {
+        usage: Json = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": details,
         }
+        drafted = sum(generation.draft_tokens for generation in self._generations)
+        if drafted:
+            accepted = sum(generation.accepted_tokens for generation in self._generations)
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            }
+        return usage
 
 
 class CompletionAnswer(OpenAIAnswer):

@@ -76,7 +76,9 @@ class ChatAnswer(OpenAIAnswer):
 
     def usage(self) -> Json:
         """Tokens of prompts and answers so far."""
-        return super().usage() | {"completion_tokens_details": {"reasoning_tokens": self._stream.reasoning_tokens}}
+        usage = super().usage()
+        details = {"reasoning_tokens": self._stream.reasoning_tokens} | usage.get("completion_tokens_details", {})
+        return usage | {"completion_tokens_details": details}
 
     def _event(self, index: int, event: MessageEvent) -> Json:
         """The `delta` of one event."""

@@ -66,7 +66,8 @@ class Generation:
     `max_tokens=0`, so the one token that the engine generates is dropped. `keeps_end_token`: an end-of-sequence token
     is part of the text, for a parser to which it means something. `textless`: ids that add no text. `first_index`:
     index of the first sequence in an answer that covers several prompts. Arriving outputs fill `cached_tokens`,
-    `cache_lost`, `prompt_logprobs` and `completion_tokens`.
+    `cache_lost`, `prompt_logprobs`, `completion_tokens`, and the `draft_tokens` and `accepted_tokens` of speculative
+    decoding.
     """
 
     def __init__(
@@ -85,6 +86,8 @@ class Generation:
         self.first_index = first_index
         self.cached_tokens = 0
         self.cache_lost: dict[str, int] = {}
+        self.draft_tokens = 0
+        self.accepted_tokens = 0
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._echo = echo
         self._no_new_tokens = no_new_tokens
@@ -142,7 +145,11 @@ class Generation:
         if output.finish_reason in ("error", "abort"):
             raise GenerationFailed(output.error or "the engine dropped this request")
         deltas = self._begin(output) if not self._started else []
+        before = self._completion_tokens
         delta = self._advance(sequence, output)
+        self.draft_tokens += output.num_draft_tokens
+        # Accepted drafts come first; tokens behind a stop string are not of the answer.
+        self.accepted_tokens += min(output.num_accepted_tokens, self._completion_tokens - before)
         if delta.text or delta.finish_reason is not None:
             deltas.append(delta)
         else:

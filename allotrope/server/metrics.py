@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from allotrope.engine.report import EngineStats
+from allotrope.engine.report import EngineStats, SpeculationStats
 from allotrope.errors import AllotropeError
 from allotrope.request import FinishReason, Request
 
@@ -111,7 +111,9 @@ class RequestTimer:
             self._instruments.prompt_tokens.inc(len(self._request.prompt_ids))
             self._instruments.prompt_size.observe(len(self._request.prompt_ids))
         elif index in self._last:
-            self._instruments.between_tokens.observe(now - self._last[index])
+            # Tokens of one step share its time, so that the mean is that of a token.
+            for _ in range(count):
+                self._instruments.between_tokens.observe((now - self._last[index]) / count)
         self._last[index] = now
         self._response += count
         self._instruments.generation_tokens.inc(count)
@@ -158,6 +160,8 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(_PREFIX + name, help, labels=["model_name"])
             counter.add_metric(labels, value)
             yield counter
+        if stats.speculation is not None:
+            yield from self._speculation(stats.speculation)
         lost = CounterMetricFamily(
             _PREFIX + "prefix_cache_lost_tokens",
             "Prompt tokens computed again although they had been cached, by reason.",
@@ -176,6 +180,24 @@ class _EngineCollector(Collector):
             usage.add_metric([*labels, group], used / max(stats.pages_total.get(group, 0), 1))
             pages.add_metric([*labels, group], used)
         yield from (usage, pages)
+
+    def _speculation(self, stats: SpeculationStats) -> Iterator[Metric]:
+        for name, help, value in (
+            ("num_drafts", "Times that the drafts of a sequence were verified.", stats.drafts),
+            ("num_draft_tokens", "Drafted tokens that were verified.", stats.draft_tokens),
+            ("num_accepted_tokens", "Drafted tokens that were accepted.", stats.accepted_tokens),
+        ):
+            counter = CounterMetricFamily(f"{_PREFIX}spec_decode_{name}", help, labels=["model_name"])
+            counter.add_metric([self._model_name], value)
+            yield counter
+        positions = CounterMetricFamily(
+            f"{_PREFIX}spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that were accepted, by position in the draft.",
+            labels=["model_name", "position"],
+        )
+        for position, accepted in enumerate(stats.accepted_per_position):
+            positions.add_metric([self._model_name, str(position)], accepted)
+        yield positions
 
 
 class _WithAliases(Collector):

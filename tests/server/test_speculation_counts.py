@@ -1,0 +1,163 @@
+"""Outputs of several tokens, some of them drafted: usage, /metrics, and what every reader of outputs makes of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from allotrope.engine.messages import LENGTH, Stepped, pack, unpack_from_engine
+from allotrope.engine.report import EngineStats, SpeculationStats
+from allotrope.llm import RequestOutput, _Accumulator
+from allotrope.request import Request, SamplingParams, SequenceOutput, TokenLogprobs
+from allotrope.server.answers import CompletionAnswer
+from allotrope.server.chat_answer import ChatAnswer
+from allotrope.server.generation import Generation
+from allotrope.server.logprobs import Report
+from allotrope.server.message_formats import MessageFormats
+from allotrope.server.message_stream import MessageStream, PlainParser
+from allotrope.server.metrics import Metrics
+from allotrope.text.tokenizer import Tokenizer, load_tokenizer
+
+SPECULATION = SpeculationStats(drafts=5, draft_tokens=15, accepted_tokens=8, accepted_per_position=(4, 3, 1))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return load_tokenizer(str(tiny_model))
+
+
+def request(**params: Any) -> Request:
+    return Request(request_id="r", prompt_ids=(5, 6), params=SamplingParams(**params))
+
+
+def usages(tokenizer: Tokenizer, outputs: list[SequenceOutput]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The usage of a completion and of a chat answer made of `outputs`."""
+    generation = Generation(request(max_tokens=None, n=2), tokenizer)
+    stream = MessageStream(generation, PlainParser)
+    for output in outputs:
+        for delta in generation.take(output):
+            stream.take(delta)
+    return (
+        CompletionAnswer("tiny", [generation], tokenizer, Report()).usage(),
+        ChatAnswer("tiny", stream, tokenizer, Report(), MessageFormats()).usage(),
+    )
+
+
+def test_usage_tells_accepted_and_rejected_drafts(tokenizer: Tokenizer) -> None:
+    outputs = [
+        SequenceOutput("r", 0, (7,)),
+        SequenceOutput("r", 0, (8, 9, 10), num_draft_tokens=3, num_accepted_tokens=2),
+        SequenceOutput("r", 1, (8,), num_draft_tokens=3),
+        SequenceOutput("r", 0, (8, 9), "length", num_draft_tokens=1, num_accepted_tokens=1),
+    ]
+    completion, chat = usages(tokenizer, outputs)
+    counted = {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}
+    assert completion["completion_tokens"] == chat["completion_tokens"] == 7
+    assert completion["completion_tokens_details"] == counted
+    assert chat["completion_tokens_details"] == {"reasoning_tokens": 0} | counted
+
+
+def test_usage_without_speculation_has_no_such_fields(tokenizer: Tokenizer) -> None:
+    completion, chat = usages(tokenizer, [SequenceOutput("r", 0, (7,))])
+    assert "completion_tokens_details" not in completion
+    assert chat["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    found = {}
+    for family in text_string_to_metric_families(metrics.exposition().decode()):
+        for sample in family.samples:
+            found[f"{sample.name}[{sample.labels.get('position', '')}]"] = sample.value
+    return found
+
+
+def test_metrics_count_drafts_under_both_names() -> None:
+    found = samples(Metrics("tiny", lambda: EngineStats(speculation=SPECULATION), "vllm"))
+    for prefix in ("allotrope_", "vllm:"):
+        assert found[f"{prefix}spec_decode_num_drafts_total[]"] == 5
+        assert found[f"{prefix}spec_decode_num_draft_tokens_total[]"] == 15
+        assert found[f"{prefix}spec_decode_num_accepted_tokens_total[]"] == 8
+        by_position = [found[f"{prefix}spec_decode_num_accepted_tokens_per_pos_total[{i}]"] for i in range(3)]
+        assert by_position == [4, 3, 1]
+
+
+def test_metrics_without_speculation_have_no_such_names() -> None:
+    assert not [name for name in samples(Metrics("tiny", EngineStats, "vllm")) if "spec_decode" in name]
+
+
+def test_tokens_of_one_step_share_its_time() -> None:
+    metrics = Metrics("tiny", EngineStats)
+    with metrics.track(request()) as timer:
+        timer.tokens(0, 1)
+        timer.tokens(0, 4)
+        timer.tokens(0, 2)
+    found = samples(metrics)
+    assert found["allotrope_inter_token_latency_seconds_count[]"] == 6
+    assert found["allotrope_generation_tokens_total[]"] == 7
+    assert found["allotrope_time_to_first_token_seconds_count[]"] == 1
+
+
+def test_counts_cross_the_process_border() -> None:
+    output = SequenceOutput("r", 0, (1, 2), num_draft_tokens=3, num_accepted_tokens=1)
+    sent = Stepped(outputs=[output], stats=EngineStats(speculation=SPECULATION))
+    received = unpack_from_engine(pack(sent)[LENGTH.size :])
+    assert isinstance(received, Stepped)
+    assert received.outputs == [output]
+    assert received.stats.speculation == SPECULATION
+
+
+def accumulated(tokenizer: Tokenizer, params: SamplingParams, portions: list[list[int]], reason: str) -> RequestOutput:
+    accumulator = _Accumulator(Request(request_id="r", prompt_ids=(5,), params=params), tokenizer, continues_text=False)
+    for place, portion in enumerate(portions):
+        scores = tuple(TokenLogprobs(token, -1.0, 1) for token in portion)
+        last = place == len(portions) - 1
+        accumulator.take(
+            SequenceOutput(
+                "r", 0, tuple(portion), reason if last else None, logprobs=scores,  # type: ignore[arg-type]
+                num_draft_tokens=len(portion), num_accepted_tokens=len(portion) - 1,
+            )
+        )  # fmt: skip
+    return accumulator.output
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    ids=st.lists(st.integers(0, 319), min_size=1, max_size=24),
+    cuts=st.sets(st.integers(1, 23)),
+    stop=st.sampled_from([(), ("a",), ("the", "at")]),
+    include=st.booleans(),
+    min_tokens=st.sampled_from([0, 5]),
+    reason=st.sampled_from(["length", "stop"]),
+)
+def test_offline_outputs_do_not_depend_on_tokens_per_step(
+    tokenizer: Tokenizer,
+    ids: list[int],
+    cuts: set[int],
+    stop: tuple[str, ...],
+    include: bool,
+    min_tokens: int,
+    reason: str,
+) -> None:
+    params = SamplingParams(
+        stop=stop, include_stop_str_in_output=include, logprobs=1, max_tokens=None, min_tokens=min_tokens
+    )
+    edges = [0, *sorted(cut for cut in cuts if cut < len(ids)), len(ids)]
+    splits = ([ids], [ids[start:end] for start, end in pairwise(edges)], [[token] for token in ids])
+    outputs = []
+    for split in splits:
+        (completion,) = accumulated(tokenizer, params, split, reason).outputs
+        assert completion.logprobs is not None
+        assert [score.token_id for score in completion.logprobs] == completion.token_ids
+        outputs.append((completion.text, completion.token_ids, completion.finish_reason, completion.stop_reason))
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_offline_outputs_count_drafts(tokenizer: Tokenizer) -> None:
+    (completion,) = accumulated(tokenizer, SamplingParams(logprobs=1), [[1, 2, 3], [4, 5]], "length").outputs
+    assert (completion.num_draft_tokens, completion.num_accepted_tokens) == (5, 3)
