@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from plugins.hosting import hosted
 from plugins.test_fp8_rows import ASKED, COUNT, assert_refused, assert_same, ours, write
 
+from allotrope.architectures.registry import ARCHITECTURES, find_architecture
 from allotrope.errors import ModelError
 
 pytestmark = [pytest.mark.usefixtures("in_vllm"), pytest.mark.timeout(900)]
@@ -58,12 +60,51 @@ def test_parallelism_is_refused(field: str, value: int, what: str, tmp_path: Pat
     _assert_only_refused(config, what)
 
 
-def test_speculative_decoding_is_refused(tmp_path: Path) -> None:
-    """No engine is made: what vLLM imports for it breaks each later start in the same process."""
-    wanted = {"method": "ngram", "num_speculative_tokens": 2}
-    _assert_only_refused(
-        _config(write("LlamaForCausalLM", tmp_path), speculative_config=wanted), "speculative decoding"
-    )
+@pytest.mark.parametrize(
+    ("architecture", "wanted", "reason"),
+    [
+        ("Qwen3NextForCausalLM", {"method": "ngram"}, "speculative decoding with recurrent states"),
+        ("KimiLinearForCausalLM", {"method": "ngram"}, "speculative decoding with recurrent states"),
+        ("LlamaForCausalLM", {"method": "ngram_gpu"}, "speculative decoding by ngram_gpu"),
+        ("LlamaForCausalLM", {"method": "eagle3", "model": "LlamaForCausalLMEagle3"}, "speculative decoding by eagle3"),
+        ("Glm4MoeForCausalLM", {"method": "mtp"}, "Glm4MoeMTPModel is not served"),
+        ("DeepseekV3ForCausalLM", {"method": "mtp", "model": "DeepseekV3ForCausalLM"}, "the model's own checkpoint"),
+        ("GptOssForCausalLM", {"method": "draft_model", "model": "LlamaForCausalLM"}, "one block table"),
+        ("LlamaForCausalLM", {"method": "draft_model", "model": "OPTForCausalLM"}, "OPTForCausalLM is not among"),
+    ],
+)
+def test_speculation_is_refused(architecture: str, wanted: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    """No engine is made: the reason comes before the model."""
+    drafts = {"num_nextn_predict_layers": 1} if wanted["method"] == "mtp" else {}
+    path = write(architecture, tmp_path / "target", **drafts)
+    if "model" in wanted:
+        wanted = wanted | {"model": str(_write_draft(wanted["model"], tmp_path / "draft", **drafts))}
+    config = _config(path, speculative_config=wanted | {"num_speculative_tokens": 2})
+    from allotrope.plugins.vllm.model import HostedModel
+
+    with pytest.raises(ModelError) as raised:
+        HostedModel(vllm_config=config)
+    assert str(raised.value).count(reason) == 1
+
+
+def test_a_draft_head_of_another_model_is_refused(tmp_path: Path) -> None:
+    """It reads the embedding of a model of ours, which has to be there."""
+    from allotrope.plugins.vllm.draft import HostedDraft
+
+    with pytest.raises(ModelError, match="vLLM runs another one"):
+        HostedDraft(vllm_config=_config(write("DeepseekV3ForCausalLM", tmp_path)))
+
+
+def _write_draft(architecture: str, directory: Path, **changed: Any) -> Path:
+    """A small checkpoint of a model of ours; of others, a config."""
+    if architecture in ARCHITECTURES:
+        return write(architecture, directory, **changed)
+    directory.mkdir()
+    tiny = find_architecture({"architectures": ["LlamaForCausalLM"]}, str(directory)).tiny()
+    opt = {"model_type": "opt", "vocab_size": tiny["vocab_size"]}
+    config = (opt if architecture.startswith("OPT") else tiny) | {"architectures": [architecture]}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def _config(path: Path, **options: Any) -> Any:

@@ -12,6 +12,7 @@ import pytest
 
 from allotrope.architectures.registry import ARCHITECTURES
 from allotrope.plugins.vllm import contract
+from allotrope.plugins.vllm.contract import DRAFT_HEADS
 
 PLUGIN = Path(contract.__file__).parent
 CALL = """
@@ -72,7 +73,8 @@ def lines(ended: subprocess.CompletedProcess[str]) -> list[str]:
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_known_host_gets_every_architecture_by_name_only(tmp_path: Path, earlier: bool) -> None:
     ended = run(host(tmp_path, "0.25.1" if earlier else "0.32.0", earlier=earlier))
-    assert ended.stdout.split("\n")[:2] == [str(len(ARCHITECTURES)), "[] False"]
+    names = len(ARCHITECTURES) + (0 if earlier else len(DRAFT_HEADS))
+    assert ended.stdout.split("\n")[:2] == [str(names), "[] False"]
     assert not ended.stderr
 
 
@@ -131,9 +133,9 @@ def test_the_contract_lists_every_host_symbol() -> None:
                 used |= {f"{node.module}:{alias.name}" for alias in node.names}
             if isinstance(node, ast.Import):
                 assert not any(alias.name.split(".")[0] == "vllm" for alias in node.names), path
-    # Read, never named: the object that `get_forward_context` returns, and what builders are given.
+    # Read, never named: what `get_forward_context` returns, what builders are given, a config of `VllmConfig`.
     listed = {one.path for symbol in contract.SYMBOLS for one in (symbol, symbol.instead or symbol)}
-    assert listed == used | {"vllm.forward_context:ForwardContext"}
+    assert listed == used | {"vllm.forward_context:ForwardContext", "vllm.config:SpeculativeConfig"}
 
 
 def test_compat_reports_the_host(tmp_path: Path) -> None:

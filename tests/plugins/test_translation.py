@@ -47,6 +47,7 @@ class Told:
     num_actual_tokens: int = 0
     num_reqs: int = 0
     seq_lens_cpu_upper_bound: torch.Tensor | None = None
+    is_prefilling: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.query_start_loc = self.query_start_loc_cpu
@@ -150,6 +151,26 @@ def test_requests_with_one_new_token_come_first() -> None:
     assert batch.query_lens == (1, 1, 3, 2) and batch.seq_lens == (5, 1, 9, 2)
     assert order.requests.tolist() == [1, 4, 0, 3]
     assert order.tokens.tolist() == [3, 6, 0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("told_which_prefill", [False, True])
+def test_each_draft_is_a_request(told_which_prefill: bool) -> None:
+    """With the pages of its request, after the draft before. The host's lengths count rejected drafts."""
+    step = told([6, 3, 1, 2], [6, 9, 5, 8])
+    step.seq_lens_cpu_upper_bound = step.seq_lens + 2
+    if told_which_prefill:
+        step.is_prefilling = torch.tensor([True, False, False, True])
+    batch, order = arrange(step, CPU, max_drafts=2)
+    pages = rows_index(batch, order, torch.arange(1, 9).view(4, 2), torch.arange(100, 112), 8).table
+    if told_which_prefill:
+        assert batch.query_lens == (1, 1, 1, 1, 6, 2) and batch.seq_lens == (7, 8, 9, 5, 6, 8)
+        assert order.requests.tolist() == [1, 1, 1, 2, 0, 3]
+        assert order.tokens.tolist() == [6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 10, 11]
+    else:
+        assert batch.query_lens == (1, 1, 1, 1, 1, 1, 6) and batch.seq_lens == (7, 8, 9, 5, 7, 8, 6)
+        assert order.requests.tolist() == [1, 1, 1, 2, 3, 3, 0]
+        assert order.tokens.tolist() == [6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5]
+    assert pages[:3].tolist() == [[3, 4]] * 3
 
 
 def test_vllms_order_is_kept_where_it_is_ours() -> None:

@@ -48,8 +48,12 @@ def _register_models() -> None:
     from vllm.model_executor.models import ModelRegistry
 
     from allotrope.architectures.registry import ARCHITECTURES
+    from allotrope.plugins.vllm.contract import DRAFT_HEADS, serves_draft_heads
 
     # Names only: vLLM imports the module when a checkpoint asks for one of them.
     for architecture in ARCHITECTURES:
         kind = "HostedHybridModel" if architecture in STATEFUL else "HostedModel"
         ModelRegistry.register_model(architecture, f"{__name__}.model:{kind}")
+    # The target's class refuses a draft head elsewhere.
+    for name in DRAFT_HEADS if serves_draft_heads() else ():
+        ModelRegistry.register_model(name, f"{__name__}.draft:HostedDraft")

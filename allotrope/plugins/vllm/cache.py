@@ -53,12 +53,13 @@ class HostedCache(AttentionLayerBase):
     `name`: in the static forward context, with exactly one integer. `layouts`: of all caches of the model, which share
     one page size or one block table. `in_graphs`: whether all layers of the model can be captured. `views`: as the
     family reads the cache, None until vLLM has allocated it. `readers`: by name, the layers that find each other's step
-    here.
+    here. `model`: which the first of them is part of.
     """
 
     def __init__(self, name: str, layout: CacheLayout, layouts: tuple[CacheLayout, ...], in_graphs: bool) -> None:
         self.name, self.layout, self.layouts, self.in_graphs = name, layout, layouts, in_graphs
         self.readers: dict[str, Any] = {}
+        self.model: Any = None
         self.kv_cache = torch.tensor([])
 
     def get_attn_backend(self) -> type[AttentionBackend]:

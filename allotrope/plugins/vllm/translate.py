@@ -89,28 +89,72 @@ class HostBatch(Protocol):
 
 @dataclass(frozen=True)
 class Order:
-    """vLLM's requests and tokens in the order of our batch: requests with one new token first, padding left out."""
+    """vLLM's requests and tokens in the order of our batch: requests with one new token first, padding left out.
+
+    With draft tokens a request of vLLM may be several of ours, one for each of its new tokens.
+    """
 
     requests: slice | torch.Tensor
     tokens: slice | torch.Tensor
 
 
-def arrange(common: HostBatch, device: torch.device, numbers: torch.Tensor | None = None) -> tuple[BatchLayout, Order]:
-    """The step's batch. `numbers`: 0, 1, 2 and so on, which outlive the step; with them decodes are taken from vLLM's
-    tensors, so that the step can be captured, where it has no other requests; the host's integers are then bounds."""
+def arrange(
+    common: HostBatch, device: torch.device, numbers: torch.Tensor | None = None, max_drafts: int = 0
+) -> tuple[BatchLayout, Order]:
+    """The step's batch.
+
+    `numbers`: 0, 1, 2 and so on, which outlive the step; with them decodes are taken from vLLM's tensors, so that the
+    step can be captured, where it has no other requests; the host's integers are then bounds. `max_drafts`: most draft
+    tokens that vLLM verifies of a request. Requests with so few new tokens are taken apart: each token is a request
+    with the same pages and one visible token more than the one before, and is computed as plain decoding would. That is
+    right for the end of a prompt as well, but prompts are computed as without drafts where vLLM says which they are.
+    """
     if numbers is not None and common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs:
         return _static(common, device, numbers)
     starts = common.query_start_loc_cpu.tolist()
-    known = common.seq_lens_cpu_upper_bound
+    # The host's lengths count drafts that are rejected, where vLLM does not wait for the step before.
+    known = common.seq_lens_cpu_upper_bound if max_drafts == 0 else None
     seen = (common.seq_lens if known is None else known).tolist()
-    lens = [end - start for start, end in itertools.pairwise(starts)]
-    real = [b for b, n in enumerate(lens) if n > 0]
-    order = sorted(real, key=lambda b: lens[b] != 1)
-    batch = BatchLayout(tuple(lens[b] for b in order), tuple(seen[b] for b in order), device)
-    if order == list(range(len(order))):
-        return batch, Order(slice(0, len(order)), slice(0, batch.num_tokens))
-    tokens = [token for b in order for token in range(starts[b], starts[b + 1])]
-    return batch, Order(torch.tensor(order, device=device), torch.tensor(tokens, device=device))
+    told = getattr(common, "is_prefilling", None) if max_drafts else None
+    apart = (
+        [1 + max_drafts] * (len(starts) - 1)
+        if told is None
+        else [1 if prefills else 1 + max_drafts for prefills in told.tolist()]
+    )
+    parts = [
+        part for b, (start, end) in enumerate(itertools.pairwise(starts)) for part in _parts(b, start, end, apart[b])
+    ]
+    parts.sort(key=lambda part: part.end - part.start != 1)
+    seq_lens = tuple(seen[part.request] - (starts[part.request + 1] - part.end) for part in parts)
+    batch = BatchLayout(tuple(part.end - part.start for part in parts), seq_lens, device)
+    requests = [part.request for part in parts]
+    tokens = [token for part in parts for token in range(part.start, part.end)]
+    return batch, Order(_indices(requests, device), _indices(tokens, device))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tokens `start` to `end` of vLLM's step, which are one request of ours and belong to `request` of vLLM's."""
+
+    request: int
+    start: int
+    end: int
+
+
+def _parts(request: int, start: int, end: int, max_tokens: int) -> list[_Part]:
+    """One part for each token of up to `max_tokens`, else one of all."""
+    if start == end:
+        return []
+    if end - start > max_tokens:
+        return [_Part(request, start, end)]
+    return [_Part(request, token, token + 1) for token in range(start, end)]
+
+
+def _indices(numbers: list[int], device: torch.device) -> slice | torch.Tensor:
+    """A slice, which copies nothing, where `numbers` count up from 0."""
+    if numbers == list(range(len(numbers))):
+        return slice(0, len(numbers))
+    return torch.tensor(numbers, device=device)
 
 
 def _static(common: HostBatch, device: torch.device, numbers: torch.Tensor) -> tuple[BatchLayout, Order]:
