@@ -136,6 +136,8 @@ def run_mode(options: argparse.Namespace, tokenizer: str, items: Items, mode: Mo
             resolve_load_plan(dataclasses.replace(config, device="cpu", dtype="float32"), Parallel(0, 2))
         except (ConfigError, ModelError) as error:
             return Ended("refused", str(error))
+    if mode not in SETTINGS:
+        return Ended("refused", "no drafts are asked of vLLM here")
     model = str(locate(options.model))
     ended = Ended("not exercised", "no settings")
     for settings in vllm_options(options, tokenizer, mode, device):

@@ -8,6 +8,7 @@ would choose. Must not know what is right.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import time
 from collections import defaultdict
@@ -17,10 +18,15 @@ from typing import Any
 
 import torch
 
+from allotrope.architectures.registry import read_draft
+from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.config import EngineConfig
+from allotrope.engine.report import SpeculationStats
+from allotrope.errors import ModelError
 from allotrope.eval.items import Item, Items, TextChunks
 from allotrope.eval.options import ModeName
 from allotrope.llm import LLM
+from allotrope.loading.draft import draft_tensors
 from allotrope.request import SamplingParams
 from allotrope.verify.execution_modes import ALL, Bench, NotExercised, tight_settings
 
@@ -28,6 +34,8 @@ from allotrope.verify.execution_modes import ALL, Bench, NotExercised, tight_set
 _TOGETHER = 32
 # Tokens of a step in the chunked mode.
 _CHUNK = 64
+# Drafts of the speculated mode, none left out to save time: how many are made must not depend on the machine.
+_DRAFTS = {"num_speculative_tokens": 3, "adaptive": False}
 
 Log = Callable[[str], None]
 
@@ -45,7 +53,8 @@ class Answers:
     """All that one way of running the items gave.
 
     `tasks`: name to an answer for each item. `losses`: nats of every token of each chunk of text but the first, by
-    position; NaN where a token was not computed. Both lack what was not measured. `remark`: what happened.
+    position; NaN where a token was not computed. Both lack what was not measured. `drafts`: what the tasks drafted,
+    where that follows from their tokens alone. `remark`: what happened.
     """
 
     name: str
@@ -53,6 +62,7 @@ class Answers:
     losses: tuple[tuple[float, ...], ...]
     remark: str = ""
     seconds: float = 0.0
+    drafts: SpeculationStats | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,29 @@ def _tightest(config: EngineConfig, longest: int) -> dict[str, Any]:
     return tight_settings(config, longest, windows=1, reuse=True)
 
 
+def _drafting(config: EngineConfig, longest: int) -> dict[str, Any]:
+    """Drafts as the options say, else of the model's own head, else of n-grams."""
+    if config.speculative_config is not None:
+        return {"enable_prefix_caching": False}
+    method = {"method": "mtp"} if _has_head(config) else {"method": "ngram", "prompt_lookup_min": 2}
+    return {"enable_prefix_caching": False, "speculative_config": json.dumps({**method, **_DRAFTS})}
+
+
+def _has_head(config: EngineConfig) -> bool:
+    """Whether the checkpoint has a draft head of its own."""
+    checkpoint = open_checkpoint(
+        config.model, revision=config.revision, load_format=config.load_format, hf_overrides=config.hf_overrides
+    )
+    try:
+        draft = read_draft(checkpoint.config, checkpoint.source)
+        if draft is not None:
+            draft_tensors(checkpoint, draft)
+    except ModelError:
+        # Its config names a head that cannot draft, or its weights lack it.
+        return False
+    return draft is not None
+
+
 def _always(**settings: Any) -> tuple[Callable[[EngineConfig, int], dict[str, Any]], ...]:
     return (lambda config, longest: settings,)
 
@@ -99,6 +132,7 @@ MODES: dict[ModeName, Mode] = {
     "two-ranks": Mode(
         "two processes share each layer", "whole", _always(enable_prefix_caching=False, tensor_parallel_size=2)
     ),
+    "speculated": Mode("drafts of the model's own head, or of n-grams, are verified", "whole", (_drafting,)),
 }
 """By name, in the order in which they run."""
 
@@ -111,16 +145,19 @@ Losses = tuple[tuple[tuple[float, ...], ...], str]
 def ask_engine(config: EngineConfig, items: Items, name: ModeName, log: Log = lambda text: None) -> Answers:
     """Run all items in a mode. Raises NotExercised if what the mode is there to try came about in no part of them."""
     started = time.monotonic()
+    drafts: SpeculationStats | None = None
 
     def ask_tasks() -> Tasks:
+        nonlocal drafts
         log(f"{name}: tasks")
-        return _ask_tasks(config, items, name)
+        answers, remark, drafts = _ask_tasks(config, items, name)
+        return answers, remark
 
     def ask_text(text: TextChunks) -> Losses:
         log(f"{name}: text")
         return _ask_text(config, text, name)
 
-    return ask_both(items, name, started, ask_tasks, ask_text)
+    return dataclasses.replace(ask_both(items, name, started, ask_tasks, ask_text), drafts=drafts)
 
 
 def ask_both(
@@ -155,7 +192,10 @@ def ask_both(
     return Answers(name, tasks, losses, remark, time.monotonic() - started)
 
 
-def _ask_tasks(config: EngineConfig, items: Items, name: ModeName) -> Tasks:
+def _ask_tasks(
+    config: EngineConfig, items: Items, name: ModeName
+) -> tuple[dict[str, tuple[Answer, ...]], str, SpeculationStats | None]:
+    """The answers, a remark, and the drafts where they follow from the tokens alone."""
     mode = MODES[name]
     whole = dataclasses.replace(config, max_model_len=items.longest)
     for i, settings in enumerate(mode.settings):
@@ -174,7 +214,7 @@ def _ask_tasks(config: EngineConfig, items: Items, name: ModeName) -> Tasks:
 
 def _generate(
     config: EngineConfig, tasks: dict[str, tuple[Item, ...]], mode: Mode, *, squeezed: bool
-) -> tuple[dict[str, tuple[Answer, ...]], str]:
+) -> tuple[dict[str, tuple[Answer, ...]], str, SpeculationStats | None]:
     llm = LLM(**dataclasses.asdict(config))
     try:
         answers: dict[str, tuple[Answer, ...]] = {}
@@ -190,15 +230,32 @@ def _generate(
                 cached += sum(output.cached_tokens for output in outputs)
                 total += sum(len(item.ids) for item in group)
             answers[task] = tuple(found)
-        preemptions = llm.engine.stats().preemptions
+        stats = llm.engine.stats()
     finally:
         llm.close()
     if mode.twice and not cached:
         raise NotExercised("no prompt was found in the prefix cache: none has the tokens of one shared page")
-    if squeezed and not preemptions:
+    if squeezed and not stats.preemptions:
         raise NotExercised("no sequence was preempted: what this model keeps of a prompt does not grow enough")
-    reused = f"{cached} of {total} prompt tokens reused" if mode.twice else ""
-    return answers, f"{preemptions} preemptions" if squeezed else reused
+    remarks = [f"{cached} of {total} prompt tokens reused"] if mode.twice else []
+    remarks += [f"{stats.preemptions} preemptions"] if squeezed else []
+    remarks += [_drafts_remark(config, stats.speculation)] if stats.speculation else []
+    # Where memory is short, sequences get fewer drafts.
+    repeatable = _is_repeatable(config) and not squeezed
+    return answers, ", ".join(remarks), stats.speculation if repeatable else None
+
+
+def _drafts_remark(config: EngineConfig, drafts: SpeculationStats) -> str:
+    wanted = config.speculation
+    assert wanted is not None
+    length = f", acceptance length {1 + drafts.accepted_tokens / drafts.drafts:.2f}" if drafts.drafts else ""
+    return f"{drafts.accepted_tokens} of {drafts.draft_tokens} drafts of {wanted.method} accepted{length}"
+
+
+def _is_repeatable(config: EngineConfig) -> bool:
+    """Whether drafts follow from a request's tokens alone: adaptive ones depend on time, and suffixes on the others."""
+    wanted = config.speculation
+    return wanted is not None and not wanted.adaptive and not wanted.is_synthetic and wanted.method != "suffix"
 
 
 def _params(item: Item) -> SamplingParams:
@@ -208,6 +265,8 @@ def _params(item: Item) -> SamplingParams:
 def _ask_text(config: EngineConfig, text: TextChunks, name: ModeName) -> Losses:
     if name == "two-ranks":
         config = dataclasses.replace(config, tensor_parallel_size=2)
+    if name == "speculated":
+        config = dataclasses.replace(config, **_drafting(config, 0))
     recorder = LossRecorder(text)
     remark = ALL[MODES[name].like].run(Bench(config, text.chunks, thorough=True), recorder)
     return tuple(tuple(losses.tolist()) for losses in recorder.losses.values()), remark

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from allotrope.engine.report import SpeculationStats
 from allotrope.eval.answers import Answers
-from allotrope.eval.intervals import Estimate, ratio, wilson
+from allotrope.eval.intervals import Estimate, mean, ratio, wilson
 from allotrope.eval.items import Item, Items, TextChunks
 from allotrope.eval.tasks import Mark, mark
 
@@ -18,11 +19,12 @@ DISTANCES = (0, 64, 256, 1024, 4096, 16384, 65536)
 RESIDUES = 64
 # Of these residues alone, each has enough items for an interval that says something.
 FOLDED = 4
+LENGTH_UNIT = "tokens a step"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """`name`: such as "recall, distance 64-255". `unit`: "share", or that of the text."""
+    """`name`: such as "recall, distance 64-255". `unit`: "share", that of the text, or of acceptance lengths."""
 
     name: str
     unit: str
@@ -123,6 +125,9 @@ def measure(items: Items, answers: Answers) -> Measured:
             figures.append(_share(f"{task}, valid", valid, range(len(valid))))
         if task == "recall":
             residues = _residues(asked, marks)
+    # A single draft has no interval.
+    if answers.drafts is not None and answers.drafts.drafts > 1:
+        figures += _draft_figures(answers.drafts)
     texts = {task: tuple(answer.text for answer in given) for task, given in answers.tasks.items()}
     return Measured(answers.name, tuple(figures), texts, residues, remark, answers.seconds)
 
@@ -135,6 +140,20 @@ def _text_figure(text: TextChunks, losses: Sequence[Sequence[float]]) -> Figure:
 
 def _share(name: str, marks: Sequence[Mark], chosen: Sequence[int]) -> Figure:
     return Figure(name, "share", wilson(sum(marks[i].exact for i in chosen), len(chosen)))
+
+
+def _draft_figures(drafts: SpeculationStats) -> list[Figure]:
+    """The mean of tokens that a sequence gets where its drafts are verified, and by position in the draft, the share
+    that is accepted of those whose former one is: each pass of a draft model has a figure of its own."""
+    still = (drafts.drafts, *drafts.accepted_per_position)
+    ended = [still[i] - still[i + 1] for i in range(len(still) - 1)] + [still[-1]]
+    figures = [Figure("acceptance length", LENGTH_UNIT, mean({1 + i: count for i, count in enumerate(ended)}))]
+    for i, (accepted, reached) in enumerate(
+        zip(drafts.accepted_per_position, drafts.reached_per_position, strict=True)
+    ):
+        if reached:
+            figures.append(Figure(f"accepted, draft {i + 1}", "share", wilson(accepted, reached)))
+    return figures
 
 
 def _groups(task: str, items: Sequence[Item]) -> dict[str, Sequence[int]]:

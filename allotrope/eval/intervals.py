@@ -1,9 +1,9 @@
-"""95 % intervals: of a share of right answers, and of a mean over pieces of a text."""
+"""95 % intervals: of a share of right answers, of a mean over pieces of a text, and of a mean of counted values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # Standard normal deviations that 95 % of chance is within.
@@ -56,6 +56,20 @@ def ratio(totals: Sequence[float], sizes: Sequence[float]) -> Estimate:
         return Estimate(value, value, value, count)
     square = math.fsum((total - value * size) ** 2 for total, size in zip(totals, sizes, strict=True))
     half = student95(count - 1) * math.sqrt(square * count / (count - 1)) / math.fsum(sizes)
+    return Estimate(value, value - half, value + half, count)
+
+
+def mean(counts: Mapping[int, int]) -> Estimate:
+    """The mean of independent values, ± t sqrt(variance / n). `counts`: how often each value occurs.
+
+    Raises ValueError for fewer than two values.
+    """
+    count = sum(counts.values())
+    if count < 2:
+        raise ValueError(f"{count} values have no interval; at least 2 are needed")
+    value = sum(one * times for one, times in counts.items()) / count
+    square = math.fsum(times * (one - value) ** 2 for one, times in counts.items())
+    half = student95(count - 1) * math.sqrt(square / (count - 1) / count)
     return Estimate(value, value - half, value + half, count)
 
 

@@ -10,7 +10,7 @@ from allotrope.config import option
 from allotrope.errors import ConfigError
 from allotrope.eval.tasks import TASKS
 
-ModeName = Literal["cold", "warm", "chunked", "preempted", "two-ranks"]
+ModeName = Literal["cold", "warm", "chunked", "preempted", "two-ranks", "speculated"]
 MODES: tuple[ModeName, ...] = get_args(ModeName)
 MEASURES = ("text", *TASKS)
 

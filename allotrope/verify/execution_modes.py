@@ -48,9 +48,9 @@ class Bench(Generic[SampleT]):
     @contextmanager
     def engine(self, observer: Observer, **settings: Any) -> Iterator[Engine]:
         """An engine for the longest sample, with `settings` in place of its own. Looked into, it captures no graphs:
-        their layers cannot be seen."""
+        their layers cannot be seen; and it drafts nothing: every row of a step is a token that follows."""
         if self.attach is not None:
-            settings["cuda_graphs"] = False
+            settings |= {"cuda_graphs": False, "speculative_config": None}
         config = dataclasses.replace(self.config, **{**self.fitting(), **settings})
         engine = Engine(config, observer=observer)
         try:

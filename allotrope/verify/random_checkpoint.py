@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from allotrope.architectures.registry import Architecture, read_spec
+from allotrope.architectures.registry import Architecture, read_draft, read_spec
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.checkpoint.weights import Rule
 from allotrope.engine.memory import available_memory
@@ -25,6 +25,7 @@ from allotrope.errors import ConfigError, ModelError
 from allotrope.layers.build import Build
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.parallel import Parallel, placement_of
+from allotrope.verify.random_draft import draft_head
 from allotrope.verify.transformers_model import class_and_config, quiet
 
 # Sub-models that a text does not run through are made with one layer each, under whatever name their depth has.
@@ -58,7 +59,7 @@ def write_random(config: Mapping[str, Any], directory: Path, layers: int | None,
         kept = _make(kept, directory, seed)
     (directory / "config.json").write_text(json.dumps(kept, indent=1))
     _check_or_rewrite(kept, directory, seed)
-    return remarks
+    return [*remarks, *_add_draft_head(directory, seed)]
 
 
 def first_layers(config: Mapping[str, Any], count: int) -> dict[str, Any]:
@@ -166,6 +167,27 @@ def _check_or_rewrite(config: Mapping[str, Any], directory: Path, seed: int) -> 
     for file in directory.glob("model*.safetensors*"):
         file.unlink()
     save_file(drawn, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _add_draft_head(directory: Path, seed: int) -> list[str]:
+    """Draw the tensors of the draft head that the config names. Returns a remark where they cannot be made."""
+    checkpoint = open_checkpoint(str(directory))
+    architecture, spec = read_spec(checkpoint.config, checkpoint.source)
+    draft = read_draft(checkpoint.config, checkpoint.source)
+    if draft is None:
+        return []
+    tensors = draft_head(architecture, spec, draft, checkpoint.headers())
+    if not tensors:
+        return ["no layer is like that of the draft head, which is left out"]
+    drawn = {name: draw(name, like, seed) for name, like in tensors.items()}
+    file, index = "model-draft.safetensors", directory / "model.safetensors.index.json"
+    save_file(drawn, directory / file, metadata={"format": "pt"})
+    listed: dict[str, Any] = {"weight_map": dict.fromkeys(checkpoint.headers(), "model.safetensors")}
+    if index.exists():
+        listed = json.loads(index.read_text())
+    listed["weight_map"] |= dict.fromkeys(drawn, file)
+    index.write_text(json.dumps(listed))
+    return []
 
 
 def _known_name(name: str, rules: Sequence[tuple[re.Pattern[str], str]]) -> str | None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-MODES = ("cold", "warm", "chunked", "preempted", "two-ranks")
+MODES = ("cold", "warm", "chunked", "preempted", "two-ranks", "speculated")
+
+# In place of a mode: what became of the whole run.
+ALL_MODES = "all"
 
 
 def cells_of(place: dict[str, str], report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -29,6 +32,7 @@ def cells_of(place: dict[str, str], report: dict[str, Any]) -> list[dict[str, An
                 "state": "red" if outside else "green",
                 "text": figures.get("text"),
                 "recall": figures.get("recall"),
+                "acceptance_length": figures.get("acceptance length"),
                 "other_answers": sum(count for count, _ in unequal.values()),
                 "answers": sum(total for _, total in unequal.values()),
                 "outside": outside,
@@ -60,7 +64,8 @@ def reference_of(weights: str, report: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """`new` in place of what `old` has of the same cells. Cells of other weights of a model are dropped."""
+    """`new` in place of what `old` has of the same cells. Cells of other weights of a model are dropped, and those of
+    all modes of a run that failed as a whole."""
     references = old.get("references", {}) | new["references"]
     for name, one in new["references"].items():
         # A run without Transformers says nothing against an earlier one with it.
@@ -71,13 +76,20 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     def key(cell: dict[str, Any]) -> tuple[str, ...]:
         return cell["model"], cell["host"], cell["device"], cell["dtype"]
 
-    done = {key(cell) for cell in new["cells"]}
+    done: dict[tuple[str, ...], set[str]] = {}
+    for cell in new["cells"]:
+        done.setdefault(key(cell), {""}).add(cell["mode"] or ALL_MODES)
     kept = [
         cell
         for cell in old.get("cells", [])
-        if key(cell) not in done and cell["weights"] == references[cell["model"]]["weights"]
+        if not {cell["mode"], ALL_MODES} & done.get(key(cell), set())
+        and cell["weights"] == references[cell["model"]]["weights"]
     ]
-    runs = [one for one in old.get("runs", []) if one["place"] != new["runs"][0]["place"]] + new["runs"]
+    (run,) = new["runs"]
+    runs = [
+        one for one in old.get("runs", []) if one["place"] != run["place"] or not set(one["modes"]) <= set(run["modes"])
+    ]
+    runs.append(run)
     return {
         "references": dict(sorted(references.items())),
         # Stable: dtypes and modes stay in the order in which they ran.
@@ -151,14 +163,17 @@ def _interval(figure: dict[str, Any], digits: int) -> str:
 
 
 def shown_cell(cell: dict[str, Any] | None) -> str:
-    """Bits per byte and recall; a red one says which figures are outside."""
+    """Bits per byte and recall, and where drafts are verified the acceptance length; a red one says which figures are
+    outside."""
     if cell is None or cell["state"] == "not exercised":
         return "–"
     if "text" not in cell:
         return "**red**: failed"
     text = "–" if cell["text"] is None else f"{cell['text']:.4f}"
     recall = "–" if cell["recall"] is None else f"{cell['recall']:.3f}"
-    return f"{text}, {recall}" + "".join(f"; **red**: {_outside(one)}" for one in cell["outside"])
+    length = cell.get("acceptance_length")
+    accepted = "" if length is None else f", {length:.2f} tokens a step"
+    return f"{text}, {recall}{accepted}" + "".join(f"; **red**: {_outside(one)}" for one in cell["outside"])
 
 
 def _outside(one: dict[str, Any]) -> str:

@@ -109,6 +109,28 @@ def test_two_ranks_answer_as_one(windowed: TinyCheckpoint, text: Path) -> None:
     assert lines[-1] == "INSIDE: all 2 figures are in the 95 % interval of cold"
 
 
+def test_drafts_change_no_answer(windowed: TinyCheckpoint, text: Path, tmp_path: Path) -> None:
+    document = tmp_path / "found.json"
+    options = ("--text", text, "--tasks", "text,copy", "--modes", "cold,speculated", "--json", document)
+    done = command(windowed.directory, *SMALL, *options)
+    assert done.exit_code == 0, done.stdout
+    assert "speculated: answers other than of cold: none" in done.stdout.splitlines()
+    cold, speculated = (_figures(mode) for mode in json.loads(document.read_text())["modes"])
+    assert "acceptance length" not in cold and speculated["acceptance length"]["count"] > 0
+    assert speculated["text"]["value"] == pytest.approx(cold["text"]["value"], abs=1e-4)
+    # Where drafts depend on time or memory, they are told, and held to nothing.
+    lookup = json.dumps({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "adaptive": False})
+    options = ("--tasks", "copy", "--modes", "cold,preempted", "--json", document, "--speculative-config", lookup)
+    assert command(windowed.directory, *SMALL, *options).exit_code == 0
+    cold, preempted = json.loads(document.read_text())["modes"]
+    assert "acceptance length" in _figures(cold) and "acceptance length" not in _figures(preempted)
+    assert "drafts of ngram accepted" in preempted["remark"]
+    lookup = '{"method": "ngram", "num_speculative_tokens": 2}'
+    done = command(windowed.directory, *SMALL, "--tasks", "copy", "--speculative-config", lookup)
+    assert done.exit_code == 0 and "accepted, draft" not in done.stdout
+    assert "drafts of ngram accepted" in done.stdout
+
+
 def test_the_default_text_is_on_every_machine(windowed: TinyCheckpoint) -> None:
     done = command(windowed.directory, *SMALL, "--tasks", "text")
     assert done.exit_code == 0

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from allotrope.eval.answers import Answer, Answers
+import json
+from pathlib import Path
+
+from allotrope.architectures.registry import find_architecture
+from allotrope.config import EngineConfig
+from allotrope.engine.report import SpeculationStats
+from allotrope.eval.answers import MODES, Answer, Answers
 from allotrope.eval.figures import Measured, measure
 from allotrope.eval.items import Item, Items
 from allotrope.eval.tasks import make, task_rng
@@ -79,3 +85,32 @@ def test_few_wrong_answers_are_inside_and_counted() -> None:
     assert [one.inside for one in found.differences(wanted)] == [True]
     assert found.unequal(wanted) == {"copy": (2, 100)}
     assert [one.inside for one in _answers(items, [i >= 30 for i in range(100)]).differences(wanted)] == [False]
+
+
+def test_each_draft_has_the_share_of_those_whose_former_one_was_accepted() -> None:
+    items = _items("copy", 2)
+    counts = {"accepted_per_position": (8, 4, 1), "reached_per_position": (10, 8, 3)}
+    stats = SpeculationStats(drafts=10, draft_tokens=29, accepted_tokens=13, **counts)
+    found = measure(items, Answers("made", {}, (), drafts=stats))
+    assert [_value(found, f"accepted, draft {i}") for i in (1, 2, 3)] == [(0.8, 10), (0.5, 8), (1 / 3, 3)]
+    assert _value(found, "acceptance length") == (2.3, 10)
+    counts = {"accepted_per_position": (0, 0, 0), "reached_per_position": (10, 0, 0)}
+    none = SpeculationStats(drafts=10, draft_tokens=30, **counts)
+    figures = measure(items, Answers("made", {}, (), drafts=none)).figures
+    # Of no accepted draft there is no share.
+    assert [figure.name for figure in figures] == ["acceptance length", "accepted, draft 1"]
+
+
+def test_the_speculated_mode_takes_the_models_own_head_where_there_is_one(tmp_path: Path) -> None:
+    mode = MODES["speculated"].settings[0]
+    for name, method in (("DeepseekV3ForCausalLM", "mtp"), ("MistralForCausalLM", "ngram")):
+        folder = tmp_path / name
+        folder.mkdir()
+        architecture = find_architecture({"architectures": [name]}, name)
+        tiny = architecture.tiny if architecture.tiny_draft is None else architecture.tiny_draft
+        (folder / "config.json").write_text(json.dumps(tiny()))
+        config = EngineConfig(model=str(folder), load_format="dummy")
+        assert json.loads(mode(config, 64)["speculative_config"])["method"] == method
+        # What the options ask for is not replaced.
+        asked = EngineConfig(model=str(folder), load_format="dummy", speculative_config='{"method": "suffix"}')
+        assert "speculative_config" not in mode(asked, 64)

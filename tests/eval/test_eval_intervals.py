@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from allotrope.eval.intervals import Estimate, ratio, student95, wilson
+from allotrope.eval.intervals import Estimate, mean, ratio, student95, wilson
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,15 @@ def test_equal_pieces_give_the_interval_of_a_mean() -> None:
     half = 3.182 * math.sqrt(5 / 3) / 2
     assert found.value == 2.5 and found.count == 4
     assert found.high - 2.5 == pytest.approx(half, rel=2e-2) and 2.5 - found.low == pytest.approx(half, rel=2e-2)
+
+
+def test_counted_values_give_the_interval_of_each_value_by_itself() -> None:
+    values = [1] * 7 + [2] * 4 + [4] * 3
+    found, wanted = mean({1: 7, 2: 4, 3: 0, 4: 3}), ratio(values, [1] * 14)
+    assert found.count == 14 and found.value == pytest.approx(wanted.value)
+    assert (found.low, found.high) == pytest.approx((wanted.low, wanted.high))
+    with pytest.raises(ValueError, match="1 values have no interval"):
+        mean({3: 1})
 
 
 def test_a_piece_weighs_by_its_size() -> None:

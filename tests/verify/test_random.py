@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from architectures.draft_steps import DraftSteps
 from safetensors.torch import load_file
 
+from allotrope.architectures.deepseek_v3 import tiny_deepseek_v3
 from allotrope.architectures.deepseek_v4 import tiny_deepseek_v4
 from allotrope.architectures.deepseek_v32 import tiny_deepseek_v32
 from allotrope.architectures.llama import tiny_llama
-from allotrope.architectures.registry import ARCHITECTURES
+from allotrope.architectures.qwen3_next import tiny_qwen3_next
+from allotrope.architectures.registry import ARCHITECTURES, find_architecture
 from allotrope.config import EngineConfig
 from allotrope.errors import ConfigError, ModelError
 from allotrope.verify.options import VerifyOptions
@@ -109,3 +112,36 @@ def test_what_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
     config = tiny_llama() | {"architectures": ["NoSuchForCausalLM"], "model_type": "nosuch"}
     with pytest.raises(ModelError, match="Transformers cannot make the model"):
         write_random(config, tmp_path, None, 0)
+
+
+# Every architecture whose config says in its own words that there is a draft head, or whose releases all have one.
+DRAFTING = [name for name in ARCHITECTURES if find_architecture({"architectures": [name]}, name).tiny_draft]
+
+
+@pytest.mark.parametrize("name", DRAFTING)
+def test_a_draft_head_has_random_weights_too(name: str, tmp_path: Path) -> None:
+    """We load all of it."""
+    made = find_architecture({"architectures": [name]}, name).tiny_draft
+    assert made is not None
+    remarks = write_random(made(), tmp_path, None, 0)
+    assert not any("draft head" in remark for remark in remarks)
+    running = DraftSteps(tmp_path)
+    prompt = list(range(8, 29))
+    _, features = running.target_pass(prompt[:20], 0)
+    logits = running.draft.logits(running.draft_pass(features, prompt[1:], 0))
+    assert logits.isfinite().all() and logits.std() > 0.1
+
+
+def test_a_model_with_a_draft_head_is_verified(tmp_path: Path) -> None:
+    """Transformers leaves the head alone."""
+    write_random(tiny_deepseek_v3() | {"num_nextn_predict_layers": 1}, tmp_path, None, 0)
+    assert "model.layers.3.eh_proj.weight" in weights(tmp_path)
+    report = verify(EngineConfig(model=str(tmp_path), device="cpu"), VerifyOptions())
+    assert report.passed, report.verdict()
+
+
+def test_a_draft_head_that_no_layer_is_like_is_left_out(tmp_path: Path) -> None:
+    """The first layers of Qwen3-Next are linear, and the head has full attention."""
+    remarks = write_random(tiny_qwen3_next(), tmp_path, 2, 0)
+    assert remarks == ["no layer is like that of the draft head, which is left out"]
+    assert not any(name.startswith("mtp.") for name in weights(tmp_path))
