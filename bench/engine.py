@@ -5,6 +5,7 @@
     python bench/engine.py /tmp/gpt_oss --peers vllm sglang --peer-path vllm=SITE sglang=OTHER_SITE
     python bench/engine.py /tmp/gpt_oss --tensor-parallel-size 1 2
     python bench/engine.py /tmp/gpt_oss --roofline
+    python bench/engine.py /tmp/qwen3_next --peers vllm --speculate 1 3 --accept 1.8 2.8
 
 Each engine has a process of its own, ours first; the GPUs are free again before the next one. `vllm+allotrope` is the
 peer's vLLM with our plugin, which has to be installed beside it. With several numbers of ranks each engine is measured
@@ -18,6 +19,11 @@ fewer weights are read.
 Greedy tokens and logprobs are compared first, and only reported: random weights in bf16 or FP8 part at near-ties.
 Logprobs are those of the best ids at each step of decoding a text that is forced, so that all engines see the same one;
 SGLang's are those of the prefill of that text.
+
+--speculate measures each engine once more for each number of draft tokens, beside itself without them. --accept forces
+how many tokens a step yields in the mean: random weights accept hardly a draft, and so all engines accept as many. The
+drafts come from the checkpoint's own multi-token-prediction layer (bench/random_weights.py --mtp), or from the EAGLE3
+head in --draft-model. Tokens of forced acceptance mean nothing: they are not compared.
 
 --roofline times nothing side by side: it profiles a decode step and a prefill step of ours, and holds each class of
 kernels against what it must at least move and compute at the chip's ceilings.
@@ -42,7 +48,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +60,9 @@ if __name__ == "__main__":
 from bench.engine.report import (  # noqa: E402
     HOSTED,
     OURS,
+    Column,
     Report,
-    column,
+    Speculation,
     merged,
     write_json,
     write_report,
@@ -164,19 +171,22 @@ def measure_case(worker: Worker, case: str, vocabulary: int, options: argparse.N
     # As long as what is timed: graphs of every batch size on the way are captured here.
     run("warm-up", tokens)
     run("warm-up of one", 1)
-    prefill, total, distinct = [], [], []
+    prefill, total, distinct, accepted = [], [], [], []
     for turn in range(options.runs):
         prefill.append(float(run(f"prefill {turn}", 1)["seconds"]))
         whole = run(f"total {turn}", tokens)
         total.append(float(whole["seconds"]))
         distinct.append(distinct_share(whole["ids"]))
-    return {
+        if whole["drafts"] is not None and whole["drafts"]["verified"]:
+            accepted.append(1 + whole["drafts"]["accepted"] / whole["drafts"]["verified"])
+    found = {
         "prefill_s": prefill,
         "total_s": total,
         "tpot_ms": [(t - p) / (tokens - 1) * 1e3 for p, t in zip(prefill, total, strict=True)],
         "tokens_per_s": [count * (length + tokens) / t for t in total],
         "distinct": distinct,
     }
+    return found | {"accepted": accepted} if accepted else found
 
 
 def distinct_share(ids: list[list[int]]) -> float:
@@ -192,19 +202,14 @@ def measure_engine(
     python = sys.executable if engine == OURS else of_peer(options.peer_python, engine) or sys.executable
     worker = Worker(engine, python, environment_of(engine, options), options.limit, options.verbose)
     try:
-        found.update(worker.ask(load={"directory": str(directory), "options": found["options"]}))
+        head = None if options.draft_model is None else str(options.draft_model.resolve())
+        load_options = engine_options(Column.of(name), options, head)
+        found.update(worker.ask(load={"directory": str(directory), "options": load_options}))
         worker.run(random_prompts(f"{options.seed} start", 1, START_PROMPT, vocabulary), 1)
         found["start_s"].append(time.perf_counter() - worker.began)
         print(f"{directory.name}, {name}: first token after {found['start_s'][-1]:.1f} s", flush=True)
-        for length in PARITY_PROMPTS:
-            prompts = random_prompts(f"{options.seed} parity", 1, length, vocabulary)
-            found["parity_ids"] += worker.run(prompts, PARITY_TOKENS)["ids"]
-        prompts = [random_prompts(f"{options.seed} forced", 1, length, vocabulary)[0] for length in options.forced]
-        found["forced"] = worker.ask(forced={"prompts": prompts, "tokens": PARITY_TOKENS})["logprobs"]
-        if engine == OURS:
-            # How far the company of others changes them says what a difference between engines means.
-            alone = [worker.ask(forced={"prompts": [one], "tokens": PARITY_TOKENS}) for one in prompts]
-            found["forced_alone"] = [logprobs for answer in alone for logprobs in answer["logprobs"]]
+        if Column.of(name).has_own_tokens:
+            compare_tokens(worker, vocabulary, options, found)
         if options.signal is not None:
             await_signal(options.signal, f"{directory.name}.{name.replace(' ', '_')}", worker)
         for case in options.cases:
@@ -219,6 +224,19 @@ def measure_engine(
     finally:
         worker.close()
         save()
+
+
+def compare_tokens(worker: Worker, vocabulary: int, options: argparse.Namespace, found: Report) -> None:
+    """Fill in the tokens and logprobs that are compared with those of other engines."""
+    for length in PARITY_PROMPTS:
+        prompts = random_prompts(f"{options.seed} parity", 1, length, vocabulary)
+        found["parity_ids"] += worker.run(prompts, PARITY_TOKENS)["ids"]
+    prompts = [random_prompts(f"{options.seed} forced", 1, length, vocabulary)[0] for length in options.forced]
+    found["forced"] = worker.ask(forced={"prompts": prompts, "tokens": PARITY_TOKENS})["logprobs"]
+    if found["engine"] == OURS:
+        # How far the company of others changes them says what a difference between engines means.
+        alone = [worker.ask(forced={"prompts": [one], "tokens": PARITY_TOKENS}) for one in prompts]
+        found["forced_alone"] = [logprobs for answer in alone for logprobs in answer["logprobs"]]
 
 
 def await_signal(signal: Path, name: str, worker: Worker) -> None:
@@ -252,25 +270,47 @@ def environment_of(engine: str, options: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def engine_options(engine: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
+def engine_options(column: Column, options: argparse.Namespace, draft_model: str | None) -> dict[str, Any]:
     """Arguments of the engine's class: equal limits for all of them, then what the caller wants."""
+    engine, ranks = column.engine, column.ranks
     if engine == "sglang":
         # Its own watchdog would take kernels that are compiled for a step that hangs; --limit ends the process.
         limits = {"context_length": 16384, "max_running_requests": 128, "watchdog_timeout": 3600}
         memory = {"mem_fraction_static": 0.85, "skip_tokenizer_init": True}
-        shared = {"tp_size": ranks, "disable_radix_cache": not options.prefix_caching}
-        return {**limits, **memory, **shared, **(of_peer(options.peer_options, engine) or {})}
-    shared = {
+        common = {"tp_size": ranks, "disable_radix_cache": not options.prefix_caching}
+        return {**limits, **memory, **common, **(of_peer(options.peer_options, engine) or {})}
+    shared: dict[str, Any] = {
         "max_model_len": 16384,
         "max_num_seqs": 128,
         "enable_prefix_caching": options.prefix_caching,
     }
     if ranks > 1:
         shared["tensor_parallel_size"] = ranks
+    drafts = None if column.speculation is None else speculative_config(column.speculation, draft_model)
     if engine == OURS:
+        if drafts is not None:
+            shared["speculative_config"] = drafts | {"adaptive": options.adaptive}
         return {**shared, "memory_utilization": 0.85, **options.our_options}
     own = of_peer(options.peer_options, engine) or {}
-    return {**shared, "gpu_memory_utilization": 0.85, "skip_tokenizer_init": True, **own}
+    # It counts drafts only where it keeps statistics.
+    counted = {} if drafts is None else {"speculative_config": drafts, "disable_log_stats": False}
+    return {**shared, "gpu_memory_utilization": 0.85, "skip_tokenizer_init": True, **counted, **own}
+
+
+def speculative_config(speculation: Speculation, draft_model: str | None) -> dict[str, Any]:
+    """Ours and vLLM's."""
+    drafts: dict[str, Any] = {"method": speculation.method, "num_speculative_tokens": speculation.drafts}
+    if draft_model is not None:
+        drafts["model"] = draft_model
+    if speculation.length is None:
+        return drafts
+    return drafts | {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": speculation.length}
+
+
+def speculations(method: str, drafts: Sequence[int], lengths: Sequence[float]) -> list[Speculation | None]:
+    """None, which is decoding without drafts, then every number of `drafts` with every length that it can have."""
+    pairs = itertools.product(drafts, lengths or (None,))
+    return [None, *(Speculation(method, count, length) for count, length in pairs if (length or 1) <= count + 1)]
 
 
 def of_peer(given: dict[str | None, Any], engine: str) -> Any:
@@ -381,6 +421,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--engines", nargs="+", choices=(OURS, *PEERS), help="default: ours, then --peers")
     parser.add_argument("--tensor-parallel-size", type=int, nargs="+", default=[1], help="ranks, each on a GPU")
     parser.add_argument("--forced", default="17,64,200,333", help="lengths of prompts whose logprobs are compared")
+    parser.add_argument("--speculate", type=int, nargs="+", default=[], metavar="K", help="draft tokens of a step")
+    text = "with --speculate: mean tokens of a request in a step, forced, 1 to K + 1; default: drafts that are right"
+    parser.add_argument("--accept", type=float, nargs="+", default=[], metavar="LENGTH", help=text)
+    parser.add_argument(
+        "--adaptive", action="store_true", help="with --speculate: ours drafts fewer where that is faster"
+    )
+    parser.add_argument("--draft-model", type=Path, help="with --speculate: an EAGLE3 head's directory; default: MTP")
     parser.add_argument("--prefix-caching", action="store_true", help="prefix caches on, in all of them")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds that an engine's process may take")
     parser.add_argument("--signal", type=Path, help="before its cases an engine leaves SIGNAL.NAME and awaits SIGNAL")
@@ -405,6 +452,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--tensor-parallel-size {sizes}: give different numbers of at least 1")
     if options.roofline and sizes != [1]:
         parser.error(f"--tensor-parallel-size {sizes}: --roofline measures one rank")
+    check_speculation(parser, options)
     names = [directory.name for directory in options.models]
     if len(set(names)) < len(names) or not (names or options.merge):
         parser.error(f"models {names}: give directories of different names, or files to --merge")
@@ -413,6 +461,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if options.roofline and options.prefill < 2:
         parser.error(f"--prefill {options.prefill}: give at least 2")
     return options
+
+
+def check_speculation(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with an error where the options of speculative decoding do not fit each other."""
+    drafts, lengths = options.speculate, options.accept
+    if drafts and (min(drafts) < 1 or len(set(drafts)) < len(drafts)):
+        parser.error(f"--speculate {drafts}: give different numbers of at least 1")
+    if not drafts and (lengths or options.draft_model):
+        parser.error("--accept and --draft-model need --speculate")
+    idle = [length for length in lengths if not 1 <= length <= max(drafts) + 1]
+    if idle or len(set(lengths)) < len(lengths):
+        parser.error(f"--accept {lengths}: give different lengths from 1 to {max(drafts) + 1}")
+    if drafts and ("sglang" in options.engines or options.roofline):
+        parser.error("--speculate: neither SGLang nor --roofline is measured with drafts")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -432,11 +494,15 @@ def main(arguments: list[str] | None = None) -> int:
         "models": {directory.name: describe(directory) | {"engines": {}} for directory in options.models},
     }
     for directory in options.models:
-        for ranks, engine in itertools.product(options.tensor_parallel_size, options.engines):
-            found: Report = {"engine": engine, "ranks": ranks, "options": engine_options(engine, ranks, options)}
+        head = options.draft_model
+        measured = speculations("mtp" if head is None else "eagle3", options.speculate, options.accept)
+        for ranks, speculation, engine in itertools.product(options.tensor_parallel_size, measured, options.engines):
+            column = Column(engine, ranks, speculation)
+            shown = engine_options(column, options, None if head is None else head.name)
+            found: Report = {"engine": engine, "ranks": ranks, "options": shown}
             found |= {"environment": {}, "kv_tokens": None, "start_s": [], "parity_ids": [], "forced": []}
             found |= {"cases": {}, "memory": {}, "error": "not run yet"}
-            report["models"][directory.name]["engines"][column(engine, ranks)] = found
+            report["models"][directory.name]["engines"][str(column)] = found
     reports = [json.loads(file.read_text()) for file in options.merge] + [report] * bool(options.models)
 
     def joined() -> Report:

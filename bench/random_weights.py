@@ -1,10 +1,14 @@
 """Random weights for a real config.json, quantized as the released checkpoint is, so that engines read the same files.
 
     python bench/random_weights.py bench/configs/qwen3_next_80b_fp8 /tmp/model --layers 12 --device cuda
+    python bench/random_weights.py bench/configs/qwen3_next_80b_fp8 /tmp/model --layers 12 --mtp
 
 Names and shapes are those of the released checkpoint. Sizes are such that logits are sane and tokens spread over the
 experts: matrices N(0, 1 / inputs), routers three times that, embeddings N(0, 1), tied ones a tenth of a matrix,
 norms around neutral. The same seed gives the same weights on the same kind of device.
+
+--mtp adds the multi-token-prediction layer that the release has and most engines leave out unless they draft with it.
+Its embedding and head are the model's own once more, where the release has them twice.
 
 FP8 weights are rounded by blocks, with a scale for each; 4-bit weights are uniform codes under a power of two.
 """
@@ -20,7 +24,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,16 +37,21 @@ if __name__ == "__main__":
     # The script's own folder would hide packages named as its folders are, such as `kernels`.
     sys.path[0] = str(ROOT)
 
-from allotrope.architectures.registry import Architecture, read_spec  # noqa: E402
+from allotrope.architectures.registry import Architecture, read_draft, read_spec  # noqa: E402
+from allotrope.checkpoint.checkpoint import TensorHeader  # noqa: E402
+from allotrope.checkpoint.mtp_rules import SHARED  # noqa: E402
 from allotrope.errors import AllotropeError, ConfigError, ModelError  # noqa: E402
 from allotrope.layers.model_spec import ModelSpec  # noqa: E402
 from allotrope.ops.matmul.mxfp4 import FP4_GROUP, FP4_VALUES, SCALE_BIAS  # noqa: E402
 from allotrope.verify.random_checkpoint import _known_name, _released, first_layers  # noqa: E402
+from allotrope.verify.random_draft import draft_head  # noqa: E402
 from allotrope.verify.transformers_model import class_and_config, quiet  # noqa: E402
 
 SHARD_BYTES = 4 << 30
 # What no release of these models has in FP8, named in its config or not.
-NEVER_FP8 = re.compile(r"(^|\.)(embed|embed_tokens|lm_head|head|gate|router|weights_proj)$|compressor|norm|hc_")
+NEVER_FP8 = re.compile(
+    r"(^|\.)(embed|embed_tokens|lm_head|head|gate|router|shared_expert_gate|weights_proj|fc|eh_proj)$|compressor|norm|hc_"
+)
 GATES = re.compile(r"\.(gate|router|router\.proj)\.weight$")
 # Small: scores of the best experts are close together, and a correction shall not choose the same ones for all tokens.
 CORRECTIONS = ("gate.e_score_correction_bias", "gate.bias")
@@ -55,23 +64,37 @@ DECAYS = ("A_log", "dt_bias")
 
 
 def write_checkpoint(
-    config: Mapping[str, Any], into: Path, *, layers: int | None = None, seed: int = 0, device: str = "cpu"
+    config: Mapping[str, Any],
+    into: Path,
+    *,
+    layers: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    mtp: bool = False,
 ) -> tuple[int, int]:
     """Write config.json, shards and their index into `into`. Returns how many tensors and bytes.
 
-    `layers`: keep so many of the first ones; None, all. Raises ConfigError or ModelError if that is not possible.
+    `layers`: keep so many of the first ones; None, all. `mtp`: with the multi-token-prediction layer. Raises
+    ConfigError or ModelError if that is not possible.
     """
     if any(into.glob("*.safetensors")):
         raise ConfigError(f"{into} has weights already; give an empty directory.")
     shrunk = dict(config) if layers is None else with_layers(config, layers)
-    names, spec = released_tensors({key: value for key, value in shrunk.items() if key != "quantization_config"})
+    plain = {key: value for key, value in shrunk.items() if key != "quantization_config"}
+    names, spec = released_tensors(plain)
+    head, copies = mtp_tensors(plain, names) if mtp else ({}, {})
     maker = Maker(shrunk, spec, seed, torch.device(device))
     into.mkdir(parents=True, exist_ok=True)
     shards = Shards(into)
-    for name, like in names.items():
+    for name, like in (names | head).items():
         for stored, tensor in maker.make(name, like):
             shards.add(stored, tensor)
-    (into / "config.json").write_text(json.dumps(_layers_named(shrunk, len(spec.layers)), indent=1) + "\n")
+    for copy, name in copies.items():
+        for _, tensor in maker.make(name, names[name]):
+            shards.add(copy, tensor)
+    of_head = [name for name, like in head.items() if like.dim() == 2 and not maker.quantization.covers(name, like)]
+    named = _layers_named(shrunk, len(spec.layers), [name.removesuffix(".weight") for name in of_head])
+    (into / "config.json").write_text(json.dumps(named, indent=1) + "\n")
     return shards.finish()
 
 
@@ -110,6 +133,29 @@ def released_tensors(config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], M
         tensors = _tensors_of_rules(architecture, spec, strange)
     heads = ("lm_head.weight", "head.weight") if spec.tied else ()
     return {name: like for name, like in tensors.items() if name not in heads}, spec
+
+
+def mtp_tensors(
+    config: dict[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Released names of the multi-token-prediction layer to tensors without memory, and the names of its embedding and
+    head to those of the model's own. `tensors`: of the model. Raises ConfigError where the config has no such layer.
+    """
+    architecture, spec = read_spec(config, "config")
+    draft = read_draft(config, "config")
+    if draft is None:
+        raise ConfigError("--mtp: the config names no multi-token-prediction layer.")
+    headers = {name: TensorHeader(name, tuple(like.shape), like.dtype, like.nbytes) for name, like in tensors.items()}
+    head = draft_head(architecture, spec, draft, headers)
+    if not head:
+        raise ConfigError("--mtp: no layer is like the multi-token-prediction layer; keep more with --layers.")
+    own = {rule.target: rule.source for rule in architecture.rules(spec) if rule.source in tensors}
+    copies = {
+        rule.source: own["embedding.weight" if "emb" in rule.source else "head.weight"]
+        for rule in architecture.draft_rules(spec, draft)
+        if rule.reason == SHARED
+    }
+    return head, copies
 
 
 def _transformers_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -320,15 +366,18 @@ class Shards:
         self.held, self.held_bytes = {}, 0
 
 
-def _layers_named(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """`config` with the modules that stay unquantized named one by one: not every engine reads a `*` in FP8's list."""
+def _layers_named(config: dict[str, Any], layers: int, more: Sequence[str] = ()) -> dict[str, Any]:
+    """`config` with the modules that stay unquantized named one by one: not every engine reads a `*` in FP8's list.
+
+    `more`: further ones.
+    """
     stated = config.get("quantization_config")
     if not stated or stated.get("quant_method") != "fp8" or not stated.get("modules_to_not_convert"):
         return config
     named = []
     for pattern in stated["modules_to_not_convert"]:
         named += [pattern.replace("*", str(i)) for i in range(layers)] if "*" in pattern else [pattern]
-    return config | {"quantization_config": {**stated, "modules_to_not_convert": named}}
+    return config | {"quantization_config": {**stated, "modules_to_not_convert": [*named, *more]}}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -337,6 +386,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("out", type=Path, help="directory to write, without weights so far")
     parser.add_argument("--layers", type=int, help="first layers to keep; default: all")
     parser.add_argument("--quantization", choices=("as-stated", "none"), default="as-stated")
+    parser.add_argument("--mtp", action="store_true", help="with the multi-token-prediction layer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to draw")
     options = parser.parse_args(arguments)
@@ -347,7 +397,7 @@ def main(arguments: list[str] | None = None) -> None:
     begin = time.perf_counter()
     try:
         tensors, size = write_checkpoint(
-            config, options.out, layers=options.layers, seed=options.seed, device=options.device
+            config, options.out, layers=options.layers, seed=options.seed, device=options.device, mtp=options.mtp
         )
     except AllotropeError as error:
         sys.exit(str(error))

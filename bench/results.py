@@ -21,7 +21,7 @@ if __name__ == "__main__":
     # The script's own folder would hide packages named as its folders are, such as `kernels`.
     sys.path[0] = str(ROOT)
 
-from bench import all_reduce  # noqa: E402
+from bench import agent_trace, all_reduce  # noqa: E402
 from bench.accuracy import report as accuracy_report  # noqa: E402
 from bench.cpu.report import architectures_page, peers_page  # noqa: E402
 from bench.engine import report as engine_report  # noqa: E402
@@ -33,6 +33,7 @@ RESULTS = ROOT / "bench" / "results"
 # By the beginning of a file's name.
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "accuracy": accuracy_report.page,
+    "agent_trace": agent_trace.page,
     "all_reduce": all_reduce.page,
     "cpu_architectures": architectures_page,
     "cpu_peers": peers_page,

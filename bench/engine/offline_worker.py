@@ -3,7 +3,7 @@
 Runs in the Python of the engine that it stands for: at the top it may import nothing but the standard library.
 
     {"load": {"directory": ..., "options": {...}}}     ->  {"environment": {...}, "kv_tokens": n, "forced_by": ...}
-    {"run": {"prompts": [[ids], ...], "tokens": n}}    ->  {"seconds": s, "ids": [[...], ...]}
+    {"run": {"prompts": [[ids], ...], "tokens": n}}    ->  {"seconds": s, "ids": [[...], ...], "drafts": {...} or None}
     {"forced": {"prompts": [[ids], ...], "tokens": n}} ->  {"logprobs": [[{id: logprob}, ...], ...]}
     {"memory": {}}                                     ->  {"device_used_gb": ..., "peak_reserved_gb": ...} or {}
 
@@ -18,13 +18,23 @@ import platform
 import sys
 import time
 import traceback
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Prompts = list[list[int]]
 Logprobs = dict[int, float]
 
+
+class Drafts(NamedTuple):
+    """`verified`: times that a sequence had drafts verified. `accepted`: tokens of them that were accepted."""
+
+    verified: int
+    accepted: int
+
+
 # Ids at each place of a forced text.
 TOP = 8
+# vLLM's counters of what `Drafts` has.
+VLLM_DRAFTS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
 
 
 class Engine(Protocol):
@@ -44,6 +54,10 @@ class Engine(Protocol):
     def forced(self, prompts: Prompts, tokens: int) -> list[list[Logprobs]]:
         """Logprobs of the best ids, before any were forbidden, of each of `tokens` tokens after a prompt; all of these
         are its last token again."""
+        ...
+
+    def drafts(self) -> Drafts | None:
+        """Counts of speculative decoding since the start; None where it is off."""
         ...
 
 
@@ -73,6 +87,10 @@ class Allotrope:
         found = [output.outputs[0].logprobs or () for output in self.llm.generate(prompts, params)]
         return [[{id: round(value, 4) for id, value in step.top} for step in steps] for steps in found]
 
+    def drafts(self) -> Drafts | None:
+        counts = self.llm.engine.stats().speculation
+        return None if counts is None else Drafts(counts.drafts, counts.accepted_tokens)
+
 
 class Vllm:
     forced_by = "decode"
@@ -80,6 +98,7 @@ class Vllm:
     def __init__(self, directory: str, options: dict[str, Any]) -> None:
         import vllm
 
+        self.speculates = "speculative_config" in options
         self.llm = vllm.LLM(directory, **options)
         apart = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0"
         self.version = f"{vllm.__version__}{', its engine in another process' if apart else ''}"
@@ -96,6 +115,14 @@ class Vllm:
         return [
             [{id: round(one.logprob, 4) for id, one in step.items()} for step in output.logprobs] for output in outputs
         ]
+
+    def drafts(self) -> Drafts | None:
+        counts: dict[str, int] = {}
+        # One of each name for each engine.
+        for metric in self.llm.get_metrics() if self.speculates else ():
+            if metric.name in VLLM_DRAFTS:
+                counts[metric.name] = counts.get(metric.name, 0) + metric.value
+        return Drafts(*(counts[name] for name in VLLM_DRAFTS)) if len(counts) == len(VLLM_DRAFTS) else None
 
     def _outputs(self, prompts: Prompts, wanted: list[dict[str, Any]], tokens: int) -> list[Any]:
         from vllm import SamplingParams
@@ -141,6 +168,9 @@ class Sglang:
         steps = [output["meta_info"]["input_top_logprobs"][1:] for output in outputs]
         return [[{id: round(value, 4) for value, id, _ in step} for step in one] for one in steps]
 
+    def drafts(self) -> Drafts | None:
+        return None
+
     def _outputs(self, prompts: Prompts, tokens: int, **more: Any) -> list[Any]:
         params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
         return list(self.engine.generate(input_ids=prompts, sampling_params=params, **more))
@@ -175,13 +205,16 @@ def gpu_memory() -> dict[str, float]:
 
 def run(engine: Engine, prompts: Prompts, tokens: int) -> dict[str, Any]:
     """Time one batch. Raises RuntimeError if a prompt did not get all of its tokens."""
-    begin = time.perf_counter()
+    before, begin = engine.drafts(), time.perf_counter()
     ids = engine.generate(prompts, tokens)
-    seconds = time.perf_counter() - begin
+    seconds, after = time.perf_counter() - begin, engine.drafts()
     wrong = [len(one) for one in ids if len(one) != tokens]
     if wrong or len(ids) != len(prompts):
         raise RuntimeError(f"{len(ids)} continuations of {len(prompts)} prompts, {wrong[:5]} tokens of {tokens}")
-    return {"seconds": seconds, "ids": ids}
+    drafts = None
+    if before is not None and after is not None:
+        drafts = {key: getattr(after, key) - getattr(before, key) for key in Drafts._fields}
+    return {"seconds": seconds, "ids": ids, "drafts": drafts}
 
 
 def main() -> None:

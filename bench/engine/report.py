@@ -9,6 +9,7 @@ import importlib.util
 import json
 import re
 import statistics
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ MEASURES = {
     "tpot_ms": ("TPOT ms", 2, True),
     "tokens_per_s": ("tokens/s in and out", 0, False),
     "distinct": ("distinct tokens in a step", 2, False),
+    "accepted": ("tokens of a request in a step", 2, False),
 }
 # What must be equal for two runs to be of one kind.
 SETTINGS = ("seed", "prefix_caching", "parity_tokens")
@@ -70,14 +72,52 @@ def _merged_engine(what: str, old: Report | None, new: Report) -> Report:
     )
 
 
-def column(engine: str, ranks: int) -> str:
-    """The name of an engine's column in tables: with its number of ranks, where there are several."""
-    return engine if ranks == 1 else f"{engine} TP{ranks}"
+@dataclass(frozen=True)
+class Speculation:
+    """`drafts`: most draft tokens of a request in a step. `length`: mean tokens of a request in a step, forced; None:
+    those that are right. `method`: who drafts."""
+
+    method: str
+    drafts: int
+    length: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.drafts}" + ("" if self.length is None else f"/{self.length:g}")
 
 
-def _engine_and_ranks(name: str) -> tuple[str, int]:
-    engine, _, ranks = name.partition(" TP")
-    return engine, int(ranks or 1)
+@dataclass(frozen=True)
+class Column:
+    """What a column of tables measures: an engine, on so many ranks, with drafts or without. Its text is its name."""
+
+    engine: str
+    ranks: int = 1
+    speculation: Speculation | None = None
+
+    def __str__(self) -> str:
+        ranks = "" if self.ranks == 1 else f" TP{self.ranks}"
+        return f"{self.engine}{ranks}" + ("" if self.speculation is None else f" {self.speculation}")
+
+    @classmethod
+    def of(cls, name: str) -> Column:
+        """The column with that name."""
+        found = _COLUMN.fullmatch(name)
+        assert found is not None, name
+        engine, ranks, method, drafts, length = found.groups()
+        speculation = Speculation(method, int(drafts), float(length) if length else None) if method else None
+        return cls(engine, int(ranks or 1), speculation)
+
+    @property
+    def plain(self) -> Column:
+        """The same without drafts."""
+        return replace(self, speculation=None)
+
+    @property
+    def has_own_tokens(self) -> bool:
+        """Whether its tokens are the model's: no draft is accepted that is wrong."""
+        return self.speculation is None or self.speculation.length is None
+
+
+_COLUMN = re.compile(r"(\S+?)(?: TP(\d+))?(?: (\w+) (\d+)(?:/([\d.]+))?)?")
 
 
 def summarize(report: Report) -> Report:
@@ -93,6 +133,7 @@ def summarize(report: Report) -> Report:
             "parity": {
                 other: parity(engines[own]["parity_ids"], engines[other]["parity_ids"])
                 for other, own in baselines(engines).items()
+                if Column.of(other).has_own_tokens
             },
             "apart": {who: apart(engines[own].get("forced", []), other) for who, own, other in forced(engines)},
             "ratios": {f"{one} / {base}": ratios(engines[base], engines[one]) for base, one in compared_pairs(engines)},
@@ -101,14 +142,16 @@ def summarize(report: Report) -> Report:
 
 
 def baselines(engines: Report) -> dict[str, str]:
-    """The columns that are held against one of ours: a peer against ours with as many ranks, ours with several ranks
-    against ours with one."""
+    """The columns that are held against one of ours: a peer against ours with as many ranks and drafts, ours with
+    drafts against ours without, ours with several ranks against ours with one."""
     found = {}
     for name in engines:
-        engine, ranks = _engine_and_ranks(name)
-        own = OURS if engine == OURS else column(OURS, ranks)
-        if own in engines and own != name:
-            found[name] = own
+        column = Column.of(name)
+        own = replace(column, engine=OURS)
+        if column.engine == OURS:
+            own = Column(OURS) if column.speculation is None else column.plain
+        if str(own) in engines and own != column:
+            found[name] = str(own)
     return found
 
 
@@ -116,20 +159,23 @@ def forced(engines: Report) -> list[tuple[str, str, list[list[dict[str, float]]]
     """What is held against our logprobs of the forced texts: who, which column of ours, and the logprobs; those of each
     text alone are held against those of all together."""
     found = [(name, own, engines[name].get("forced", [])) for name, own in baselines(engines).items()]
-    alone = [(name, one.get("forced_alone")) for name, one in engines.items() if _engine_and_ranks(name)[0] == OURS]
+    alone = [(name, one.get("forced_alone")) for name, one in engines.items() if Column.of(name).engine == OURS]
     return found + [(f"{name} with each text alone", name, values) for name, values in alone if values]
 
 
 def compared_pairs(engines: Report) -> list[tuple[str, str]]:
     """Which columns are compared, the one that should be faster first: ours and each peer, ours with several ranks and
-    with one, and a host with our plugin and the host as it is."""
+    with one, a host with our plugin and the host as it is, and each engine with drafts and without."""
     pairs = []
     for name, own in baselines(engines).items():
-        pairs.append((name, own) if _engine_and_ranks(name)[0] == OURS else (own, name))
+        pairs.append((name, own) if Column.of(name).engine == OURS else (own, name))
     for name in engines:
-        engine, ranks = _engine_and_ranks(name)
-        if engine == HOSTED and column("vllm", ranks) in engines:
-            pairs.append((name, column("vllm", ranks)))
+        column = Column.of(name)
+        host = str(replace(column, engine="vllm"))
+        if column.engine == HOSTED and host in engines:
+            pairs.append((name, host))
+        if column.engine != OURS and column.speculation is not None and str(column.plain) in engines:
+            pairs.append((name, str(column.plain)))
     return pairs
 
 
@@ -208,14 +254,24 @@ def page(report: Report) -> str:
         *_overview(report["models"]),
     ]
     for name, model in report["models"].items():
-        lines += ["", f"## {name}", "", f"{model['described']}", "", *_table(model), "", *_remarks(model, settings)]
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"{model['described']}",
+            "",
+            *_table(model),
+            *_speculation(model),
+            "",
+            *_remarks(model, settings),
+        ]
     lines += ["", "## Commands", "", "\n\n".join(f"`{command}`" for command in report["commands"])]
     return "\n".join(lines) + "\n"
 
 
 def _overview(models: Report) -> list[str]:
     """A row of ratios for each model and pair of engines, where there are several."""
-    pairs = [(name, pair, found) for name, model in models.items() for pair, found in model["ratios"].items() if found]
+    pairs = [(name, pair, found) for name, model in models.items() for pair, found in _plain_ratios(model) if found]
     if len(pairs) < 2:
         return []
     cases = list(dict.fromkeys(case for _, _, found in pairs for case in found if case != "start_s"))
@@ -229,8 +285,8 @@ def _overview(models: Report) -> list[str]:
 
 
 def _table(model: Report) -> list[str]:
-    engines = model["engines"]
-    shown = list(model["ratios"])
+    engines = _plain(model["engines"])
+    shown = [pair for pair, _ in _plain_ratios(model)]
     head = ["case", "", *engines, *shown]
     lines = _head(head)
     starts = {engine: found["start_s"] for engine, found in engines.items()}
@@ -243,6 +299,51 @@ def _table(model: Report) -> list[str]:
             if any(numbers.values()):
                 lines.append(_row(case, label, digits, numbers, ratio))
     return lines
+
+
+def _plain(engines: Report) -> Report:
+    """The columns without drafts."""
+    return {name: found for name, found in engines.items() if Column.of(name).speculation is None}
+
+
+def _plain_ratios(model: Report) -> list[tuple[str, Report]]:
+    names = _plain(model["engines"]).keys()
+    return [(pair, found) for pair, found in model["ratios"].items() if names >= set(pair.split(" / "))]
+
+
+def _speculation(model: Report) -> list[str]:
+    """A row for each case and kind of drafts, if any was measured: what drafts gain each engine, and ours beside it."""
+    engines = model["engines"]
+    columns = [Column.of(name) for name in engines]
+    bases = list(dict.fromkeys(column.plain for column in columns if column.speculation is not None))
+    if not bases:
+        return []
+    peers = [base for base in bases if base.engine != OURS]
+    head = ["case", "drafts"]
+    for base in bases:
+        head += [f"{base} TPOT ms", "tokens a step", "without / with"]
+    head += [f"{base} / {replace(base, engine=OURS)}" for base in peers]
+    lines = ["", *_head(head)]
+    cases = dict.fromkeys(case for found in engines.values() for case in found["cases"])
+    kinds = dict.fromkeys(column.speculation for column in columns if column.speculation is not None)
+    for case in cases:
+        for kind in kinds:
+            cells = [case, str(kind)]
+            for base in bases:
+                column = str(replace(base, speculation=kind))
+                numbers = engines.get(column, {"cases": {}})["cases"].get(case, {})
+                cells += [_spread(numbers.get("tpot_ms", []), 2), _spread(numbers.get("accepted", []), 2)]
+                cells += _times([_tpot_ratio(model, f"{base} / {column}", case)])
+            for base in peers:
+                theirs, ours = (replace(base, engine=engine, speculation=kind) for engine in (base.engine, OURS))
+                cells += _times([_tpot_ratio(model, f"{theirs} / {ours}", case)])
+            lines.append(_line(cells))
+    return lines
+
+
+def _tpot_ratio(model: Report, pair: str, case: str) -> float | None:
+    ratio: float | None = model["ratios"].get(pair, {}).get(case, {}).get("tpot_ms")
+    return ratio
 
 
 def _row(case: str, label: str, digits: int, numbers: dict[str, list[float]], ratio: list[float | None]) -> str:
@@ -377,7 +478,7 @@ def _plot(path: Path, report: Report) -> None:
     )
     for line, (name, model) in zip(grid, models.items(), strict=True):
         for axes, key in zip(line, shown, strict=True):
-            _bars(axes, model["engines"], key)
+            _bars(axes, _plain(model["engines"]), key)
             axes.set_title(f"{name}: {MEASURES[key][0]}")
     figure.text(0.01, 0.005, f"{report['date']}; commands: {path.with_suffix('.json').name}", fontsize=8)
     figure.tight_layout(rect=(0, 0.1 / (len(models) + 1), 1, 1))
@@ -387,7 +488,7 @@ def _plot(path: Path, report: Report) -> None:
 
 def _bars(axes: Any, engines: Report, key: str) -> None:
     cases = list(dict.fromkeys(case for found in engines.values() for case in found["cases"]))
-    width = 0.8 / len(engines)
+    width = 0.8 / max(len(engines), 1)
     for number, (engine, found) in enumerate(engines.items()):
         own = [case for case in cases if case in found["cases"]]
         if not own:

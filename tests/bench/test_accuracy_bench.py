@@ -34,7 +34,8 @@ def report(recall: float, *, inside: bool, baseline: bool = False) -> dict[str, 
 
 
 def run(place: str = "allotrope, cpu") -> dict[str, Any]:
-    return {"place": place, "command": "c", "seconds": 3.0, "device": "CPU", "torch": "2", "date": "2026-01-01"}
+    about = {"place": place, "modes": ["cold", "preempted"], "command": "c", "seconds": 3.0}
+    return about | {"device": "CPU", "torch": "2", "date": "2026-01-01"}
 
 
 def results(*cells: dict[str, Any], transformers: bool = False, weights: str = "abc") -> dict[str, Any]:
@@ -78,6 +79,24 @@ def test_results_of_two_machines_join() -> None:
     # A model that was trained anew has nothing left of the old one.
     other, _ = cells_of(PLACE | {"weights": "def"}, report(0.9, inside=True))
     assert len(merged(both, results(other, weights="def"))["cells"]) == 1
+
+
+def test_a_mode_joins_those_that_ran_before() -> None:
+    cold, skipped = cells_of(PLACE, report(0.9, inside=True))
+    drafted = report(0.9, inside=True)
+    drafted["modes"][0]["name"] = "speculated"
+    drafted["modes"][0]["figures"].append({"name": "acceptance length", "unit": "tokens a step", "value": 2.456})
+    drafted["unequal_answers"] = {}
+    speculated = cells_of(PLACE, drafted)[0]
+    new = results(speculated) | {"runs": [run() | {"modes": ["speculated"]}]}
+    joined = merged(results(cold, skipped), new)
+    assert [cell["mode"] for cell in joined["cells"]] == ["cold", "preempted", "speculated"]
+    assert len(joined["runs"]) == 2 and len(merged(joined, new)["cells"]) == 3
+    assert "1.5000, 0.900, 2.46 tokens a step" in page(joined)
+    # A run that failed as a whole leaves no cell of its dtype, and the next run none of its failure.
+    (died,) = cells_of(PLACE, {"failed": "ended after 900 s", "code": -1})
+    assert merged(joined, results(died))["cells"] == [died]
+    assert merged(merged(joined, results(died)), results(cold))["cells"] == [cold]
 
 
 def test_what_ran_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

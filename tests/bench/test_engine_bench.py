@@ -40,8 +40,8 @@ def engine() -> Any:
     return load_script("engine")
 
 
-def tokens(directory: Path) -> list[list[int]]:
-    llm = LLM(str(directory), device="cpu", dtype="float32", max_model_len=64, max_num_seqs=2, threads=1)
+def tokens(directory: Path, **more: Any) -> list[list[int]]:
+    llm = LLM(str(directory), device="cpu", dtype="float32", max_model_len=64, max_num_seqs=2, threads=1, **more)
     try:
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         return [output.outputs[0].token_ids for output in llm.generate([[5, 6, 7, 8], [9, 10, 11]], params)]
@@ -199,12 +199,21 @@ class LLM:
         log = pathlib.Path(__file__).with_name("vllm.json")
         log.write_text(json.dumps([options, os.environ["ALLOTROPE_VLLM"]]))
         cache = types.SimpleNamespace(num_gpu_blocks=3, block_size=16)
+        self.drafted = 0
         self.llm_engine = types.SimpleNamespace(vllm_config=types.SimpleNamespace(cache_config=cache))
 
     def generate(self, prompts, params, use_tqdm):
+        self.drafted += 1
         step = {id: types.SimpleNamespace(logprob=-id) for id in range(8)}
         made = lambda one: types.SimpleNamespace(token_ids=range(one.max_tokens), logprobs=[step] * one.max_tokens)
         return [types.SimpleNamespace(outputs=[made(one)]) for one in params]
+
+    def get_metrics(self):
+        # As its counters: of two engines, and others beside them.
+        counts = {"drafts": 2, "draft_tokens": 6, "accepted_tokens": 3}
+        counter = lambda name, value: types.SimpleNamespace(name=f"vllm:spec_decode_num_{name}", value=value)
+        found = [counter(name, each * self.drafted) for name, each in counts.items()]
+        return [*found, *found, types.SimpleNamespace(name="vllm:kv_cache_usage_perc", value=0.5)]
 
     def collective_rpc(self, what):
         return ["allotrope.plugins.vllm.model"] * 2
@@ -451,3 +460,137 @@ def test_roofline_steps_are_what_was_asked_for(engine: Any, tmp_path: Path, monk
     assert prefill.work == roofline.least(load_plan, (50,), (50,))
     with pytest.raises(RuntimeError, match=r"requests=3, of which \d decode at once"):
         roofline.profile_steps(str(tmp_path), sizes, prompts, options | {"kv_cache_memory_bytes": 61_440})
+
+
+MTP_LAYERS = [
+    (tiny("Qwen3NextForCausalLM", FP8 | KEPT), "mtp.", "mtp.layers.0.self_attn.q_proj.weight", "mtp.fc.weight"),
+    (
+        tiny("DeepseekV3ForCausalLM", FP8, num_nextn_predict_layers=1),
+        "model.layers.3.",
+        "model.layers.3.self_attn.kv_b_proj.weight",
+        "model.layers.3.eh_proj.weight",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "prefix", "stored", "plain"), MTP_LAYERS, ids=["qwen3-next", "v3"])
+def test_a_random_checkpoint_drafts(
+    config: dict[str, Any], prefix: str, stored: str, plain: str, weights: Any, tmp_path: Path
+) -> None:
+    from allotrope.checkpoint.checkpoint import open_checkpoint
+
+    weights.write_checkpoint(config, tmp_path, seed=3, mtp=True)
+    checkpoint = open_checkpoint(str(tmp_path))
+    headers = checkpoint.headers()
+    assert headers[stored].dtype == torch.float8_e4m3fn and headers[plain].dtype == torch.bfloat16
+    named = checkpoint.config["quantization_config"].get("modules_to_not_convert")
+    assert named is None or {"mtp.fc", "mtp.layers.0.mlp.gate"} <= set(named)
+    copies = {prefix + "embed_tokens.weight": "model.embed_tokens.weight"}
+    copies[prefix + "shared_head.head.weight"] = "lm_head.weight"
+    for copy, name in copies.items():
+        assert copy not in headers or torch.equal(checkpoint.read(copy), checkpoint.read(name))
+    assert set(copies) <= headers.keys() or prefix == "mtp."
+    with_drafts = tokens(tmp_path, speculative_config={"method": "mtp", "num_speculative_tokens": 2})
+    assert with_drafts == tokens(tmp_path)
+
+
+def test_a_config_without_an_mtp_layer_has_none(weights: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="names no multi-token-prediction layer"):
+        weights.write_checkpoint(tiny("LlamaForCausalLM"), tmp_path, mtp=True)
+
+
+def test_columns_are_named_and_read_back(engine: Any) -> None:
+    from bench.engine.report import Column, Speculation
+
+    for column, name in [
+        (Column("allotrope"), "allotrope"),
+        (Column("vllm+allotrope", 2), "vllm+allotrope TP2"),
+        (Column("vllm", 1, Speculation("mtp", 3)), "vllm mtp 3"),
+        (Column("vllm", 4, Speculation("eagle3", 3, 2.75)), "vllm TP4 eagle3 3/2.75"),
+    ]:
+        assert str(column) == name and Column.of(name) == column
+        assert column.has_own_tokens == ("/" not in name)
+    lengths = [(one.drafts, one.length) for one in engine.speculations("mtp", [1, 3], [1.8, 2.8])[1:]]
+    assert lengths == [(1, 1.8), (3, 1.8), (3, 2.8)]
+
+
+def test_drafts_are_compared_with_none(engine: Any, weights: Any, tmp_path: Path) -> None:
+    """Ours and vLLM, which is a package with the names and arguments that the bench uses."""
+    model, out = tmp_path / "tiny", tmp_path / "found"
+    weights.write_checkpoint(tiny("Qwen3NextForCausalLM"), model, mtp=True)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "vllm.py").write_text(VLLM)
+    small = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": 128, "max_num_seqs": 4}
+    command = [str(model), "--peers", "vllm", "--cases", "8/24/2", "--runs", "1", "--our-options", json.dumps(small)]
+    command += ["--peer-path", str(tmp_path / "site"), "--forced", "9", "--out", str(out)]
+    assert engine.main([*command, "--speculate", "1", "3", "--accept", "1.5", "3"]) == 0
+    report = json.loads(out.with_suffix(".json").read_text())
+    found = report["models"]["tiny"]["engines"]
+    kinds = ["mtp 1/1.5", "mtp 3/1.5", "mtp 3/3"]
+    names = [f"{engine} {kind}".strip() for kind in ("", *kinds) for engine in ("allotrope", "vllm")]
+    assert list(found) == names and not any(one["error"] for one in found.values())
+
+    # Equal drafts and equal acceptance in both.
+    asked = {"method": "mtp", "num_speculative_tokens": 3}
+    asked |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}
+    assert found["vllm mtp 3/3"]["options"]["speculative_config"] == asked
+    assert found["allotrope mtp 3/3"]["options"]["speculative_config"] == asked | {"adaptive": False}
+    assert found["vllm mtp 3/3"]["options"]["disable_log_stats"] is False
+    assert "disable_log_stats" not in found["vllm"]["options"]
+    for kind, length in zip(kinds, (1.5, 1.5, 3.0), strict=True):
+        ours, theirs = (found[f"{name} {kind}"]["cases"]["8/24/2"]["accepted"] for name in ("allotrope", "vllm"))
+        assert ours == [pytest.approx(length, abs=0.3)] and theirs == [2.5]
+        # Their tokens mean nothing.
+        assert found[f"allotrope {kind}"]["parity_ids"] == []
+    assert "accepted" not in found["allotrope"]["cases"]["8/24/2"]
+
+    ratios = report["models"]["tiny"]["ratios"]
+    assert {"allotrope / allotrope mtp 3/3", "vllm / vllm mtp 3/3", "vllm mtp 3/3 / allotrope mtp 3/3"} <= ratios.keys()
+    without, with_drafts = (found[name]["cases"]["8/24/2"]["tpot_ms"][0] for name in ("allotrope", "allotrope mtp 3/3"))
+    gain = ratios["allotrope / allotrope mtp 3/3"]["8/24/2"]["tpot_ms"]
+    assert gain == pytest.approx(without / with_drafts)
+    assert report["models"]["tiny"]["parity"].keys() == {"vllm"}
+    page = out.with_suffix(".md").read_text()
+    assert "| case |  | allotrope | vllm | vllm / allotrope |" in page
+    assert "| case | drafts | allotrope TPOT ms | tokens a step | without / with | vllm TPOT ms |" in page
+    (row,) = (line for line in page.splitlines() if line.startswith("| 8/24/2 | mtp 3/3 |"))
+    assert f"| {gain:.2f}× |" in row and row.count("×") == 3
+
+
+def test_drafts_that_are_right_keep_the_tokens(engine: Any, tmp_path: Path) -> None:
+    """Without --accept, and with a draft model: what the engines are asked for, and what is compared."""
+    head = tmp_path / "head"
+    options = engine.parse(["model", "--speculate", "2", "--draft-model", str(head), "--adaptive"])
+    (column,) = (engine.Column("allotrope", 1, one) for one in engine.speculations("eagle3", [2], []) if one)
+    asked = engine.engine_options(column, options, str(head))["speculative_config"]
+    assert asked == {"method": "eagle3", "num_speculative_tokens": 2, "model": str(head), "adaptive": True}
+    assert column.has_own_tokens
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--speculate", "0"], "--speculate [0]"),
+        (["--speculate", "2", "2"], "--speculate [2, 2]"),
+        (["--accept", "2"], "need --speculate"),
+        (["--draft-model", "head"], "need --speculate"),
+        (["--speculate", "2", "--accept", "3.5"], "from 1 to 3"),
+        (["--speculate", "2", "--accept", "0.5"], "from 1 to 3"),
+        (["--speculate", "2", "--peers", "sglang"], "neither SGLang"),
+        (["--speculate", "2", "--roofline"], "nor --roofline"),
+    ],
+)
+def test_options_of_drafts_are_checked(wrong: list[str], said: str, engine: Any, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as status:
+        engine.main(["model", *wrong])
+    assert status.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_released_mtp_layer_takes_no_memory_before_it_is_drawn(weights: Any) -> None:
+    config = json.loads((BENCH / "configs" / "deepseek_v4_flash" / "config.json").read_text())
+    cut = {key: value for key, value in weights.with_layers(config, 2).items() if key != "quantization_config"}
+    head, copies = weights.mtp_tensors(cut, weights.released_tensors(cut)[0])
+    assert sum(like.numel() for like in head.values()) > 6e9
+    assert all(like.untyped_storage().nbytes() <= 8 for like in head.values() if like.device.type != "meta")
+    assert copies == {"mtp.0.emb.tok_emb.weight": "embed.weight", "mtp.0.head.weight": "head.weight"}
