@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 
+from allotrope.architectures.registry import ARCHITECTURES, find_architecture
 from allotrope.commands.app import build_app
 from allotrope.commands.refusals import REFUSED
 
@@ -149,3 +150,15 @@ def test_every_command_is_in_the_command_line_page() -> None:
     text = (ROOT / "docs" / "cli.md").read_text()
     missing = [name for name in commands() if name not in ("", "bench") and f"`allotrope {name}" not in text]
     assert missing == []
+
+
+def test_the_table_of_draft_methods_is_that_of_the_registry() -> None:
+    page = (ROOT / "docs" / "speculation.md").read_text()
+    found: dict[str, tuple[str, bool, bool]] = {}
+    for row in re.findall(r"^\| .*ForC.*\|$", page, re.MULTILINE):
+        _, names, lookup, mtp, eagle3 = (cell.strip() for cell in row.strip("|").split("|"))
+        for name in re.findall(r"`(\w+)`", names):
+            assert name not in found, f"{name} stands in two rows"
+            found[name] = lookup, mtp != "–", eagle3 == "yes"
+    rows = {name: find_architecture({"architectures": [name]}, name) for name in ARCHITECTURES}
+    assert found == {name: ("yes", row.tiny_draft is not None, row.decoder.one_stream) for name, row in rows.items()}
