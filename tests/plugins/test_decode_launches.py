@@ -75,8 +75,8 @@ def test_a_decode_step_launches_what_our_own_does(
     inputs, _ = runner.buffers.inputs(3)
     with torch.inference_mode():
         # Once before: what outlives a step is made.
-        runner.model(runner._step(inputs.ids, inputs))
+        runner.model(runner._layers.step(inputs.ids, inputs, {}))
         with Launches() as own:
-            runner.model(runner._step(inputs.ids, inputs))
+            runner.model(runner._layers.step(inputs.ids, inputs, {}))
     more = Counter({"aten::sub.out": 1, "aten::clamp_": 1})
     assert len(counted.steps) >= 7 and all(step == Counter(own.names) + more for step in counted.steps)

@@ -164,15 +164,13 @@ def own_drafts(path: Path, prompt: list[int]) -> list[list[int]]:
     llm = LLM(str(path), dtype="float32", max_model_len=256, speculative_config=config)
     executor = llm.engine._executor
     draft: Any = executor.draft
-    found: list[list[int]] = [[]]
+    found: list[list[int]] = []
 
-    def record(wanted: Any) -> torch.Tensor:
-        tokens: torch.Tensor = draft(wanted)
-        found[-1] += tokens.tolist()
-        if not wanted.rows:
-            found.append([])
+    def record(chain: Any) -> torch.Tensor:
+        tokens: torch.Tensor = draft(chain)
+        found.append(tokens.tolist())
         return tokens
 
     executor.draft = record  # type: ignore[method-assign]
     llm.generate([prompt], SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True))
-    return found[:-1]
+    return found
