@@ -91,7 +91,6 @@ class DraftRunner:
             drafts = self._static.draft(packed, facts, self._first)
         else:
             inputs = unpack(packed, facts, self._groups, self._device)
-            assert inputs.prev_sampled_indices is not None
             drafts = run_chain(self.model, self._layers, self._first, inputs, facts.passes)
         # Not the static buffer itself, which a capture may overwrite.
         self._drafted = drafts.flatten().clone()

@@ -5,7 +5,7 @@ Owns who proposes them and how many. Must not know how a step verifies them.
 
 from __future__ import annotations
 
-import bisect
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
@@ -17,7 +17,7 @@ from allotrope.engine.drafts.acceptance import AcceptanceStats, SyntheticAccepta
 from allotrope.engine.drafts.lookup import make_lookup_drafter
 from allotrope.engine.drafts.policy import DraftPolicy, StepTimes, shared_out
 from allotrope.engine.executor import Executor
-from allotrope.engine.graphs import decode_sizes
+from allotrope.engine.graphs import decode_sizes, padded_size
 from allotrope.engine.in_flight import HostCopy
 from allotrope.engine.inputs import DraftChain, StepRow
 from allotrope.engine.sequence import PLACEHOLDER, Sequence
@@ -51,7 +51,7 @@ class Drafting(ABC):
         self.stats = AcceptanceStats(max_drafts, time.monotonic())
         self._forced = SyntheticAcceptance.from_config(config, seed)
         sizes = decode_sizes(max_decodes)
-        self._times = StepTimes(lambda rows: sizes[min(bisect.bisect_left(sizes, rows), len(sizes) - 1)])
+        self._times = StepTimes(functools.partial(padded_size, sizes))
         self._policy = DraftPolicy(self.stats, self._times) if config.adaptive else None
         self._seen: set[Sequence] = set()
 

@@ -32,6 +32,11 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def padded_size(sizes: Sequence[int], requests: int) -> int:
+    """The least of ascending `sizes` that holds `requests`; the largest where none does."""
+    return sizes[min(bisect.bisect_left(sizes, requests), len(sizes) - 1)]
+
+
 class DecodeGraphs:
     """Runs `body(size)` for the sizes of `decode_sizes(max_size)`: as a captured graph once there is one.
 
