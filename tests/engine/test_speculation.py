@@ -215,7 +215,7 @@ def test_drafts_are_those_of_a_head_that_reads_the_whole_sequence(name: str, hea
     (tokens,) = tokens_of(told(running, [one])).values()
     worker: Any = running._executor.worker  # type: ignore[attr-defined]
     steps = DraftSteps.of(worker.model, worker.draft_model)
-    drafted = running.head.drafted  # type: ignore[attr-defined]
+    drafted = {key: [*found] for key, found in running.head.drafted.items()}  # type: ignore[attr-defined]
     assert max(len(found) for found in drafted.values()) == 4
     for (_, count), found in drafted.items():
         steps.clear()
