@@ -13,7 +13,20 @@ from torch import nn
 
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.family import Spec
+from allotrope.layers.build import Build
+from allotrope.layers.embedding import Head
 from allotrope.layers.step import Step
+from allotrope.ops.matmul.plain import PLAIN
+
+
+def copied_head(head: Head, hidden: int, build: Build) -> Head | None:
+    """A copy of the target's `head` in the format of `build.draft_head`; None where drafts are chosen by that one.
+
+    It chooses drafts alone, so it may round. A softcap changes no order of logits and is left out.
+    """
+    if build.draft_head is PLAIN:
+        return None
+    return Head(head.vocab_size, hidden, build, tied=head, format=build.draft_head)
 
 
 class DraftModel(nn.Module, ABC):

@@ -14,7 +14,7 @@ from torch import nn
 
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder, DecoderLayer
-from allotrope.layers.draft import DraftModel
+from allotrope.layers.draft import DraftModel, copied_head
 from allotrope.layers.embedding import Embedding, Head
 from allotrope.layers.linear import Linear
 from allotrope.layers.model_spec import LayerSpec, ModelSpec
@@ -116,7 +116,9 @@ class Eagle3Model(DraftModel):
         self.norm = RMSNorm(hidden, eps, build)
         # In a tuple: the target owns the modules that it shares, and loads them.
         self.embedding = Embedding(model.vocab_size, hidden, build) if own.own_embedding else None
-        self.head = Head(own.draft_vocab_size, hidden, build, tied=None) if own.own_head else None
+        self.head: Head | None = copied_head(target.head, hidden, build)
+        if own.own_head:
+            self.head = Head(own.draft_vocab_size, hidden, build, tied=None, format=build.draft_head)
         self._embedding = (self.embedding or target.embedding,)
         self._head = (self.head or target.head,)
         self.d2t: nn.Parameter | None = None
