@@ -18,6 +18,7 @@ from allotrope.engine.inputs import DraftChain, Inputs, StepFacts, advanced, pac
 from allotrope.engine.layer_plans import LayerPlans, Plans
 from allotrope.engine.packed_step import PackedStep
 from allotrope.layers.draft import DraftModel
+from allotrope.layers.step import Step
 
 
 class DraftRunner:
@@ -62,20 +63,28 @@ class DraftRunner:
         assert self._static is not None
         self._static.features.copy_in(features)
 
-    def start_static(self, sampled: torch.Tensor, size: int) -> None:
-        """The first pass behind a decode step that ran at `size`. `sampled`: [n] tokens behind its first rows."""
+    def start_static(self, sampled: torch.Tensor, size: int, *, store_only: bool) -> None:
+        """The first pass behind a decode step that ran at `size`. `sampled`: [n] tokens behind its first rows.
+        `store_only`: no chain follows."""
         assert self._static is not None
         self._drafted = None
-        self._first = self._static.start(sampled, size)
+        self._first = self._static.start(sampled, size, store_only=store_only)
 
-    def start(self, features: torch.Tensor, sampled: torch.Tensor, inputs: Inputs, plans: Plans) -> None:
+    def start(
+        self, features: torch.Tensor, sampled: torch.Tensor, inputs: Inputs, plans: Plans, *, store_only: bool
+    ) -> None:
         """The first pass behind any other step. `features`: [T, F]. `sampled`: [n] tokens behind the rows that were
-        sampled. `inputs`, `plans`: of the step."""
+        sampled. `inputs`, `plans`: of the step. `store_only`: no chain follows."""
         assert inputs.next_ids is not None
         self._drafted = None
         next_ids = inputs.next_ids.masked_scatter(inputs.next_ids < 0, sampled).clamp(min=0)
         step = self._layers.step(next_ids, inputs, plans)
-        self._first = self.model(self.model.from_target(features), step)
+        hidden = self.model.from_target(features)
+        self._first = None
+        if store_only:
+            self.model.store(hidden, step)
+        else:
+            self._first = self.model(hidden, step)
 
     def pack(self, chain: DraftChain) -> PackedStep:
         """Passes as integers for the ranks."""
@@ -157,6 +166,12 @@ class _StaticPasses:
         self._first_graphs = DecodeGraphs(
             *(self._run_first, buffers.clear, buffers.size, device), **kinds, name="first draft passes"
         )
+        # The same behind steps that no chain follows.
+        self._store_graphs: DecodeGraphs | None = None
+        if model.stores_alone:
+            self._store_graphs = DecodeGraphs(
+                *(self._run_store, buffers.clear, buffers.size, device), **kinds, name="first draft passes, stored only"
+            )
         # A chain of each length, the longest first.
         self._chains = {
             passes: DecodeGraphs(
@@ -166,12 +181,16 @@ class _StaticPasses:
             )
             for passes in range(max_drafts, 0, -1)
         }
-        self.graphs = (self._first_graphs, *self._chains.values())
+        stores = () if self._store_graphs is None else (self._store_graphs,)
+        self.graphs = (self._first_graphs, *self._chains.values(), *stores)
 
-    def start(self, sampled: torch.Tensor, size: int) -> torch.Tensor:
+    def start(self, sampled: torch.Tensor, size: int, *, store_only: bool) -> torch.Tensor | None:
         known = self._buffers.next_ids
         assert known is not None
         self._next_ids[:size].copy_(known[:size].masked_scatter(known[:size] < 0, sampled))
+        if store_only and self._store_graphs is not None:
+            self._store_graphs.run(size)
+            return None
         self._first_graphs.run(size)
         assert self._first.rows is not None
         return self._first.rows
@@ -190,11 +209,17 @@ class _StaticPasses:
         return self._drafts[: facts.passes, :count]
 
     def _run_first(self, size: int) -> None:
+        self._first.copy_in(self._model(*self._first_inputs(size)))
+
+    def _run_store(self, size: int) -> None:
+        self._model.store(*self._first_inputs(size))
+
+    def _first_inputs(self, size: int) -> tuple[torch.Tensor, Step]:
         inputs, _ = self._buffers.inputs(size)
         features = self.features.rows
         assert features is not None, "no decode step has run"
         step = self._layers.step(self._next_ids[:size].clamp(min=0), inputs, {})
-        self._first.copy_in(self._model(self._model.from_target(features[:size]), step))
+        return self._model.from_target(features[:size]), step
 
     def _run_chain(self, passes: int, size: int) -> None:
         inputs, _ = self.rows.inputs(size)

@@ -38,9 +38,12 @@ class Drafted:
 
 
 class Drafting(ABC):
-    """`by_model`: drafts come of a draft model. `stats`: what was accepted."""
+    """`by_model`: drafts come of a draft model. `stats`: what was accepted. `none_next`: no sequence gets drafts behind
+    the next step, so that the draft model needs no output of its first pass.
+    """
 
     by_model = False
+    none_next = False
 
     def __init__(self, config: SpeculativeConfig, max_drafts: int, max_decodes: int, seed: int) -> None:
         """`max_drafts`: most of a sequence in a step. `max_decodes`: most rows of a decode step. `seed`: of forced
@@ -164,6 +167,8 @@ class ModelDrafting(Drafting):
         # What the passes before this step drafted, for which sequences.
         self._tokens: HostCopy | None = None
         self._drafted_for: list[Sequence] = []
+        # Drafts that were chosen behind a step whose first pass made no output: the next step has them.
+        self._postponed: dict[Sequence, int] = {}
         # When the tokens of the step before were read, and the seconds of the passes since.
         self._read_at: float | None = None
         self._passes = 0
@@ -195,8 +200,7 @@ class ModelDrafting(Drafting):
     def _propose(self, wanted: Seq[tuple[Drafted, int]]) -> None:
         for seq in self._drafted_for:
             seq.drafts = seq.draft_indices = ()
-        counted = self._chosen([(one, min(count, 1 + one.lookahead)) for one, count in wanted])
-        counted = [pair for pair in counted if pair[1]]
+        counted = self._counts([(one, min(count, 1 + one.lookahead)) for one, count in wanted])
         self._drafted_for = [one.seq for one, _ in counted]
         self._tokens, self._passes, started = None, 0, time.perf_counter()
         if counted:
@@ -208,6 +212,21 @@ class ModelDrafting(Drafting):
             one.seq.drafts = (PLACEHOLDER,) * count
             one.seq.draft_indices = tuple(j * len(counted) + i for j in range(count))
         self._pass_seconds = time.perf_counter() - started
+
+    def _counts(self, wanted: Seq[tuple[Drafted, int]]) -> list[tuple[Drafted, int]]:
+        """Those of `wanted` that get drafts now, and how many. Says whether the next step will have any."""
+        stored_only, postponed = self.none_next, self._postponed
+        if postponed:
+            limits = [min(count, postponed.get(one.seq, 0)) for one, count in wanted]
+            counts = shared_out(limits, self._room) if limits else []
+            chosen = [(one, count) for (one, _), count in zip(wanted, counts, strict=True)]
+        else:
+            chosen = self._chosen(wanted)
+        chosen = [pair for pair in chosen if pair[1]]
+        self._postponed = {one.seq: count for one, count in chosen} if stored_only else {}
+        # Where a policy gives none, it gives none for many steps.
+        self.none_next = bool(wanted) and not chosen and not postponed
+        return [] if stored_only else chosen
 
 
 def _event() -> torch.cuda.Event:

@@ -55,13 +55,15 @@ class StepPlan:
 
     `sampled`: tokens that every rank gets when the pass is over: the next plan may have placeholders for them.
     `greedy`: the pass ends with the greedy tokens, which the ranks choose together, in place of logits, which rank 0
-    samples from.
+    samples from. `store_only`: no draft follows the step, whose first pass of the draft model keeps its cache complete
+    and nothing more.
     """
 
     rows: tuple[StepRow, ...]
     copies: tuple[tuple[int, int, int], ...] = ()
     sampled: int = 0
     greedy: bool = False
+    store_only: bool = False
 
     @property
     def decodes_only(self) -> bool:
@@ -165,9 +167,9 @@ def page_slots(table: Words, page_size: int, host: HostRows) -> Words:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What the host must know of a packed step. `sampled`, `greedy`: as in `StepPlan`. `has_placeholders`: whether any
-    row ends in one. `copies`: [m, 3] (group, source, target). `logits_indices`: [n]. `passes`: of a `DraftChain`, which
-    it is then.
+    """What the host must know of a packed step. `sampled`, `greedy`, `store_only`: as in `StepPlan`.
+    `has_placeholders`: whether any row ends in one. `copies`: [m, 3] (group, source, target). `logits_indices`: [n].
+    `passes`: of a `DraftChain`, which it is then.
     """
 
     decodes_only: bool
@@ -178,6 +180,7 @@ class StepFacts:
     copies: Words
     logits_indices: Words
     passes: int = 0
+    store_only: bool = False
 
     @staticmethod
     def of_chain(chain: DraftChain) -> StepFacts:
@@ -197,20 +200,23 @@ class StepFacts:
             has_placeholders,
             copies.reshape(-1, 3),
             indices,
+            store_only=plan.store_only,
         )
 
     def arrays(self) -> list[Words]:
         """These facts as arrays for the host."""
         numbers = [self.decodes_only, self.requests, self.sampled, self.greedy, self.has_placeholders, self.passes]
+        numbers.append(self.store_only)
         return [np.array(numbers, dtype=np.int64), self.copies.ravel(), self.logits_indices]
 
     @staticmethod
     def read(packed: PackedStep) -> StepFacts:
         """The facts that `arrays` packed as the first arrays of the host."""
         numbers, copies, indices, *_ = packed.host
-        decodes_only, requests, sampled, greedy, has_placeholders, passes = numbers.tolist()
+        decodes_only, requests, sampled, greedy, has_placeholders, passes, store_only = numbers.tolist()
         flags = bool(greedy), bool(has_placeholders)
-        return StepFacts(bool(decodes_only), requests, sampled, *flags, copies.reshape(-1, 3), indices, passes)
+        arrays = copies.reshape(-1, 3), indices
+        return StepFacts(bool(decodes_only), requests, sampled, *flags, *arrays, passes, bool(store_only))
 
 
 def pack(

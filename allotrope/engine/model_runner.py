@@ -75,6 +75,7 @@ class ModelRunner:
         # Of the last step, for the first pass of a draft model: its size on static buffers, or its features, inputs and
         # plans.
         self._last: int | tuple[torch.Tensor, Inputs, Plans] | None = None
+        self._store_only = False
         if decode is not None:
             self._make_static(decode)
 
@@ -128,7 +129,7 @@ class ModelRunner:
             return self.drafts.draft(packed, facts)
         if self.drafts is not None:
             # What the draft model drafted is verified.
-            prev_sampled = self.drafts.tokens()
+            prev_sampled, self._store_only = self.drafts.tokens(), facts.store_only
         if len(facts.copies):
             self.arena.copy_pages(facts.copies.tolist())
         scored = self.model.greedy if facts.greedy else self.model.logits
@@ -156,10 +157,10 @@ class ModelRunner:
         """
         assert self.drafts is not None and self._last is not None
         if isinstance(self._last, int):
-            self.drafts.start_static(sampled, self._last)
+            self.drafts.start_static(sampled, self._last, store_only=self._store_only)
         else:
             features, inputs, plans = self._last
-            self.drafts.start(features, sampled, inputs, plans)
+            self.drafts.start(features, sampled, inputs, plans, store_only=self._store_only)
         self._last = None
 
     @property

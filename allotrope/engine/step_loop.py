@@ -160,7 +160,11 @@ class StepLoop:
         num_sampled = sum(1 + len(row.drafts) for row in ready)
         drafts_by_model = self._drafting is not None and self._drafting.by_model
         plan = StepPlan(
-            tuple(steps), copies, sampled=num_sampled if self._async or drafts_by_model else 0, greedy=greedy
+            tuple(steps),
+            copies,
+            sampled=num_sampled if self._async or drafts_by_model else 0,
+            greedy=greedy,
+            store_only=self._drafting is not None and (not ready or self._drafting.none_next),
         )
         out = run(plan, prev_sampled)
         if not greedy:

@@ -52,6 +52,15 @@ class DraftModel(nn.Module, ABC):
         """`hidden`: [T, W] of `from_target`, or what the pass before returned. `step`: its `ids` are the tokens after
         those of `hidden`, its `layers` those of the draft model. Returns [T, W]."""
 
+    @property
+    def stores_alone(self) -> bool:
+        """Whether `store` is less than a pass: the entries of a lone layer need the output of none."""
+        return len(self.layers) == 1 and all(backend.store is not None for _, backend in self.attention)
+
+    def store(self, hidden: torch.Tensor, step: Step) -> None:
+        """What `forward` does to the caches, for rows behind which no draft is made. Arguments as in `forward`."""
+        self.forward(hidden, step)
+
     @abstractmethod
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden`: [n, W] that `forward` returned. Returns [n] int64 tokens of the target's vocabulary on every rank,

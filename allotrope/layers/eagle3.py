@@ -88,6 +88,12 @@ class FirstLayer(nn.Module):
         x, normed = self.ffn_norm.add(self.mixer(x, ctx), residual)
         return following.add(self.ffn(normed, ctx), x)
 
+    def store(self, embedded: torch.Tensor, hidden: torch.Tensor, ctx: LayerStep) -> None:
+        """The part of `forward` that stores entries."""
+        x = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
+        mixer: Any = self.mixer
+        mixer.store(x, ctx)
+
 
 class Eagle3Model(DraftModel):
     """h = W_fc [aux hidden states]; x, y = the layers of (embedding(next token), h), and norm(x); next h: x, or y with
@@ -161,6 +167,15 @@ class Eagle3Model(DraftModel):
             x, normed = layer(x, normed, ctx, following)
         recycled: torch.Tensor = normed if self.spec.norm_output else x
         return recycled
+
+    def store(self, hidden: torch.Tensor, step: Step) -> None:
+        """As `DraftModel.store`."""
+        if not self.stores_alone:
+            super().store(hidden, step)
+            return
+        first: Any = self.layers[0]
+        (embedding,) = self._embedding
+        first.store(embedding(step.ids), hidden, step.layers[0])
 
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `DraftModel.greedy`."""

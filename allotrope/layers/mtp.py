@@ -57,13 +57,29 @@ class MtpModel(DraftModel):
 
     def forward(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         """As `DraftModel.forward`, with W = hidden."""
-        embedding, _ = self._shared
-        read = (self.embedding_norm(embedding(step.ids)), self.hidden_norm(hidden))
-        x = self.projection(torch.cat(read, dim=-1))
-        layer: Any = self.layers[0]
+        x, layer = self._projected(hidden, step), self._layer
         normed: torch.Tensor
         _, normed = layer(x, layer.mixer_norm(x), step.layers[0], self.norm)
         return normed
+
+    def store(self, hidden: torch.Tensor, step: Step) -> None:
+        """As `DraftModel.store`."""
+        if not self.stores_alone:
+            super().store(hidden, step)
+            return
+        layer = self._layer
+        layer.mixer.store(layer.mixer_norm(self._projected(hidden, step)), step.layers[0])
+
+    @property
+    def _layer(self) -> Any:
+        return self.layers[0]
+
+    def _projected(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        """What the layer reads [T, hidden]."""
+        embedding, _ = self._shared
+        read = (self.embedding_norm(embedding(step.ids)), self.hidden_norm(hidden))
+        projected: torch.Tensor = self.projection(torch.cat(read, dim=-1))
+        return projected
 
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `DraftModel.greedy`."""
