@@ -18,6 +18,7 @@ from allotrope.engine.graphs import DecodeGraphs
 from allotrope.engine.inputs import Inputs, advanced
 from allotrope.engine.layer_plans import LayerPlans, Plans
 from allotrope.layers.draft import DraftModel
+from allotrope.layers.step import Step
 
 
 class DraftRunner:
@@ -52,19 +53,22 @@ class DraftRunner:
         """The passes behind a decode step that ran at `size`. `sampled`: [n] tokens behind its rows that were sampled.
         `sequences`: of the step. `passes`: drafts of each."""
         assert self._static is not None
-        self._static.start(sampled, size)
+        self._static.start(sampled, size, store_only=not passes)
         self.next_tokens, self.accepted = self._static.draft(sequences, passes)
 
     def run(self, features: torch.Tensor, sampled: torch.Tensor, inputs: Inputs, plans: Plans, passes: int) -> None:
         """The passes behind any other step. `features`: [T, F]. `inputs`, `plans`: of the step."""
         assert inputs.next_ids is not None and inputs.sequences is not None
         next_ids = inputs.next_ids.masked_scatter(inputs.next_ids < 0, sampled)
-        first = self.model(self.model.from_target(features), self.layers.step(next_ids.clamp(min=0), inputs, plans))
+        step, hidden = self.layers.step(next_ids.clamp(min=0), inputs, plans), self.model.from_target(features)
         last, accepted = self.count_accepted(inputs.ids, next_ids, inputs.sequences)
         tokens, reserved = inputs.sequences[0] + accepted, inputs.sequences[2]
         if not passes or not len(tokens):
+            self.model.store(hidden, step)
             self.next_tokens, self.accepted = last, accepted
-        elif self._static is None:
+            return
+        first = self.model(hidden, step)
+        if self._static is None:
             drafts = run_chain(self.model, self.layers, first, inputs, tokens, reserved, passes)
             self.next_tokens, self.accepted = torch.cat([last, drafts.flatten()]), accepted
         else:
@@ -182,6 +186,12 @@ class _StaticPasses:
         self._first_graphs = DecodeGraphs(
             *(self._run_first, buffers.clear, buffers.size, device), **kinds, name="first draft passes"
         )
+        # The same behind steps that no chain follows.
+        self._store_graphs = self._first_graphs
+        if runner.model.stores_alone:
+            self._store_graphs = DecodeGraphs(
+                *(self._run_store, buffers.clear, buffers.size, device), **kinds, name="first draft passes, stored only"
+            )
         # A chain of each length, the longest first.
         self._chains = {
             passes: DecodeGraphs(
@@ -191,13 +201,14 @@ class _StaticPasses:
             )
             for passes in range(max_drafts, 0, -1)
         }
-        self.graphs = (self._first_graphs, *self._chains.values())
+        stores = () if self._store_graphs is self._first_graphs else (self._store_graphs,)
+        self.graphs = (self._first_graphs, *self._chains.values(), *stores)
 
-    def start(self, sampled: torch.Tensor, size: int) -> None:
+    def start(self, sampled: torch.Tensor, size: int, *, store_only: bool) -> None:
         known = self._buffers.next_ids
         assert known is not None
         self._next_ids[:size].copy_(known[:size].masked_scatter(known[:size] < 0, sampled))
-        self._first_graphs.run(size)
+        (self._store_graphs if store_only else self._first_graphs).run(size)
 
     def take(
         self,
@@ -231,6 +242,13 @@ class _StaticPasses:
         self._tokens.fill_(-1)
 
     def _run_first(self, size: int) -> None:
+        self._first.copy_in(self._runner.model(*self._first_inputs(size)))
+
+    def _run_store(self, size: int) -> None:
+        self._runner.model.store(*self._first_inputs(size))
+
+    def _first_inputs(self, size: int) -> tuple[torch.Tensor, Step]:
+        """Hidden states and step of the first pass, once the accepted drafts are counted."""
         inputs, _ = self._buffers.inputs(size)
         features, sequences = self.features.rows, self._buffers.sequences
         assert features is not None and sequences is not None, "no decode step has run"
@@ -241,8 +259,8 @@ class _StaticPasses:
         self._last[:count].copy_(last)
         self._accepted[:count].copy_(accepted)
         self._reserved[:count].copy_(own[2])
-        model, step = self._runner.model, self._runner.layers.step(next_ids.clamp(min=0), inputs, {})
-        self._first.copy_in(model(model.from_target(features[:size]), step))
+        step = self._runner.layers.step(next_ids.clamp(min=0), inputs, {})
+        return self._runner.model.from_target(features[:size]), step
 
     def _run_chain(self, passes: int, size: int) -> None:
         inputs, _ = self._buffers.inputs(self._buffers.size)

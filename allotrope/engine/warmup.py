@@ -83,6 +83,11 @@ def _warm_up(
             model_runner.run_drafts(torch.zeros(size, dtype=torch.int64, device=device))
         if load_plan.build.parallel.size > 1:
             model_runner.run(model_runner.pack(StepPlan((token,) * size, greedy=True)))
+    if draft_model is not None:
+        # Passes that store alone rotate keys without queries.
+        for row in (token, _row(groups, min(_CHUNK, load_plan.step_tokens, load_plan.max_model_len), 0)):
+            model_runner.run(model_runner.pack(StepPlan((row,))))
+            model_runner.run_drafts(torch.zeros(1, dtype=torch.int64, device=device))
     truncated = largest_sampling_step(load_plan.max_num_seqs, device)
     processors = LogitsProcessors(bits=_mask(logits))
     load_plan.sampler()(logits, replace(truncated, untruncated=truncated.truncated, processors=processors))
