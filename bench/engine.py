@@ -397,7 +397,10 @@ def command_line(arguments: list[str]) -> str:
         return Path(text).name if text.startswith(("/", "~", "..")) else text
 
     parts = [one.partition("=") for one in arguments]
-    kept = [f"{peer}={here(value)}" if peer in PEERS else here(peer + named + value) for peer, named, value in parts]
+    kept = [
+        f"{peer}={here(value)}" if named and peer in PEERS else here(peer + named + value)
+        for peer, named, value in parts
+    ]
     return "python bench/engine.py " + shlex.join(kept)
 
 
