@@ -1,0 +1,174 @@
+"""Products with weights in blocks of few bits on a CPU, which are never unpacked whole (`blocks.c`).
+
+A weight is packed once into panels of 16 outputs: its codes keep their number of bits, scales are as exact as they are
+stored. A few rows are rounded to int8 by groups of 32, where the format lets them be, and multiplied in integers. For
+many rows, matrix units (AMX), where there are such, multiply bf16 that a panel is unpacked to in the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from allotrope.kernels.c.compiler import load
+from allotrope.kernels.c.function import CFunction, c_reasons
+from allotrope.kernels.chip import Chip
+from allotrope.ops.matmul.gguf import FP4_DOUBLED, IQ4_VALUES, GgufBlocks, Layout
+from allotrope.ops.matmul.weight import Format, QuantizedWeight, Weight
+
+SOURCE = Path(__file__).with_name("blocks.c")
+# Outputs of a panel, as in C.
+PANEL = 16
+_TABLES = {(): 0, IQ4_VALUES: 1, FP4_DOUBLED: 2}
+
+
+class BlockWeight(Weight):
+    """`panels`: uint8 [E or 1, panels, bytes], as `blocks.c` says."""
+
+    def __init__(self, format: GgufBlocks, panels: torch.Tensor, shape: tuple[int, ...]) -> None:
+        self.format: Format = format
+        self.panels, self._shape = panels, shape
+        self.exact_activations = not format.int8_activations
+        self.layout = format.layout
+        self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As `Weight.shape`."""
+        return self._shape
+
+    @property
+    def nbytes(self) -> int:
+        """As `Weight.nbytes`."""
+        return self.panels.nbytes
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """As `Weight.dequantize`."""
+        ids = torch.arange(self._shape[-2])
+        each = [_rows(self.layout, panels, ids, self._shape[-1]) for panels in self.panels]
+        return torch.stack(each).view(self._shape).to(dtype)
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """As `Weight.rows`."""
+        return _rows(self.layout, self.panels[0], ids, self._shape[-1]).to(dtype)
+
+    def padded(self, bias: torch.Tensor) -> torch.Tensor:
+        """`bias` in fp32, as long as the panels; made once, since a layer's bias is always the same."""
+        if self._bias is None or self._bias[0] is not bias:
+            self._bias = (bias, F.pad(bias.float(), (0, -self._shape[-2] % PANEL)))
+        return self._bias[1]
+
+
+def rejects(spec: Any, chip: Chip) -> list[str]:
+    """`Backend.rejects`, of one weight and of weights of experts."""
+    if chip.vendor != "cpu":
+        return [f"chip={chip.arch} (needs cpu)"]
+    if not isinstance(spec.format, GgufBlocks):
+        return [f"format={spec.format.name} (needs blocks of GGUF)"]
+    return c_reasons(SOURCE, spec.dtype, chip, **defines(spec.format.layout))
+
+
+@functools.cache
+def _defines(layout: Layout) -> tuple[tuple[str, int], ...]:
+    planes = {"P0": layout.codes[0], "S0": None, "S1": None, "P1": None}
+    planes |= dict(zip(("P1",), layout.codes[1:], strict=False)) | dict(zip(("S0", "S1"), layout.scales, strict=False))
+    found = {
+        "NUMBERS": layout.numbers,
+        "BYTES": layout.bytes,
+        "OFFSET": layout.offset,
+        "TABLE": _TABLES[layout.table],
+        "GROUP": layout.group,
+        "INTEGER_SCALES": int(layout.has_scales),
+        "SCALE_AT": layout.scale_at,
+        "SCALE_OFFSET": 0 if layout.scale_bits == 8 else layout.scale_offset,
+        "MINIMUM": int(layout.minimum_at >= 0),
+        "MINIMUM_AT": layout.minimum_at,
+        "MINIMUM_SIGN": layout.minimum_sign,
+        "MIXED": int(layout.mixed_scales),
+        "POWER": int(layout.power_scale),
+    }
+    for name, plane in planes.items():
+        found[f"{name}_BITS"] = 0 if plane is None else plane.bits
+        if plane is not None:
+            found |= {f"{name}_AT": plane.at, f"{name}_RUN": plane.run}
+    return tuple(found.items())
+
+
+def defines(layout: Layout) -> dict[str, int]:
+    """The macros of `blocks.c` for one type of blocks."""
+    return dict(_defines(layout))
+
+
+class _Sizes(NamedTuple):
+    """Functions of C that return sizes."""
+
+    panel: Any
+    scratch: Any
+
+
+@functools.cache
+def _sizes(layout: Layout) -> _Sizes:
+    import ctypes
+
+    library = load(SOURCE, torch.float32, **defines(layout))
+    for function, count in ((library.panel_size, 1), (library.scratch_size, 2)):
+        function.argtypes, function.restype = [ctypes.c_long] * count, ctypes.c_long
+    return _Sizes(library.panel_size, library.scratch_size)
+
+
+@functools.cache
+def _function(name: str, layout: Layout, dtype: torch.dtype, signature: str) -> CFunction:
+    return CFunction(SOURCE, name, dtype, signature, **defines(layout))
+
+
+def pack(weight: QuantizedWeight) -> BlockWeight:
+    """`MatmulBackend.pack`."""
+    assert isinstance(weight.format, GgufBlocks)
+    layout = weight.format.layout
+    outputs, inputs = weight.shape[-2:]
+    stored = weight.values.contiguous()
+    count = len(stored) if stored.dim() == 3 else 1
+    panels = torch.empty(count, -(-outputs // PANEL), _sizes(layout).panel(inputs), dtype=torch.uint8)
+    _function("pack", layout, torch.float32, "pplll")(panels, stored, count, outputs, inputs)
+    return BlockWeight(weight.format, panels, weight.shape)
+
+
+def _rows(layout: Layout, panels: torch.Tensor, ids: torch.Tensor, inputs: int) -> torch.Tensor:
+    """Outputs `ids` of a weight, [n, inputs] fp32."""
+    found = torch.empty(len(ids), inputs)
+    _function("rows", layout, torch.float32, "pppll")(found, panels, ids.contiguous(), len(ids), inputs)
+    return found
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: BlockWeight,
+    bias: torch.Tensor | None = None,
+    expert_offsets: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y_i = W_e x_i + b. `x`: [n, inputs], sorted by expert where there are `expert_offsets`, [E] int32: where each
+    expert's rows end. `bias`: [panels of outputs] fp32, or such a one for each expert. `out`: of `x`'s type or fp32."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    outputs, inputs = weight.shape[-2:]
+    if x.shape[1] != inputs:
+        raise ValueError(f"rows of {x.shape[1]} numbers for a weight of {inputs} inputs")
+    y = x.new_empty(len(x), outputs) if out is None or out.stride(1) != 1 else out
+    scratch = torch.empty(_sizes(weight.layout).scratch(len(x), inputs), dtype=torch.uint8)
+    _function("product", weight.layout, x.dtype, "pllpllpppllllp")(
+        *(y, y.stride(0), y.dtype != x.dtype or x.dtype == torch.float32, x, x.stride(0), weight.exact_activations),
+        *(weight.panels, bias, expert_offsets, len(weight.panels), len(x), inputs, outputs, scratch),
+    )
+    return y if out is None or y is out else out.copy_(y)
+
+
+def matmul(
+    x: torch.Tensor, weight: BlockWeight, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `reference.matmul`; `out` may be fp32, for sums that are not rounded."""
+    return multiply(x, weight, None if bias is None else weight.padded(bias), None, out)
