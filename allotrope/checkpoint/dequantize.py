@@ -12,6 +12,7 @@ it quantized gets it as `ops.matmul` has it, with scales of each row, whatever r
   activations are rounded as they come.
 - `int4`: eight 4-bit integers an int32 in `X_packed` [out, in / 8], bf16 scales in `X_scale` [out, groups], and X's
   shape in `X_shape`. Read as X, bf16. Source: `pack-quantized` of compressed-tensors.
+- blocks of a GGUF file, which have their scales inside. Read as X, fp32.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from allotrope.checkpoint.checkpoint import Checkpoint, TensorHeader
 from allotrope.checkpoint.weight_formats import WeightFormats, weight_formats
 from allotrope.errors import ModelError
 from allotrope.ops.matmul.fp8 import Fp8
+from allotrope.ops.matmul.gguf import no_scales
 from allotrope.ops.matmul.int4 import NUMBERS, Int4, unpack_int4
 from allotrope.ops.matmul.mxfp4 import FP4_GROUP, MXFP4, SCALE_BIAS, unpack_fp4
 from allotrope.ops.matmul.weight import Format, scale_groups
@@ -42,6 +44,8 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
     Raises ModelError for a quantization that is not known.
     """
     formats = weight_formats(checkpoint.config, checkpoint.source)
+    if checkpoint.has_weights and any(header.format is not None for header in checkpoint.headers().values()):
+        return BlockCheckpoint(checkpoint)
     if formats is None or not checkpoint.has_weights:
         return checkpoint
     if formats.method == "mxfp4":
@@ -66,6 +70,10 @@ class QuantizedView(ABC):
         """As `Checkpoint.headers`."""
         return self.kept | self.made
 
+    def blocks(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.blocks`."""
+        return self.inner.blocks(name)
+
     @abstractmethod
     def format(self, name: str) -> Format | None:
         """The format that a tensor can be kept in; None for a plain one, and for what can only be read as one."""
@@ -73,6 +81,27 @@ class QuantizedView(ABC):
     @abstractmethod
     def packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Values and scales of a tensor that has a format, their dims in the order of the plain one's."""
+
+
+class BlockCheckpoint(QuantizedView):
+    """Tensors that are stored in blocks, as they are in the file."""
+
+    def __init__(self, inner: Checkpoint) -> None:
+        super().__init__(inner)
+        self.made = {name: header for name, header in self.kept.items() if header.format is not None}
+
+    def read(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.read`."""
+        return self.inner.read(name)
+
+    def format(self, name: str) -> Format | None:
+        """As `QuantizedView.format`."""
+        return self.made[name].format if name in self.made else None
+
+    def packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `QuantizedView.packed`."""
+        values = self.inner.blocks(name)
+        return values, no_scales(values)
 
 
 class Mxfp4Checkpoint(QuantizedView):

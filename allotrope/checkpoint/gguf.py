@@ -15,9 +15,15 @@ from allotrope.checkpoint.checkpoint import TensorHeader
 from allotrope.checkpoint.gguf_architectures import ROPE_FACTORS, hf_config, hf_tensor_name, read_architecture
 from allotrope.errors import ModelError
 from allotrope.gguf_file import GgufFile, GgufTensor
+from allotrope.ops.matmul.gguf import GGUF_BLOCKS
 
 # ggml types without quantisation. Every other type is quantised, and `read` returns it as float32.
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+# ggml types whose blocks can be multiplied as they are.
+_BLOCKS = {
+    2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k", 11: "q3_k", 12: "q4_k", 13: "q5_k", 14: "q6_k",
+    20: "iq4_nl", 23: "iq4_xs", 39: "mxfp4_gguf",
+}  # fmt: skip
 
 
 class GgufCheckpoint:
@@ -48,7 +54,10 @@ class GgufCheckpoint:
         if not self.has_weights:
             return {}
         return {
-            name: TensorHeader(name, tensor.shape, _PLAIN.get(tensor.kind, torch.float32), _stored_bytes(tensor))
+            name: TensorHeader(
+                *(name, tensor.shape, _PLAIN.get(tensor.kind, torch.float32), _stored_bytes(tensor)),
+                GGUF_BLOCKS.get(_BLOCKS.get(tensor.kind, "")) if len(tensor.shape) > 1 else None,
+            )
             for name, tensor in self._tensors.items()
         }
 
@@ -62,6 +71,13 @@ class GgufCheckpoint:
             return _as_tensor(bits if heads is None else _split_halves(bits, heads)).view(torch.bfloat16)
         values = self._dequantised(tensor)
         return _as_tensor(values if heads is None else _split_halves(values, heads))
+
+    def blocks(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.blocks`."""
+        tensor = self._tensors[name]
+        rows = self._rows(tensor)
+        heads = self._heads_to_split(name, tensor.shape[0])
+        return _as_tensor(rows if heads is None else _split_halves(rows, heads))
 
     def _heads_to_split(self, name: str, rows: int) -> int | None:
         """The number of heads whose rows the file stores as rotation pairs, or None if it stores them as halves."""

@@ -28,7 +28,7 @@ from allotrope.layers.eagle3 import Eagle3Spec
 from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.parallel import Parallel, map_peers
-from allotrope.loading.decoder import keeps_quantized, make_meta_decoder, quantized_build
+from allotrope.loading.decoder import make_meta_decoder, only_kept, quantized_build
 from allotrope.loading.draft import draft_build, make_meta_draft
 from allotrope.loading.eagle3 import eagle3_build, resolve_eagle3
 from allotrope.loading.kv_scales import attention_specs
@@ -151,20 +151,21 @@ def resolve_load_plan(
             f"was made for. Give at most that."
         )
     specs = attention_specs(spec, build, checkpoint.source)
-    kept_on = torch.device("cuda" if build.chooser.chip.is_gpu else "cpu")
+    keeps = config.quantized_weights != "dequantize"
     try:
-        if keeps_quantized(config.quantized_weights, kept_on):
-            build = quantized_build(checkpoint, architecture, spec, build)
+        if keeps:
+            build = only_kept(quantized_build(checkpoint, architecture, spec, build), config.quantized_weights)
         meta = make_meta_decoder(architecture, spec, build)
         weight_bytes = weight_bytes_of(meta)
         of_draft: Build | None = None
         if draft is not None:
             assert draft_checkpoint is not None
             of_draft = replace(build, formats={})
-            if keeps_quantized(config.quantized_weights, kept_on) and isinstance(draft, Eagle3Spec):
+            if keeps and isinstance(draft, Eagle3Spec):
                 of_draft = eagle3_build(draft_checkpoint, draft, meta, of_draft)
-            elif keeps_quantized(config.quantized_weights, kept_on):
+            elif keeps:
                 of_draft = draft_build(draft_checkpoint, architecture, meta, draft, of_draft)
+            of_draft = only_kept(of_draft, config.quantized_weights)
             weight_bytes += weight_bytes_of(make_meta_draft(draft, meta, of_draft))
     except ValueError as error:
         # So many ranks cannot share one of its sizes.

@@ -6,7 +6,9 @@ Must not know: how a format stores its numbers, or how a backend multiplies.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -21,6 +23,14 @@ from allotrope.ops.matmul.weight import Format, QuantizedWeight, Weight
 
 VALUES, SCALES = "_values", "_scales"
 """What the names of the two parameters of a quantized weight end with."""
+
+
+
+def kept_names(name: str) -> Iterator[str]:
+    """Names of the quantized weights that sections of a weight `name` are kept in: one for each format."""
+    yield name
+    yield from (f"{name}_{number}" for number in itertools.count(2))
+
 
 # Of parameters: their bytes once packed, and their format; of scales, whether blocks of rows share them in the stored
 # weight.
@@ -80,7 +90,7 @@ def create_weights(
     *outer, inputs = shape
     values = scales = placement
     if placement.dim == 1:
-        values = replace(placement, sections=_counted(placement.sections, format.pack_factor))
+        values = replace(placement, sections=_counted(placement.sections, format.pack_factor, format.elements))
         scales = replace(placement, sections=_counted(placement.sections, format.group_size or 1))
         if not format.group_size:
             # A row's scale counts for all of its inputs: every rank has it.
@@ -90,7 +100,7 @@ def create_weights(
     sizes = format.packed_bytes if matmul.backend.own_layout else format.stored_bytes
     for ending, width, place, dtype, size in zip(
         (VALUES, SCALES),
-        (inputs // format.pack_factor, format.groups(inputs)),
+        (format.width(inputs), format.groups(inputs)),
         (values, scales),
         (format.value_dtype, format.scale_dtype),
         sizes(shape, shared),
@@ -103,9 +113,9 @@ def create_weights(
         module.register_parameter(name + ending, made)
 
 
-def _counted(sections: tuple[Section, ...], by: int) -> tuple[Section, ...]:
-    """Sections of inputs in groups of `by`."""
-    return tuple(replace(s, size=-(-s.size // by), unit=1 if s.unit else 0) for s in sections)
+def _counted(sections: tuple[Section, ...], by: int, elements: int = 1) -> tuple[Section, ...]:
+    """Sections of inputs in groups of `by`, of `elements` each."""
+    return tuple(replace(s, size=-(-s.size // by) * elements, unit=elements if s.unit else 0) for s in sections)
 
 
 def scales_of_blocks(parameter: torch.Tensor) -> bool:

@@ -25,11 +25,28 @@ from allotrope.layers.draft import DraftModel
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.loading.kv_scales import WithoutKvScales, set_kv_scales
 from allotrope.loading.quantized_formats import formats_kept_quantized
+from allotrope.ops.matmul import multiplied_as_stored
+from allotrope.ops.matmul.gguf import GgufBlocks
+from allotrope.ops.matmul.weight import Format
 
 
-def keeps_quantized(option: str, device: torch.device) -> bool:
-    """Whether weights that are stored quantized stay so. `option`: "auto", "keep" or "dequantize"."""
-    return option == "keep" or (option == "auto" and device.type == "cuda")
+def only_kept(build: Build, option: str) -> Build:
+    """`build` with those of its formats that stay quantized. `option`: "auto", "keep" or "dequantize".
+
+    "auto" leaves blocks of GGUF to a CPU, where products read them, and everything else to a GPU.
+    """
+    if option == "keep":
+        return build
+    kept = {} if option == "dequantize" else {place: one for place, one in build.formats.items() if _fits(one, build)}
+    return dataclasses.replace(build, formats=kept)
+
+
+def _fits(format: Format, build: Build) -> bool:
+    """Whether a format stays quantized where nobody says so."""
+    chip = build.chooser.chip
+    if chip.is_gpu:
+        return not isinstance(format, GgufBlocks)
+    return multiplied_as_stored(format, build.dtype, chip)
 
 
 def quantized_build(checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, build: Build) -> Build:
@@ -148,6 +165,6 @@ def _why(quantized_weights: str, device: torch.device) -> str:
     """The reason that weights which are stored quantized do not stay so."""
     if quantized_weights == "dequantize":
         return "quantized_weights=dequantize"
-    if quantized_weights == "auto" and device.type != "cuda":
-        return f"quantized_weights=auto keeps them on a GPU alone, and device={device.type}"
+    if quantized_weights == "auto":
+        return f"no product of device={device.type} reads them as they are stored"
     return "their layers or their formats cannot be kept quantized"

@@ -7,9 +7,11 @@ many rows, matrix units (AMX), where there are such, multiply bf16 that a panel 
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +19,10 @@ import torch.nn.functional as F
 from allotrope.kernels.c.compiler import load
 from allotrope.kernels.c.function import CFunction, c_reasons
 from allotrope.kernels.chip import Chip
-from allotrope.ops.matmul.gguf import FP4_DOUBLED, IQ4_VALUES, GgufBlocks, Layout
+from allotrope.ops.matmul.gguf import FP4_DOUBLED, IQ4_VALUES, PANEL, GgufBlocks, Layout, Plane, panel_bytes
 from allotrope.ops.matmul.weight import Format, QuantizedWeight, Weight
 
-SOURCE = Path(__file__).with_name("blocks.c")
-# Outputs of a panel, as in C.
-PANEL = 16
+SOURCE, PACK_SOURCE = (Path(__file__).with_name(name) for name in ("blocks.c", "blocks_pack.c"))
 _TABLES = {(): 0, IQ4_VALUES: 1, FP4_DOUBLED: 2}
 
 
@@ -74,7 +74,7 @@ def rejects(spec: Any, chip: Chip) -> list[str]:
 
 @functools.cache
 def _defines(layout: Layout) -> tuple[tuple[str, int], ...]:
-    planes = {"P0": layout.codes[0], "S0": None, "S1": None, "P1": None}
+    planes: dict[str, Plane | None] = {"P0": layout.codes[0], "S0": None, "S1": None, "P1": None}
     planes |= dict(zip(("P1",), layout.codes[1:], strict=False)) | dict(zip(("S0", "S1"), layout.scales, strict=False))
     found = {
         "NUMBERS": layout.numbers,
@@ -103,26 +103,21 @@ def defines(layout: Layout) -> dict[str, int]:
     return dict(_defines(layout))
 
 
-class _Sizes(NamedTuple):
-    """Functions of C that return sizes."""
-
-    panel: Any
-    scratch: Any
+@functools.cache
+def _product(layout: Layout, dtype: torch.dtype) -> CFunction:
+    return CFunction(SOURCE, "product", dtype, "pllpllpppllllp", **defines(layout))
 
 
 @functools.cache
-def _sizes(layout: Layout) -> _Sizes:
-    import ctypes
-
-    library = load(SOURCE, torch.float32, **defines(layout))
-    for function, count in ((library.panel_size, 1), (library.scratch_size, 2)):
-        function.argtypes, function.restype = [ctypes.c_long] * count, ctypes.c_long
-    return _Sizes(library.panel_size, library.scratch_size)
+def _packing(layout: Layout, name: str, signature: str) -> CFunction:
+    return CFunction(PACK_SOURCE, name, torch.float32, signature, **defines(layout))
 
 
 @functools.cache
-def _function(name: str, layout: Layout, dtype: torch.dtype, signature: str) -> CFunction:
-    return CFunction(SOURCE, name, dtype, signature, **defines(layout))
+def _scratch_size(layout: Layout, dtype: torch.dtype) -> Callable[[int, int], int]:
+    function = load(SOURCE, dtype, **defines(layout)).scratch_size
+    function.argtypes, function.restype = [ctypes.c_long] * 2, ctypes.c_long
+    return cast(Callable[[int, int], int], function)
 
 
 def pack(weight: QuantizedWeight) -> BlockWeight:
@@ -132,15 +127,15 @@ def pack(weight: QuantizedWeight) -> BlockWeight:
     outputs, inputs = weight.shape[-2:]
     stored = weight.values.contiguous()
     count = len(stored) if stored.dim() == 3 else 1
-    panels = torch.empty(count, -(-outputs // PANEL), _sizes(layout).panel(inputs), dtype=torch.uint8)
-    _function("pack", layout, torch.float32, "pplll")(panels, stored, count, outputs, inputs)
+    panels = torch.empty(count, -(-outputs // PANEL), panel_bytes(layout, inputs), dtype=torch.uint8)
+    _packing(layout, "pack", "pplll")(panels, stored, count, outputs, inputs)
     return BlockWeight(weight.format, panels, weight.shape)
 
 
 def _rows(layout: Layout, panels: torch.Tensor, ids: torch.Tensor, inputs: int) -> torch.Tensor:
     """Outputs `ids` of a weight, [n, inputs] fp32."""
     found = torch.empty(len(ids), inputs)
-    _function("rows", layout, torch.float32, "pppll")(found, panels, ids.contiguous(), len(ids), inputs)
+    _packing(layout, "rows", "pppll")(found, panels, ids.contiguous(), len(ids), inputs)
     return found
 
 
@@ -159,8 +154,8 @@ def multiply(
     if x.shape[1] != inputs:
         raise ValueError(f"rows of {x.shape[1]} numbers for a weight of {inputs} inputs")
     y = x.new_empty(len(x), outputs) if out is None or out.stride(1) != 1 else out
-    scratch = torch.empty(_sizes(weight.layout).scratch(len(x), inputs), dtype=torch.uint8)
-    _function("product", weight.layout, x.dtype, "pllpllpppllllp")(
+    scratch = torch.empty(_scratch_size(weight.layout, x.dtype)(len(x), inputs), dtype=torch.uint8)
+    _product(weight.layout, x.dtype)(
         *(y, y.stride(0), y.dtype != x.dtype or x.dtype == torch.float32, x, x.stride(0), weight.exact_activations),
         *(weight.panels, bias, expert_offsets, len(weight.panels), len(x), inputs, outputs, scratch),
     )

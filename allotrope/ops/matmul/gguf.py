@@ -18,6 +18,8 @@ from allotrope.ops.matmul.packed_weight import PackedWeight
 from allotrope.ops.matmul.weight import Format, QuantizedWeight
 
 ACTIVATION_GROUP = 32
+# Outputs of a panel, as in C.
+PANEL = 16
 ACTIVATION_MAX = 127
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # Twice the values of 4-bit floats, whose scale is halved.
@@ -215,8 +217,10 @@ class GgufBlocks(Format):
         raise NotImplementedError("no GPU kernel reads blocks of GGUF")
 
     def packed_bytes(self, shape: tuple[int, ...], shared: bool) -> tuple[int, int]:
-        """As `Format.packed_bytes`."""
-        return self.stored_bytes(shape, shared)
+        """As `Format.packed_bytes`, of the panels that `cpu_blocks.pack` makes: all of it counts as values."""
+        *outer, outputs, inputs = shape
+        panels = torch.Size(outer).numel() * -(-outputs // PANEL)
+        return panels * panel_bytes(self.layout, inputs), 0
 
     def groups(self, inputs: int) -> int:
         """As `Format.groups`: scales are in the blocks."""
@@ -229,6 +233,15 @@ class GgufBlocks(Format):
 
 GGUF_BLOCKS = {layout.kind: GgufBlocks(layout=layout) for layout in LAYOUTS}
 """Every type by its name."""
+
+
+def panel_bytes(layout: Layout, inputs: int) -> int:
+    """Bytes of a panel of `PANEL` outputs as `blocks.c` has it: scales, up to a whole line of the cache, then codes."""
+    floats, per_span = 1 if layout.power_scale else 2, 1 + (layout.minimum_at >= 0)
+    scales = inputs // layout.numbers * floats
+    if layout.has_scales:
+        scales += inputs // layout.group
+    return -(-scales * per_span * PANEL // 64) * 64 + inputs * PANEL * layout.bits // 8
 
 
 def no_scales(values: torch.Tensor) -> torch.Tensor:

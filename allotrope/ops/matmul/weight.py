@@ -127,6 +127,10 @@ class Weight(ABC):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The plain weight, computed in fp32 and rounded to `dtype`."""
 
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Outputs `ids` of one plain weight, [n, inputs], rounded to `dtype`."""
+        return self.dequantize(dtype)[ids]
+
     def __repr__(self) -> str:
         sizes = "x".join(map(str, self.shape))
         return f"{type(self).__name__}({self.format.name}, {sizes}, {self.nbytes} bytes)"
@@ -161,6 +165,10 @@ class QuantizedWeight(Weight):
     def __getitem__(self, index: slice | int) -> QuantizedWeight:
         """Some outputs of one weight whose rows have scales of their own; or some experts, or one."""
         return QuantizedWeight(self.format, self.values[index], self.scales[index])
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """As `Weight.rows`."""
+        return self.format.dequantize(self.values[ids], self.scales[ids]).to(dtype)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """As `Weight.dequantize`."""
