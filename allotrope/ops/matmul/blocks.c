@@ -307,7 +307,7 @@ static void panels_in_tiles(const target *to, const uint8_t *x, long stride, lon
 #endif
 
 // From so many rows on, matrix units are faster than products of bytes.
-#define MANY_ROWS 12
+#define MANY_ROWS 17
 
 enum { ROUNDED, EXACT, TILES };
 
