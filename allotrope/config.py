@@ -55,6 +55,11 @@ class EngineConfig:
         "keeps them on a GPU, and blocks of GGUF on a CPU.",
         "auto",
     )
+    quantized_activations: Literal["auto", "int8", "keep"] = option(
+        "Activations that meet blocks of GGUF on a CPU: 'int8' lets products of a few rows round them, each group of 32, "
+        "'keep' leaves them as they are; 'auto' is 'keep' in float32, else 'int8'.",
+        "auto",
+    )
     kv_cache_dtype: KVCacheDType = option(
         "Type of the cached rows; 'auto' is that of the model, 'fp8_ds_mla' block-scaled FP8, with the scales in each "
         "row (latent and compressed rows).",

@@ -154,7 +154,8 @@ def resolve_load_plan(
     keeps = config.quantized_weights != "dequantize"
     try:
         if keeps:
-            build = only_kept(quantized_build(checkpoint, architecture, spec, build), config.quantized_weights)
+            build = quantized_build(checkpoint, architecture, spec, build)
+            build = only_kept(build, config.quantized_weights, config.quantized_activations)
         meta = make_meta_decoder(architecture, spec, build)
         weight_bytes = weight_bytes_of(meta)
         of_draft: Build | None = None
@@ -165,7 +166,7 @@ def resolve_load_plan(
                 of_draft = eagle3_build(draft_checkpoint, draft, meta, of_draft)
             elif keeps:
                 of_draft = draft_build(draft_checkpoint, architecture, meta, draft, of_draft)
-            of_draft = only_kept(of_draft, config.quantized_weights)
+            of_draft = only_kept(of_draft, config.quantized_weights, config.quantized_activations)
             weight_bytes += weight_bytes_of(make_meta_draft(draft, meta, of_draft))
     except ValueError as error:
         # So many ranks cannot share one of its sizes.

@@ -110,7 +110,7 @@ def test_exact_activations_stay_exact() -> None:
     assert off(cpu_blocks.matmul(x, packed(stored)), x @ stored.dequantize().t()) < EXACT
 
 
-def test_a_row_does_not_depend_on_those_beside_it() -> None:
+def test_a_row_does_not_depend_on_the_others() -> None:
     weight = packed(made(GGUF_BLOCKS["q4_k"], 40, 512))
     x = torch.randn(13, 512)
     whole = cpu_blocks.matmul(x, weight)
@@ -177,6 +177,8 @@ def test_an_arm_processor_finds_the_same(kind: str, architecture: str, tmp_path:
         )
         found = torch.from_numpy(np.fromfile(tmp_path / "out", np.float32))
         y, weight = found[: rows * outputs].view(rows, outputs), found[rows * outputs :].view(outputs, inputs)
-        wanted = reference.matmul(x, QuantizedWeight(replace(format, int8_activations=not exact), stored.values, stored.scales))
+        wanted = reference.matmul(
+            x, QuantizedWeight(replace(format, int8_activations=not exact), stored.values, stored.scales)
+        )
         assert off(y, wanted) < EXACT
         assert torch.allclose(weight, stored.dequantize(), rtol=1e-6, atol=1e-7)
