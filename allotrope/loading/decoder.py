@@ -41,8 +41,9 @@ def only_kept(build: Build, option: str, activations: str = "auto") -> Build:
     kept: dict[tuple[str, str], Format] = {}
     for place, format in build.formats.items():
         if option == "keep" or (option == "auto" and _fits(format, build)):
-            blocks = isinstance(format, GgufBlocks)
-            kept[place] = dataclasses.replace(format, int8_activations=rounds) if blocks else format
+            if isinstance(format, GgufBlocks):
+                format = dataclasses.replace(format, int8_activations=rounds)
+            kept[place] = format
     return dataclasses.replace(build, formats=kept)
 
 

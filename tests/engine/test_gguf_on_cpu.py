@@ -102,7 +102,7 @@ def test_rounded_activations_are_near(tmp_path: Path, write_gguf: WriteGguf) -> 
 
 
 def test_weights_take_little_more_than_the_file(tmp_path: Path, write_gguf: WriteGguf) -> None:
-    """What is planned is what is there; the head shares the embeddings, and each format of q, k and v is one product."""
+    """As many bytes as planned; the head shares the embeddings, and each format of q, k and v is one product."""
     path = write(tmp_path, write_gguf, tied=True)
     load_plan = resolve_load_plan(EngineConfig(model=path, dtype="float32", **OPTIONS))
     model = load_model(load_plan, 0)
