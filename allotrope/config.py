@@ -56,7 +56,7 @@ class EngineConfig:
         "auto",
     )
     quantized_activations: Literal["auto", "int8", "keep"] = option(
-        "Activations that meet blocks of GGUF on a CPU: 'int8' lets products of a few rows round them, each group of 32, "
+        "Activations that meet blocks of GGUF on a CPU: 'int8' lets products of few rows round them by groups of 32, "
         "'keep' leaves them as they are; 'auto' is 'keep' in float32, else 'int8'.",
         "auto",
     )

@@ -40,9 +40,9 @@ def _copies_nothing(shape: Sequence[int], dtype: torch.dtype) -> int:
 @dataclass(frozen=True)
 class MatmulBackend(Backend):
     """`pack`: a whole stored weight (`PlainWeight` or `QuantizedWeight`), as `run` reads it. `own_layout`: whether
-    `run` multiplies quantized weights as that is, which takes `Format.packed_bytes`. `fp32_out`: whether `out` may be fp32, for sums that are not rounded. `copy_bytes`:
-    shape and dtype of a plain weight -> bytes that `pack` takes beside the memory it is given, 0 where it takes that
-    over.
+    `run` multiplies quantized weights as that is, which takes `Format.packed_bytes`. `fp32_out`: whether `out` may be
+    fp32, for sums that are not rounded. `copy_bytes`: shape and dtype of a plain weight -> bytes that `pack` takes
+    beside the memory it is given, 0 where it takes that over.
     """
 
     pack: Callable[[Any], Weight] = reference.pack

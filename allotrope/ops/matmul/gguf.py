@@ -65,9 +65,9 @@ class Layout:
     `bytes`, `numbers`: of a block. `codes`: their planes, the lowest bits first. `offset`: what a code is more than its
     number. `table`: numbers of codes, in place of the offset. `scale_at`, `minimum_at`: bytes of the block's floats, of
     fp16; -1 for none. `minimum_sign`: -1 where minima are stored to be added. `group`: numbers that share a scale.
-    `scales`: planes of the groups' integer scales, followed by their minima where there are such, () where the block has
-    one scale; `scale_offset`: what these are more than their number. `mixed_scales`: they are the 12 bytes of Q4_K and
-    Q5_K.
+    `scales`: planes of the groups' integer scales, followed by their minima where there are such, () where the block
+    has one scale; `scale_offset`: what these are more than their number. `mixed_scales`: they are the 12 bytes of Q4_K
+    and Q5_K.
     `power_scale`: the scale is one byte, an exponent of two plus 128.
     """
 
