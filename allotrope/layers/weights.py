@@ -99,7 +99,7 @@ def create_weights(
             scales = replace(placement, sections=(Section(placement.sections[0].name, outer[-1]),), dim=0)
     outputs = [section.local(build.parallel) for section in placement.sections] if placement.dim == 0 else outer[-1:]
     shared = format.shares(*outputs)
-    sizes = format.packed_bytes if matmul.backend.own_layout else format.stored_bytes
+    sizes = functools.partial(matmul.backend.packed_bytes, format) if matmul.backend.own_layout else format.stored_bytes
     for ending, width, place, dtype, size in zip(
         (VALUES, SCALES),
         (format.width(inputs), format.groups(inputs)),
@@ -118,7 +118,7 @@ def create_weights(
 def mark_quantized_on_load(made: torch.nn.Parameter, matmul: WeightMatmul) -> None:
     """Let the plain weight `made` count as what it becomes once it is loaded: one of `matmul`'s format."""
     format, shape = matmul.format, tuple(made.shape)
-    sizes = format.packed_bytes if matmul.backend.own_layout else format.stored_bytes
+    sizes = functools.partial(matmul.backend.packed_bytes, format) if matmul.backend.own_layout else format.stored_bytes
     setattr(made, _PACKED_BYTES, sum(sizes(shape, False)))
     setattr(made, _FORMAT, format)
 

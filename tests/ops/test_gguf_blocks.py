@@ -17,8 +17,10 @@ from allotrope.kernels.chip import chip_of
 from allotrope.ops.grouped_matmul.cpu_blocks import grouped_matmul
 from allotrope.ops.matmul import MatmulSpec, cpu_blocks, reference
 from allotrope.ops.matmul.gguf import ACTIVATION_GROUP, GGUF_BLOCKS, GgufBlocks
+from allotrope.ops.matmul.int4 import Int4
+from allotrope.ops.matmul.mxfp4 import MXFP4
 from allotrope.ops.matmul.plain import PLAIN
-from allotrope.ops.matmul.weight import QuantizedWeight
+from allotrope.ops.matmul.weight import Format, QuantizedWeight
 
 HERE = Path(__file__).parent
 KINDS = [pytest.param(format, id=kind) for kind, format in GGUF_BLOCKS.items()]
@@ -34,7 +36,8 @@ def made(format: GgufBlocks, outputs: int, inputs: int, *experts: int) -> Quanti
 
 
 def packed(weight: QuantizedWeight) -> cpu_blocks.BlockWeight:
-    reasons = cpu_blocks.rejects(MatmulSpec(weight.format, torch.float32, 1, 1), chip_of(torch.device("cpu")))
+    spec = MatmulSpec(weight.format, torch.float32, *weight.shape[-2:])
+    reasons = cpu_blocks.rejects(spec, chip_of(torch.device("cpu")))
     if reasons:
         pytest.skip("; ".join(reasons))
     return cpu_blocks.pack(weight)
@@ -72,7 +75,7 @@ def test_packing_keeps_numbers_and_bytes(format: GgufBlocks) -> None:
     stored = made(format, 48, 512, 2)
     weight = packed(stored)
     assert torch.allclose(weight.dequantize(), stored.dequantize(), rtol=1e-6, atol=1e-7)
-    assert weight.nbytes == sum(format.packed_bytes(stored.shape, False)) <= MOST_BYTES * stored.nbytes
+    assert weight.nbytes == sum(cpu_blocks.packed_bytes(format, stored.shape, False)) <= MOST_BYTES * stored.nbytes
     one = packed(stored[1])
     ids = torch.tensor([47, 0, 17])
     assert torch.allclose(one.rows(ids, torch.float32), stored[1].rows(ids, torch.float32), rtol=1e-6, atol=1e-7)
@@ -141,6 +144,18 @@ def test_shards_of_whole_blocks() -> None:
     total = sum(cpu_blocks.matmul(x[:, 256 * i : 256 * i + 256], packed(part)) for i, part in enumerate(parts))
     assert off(total, reference.matmul(x, stored)) < EXACT
     assert off(cpu_blocks.matmul(x, packed(stored[16:])), reference.matmul(x, stored)[:, 16:]) < EXACT
+
+
+@pytest.mark.parametrize("format", [MXFP4, Int4(32), Int4(128), Int4(0)], ids=str)
+def test_other_formats_as_blocks(format: Format) -> None:
+    """Numbers stay bit for bit what they are, activations are not rounded, and bytes hardly more."""
+    generator = torch.Generator().manual_seed(0)
+    stored = format.quantize(torch.randn(2, 32, 256, generator=generator))
+    weight = packed(stored)
+    assert torch.equal(weight.dequantize(), stored.dequantize())
+    assert weight.nbytes == sum(cpu_blocks.packed_bytes(format, stored.shape, False)) <= MOST_BYTES * stored.nbytes
+    x = torch.randn(3, 256, generator=generator)
+    assert off(cpu_blocks.matmul(x, packed(stored[1])), x @ stored[1].dequantize().t()) < EXACT
 
 
 def test_a_gpu_and_other_formats_are_refused() -> None:
