@@ -52,7 +52,7 @@ class EngineConfig:
     dtype: DType = option("Type of weights and activations; 'auto' is the checkpoint's own.", "auto")
     quantized_weights: Literal["auto", "keep", "dequantize"] = option(
         "Weights that are stored quantized: 'keep' multiplies them so, 'dequantize' makes them plain on load; 'auto' "
-        "keeps them on a GPU, and blocks of GGUF on a CPU.",
+        "keeps them on a GPU, and blocks of GGUF, MXFP4 and INT4 on a CPU.",
         "auto",
     )
     quantized_activations: Literal["auto", "int8", "keep"] = option(

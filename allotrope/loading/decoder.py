@@ -34,8 +34,8 @@ def only_kept(build: Build, option: str, activations: str = "auto") -> Build:
     """`build` with those of its formats that stay quantized. `option`: "auto", "keep" or "dequantize". `activations`:
     "auto", "int8" or "keep".
 
-    "auto" leaves blocks of GGUF to a CPU, where products read them, and everything else to a GPU; it rounds activations
-    to int8 where they are not in float32.
+    "auto" leaves to a CPU what its products read, such as blocks of GGUF, and everything but these to a GPU; it rounds
+    activations to int8 where they are not in float32.
     """
     rounds = activations == "int8" or (activations == "auto" and build.dtype != torch.float32)
     kept: dict[tuple[str, str], Format] = {}
