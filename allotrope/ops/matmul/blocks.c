@@ -191,7 +191,7 @@ static void panel_exact(const target *to, const float *x, long stride, long inpu
 #if MATRIX_UNITS
 // Rows, and inputs, whose sums and weights stay in the cache; panels that share the rows' way there.
 #define BLOCK_ROWS 512
-#define BLOCK_INPUTS 1024
+#define BLOCK_INPUTS 256
 #define BLOCK_PANELS 8
 
 typedef struct {
