@@ -427,6 +427,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--adaptive", action="store_true", help="with --speculate: ours drafts fewer where that is faster"
     )
+    parser.add_argument("--drafts-only", action="store_true", help="with --speculate: no column without drafts")
     parser.add_argument("--draft-model", type=Path, help="with --speculate: an EAGLE3 head's directory; default: MTP")
     parser.add_argument("--prefix-caching", action="store_true", help="prefix caches on, in all of them")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds that an engine's process may take")
@@ -468,8 +469,8 @@ def check_speculation(parser: argparse.ArgumentParser, options: argparse.Namespa
     drafts, lengths = options.speculate, options.accept
     if drafts and (min(drafts) < 1 or len(set(drafts)) < len(drafts)):
         parser.error(f"--speculate {drafts}: give different numbers of at least 1")
-    if not drafts and (lengths or options.draft_model):
-        parser.error("--accept and --draft-model need --speculate")
+    if not drafts and (lengths or options.draft_model or options.drafts_only):
+        parser.error("--accept, --drafts-only and --draft-model need --speculate")
     idle = [length for length in lengths if not 1 <= length <= max(drafts) + 1]
     if idle or len(set(lengths)) < len(lengths):
         parser.error(f"--accept {lengths}: give different lengths from 1 to {max(drafts) + 1}")
@@ -496,6 +497,7 @@ def main(arguments: list[str] | None = None) -> int:
     for directory in options.models:
         head = options.draft_model
         measured = speculations("mtp" if head is None else "eagle3", options.speculate, options.accept)
+        measured = measured[1:] if options.drafts_only else measured
         for ranks, speculation, engine in itertools.product(options.tensor_parallel_size, measured, options.engines):
             column = Column(engine, ranks, speculation)
             shown = engine_options(column, options, None if head is None else head.name)

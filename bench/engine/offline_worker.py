@@ -72,10 +72,15 @@ class Allotrope:
         self.llm = allotrope.LLM(directory, **options)
         self.version = getattr(allotrope, "__version__", "checkout")
         self.kv_tokens: int | None = self.llm.engine.memory.tokens
+        self.started = False
 
     def generate(self, prompts: Prompts, tokens: int) -> list[list[int]]:
         from allotrope import SamplingParams
 
+        if self.started:
+            # What a server captures between requests; the first tokens do not wait for it.
+            self.llm.engine.capture_all()
+        self.started = True
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         return [output.outputs[0].token_ids for output in self.llm.generate(prompts, params)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,9 @@ def test_refresh_forgets_the_step_before() -> None:
     buffers.refresh(buffers.pack(long, None), len(long), None, buffers.size)
     buffers.refresh(buffers.pack(short, None), len(short), torch.tensor([5, 6, 7]), buffers.size)
     inputs, prev_sampled = buffers.inputs(4)
-    facts = StepFacts.of(StepPlan(tuple(short)))
-    exact = unpack(pack(short, facts, groups, pinned=False), facts, groups, CPU)
+    plan = StepPlan(tuple(short))
+    facts = StepFacts.of(plan)
+    exact = unpack(pack(plan, facts, groups, pinned=False), facts, groups, CPU)
     assert inputs.batch.query_lens == (1,) * 4 and inputs.batch.seq_lens == (32,) * 4
     assert inputs.batch.tensors.seq_lens.tolist() == [5, 0, 0, 0]
     assert inputs.batch.tensors.positions.tolist() == [4, 0, 0, 0]
@@ -87,6 +88,41 @@ def test_refresh_forgets_the_step_before() -> None:
         assert (table[0, want.shape[1] :] == -1).all() and (table[1:] == -1).all()
         assert inputs.index[g].slots.tolist() == [exact.index[g].slots.item(), -1, -1, -1]
     assert inputs.index[1].slots.tolist() == [4, 0, 0, 0]
+
+
+def test_rows_behind_unread_drafts_are_those_of_a_host_that_has_read_them() -> None:
+    """Two sequences, of which the step before accepted two drafts and none, and one that it did not have."""
+    groups = [CacheGroup("paged", 4, None, ()), CacheGroup("state", 1, None, ())]
+    kinds = {"verify": True, "most_sampled": 9, "sequences": 3}
+    unread, known = (DecodeBuffers(groups, 8, 32, 8, torch.float32, CPU, **kinds) for _ in range(2))
+    pages = [[[3, 4, 5], []], [[6, 7], []], [[8], []]]
+
+    def rows(
+        seq: int, ids: Sequence[int], context: int, first: int = -1, prev: int = -1, replay: int = 0
+    ) -> list[StepRow]:
+        indices = [first, *([-1] * (len(ids) - 1))]
+        return [
+            StepRow((token,), context + i, pages[seq], [0, seq + 1], 1, indices[i], i, 0 if i else replay, -1, prev)
+            for i, token in enumerate(ids)
+        ]
+
+    before = rows(0, (-1, 21), 3, first=0, prev=0) + rows(1, (-1,), 5, first=1, prev=1) + rows(2, (9,), 2)
+    after = rows(0, (11, 21), 5, replay=2) + rows(1, (12,), 5) + rows(2, (9,), 2)
+    for buffers, step in ((unread, before), (known, after)):
+        buffers.refresh(buffers.pack(step, None), len(step), torch.tensor([11, 12, 30, 31]), 8)
+        buffers.accepted[:2] = torch.tensor([2, 0])
+        buffers.advance(8)
+    found, want = (buffers.inputs(8)[0] for buffers in (unread, known))
+    assert found.ids.equal(want.ids) and found.ids[:4].tolist() == [11, 21, 12, 9]
+    for name in ("positions", "seq_lens"):
+        assert getattr(found.batch.tensors, name).equal(getattr(want.batch.tensors, name)), name
+    assert found.batch.tensors.positions.tolist() == [5, 6, 5, 2, 0, 0, 0, 0]
+    for one, other in zip(
+        vars(found.batch.static_verify).values(), vars(want.batch.static_verify).values(), strict=True
+    ):
+        assert one.equal(other)
+    assert found.index[0].slots.equal(want.index[0].slots)
+    assert found.index[0].slots.tolist() == [4 * 4 + 1, 4 * 4 + 2, 7 * 4 + 1, 8 * 4 + 2, -1, -1, -1, -1]
 
 
 MIXED = [

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine.static_reference import static_steps
 
 from allotrope import LLM, SamplingParams
 from allotrope.engine.kv_cache_manager import KVCacheManager
+from allotrope.engine.sequence import Sequence
 
 MODEL = Path(__file__).parents[2] / "train" / "models" / "qwen3_next"
 PROMPT = list(b"for name in names: print(name)\n" * 5)
 # As many drafts are accepted as the schedule says, so that positions lie on and behind the first token of a step.
 FORCED = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5, "adaptive": False}
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
@@ -23,15 +26,20 @@ def loaded(**options: Any) -> LLM:
     return LLM(str(MODEL), device="cpu", max_model_len=512, **small, **options)
 
 
-def top(llm: LLM, prompt: Sequence[int]) -> tuple[dict[int, float], int]:
+def top(llm: LLM, prompt: abc.Sequence[int]) -> tuple[dict[int, float], int]:
     """Logprobs of the best tokens behind a prompt, and its cached tokens."""
     output = llm.generate([list(prompt)], SamplingParams(temperature=0, max_tokens=1, logprobs=8))[0]
     (step,) = output.outputs[0].logprobs or ()
     return dict(step.top), output.cached_tokens
 
 
-@pytest.mark.parametrize("speculation", [None, NGRAM | FORCED], ids=["plain", "drafts"])
-def test_a_prompt_that_begins_with_an_answer(speculation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("speculation", "unread"),
+    [(None, False), (NGRAM | FORCED, False), (MTP | FORCED, True)],
+    ids=["plain", "drafts", "unread-drafts"],
+)
+def test_a_prompt_that_begins_with_an_answer(speculation: Any, unread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`unread`: a state may have to be kept before it is known whether its position is reached."""
     replays: list[int] = []
     allocate = KVCacheManager.allocate
 
@@ -41,7 +49,11 @@ def test_a_prompt_that_begins_with_an_answer(speculation: Any, monkeypatch: pyte
         return done
 
     monkeypatch.setattr(KVCacheManager, "allocate", recorded)
-    warm, cold = loaded(speculative_config=speculation), loaded(enable_prefix_caching=False)
+    options = {"async_scheduling": "on"} if unread else {}
+    warm, cold = loaded(speculative_config=speculation, **options), loaded(enable_prefix_caching=False)
+    if unread:
+        static_steps(warm.engine)
+    tentative = settled(monkeypatch)
     try:
         for start in range(6):
             prompt = PROMPT[start:]
@@ -56,6 +68,22 @@ def test_a_prompt_that_begins_with_an_answer(speculation: Any, monkeypatch: pyte
         warm.close()
         cold.close()
     assert (max(replays) > 1) == (speculation is not None)
+    # Some are of use, others are not.
+    assert {*tentative} == ({True, False} if unread else set())
+
+
+def settled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each checkpoint that was kept before it was known to be of use: whether it was."""
+    found: list[bool] = []
+    settle = KVCacheManager._settle
+
+    def recorded(self: KVCacheManager, seq: Sequence) -> None:
+        if seq.tentative is not None:
+            found.append(seq.tentative.position <= seq.computed)
+        settle(self, seq)
+
+    monkeypatch.setattr(KVCacheManager, "_settle", recorded)
+    return found
 
 
 def test_a_running_sequence_keeps_one_checkpoint_of_its_output() -> None:
