@@ -25,7 +25,6 @@ VALUES, SCALES = "_values", "_scales"
 """What the names of the two parameters of a quantized weight end with."""
 
 
-
 def kept_names(name: str) -> Iterator[str]:
     """Names of the quantized weights that sections of a weight `name` are kept in: one for each format."""
     yield name
