@@ -49,7 +49,11 @@ class EngineConfig:
         "auto",
     )
     load_format: LoadFormat = option("Where weights come from; 'dummy' makes reproducible random ones.", "auto")
-    dtype: DType = option("Type of weights and activations; 'auto' is the checkpoint's own.", "auto")
+    dtype: DType = option(
+        "Type of weights and activations; 'auto' is the checkpoint's own, on a CPU bfloat16 where it has instructions "
+        "for that, else float32.",
+        "auto",
+    )
     quantized_weights: Literal["auto", "keep", "dequantize"] = option(
         "Weights that are stored quantized: 'keep' multiplies them so, 'dequantize' makes them plain on load; 'auto' "
         "keeps them on a GPU, and blocks of GGUF on a CPU.",
@@ -83,7 +87,8 @@ class EngineConfig:
         "Bytes for all caches; default: enough for a full batch of the longest context, within a share of memory.", None
     )
     memory_utilization: float | None = option(
-        "Share of free memory: of a GPU's for weights, steps and caches (default 0.9), of a CPU's for caches (0.5).",
+        "Share of free memory: of a GPU's for weights, steps and caches (default 0.9), of a CPU's for caches (at most "
+        "0.5, and enough for one sequence of full length and 32768 tokens of others).",
         None,
     )
     enable_prefix_caching: bool = option("Reuse cached pages of equal prompt beginnings.", True)

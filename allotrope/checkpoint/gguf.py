@@ -42,7 +42,9 @@ class GgufCheckpoint:
         factors = self._file.tensors.get(ROPE_FACTORS)
         self.config = hf_config(self._file, None if factors is None else self._dequantized(factors).astype(np.float64))
         self._views = self._named_views(architecture.names)
-        self.config["torch_dtype"] = self._weight_dtype()
+        dtype = self._weight_dtype()
+        if dtype is not None:
+            self.config["torch_dtype"] = dtype
         self.generation_config: dict[str, Any] = {
             key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in self.config
         }
@@ -145,10 +147,12 @@ class GgufCheckpoint:
         if reasons:
             raise ModelError(f"cannot load {self.source}", reasons)
 
-    def _weight_dtype(self) -> str:
-        """The dtype in which all matrices are stored, or float32 if they are quantised or have several types."""
+    def _weight_dtype(self) -> str | None:
+        """The dtype in which all matrices are stored, float32 if they have several, None if some are quantized."""
         kinds = {tensor.kind for tensor in self._file.tensors.values() if len(tensor.shape) > 1}
-        plain = _PLAIN.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
+        if kinds - _PLAIN.keys():
+            return None
+        plain = _PLAIN[kinds.pop()] if len(kinds) == 1 else torch.float32
         return str(plain).removeprefix("torch.")
 
 

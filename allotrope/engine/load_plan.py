@@ -19,7 +19,7 @@ from allotrope.engine.memory import free_memory, utilization, weight_bytes_of
 from allotrope.engine.step_limits import GPU_TOKENS, StepLimits, StepRoom, cpu_limits, gpu_limits
 from allotrope.errors import ConfigError, ModelError
 from allotrope.kernels.backend import Chooser, parse_wanted
-from allotrope.kernels.chip import Chip, chip_of
+from allotrope.kernels.chip import Chip, chip_of, cpu_has_bf16
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.draft import DraftModel
@@ -239,8 +239,9 @@ def _resolve_draft(
 
 
 def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint, chip: Chip | None) -> Build:
-    dtype = _dtype(config.dtype, checkpoint)
     device = device_named(config.device, parallel.rank)
+    chip = chip_of(device) if chip is None else chip
+    dtype, _ = resolve_dtype(config.dtype, checkpoint, on_gpu=chip.is_gpu)
     wanted = parse_wanted("attention_backend", config.attention_backend, FAMILIES)
     wanted |= parse_wanted("op_backend", config.op_backend, registered_ops())
     return Build(
@@ -248,18 +249,32 @@ def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint, chi
         dtype if config.kv_cache_dtype == "auto" else _KV_DTYPES[config.kv_cache_dtype],
         device,
         parallel,
-        Chooser(chip_of(device) if chip is None else chip, wanted),
+        Chooser(chip, wanted),
         "scaled" if config.kv_cache_dtype == "fp8_ds_mla" else "plain",
         _DTYPES.get(config.state_dtype, torch.float32),
     )
 
 
-def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
+def resolve_dtype(name: str, checkpoint: Checkpoint, *, on_gpu: bool) -> tuple[torch.dtype, str]:
+    """The type of weights and activations, and the reason for another one than the checkpoint's. `name`: the option.
+
+    A CPU computes in bf16 where it has instructions for that, else in fp32. An fp32 checkpoint stays in fp32.
+    """
     if name != "auto":
-        return _DTYPES[name]
+        return _DTYPES[name], ""
+    own = _own_dtype(checkpoint)
+    if on_gpu or own == torch.float32:
+        return own or torch.bfloat16, ""
+    if cpu_has_bf16():
+        return torch.bfloat16, "" if own == torch.bfloat16 else "this CPU has instructions for bfloat16"
+    return torch.float32, "this CPU has no instructions for bfloat16, and float32 is faster"
+
+
+def _own_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
+    """The type that the checkpoint states; None without one, as where a GGUF file has quantized weights."""
     text = checkpoint.config.get("text_config") or {}
     stated = [source.get(key) for source in (checkpoint.config, text) for key in ("dtype", "torch_dtype")]
-    return next((_DTYPES[str(value)] for value in stated if str(value) in _DTYPES), torch.bfloat16)
+    return next((_DTYPES[str(value)] for value in stated if str(value) in _DTYPES), None)
 
 
 def device_named(name: str, rank: int = 0) -> torch.device:
