@@ -19,6 +19,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 RENAMED_OPTIONS = {"overlap": "async_scheduling"}
 RENAMED_VALUES = {("kv_cache_dtype", "fp8_scaled"): "fp8_ds_mla", ("quantized_weights", "unpack"): "dequantize"}
 
+Quantization = Literal["fp8", "int8", "int4"]
 KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_ds_mla"]
 StateDType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -58,6 +59,11 @@ class EngineConfig:
         "Weights that are stored quantized: 'keep' multiplies them so, 'dequantize' makes them plain on load; 'auto' "
         "keeps them on a GPU, and blocks of GGUF on a CPU.",
         "auto",
+    )
+    quantization: Quantization | None = option(
+        "Quantize the weights of a plain checkpoint as they are loaded: those of attention, feed-forward layers and "
+        "experts. A GPU takes 'fp8' and 'int4', a CPU 'int8' and 'int4'.",
+        None,
     )
     kv_cache_dtype: KVCacheDType = option(
         "Type of the cached rows; 'auto' is that of the model, 'fp8_ds_mla' block-scaled FP8, with the scales in each "
@@ -138,6 +144,8 @@ class EngineConfig:
             reasons.append(f"step_log_seconds={self.step_log_seconds}; at least 0 is needed")
         if not self.watchdog_seconds >= 0:
             reasons.append(f"watchdog_seconds={self.watchdog_seconds}; at least 0 is needed")
+        if self.quantization is not None and self.quantized_weights == "dequantize":
+            reasons.append(f"quantization={self.quantization} quantizes what quantized_weights=dequantize makes plain")
         if self.memory_utilization is not None and not 0.0 < self.memory_utilization <= 1.0:
             reasons.append(f"memory_utilization={self.memory_utilization}; allowed: above 0, up to 1")
         tokens, sequences = self.max_num_batched_tokens, self.max_num_seqs

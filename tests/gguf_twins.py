@@ -185,13 +185,18 @@ def _rope(config: Config) -> dict[str, Any]:
 
 def _of_llama(config: Config) -> dict[str, Any]:
     # llama.cpp's conversion leaves the window out.
-    return {"rope.dimension_count": config["head_dim"], "attention.sliding_window": config.get("sliding_window")}
+    return {
+        "vocab_size": config["vocab_size"],
+        "rope.dimension_count": config["head_dim"],
+        "attention.sliding_window": config.get("sliding_window"),
+    }
 
 
 def _of_latent(config: Config) -> dict[str, Any]:
     latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
     scaling = config.get("rope_scaling") or {}
     return {
+        "vocab_size": config["vocab_size"],
         "attention.head_count_kv": 1,
         "attention.q_lora_rank": config["q_lora_rank"],
         "attention.kv_lora_rank": latent,

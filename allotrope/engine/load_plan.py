@@ -14,6 +14,7 @@ from allotrope.attention.family import Spec
 from allotrope.attention.registry import FAMILIES
 from allotrope.cache.groups import CacheGroup, group_caches
 from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from allotrope.checkpoint.weight_formats import online_statement, quantization_of
 from allotrope.config import EngineConfig
 from allotrope.engine.memory import free_memory, utilization, weight_bytes_of
 from allotrope.engine.step_limits import GPU_TOKENS, StepLimits, StepRoom, cpu_limits, gpu_limits
@@ -142,6 +143,8 @@ def resolve_load_plan(
         config.model, revision=config.revision, load_format=config.load_format, hf_overrides=config.hf_overrides
     )
     architecture, spec = read_spec(checkpoint.config, checkpoint.source)
+    if config.quantization is not None:
+        _state_quantization(config, checkpoint, chip)
     build = _build(config, parallel, checkpoint, chip)
     draft, draft_checkpoint, max_drafts = _resolve_draft(config, architecture, spec, checkpoint)
     build = replace(build, max_drafts=max_drafts)
@@ -154,7 +157,10 @@ def resolve_load_plan(
     keeps = config.quantized_weights != "dequantize"
     try:
         if keeps:
-            build = only_kept(quantized_build(checkpoint, architecture, spec, build), config.quantized_weights)
+            quantized = quantized_build(checkpoint, architecture, spec, build)
+            build = only_kept(quantized, config.quantized_weights)
+            if config.quantization is not None:
+                _refuse_unkept(config, quantized, build)
         meta = make_meta_decoder(architecture, spec, build)
         weight_bytes = weight_bytes_of(meta)
         of_draft: Build | None = None
@@ -236,6 +242,39 @@ def _resolve_draft(
             f"target, {config.tensor_parallel_size}. Leave it out."
         )
     return draft, checkpoint, count or 1
+
+
+def _state_quantization(config: EngineConfig, checkpoint: Checkpoint, chip: Chip | None) -> None:
+    """Make a plain checkpoint's config say that its weights are quantized on load. Raises ConfigError if they are
+    already."""
+    assert config.quantization is not None
+    stated = quantization_of(checkpoint.config)
+    on_gpu = (chip or chip_of(device_named(config.device))).is_gpu
+    wanted = online_statement(config.quantization, blocks=not on_gpu)
+    if stated == wanted:
+        # The plan of this checkpoint was made before.
+        return
+    kinds = {header.format.name for header in checkpoint.headers().values() if header.format is not None}
+    if stated or kinds:
+        how = stated.get("quant_method") or f"blocks of {', '.join(sorted(kinds))}"
+        raise ConfigError(
+            f"quantization={config.quantization} needs a plain checkpoint; {checkpoint.source} is quantized ({how}). "
+            "Leave it out."
+        )
+    checkpoint.config["quantization_config"] = wanted
+
+
+def _refuse_unkept(config: EngineConfig, quantized: Build, build: Build) -> None:
+    """Raise ConfigError if weights would be quantized and then multiplied plain."""
+    if len(build.formats) == len(quantized.formats) and build.formats:
+        return
+    chip = build.chooser.chip
+    allowed = "fp8, int4" if chip.is_gpu else "int8, int4"
+    raise ConfigError(
+        f"quantization={config.quantization} on {chip.arch} with dtype={build.dtype}: no product reads such weights as "
+        f"they are stored. Try --quantization with one of {allowed}, another --dtype, or --quantized-weights keep, "
+        f"which dequantizes them for each product."
+    )
 
 
 def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint, chip: Chip | None) -> Build:

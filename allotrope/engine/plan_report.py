@@ -254,6 +254,12 @@ def report_model(config: EngineConfig, memory: int | None = None) -> ModelReport
     return report
 
 
+def _formats_from(load_plan: LoadPlan, config: EngineConfig) -> str:
+    if config.quantization is not None:
+        return f"--quantization {config.quantization}"
+    return "the checkpoint" if load_plan.checkpoint.has_weights else "config.json"
+
+
 def has_weights(config: EngineConfig) -> bool:
     """Whether the weights lie on this machine, all of them, so that their headers say how they are stored."""
     if not Path(config.model).expanduser().exists():
@@ -305,7 +311,7 @@ def describe(
         decode=_decode(load_plan, max(1, load_plan.max_model_len // 2)),
         dtype_reason=resolve_dtype(config.dtype, load_plan.checkpoint, on_gpu=load_plan.build.chooser.chip.is_gpu)[1],
         few_tokens=wants_few_tokens(load_plan, config),
-        formats_from="the checkpoint" if load_plan.checkpoint.has_weights else "config.json",
+        formats_from=_formats_from(load_plan, config),
         quantized=bool(load_plan.build.formats),
     )
 
