@@ -102,7 +102,7 @@ _LATENT: Rules = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     # Older files have the whole projection.
     "attn_kv_b": "self_attn.kv_b_proj",
-    "attn_k_b.weight": GgufRule("self_attn.kv_b_proj.weight", make=latent_keys_and_values, beside="attn_v_b.weight"),
+    "attn_k_b.weight": GgufRule("self_attn.kv_b_proj.weight", make=latent_keys_and_values, partner="attn_v_b.weight"),
     "attn_output": "self_attn.o_proj",
 }
 _INDEXER: Rules = {

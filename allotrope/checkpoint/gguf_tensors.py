@@ -28,7 +28,7 @@ class GgufRule:
 
     `target`: Hugging Face name, behind that of the layer if the tensor is in a block. `{e}` is one tensor of each
     expert, which the file stacks. `rows`, `columns`: their order. `half`: the first (0) or second (1) half of the rows.
-    `make`: values from the stored ones, and from those of the tensor `beside` in the same block. `shape`: of the
+    `make`: values from the stored ones, and from those of the tensor `partner` in the same block. `shape`: of the
     result, from that in the file.
     """
 
@@ -37,7 +37,7 @@ class GgufRule:
     columns: Order | None = None
     half: int | None = None
     make: Callable[..., np.ndarray] | None = None
-    beside: str | None = None
+    partner: str | None = None
     shape: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
 
 
@@ -82,11 +82,11 @@ def views(file: GgufFile, names: GgufNames, config: Config) -> tuple[dict[str, G
     """Hugging Face name -> view, and the tensors of `file` that no rule covers."""
     found: dict[str, GgufView] = {}
     unknown = []
-    used_beside = {rule.beside for rule in _all_rules(names.block) if rule.beside is not None}
+    partners = {rule.partner for rule in _all_rules(names.block) if rule.partner is not None}
     for tensor in file.tensors.values():
         block = _BLOCK.fullmatch(tensor.name)
         inner = tensor.name if block is None else block[2]
-        if block is not None and inner in used_beside:
+        if block is not None and inner in partners:
             continue
         rules, prefix = _rules_of(names, inner, None if block is None else int(block[1]), config)
         if not rules:
@@ -132,8 +132,8 @@ def _views_of(
     file: GgufFile, tensor: GgufTensor, rule: GgufRule, target: str, config: Config
 ) -> Iterator[tuple[str, GgufView]]:
     sources = [tensor]
-    if rule.beside is not None:
-        other = file.tensors.get(tensor.name.replace(_inner(tensor.name), rule.beside))
+    if rule.partner is not None:
+        other = file.tensors.get(tensor.name.replace(_inner(tensor.name), rule.partner))
         if other is None:
             return
         sources.append(other)

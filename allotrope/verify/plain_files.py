@@ -50,7 +50,7 @@ def plain_files(path: Path, config: Mapping[str, Any]) -> Iterator[tuple[Path, d
 
 
 @contextmanager
-def unpacked_file(path: Path, config: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
+def dequantized_file(path: Path, config: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
     """A directory with the plain weights of a GGUF file under Hugging Face names, and its config. It goes at the end.
 
     Raises ModelError if there is no room for it.

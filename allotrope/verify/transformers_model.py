@@ -17,7 +17,7 @@ from torch import nn
 
 from allotrope.errors import ModelError
 from allotrope.verify.hooks import Place, TopkSelection, hooked
-from allotrope.verify.plain_files import plain_files, unpacked_file
+from allotrope.verify.plain_files import dequantized_file, plain_files
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Trace:
 
 class TransformersModel:
     """A checkpoint in Transformers, by its plain implementations and without a cache. `layers`: its decoder layers.
-    `around`: entered around every pass. `unpacked`: whether a GGUF file was written out plain for it.
+    `around`: entered around every pass. `dequantized`: whether a GGUF file was written out plain for it.
     """
 
-    unpacked = False
+    dequantized = False
 
     def __init__(self, model: Any, count: int) -> None:
         self.model = model
@@ -143,9 +143,9 @@ def load_transformers(path: Path, config: Mapping[str, Any], dtype: torch.dtype,
         try:
             return _load(path, config, dtype, layers)
         except ModelError:
-            with unpacked_file(path, config) as (directory, plain):
+            with dequantized_file(path, config) as (directory, plain):
                 model = _load(directory, plain, dtype, layers)
-            model.unpacked = True
+            model.dequantized = True
             return model
     return _load(path, config, dtype, layers)
 
