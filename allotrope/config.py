@@ -65,6 +65,11 @@ class EngineConfig:
         "experts. A GPU takes 'fp8' and 'int4', a CPU 'int8' and 'int4'.",
         None,
     )
+    quantized_activations: Literal["auto", "int8", "keep"] = option(
+        "Activations that meet blocks of GGUF on a CPU: 'int8' lets products of few rows round them by groups of 32, "
+        "'keep' leaves them as they are; 'auto' is 'keep' in float32, else 'int8'.",
+        "auto",
+    )
     kv_cache_dtype: KVCacheDType = option(
         "Type of the cached rows; 'auto' is that of the model, 'fp8_ds_mla' block-scaled FP8, with the scales in each "
         "row (latent and compressed rows).",

@@ -18,6 +18,7 @@ from allotrope.errors import ConfigError
 
 SpeculativeMethod = Literal["ngram", "suffix", "mtp", "eagle3", "draft_model"]
 RejectionSampleMethod = Literal["standard", "synthetic"]
+DraftHeadDtype = Literal["auto", "fp8", "model"]
 
 # Most drafts that a step verifies for one sequence.
 MAX_SPECULATIVE_TOKENS = 16
@@ -48,7 +49,9 @@ class SpeculativeConfig:
     length in tokens of the n-gram that is looked up. `suffix_decoding_max_tree_depth`: one more than the most tokens of
     a match. `suffix_decoding_max_cached_requests`: former outputs that are searched. `suffix_decoding_max_spec_factor`:
     drafts per matched token. `suffix_decoding_min_token_prob`: least estimated probability of a draft.
-    `draft_tensor_parallel_size`: ranks that share the draft model; None: those of the target.
+    `draft_tensor_parallel_size`: ranks that share the draft model; None: those of the target. `draft_head_dtype`: the
+    head by which mtp and eagle3 choose drafts is an FP8 copy ("fp8"), as the model has it ("model"), or FP8 on a GPU
+    that multiplies it ("auto"). It decides no token.
     `rejection_sample_method`: 'standard' accepts a draft that equals the token sampled in its place; 'synthetic'
     accepts by `synthetic_acceptance_rates`, whatever the tokens: for benchmarks alone.
     `synthetic_acceptance_rates`: entry i is the probability that the first i + 1 drafts are all accepted.
@@ -66,6 +69,7 @@ class SpeculativeConfig:
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
     draft_tensor_parallel_size: int | None = None
+    draft_head_dtype: DraftHeadDtype = "auto"
     rejection_sample_method: RejectionSampleMethod = "standard"
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     synthetic_acceptance_length: float | None = None
@@ -101,7 +105,7 @@ class SpeculativeConfig:
 
 
 _FIELDS = {f.name: f for f in dataclasses.fields(SpeculativeConfig)}
-_TEXTS = ("method", "model", "rejection_sample_method")
+_TEXTS = ("method", "model", "rejection_sample_method", "draft_head_dtype")
 _INTEGERS = (
     "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "suffix_decoding_max_tree_depth",
     "suffix_decoding_max_cached_requests", "draft_tensor_parallel_size",
@@ -204,6 +208,9 @@ def _wrong_values(given: Mapping[str, Any]) -> list[str]:
     for name, (low, high) in ranges.items():
         if name in given and not low <= given[name] <= high:
             reasons.append(f"{name}={given[name]}; allowed: {low} to {high}")
+    heads = get_args(DraftHeadDtype)
+    if given.get("draft_head_dtype", "auto") not in heads:
+        reasons.append(f"draft_head_dtype={given['draft_head_dtype']!r}; allowed: {', '.join(heads)}")
     if given.get("prompt_lookup_min", 0) > given.get("prompt_lookup_max", 0):
         reasons.append(
             f"prompt_lookup_min={given['prompt_lookup_min']} is more than "
@@ -219,6 +226,7 @@ def _without_effect(given: Mapping[str, Any]) -> list[str]:
     method: str = given["method"]
     unread = [name for name in given if name.startswith("suffix_decoding_") and method != "suffix"]
     unread += [name for name in given if name.startswith("prompt_lookup_") and method != "ngram"]
+    unread += [name for name in ("draft_head_dtype",) if name in given and method not in ("mtp", "eagle3")]
     if method in ("ngram", "suffix"):
         own_name = given.get("model") in ("ngram", "[ngram]", "suffix")
         unread += [name for name in ("model",) if name in given and not own_name]

@@ -23,9 +23,11 @@ class AttentionBackend(Backend):
     reads it. `index`: cache name -> where its entries lie. `in_graphs`: its plan is made by device operations alone
     from `batch.tensors` and `index`, the host's integers being upper bounds, so that a step of one token a request can
     be captured and replayed. `fallbacks(spec, dtype, chip)`: which steps of such a layer go to another backend, with
-    activations of `dtype`, and why; none for most backends.
+    activations of `dtype`, and why; none for most backends. `store(spec, plan, caches, inputs)`: the part of `run` that
+    stores the step's entries, for a layer whose output nobody reads; None where no part of `run` does that alone.
     """
 
     plan: Callable[..., Any]
     in_graphs: bool = False
     fallbacks: Callable[[Any, torch.dtype, Chip], list[str]] = lambda spec, dtype, chip: []
+    store: Callable[..., None] | None = None

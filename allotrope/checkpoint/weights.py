@@ -205,6 +205,8 @@ class Loader:
 
 def _pieces(parameter: nn.Parameter) -> set[tuple[str, int]]:
     placement = placement_of(parameter)
+    if placement.derived:
+        return set()
     experts = range(placement.experts) if placement.experts else (-1,)
     return {(section.name, expert) for section in placement.sections for expert in experts}
 
@@ -230,6 +232,8 @@ def fill_random(module: nn.Module, seed: int, parallel: Parallel) -> None:
     """
     for name, parameter in module.named_parameters():
         placement = placement_of(parameter)
+        if placement.derived:
+            continue
         generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
         shape = list(parameter.shape)
         dim = placement.dim + bool(placement.experts)

@@ -19,8 +19,8 @@ def uses_async_scheduling(config: EngineConfig, device_type: str, *, observed: b
         reasons.append("--async-scheduling off was asked for")
     if config.async_scheduling == "auto" and device_type != "cuda":
         reasons.append(f"device={device_type} (auto schedules the steps of a GPU asynchronously)")
-    if config.speculative_config is not None:
-        reasons.append("with speculative decoding a step's length follows from the tokens of the one before")
+    if config.speculation is not None and config.speculation.drafts_from_text:
+        reasons.append("drafts are looked up in the tokens of the step before")
     if observed:
         reasons.append("an observer may replace tokens")
     if reasons:

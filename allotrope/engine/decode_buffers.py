@@ -17,11 +17,15 @@ from allotrope.cache.groups import CacheGroup
 from allotrope.engine.inputs import (
     HostRows,
     Inputs,
+    SampledSequence,
     StepFacts,
     StepRow,
+    known_ids,
     page_slots,
     page_table,
+    sequence_words,
     table_width,
+    token_slots,
     verify_words,
 )
 from allotrope.engine.packed_step import PackedStep
@@ -31,7 +35,9 @@ class DecodeBuffers:
     """Inputs and output of decode steps of up to `size` requests, each of up to `context` tokens.
 
     `verify`: requests may be drafts. `most_sampled`: tokens of the step before that rows may take, where these are more
-    than `size`.
+    than `size`. `sequences`: most of a step.
+
+    `accepted`: [sequences] drafts that the step before accepted of each of its sequences.
     """
 
     def __init__(
@@ -45,10 +51,12 @@ class DecodeBuffers:
         *,
         verify: bool = False,
         most_sampled: int = 0,
+        sequences: int = 0,
     ) -> None:
         self.groups, self.size, self.context, self.device = groups, size, context, device
-        # First row, number of rows and replay of each request, and its next token.
-        self.verify, self._num_verify = verify, 4 if verify else 0
+        # First row, number of rows and replay of each request, its next token, its sequence in the step before; and the
+        # columns of the step's own sequences.
+        self.verify, self._num_verify = verify, 9 if verify else 0
         # One region for every array with one number a request, at 16-byte steps: a refresh is one copy.
         self._stride = size + size % 2
         lines = 4 + self._num_verify + len(groups)
@@ -56,7 +64,11 @@ class DecodeBuffers:
         named = [self._heads[i * self._stride :][:size] for i in range(lines)]
         self._ids, self._prev_sampled_indices, self._positions, lengths, *others = named
         self._verify = [one.view(torch.int32)[:size] for one in others[: self._num_verify][:3]]
-        self.next_ids = others[3] if verify else None
+        self.next_ids: torch.Tensor | None = others[3] if verify else None
+        self._prev_sequence: torch.Tensor | None = others[4] if verify else None
+        columns_of = self._heads[(4 + 5) * self._stride :][: 4 * self._stride].view(4, -1) if verify else None
+        self.sequences = None if columns_of is None else columns_of[:, :size]
+        self.accepted = torch.zeros(sequences, dtype=torch.int64, device=device)
         self._slots = others[self._num_verify :]
         self._seq_lens = lengths.view(torch.int32)[:size]
         columns = [table_width(group.pages_for(context)) for group in groups]
@@ -75,7 +87,9 @@ class DecodeBuffers:
         tensors = [self._heads, self.hidden, self.prev_sampled, *(table for table in self._tables if table is not None)]
         return sum(tensor.nbytes for tensor in tensors)
 
-    def pack(self, rows: Sequence[StepRow], facts: StepFacts | None) -> PackedStep:
+    def pack(
+        self, rows: Sequence[StepRow], facts: StepFacts | None, sequences: Sequence[SampledSequence] = ()
+    ) -> PackedStep:
         """A step of rows with one token each, for `refresh`. `facts`: None for one of this process alone."""
         heads = np.zeros((4 + self._num_verify + len(self.groups), self._stride), dtype=np.int64)
         ids, prev_sampled_indices, positions, lengths, *others = heads
@@ -85,6 +99,10 @@ class DecodeBuffers:
             first_row, num_rows = (one.view(np.int32)[: self.size] for one in verify[:2])
             first_row[:] = np.arange(self.size)
             num_rows.fill(1)
+            for line in (verify[4], verify[5], verify[8]):
+                line.fill(-1)
+            for line, column in zip(verify[5:], sequence_words(sequences), strict=True):
+                line[: len(sequences)] = column
         arrays = [heads.ravel()]
         count = len(rows)
         if rows:
@@ -97,6 +115,7 @@ class DecodeBuffers:
                 for line, numbers in zip(verify[:3], verify_words(rows), strict=True):
                     line.view(np.int32)[:count] = numbers
                 verify[3][:count] = [row.next_id for row in rows]
+                verify[4][:count] = [row.prev_sequence for row in rows]
         for g, group in enumerate(self.groups):
             if group.kind == "state":
                 slots[g][:count] = [row.slots[g] for row in rows]
@@ -130,6 +149,36 @@ class DecodeBuffers:
         """Make the buffers those of a step without requests."""
         self.refresh(self.pack((), None), 0, None, self.size)
 
+    def advance(self, size: int) -> None:
+        """With drafts: put tokens of the step before in the place of placeholders, and move each row as many tokens on
+        as that step accepted drafts of its sequence. Once for each `refresh`."""
+        assert self._prev_sequence is not None
+        prev, positions = self._prev_sequence[:size], self._positions[:size]
+        moves = prev >= 0
+        by = torch.where(moves, self.accepted[prev.clamp(min=0)], 0)
+        indices = self._prev_sampled_indices[:size]
+        self._ids[:size].copy_(known_ids(self._ids[:size], indices, self.prev_sampled))
+        positions += by
+        self._seq_lens[:size] += by.to(torch.int32)
+        num_rows, replay = (one[:size] for one in self._verify[1:])
+        replay.copy_(torch.where(moves & (num_rows > 0), by.to(torch.int32), replay))
+        for group, table, slots in zip(self.groups, self._tables, self._slots, strict=True):
+            if table is not None:
+                slots[:size].copy_(
+                    torch.where(moves, token_slots(table[:size], group.page_size, positions), slots[:size])
+                )
+
+    def take(self, inputs: Inputs, tokens: torch.Tensor) -> None:
+        """Make the first rows those of `tokens` [n] of a step on tensors of its own, as passes of a draft model read
+        them."""
+        of, count = inputs.batch.tensors, len(tokens)
+        self._positions[:count].copy_(of.positions[tokens])
+        requests = of.request_of_token[tokens]
+        for table, one in zip(self._tables, inputs.index, strict=True):
+            if table is not None and isinstance(one, PageIndex):
+                table[:count].fill_(-1)
+                table[:count, : one.table.shape[1]] = one.table[requests]
+
     def inputs(self, size: int) -> tuple[Inputs, torch.Tensor]:
         """The first `size` rows as the model gets them, and the `prev_sampled` that its indices point into."""
         tensors = BatchTensors(
@@ -143,4 +192,6 @@ class DecodeBuffers:
                 index.append(SlotIndex(slots[:size]))
             else:
                 index.append(PageIndex(group.page_size, table[:size], slots[:size]))
-        return Inputs(self._ids[:size], self._prev_sampled_indices[:size], batch, index), self.prev_sampled
+        # With drafts `advance` has put known tokens in the place of placeholders.
+        indices = None if self.verify else self._prev_sampled_indices[:size]
+        return Inputs(self._ids[:size], indices, batch, index), self.prev_sampled

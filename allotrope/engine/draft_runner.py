@@ -1,121 +1,157 @@
 """One rank's draft model: its first pass on the rows of the target's step, and its passes on one row a sequence.
 
-Owns the hidden states between passes. Must not know which drafts are verified.
+Owns what the next step takes of this one on the device: the last token of each sequence, the number of its accepted
+drafts, and its new drafts. Must not know what the host makes of them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from allotrope.cache.groups import CacheGroup
+from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex, VerifyRows, VerifyTensors
 from allotrope.engine.decode_buffers import DecodeBuffers
 from allotrope.engine.graphs import DecodeGraphs
-from allotrope.engine.inputs import DraftChain, Inputs, StepFacts, advanced, pack, unpack
+from allotrope.engine.inputs import Inputs, advanced
 from allotrope.engine.layer_plans import LayerPlans, Plans
-from allotrope.engine.packed_step import PackedStep
 from allotrope.layers.draft import DraftModel
+from allotrope.layers.step import Step
 
 
 class DraftRunner:
-    """`layers`: of `model`. `verify`: as in `ModelRunner`."""
+    """`layers`: of `model`. `max_drafts`: most of a sequence in a step.
 
-    def __init__(
-        self,
-        model: DraftModel,
-        layers: LayerPlans,
-        groups: Sequence[CacheGroup],
-        device: torch.device,
-        *,
-        verify: bool,
-    ) -> None:
-        self.model, self._layers = model, layers
-        self._groups, self._device, self._verify = groups, device, verify
-        # Hidden states of the first pass, one row for each of its tokens; and the drafts of all passes.
-        self._first: torch.Tensor | None = None
-        self._drafted: torch.Tensor | None = None
+    `next_tokens`: [S + passes * S] the last token of each sequence of the step, then its drafts, pass by pass; None
+    before the first step. `accepted`: [S] its accepted drafts.
+    """
+
+    def __init__(self, model: DraftModel, layers: LayerPlans, max_drafts: int) -> None:
+        self.model, self.layers, self.max_drafts = model, layers, max_drafts
         self._static: _StaticPasses | None = None
+        self.next_tokens: torch.Tensor | None = None
+        self.accepted: torch.Tensor | None = None
 
-    def make_static(
-        self, buffers: DecodeBuffers, sequences: int, max_drafts: int, *, capture: bool, alone: bool
-    ) -> None:
+    def make_static(self, buffers: DecodeBuffers, sequences: int, *, capture: bool, alone: bool) -> None:
         """Run the passes of decode steps on static buffers, as graphs once they are captured. `buffers`: the target's.
-        `sequences`: most of a step. `max_drafts`: of each."""
-        self._static = _StaticPasses(
-            *(self.model, self._layers, buffers, sequences, max_drafts), capture=capture, alone=alone
-        )
+        `sequences`: most of a step."""
+        self._static = _StaticPasses(self, buffers, sequences, capture=capture, alone=alone)
 
     @property
     def graphs(self) -> tuple[DecodeGraphs, ...]:
         """Those of the static passes."""
         return () if self._static is None else self._static.graphs
 
-    def tokens(self) -> torch.Tensor | None:
-        """What `draft` returned since the first pass, None if nothing."""
-        return self._drafted
-
     def keep(self, features: torch.Tensor) -> None:
         """Keep the target's `features` [n, F] of a decode step on static buffers: a part of its graph."""
         assert self._static is not None
         self._static.features.copy_in(features)
 
-    def start_static(self, sampled: torch.Tensor, size: int) -> None:
-        """The first pass behind a decode step that ran at `size`. `sampled`: [n] tokens behind its first rows."""
+    def run_static(self, sampled: torch.Tensor, size: int, sequences: int, passes: int) -> None:
+        """The passes behind a decode step that ran at `size`. `sampled`: [n] tokens behind its rows that were sampled.
+        `sequences`: of the step. `passes`: drafts of each."""
         assert self._static is not None
-        self._drafted = None
-        self._first = self._static.start(sampled, size)
+        self._static.start(sampled, size, store_only=not passes)
+        self.next_tokens, self.accepted = self._static.draft(sequences, passes)
 
-    def start(self, features: torch.Tensor, sampled: torch.Tensor, inputs: Inputs, plans: Plans) -> None:
-        """The first pass behind any other step. `features`: [T, F]. `sampled`: [n] tokens behind the rows that were
-        sampled. `inputs`, `plans`: of the step."""
-        assert inputs.next_ids is not None
-        self._drafted = None
-        next_ids = inputs.next_ids.masked_scatter(inputs.next_ids < 0, sampled).clamp(min=0)
-        step = self._layers.step(next_ids, inputs, plans)
-        self._first = self.model(self.model.from_target(features), step)
-
-    def pack(self, chain: DraftChain) -> PackedStep:
-        """Passes as integers for the ranks."""
-        facts = StepFacts.of_chain(chain)
-        if self._static is not None:
-            return self._static.rows.pack(chain.rows, facts)
-        return pack(chain.rows, facts, self._groups, pinned=self._device.type == "cuda", verify=self._verify)
-
-    def draft(self, packed: PackedStep, facts: StepFacts) -> torch.Tensor:
-        """Run the passes of a chain behind the first one. Returns the drafts [passes * n], pass by pass."""
-        assert self._first is not None, "no pass has run"
-        if self._static is not None:
-            drafts = self._static.draft(packed, facts, self._first)
+    def run(self, features: torch.Tensor, sampled: torch.Tensor, inputs: Inputs, plans: Plans, passes: int) -> None:
+        """The passes behind any other step. `features`: [T, F]. `inputs`, `plans`: of the step."""
+        assert inputs.next_ids is not None and inputs.sequences is not None
+        next_ids = inputs.next_ids.masked_scatter(inputs.next_ids < 0, sampled)
+        step, hidden = self.layers.step(next_ids.clamp(min=0), inputs, plans), self.model.from_target(features)
+        last, accepted = self.count_accepted(inputs.ids, next_ids, inputs.sequences)
+        tokens, reserved = inputs.sequences[0] + accepted, inputs.sequences[2]
+        if not passes or not len(tokens):
+            self.model.store(hidden, step)
+            self.next_tokens, self.accepted = last, accepted
+            return
+        first = self.model(hidden, step)
+        if self._static is None:
+            drafts = run_chain(self.model, self.layers, first, inputs, tokens, reserved, passes)
+            self.next_tokens, self.accepted = torch.cat([last, drafts.flatten()]), accepted
         else:
-            inputs = unpack(packed, facts, self._groups, self._device)
-            drafts = run_chain(self.model, self._layers, self._first, inputs, facts.passes)
-        # Not the static buffer itself, which a capture may overwrite.
-        self._drafted = drafts.flatten().clone()
-        return self._drafted
+            self._static.take(first, inputs, tokens, reserved, last, accepted)
+            self.next_tokens, self.accepted = self._static.draft(len(tokens), passes)
+
+    def count_accepted(
+        self, ids: torch.Tensor, next_ids: torch.Tensor, sequences: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Count the drafts of each sequence that are what was sampled behind the token before, up to the first that is
+        not.
+
+        `ids`: [T] tokens of the step. `next_ids`: [T] the token behind each, -1 where there is no distribution.
+        `sequences`: [4, S] as in `Inputs`; token -1 for a padding row. Returns [S] the token behind the last that
+        counts, and [S] the number of drafts before it.
+        """
+        first, num_drafts, _, forced = sequences
+        offsets = torch.arange(self.max_drafts + 1, device=ids.device)
+        rows = (first.clamp(min=0)[:, None] + offsets).clamp(max=len(ids) - 1)
+        behind = next_ids[rows]
+        holds = (behind[:, :-1] == ids[rows[:, 1:]]) & (offsets[1:] <= num_drafts[:, None])
+        accepted = torch.where(forced >= 0, torch.minimum(forced, num_drafts), holds.cumprod(1).sum(1))
+        return behind.gather(1, accepted[:, None])[:, 0], accepted
 
 
-def run_chain(model: DraftModel, layers: LayerPlans, first: torch.Tensor, inputs: Inputs, passes: int) -> torch.Tensor:
-    """The passes of a chain. `first`: [T, W] hidden states of the first pass. `inputs`: rows of `DraftChain`. Returns
-    the drafts [passes, B]."""
-    room = inputs.prev_sampled_indices
-    assert room is not None
-    # In captured steps the host knows no more than upper bounds.
-    captured = inputs.batch.static_tensors is not None and inputs.batch.verify is None
-    on_host = None if captured else room.tolist()
-    hidden = first[inputs.ids]
+def run_chain(
+    model: DraftModel,
+    layers: LayerPlans,
+    first: torch.Tensor,
+    inputs: Inputs,
+    tokens: torch.Tensor,
+    reserved: torch.Tensor,
+    passes: int,
+    context: int | None = None,
+) -> torch.Tensor:
+    """The passes behind the first one. `first`: [T, W] its hidden states. `inputs`: of the step that it ran on.
+
+    `tokens`: [S] index of the last token of each sequence that counts, -1 for a padding row. `reserved`: [S] its tokens
+    that have pages: later passes stay at the last of these. `context`: most tokens of a sequence, in steps that can be
+    captured. Returns the drafts [passes, S].
+    """
+    hidden = first[tokens.clamp(min=0)]
     drafts = [model.greedy(hidden)]
+    if passes == 1:
+        return torch.stack(drafts)
+    rows = _rows_at(inputs, tokens, context, layers.groups)
+    room = (reserved - 1 - rows.batch.tensors.positions).clamp(min=0)
+    on_host = None if context is not None else room.tolist()
     while len(drafts) < passes:
         count = len(drafts)
-        by = room.clamp(0, count)
-        # A request that has no room any more must not store over the row of its last token.
-        lens = None if on_host is None else [max(0, min(count, one)) for one in on_host]
-        moved = advanced(inputs, by, lens, room >= count)
+        # A sequence that has no room any more must not store over the row of its last token.
+        lens = None if on_host is None else [min(count, one) for one in on_host]
+        moved = advanced(rows, room.clamp(max=count), lens, room >= count)
         hidden = model(hidden, layers.step(drafts[-1].clamp(min=0), moved, {}))
         drafts.append(model.greedy(hidden))
     return torch.stack(drafts)
+
+
+def _rows_at(inputs: Inputs, tokens: torch.Tensor, context: int | None, groups: frozenset[int]) -> Inputs:
+    """Decode steps of the requests of `tokens` [S], at these. `groups`: that a draft model's layers read."""
+    of, count, device = inputs.batch.tensors, len(tokens), tokens.device
+    padding, at = tokens < 0, tokens.clamp(min=0)
+    positions, requests = of.positions[at].masked_fill(padding, 0), of.request_of_token[at]
+    seq_lens = (positions + 1).masked_fill(padding, 0)
+    alone = torch.arange(count + 1, device=device)
+    of_rows = BatchTensors(seq_lens.to(torch.int32), alone.to(torch.int32), positions, alone[:-1])
+    each = alone[:-1].to(torch.int32)
+    verify = VerifyTensors(each, torch.ones_like(each), torch.zeros_like(each))
+    if context is None:
+        on_host = VerifyRows(tuple(range(count)), (1,) * count, (0,) * count)
+        batch = BatchLayout((1,) * count, tuple(seq_lens.tolist()), device, of_rows, on_host, verify)
+    else:
+        batch = BatchLayout((1,) * count, (context,) * count, device, of_rows, static_verify=verify)
+    index: list[CacheIndex] = []
+    for group, one in enumerate(inputs.index):
+        if group in groups:
+            if isinstance(one, PageIndex):
+                table = one.table[requests].masked_fill(padding[:, None], -1)
+                one = replace(one, table=table, slots=torch.full_like(tokens, -1))
+            else:
+                one = replace(one, slots=one.slots[requests].masked_fill(padding, 0))
+        index.append(one)
+    return replace(inputs, batch=batch, index=index)
 
 
 class _Rows:
@@ -132,72 +168,106 @@ class _Rows:
 
 
 class _StaticPasses:
-    """The passes of decode steps. `features`: of the target's rows. `rows`: one a sequence."""
+    """The passes of decode steps. `features`: of the target's rows. The target's buffers stay those of its last step
+    until they have run."""
 
     def __init__(
-        self,
-        model: DraftModel,
-        layers: LayerPlans,
-        buffers: DecodeBuffers,
-        sequences: int,
-        max_drafts: int,
-        *,
-        capture: bool,
-        alone: bool,
+        self, runner: DraftRunner, buffers: DecodeBuffers, sequences: int, *, capture: bool, alone: bool
     ) -> None:
-        self._model, self._layers, self._buffers = model, layers, buffers
-        device = buffers.device
+        self._runner, self._buffers, self._sequences = runner, buffers, sequences
+        device, max_drafts = buffers.device, runner.max_drafts
         self.features, self._first = _Rows(buffers.size), _Rows(buffers.size)
         self._next_ids = torch.zeros(buffers.size, dtype=torch.int64, device=device)
-        self.rows = DecodeBuffers(
-            *(buffers.groups, sequences, buffers.context, 0, buffers.hidden.dtype, device), verify=buffers.verify
-        )
+        # The token that counts as the last of each sequence, its row, and its tokens that have pages.
+        self._last, self._tokens, self._reserved = torch.zeros(3, sequences, dtype=torch.int64, device=device)
+        self._accepted = torch.zeros(sequences, dtype=torch.int64, device=device)
         self._drafts = torch.zeros(max_drafts, sequences, dtype=torch.int64, device=device)
         kinds: dict[str, Any] = {"capture": capture, "alone": alone}
         self._first_graphs = DecodeGraphs(
             *(self._run_first, buffers.clear, buffers.size, device), **kinds, name="first draft passes"
         )
+        # The same behind steps that no chain follows.
+        self._store_graphs = self._first_graphs
+        if runner.model.stores_alone:
+            self._store_graphs = DecodeGraphs(
+                *(self._run_store, buffers.clear, buffers.size, device), **kinds, name="first draft passes, stored only"
+            )
         # A chain of each length, the longest first.
         self._chains = {
             passes: DecodeGraphs(
-                *(functools.partial(self._run_chain, passes), self.rows.clear, sequences, device),
+                *(functools.partial(self._run_chain, passes), self._clear, sequences, device),
                 **kinds,
                 name=f"chains of {passes} drafts",
             )
             for passes in range(max_drafts, 0, -1)
         }
-        self.graphs = (self._first_graphs, *self._chains.values())
+        stores = () if self._store_graphs is self._first_graphs else (self._store_graphs,)
+        self.graphs = (self._first_graphs, *self._chains.values(), *stores)
 
-    def start(self, sampled: torch.Tensor, size: int) -> torch.Tensor:
+    def start(self, sampled: torch.Tensor, size: int, *, store_only: bool) -> None:
         known = self._buffers.next_ids
         assert known is not None
         self._next_ids[:size].copy_(known[:size].masked_scatter(known[:size] < 0, sampled))
-        self._first_graphs.run(size)
-        assert self._first.rows is not None
-        return self._first.rows
+        (self._store_graphs if store_only else self._first_graphs).run(size)
 
-    def draft(self, packed: PackedStep, facts: StepFacts, first: torch.Tensor) -> torch.Tensor:
-        """`first`: [T, W] hidden states of the first pass, which may have been that of another step than a decode."""
-        graphs, count = self._chains[facts.passes], facts.requests
-        size = graphs.padded(count)
-        self.rows.refresh(packed, count, None, size)
-        if first is not self._first.rows:
-            # The rows that the chain reads come to the front of the static buffer.
-            ids = self.rows.inputs(count)[0].ids
-            self._first.copy_in(first[ids])
-            ids.copy_(torch.arange(count, device=ids.device))
-        graphs.run(size)
-        return self._drafts[: facts.passes, :count]
+    def take(
+        self,
+        first: torch.Tensor,
+        inputs: Inputs,
+        tokens: torch.Tensor,
+        reserved: torch.Tensor,
+        last: torch.Tensor,
+        accepted: torch.Tensor,
+    ) -> None:
+        """Make the rows of the static buffers those of `tokens` [S] of another step than a decode."""
+        count = len(tokens)
+        self._buffers.take(inputs, tokens)
+        self._first.copy_in(first[tokens])
+        self._tokens.fill_(-1)[:count] = torch.arange(count, device=tokens.device)
+        for own, values in ((self._reserved, reserved), (self._last, last), (self._accepted, accepted)):
+            own[:count] = values
+
+    def draft(self, sequences: int, passes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`next_tokens` and `accepted` of `DraftRunner`."""
+        last, accepted = self._last[:sequences], self._accepted[:sequences]
+        if not (passes and sequences):
+            return last.clone(), accepted.clone()
+        graphs = self._chains[passes]
+        graphs.run(graphs.padded(sequences))
+        # Not the static buffers themselves, which a capture may overwrite.
+        return torch.cat([last, self._drafts[:passes, :sequences].flatten()]), accepted.clone()
+
+    def _clear(self) -> None:
+        self._buffers.clear()
+        self._tokens.fill_(-1)
 
     def _run_first(self, size: int) -> None:
+        self._first.copy_in(self._runner.model(*self._first_inputs(size)))
+
+    def _run_store(self, size: int) -> None:
+        self._runner.model.store(*self._first_inputs(size))
+
+    def _first_inputs(self, size: int) -> tuple[torch.Tensor, Step]:
+        """Hidden states and step of the first pass, once the accepted drafts are counted."""
         inputs, _ = self._buffers.inputs(size)
-        features = self.features.rows
-        assert features is not None, "no decode step has run"
-        step = self._layers.step(self._next_ids[:size].clamp(min=0), inputs, {})
-        self._first.copy_in(self._model(self._model.from_target(features[:size]), step))
+        features, sequences = self.features.rows, self._buffers.sequences
+        assert features is not None and sequences is not None, "no decode step has run"
+        count, next_ids = min(size, self._sequences), self._next_ids[:size]
+        own = sequences[:, :count]
+        last, accepted = self._runner.count_accepted(inputs.ids, next_ids, own)
+        self._tokens[:count].copy_(torch.where(own[0] >= 0, own[0] + accepted, -1))
+        self._last[:count].copy_(last)
+        self._accepted[:count].copy_(accepted)
+        self._reserved[:count].copy_(own[2])
+        step = self._runner.layers.step(next_ids.clamp(min=0), inputs, {})
+        return self._runner.model.from_target(features[:size]), step
 
     def _run_chain(self, passes: int, size: int) -> None:
-        inputs, _ = self.rows.inputs(size)
+        inputs, _ = self._buffers.inputs(self._buffers.size)
         assert self._first.rows is not None, "no first pass has run"
-        drafts = run_chain(self._model, self._layers, self._first.rows, inputs, passes)
+        drafts = run_chain(
+            *(self._runner.model, self._runner.layers, self._first.rows, inputs),
+            *(self._tokens[:size], self._reserved[:size], passes),
+            context=self._buffers.context,
+        )
         self._drafts[:passes, :size].copy_(drafts)

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import functools
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import torch
 
 from allotrope.engine.drafts.acceptance import AcceptanceStats, SyntheticAcceptance
 from allotrope.engine.drafts.lookup import make_lookup_drafter
 from allotrope.engine.drafts.policy import DraftPolicy, StepTimes, shared_out
-from allotrope.engine.executor import Executor
 from allotrope.engine.graphs import decode_sizes, padded_size
 from allotrope.engine.in_flight import HostCopy
-from allotrope.engine.inputs import DraftChain, StepRow
 from allotrope.engine.sequence import PLACEHOLDER, Sequence
 from allotrope.speculative_config import SpeculativeConfig
 
@@ -27,17 +23,11 @@ from allotrope.speculative_config import SpeculativeConfig
 _KEPT_PASSES = 16
 
 
-@dataclass(frozen=True)
-class Drafted:
-    """A sequence with a new token. `row`: of the step, that of its last stored token. `lookahead`: tokens behind the
-    sampled one that have pages."""
-
-    seq: Sequence
-    row: int
-    lookahead: int
+Wanted = tuple[Sequence, int]
+"""A sequence, and the most drafts that it can have."""
 
 
-class Drafting(ABC):
+class Drafting:
     """`by_model`: drafts come of a draft model. `stats`: what was accepted."""
 
     by_model = False
@@ -46,8 +36,6 @@ class Drafting(ABC):
         """`max_drafts`: most of a sequence in a step. `max_decodes`: most rows of a decode step. `seed`: of forced
         acceptance."""
         self.max_drafts, self._max_decodes = max_drafts, max_decodes
-        # Drafts that the next step has room for.
-        self._room = 0
         self.stats = AcceptanceStats(max_drafts, time.monotonic())
         self._forced = SyntheticAcceptance.from_config(config, seed)
         sizes = decode_sizes(max_decodes)
@@ -72,34 +60,26 @@ class Drafting(ABC):
         if rows:
             self._times.record(rows, seconds)
 
-    def propose(self, drafted: Seq[Drafted]) -> None:
-        """Set the drafts of the sequences that have a new token and have not ended."""
-        self._seen.update(one.seq for one in drafted)
+    def forget_ended(self, seqs: Seq[Sequence]) -> None:
+        """Forget the sequences that have ended. `seqs`: of a step whose tokens were read."""
+        self._seen.update(seqs)
         for seq in [seq for seq in self._seen if seq.done]:
             self._seen.remove(seq)
             self._end(seq)
-        open_ones = []
-        for one in drafted:
-            one.seq.drafts = ()
-            count = min(self.max_drafts, one.seq.max_output_len - one.seq.output_len - 1)
-            if not one.seq.done and count > 0:
-                open_ones.append((one, count))
-        self._room = max(0, self._max_decodes - sum(not one.seq.done for one in drafted))
-        self._propose(open_ones)
 
     def forget_times(self) -> None:
         """Steps run in another way from now on, such as by a graph that was just captured."""
         self._times.clear()
 
-    def _chosen(self, wanted: Seq[tuple[Drafted, int]]) -> list[tuple[Drafted, int]]:
-        """`wanted` with as many drafts as a step has room for and as are worth their time."""
-        if not wanted:
-            return []
-        ones, limits = zip(*wanted, strict=True)
+    def _chosen(self, wanted: Seq[Wanted]) -> list[int]:
+        """Per sequence, as many drafts as a step has room for and as are worth their time."""
+        limits = [max(0, min(limit, self.max_drafts)) for _, limit in wanted]
+        room = max(0, self._max_decodes - len(wanted))
+        if not any(limits):
+            return limits
         if self._policy is None:
-            return list(zip(ones, shared_out(limits, self._room), strict=True))
-        keys = [one.seq for one in ones]
-        return list(zip(ones, self._policy.choose(keys, limits, most_drafts=self._room), strict=True))
+            return shared_out(limits, room)
+        return self._policy.choose([seq for seq, _ in wanted], limits, most_drafts=room)
 
     def _end(self, seq: Sequence) -> None:
         """Forget a sequence."""
@@ -108,14 +88,6 @@ class Drafting(ABC):
             self._forced.end(seq)
         if self._policy is not None:
             self._policy.end(seq)
-
-    def tokens(self, indices: Seq[int]) -> tuple[int, ...]:
-        """The drafts at `indices` of those that are placeholders; -1 where there is none. Waits for the device."""
-        raise AssertionError("no draft is a placeholder")
-
-    @abstractmethod
-    def _propose(self, wanted: Seq[tuple[Drafted, int]]) -> None:
-        """Set the drafts of sequences, for each up to a number of them."""
 
 
 class LookupDrafting(Drafting):
@@ -127,19 +99,19 @@ class LookupDrafting(Drafting):
         # Tokens that the drafter knows of each sequence.
         self._known: dict[Sequence, int] = {}
 
-    def _propose(self, wanted: Seq[tuple[Drafted, int]]) -> None:
+    def propose(self, wanted: Seq[Wanted]) -> None:
+        """Set the drafts of the sequences that a step has given tokens to and that have not ended."""
         found = []
-        for one, count in wanted:
-            seq = one.seq
+        for seq, most in wanted:
             if seq not in self._known:
                 self._drafter.start(seq, seq.request.prompt_ids)
                 self._known[seq] = seq.prompt_len
             new_ids = seq.ids[self._known[seq] :]
             self._known[seq] = len(seq.ids)
-            seq.drafts = self._drafter.propose(seq, new_ids, count)
-            found.append((one, len(seq.drafts)))
-        for one, count in self._chosen(found):
-            one.seq.drafts = one.seq.drafts[:count]
+            seq.drafts = self._drafter.propose(seq, new_ids, max(0, min(most, self.max_drafts)))
+            found.append((seq, len(seq.drafts)))
+        for (seq, _), count in zip(found, self._chosen(found), strict=True):
+            seq.drafts = seq.drafts[:count]
 
     def _end(self, seq: Sequence) -> None:
         super()._end(seq)
@@ -151,63 +123,66 @@ class LookupDrafting(Drafting):
 
 
 class ModelDrafting(Drafting):
-    """Drafts of a draft model, whose first pass runs on the rows of the step itself."""
+    """Drafts of a draft model, which runs behind each step, before the host has read the step's tokens."""
 
     by_model = True
 
     def __init__(
-        self, executor: Executor, config: SpeculativeConfig, max_drafts: int, max_decodes: int, seed: int
+        self, config: SpeculativeConfig, max_drafts: int, max_decodes: int, seed: int, *, on_gpu: bool
     ) -> None:
         super().__init__(config, max_drafts, max_decodes, seed)
-        self._executor = executor
-        self._on_gpu = executor.load_plan.build.device.type == "cuda"
-        # What the passes before this step drafted, for which sequences.
-        self._tokens: HostCopy | None = None
+        self._on_gpu = on_gpu
+        # What the last step drafted, for which sequences and how many for each.
+        self.tokens: HostCopy | None = None
         self._drafted_for: list[Sequence] = []
-        # When the tokens of the step before were read, and the seconds of the passes since.
+        self._counts: list[int] = []
+        self._since: torch.cuda.Event | float = 0.0
+        # When the tokens of the step before were read, and the mean seconds of the passes by the number of drafts.
         self._read_at: float | None = None
-        self._passes = 0
-        self._pass_seconds = 0.0
+        self._seconds: dict[int, float] = {}
 
     def forget_times(self) -> None:
         super().forget_times()
         self._read_at = None
+        self._seconds.clear()
 
-    def tokens(self, indices: Seq[int]) -> tuple[int, ...]:
-        assert self._tokens is not None
-        numbers = self._tokens.numbers
-        return tuple(numbers[i] for i in indices)
+    @property
+    def passes(self) -> int:
+        """Drafts that the draft model is to make of each sequence."""
+        return max(self._counts, default=0)
 
-    def record_time(self, rows: int, seconds: float) -> None:
-        now, before = time.perf_counter(), self._read_at
-        self._read_at = now if rows else None
-        if self._tokens is not None and self._passes:
-            # On a GPU the passes run while the host plans the step.
-            self._pass_seconds = self._tokens.seconds or self._pass_seconds
-            own = self._pass_seconds / self._passes
-            if self._policy is not None:
-                former = self._policy.draft_seconds or own
-                self._policy.draft_seconds = former + (own - former) / _KEPT_PASSES
-        if before is not None:
-            seconds = max(now - before - self._pass_seconds, seconds / 2)
-        super().record_time(rows, seconds)
-
-    def _propose(self, wanted: Seq[tuple[Drafted, int]]) -> None:
+    def choose(self, wanted: Seq[Wanted]) -> None:
+        """Decide how many drafts the sequences of the next step get behind it."""
         for seq in self._drafted_for:
             seq.drafts = seq.draft_indices = ()
-        counted = self._chosen([(one, min(count, 1 + one.lookahead)) for one, count in wanted])
-        counted = [pair for pair in counted if pair[1]]
-        self._drafted_for = [one.seq for one, _ in counted]
-        self._tokens, self._passes, started = None, 0, time.perf_counter()
-        if counted:
-            since = _event() if self._on_gpu else None
-            self._passes = max(count for _, count in counted)
-            rows = tuple(_chain_row(one) for one, _ in counted)
-            self._tokens = HostCopy(self._executor.draft(DraftChain(rows, self._passes)), since)
-        for i, (one, count) in enumerate(counted):
-            one.seq.drafts = (PLACEHOLDER,) * count
-            one.seq.draft_indices = tuple(j * len(counted) + i for j in range(count))
-        self._pass_seconds = time.perf_counter() - started
+        self._drafted_for, self._counts = [seq for seq, _ in wanted], self._chosen(wanted)
+
+    def start_passes(self) -> None:
+        """The draft model is about to run."""
+        self._since = _event() if self._on_gpu else time.perf_counter()
+
+    def place(self, next_tokens: torch.Tensor) -> None:
+        """Set drafts to placeholders for what the draft model has made. `next_tokens`: as in `DraftedTokens`."""
+        self.tokens = HostCopy(next_tokens, self._since, self.passes)
+        count = len(self._drafted_for)
+        for i, (seq, drafts) in enumerate(zip(self._drafted_for, self._counts, strict=True)):
+            seq.drafts = (PLACEHOLDER,) * drafts
+            seq.draft_indices = tuple(count * (1 + j) + i for j in range(drafts))
+
+    def record_step(self, rows: int, tokens: HostCopy | None) -> None:
+        """The tokens of a step were read. `rows`: of it, where each had one token, else 0. `tokens`: that the passes
+        behind the step before made, which ran before it."""
+        now, before = time.perf_counter(), self._read_at
+        self._read_at = now if rows else None
+        if tokens is None or before is None or not rows:
+            return
+        seconds = tokens.seconds
+        former = self._seconds.get(tokens.passes, seconds)
+        self._seconds[tokens.passes] = former + (seconds - former) / _KEPT_PASSES
+        if self._policy is not None and tokens.passes:
+            without = self._seconds.get(0, 0.0)
+            self._policy.draft_seconds = max(0.0, self._seconds[tokens.passes] - without) / tokens.passes
+        self._times.record(rows, max(now - before - seconds, 0.0))
 
 
 def _event() -> torch.cuda.Event:
@@ -217,19 +192,12 @@ def _event() -> torch.cuda.Event:
     return event
 
 
-def _chain_row(one: Drafted) -> StepRow:
-    """The row of a sequence in a chain."""
-    seq = one.seq
-    # The sampled token and those behind it that have pages.
-    return StepRow((one.row,), seq.computed - 1, seq.pages, seq.slots, 1, prev_sampled_index=one.lookahead)
-
-
 def make_drafting(
-    config: SpeculativeConfig | None, executor: Executor, max_drafts: int, max_decodes: int, seed: int
-) -> Drafting | None:
+    config: SpeculativeConfig | None, max_drafts: int, max_decodes: int, seed: int, *, on_gpu: bool
+) -> LookupDrafting | ModelDrafting | None:
     """Who drafts under the options; None without speculative decoding. `max_decodes`: most rows of a decode step."""
     if config is None:
         return None
     if config.drafts_from_text:
         return LookupDrafting(config, max_drafts, max_decodes, seed)
-    return ModelDrafting(executor, config, max_drafts, max_decodes, seed)
+    return ModelDrafting(config, max_drafts, max_decodes, seed, on_gpu=on_gpu)

@@ -69,7 +69,8 @@ class Engine:
             lookahead=0 if load_plan.draft is None else load_plan.max_drafts - 1,
         )
         self._drafting = make_drafting(
-            *(config.speculation, self._executor, load_plan.max_drafts, load_plan.max_decodes, config.seed)
+            *(config.speculation, load_plan.max_drafts, load_plan.max_decodes, config.seed),
+            on_gpu=self._device.type == "cuda",
         )
         seconds = config.step_log_seconds
         self._loop = StepLoop(

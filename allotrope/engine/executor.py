@@ -5,17 +5,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 
 from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
-from allotrope.engine.inputs import DraftChain, StepPlan
+from allotrope.engine.inputs import StepPlan
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.layers.decoder import Decoder
 
 OnDeath = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class DraftedTokens:
+    """What a draft model made of a step, on the device. `next_tokens`: [S + passes * S] the last token of each of its
+    sequences, then their drafts, pass by pass. `accepted`: [S] drafts that the step accepted."""
+
+    next_tokens: torch.Tensor
+    accepted: torch.Tensor
 
 
 class Executor(ABC):
@@ -66,13 +76,14 @@ class Executor(ABC):
         for them."""
 
     @abstractmethod
-    def start_drafts(self, token_ids: torch.Tensor, *, shared: bool) -> None:
-        """The first pass of the draft model, on the rows of the last plan, which announced `token_ids` [m]: the tokens
-        that came of it. `shared`: every rank has them. Does not wait for the device."""
+    def run_drafts(self, token_ids: torch.Tensor, *, shared: bool) -> DraftedTokens:
+        """The passes of the draft model that the last plan asks for. `token_ids`: [m] tokens that came of that plan,
+        which announced them. `shared`: every rank has them. Does not wait for the device."""
 
+    @property
     @abstractmethod
-    def draft(self, chain: DraftChain) -> torch.Tensor:
-        """Drafts [passes * n] of the draft model, pass by pass. Does not wait for the device."""
+    def static_decodes(self) -> bool:
+        """Whether decode steps run on static buffers, whose positions the device may know before the host."""
 
     @abstractmethod
     def capture_next(self) -> bool:

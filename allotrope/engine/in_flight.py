@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import abc
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,16 +19,16 @@ from allotrope.request import TokenLogprobs
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """`seqs`: the sequences that were sampled, in the order of the logits rows. `output_indices`: per sequence, the
-    index of its placeholder token in the output. `drafts`: per sequence, the drafts whose rows follow its own, which
-    may be placeholders for those at `draft_indices` of what a draft model drafted.
+    """`seqs`: the sequences that were sampled, in the order of the logits rows. `drafts`: per sequence, those whose
+    rows follow its own, which may be placeholders for those at `draft_indices` of `draft_tokens`. `forced`: per
+    sequence, the drafts to accept whatever they are; None: those that are right.
 
     `prev_sampled`: [n] int64 on the device. `sampled`: the same tokens and their log-probabilities on their way to the
-    host. `logits`: per sequence, those that it was sampled from, where an observer wants them.
+    host. `logits`: per sequence, those that it was sampled from, where an observer wants them. `accepted`: with a draft
+    model, [S] on the device, accepted drafts of each sequence. `rows`: of the step, where all have one token, else 0.
     """
 
     seqs: tuple[Sequence, ...]
-    output_indices: tuple[int, ...]
     drafts: tuple[tuple[int, ...], ...]
     draft_indices: tuple[tuple[int, ...], ...]
     prev_sampled: torch.Tensor
@@ -35,11 +36,21 @@ class InFlightStep:
     sampled: Sampled
     copied: torch.cuda.Event | None
     logits: tuple[torch.Tensor, ...] | None = None
+    forced: tuple[int | None, ...] = ()
+    draft_tokens: HostCopy | None = None
+    accepted: torch.Tensor | None = None
+    rows: int = 0
 
     @cached_property
     def row_of(self) -> dict[Sequence, int]:
-        """Per sequence, the row of its token in `prev_sampled`, where none has drafts."""
+        """Per sequence, its place among them: with a draft model that of its last token in what the next step takes,
+        else the row of its token in `prev_sampled`, where no sequence has drafts."""
         return {seq: row for row, seq in enumerate(self.seqs)}
+
+    @cached_property
+    def verifies(self) -> bool:
+        """Whether any sequence has drafts."""
+        return any(self.drafts)
 
     def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Wait for the step and return its tokens, as `SamplingBatch.read` does."""
@@ -49,14 +60,16 @@ class InFlightStep:
 
 
 class HostCopy:
-    """Integers on their way from the device to the host. `since`: an event; the copy tells the seconds from it on."""
+    """What `passes` passes of a draft model made, on its way to the host. `since`: when they began: an event of a GPU,
+    seconds of a CPU."""
 
-    def __init__(self, values: torch.Tensor, since: torch.cuda.Event | None) -> None:
-        self._since, self._copied = since, None
+    def __init__(self, values: torch.Tensor, since: torch.cuda.Event | float, passes: int) -> None:
+        self.passes, self._since, self._copied = passes, since, None
+        self._until = time.perf_counter()
         self._values = values
         if values.device.type == "cuda":
             self._values = _to_host(values)
-            self._copied = torch.cuda.Event(enable_timing=since is not None)
+            self._copied = torch.cuda.Event(enable_timing=True)
             self._copied.record(torch.cuda.current_stream(values.device))
 
     @cached_property
@@ -67,11 +80,17 @@ class HostCopy:
         numbers: list[int] = self._values.tolist()
         return numbers
 
+    def at(self, indices: abc.Sequence[int]) -> tuple[int, ...]:
+        """The integers at `indices`. Waits for the device."""
+        return tuple(self.numbers[i] for i in indices)
+
     @property
     def seconds(self) -> float:
-        """Seconds of the device from `since` to the copy; 0 where that is not known yet."""
-        if self._since is None or self._copied is None or not self._copied.query():
-            return 0.0
+        """Seconds from `since` to the copy. Waits for the device."""
+        if isinstance(self._since, float):
+            return self._until - self._since
+        assert self._copied is not None
+        self._copied.synchronize()
         return self._since.elapsed_time(self._copied) / 1e3
 
 
@@ -79,14 +98,15 @@ def start_copy(rows: abc.Sequence[Row], batch: SamplingBatch, sampled: Sampled) 
     """Start copying the sampled tokens to the host, and append a placeholder token to each sequence."""
     seqs = tuple(row.seq for row in rows)
     drafts = tuple(row.drafts for row in rows), tuple(row.draft_indices for row in rows)
-    indices = tuple(seq.append_placeholder() for seq in seqs)
+    for seq in seqs:
+        seq.append_placeholder()
     if sampled.token_ids.device.type != "cuda":
-        return InFlightStep(seqs, indices, *drafts, sampled.token_ids, batch, sampled, None)
+        return InFlightStep(seqs, *drafts, sampled.token_ids, batch, sampled, None)
     scores = sampled.scores
     on_host = Sampled(_to_host(sampled.token_ids), None if scores is None else _scores_to_host(scores))
     copied = torch.cuda.Event()
     copied.record(torch.cuda.current_stream(sampled.token_ids.device))
-    return InFlightStep(seqs, indices, *drafts, sampled.token_ids, batch, on_host, copied)
+    return InFlightStep(seqs, *drafts, sampled.token_ids, batch, on_host, copied)
 
 
 def _scores_to_host(scores: LogprobsTensors) -> LogprobsTensors:

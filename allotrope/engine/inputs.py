@@ -35,7 +35,9 @@ class StepRow:
     `prev_sampled_index`: index in `prev_sampled`, the tokens of the step before, of the token whose placeholder is the
     last of `ids`; -1 where that is known. `draft`: i for the i-th draft of a sequence, whose rows follow each other; 0
     for the first of them. `replay`: in a first row, the accepted drafts of the sequence's step before. `next_id`: the
-    token behind the last of `ids`, -1 where it is sampled in this step.
+    token behind the last of `ids`, -1 where it is sampled in this step. `prev_sequence`: where the host has yet to read
+    how many drafts of the sequence the step before accepted, its index among that step's `sequences`: the row lies as
+    many tokens behind `context`; else -1.
     """
 
     ids: Sequence[int]
@@ -47,6 +49,21 @@ class StepRow:
     draft: int = 0
     replay: int = 0
     next_id: int = -1
+    prev_sequence: int = -1
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """A sequence that a step samples from, as its draft model needs to know it.
+
+    `token`: index in the batch of its last token that is no draft. `num_drafts`: drafts behind it. `reserved`: its
+    tokens that have pages. `forced`: drafts to accept whatever they are; -1: those that are right.
+    """
+
+    token: int
+    num_drafts: int
+    reserved: int
+    forced: int = -1
 
 
 @dataclass(frozen=True)
@@ -55,13 +72,16 @@ class StepPlan:
 
     `sampled`: tokens that every rank gets when the pass is over: the next plan may have placeholders for them.
     `greedy`: the pass ends with the greedy tokens, which the ranks choose together, in place of logits, which rank 0
-    samples from.
+    samples from. `sequences`: with a draft model, those that are sampled from, in order. `passes`: drafts that it makes
+    for each of them.
     """
 
     rows: tuple[StepRow, ...]
     copies: tuple[tuple[int, int, int], ...] = ()
     sampled: int = 0
     greedy: bool = False
+    sequences: tuple[SampledSequence, ...] = ()
+    passes: int = 0
 
     @property
     def decodes_only(self) -> bool:
@@ -80,24 +100,11 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
-class DraftChain:
-    """The passes of a draft model behind its first one: `passes` drafts for each sequence.
-
-    `rows`: one a sequence. Their `ids` have the row of the first pass that is its last stored token, `context` is the
-    position of that token, and `prev_sampled_index` the number of tokens behind it that have pages; later passes of the
-    sequence stay at the last of these.
-    """
-
-    rows: tuple[StepRow, ...]
-    passes: int
-
-
-@dataclass(frozen=True)
 class Inputs:
     """One step on the device. `index`: per group.
 
     `prev_sampled_indices`: [T] as in `StepRow`, None where every token is known. `next_ids`: [T] the token behind each
-    one, -1 where it is sampled; None where no draft model reads them.
+    one, -1 where it is sampled; None where no draft model reads them. `sequences`: [4, S] columns of `SampledSequence`.
     """
 
     ids: torch.Tensor
@@ -105,6 +112,7 @@ class Inputs:
     batch: BatchLayout
     index: list[CacheIndex]
     next_ids: torch.Tensor | None = None
+    sequences: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +142,12 @@ def verify_words(rows: Sequence[StepRow]) -> Words:
     first = np.arange(len(rows)) - drafts
     num_rows = np.where(drafts == 0, np.bincount(first, minlength=len(rows)), 0)
     return np.stack([first, num_rows, np.fromiter((row.replay for row in rows), np.int64, len(rows))])
+
+
+def sequence_words(sequences: Sequence[SampledSequence]) -> Words:
+    """[4, S] the columns of `SampledSequence`."""
+    found = [(one.token, one.num_drafts, one.reserved, one.forced) for one in sequences]
+    return np.array(found, dtype=np.int64).reshape(-1, 4).T
 
 
 def table_width(pages: int) -> int:
@@ -166,8 +180,8 @@ def page_slots(table: Words, page_size: int, host: HostRows) -> Words:
 @dataclass(frozen=True)
 class StepFacts:
     """What the host must know of a packed step. `sampled`, `greedy`: as in `StepPlan`. `has_placeholders`: whether any
-    row ends in one. `copies`: [m, 3] (group, source, target). `logits_indices`: [n]. `passes`: of a `DraftChain`, which
-    it is then.
+    row ends in one. `copies`: [m, 3] (group, source, target). `logits_indices`: [n]. `sequences`: number of those.
+    `passes`: as in `StepPlan`.
     """
 
     decodes_only: bool
@@ -177,13 +191,8 @@ class StepFacts:
     has_placeholders: bool
     copies: Words
     logits_indices: Words
-    passes: int = 0
-
-    @staticmethod
-    def of_chain(chain: DraftChain) -> StepFacts:
-        """Of passes of the draft model."""
-        copies, indices = np.zeros((0, 3), dtype=np.int64), np.zeros(0, dtype=np.int64)
-        return StepFacts(True, len(chain.rows), 0, False, True, copies, indices, chain.passes)
+    sequences: int
+    passes: int
 
     @staticmethod
     def of(plan: StepPlan) -> StepFacts:
@@ -197,24 +206,27 @@ class StepFacts:
             has_placeholders,
             copies.reshape(-1, 3),
             indices,
+            len(plan.sequences),
+            plan.passes,
         )
 
     def arrays(self) -> list[Words]:
         """These facts as arrays for the host."""
-        numbers = [self.decodes_only, self.requests, self.sampled, self.greedy, self.has_placeholders, self.passes]
+        flags = [self.decodes_only, self.greedy, self.has_placeholders]
+        numbers = [*flags, self.requests, self.sampled, self.sequences, self.passes]
         return [np.array(numbers, dtype=np.int64), self.copies.ravel(), self.logits_indices]
 
     @staticmethod
     def read(packed: PackedStep) -> StepFacts:
         """The facts that `arrays` packed as the first arrays of the host."""
         numbers, copies, indices, *_ = packed.host
-        decodes_only, requests, sampled, greedy, has_placeholders, passes = numbers.tolist()
+        decodes_only, greedy, has_placeholders, requests, sampled, *drafting = numbers.tolist()
         flags = bool(greedy), bool(has_placeholders)
-        return StepFacts(bool(decodes_only), requests, sampled, *flags, copies.reshape(-1, 3), indices, passes)
+        return StepFacts(bool(decodes_only), requests, sampled, *flags, copies.reshape(-1, 3), indices, *drafting)
 
 
 def pack(
-    rows: Sequence[StepRow],
+    plan: StepPlan,
     facts: StepFacts,
     groups: Sequence[CacheGroup],
     *,
@@ -226,8 +238,7 @@ def pack(
 
     `pinned`: it is sent to a GPU. `verify`: rows may be drafts. `next_ids`: a draft model reads them.
     """
-    if not rows:
-        return PackedStep.of(facts.arrays(), [], pinned=pinned)
+    rows = plan.rows
     host = HostRows.of(rows)
     arrays: list[NDArray[Any]] = [
         np.array([token for row in rows for token in row.ids], dtype=np.int64),
@@ -248,6 +259,7 @@ def pack(
     arrays += [column.astype(np.int32) for column in words] if verify else []
     if next_ids:
         arrays.append(np.array([token for row in rows for token in (*row.ids[1:], row.next_id)], dtype=np.int64))
+        arrays.append(sequence_words(plan.sequences).ravel())
     return PackedStep.of([*facts.arrays(), host.query_lens, host.seq_lens, words.ravel()], arrays, pinned=pinned)
 
 
@@ -267,7 +279,11 @@ def unpack(packed: PackedStep, facts: StepFacts, groups: Sequence[CacheGroup], d
             index.append(PageIndex(group.page_size, next(arrived).view(requests, -1), next(arrived)))
     lens = tuple(query_lens.tolist()), tuple(kv_lens.tolist())
     batch = BatchLayout(*lens, device, tensors, *_verify(words, arrived, requests))
-    return Inputs(ids, prev_sampled_indices, batch, index, next(arrived, None))
+    next_ids, sequences = next(arrived, None), next(arrived, None)
+    return Inputs(
+        *(ids, prev_sampled_indices, batch, index, next_ids),
+        sequences=None if sequences is None else sequences.view(4, -1),
+    )
 
 
 def advanced(inputs: Inputs, by: torch.Tensor, on_host: Sequence[int] | None, stored: torch.Tensor) -> Inputs:
@@ -284,11 +300,16 @@ def advanced(inputs: Inputs, by: torch.Tensor, on_host: Sequence[int] | None, st
     index: list[CacheIndex] = []
     for one in inputs.index:
         if isinstance(one, PageIndex):
-            pages = one.table.gather(1, (positions // one.page_size)[:, None])[:, 0]
-            slots = torch.where((pages >= 0) & stored, pages * one.page_size + positions % one.page_size, -1)
+            slots = torch.where(stored, token_slots(one.table, one.page_size, positions), -1)
             one = replace(one, slots=slots)
         index.append(one)
     return replace(inputs, batch=replace(batch, seq_lens=lens, static_tensors=moved), index=index)
+
+
+def token_slots(table: torch.Tensor, page_size: int, positions: torch.Tensor) -> torch.Tensor:
+    """[B] `PageIndex.slots` of a token of each request, at `positions` [B]."""
+    pages = table.gather(1, (positions // page_size)[:, None])[:, 0]
+    return torch.where(pages >= 0, pages * page_size + positions % page_size, -1)
 
 
 def _verify(

@@ -12,7 +12,7 @@ from allotrope.cache.groups import CacheGroup
 from allotrope.cache.memory import MemoryPlan
 from allotrope.cache.pages import PagePool
 from allotrope.cache.prefix import Match, PrefixCache
-from allotrope.engine.sequence import Sequence
+from allotrope.engine.sequence import Sequence, TentativeCheckpoint
 
 # A decoding sequence copies its state once in so many tokens. For Qwen3-Next 150 MB are moved, 2.3 MB a token,
 # where a step reads 2 GB and more.
@@ -101,7 +101,7 @@ class KVCacheManager:
         Returns False, with nothing allocated, where a group has fewer.
         """
         missing = [
-            0 if group.kind == "state" else group.pages_for(seq.computed + tokens) - len(pages)
+            0 if group.kind == "state" else group.pages_for(seq.computed + seq.unread_drafts + tokens) - len(pages)
             for group, pages in zip(self.groups, seq.pages, strict=True)
         ]
         if any(count > 0 and count + spare > pool.available for count, pool in zip(missing, self.pools, strict=True)):
@@ -111,18 +111,36 @@ class KVCacheManager:
         return True
 
     def trim(self, seq: Sequence) -> None:
-        """Give back the pages of `seq` behind its stored tokens."""
+        """Give back the pages of `seq` behind the tokens that are stored, or may be."""
         for (group, pool), pages in zip(self._pairs(), seq.pages, strict=True):
             if group.kind != "state":
-                while len(pages) > group.pages_for(seq.computed):
+                while len(pages) > group.pages_for(seq.computed + seq.unread_drafts):
                     pool.decref(pages.pop())
 
-    def commit(self, seq: Sequence, tokens: int) -> None:
-        """Account for `tokens` more stored tokens: cache full pages for reuse, free out-of-window pages."""
+    def commit(self, seq: Sequence, tokens: int, unread_drafts: int = 0) -> None:
+        """Account for `tokens` more stored tokens: cache full pages for reuse, free out-of-window pages.
+
+        `unread_drafts`: drafts behind these, of which `accept` tells how many count.
+        """
         seq.computed += tokens
+        seq.unread_drafts = unread_drafts
         if self.reuse:
             self._cache_blocks(seq)
             self._checkpoint(seq)
+        self._free_out_of_window(seq)
+
+    def accept(self, seq: Sequence, drafts: int) -> None:
+        """Account for accepted drafts of the last `commit`. They are nothing to a sequence that was freed since."""
+        if not seq.unread_drafts:
+            return
+        seq.computed += drafts
+        seq.unread_drafts = 0
+        if self.reuse:
+            self._cache_blocks(seq)
+            self._settle(seq)
+        self._free_out_of_window(seq)
+
+    def _free_out_of_window(self, seq: Sequence) -> None:
         for (group, pool), pages in zip(self._pairs(), seq.pages, strict=True):
             for j in range(group.out_of_window_pages(seq.computed) - 1, -1, -1):
                 if pages[j] < 0:
@@ -151,31 +169,66 @@ class KVCacheManager:
             if seq.computed == seq.checkpoint_positions[0]:
                 self._keep_state(seq, seq.checkpoint_positions.pop(0), 0)
             return
-        position = seq.computed // self._decode_interval * self._decode_interval
+        position = (seq.computed + seq.unread_drafts) // self._decode_interval * self._decode_interval
         replay = position - (seq.computed - seq.replay)
-        if position >= seq.prompt_len and replay >= 0:
-            former, seq.decode_checkpoint = seq.decode_checkpoint, None
-            if former is not None:
-                self._drop_state(former)
-            seq.decode_checkpoint = self._keep_state(seq, position, replay)
+        if position < seq.prompt_len or replay < 0:
+            return
+        if position <= seq.computed:
+            self._keep_decode_state(seq, TentativeCheckpoint(position, replay, ()))
+        elif (copies := self._copy_state(seq)) is not None:
+            seq.tentative = TentativeCheckpoint(position, replay, copies)
 
-    def _keep_state(self, seq: Sequence, position: int, replay: int) -> bytes | None:
-        """Copy the state of `seq` into a slot of its own. Returns its key; None where it is kept already, or there is
-        no slot."""
+    def _settle(self, seq: Sequence) -> None:
+        """Keep the tentative checkpoint of `seq` if its position was reached, else give its slots back."""
+        checkpoint, seq.tentative = seq.tentative, None
+        if checkpoint is None:
+            return
+        if checkpoint.position <= seq.computed:
+            self._keep_decode_state(seq, checkpoint)
+        else:
+            self._release(checkpoint.copies)
+
+    def _keep_decode_state(self, seq: Sequence, checkpoint: TentativeCheckpoint) -> None:
+        former, seq.decode_checkpoint = seq.decode_checkpoint, None
+        if former is not None:
+            self._drop_state(former)
+        seq.decode_checkpoint = self._keep_state(seq, checkpoint.position, checkpoint.replay, checkpoint.copies)
+
+    def _keep_state(
+        self, seq: Sequence, position: int, replay: int, copies: tuple[tuple[int, int], ...] = ()
+    ) -> bytes | None:
+        """Keep the state of `seq` in slots of its own, or in `copies` that were made before. Returns its key; None if
+        it is kept already, or there is no slot."""
         key = seq.chain.key(seq.ids, position)
         pools = [self.pools[index] for index in self._state_groups]
-        if not pools or all(pool.find(key) is not None for pool in pools) or not all(pool.available for pool in pools):
+        kept = not pools or all(pool.find(key) is not None for pool in pools)
+        if kept:
+            self._release(copies)
             return None
         # The copies of a key lack the same drafts in all groups.
         self._drop_state(key)
-        for index, pool in zip(self._state_groups, pools, strict=True):
-            copy = pool.allocate()
-            self._copy_page(index, seq.slots[index], copy)
-            pool.cache_block(copy, key)
-            pool.decref(copy)
+        found = copies or self._copy_state(seq)
+        if found is None:
+            return None
+        for index, copy in found:
+            self.pools[index].cache_block(copy, key)
+            self.pools[index].decref(copy)
             if index == self._state_groups[0]:
                 self._replays[copy] = replay
         return key
+
+    def _copy_state(self, seq: Sequence) -> tuple[tuple[int, int], ...] | None:
+        """Copies of the states of `seq`: group and slot of each; None where there is no slot."""
+        if not all(self.pools[index].available for index in self._state_groups) or not self._state_groups:
+            return None
+        copies = tuple((index, self.pools[index].allocate()) for index in self._state_groups)
+        for index, copy in copies:
+            self._copy_page(index, seq.slots[index], copy)
+        return copies
+
+    def _release(self, copies: tuple[tuple[int, int], ...]) -> None:
+        for index, copy in copies:
+            self.pools[index].decref(copy)
 
     def _drop_state(self, key: bytes) -> None:
         """Evict the state checkpoint with a key, where there is one."""
@@ -201,8 +254,10 @@ class KVCacheManager:
         seq.pages = [array("q") for _ in self.groups]
         seq.slots = [0] * len(self.groups)
         seq.num_cached_blocks = [0] * len(self.groups)
-        seq.checkpoint_positions, seq.decode_checkpoint = [], None
-        seq.computed = seq.replay = 0
+        if seq.tentative is not None:
+            self._release(seq.tentative.copies)
+        seq.checkpoint_positions, seq.decode_checkpoint, seq.tentative = [], None, None
+        seq.computed = seq.replay = seq.unread_drafts = 0
         seq.drafts = seq.draft_indices = ()
 
     def evict_all(self) -> None:

@@ -46,6 +46,8 @@ class LayerPlans:
             (spec, backend, group_ids[i], arena.layers[i]) for i, (spec, backend) in enumerate(attention, first)
         ]
         self._tables = tables
+        # The groups that these layers read.
+        self.groups = frozenset(group for _, _, group_ids, _ in self._layers for group in group_ids.values())
 
     def step(self, ids: torch.Tensor, inputs: Inputs, plans: Plans) -> Step:
         """The step of the model. `plans`: those of the same inputs that were made before; new ones join them."""

@@ -33,6 +33,9 @@ from allotrope.loading.decoder import make_meta_decoder, only_kept, quantized_bu
 from allotrope.loading.draft import draft_build, make_meta_draft
 from allotrope.loading.eagle3 import eagle3_build, resolve_eagle3
 from allotrope.loading.kv_scales import attention_specs
+from allotrope.ops.matmul.fp8 import Fp8
+from allotrope.ops.matmul.plain import PLAIN
+from allotrope.ops.matmul.weight import Format
 from allotrope.ops.registry import registered_ops
 from allotrope.ops.sampling.sampler import Sampler
 from allotrope.speculative_config import MAX_SPECULATIVE_TOKENS
@@ -158,7 +161,7 @@ def resolve_load_plan(
     try:
         if keeps:
             quantized = quantized_build(checkpoint, architecture, spec, build)
-            build = only_kept(quantized, config.quantized_weights)
+            build = only_kept(quantized, config.quantized_weights, config.quantized_activations)
             if config.quantization is not None:
                 _refuse_unkept(config, quantized, build)
         meta = make_meta_decoder(architecture, spec, build)
@@ -171,7 +174,8 @@ def resolve_load_plan(
                 of_draft = eagle3_build(draft_checkpoint, draft, meta, of_draft)
             elif keeps:
                 of_draft = draft_build(draft_checkpoint, architecture, meta, draft, of_draft)
-            of_draft = only_kept(of_draft, config.quantized_weights)
+            of_draft = only_kept(of_draft, config.quantized_weights, config.quantized_activations)
+            of_draft = replace(of_draft, draft_head=_draft_head(config, build))
             weight_bytes += weight_bytes_of(make_meta_draft(draft, meta, of_draft))
     except ValueError as error:
         # So many ranks cannot share one of its sizes.
@@ -275,6 +279,14 @@ def _refuse_unkept(config: EngineConfig, quantized: Build, build: Build) -> None
         f"they are stored. Try --quantization with one of {allowed}, another --dtype, or --quantized-weights keep, "
         f"which dequantizes them for each product."
     )
+
+
+def _draft_head(config: EngineConfig, build: Build) -> Format:
+    """The format of the head by which a draft model chooses: "auto" is FP8 where our kernels multiply it."""
+    wanted = "auto" if config.speculation is None else config.speculation.draft_head_dtype
+    fp8, chip = Fp8(), build.chooser.chip
+    halves = chip.is_gpu and build.dtype in (torch.bfloat16, torch.float16) and not fp8.kernel_reasons(chip)
+    return fp8 if wanted == "fp8" or (wanted == "auto" and halves) else PLAIN
 
 
 def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint, chip: Chip | None) -> Build:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,7 +18,7 @@ from allotrope.cache.groups import CacheGroup
 from allotrope.engine.decode_buffers import DecodeBuffers
 from allotrope.engine.draft_runner import DraftRunner
 from allotrope.engine.graphs import DecodeGraphs
-from allotrope.engine.inputs import DraftChain, Inputs, StepFacts, StepPlan, known_ids, pack, unpack
+from allotrope.engine.inputs import Inputs, StepFacts, StepPlan, known_ids, pack, unpack
 from allotrope.engine.layer_plans import LayerPlans, Plans
 from allotrope.engine.packed_step import PackedStep, Words
 from allotrope.layers.backend_report import uncaptured
@@ -44,8 +44,8 @@ class DecodeShape:
 class ModelRunner:
     """One rank's model, caches and plans. `specs`: per layer, its attention as this rank sees it.
 
-    `decode`: None keeps every step's tensors its own, with exact lengths. `verify`: rows of a step may be drafts.
-    `draft_model`: its caches are those of the layers behind the model's own.
+    `decode`: None keeps every step's tensors its own, with exact lengths. `max_drafts`: rows of a sequence that may be
+    drafts. `draft_model`: its caches are those of the layers behind the model's own.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class ModelRunner:
         device: torch.device,
         decode: DecodeShape | None = None,
         *,
-        verify: bool = False,
+        max_drafts: int = 0,
         draft_model: DraftModel | None = None,
     ) -> None:
-        self.model, self.arena, self.device, self._verify = model, arena, device, verify
+        self.model, self.arena, self.device, self._verify = model, arena, device, max_drafts > 0
         self.groups = groups
         tables = RopeTables(device, model.chooser)
         attention = list(zip(specs, model.backends, strict=True))
@@ -69,12 +69,12 @@ class ModelRunner:
         self.drafts: DraftRunner | None = None
         if draft_model is not None:
             layers = LayerPlans(draft_model.attention, len(specs), groups, arena, shares, tables)
-            self.drafts = DraftRunner(draft_model, layers, groups, device, verify=verify)
+            self.drafts = DraftRunner(draft_model, layers, max_drafts)
         self.buffers: DecodeBuffers | None = None
         self.graphs: DecodeGraphs | None = None
-        # Of the last step, for the first pass of a draft model: its size on static buffers, or its features, inputs and
+        # Of the last step, for the draft model: its facts, and its size on static buffers, or its features, inputs and
         # plans.
-        self._last: int | tuple[torch.Tensor, Inputs, Plans] | None = None
+        self._last: tuple[StepFacts, int | tuple[torch.Tensor, Inputs, Plans]] | None = None
         if decode is not None:
             self._make_static(decode)
 
@@ -83,11 +83,14 @@ class ModelRunner:
         buffers = DecodeBuffers(
             *(self.groups, decode.size, decode.context, self.model.spec.hidden, dtype, self.device),
             verify=self._verify,
-            most_sampled=decode.max_drafts * decode.sequences,
+            most_sampled=(1 + decode.max_drafts) * decode.sequences,
+            sequences=decode.sequences,
         )
         drafts, alone = self.drafts, self.model.embedding.parallel.size == 1
 
         def body(size: int) -> None:
+            if self._verify:
+                buffers.advance(size)
             inputs, prev_sampled = buffers.inputs(size)
             hidden, features = self._run(inputs, prev_sampled, {})
             buffers.hidden[:size].copy_(hidden)
@@ -97,69 +100,64 @@ class ModelRunner:
         self.buffers = buffers
         self.graphs = DecodeGraphs(body, buffers.clear, decode.size, self.device, capture=decode.capture, alone=alone)
         if drafts is not None:
-            drafts.make_static(buffers, decode.sequences, decode.max_drafts, capture=decode.capture, alone=alone)
+            drafts.make_static(buffers, decode.sequences, capture=decode.capture, alone=alone)
 
     def pack(self, plan: StepPlan) -> PackedStep:
         """The plan as integers for the ranks."""
         facts = StepFacts.of(plan)
         if self.buffers is not None and plan.decodes_only:
-            return self.buffers.pack(plan.rows, facts)
+            return self.buffers.pack(plan.rows, facts, plan.sequences)
         pinned = self.device.type == "cuda"
         next_ids = self.drafts is not None
-        return pack(plan.rows, facts, self.groups, pinned=pinned, verify=self._verify, next_ids=next_ids)
-
-    def pack_chain(self, chain: DraftChain) -> PackedStep:
-        """Passes of the draft model as integers for the ranks."""
-        assert self.drafts is not None
-        return self.drafts.pack(chain)
+        return pack(plan, facts, self.groups, pinned=pinned, verify=self._verify, next_ids=next_ids)
 
     @torch.inference_mode()
     def run(self, packed: PackedStep, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
-        """Run one step. `prev_sampled`: [m] tokens that the step before sampled, where rows end in placeholders; with a
-        draft model its drafts stand there.
+        """Run one step. `prev_sampled`: [m] tokens that the step before sampled, where rows are placeholders; with a
+        draft model these are for its `next_tokens`.
 
         Returns the logits at the plan's `logits_indices`, see `Decoder.logits`, or their greedy tokens where the plan
-        says so; of a chain of the draft model, its drafts.
+        says so.
         """
         facts = StepFacts.read(packed)
         indices, requests = facts.logits_indices, facts.requests
-        if facts.passes:
-            assert self.drafts is not None
-            return self.drafts.draft(packed, facts)
         if self.drafts is not None:
-            # What the draft model drafted is verified.
-            prev_sampled = self.drafts.tokens()
+            prev_sampled = self.drafts.next_tokens
         if len(facts.copies):
             self.arena.copy_pages(facts.copies.tolist())
         scored = self.model.greedy if facts.greedy else self.model.logits
         if self.buffers is not None and self.graphs is not None and facts.decodes_only:
             size = self.graphs.padded(requests)
             self.buffers.refresh(packed, requests, prev_sampled, size)
+            if self.drafts is not None and (accepted := self.drafts.accepted) is not None:
+                self.buffers.accepted[: len(accepted)].copy_(accepted)
             self.graphs.run(size)
-            self._last = size
+            self._last = facts, size
             # The padding rows stay: the same product runs whether or not a graph came before it.
             out = scored(self.buffers.hidden[:size])[:requests]
             return out if len(indices) == requests else out[self._on_device(indices)]
         inputs, plans = unpack(packed, facts, self.groups, self.device), Plans()
-        hidden, features = self._run(inputs, prev_sampled, plans)
+        if inputs.prev_sampled_indices is not None and prev_sampled is not None:
+            ids = known_ids(inputs.ids, inputs.prev_sampled_indices, prev_sampled)
+            inputs = replace(inputs, ids=ids, prev_sampled_indices=None)
+        hidden, features = self._run(inputs, None, plans)
         if self.drafts is not None:
-            self._last = features, inputs, plans
+            self._last = facts, (features, inputs, plans)
         if len(indices) != len(hidden):
             hidden = hidden[self._on_device(indices)]
         return scored(hidden)
 
     @torch.inference_mode()
-    def start_drafts(self, sampled: torch.Tensor) -> None:
-        """The first pass of the draft model, on the rows of the last step.
-
-        `sampled`: [n] the tokens that came of it, in the order of the rows that they follow.
-        """
+    def run_drafts(self, sampled: torch.Tensor) -> None:
+        """The passes of the draft model that the last plan asks for. `sampled`: [n] tokens that came of it, in order of
+        the rows that they follow."""
         assert self.drafts is not None and self._last is not None
-        if isinstance(self._last, int):
-            self.drafts.start_static(sampled, self._last)
+        facts, step = self._last
+        if isinstance(step, int):
+            self.drafts.run_static(sampled, step, facts.sequences, facts.passes)
         else:
-            features, inputs, plans = self._last
-            self.drafts.start(features, sampled, inputs, plans)
+            features, inputs, plans = step
+            self.drafts.run(features, sampled, inputs, plans, facts.passes)
         self._last = None
 
     @property

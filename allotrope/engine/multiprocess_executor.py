@@ -25,8 +25,8 @@ import torch.distributed as dist
 from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
 from allotrope.engine.cache_plan import plan_caches
-from allotrope.engine.executor import Executor, OnDeath
-from allotrope.engine.inputs import DraftChain, StepPlan
+from allotrope.engine.executor import DraftedTokens, Executor, OnDeath
+from allotrope.engine.inputs import StepPlan
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.rank_board import JOINING, LOADED, RankBoard
 from allotrope.engine.rank_group import RankGroup
@@ -123,16 +123,14 @@ class MultiprocessExecutor(Executor):
     def share_sampled(self, token_ids: torch.Tensor) -> None:
         self.worker.share_sampled(token_ids)
 
-    def start_drafts(self, token_ids: torch.Tensor, *, shared: bool) -> None:
+    def run_drafts(self, token_ids: torch.Tensor, *, shared: bool) -> DraftedTokens:
         if not shared and len(token_ids):
             self.worker.share_sampled(token_ids)
-        self.worker.start_drafts(token_ids)
+        return self.worker.run_drafts(token_ids)
 
-    def draft(self, chain: DraftChain) -> torch.Tensor:
-        packed = self.worker.pack_chain(chain)
-        if self._steps is not None:
-            self._steps.send(packed, self._workers.raise_fault)
-        return self.worker.run(packed)
+    @property
+    def static_decodes(self) -> bool:
+        return self.worker.static_decodes
 
     def capture_next(self) -> bool:
         with self._workers.step():

@@ -35,7 +35,7 @@ def measure_peak(model: Decoder, draft_model: DraftModel | None, load_plan: Load
     arena = Arena(memory, load_plan.num_layers, load_plan.shares, device)
     model_runner = ModelRunner(
         *(model, load_plan.specs, load_plan.groups, arena, load_plan.shares, device),
-        verify=load_plan.max_drafts > 0,
+        max_drafts=load_plan.max_drafts,
         draft_model=draft_model,
     )
     torch.cuda.synchronize(device)
@@ -43,7 +43,7 @@ def measure_peak(model: Decoder, draft_model: DraftModel | None, load_plan: Load
     before = torch.cuda.memory_allocated(device)
     model_runner.run(model_runner.pack(StepPlan(rows)))
     if draft_model is not None:
-        model_runner.start_drafts(torch.zeros(len(rows), dtype=torch.int64, device=device))
+        model_runner.run_drafts(torch.zeros(len(rows), dtype=torch.int64, device=device))
     hidden = torch.zeros(load_plan.max_decodes, model.spec.hidden, dtype=model.embedding.dtype, device=device)
     load_plan.sampler()(model.logits(hidden), largest_sampling_step(load_plan.max_decodes, device))
     torch.cuda.synchronize(device)

@@ -207,12 +207,21 @@ class SamplingBatch:
         """Whether this batch was built of these very rows in this order, and so can be used again."""
         return len(rows) == len(self.rows) and all(a is b for a, b in zip(rows, self.rows, strict=True))
 
-    def step(self, bits: BitMask | None = None) -> SamplingStep:
-        """What to sample now, at the rows' present `output_ids`. `bits`: the masks of the rows that have a grammar."""
+    @property
+    def draws(self) -> bool:
+        """Whether any row draws its token."""
+        return self._untruncated is not None or self._truncated is not None
+
+    def step(self, bits: BitMask | None = None, ahead: torch.Tensor | None = None, most_ahead: int = 0) -> SamplingStep:
+        """What to sample now, at the rows' present `output_ids`. `bits`: the masks of the rows that have a grammar.
+
+        `ahead`: [rows] on the device, output tokens of each row that the host has yet to read beside those; None: none.
+        `most_ahead`: no row has more of them.
+        """
         return SamplingStep(
             greedy=self._greedy,
-            untruncated=self._untruncated.step() if self._untruncated else None,
-            truncated=self._truncated.step() if self._truncated else None,
+            untruncated=self._untruncated.step(ahead, most_ahead) if self._untruncated else None,
+            truncated=self._truncated.step(ahead, most_ahead) if self._truncated else None,
             processors=LogitsProcessors(self._penalties(), self._bias, self._allowed, self._min_tokens_mask(), bits),
             scored=self._scored_rows,
             top_count=self._top_count,
@@ -318,10 +327,14 @@ class _RandomGroup:
             top_ks=tuple(top_ks),
         )
 
-    def step(self) -> RandomRows:
-        """The rows with the numbers that their next tokens are drawn by."""
+    def step(self, ahead: torch.Tensor | None, most_ahead: int) -> RandomRows:
+        """The rows with the numbers that their next tokens are drawn by. `ahead`, `most_ahead`: of all rows."""
         steps = np.array([row.num_output for row in self._rows], dtype=np.uint64)
-        return replace(self._at_step_0, uniform=_to_device(uniforms(self._keys, steps)[:, None], self._device))
+        if ahead is None:
+            return replace(self._at_step_0, uniform=_to_device(uniforms(self._keys, steps)[:, None], self._device))
+        further = [uniforms(self._keys, steps + np.uint64(count)) for count in range(most_ahead + 1)]
+        of_rows = ahead[self._at_step_0.rows][:, None]
+        return replace(self._at_step_0, uniform=_to_device(np.stack(further, 1), self._device).gather(1, of_rows))
 
 
 def _has_penalty(params: SamplingParams) -> bool:

@@ -22,7 +22,8 @@ PROMPT_LOGPROBS_CHUNK = 256
 class Row:
     """`tokens` more tokens of a sequence, which end at length `end`, and the drafts behind them.
 
-    `draft_indices`: as in `Sequence`. `lookahead`: tokens behind these that have pages.
+    `draft_indices`: as in `Sequence`. `lookahead`: tokens behind these that have pages, if all drafts that a step
+    verifies count.
     """
 
     seq: Sequence
@@ -74,6 +75,12 @@ class Scheduler:
         else:
             self.waiting.remove(seq)
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether no sequence with more than one token ahead can be a part of the next step."""
+        full = len(self.running) >= self.max_sequences
+        return all(seq.uncomputed <= 1 for seq in self.running) and (full or not self.waiting)
+
     def plan(self) -> list[Row]:
         """The next step, sequences with a single token first; empty if nothing can run."""
         # Pages of drafts that were rejected are anyone's again, before somebody is preempted for want of them.
@@ -108,7 +115,7 @@ class Scheduler:
         for row in rows:
             seq = row.seq
             if row.samples:
-                left = seq.max_output_len - seq.output_len - 1
+                left = seq.max_output_len - seq.output_len - seq.unread_drafts - 1
                 count = max(0, min(len(seq.drafts), tokens, decodes, left))
                 lookahead = max(0, min(self.lookahead, left - count))
                 if not self.kv_cache_manager.reserve(seq, row.tokens + count + lookahead):

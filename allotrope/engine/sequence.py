@@ -13,6 +13,18 @@ from allotrope.request import Request, TokenLogprobs
 PLACEHOLDER = -1
 
 
+@dataclass(frozen=True)
+class TentativeCheckpoint:
+    """Copies of a sequence's states, from which its state at length `position` is had by replaying `replay` drafts.
+
+    `copies`: per group with states, its index and the slot.
+    """
+
+    position: int
+    replay: int
+    copies: tuple[tuple[int, int], ...]
+
+
 @dataclass(eq=False)
 class Sequence:
     """Sequence `index` of a request.
@@ -23,8 +35,10 @@ class Sequence:
     `checkpoint_positions`: lengths at which a state checkpoint is to be kept. `decode_checkpoint`: key of the last one
     within its output. `parent`: the sequence with the same prompt that goes first. `max_output_len`: output tokens
     after which it ends. `drafts`: proposed tokens behind the last one, which the next step verifies. `draft_indices`:
-    where a draft model's are among all that it drafted, for drafts that are placeholders. `replay`: accepted drafts
-    that a recurrent state lacks until its next step, which has one token then.
+    their places in `DraftedTokens.next_tokens`, for drafts that are placeholders. `replay`: accepted drafts that a
+    recurrent state lacks until its next step, which has one token then. `unread_drafts`: drafts that a step is
+    verifying: so many tokens more may be stored and known to the device. `tentative`: a state checkpoint that is of use
+    if enough of these are accepted.
     """
 
     request: Request
@@ -48,26 +62,27 @@ class Sequence:
     drafts: abc.Sequence[int] = ()
     draft_indices: abc.Sequence[int] = ()
     replay: int = 0
+    unread_drafts: int = 0
+    tentative: TentativeCheckpoint | None = None
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ids = [*self.request.prompt_ids]
 
-    def append_placeholder(self) -> int:
-        """Append a placeholder for a token that the host has not read yet. Returns its index in the output."""
+    def append_placeholder(self) -> None:
+        """Append a placeholder for a token that the host has not read yet."""
         self.ids.append(PLACEHOLDER)
         self.sampling.output_ids.append(PLACEHOLDER)
-        return self.output_len - 1
 
-    def fill_placeholder(self, index: int, token: int) -> None:
-        """Put `token` in the place of output token `index`."""
-        self.ids[self.prompt_len + index] = token
-        self.sampling.output_ids[index] = token
-
-    def append_tokens(self, tokens: abc.Sequence[int]) -> None:
-        """Append output tokens."""
-        self.ids += tokens
-        self.sampling.output_ids += tokens
+    def fill_placeholder(self, tokens: abc.Sequence[int]) -> int:
+        """Put `tokens` in the place of the first placeholder, none of them if they are none. Returns its index in the
+        output."""
+        # Two steps may be under way.
+        index = self.sampling.output_ids.index(PLACEHOLDER, max(0, self.output_len - 2))
+        if tokens:
+            self.ids[self.prompt_len + index : self.prompt_len + index + 1] = tokens
+            self.sampling.output_ids[index : index + 1] = tokens
+        return index
 
     def truncate(self, length: int) -> None:
         """Drop output tokens beyond `length`, which were computed behind the last one."""
@@ -84,14 +99,19 @@ class Sequence:
 
     @property
     def uncomputed(self) -> int:
-        """Tokens that a step has yet to run; 1 while decoding, 0 once its last token is sampled."""
-        return 0 if self.output_len >= self.max_output_len else len(self.ids) - self.computed
+        """Tokens that a step has yet to run; 1 while decoding, 0 once its last token is sampled, or may be."""
+        return 0 if self.output_len + self.unread_drafts >= self.max_output_len else len(self.ids) - self.computed
 
     @property
     def reads_output(self) -> bool:
         """Whether sampling its next token reads the tokens before it, rather than only their number."""
         params = self.request.params
         return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+
+    @property
+    def reads_output_len(self) -> bool:
+        """Whether sampling its next token depends on the number of tokens before it, other than by random numbers."""
+        return self.sampling.constraint is not None or self.output_len < self.request.params.min_tokens
 
     @property
     def unread(self) -> bool:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from allotrope.engine.drafting import Drafted, Drafting
+from allotrope.engine.drafting import LookupDrafting, ModelDrafting, Wanted
 from allotrope.engine.executor import Executor
 from allotrope.engine.grammar_masks import GrammarMasks
 from allotrope.engine.in_flight import InFlightStep, start_copy
-from allotrope.engine.inputs import StepPlan, StepRow
+from allotrope.engine.inputs import SampledSequence, StepPlan, StepRow
 from allotrope.engine.observer import Observer
 from allotrope.engine.requests import RequestTable
 from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_logprobs
@@ -70,12 +70,15 @@ class StepLoop:
         async_scheduling: bool,
         observer: Observer | None,
         step_log: StepLog | None,
-        drafting: Drafting | None = None,
+        drafting: LookupDrafting | ModelDrafting | None = None,
     ) -> None:
         self._executor, self._requests, self._copies = executor, requests, copies
         self._step_log, self._sampler = step_log, sampler
         self._vocab_size, self._device = vocab_size, device
         self._async, self._observer, self._drafting = async_scheduling, observer, drafting
+        # Drafts of a model are made before the tokens of a step are read, those from text behind these.
+        self._draft_model = drafting if isinstance(drafting, ModelDrafting) else None
+        self._lookups = drafting if isinstance(drafting, LookupDrafting) else None
         self._masks = GrammarMasks(vocab_size, device)
         self._sampling: SamplingBatch | None = None
         self._in_flight: InFlightStep | None = None
@@ -87,25 +90,25 @@ class StepLoop:
         With async scheduling these are the tokens of the pass before, read while the device runs this one.
         """
         before = self._in_flight
-        if before is not None and any(seq.reads_output for seq in before.seqs):
+        if before is not None and self._must_read(before):
             self._in_flight = None
-            self._log_wait()
             return self._collect(before)
         rows = self._requests.scheduler.plan()
         if not rows:
             self._in_flight = None
             return [] if before is None else self._collect(before)
         started = time.perf_counter()
-        if self._drafting is not None:
+        if self._draft_model is not None:
             rows = [self._with_known_drafts(row) for row in rows]
         launched, outputs = self._launch(rows, before)
         if not self._async:
             sampled = [] if launched is None else self._take_tokens(launched)
-            seconds = time.perf_counter() - started
-            self._commit(rows, sampled)
+            self._commit(rows, {one.seq: one.num_accepted for one in sampled})
             outputs = [self._output(one) for one in sampled]
-            if self._drafting is not None:
-                self._draft(self._drafting, rows, sampled, seconds)
+            if self._lookups is not None:
+                self._lookups.record_time(_decode_rows(rows), time.perf_counter() - started)
+                having = {one.seq for one in sampled if not one.seq.done}
+                self._lookups.propose(_wanted([row for row in rows if row.seq in having], by_model=False))
         else:
             self._in_flight = launched
             if outputs is None:
@@ -116,19 +119,17 @@ class StepLoop:
             self._drafting.forget_times()
         return outputs
 
-    def _draft(
-        self, drafting: Drafting, rows: abc.Sequence[Row], sampled: abc.Sequence[SampledTokens], seconds: float
-    ) -> None:
-        """Count what was accepted, and set the drafts of the next step. `seconds`: of this one."""
-        decodes = sum(1 + len(row.drafts) for row in rows) if rows[-1].tokens == 1 else 0
-        drafting.record_time(decodes, seconds)
-        verified = [one for one in sampled if one.num_drafts]
-        drafting.record(
-            [one.seq for one in verified],
-            [one.num_drafts for one in verified],
-            [one.num_accepted for one in verified],
-        )
-        drafting.propose(_drafted(rows, sampled))
+    def _must_read(self, before: InFlightStep) -> bool:
+        """Whether the next step cannot be launched before the tokens of the one before it are read."""
+        if any(seq.reads_output for seq in before.seqs):
+            self._log_wait()
+            return True
+        if not before.verifies:
+            return False
+        # Where it accepts drafts, lengths are known to the device alone.
+        scheduler = self._requests.scheduler
+        unknown = not self._executor.static_decodes or not scheduler.only_decodes
+        return unknown or any(seq.reads_output_len for seq in before.seqs)
 
     def _launch(
         self, rows: abc.Sequence[Row], before: InFlightStep | None
@@ -142,6 +143,8 @@ class StepLoop:
         self._copies.clear()
         num_logits = [self._num_logits(row) for row in rows]
         row_of = {} if before is None else before.row_of
+        ready = [row for row in rows if row.samples]
+        forced = [self._forced(row) for row in ready]
         steps = [
             step_row
             for row, count in zip(rows, num_logits, strict=True)
@@ -149,7 +152,6 @@ class StepLoop:
         ]
         prev_sampled = None if before is None else before.prev_sampled
         run = self._executor.run if self._step_log is None else self._step_log.run
-        ready = [row for row in rows if row.samples]
         greedy = self._chosen_by_ranks(ready, sum(num_logits))
         mask = None
         collects = before is not None and any(
@@ -158,39 +160,53 @@ class StepLoop:
         if not collects:
             mask = self._start_mask(ready)
         num_sampled = sum(1 + len(row.drafts) for row in ready)
-        drafts_by_model = self._drafting is not None and self._drafting.by_model
-        plan = StepPlan(
-            tuple(steps), copies, sampled=num_sampled if self._async or drafts_by_model else 0, greedy=greedy
-        )
+        sequences: tuple[SampledSequence, ...] = ()
+        passes, model = 0, self._draft_model
+        if model is not None:
+            verified_tokens = model.tokens
+            model.choose(_wanted(ready, by_model=True))
+            passes, sequences = model.passes, tuple(_sampled_sequences(rows, forced))
+        shared = num_sampled if self._async or model is not None else 0
+        plan = StepPlan(tuple(steps), copies, sampled=shared, greedy=greedy, sequences=sequences, passes=passes)
         out = run(plan, prev_sampled)
         if not greedy:
             logits_of_rows = out.split([count + len(row.drafts) for row, count in zip(rows, num_logits, strict=True)])
             self._read_prompt_logits(rows, logits_of_rows)
         for row in rows:
             self._requests.start(row.seq)
+        outputs: list[SequenceOutput] | None = None
         if greedy:
-            if drafts_by_model:
-                self._executor.start_drafts(out, shared=True)
-            return start_copy(ready, self._batch(_sampling_rows(ready)), Sampled(out, None)), None
-        last_logits = [
-            own[-1 - len(row.drafts) :] for row, own in zip(rows, logits_of_rows, strict=True) if row.samples
-        ]
-        outputs = None
-        if collects:
-            assert before is not None
-            outputs = self._collect(before)
-            mask = self._start_mask(ready)
-        launched = self._sample(ready, last_logits, out, mask)
-        if drafts_by_model:
-            sampled = torch.empty(0, dtype=torch.int64, device=self._device)
-            self._executor.start_drafts(sampled if launched is None else launched.prev_sampled, shared=False)
+            launched: InFlightStep | None = start_copy(ready, self._batch(_sampling_rows(ready)), Sampled(out, None))
+        else:
+            last_logits = [
+                own[-1 - len(row.drafts) :] for row, own in zip(rows, logits_of_rows, strict=True) if row.samples
+            ]
+            if collects:
+                assert before is not None
+                outputs = self._collect(before)
+                mask = self._start_mask(ready)
+            launched = self._sample(ready, last_logits, out, mask, before)
+        if launched is not None:
+            launched = replace(launched, forced=tuple(forced), rows=_decode_rows(rows))
+        if model is not None:
+            model.start_passes()
+            none = torch.empty(0, dtype=torch.int64, device=self._device)
+            sampled = none if launched is None else launched.prev_sampled
+            drafted = self._executor.run_drafts(sampled, shared=greedy or self._async)
+            model.place(drafted.next_tokens)
+            if launched is not None:
+                launched = replace(launched, accepted=drafted.accepted, draft_tokens=verified_tokens)
         return launched, outputs
+
+    def _forced(self, row: Row) -> int | None:
+        return None if self._drafting is None else self._drafting.forced(row.seq, len(row.drafts))
 
     def _with_known_drafts(self, row: Row) -> Row:
         """Where sampling reads the drafts before a token, such as for penalties, they cannot be placeholders."""
         if PLACEHOLDER not in row.drafts or not (row.seq.reads_output or row.seq.sampling.constraint is not None):
             return row
-        drafts = self._drafts_at(row.draft_indices)
+        assert self._draft_model is not None and self._draft_model.tokens is not None
+        drafts = self._draft_model.tokens.at(row.draft_indices)
         # Behind hidden states that are not numbers there is no draft.
         drafts = drafts[: drafts.index(PLACEHOLDER)] if PLACEHOLDER in drafts else drafts
         return replace(row, drafts=drafts, draft_indices=row.draft_indices[: len(drafts)])
@@ -218,13 +234,19 @@ class StepLoop:
         """Let go of the thread that fills masks."""
         self._masks.close()
 
-    def _commit(self, rows: abc.Sequence[Row], sampled: abc.Sequence[SampledTokens] = ()) -> None:
-        """Account for the tokens that the step has stored: those of its rows, and the accepted drafts."""
-        accepted = {one.seq: one.num_accepted for one in sampled}
+    def _commit(self, rows: abc.Sequence[Row], accepted: abc.Mapping[Sequence, int] | None = None) -> None:
+        """Account for the tokens that the step stores: those of its rows, and the accepted drafts. `accepted`: their
+        number by sequence; None where that is yet to be read."""
+        manager = self._requests.kv_cache_manager
         for row in rows:
-            if not row.seq.done:
+            if row.seq.done:
+                continue
+            if accepted is None:
+                row.seq.replay = 0
+                manager.commit(row.seq, row.tokens, unread_drafts=len(row.drafts))
+            else:
                 row.seq.replay = accepted.get(row.seq, 0)
-                self._requests.kv_cache_manager.commit(row.seq, row.tokens + row.seq.replay)
+                manager.commit(row.seq, row.tokens + row.seq.replay)
 
     def _log_wait(self) -> None:
         if not self._logged_wait:
@@ -259,6 +281,7 @@ class StepLoop:
         last_logits: abc.Sequence[torch.Tensor],
         logits: torch.Tensor,
         mask: Future[BitMask] | None,
+        before: InFlightStep | None,
     ) -> InFlightStep | None:
         """Sample a token behind the last of each row and behind each draft. `last_logits`: theirs, of `logits`."""
         if not ready:
@@ -267,11 +290,26 @@ class StepLoop:
         batch = self._batch(records)
         if len(logits) != len(records):
             logits = torch.cat(list(last_logits))
-        sampled = self._sampler(logits, batch.step(None if mask is None else mask.result()))
+        ahead, most_ahead = self._ahead(ready, before) if batch.draws else (None, 0)
+        step_sampling = batch.step(None if mask is None else mask.result(), ahead, most_ahead)
+        sampled = self._sampler(logits, step_sampling)
         if self._async:
             self._executor.share_sampled(sampled.token_ids)
         step = start_copy(ready, batch, sampled)
         return step if self._observer is None else replace(step, logits=tuple(last_logits))
+
+    def _ahead(self, ready: abc.Sequence[Row], before: InFlightStep | None) -> tuple[torch.Tensor | None, int]:
+        """Per row that is sampled, the accepted drafts of the step before, on the device, and the most of a sequence;
+        None where these are read."""
+        most = max(row.seq.unread_drafts for row in ready)
+        if before is None or before.accepted is None or not most:
+            return None, 0
+        read = len(before.accepted)
+        places: list[int] = []
+        for row in ready:
+            places += [before.row_of[row.seq] if row.seq.unread_drafts else read] * (1 + len(row.drafts))
+        accepted = torch.cat([before.accepted, before.accepted.new_zeros(1)])
+        return accepted[torch.tensor(places).to(self._device, non_blocking=True)], most
 
     def _collect(self, step: InFlightStep) -> list[SequenceOutput]:
         """Read the tokens of a step. Sequences that ended since are passed over."""
@@ -285,33 +323,55 @@ class StepLoop:
         """
         tokens, logprobs = step.read()
         found, row = [], 0
-        for i, (seq, index, drafts) in enumerate(zip(step.seqs, step.output_indices, step.drafts, strict=True)):
+        launched = set() if self._in_flight is None or self._in_flight is step else self._in_flight.seqs
+        for i, (seq, drafts) in enumerate(zip(step.seqs, step.drafts, strict=True)):
             own = slice(row, row + 1 + len(drafts))
             row = own.stop
             if seq.done:
                 continue
             if PLACEHOLDER in drafts:
-                drafts = self._drafts_at(step.draft_indices[i])
-            taken = self._accept(seq, drafts, tokens[own], None if step.logits is None else step.logits[i])
-            if taken[0] >= 0:
-                seq.fill_placeholder(index, taken[0])
-                seq.append_tokens([token for token in taken[1:] if token >= 0])
+                assert step.draft_tokens is not None
+                # Where there is no draft, token 0 was verified.
+                drafts = tuple(max(token, 0) for token in step.draft_tokens.at(step.draft_indices[i]))
+            logits = None if step.logits is None else step.logits[i]
+            taken = self._accept(seq, drafts, step.forced[i], tokens[own], logits)
+            index = seq.fill_placeholder([token for token in taken if token >= 0])
             found.append(SampledTokens(seq, index, taken, logprobs[own][: len(taken)], len(drafts)))
+            if self._async and seq.unread_drafts:
+                self._requests.kv_cache_manager.accept(seq, len(taken) - 1)
+                # A step that was launched since has replayed them.
+                seq.replay = 0 if seq in launched else len(taken) - 1
+        self._record(step, found)
         return found
 
-    def _drafts_at(self, indices: abc.Sequence[int]) -> tuple[int, ...]:
-        """What a draft model drafted for placeholders."""
-        assert self._drafting is not None
-        return self._drafting.tokens(indices)
+    def _record(self, step: InFlightStep, sampled: abc.Sequence[SampledTokens]) -> None:
+        """Count what was accepted, and the time of the step."""
+        drafting = self._drafting
+        if drafting is None:
+            return
+        if self._draft_model is not None:
+            self._draft_model.record_step(step.rows, step.draft_tokens)
+        verified = [one for one in sampled if one.num_drafts]
+        drafting.record(
+            [one.seq for one in verified],
+            [one.num_drafts for one in verified],
+            [one.num_accepted for one in verified],
+        )
+        drafting.forget_ended(step.seqs)
 
     def _accept(
-        self, seq: Sequence, drafts: abc.Sequence[int], sampled: abc.Sequence[int], logits: torch.Tensor | None
+        self,
+        seq: Sequence,
+        drafts: abc.Sequence[int],
+        forced: int | None,
+        sampled: abc.Sequence[int],
+        logits: torch.Tensor | None,
     ) -> list[int]:
         """The accepted drafts and the token behind them. `sampled`: behind the last token, and behind each draft.
 
-        `logits`: of `sampled`, for the observer.
+        `forced`: so many are accepted, None: those that are right. `logits`: of `sampled`, for the observer.
         """
-        if self._drafting is not None and (forced := self._drafting.forced(seq, len(drafts))) is not None:
+        if forced is not None:
             return [*drafts[:forced], sampled[forced]]
         taken: list[int] = []
         for count, token in enumerate(sampled):
@@ -386,28 +446,46 @@ def _finish(seq: Sequence, output_len: int, token: int) -> tuple[FinishReason | 
     return ("length", None) if output_len >= seq.max_output_len else (None, None)
 
 
-def _step_rows(row: Row, num_logits: int, prev_sampled_index: int) -> Iterator[StepRow]:
-    """The row's own, then one for each draft. `prev_sampled_index`: where the step before sampled the last token of the
-    sequence, -1 if it did not."""
+def _step_rows(row: Row, num_logits: int, prev: int) -> Iterator[StepRow]:
+    """The row's own, then one for each draft. `prev`: the place of the sequence in the step before, whose tokens are
+    yet to be read, or -1."""
     seq = row.seq
-    ids = tuple(seq.ids[seq.computed : row.end])
-    next_id = -1 if row.samples else seq.ids[row.end]
-    context, replay = seq.computed, seq.replay
-    yield StepRow(ids, context, seq.pages, seq.slots, num_logits, prev_sampled_index, replay=replay, next_id=next_id)
+    ids, prev_sequence = tuple(seq.ids[seq.computed : row.end]), prev if seq.unread_drafts else -1
+    index, next_id = prev if ids[-1] == PLACEHOLDER else -1, -1 if row.samples else seq.ids[row.end]
+    own = seq.pages, seq.slots
+    yield StepRow(ids, seq.computed, *own, num_logits, index, 0, seq.replay, next_id, prev_sequence)
     for i, draft in enumerate(row.drafts):
         index = row.draft_indices[i] if draft == PLACEHOLDER else -1
-        yield StepRow((draft,), row.end + i, seq.pages, seq.slots, 1, index, draft=i + 1)
+        yield StepRow((draft,), row.end + i, *own, 1, index, i + 1, prev_sequence=prev_sequence)
 
 
-def _drafted(rows: abc.Sequence[Row], sampled: abc.Sequence[SampledTokens]) -> list[Drafted]:
-    """The sequences with new tokens, and where the step's rows have the last token that each has stored."""
-    accepted = {one.seq: one.num_accepted for one in sampled}
-    found, start = [], 0
+def _decode_rows(rows: abc.Sequence[Row]) -> int:
+    """The rows of a step where all have one token, drafts among them, else 0."""
+    return sum(1 + len(row.drafts) for row in rows) if rows[-1].tokens == 1 else 0
+
+
+def _wanted(rows: abc.Sequence[Row], *, by_model: bool) -> list[Wanted]:
+    """The most drafts of each sequence behind the tokens that a step samples from `rows`. `by_model`: a draft model
+    makes them, which stores tokens of its own for all but the first."""
+    found = []
     for row in rows:
-        if row.seq in accepted:
-            found.append(Drafted(row.seq, start + row.tokens - 1 + accepted[row.seq], row.lookahead))
-        start += row.tokens + len(row.drafts)
+        seq = row.seq
+        # The token that the step samples may be there already.
+        output_len = seq.output_len + seq.unread_drafts + int(row.end == len(seq.ids))
+        left = seq.max_output_len - output_len - 1
+        found.append((seq, min(left, 1 + row.lookahead) if by_model else left))
     return found
+
+
+def _sampled_sequences(rows: abc.Sequence[Row], forced: abc.Sequence[int | None]) -> Iterator[SampledSequence]:
+    """The sequences that a step samples from. `forced`: of each of them, as in `InFlightStep`."""
+    start, accepts = 0, iter(forced)
+    for row in rows:
+        if row.samples:
+            count, drafts = next(accepts), len(row.drafts)
+            reserved = row.end + row.seq.unread_drafts + drafts + row.lookahead
+            yield SampledSequence(start + row.tokens - 1, drafts, reserved, -1 if count is None else count)
+        start += row.tokens + len(row.drafts)
 
 
 def _sampling_rows(ready: abc.Sequence[Row]) -> list[RowSampling]:

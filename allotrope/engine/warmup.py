@@ -15,7 +15,7 @@ from allotrope.cache.groups import CacheGroup
 from allotrope.cache.memory import GroupPlan, MemoryPlan, group_bytes
 from allotrope.config import EngineConfig
 from allotrope.engine.graphs import decode_sizes
-from allotrope.engine.inputs import DraftChain, StepPlan, StepRow
+from allotrope.engine.inputs import SampledSequence, StepPlan, StepRow
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.model_runner import DecodeShape, ModelRunner
 from allotrope.engine.profile import largest_sampling_step, longest_prompts
@@ -67,23 +67,27 @@ def _warm_up(
     arena = Arena(memory, load_plan.num_layers, load_plan.shares, device)
     model_runner = ModelRunner(
         *(model, load_plan.specs, groups, arena, load_plan.shares, device, decode),
-        verify=load_plan.max_drafts > 0,
+        max_drafts=load_plan.max_drafts,
         draft_model=draft_model,
     )
     for step in _prompts(load_plan):
         model_runner.run(model_runner.pack(StepPlan(tuple(_row(groups, *lengths) for lengths in step))))
         if draft_model is not None:
-            model_runner.start_drafts(torch.zeros(len(step), dtype=torch.int64, device=device))
+            model_runner.run_drafts(torch.zeros(len(step), dtype=torch.int64, device=device))
     token = _row(groups, 1, min(_CONTEXTS[0], load_plan.max_model_len - 1))
     for size in _launched_differently(decode_sizes(load_plan.max_decodes)):
-        logits = model_runner.run(model_runner.pack(StepPlan((token,) * size)))
+        sequences = tuple(SampledSequence(i, 0, token.context + 1) for i in range(min(size, load_plan.max_num_seqs)))
+        plan = StepPlan((token,) * size, sequences=sequences, passes=load_plan.max_drafts)
+        logits = model_runner.run(model_runner.pack(plan))
         if draft_model is not None:
-            model_runner.start_drafts(torch.zeros(size, dtype=torch.int64, device=device))
-            rows = min(size, load_plan.max_num_seqs)
-            chain = DraftChain((token,) * rows, load_plan.max_drafts)
-            model_runner.run(model_runner.pack_chain(chain))
+            model_runner.run_drafts(torch.zeros(size, dtype=torch.int64, device=device))
         if load_plan.build.parallel.size > 1:
             model_runner.run(model_runner.pack(StepPlan((token,) * size, greedy=True)))
+    if draft_model is not None:
+        # Passes that store alone rotate keys without queries.
+        for row in (token, _row(groups, min(_CHUNK, load_plan.step_tokens, load_plan.max_model_len), 0)):
+            model_runner.run(model_runner.pack(StepPlan((row,))))
+            model_runner.run_drafts(torch.zeros(1, dtype=torch.int64, device=device))
     truncated = largest_sampling_step(load_plan.max_num_seqs, device)
     processors = LogitsProcessors(bits=_mask(logits))
     load_plan.sampler()(logits, replace(truncated, untruncated=truncated.truncated, processors=processors))

@@ -15,7 +15,8 @@ from allotrope.cache.arena import Arena
 from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
 from allotrope.engine.cache_plan import plan_caches
-from allotrope.engine.inputs import DraftChain, StepFacts, StepPlan
+from allotrope.engine.executor import DraftedTokens
+from allotrope.engine.inputs import StepFacts, StepPlan
 from allotrope.engine.load import load_draft_model, load_model
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.model_runner import ModelRunner, decode_shape
@@ -133,7 +134,7 @@ class Worker:
         groups = [entry.group for entry in memory.groups]
         self._model_runner = ModelRunner(
             *(self.model, load_plan.specs, groups, arena, load_plan.shares, device, self._decode),
-            verify=load_plan.max_drafts > 0,
+            max_drafts=load_plan.max_drafts,
             draft_model=self.draft_model,
         )
         static = 0 if self._model_runner.buffers is None else self._model_runner.buffers.bytes
@@ -154,13 +155,11 @@ class Worker:
     def follow(self, packed: PackedStep) -> None:
         """Run a step on a rank other than 0, and keep the tokens that come of it where the next step may need them."""
         out, facts = self.model_runner.run(packed, self._prev_sampled), StepFacts.read(packed)
-        if facts.passes:
-            return
         sampled = out if facts.greedy else torch.empty(facts.sampled, dtype=torch.int64, device=self._device)
         if facts.sampled and not facts.greedy:
             self.share_sampled(sampled)
         if self.draft_model is not None:
-            self.start_drafts(sampled)
+            self.model_runner.run_drafts(sampled)
         elif facts.sampled:
             self._prev_sampled = sampled
 
@@ -168,13 +167,17 @@ class Worker:
         """Make `token_ids` [m] those of rank 0 on every rank."""
         self.load_plan.build.parallel.broadcast(token_ids)
 
-    def pack_chain(self, chain: DraftChain) -> PackedStep:
-        """Passes of the draft model as integers for every rank."""
-        return self.model_runner.pack_chain(chain)
+    def run_drafts(self, sampled: torch.Tensor) -> DraftedTokens:
+        """As `Executor.run_drafts`, on rank 0."""
+        self.model_runner.run_drafts(sampled)
+        drafts = self.model_runner.drafts
+        assert drafts is not None and drafts.next_tokens is not None and drafts.accepted is not None
+        return DraftedTokens(drafts.next_tokens, drafts.accepted)
 
-    def start_drafts(self, sampled: torch.Tensor) -> None:
-        """The first pass of the draft model, see `ModelRunner`."""
-        self.model_runner.start_drafts(sampled)
+    @property
+    def static_decodes(self) -> bool:
+        """As `Executor.static_decodes`."""
+        return self.model_runner.buffers is not None
 
     @property
     def captures(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 from allotrope.kernels.backend import Chooser
 from allotrope.kernels.chip import NONE, chip_of
 from allotrope.layers.parallel import Parallel
+from allotrope.ops.matmul.plain import PLAIN
 from allotrope.ops.matmul.weight import Format
 
 Formats = Mapping[tuple[str, str], Format]
@@ -25,7 +26,8 @@ class Build:
     """`dtype`: weights and activations. `kv_dtype`: KV cache. `chooser`: of backends; default: one for `device`'s chip.
     `row_format`: "plain", or "scaled" for an FP8 cache with scales of its own. `state_dtype`: recurrent states.
     `max_drafts`: draft tokens of a sequence in one step (speculative decoding). `formats`: of the weights that stay
-    quantized. `name`: of the module that is built, dots between its parts.
+    quantized. `draft_head`: format that the head of a draft model is quantized to on load. `name`: of the module that
+    is built, dots between its parts.
     """
 
     dtype: torch.dtype = torch.float32
@@ -37,6 +39,7 @@ class Build:
     state_dtype: torch.dtype = torch.float32
     max_drafts: int = 0
     formats: Formats = field(default_factory=dict)
+    draft_head: Format = PLAIN
     name: str = ""
 
     def __post_init__(self) -> None:

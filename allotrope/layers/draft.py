@@ -13,7 +13,20 @@ from torch import nn
 
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.family import Spec
+from allotrope.layers.build import Build
+from allotrope.layers.embedding import Head
 from allotrope.layers.step import Step
+from allotrope.ops.matmul.plain import PLAIN
+
+
+def copied_head(head: Head, hidden: int, build: Build) -> Head | None:
+    """A copy of the target's `head` in the format of `build.draft_head`; None where drafts are chosen by that one.
+
+    It chooses drafts alone, so it may round. A softcap changes no order of logits and is left out.
+    """
+    if build.draft_head is PLAIN:
+        return None
+    return Head(head.vocab_size, hidden, build, tied=head, format=build.draft_head)
 
 
 class DraftModel(nn.Module, ABC):
@@ -38,6 +51,15 @@ class DraftModel(nn.Module, ABC):
     def forward(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         """`hidden`: [T, W] of `from_target`, or what the pass before returned. `step`: its `ids` are the tokens after
         those of `hidden`, its `layers` those of the draft model. Returns [T, W]."""
+
+    @property
+    def stores_alone(self) -> bool:
+        """Whether `store` is less than a pass: the entries of a lone layer need the output of none."""
+        return len(self.layers) == 1 and all(backend.store is not None for _, backend in self.attention)
+
+    def store(self, hidden: torch.Tensor, step: Step) -> None:
+        """What `forward` does to the caches, for rows behind which no draft is made. Arguments as in `forward`."""
+        self.forward(hidden, step)
 
     @abstractmethod
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder, DecoderLayer
-from allotrope.layers.draft import DraftModel
+from allotrope.layers.draft import DraftModel, copied_head
 from allotrope.layers.embedding import Embedding, Head
 from allotrope.layers.linear import Linear
 from allotrope.layers.model_spec import LayerSpec, ModelSpec
@@ -88,6 +88,12 @@ class FirstLayer(nn.Module):
         x, normed = self.ffn_norm.add(self.mixer(x, ctx), residual)
         return following.add(self.ffn(normed, ctx), x)
 
+    def store(self, embedded: torch.Tensor, hidden: torch.Tensor, ctx: LayerStep) -> None:
+        """The part of `forward` that stores entries."""
+        x = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
+        mixer: Any = self.mixer
+        mixer.store(x, ctx)
+
 
 class Eagle3Model(DraftModel):
     """h = W_fc [aux hidden states]; x, y = the layers of (embedding(next token), h), and norm(x); next h: x, or y with
@@ -116,7 +122,9 @@ class Eagle3Model(DraftModel):
         self.norm = RMSNorm(hidden, eps, build)
         # In a tuple: the target owns the modules that it shares, and loads them.
         self.embedding = Embedding(model.vocab_size, hidden, build.at("embedding")) if own.own_embedding else None
-        self.head = Head(own.draft_vocab_size, hidden, build.at("head"), tied=None) if own.own_head else None
+        self.head: Head | None = copied_head(target.head, hidden, build)
+        if own.own_head:
+            self.head = Head(own.draft_vocab_size, hidden, build.at("head"), tied=None, format=build.draft_head)
         self._embedding = (self.embedding or target.embedding,)
         self._head = (self.head or target.head,)
         self.d2t: nn.Parameter | None = None
@@ -159,6 +167,15 @@ class Eagle3Model(DraftModel):
             x, normed = layer(x, normed, ctx, following)
         recycled: torch.Tensor = normed if self.spec.norm_output else x
         return recycled
+
+    def store(self, hidden: torch.Tensor, step: Step) -> None:
+        """As `DraftModel.store`."""
+        if not self.stores_alone:
+            super().store(hidden, step)
+            return
+        first: Any = self.layers[0]
+        (embedding,) = self._embedding
+        first.store(embedding(step.ids), hidden, step.layers[0])
 
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `DraftModel.greedy`."""

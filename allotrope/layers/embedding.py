@@ -8,11 +8,11 @@ from torch import nn
 
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
-from allotrope.layers.weights import WeightMatmul, create_weights, pop_weights
+from allotrope.layers.weights import WeightMatmul, create_weights, mark_quantized_on_load, pop_weights, quantized
 from allotrope.ops.matmul import MATMUL, MatmulSpec
 from allotrope.ops.matmul.gguf import GgufBlocks
 from allotrope.ops.matmul.plain import PLAIN, PlainWeight
-from allotrope.ops.matmul.weight import Format, Weight
+from allotrope.ops.matmul.weight import Format, QuantizedWeight, Weight
 from allotrope.ops.softcap import SOFTCAP, SoftcapSpec
 from allotrope.ops.vocab_argmax import VOCAB_BEST, VOCAB_TOKEN, VocabArgmaxSpec
 
@@ -70,10 +70,19 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Scores of every token id. `tied`: the embedding whose table it shares, or None for its own."""
+    """Scores of every token id. `tied`: the embedding whose table it shares, another head whose loaded weight it copies
+    into its own `format`, or None for its own. `format`: that the weight is quantized to on load.
+    """
 
     def __init__(
-        self, vocab_size: int, hidden: int, build: Build, *, tied: Embedding | None, softcap: float | None = None
+        self,
+        vocab_size: int,
+        hidden: int,
+        build: Build,
+        *,
+        tied: Embedding | Head | None,
+        softcap: float | None = None,
+        format: Format = PLAIN,
     ) -> None:
         super().__init__()
         self.parallel, self.vocab_size, self.softcap = build.parallel, vocab_size, softcap
@@ -85,14 +94,30 @@ class Head(nn.Module):
         self.columns_after = vocab_size - section.bounds(build.parallel)[1]
         self._best = build.chooser.choose(VOCAB_BEST, VocabArgmaxSpec(vocab_size)).run
         self._token = build.chooser.choose(VOCAB_TOKEN, VocabArgmaxSpec(vocab_size)).run
-        self.format = _format(build) if tied is None else tied.format
-        self.matmul = WeightMatmul(MATMUL, MatmulSpec(self.format, build.dtype, *shape), build)
-        # In a tuple: the decoder owns the embedding.
-        self._tied = () if tied is None else (tied,)
-        if tied is None:
+        stored: Format = PLAIN
+        if isinstance(tied, Embedding):
+            stored = tied.format
+        elif tied is None and format is PLAIN:
+            stored = _format(build)
+        # Of the stored weight, where it stays as it is.
+        self.format = stored
+        self.matmul = WeightMatmul(
+            MATMUL, MatmulSpec(format if stored is PLAIN else stored, build.dtype, *shape), build
+        )
+        # In a tuple: their weights are not those of this module.
+        self._tied = (tied,) if isinstance(tied, Embedding) else ()
+        self._copied = (tied,) if isinstance(tied, Head) else ()
+        self.weight: torch.Tensor | Weight
+        if isinstance(tied, Head):
+            create_weights(self, "weight", self.matmul, shape, Placement((section,), derived=True), build)
+        elif tied is not None:
+            if stored is PLAIN:
+                self.weight = tied.weight
+        elif format is PLAIN:
             create_weights(self, "weight", self.matmul, shape, Placement((section,)), build)
-        elif self.format is PLAIN:
-            self.weight: torch.Tensor | Weight = tied.weight
+        else:
+            self.weight = parameter(shape, Placement((section,)), build.dtype, build.device)
+            mark_quantized_on_load(self.weight, self.matmul)
 
     def finish_loading(self) -> None:
         """Pack the weight for its backend. An embedding that shares a plain one keeps the original, and a quantized one
@@ -101,10 +126,16 @@ class Head(nn.Module):
             shared = [one.weight for one in self._tied]
             self.weight = shared[0] if shared else self.matmul.pack(pop_weights(self, "weight", self.format))
             return
-        assert isinstance(self.weight, torch.Tensor)
-        stored = PlainWeight(self.weight.data)
-        del self.weight
-        self.weight = self.matmul.pack(stored)
+        format = self.matmul.format
+        # The parameters of a copy have stood for its memory until now.
+        plain: torch.Tensor | Weight = pop_weights(self, "weight", format if self._copied else PLAIN)
+        if self._copied:
+            plain = self._copied[0].weight
+        assert isinstance(plain, Weight)
+        if format is not PLAIN:
+            plain = quantized(plain, format)
+        assert isinstance(plain, PlainWeight | QuantizedWeight)
+        self.weight = self.matmul.pack(plain)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: [n, hidden]. Returns [n, vocabulary] fp32 logits, whole on the ranks that sample."""

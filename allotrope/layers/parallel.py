@@ -139,12 +139,14 @@ class Placement:
 
     `experts`: leading dimension of a stacked parameter, 0 for none; each expert is placed on its own, and `dim`
     counts within one expert's tensor. `below`: of a parameter of indices, the number that all of them are below.
+    `derived`: no checkpoint tensor fills it, other weights do once they are loaded.
     """
 
     sections: tuple[Section, ...]
     dim: int = 0
     experts: int = 0
     below: int = 0
+    derived: bool = False
 
     def section(self, name: str) -> tuple[Section, int]:
         """The section `name`, and its index. Raises KeyError if there is none."""

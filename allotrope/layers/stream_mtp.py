@@ -12,7 +12,7 @@ from torch import nn
 
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
-from allotrope.layers.draft import DraftModel
+from allotrope.layers.draft import DraftModel, copied_head
 from allotrope.layers.hyper_connection import HyperHead
 from allotrope.layers.linear import Linear
 from allotrope.layers.model_spec import LayerSpec, ModelSpec
@@ -39,14 +39,15 @@ class StreamMtpModel(DraftModel):
     """X_i = W_h norm_h(X_i) + W_e norm_e(embedding(next token)) for each stream; X' = layer(X).
 
     Passes read and return streams, [T, N * hidden]: the target's before they are joined, then its own. Its head is the
-    target's, behind a join and a norm of its own.
+    target's, or a copy of it, behind a join and a norm of its own.
     """
 
     def __init__(self, own: StreamMtpSpec, target: Decoder, spec: ModelSpec, build: Build) -> None:
         super().__init__()
-        # In a tuple: the target owns these modules, and loads them.
-        self._shared = (target.embedding, target.head)
         hidden, self.hyper = spec.hidden, own.hyper
+        self.head = copied_head(target.head, hidden, build)
+        # In a tuple: the target owns modules that it shares, and loads them.
+        self._shared = (target.embedding, self.head or target.head)
         self.embedding_norm = RMSNorm(hidden, spec.norm_eps, build)
         self.hidden_norm = RMSNorm(hidden, spec.norm_eps, build)
         self.embedding_projection = Linear(hidden, (Section("", hidden),), build.at("embedding_projection"))

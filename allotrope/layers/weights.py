@@ -18,6 +18,7 @@ from allotrope.kernels.backend import Op
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section, parameter
 from allotrope.ops.matmul import MatmulBackend, MatmulSpec, StoredWeight
+from allotrope.ops.matmul.packed_weight import PackedWeight
 from allotrope.ops.matmul.plain import PLAIN, PlainWeight
 from allotrope.ops.matmul.weight import Format, QuantizedWeight, Weight
 
@@ -34,6 +35,8 @@ def kept_names(name: str) -> Iterator[str]:
 # Of parameters: their bytes once packed, and their format; of scales, whether blocks of rows share them in the stored
 # weight.
 _PACKED_BYTES, _FORMAT, _BLOCKS = "packed_bytes", "format", "scales_of_blocks"
+# Rows of a plain weight that are quantized at a time.
+_QUANTIZED_ROWS = 8192
 
 log = logging.getLogger("allotrope.layers")
 
@@ -96,7 +99,7 @@ def create_weights(
             scales = replace(placement, sections=(Section(placement.sections[0].name, outer[-1]),), dim=0)
     outputs = [section.local(build.parallel) for section in placement.sections] if placement.dim == 0 else outer[-1:]
     shared = format.shares(*outputs)
-    sizes = format.packed_bytes if matmul.backend.own_layout else format.stored_bytes
+    sizes = functools.partial(matmul.backend.packed_bytes, format) if matmul.backend.own_layout else format.stored_bytes
     for ending, width, place, dtype, size in zip(
         (VALUES, SCALES),
         (format.width(inputs), format.groups(inputs)),
@@ -110,6 +113,32 @@ def create_weights(
         setattr(made, _FORMAT, format)
         setattr(made, _BLOCKS, ending == SCALES and format.shares())
         module.register_parameter(name + ending, made)
+
+
+def mark_quantized_on_load(made: torch.nn.Parameter, matmul: WeightMatmul) -> None:
+    """Let the plain weight `made` count as what it becomes once it is loaded: one of `matmul`'s format."""
+    format, shape = matmul.format, tuple(made.shape)
+    sizes = functools.partial(matmul.backend.packed_bytes, format) if matmul.backend.own_layout else format.stored_bytes
+    setattr(made, _PACKED_BYTES, sum(sizes(shape, False)))
+    setattr(made, _FORMAT, format)
+
+
+def quantized(weight: Weight, format: Format) -> QuantizedWeight:
+    """The plain `weight` [outputs, inputs] in another format."""
+    plain = weight.values if isinstance(weight, PlainWeight | PackedWeight) else weight.dequantize()
+    plain = plain.view(weight.shape)
+    out: QuantizedWeight | None = None
+    # A few rows at a time: quantizing takes several fp32 copies.
+    for first in range(0, len(plain), _QUANTIZED_ROWS):
+        rows = slice(first, first + _QUANTIZED_ROWS)
+        part = format.quantize(plain[rows])
+        if out is None:
+            values, scales = (one.new_empty(len(plain), *one.shape[1:]) for one in (part.values, part.scales))
+            out = QuantizedWeight(format, values, scales)
+        out.values[rows].copy_(part.values)
+        out.scales[rows].copy_(part.scales)
+    assert out is not None, "the weight has no rows"
+    return out
 
 
 def _counted(sections: tuple[Section, ...], by: int, elements: int = 1) -> tuple[Section, ...]:

@@ -30,14 +30,20 @@ from allotrope.ops.matmul.gguf import GgufBlocks
 from allotrope.ops.matmul.weight import Format
 
 
-def only_kept(build: Build, option: str) -> Build:
-    """`build` with those of its formats that stay quantized. `option`: "auto", "keep" or "dequantize".
+def only_kept(build: Build, option: str, activations: str = "auto") -> Build:
+    """`build` with those of its formats that stay quantized. `option`: "auto", "keep" or "dequantize". `activations`:
+    "auto", "int8" or "keep".
 
-    "auto" leaves blocks of GGUF to a CPU, where products read them, and everything else to a GPU.
+    "auto" leaves blocks of GGUF to a CPU, where products read them, and everything else to a GPU; it rounds activations
+    to int8 where they are not in float32.
     """
-    if option == "keep":
-        return build
-    kept = {} if option == "dequantize" else {place: one for place, one in build.formats.items() if _fits(one, build)}
+    rounds = activations == "int8" or (activations == "auto" and build.dtype != torch.float32)
+    kept: dict[tuple[str, str], Format] = {}
+    for place, format in build.formats.items():
+        if option == "keep" or (option == "auto" and _fits(format, build)):
+            if isinstance(format, GgufBlocks):
+                format = dataclasses.replace(format, int8_activations=rounds)
+            kept[place] = format
     return dataclasses.replace(build, formats=kept)
 
 

@@ -56,9 +56,10 @@ def verify(config: EngineConfig, options: VerifyOptions, log: Log = lambda text:
             remarks.append(_set_aside(stored, options))
         elif stored is not None:
             return _against_stored(config, options, load_plan, stored, log)
-        if keeps_blocks(load_plan) and config.quantized_weights == "auto" and config.quantization is None:
-            plain = dataclasses.replace(config, quantized_weights="dequantize")
-            run = _against_transformers(plain, options, resolve_load_plan(plain), log, kept=config)
+        blocks = keeps_blocks(load_plan) and config.quantization is None
+        if blocks and config.quantized_activations == "auto":
+            exact, rounding = (dataclasses.replace(config, quantized_activations=one) for one in ("keep", "int8"))
+            run = _against_transformers(exact, options, resolve_load_plan(exact), log, rounding=rounding)
         else:
             run = _against_transformers(config, options, load_plan, log)
         return dataclasses.replace(run, model=named, remarks=(*remarks, *run.remarks))
@@ -138,9 +139,9 @@ def _against_stored(
 
 
 def _against_transformers(
-    config: EngineConfig, options: VerifyOptions, load_plan: LoadPlan, log: Log, *, kept: EngineConfig | None = None
+    config: EngineConfig, options: VerifyOptions, load_plan: LoadPlan, log: Log, *, rounding: EngineConfig | None = None
 ) -> Report:
-    """`kept`: of an engine that multiplies the same weights as they are stored, which rounds; its error is measured."""
+    """`rounding`: of an engine that rounds activations to int8 where it multiplies blocks; its error is measured."""
     expected = ask_transformers(config, options, load_plan, exact=is_exact(load_plan), log=log)
     bench = Bench(config, expected.samples, options.thorough)
     if config.quantization is not None:
@@ -158,9 +159,9 @@ def _against_transformers(
             result = _explained(bench, mode, expected, load_plan, result, recorder)
         results.append(result)
     report = _report(config, load_plan, bench, expected.limits, results, expected.origin, expected.remarks, layers)
-    if kept is not None:
+    if rounding is not None:
         report = dataclasses.replace(
-            report, remarks=(*report.remarks, _error_of(kept, "weights as they are stored", expected, options, log))
+            report, remarks=(*report.remarks, _error_of(rounding, "activations in int8", expected, options, log))
         )
     return dataclasses.replace(report, boundaries=expected.marks)
 

@@ -66,6 +66,13 @@ def test_mtp_may_leave_the_length_to_the_checkpoint() -> None:
     assert parse(method="mtp", num_speculative_tokens=None, model=None).num_speculative_tokens == 0
 
 
+def test_only_heads_of_models_have_a_type() -> None:
+    assert parse(method="mtp").draft_head_dtype == "auto"
+    assert parse(method="eagle3", model="head", draft_head_dtype="model").draft_head_dtype == "model"
+    assert "draft_head_dtype='int4'; allowed: auto, fp8, model" in reasons(method="mtp", draft_head_dtype="int4")
+    assert "draft_head_dtype: method='suffix' does not read it" in reasons(method="suffix", draft_head_dtype="fp8")
+
+
 def test_every_reason_is_named_at_once() -> None:
     text = reasons(
         method="ngram", num_speculative_tokens=17, prompt_lookup_min=9, prompt_lookup_max=4,

@@ -76,7 +76,9 @@ def on_buffers(running: Engine, size: int, backend: Callable[[Any], AttentionBac
     shape = DecodeShape(size, load_plan.max_model_len, load_plan.max_num_seqs, load_plan.max_drafts, capture=False)
     worker.model_runner = ModelRunner(
         *(worker.model, load_plan.specs, old.groups, old.arena, load_plan.shares, torch.device("cpu"), shape),
-        verify=load_plan.max_drafts > 0,
+        max_drafts=load_plan.max_drafts,
         draft_model=worker.draft_model,
     )
+    if old.drafts is not None:
+        worker.model_runner.drafts.count_accepted = old.drafts.count_accepted
     return worker.model_runner

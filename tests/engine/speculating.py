@@ -16,7 +16,7 @@ from engine.watching import Watch, engine, request
 from allotrope.architectures.eagle3 import tiny_eagle3
 from allotrope.architectures.registry import ARCHITECTURES, find_architecture, read_spec
 from allotrope.config import EngineConfig
-from allotrope.engine.drafting import Drafted, Drafting
+from allotrope.engine.drafting import Drafting, ModelDrafting, Wanted
 from allotrope.engine.engine import Engine
 from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.sequence import Sequence as EngineSequence
@@ -85,14 +85,14 @@ class Scripted(Drafting):
         super().__init__(_UNUSED, max_drafts, 1 << 10, 0)
         self._expected, self._rate = expected, rate
 
-    def _propose(self, wanted: Sequence[tuple[Drafted, int]]) -> None:
-        for one, count in wanted:
-            one.seq.drafts = self.script(one.seq)[:count]
+    def propose(self, wanted: Sequence[Wanted]) -> None:
+        for seq, most in wanted:
+            seq.drafts = self.script(seq, seq.output_len)[: max(0, most)]
 
-    def script(self, seq: EngineSequence) -> list[int]:
-        """What is drafted behind the last token of `seq`."""
-        chance = random.Random(f"{_name(seq)} {seq.output_len}")
-        right = self._expected.get(_name(seq), ())[seq.output_len :][: self.max_drafts]
+    def script(self, seq: EngineSequence, output_len: int) -> list[int]:
+        """What is drafted behind the first `output_len` tokens of `seq`."""
+        chance = random.Random(f"{_name(seq)} {output_len}")
+        right = self._expected.get(_name(seq), ())[output_len:][: self.max_drafts]
         return [token if chance.random() < self._rate else (token + 1) % 300 for token in right]
 
 
@@ -106,48 +106,59 @@ class Head:
         self.drafted: dict[tuple[str, int], list[int]] = {}
         drafting: Any = running._loop._drafting
         model = running._executor.worker.draft_model  # type: ignore[attr-defined]
-        inner = model.greedy
+        runner = running._executor.worker.model_runner.drafts  # type: ignore[attr-defined]
+        inner, inner_of_runner = model.greedy, runner.count_accepted
+        # Passes so far, and per sequence its output tokens and the drafts of its last step that count.
         passes = {"behind": 0}
-        # Rows run as many passes as any of them needs.
-        counts: dict[EngineSequence, int] = {}
-        propose = drafting._propose
+        lens: list[int] = []
+        counted: dict[EngineSequence, int] = {}
 
-        def counted(wanted: Sequence[tuple[Drafted, int]]) -> None:
+        def accept(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            last, accepted = inner_of_runner(*args)
             passes["behind"] = 0
-            counts.clear()
-            counts.update({one.seq: min(count, 1 + one.lookahead) for one, count in wanted})
-            propose(wanted)
+            lens.clear()
+            for seq, count in zip(drafting._drafted_for, accepted.tolist(), strict=False):
+                unread = counted[seq] if seq.unread_drafts else 0
+                lens.append(seq.output_len + unread + count)
+                counted[seq] = count
+            return last, accepted
 
         def greedy(hidden: torch.Tensor) -> torch.Tensor:
             found = inner(hidden)
             behind = passes["behind"]
             passes["behind"] += 1
-            for i, seq in enumerate(drafting._drafted_for[: len(found)]):
-                own = self.drafted.setdefault((_name(seq), seq.output_len), [])
-                if len(own) == behind < counts[seq]:
+            counts = drafting._counts
+            for i, (seq, output_len) in enumerate(zip(drafting._drafted_for[: len(found)], lens, strict=False)):
+                own = self.drafted.setdefault((_name(seq), output_len), [])
+                if len(own) == behind < counts[i]:
                     own.append(int(found[i]))
-                if script is not None and behind < len(scripted := script.script(seq)):
+                if script is not None and behind < len(scripted := script.script(seq, output_len)):
                     found[i] = scripted[behind]
             return found
 
-        drafting._propose, model.greedy = counted, greedy
+        runner.count_accepted, model.greedy = accept, greedy
 
 
-class Overridden(Scripted):
-    """Scripted drafts in place of those of `model`, whose passes run all the same."""
+class Overridden(ModelDrafting):
+    """Scripted drafts in place of those of a model, whose passes run all the same."""
 
-    by_model = True
+    def __init__(self, running: Engine, script: Scripted) -> None:
+        super().__init__(_UNUSED, script.max_drafts, 1 << 10, 0, on_gpu=False)
+        self._script = script
+        executor: Any = running._executor
+        run_drafts = executor.run_drafts
 
-    def __init__(self, model: Drafting, script: Scripted) -> None:
-        super().__init__(script._expected, script._rate, script.max_drafts)
-        self._model = model
+        def noted(token_ids: torch.Tensor, *, shared: bool) -> Any:
+            found = run_drafts(token_ids, shared=shared)
+            self._accepted = found.accepted.tolist()
+            return found
 
-    def _propose(self, wanted: Sequence[tuple[Drafted, int]]) -> None:
-        self._model._room = self._room
-        self._model._propose(wanted)
-        for one, _ in wanted:
-            one.seq.draft_indices = ()
-        super()._propose(wanted)
+        executor.run_drafts = noted
+
+    def place(self, next_tokens: torch.Tensor) -> None:
+        super().place(next_tokens)
+        for seq, most, accepted in zip(self._drafted_for, self._counts, self._accepted, strict=True):
+            seq.drafts, seq.draft_indices = self._script.script(seq, seq.output_len + accepted)[:most], ()
 
 
 def _name(seq: EngineSequence) -> str:
@@ -173,12 +184,12 @@ def speculating(
         model, watch, **{**LOADED, "speculative_config": speculative_config(model, method or "ngram", k), **options}
     )
     script = Scripted(expected, RATES[rate], k) if rate else None
+    loop: Any = running._loop
     if script is not None and not method:
-        running._loop._drafting = running._drafting = script
+        loop._drafting = loop._lookups = running._drafting = script  # type: ignore[assignment]
     elif script is not None and running._executor.ranks > 1:
         # The other ranks keep what their heads draft.
-        assert running._drafting is not None
-        running._loop._drafting = running._drafting = Overridden(running._drafting, script)
+        loop._drafting = loop._draft_model = running._drafting = Overridden(running, script)
     elif method not in ("ngram", "suffix"):
         running.head = Head(running, script)  # type: ignore[attr-defined]
     return running

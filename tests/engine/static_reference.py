@@ -33,7 +33,9 @@ def reads_lengths(spec: Any) -> AttentionBackend:
                 tables[name] = replace(one, table=one.table.masked_fill(padding[:, None], 0))
         return reference.plan(spec, exact, tables)
 
-    return AttentionBackend("reads-lengths", runs_anywhere, reference.run, plan=plan, in_graphs=True)
+    return AttentionBackend(
+        "reads-lengths", runs_anywhere, reference.run, plan=plan, in_graphs=True, store=reference.store
+    )
 
 
 def static_steps(running: Engine) -> ModelRunner:

@@ -30,13 +30,14 @@ from tiny_checkpoints import prompts
 from allotrope.attention.registry import FAMILIES
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
+from allotrope.engine.inputs import StepPlan
 from allotrope.request import Request, SamplingParams, SequenceOutput
 from allotrope.verify.execution_modes import tight_settings
 
 HEADS = ("mtp", "mtp-some", "eagle3", "eagle3-some")
 KINDS = ("ngram", "suffix", *RATES, *HEADS)
 COUNTS = (1, 3, 7)
-MODES = ("cold", "chunked", "warm", "preempted", "among-others", "static")
+MODES = ("cold", "chunked", "warm", "preempted", "among-others", "static", "async")
 ASKED = mixed_requests()
 # So many that pages run out.
 MORE = [
@@ -126,6 +127,8 @@ def settings(name: str, kind: str, k: int, mode: str) -> dict[str, Any]:
     """The options of a mode."""
     if mode == "chunked":
         return {"max_num_batched_tokens": 12}
+    if mode == "async":
+        return {"async_scheduling": "on"}
     if mode != "preempted":
         return {}
     speculation = speculative_config(directory(name), kind.partition("-")[0] if kind in HEADS else "ngram", k)
@@ -139,6 +142,21 @@ def poison(running: Engine) -> None:
     for views in running._executor.worker.model_runner.arena.layers:  # type: ignore[attr-defined]
         for view in (view for fields in views.values() for view in fields.values() if view.is_floating_point()):
             view[1:] = torch.nan
+
+
+def unread_drafts(running: Engine) -> list[int]:
+    """Of each step from now on, its rows behind drafts that the host had not read of when it launched the step."""
+    counts: list[int] = []
+    executor: Any = running._executor
+    run = executor.run
+
+    def counted(plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
+        counts.append(sum(row.prev_sequence >= 0 for row in plan.rows))
+        found: torch.Tensor = run(plan, prev_sampled)
+        return found
+
+    executor.run = counted
+    return counts
 
 
 def among_others(running: Engine) -> list[SequenceOutput]:
@@ -175,14 +193,22 @@ def test_tokens_are_those_of_plain_decoding(name: str, kind: str, k: int, mode: 
     known = plain(name)
     want = known.tokens
     running = speculating(directory(name), kind, k, {**want, **known.answers}, **settings(name, kind, k, mode))
-    runner = static_steps(running) if mode == "static" else None
+    runner = static_steps(running) if mode in ("static", "async") else None
     poison(running)
-    found = among_others(running) if mode == "among-others" else told(running, ASKED + MORE * (mode == "preempted"))
+    asked = ASKED + MORE * (mode == "preempted")
+    if mode == "async":
+        # Penalties need the tokens of the step before.
+        asked = [one for one in ASKED if one.params.repetition_penalty == 1.0]
+        want = {name: tokens for name, tokens in want.items() if any(name.startswith(one.request_id) for one in asked)}
+        ahead = unread_drafts(running)
+    found = among_others(running) if mode == "among-others" else told(running, asked)
     assert_same(tokens_of(found), want)
+    if mode == "async":
+        assert any(ahead) == (kind in HEADS)
     assert_idle(running)
     own = [one for one in found if one.request_id.startswith("r")]
     if kind == "none":
-        assert not several_at_once(own) and len(own) == known.steps
+        assert not several_at_once(own) and len(own) == (known.steps if mode != "async" else len(found))
     elif kind not in ("mtp", "eagle3"):
         assert several_at_once(own), "no draft was accepted"
     counted = running.stats().speculation
@@ -215,7 +241,7 @@ def test_drafts_are_those_of_a_head_that_reads_the_whole_sequence(name: str, hea
     (tokens,) = tokens_of(told(running, [one])).values()
     worker: Any = running._executor.worker  # type: ignore[attr-defined]
     steps = DraftSteps.of(worker.model, worker.draft_model)
-    drafted = running.head.drafted  # type: ignore[attr-defined]
+    drafted = {key: [*found] for key, found in running.head.drafted.items()}  # type: ignore[attr-defined]
     assert max(len(found) for found in drafted.values()) == 4
     for (_, count), found in drafted.items():
         steps.clear()

@@ -22,7 +22,7 @@ ROPES = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads", [1, 5, 70])
+@pytest.mark.parametrize("heads", [0, 1, 5, 70])
 @pytest.mark.parametrize("name", ROPES)
 def test_heads_and_one_more(name: str, heads: int, dtype: torch.dtype) -> None:
     """Both are columns of wider tensors; more heads than a program takes; with and without a norm of the last one."""

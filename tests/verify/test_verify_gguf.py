@@ -43,4 +43,4 @@ def test_another_file_is_written_out_and_its_blocks_are_measured(
     file = write_gguf(tmp_path / "blocks.gguf", "glm4moe", metadata, tensors, kinds)
     report = verify(EngineConfig(model=file, device="cpu"), OPTIONS)
     assert report.passed and "written out plain" in report.origin
-    assert any(line.startswith("weights as they are stored put logits off by") for line in report.remarks)
+    assert any(line.startswith("activations in int8 put logits off by") for line in report.remarks)

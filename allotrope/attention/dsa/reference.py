@@ -55,6 +55,15 @@ def run(spec: DsaSpec, plan: DsaPlan, caches: CacheViews, inputs: DsaInputs) -> 
     return out, topk_indices
 
 
+def store_only(spec: DsaSpec, plan: DsaPlan, caches: CacheViews, inputs: DsaInputs) -> None:
+    """The part of `run` that writes the step's latents and index keys. The queries may have no heads."""
+    mla.store_only(spec.mla, plan.dense, caches, inputs.latent)
+    if spec.indexer is not None:
+        assert inputs.index is not None and plan.index_writes is not None
+        _, index_k = inputs.index.normed_and_rotated()
+        mla.store(plan.index_writes, caches["index"], encode_keys(spec.indexer, spec.mla.kv_dtype, index_k))
+
+
 def attend_sparse(
     spec: MlaSpec,
     sparse_queries: SparseQueries,

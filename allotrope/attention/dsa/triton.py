@@ -149,6 +149,15 @@ def run(spec: DsaSpec, plan: TritonPlan, caches: CacheViews, inputs: DsaInputs) 
     return out, topk_indices
 
 
+def store_only(spec: DsaSpec, plan: TritonPlan, caches: CacheViews, inputs: DsaInputs) -> None:
+    """As the reference's `store_only`."""
+    mla.store_only(spec.mla, plan.dense, caches, inputs.latent)
+    if spec.indexer is not None:
+        assert inputs.index is not None and plan.keys is not None
+        _, index_k = inputs.index.normed_and_rotated()
+        triton_index.store(spec.indexer, caches["index"], plan.keys.slots, index_k)
+
+
 def select_topk(
     spec: DsaSpec, plan: TritonPlan, pools: Mapping[str, torch.Tensor], q: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:

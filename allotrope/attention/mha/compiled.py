@@ -19,7 +19,7 @@ from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mha import cpu, reference
 from allotrope.attention.mha.inputs import MhaInputs, normed_and_rotated
-from allotrope.attention.mha.plan import SubBatch, build_plan, prefill_sub_batches
+from allotrope.attention.mha.plan import SubBatch, build_plan, plan_of, prefill_sub_batches
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.kernels.c.compiler import UNSUITED, CannotCompile, load
 from allotrope.kernels.chip import Chip
@@ -115,6 +115,11 @@ def run(spec: MhaSpec, plan: CompiledPlan, caches: CacheViews, inputs: MhaInputs
         reference_plan = build_plan(spec, plan.batch, {"kv": plan.paged})
         return reference.run(spec, reference_plan, caches, inputs, core=cpu.attend)
     return store_and_attend(spec, plan, caches, *normed_and_rotated(inputs), inputs.sinks)
+
+
+def store_only(spec: MhaSpec, plan: CompiledPlan, caches: CacheViews, inputs: MhaInputs) -> None:
+    """As `reference.store_only`."""
+    reference.store_only(spec, plan_of(plan.paged, ()), caches, inputs)
 
 
 def store_and_attend(

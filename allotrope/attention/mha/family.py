@@ -34,11 +34,29 @@ MHA = Family(
     name="mha",
     backends=(
         AttentionBackend(
-            "triton", _triton_rejects, lazily(_TRITON, "run"), plan=lazily(_TRITON, "build_plan"), in_graphs=True
+            "triton",
+            _triton_rejects,
+            lazily(_TRITON, "run"),
+            plan=lazily(_TRITON, "build_plan"),
+            in_graphs=True,
+            store=lazily(_TRITON, "store_only"),
         ),
-        AttentionBackend("compiled", compiled.rejects, compiled.run, plan=compiled.plan, fallbacks=compiled.fallbacks),
-        AttentionBackend("cpu", cpu.rejects, functools.partial(reference.run, core=cpu.attend), plan=build_plan),
-        AttentionBackend("reference", runs_anywhere, reference.run, plan=build_plan),
+        AttentionBackend(
+            "compiled",
+            compiled.rejects,
+            compiled.run,
+            plan=compiled.plan,
+            fallbacks=compiled.fallbacks,
+            store=compiled.store_only,
+        ),
+        AttentionBackend(
+            "cpu",
+            cpu.rejects,
+            functools.partial(reference.run, core=cpu.attend),
+            plan=build_plan,
+            store=reference.store_only,
+        ),
+        AttentionBackend("reference", runs_anywhere, reference.run, plan=build_plan, store=reference.store_only),
     ),
     naive=naive,
     ready_inputs=ready_inputs,

@@ -89,14 +89,15 @@ def build_plan(spec: MhaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     """Plan one step for every layer that has `spec`'s window. `index` has the entry "kv"."""
     paged = index["kv"]
     assert isinstance(paged, PageIndex)
+    sub_batches = (*_decode_sub_batches(spec.window, batch, paged), *prefill_sub_batches(spec.window, batch, paged))
+    return plan_of(paged, sub_batches)
+
+
+def plan_of(paged: PageIndex, sub_batches: tuple[SubBatch, ...]) -> MhaPlan:
+    """The plan that writes the tokens with a slot, and reads by `sub_batches`."""
     kept = paged.slots >= 0
     writes = None if bool(kept.all()) else kept.nonzero().squeeze(1)
-    slots = paged.slots if writes is None else paged.slots[writes]
-    return MhaPlan(
-        slots,
-        writes,
-        (*_decode_sub_batches(spec.window, batch, paged), *prefill_sub_batches(spec.window, batch, paged)),
-    )
+    return MhaPlan(paged.slots if writes is None else paged.slots[writes], writes, sub_batches)
 
 
 def _decode_sub_batches(window: int | None, batch: BatchLayout, paged: PageIndex) -> Iterator[SubBatch]:

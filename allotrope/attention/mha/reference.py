@@ -103,6 +103,13 @@ def run(spec: MhaSpec, plan: MhaPlan, caches: CacheViews, inputs: MhaInputs, cor
     )
 
 
+def store_only(spec: MhaSpec, plan: MhaPlan, caches: CacheViews, inputs: MhaInputs) -> None:
+    """The part of `run` that writes the step's keys and values, of a layer with a cache of its own."""
+    _, k, v = normed_and_rotated(inputs)
+    assert k is not None and v is not None, "the layer has no cache"
+    store(spec, plan, caches, k, v, inputs.k_scale, inputs.v_scale)
+
+
 def store_and_attend(
     spec: MhaSpec,
     plan: MhaPlan,

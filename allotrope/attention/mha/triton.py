@@ -52,13 +52,29 @@ def run(spec: MhaSpec, plan: TritonPlan, caches: CacheViews, inputs: MhaInputs) 
     if not inputs.normed_by_head:
         q, k, v = normed_and_rotated(inputs)
         return store_and_attend(spec, plan, caches, q, k, v, inputs.sinks, k_scale=k_scale, v_scale=v_scale)
+    q = _rotate_and_store(plan, caches, inputs)
+    return store_and_attend(spec, plan, caches, q, None, None, inputs.sinks, k_scale=k_scale, v_scale=v_scale)
+
+
+def store_only(spec: MhaSpec, plan: TritonPlan, caches: CacheViews, inputs: MhaInputs) -> None:
+    """As `reference.store_only`."""
+    if inputs.normed_by_head:
+        _rotate_and_store(plan, caches, inputs)
+        return
+    _, k, v = normed_and_rotated(inputs)
+    assert k is not None and v is not None, "the layer has no cache"
+    triton_store.store(spec, plan.paged.slots, dict(caches["kv"]), k, v, inputs.k_scale, inputs.v_scale)
+
+
+def _rotate_and_store(plan: TritonPlan, caches: CacheViews, inputs: MhaInputs) -> torch.Tensor:
+    """Norm, rotate and store by one launch. Returns the queries [T, H, D]."""
     rows = None
     if inputs.heads.kv_heads:
         pools = caches["kv"]
-        rows = Rows(pools["k"], pools.get("v"), plan.paged.slots, k_scale, v_scale)
+        rows = Rows(pools["k"], pools.get("v"), plan.paged.slots, inputs.k_scale, inputs.v_scale)
     q_weight, k_weight = (None if norm is None else norm.weight for norm in (inputs.q_norm, inputs.k_norm))
     q, _, _ = rope_store(inputs.heads, inputs.projected, inputs.rotation, q_weight, k_weight, rows)
-    return store_and_attend(spec, plan, caches, q, None, None, inputs.sinks, k_scale=k_scale, v_scale=v_scale)
+    return q
 
 
 def store_and_attend(

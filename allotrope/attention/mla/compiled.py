@@ -14,7 +14,7 @@ from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mla import reference
 from allotrope.attention.mla.inputs import MlaInputs, normed_and_rotated
-from allotrope.attention.mla.plan import MlaPlan, Span, build_plan, plan_reads
+from allotrope.attention.mla.plan import MlaPlan, Span, build_plan, plan_reads, plan_spans
 from allotrope.attention.mla.spec import MlaSpec
 from allotrope.kernels.c.compiler import CannotCompile, load
 from allotrope.kernels.chip import Chip
@@ -96,6 +96,11 @@ def run(spec: MlaSpec, plan: CompiledPlan, caches: CacheViews, inputs: MlaInputs
         whole = build_plan(spec, plan.batch, {"latent": plan.paged})
         return reference.run(spec, whole, caches, inputs)
     return store_and_attend(spec, plan, caches, *normed_and_rotated(spec, inputs), inputs.w_uk, inputs.w_uv)
+
+
+def store_only(spec: MlaSpec, plan: CompiledPlan, caches: CacheViews, inputs: MlaInputs) -> None:
+    """As `reference.store_only`."""
+    reference.store_only(spec, plan_spans(spec, plan.paged, ()), caches, inputs)
 
 
 def store_and_attend(

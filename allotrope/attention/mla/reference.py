@@ -85,6 +85,14 @@ def run(spec: MlaSpec, plan: MlaPlan, caches: CacheViews, inputs: MlaInputs) -> 
     return store_and_attend(spec, plan, caches, *heads, inputs.w_uk, inputs.w_uv, inputs.kv_scale)
 
 
+def store_only(spec: MlaSpec, plan: MlaPlan, caches: CacheViews, inputs: MlaInputs) -> None:
+    """The part of `run` that writes the step's latents. The queries may have no heads."""
+    assert plan.writes is not None
+    heads = normed_and_rotated(spec, inputs)
+    new = formats.encode(spec.row_format, spec.kv_dtype, heads.c, heads.k_pe, inputs.kv_scale)
+    store(plan.writes, caches["latent"], new)
+
+
 def store_and_attend(
     spec: MlaSpec,
     plan: MlaPlan,

@@ -115,6 +115,12 @@ def run(spec: MlaSpec, plan: TritonPlan, caches: CacheViews, inputs: MlaInputs) 
     return store_and_attend(spec, plan, caches, *heads, inputs.w_uk, inputs.w_uv, inputs.kv_scale)
 
 
+def store_only(spec: MlaSpec, plan: TritonPlan, caches: CacheViews, inputs: MlaInputs) -> None:
+    """As the reference's `store_only`."""
+    heads = normed_and_rotated(spec, inputs)
+    triton_store.store(spec, caches["latent"], plan.paged.slots, heads.c, heads.k_pe, inputs.kv_scale)
+
+
 def store_and_attend(
     spec: MlaSpec,
     plan: TritonPlan,

@@ -90,6 +90,11 @@ static inline vf floats_of(const uint8_t *from, long part) {
     memcpy(&stored, from + part * W, sizeof stored);
     vi bits = __builtin_convertvector(stored, vi) - 1;
     return (vf)((bits & ~(bits >> 31)) << 23);
+#elif BRAIN
+    typedef uint16_t halves __attribute__((vector_size(2 * W)));
+    halves stored;
+    memcpy(&stored, from + 2 * part * W, sizeof stored);
+    return (vf)(__builtin_convertvector(stored, vu) << 16);
 #elif W == 16
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from + 2 * part * W)));
 #elif W == 8 && defined(__F16C__)
@@ -202,7 +207,18 @@ static inline vf numbers_of(vi codes, int b) {
 #endif
 }
 
-// Where the scales and minima of a group lie, and what they are.
+// A weight without its minimum.
+static inline vf scaled(vf numbers, vf scale) {
+    const vf w = numbers * scale;
+#if ROUNDED_WEIGHTS
+    const vu exact = (vu)w;
+    return (vf)((exact + 0x7fff + ((exact >> 16) & 1)) & 0xffff0000u);
+#else
+    return w;
+#endif
+}
+
+// The scales and minima of a group.
 typedef struct {
     vf scale, minimum;
 } factors;

@@ -78,6 +78,13 @@ class DsaMixer(nn.Module):
         attended, step.topk_indices = self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
         return self.out(attended.flatten(1))
 
+    def store(self, x: torch.Tensor, ctx: LayerStep) -> None:
+        """The part of `forward` that stores latents and index keys; the backend has a `store`."""
+        assert self.backend.store is not None
+        projected = self.latent(x, ctx, self.kv_scales, stored=True)
+        index = None if self.indexer is None else self.indexer(projected, ctx)
+        self.backend.store(self.spec, ctx.plan, ctx.caches, DsaInputs(projected.inputs, index))
+
 
 class Indexer(nn.Module):
     """Index queries, keys and weights from the layer's two projections. Equal on every rank."""
@@ -96,7 +103,7 @@ class Indexer(nn.Module):
     def forward(self, projected: Projected, ctx: LayerStep) -> IndexInputs:
         """Returns the indexer's inputs."""
         k, weights = projected.from_x
-        q = projected.from_q[0].unflatten(-1, (self.heads, self.dim))
+        q = projected.from_q[0].unflatten(-1, (projected.from_q[0].shape[1] // self.dim, self.dim))
         rotation = None if self.rope is None else ctx.step.rotation(self.rope, k.dtype)
         norm = LayerNorm(self.k_norm_weight, self.k_norm_bias, self.eps)
         # The weights are fp32: terms of both signs cancel, and small differences decide the top-k.

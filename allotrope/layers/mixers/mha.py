@@ -119,6 +119,16 @@ class MhaMixer(nn.Module):
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, inputs]. Returns [T, hidden], this rank's part of the sum over the ranks."""
+        inputs, gate = self._inputs(x, ctx)
+        return self._out(self.backend.run(self.spec, ctx.plan, ctx.caches, inputs), gate)
+
+    def store(self, x: torch.Tensor, ctx: LayerStep) -> None:
+        """The part of `forward` that stores keys and values; the backend has a `store`."""
+        assert self.backend.store is not None
+        self.backend.store(self.spec, ctx.plan, ctx.caches, self._inputs(x, ctx)[0])
+
+    def _inputs(self, x: torch.Tensor, ctx: LayerStep) -> tuple[MhaInputs, torch.Tensor | None]:
+        """The family's inputs, and the gate of its output."""
         projected = self.qkv(x)
         gate = None
         if self.gate_size:
@@ -134,7 +144,7 @@ class MhaMixer(nn.Module):
             self.sinks,
             **self.kv_scales,
         )
-        return self._out(self.backend.run(self.spec, ctx.plan, ctx.caches, inputs), gate)
+        return inputs, gate
 
     def _out(self, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         attended = attended.flatten(1)

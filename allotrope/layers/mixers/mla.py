@@ -98,13 +98,20 @@ class LatentProjection(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, parameter(shape, placement, build.dtype, build.device))
 
-    def forward(self, x: torch.Tensor, ctx: LayerStep, scales: Mapping[str, float]) -> Projected:
-        """`x`: [T, hidden]. `scales`: of plain FP8 entries, by the names of the family's inputs."""
+    def forward(
+        self, x: torch.Tensor, ctx: LayerStep, scales: Mapping[str, float], *, stored: bool = False
+    ) -> Projected:
+        """`x`: [T, hidden]. `scales`: of plain FP8 entries, by the names of the family's inputs. `stored`: for entries
+        of the caches alone, with queries of no heads."""
         first, row, *from_x = self.inputs(x).split(self.inputs.sizes, dim=-1)
         from_q: Sequence[torch.Tensor] = ()
-        if self.queries is not None and self.q_a_norm is not None:
+        if stored:
+            first = x.new_empty(len(x), 0)
+            from_q = [first for _ in self.queries.sizes[1:]] if self.queries is not None else ()
+        elif self.queries is not None and self.q_a_norm is not None:
             first, *from_q = self.queries(self.q_a_norm(first)).split(self.queries.sizes, dim=-1)
-        q = first.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
+        head_dim = self.nope_dim + self.rope_dim
+        q = first.unflatten(-1, (first.shape[1] // head_dim, head_dim))
         w_uk, w_uv = self.get_parameter("w_uk"), self.get_parameter("w_uv")
         rotation = None if self.rope is None else ctx.step.rotation(self.rope, x.dtype)
         inputs = MlaInputs(q, row, w_uk, w_uv, head_norm(self.kv_a_norm), rotation, self._rope, **scales)
@@ -127,3 +134,9 @@ class MlaMixer(nn.Module):
         inputs = self.latent(x, ctx, self.kv_scales).inputs
         attended = self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
         return self.out(attended.flatten(1))
+
+    def store(self, x: torch.Tensor, ctx: LayerStep) -> None:
+        """The part of `forward` that stores latents; the backend has a `store`."""
+        assert self.backend.store is not None
+        inputs = self.latent(x, ctx, self.kv_scales, stored=True).inputs
+        self.backend.store(self.spec, ctx.plan, ctx.caches, inputs)

@@ -22,5 +22,9 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """As `reference.grouped_matmul`."""
     rows = x if sorted_token_ids is None else x.index_select(0, sorted_token_ids)
-    y = multiply(rows, weight, None if bias is None else weight.padded(bias), expert_offsets)
-    return y if gating is None else activated(y, gating)
+    padded = None if bias is None else weight.padded(bias)
+    if gating is None:
+        return multiply(rows, weight, padded, expert_offsets)
+    # Not rounded before the activation.
+    exact = torch.empty(len(rows), weight.shape[1])
+    return activated(multiply(rows, weight, padded, expert_offsets, exact), gating).to(x.dtype)

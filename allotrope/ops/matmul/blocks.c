@@ -139,7 +139,7 @@ static inline __attribute__((always_inline)) void multiply_exact(float sums[][PA
 #pragma GCC unroll 4
                     for (int b = 0; b < 4; b++) {
                         const vf number = numbers_of(unpacked[h * (GROUP / 4) + s], b);
-                        const vf w = MINIMUM ? number * of.scale - of.minimum : number * of.scale;
+                        const vf w = MINIMUM ? number * of.scale - of.minimum : scaled(number, of.scale);
 #pragma GCC unroll 8
                         for (int r = 0; r < rows; r++) total[r] += w * from[r * stride + 4 * s + b];
                     }
@@ -307,7 +307,7 @@ static void panels_in_tiles(const target *to, const uint8_t *x, long stride, lon
 #endif
 
 // From so many rows on, matrix units are faster than products of bytes.
-#define MANY_ROWS 12
+#define MANY_ROWS 17
 
 enum { ROUNDED, EXACT, TILES };
 

@@ -124,7 +124,7 @@ void rows(float *y, const uint8_t *packed, const int64_t *ids, long count, long 
             for (int s = 0; s < 8; s++) {
                 const factors of = group_factors(of_span, scales, at % SPAN / GROUP + s * 4 / GROUP, part);
                 for (int b = 0; b < 4; b++) {
-                    vf w = numbers_of(unpacked[s], b) * of.scale;
+                    vf w = scaled(numbers_of(unpacked[s], b), of.scale);
                     if (MINIMUM) w -= of.minimum;
                     to[at + 4 * s + b] = w[at_lane];
                 }

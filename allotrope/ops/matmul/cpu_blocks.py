@@ -1,4 +1,5 @@
-"""Products with weights in blocks of few bits on a CPU, which are never unpacked whole (`blocks.c`).
+"""Products with weights in blocks of few bits on a CPU, which are never unpacked whole (`blocks.c`): those of GGUF, and
+MXFP4 and INT4 as blocks.
 
 A weight is packed once into panels of 16 outputs: its codes keep their number of bits, scales are as exact as they are
 stored. A few rows are rounded to int8 by groups of 32, where the format lets them be, and multiplied in integers. For
@@ -22,18 +23,25 @@ from allotrope.kernels.chip import Chip
 from allotrope.ops.matmul.gguf import FP4_DOUBLED, IQ4_VALUES, PANEL, GgufBlocks, Layout, Plane, panel_bytes
 from allotrope.ops.matmul.weight import Format, QuantizedWeight, Weight
 
+# Inputs of a step, as in C.
+STEP = 32
 SOURCE, PACK_SOURCE = (Path(__file__).with_name(name) for name in ("blocks.c", "blocks_pack.c"))
+# Other formats as blocks: their scales are put before 32 of their codes, whose order stays as it is.
+_STORED_BLOCKS = {
+    "mxfp4": Layout("mxfp4", 17, 32, (Plane(1, 4, 1),), table=FP4_DOUBLED, scale_type="power"),
+    "int4": Layout("int4", 18, 32, (Plane(2, 4, 1),), offset=8, scale_type="bf16", rounded=True),
+}
 _TABLES = {(): 0, IQ4_VALUES: 1, FP4_DOUBLED: 2}
 
 
 class BlockWeight(Weight):
     """`panels`: uint8 [E or 1, panels, bytes], as `blocks.c` says."""
 
-    def __init__(self, format: GgufBlocks, panels: torch.Tensor, shape: tuple[int, ...]) -> None:
-        self.format: Format = format
+    def __init__(self, format: Format, panels: torch.Tensor, shape: tuple[int, ...]) -> None:
+        self.format = format
         self.panels, self._shape = panels, shape
-        self.exact_activations = not format.int8_activations
-        self.layout = format.layout
+        self.exact_activations = not isinstance(format, GgufBlocks) or not format.int8_activations
+        self.layout = layout_of(format)
         self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -67,9 +75,34 @@ def rejects(spec: Any, chip: Chip) -> list[str]:
     """`Backend.rejects`, of one weight and of weights of experts."""
     if chip.vendor != "cpu":
         return [f"chip={chip.arch} (needs cpu)"]
-    if not isinstance(spec.format, GgufBlocks):
-        return [f"format={spec.format.name} (needs blocks of GGUF)"]
-    return c_reasons(SOURCE, spec.dtype, chip, **defines(spec.format.layout))
+    format: Format = spec.format
+    if not isinstance(format, GgufBlocks) and format.name not in _STORED_BLOCKS:
+        return [f"format={format.name} (needs blocks of GGUF, {' or '.join(_STORED_BLOCKS)})"]
+    if not isinstance(format, GgufBlocks) and (spec.inputs % STEP or format.group_size % STEP):
+        return [f"inputs={spec.inputs}, group_size={format.group_size} (needs multiples of {STEP})"]
+    return c_reasons(SOURCE, spec.dtype, chip, **defines(layout_of(format)))
+
+
+def layout_of(format: Format) -> Layout:
+    """The blocks that a weight of a format is packed from."""
+    return format.layout if isinstance(format, GgufBlocks) else _STORED_BLOCKS[format.name]
+
+
+def packed_bytes(format: Format, shape: tuple[int, ...], shared: bool) -> tuple[int, int]:
+    """As `Format.packed_bytes`, of what `pack` makes: all of it counts as values."""
+    *outer, outputs, inputs = shape
+    panels = torch.Size(outer).numel() * -(-outputs // PANEL)
+    return panels * panel_bytes(layout_of(format), inputs), 0
+
+
+def _blocks(weight: QuantizedWeight) -> torch.Tensor:
+    """uint8 [outputs, bytes]: one weight as its layout has it."""
+    if isinstance(weight.format, GgufBlocks):
+        return weight.values.contiguous()
+    codes = weight.values.contiguous().view(torch.uint8).unflatten(-1, (-1, STEP // 2))
+    group = weight.format.group_size or weight.shape[-1]
+    scales = weight.scales.repeat_interleave(group // STEP, dim=-1)[:, : codes.shape[1]].contiguous()
+    return torch.cat((scales.view(torch.uint8).unflatten(-1, (codes.shape[1], -1)), codes), dim=-1).flatten(-2)
 
 
 @functools.cache
@@ -89,7 +122,9 @@ def _defines(layout: Layout) -> tuple[tuple[str, int], ...]:
         "MINIMUM_AT": layout.minimum_at,
         "MINIMUM_SIGN": layout.minimum_sign,
         "MIXED": int(layout.mixed_scales),
-        "POWER": int(layout.power_scale),
+        "POWER": int(layout.scale_type == "power"),
+        "BRAIN": int(layout.scale_type == "bf16"),
+        "ROUNDED_WEIGHTS": int(layout.rounded),
     }
     for name, plane in planes.items():
         found[f"{name}_BITS"] = 0 if plane is None else plane.bits
@@ -122,13 +157,12 @@ def _scratch_size(layout: Layout, dtype: torch.dtype) -> Callable[[int, int], in
 
 def pack(weight: QuantizedWeight) -> BlockWeight:
     """`MatmulBackend.pack`."""
-    assert isinstance(weight.format, GgufBlocks)
-    layout = weight.format.layout
+    layout = layout_of(weight.format)
     outputs, inputs = weight.shape[-2:]
-    stored = weight.values.contiguous()
-    count = len(stored) if stored.dim() == 3 else 1
-    panels = torch.empty(count, -(-outputs // PANEL), panel_bytes(layout, inputs), dtype=torch.uint8)
-    _packing(layout, "pack", "pplll")(panels, stored, count, outputs, inputs)
+    each = [weight[expert] for expert in range(weight.shape[0])] if len(weight.shape) == 3 else [weight]
+    panels = torch.empty(len(each), -(-outputs // PANEL), panel_bytes(layout, inputs), dtype=torch.uint8)
+    for packed, one in zip(panels, each, strict=True):
+        _packing(layout, "pack", "pplll")(packed, _blocks(one), 1, outputs, inputs)
     return BlockWeight(weight.format, panels, weight.shape)
 
 

@@ -1,4 +1,4 @@
-"""Weights in blocks of a GGUF file, each with its codes and scales: values uint8 [.., outputs, bytes], no scales beside.
+"""Weights in blocks of a GGUF file, which hold codes and their scales: values uint8 [.., outputs, bytes].
 
     w = scale * (code - offset) - minimum,  or scale * table[code]
 
@@ -10,6 +10,7 @@ each group of 32 numbers of a row with a scale of its own. Source: ggml-quants.c
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -63,11 +64,12 @@ class Layout:
     """One type of blocks.
 
     `bytes`, `numbers`: of a block. `codes`: their planes, the lowest bits first. `offset`: what a code is more than its
-    number. `table`: numbers of codes, in place of the offset. `scale_at`, `minimum_at`: bytes of the block's floats, of
-    fp16; -1 for none. `minimum_sign`: -1 where minima are stored to be added. `group`: numbers that share a scale. `scales`: planes
-    of the groups' integer scales, followed by their minima where there are such, () where the block has one scale;
-    `scale_offset`: what these are more than their number. `mixed_scales`: they are the 12 bytes of Q4_K and Q5_K.
-    `power_scale`: the scale is one byte, an exponent of two plus 128.
+    number. `table`: numbers of codes, in place of the offset. `scale_at`, `minimum_at`: bytes of the block's floats; -1
+    for none. `minimum_sign`: -1 where minima are stored to be added. `group`: numbers that share a scale.
+    `scales`: planes of the groups' integer scales, followed by their minima where there are such, () where the block
+    has one scale; `scale_offset`: what these are more than their number. `mixed_scales`: they are the 12 bytes of Q4_K
+    and Q5_K. `scale_type`: of the block's floats; "power" is one byte, an exponent of two plus 128. `rounded`: numbers
+    are rounded to bf16.
     """
 
     kind: str
@@ -83,7 +85,8 @@ class Layout:
     scales: tuple[Plane, ...] = ()
     scale_offset: int = 0
     mixed_scales: bool = False
-    power_scale: bool = False
+    scale_type: Literal["fp16", "bf16", "power"] = "fp16"
+    rounded: bool = False
 
     @property
     def bits(self) -> int:
@@ -141,7 +144,7 @@ LAYOUTS = (
         scales=(Plane(4, 4, 1), Plane(2, 2, 1)),
         scale_offset=32,
     ),
-    Layout("mxfp4_gguf", 17, 32, (_low_first(1),), table=FP4_DOUBLED, power_scale=True),
+    Layout("mxfp4_gguf", 17, 32, (_low_first(1),), table=FP4_DOUBLED, scale_type="power"),
 )
 
 
@@ -217,10 +220,8 @@ class GgufBlocks(Format):
         raise NotImplementedError("no GPU kernel reads blocks of GGUF")
 
     def packed_bytes(self, shape: tuple[int, ...], shared: bool) -> tuple[int, int]:
-        """As `Format.packed_bytes`, of the panels that `cpu_blocks.pack` makes: all of it counts as values."""
-        *outer, outputs, inputs = shape
-        panels = torch.Size(outer).numel() * -(-outputs // PANEL)
-        return panels * panel_bytes(self.layout, inputs), 0
+        """As `Format.packed_bytes`."""
+        return self.stored_bytes(shape, shared)
 
     def groups(self, inputs: int) -> int:
         """As `Format.groups`: scales are in the blocks."""
@@ -237,7 +238,7 @@ GGUF_BLOCKS = {layout.kind: GgufBlocks(layout=layout) for layout in LAYOUTS}
 
 def panel_bytes(layout: Layout, inputs: int) -> int:
     """Bytes of a panel of `PANEL` outputs as `blocks.c` has it: scales, up to a whole line of the cache, then codes."""
-    floats, per_span = 1 if layout.power_scale else 2, 1 + (layout.minimum_at >= 0)
+    floats, per_span = 1 if layout.scale_type == "power" else 2, 1 + (layout.minimum_at >= 0)
     scales = inputs // layout.numbers * floats
     if layout.has_scales:
         scales += inputs // layout.group
@@ -264,7 +265,7 @@ def _fields(layout: Layout, blocks: torch.Tensor) -> _Fields:
     for plane in layout.codes:
         codes = codes | plane.read(blocks, layout.numbers) << shift
         shift += plane.bits
-    if layout.power_scale:
+    if layout.scale_type == "power":
         exponent = blocks[..., :1].int()
         bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23)
         return _Fields(codes, bits.view(torch.float32))
@@ -311,7 +312,7 @@ def _scales_for(layout: Layout, numbers: torch.Tensor) -> _Fields:
     """The scales, and no codes yet. `numbers`: [.., groups, group]."""
     none = numbers.new_empty(0, dtype=torch.uint8)
     largest = numbers.abs().amax(-1)
-    if layout.power_scale:
+    if layout.scale_type == "power":
         exponent = torch.floor(torch.log2(largest.clamp(min=2.0**-100))) - 3
         return _Fields(none, torch.exp2(exponent))
     minimum = None
@@ -362,7 +363,7 @@ def _write(layout: Layout, blocks: torch.Tensor, fields: _Fields, codes: torch.T
     for plane in layout.codes:
         plane.write(blocks, codes >> shift)
         shift += plane.bits
-    if layout.power_scale:
+    if layout.scale_type == "power":
         blocks[..., :1] = (torch.log2(fields.scale) + 128).to(torch.uint8)
         return
     blocks[..., layout.scale_at : layout.scale_at + 2] = fields.scale.half().view(torch.uint8)
