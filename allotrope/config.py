@@ -19,6 +19,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 RENAMED_OPTIONS = {"overlap": "async_scheduling"}
 RENAMED_VALUES = {("kv_cache_dtype", "fp8_scaled"): "fp8_ds_mla", ("quantized_weights", "unpack"): "dequantize"}
 
+Quantization = Literal["fp8", "int8", "int4"]
 KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_ds_mla"]
 StateDType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -49,10 +50,24 @@ class EngineConfig:
         "auto",
     )
     load_format: LoadFormat = option("Where weights come from; 'dummy' makes reproducible random ones.", "auto")
-    dtype: DType = option("Type of weights and activations; 'auto' is the checkpoint's own.", "auto")
+    dtype: DType = option(
+        "Type of weights and activations; 'auto' is the checkpoint's own, on a CPU bfloat16 where it has instructions "
+        "for that, else float32.",
+        "auto",
+    )
     quantized_weights: Literal["auto", "keep", "dequantize"] = option(
         "Weights that are stored quantized: 'keep' multiplies them so, 'dequantize' makes them plain on load; 'auto' "
-        "keeps them on a GPU.",
+        "keeps them on a GPU, and blocks of GGUF, MXFP4 and INT4 on a CPU.",
+        "auto",
+    )
+    quantization: Quantization | None = option(
+        "Quantize the weights of a plain checkpoint as they are loaded: those of attention, feed-forward layers and "
+        "experts. A GPU takes 'fp8' and 'int4', a CPU 'int8' and 'int4'.",
+        None,
+    )
+    quantized_activations: Literal["auto", "int8", "keep"] = option(
+        "Activations that meet blocks of GGUF on a CPU: 'int8' lets products of few rows round them by groups of 32, "
+        "'keep' leaves them as they are; 'auto' is 'keep' in float32, else 'int8'.",
         "auto",
     )
     kv_cache_dtype: KVCacheDType = option(
@@ -83,7 +98,8 @@ class EngineConfig:
         "Bytes for all caches; default: enough for a full batch of the longest context, within a share of memory.", None
     )
     memory_utilization: float | None = option(
-        "Share of free memory: of a GPU's for weights, steps and caches (default 0.9), of a CPU's for caches (0.5).",
+        "Share of free memory: of a GPU's for weights, steps and caches (default 0.9), of a CPU's for caches (at most "
+        "0.5, and enough for one sequence of full length and 32768 tokens of others).",
         None,
     )
     enable_prefix_caching: bool = option("Reuse cached pages of equal prompt beginnings.", True)
@@ -133,6 +149,8 @@ class EngineConfig:
             reasons.append(f"step_log_seconds={self.step_log_seconds}; at least 0 is needed")
         if not self.watchdog_seconds >= 0:
             reasons.append(f"watchdog_seconds={self.watchdog_seconds}; at least 0 is needed")
+        if self.quantization is not None and self.quantized_weights == "dequantize":
+            reasons.append(f"quantization={self.quantization} quantizes what quantized_weights=dequantize makes plain")
         if self.memory_utilization is not None and not 0.0 < self.memory_utilization <= 1.0:
             reasons.append(f"memory_utilization={self.memory_utilization}; allowed: above 0, up to 1")
         tokens, sequences = self.max_num_batched_tokens, self.max_num_seqs

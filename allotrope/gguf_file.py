@@ -1,5 +1,7 @@
 """Reads the header of a GGUF file: its metadata, and the offset of each tensor. Owns the file format only.
 
+A model may be split into several files. The first has the metadata, and each one some of the tensors.
+
 It must not know the meaning of the metadata: `checkpoint` reads the hyperparameters from it, `text` the tokenizer. Both
 import this module, so it depends on the standard library and numpy only. A header with a vocabulary of 50 000 tokens
 takes some tens of milliseconds, because strings are sliced from one mapping.
@@ -10,6 +12,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,39 +28,66 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
 # Metadata keys of the tokens that end a reply: end of sequence, of turn, of message.
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Name, shape and offset of one tensor. `shape`: slowest dimension first, as in torch. `kind`: ggml type number."""
+    """One tensor. `shape`: slowest dimension first, as in torch. `kind`: ggml type number. `path`: the file that has
+    it, at byte `offset`."""
 
     name: str
     shape: tuple[int, ...]
     kind: int
     offset: int
+    path: str
 
 
 class GgufFile:
-    """The parsed header of one file. `metadata`: key → value. `tensors`: name → `GgufTensor`, in file order.
+    """The parsed header of a model. `metadata`: key → value. `tensors`: name → `GgufTensor`, in file order.
 
-    Raises `ModelError` if the file is not GGUF, has an unsupported version or byte order, or is truncated.
+    `path`: the file, or any one of those that a model is split into. `sizes`: bytes of each file, by its path.
+    Raises `ModelError` if a file is not GGUF, has an unsupported version or byte order, is truncated, or is missing.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
-        try:
-            with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
-                self.size = len(mapping)
-                self.metadata, self.tensors = _Reader(path, mapping).header()
-        except (OSError, ValueError) as error:
-            # An empty file cannot be mapped (ValueError).
-            raise ModelError(f"cannot read {path}", [str(error)]) from error
+        self.metadata, self.tensors, size = _read_header(path)
+        self.sizes = {path: size}
+        parts = self.metadata.get("split.count", 1)
+        if parts > 1:
+            self._add_parts(parts)
+
+    def _add_parts(self, parts: int) -> None:
+        """Read the other files of a split model."""
+        name = _PART.fullmatch(Path(self.path).name)
+        if name is None or int(name[3]) != parts:
+            reason = f"split.count={parts}: it is one of several files, named as NAME-00001-of-{parts:05d}.gguf"
+            raise ModelError(f"cannot read {self.path}", [reason])
+        given, stated = int(name[2]), self.metadata.get("split.tensors.count")
+        self.tensors = {}
+        for number in range(1, parts + 1):
+            path = str(Path(self.path).with_name(f"{name[1]}-{number:05d}-of-{parts:05d}.gguf"))
+            metadata, tensors, self.sizes[path] = _read_header(path)
+            if number == 1 != given:
+                self.metadata = metadata
+            if metadata.get("split.no") != number - 1 or metadata.get("split.count") != parts:
+                found = f"split.no={metadata.get('split.no')} of {metadata.get('split.count')}"
+                raise ModelError(f"cannot read {path}", [f"{found}; its name says {number - 1} of {parts}"])
+            twice = sorted(self.tensors.keys() & tensors.keys())
+            if twice:
+                raise ModelError(f"cannot read {path}", [f"{twice[0]} is in an earlier part too"])
+            self.tensors |= tensors
+        if stated is not None and stated != len(self.tensors):
+            reason = f"split.tensors.count={stated}, but its parts have {len(self.tensors)} tensors"
+            raise ModelError(f"cannot read {self.path}", [reason])
 
     def raw(self, tensor: GgufTensor, size: int) -> np.ndarray:
-        """uint8 [size]: the stored bytes of `tensor`, mapped read-only. They must end within `self.size`."""
-        mapped = np.memmap(self.path, dtype=np.uint8, mode="r", offset=tensor.offset, shape=(size,))
+        """uint8 [size]: the stored bytes of `tensor`, mapped read-only. They must end within its file."""
+        mapped = np.memmap(tensor.path, dtype=np.uint8, mode="r", offset=tensor.offset, shape=(size,))
         # The view is a plain array: slicing a memmap costs more than the arithmetic on a small slice.
         return mapped.view(np.ndarray)
 
@@ -65,6 +95,16 @@ class GgufFile:
         """Token ids that the metadata marks as ends of a reply, without repeats."""
         ids = (self.metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS)
         return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
+
+
+def _read_header(path: str) -> tuple[dict[str, Any], dict[str, GgufTensor], int]:
+    """Metadata, tensors and bytes of one file."""
+    try:
+        with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
+            return *_Reader(path, mapping).header(), len(mapping)
+    except (OSError, ValueError) as error:
+        # An empty file cannot be mapped (ValueError).
+        raise ModelError(f"cannot read {path}", [str(error)]) from error
 
 
 class _Reader:
@@ -94,7 +134,7 @@ class _Reader:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self._bad(f"general.alignment={alignment}; a power of two is needed")
         start = -(-self._at // alignment) * alignment
-        tensors = {t.name: GgufTensor(t.name, t.shape, t.kind, start + t.offset) for t in relative}
+        tensors = {t.name: GgufTensor(t.name, t.shape, t.kind, start + t.offset, self._path) for t in relative}
         if len(tensors) != len(relative):
             raise self._bad("two tensors have the same name")
         return metadata, tensors
@@ -105,7 +145,7 @@ class _Reader:
         if not 1 <= dims <= _MAX_DIMS:
             raise self._bad(f"tensor {name} has {dims} dimensions; allowed: 1 to {_MAX_DIMS}")
         shape = tuple(self._scalar("Q") for _ in range(dims))[::-1]
-        return GgufTensor(name, shape, self._scalar("I"), self._scalar("Q"))
+        return GgufTensor(name, shape, self._scalar("I"), self._scalar("Q"), self._path)
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

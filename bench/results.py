@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 from bench import agent_trace, all_reduce  # noqa: E402
 from bench.accuracy import report as accuracy_report  # noqa: E402
-from bench.cpu.report import architectures_page, peers_page  # noqa: E402
+from bench.cpu.report import architectures_page, gguf_page, peers_page  # noqa: E402
 from bench.engine import report as engine_report  # noqa: E402
 from bench.engine.server import report as server_page  # noqa: E402
 from bench.kernels import report as kernel_report  # noqa: E402
@@ -36,6 +36,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "agent_trace": agent_trace.page,
     "all_reduce": all_reduce.page,
     "cpu_architectures": architectures_page,
+    "cpu_gguf": gguf_page,
     "cpu_peers": peers_page,
     "engine": engine_report.page,
     "kernels": kernel_report.page,

@@ -138,7 +138,8 @@ class PerLayerEmbedding(nn.Module):
     def __init__(self, spec: PerLayerInputs, model: ModelSpec, build: Build) -> None:
         super().__init__()
         self.layers = spec.layers
-        self.embedding = Embedding(spec.vocab_size, spec.layers * spec.width, build, scale=spec.width**0.5)
+        width = spec.layers * spec.width
+        self.embedding = Embedding(spec.vocab_size, width, build.at("embedding"), scale=spec.width**0.5)
         self.projection = _replicated(model.hidden, spec.layers * spec.width, build.at("projection"))
         self.scale = model.hidden**-0.5
         self.norm = RMSNorm(spec.width, model.norm_eps, build)

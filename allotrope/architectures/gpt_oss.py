@@ -11,6 +11,7 @@ import torch
 
 from allotrope.architectures.llama import dense_rules
 from allotrope.architectures.registry import Architecture
+from allotrope.checkpoint.expert_rules import unfused_expert_rules
 from allotrope.checkpoint.read_config import ConfigReader, layer_types, read_rope
 from allotrope.checkpoint.weights import Rule
 from allotrope.layers.mixers.mha import MhaMixerSpec
@@ -75,7 +76,10 @@ def read_gpt_oss(config: ConfigReader) -> ModelSpec:
 
 
 def gpt_oss_rules(spec: ModelSpec) -> list[Rule]:
-    """Weight rules: Llama's names, and experts stacked as [E, in, out] with interleaved gate and up outputs."""
+    """Weight rules: Llama's names, and experts stacked as [E, in, out] with interleaved gate and up outputs.
+
+    GGUF files have the experts as other models do.
+    """
     theirs, ours = "model.layers.{i}.mlp.", "layers.{i}.ffn."
     rules = [Rule("model.layers.{i}.self_attn.sinks", "layers.{i}.mixer.sinks")]
     for kind in ("weight", "bias"):
@@ -85,7 +89,10 @@ def gpt_oss_rules(spec: ModelSpec) -> list[Rule]:
         rules.append(Rule(theirs + "experts.gate_up_proj_bias", ours + "experts.gate_up_bias", part, transform=bias))
     rules.append(Rule(theirs + "experts.down_proj", ours + "experts.down", transform=_outputs_first))
     rules.append(Rule(theirs + "experts.down_proj_bias", ours + "experts.down_bias"))
-    return [*dense_rules(spec), *rules]
+    for part in ("gate", "up"):
+        rules.append(Rule(f"{theirs}experts.{{e}}.{part}_proj.bias", ours + "experts.gate_up_bias", part, expert="e"))
+    rules.append(Rule(theirs + "experts.{e}.down_proj.bias", ours + "experts.down_bias", expert="e"))
+    return [*dense_rules(spec), *rules, *unfused_expert_rules(theirs + "experts.", ours + "experts.")]
 
 
 def _outputs_first(weight: torch.Tensor) -> torch.Tensor:

@@ -17,10 +17,10 @@ from allotrope.architectures.qwen3_next import (
     hybrid_rules,
     read_mixers,
     read_moe,
+    separate_projection_rules,
     tiny_qwen3_next,
 )
 from allotrope.architectures.registry import Architecture
-from allotrope.checkpoint.interleaved import parts
 from allotrope.checkpoint.read_config import ConfigReader, wrapper_is_tied
 from allotrope.checkpoint.weights import Rule, drop
 from allotrope.layers.draft_spec import DraftSpec
@@ -73,11 +73,7 @@ def qwen3_5_rules(spec: ModelSpec, prefix: str = "model.") -> list[Rule]:
     mixer = next((layer.mixer for layer in spec.layers if isinstance(layer.mixer, GdnMixerSpec)), None)
     if mixer is None:
         return rules
-    theirs, target = prefix + "layers.{i}.linear_attn.", "layers.{i}.mixer.inputs.weight"
-    rows = tuple(section.size for section in mixer.inner_sections)
-    for name, part in zip("qkv", parts(1, rows), strict=True):
-        rules.append(Rule(theirs + "in_proj_qkv.weight", target, name, transform=part))
-    return rules + [Rule(f"{theirs}in_proj_{name}.weight", target, name) for name in "zba"]
+    return rules + separate_projection_rules(mixer, prefix + "layers.{i}.linear_attn.")
 
 
 def wrapper_rules(spec: ModelSpec) -> list[Rule]:

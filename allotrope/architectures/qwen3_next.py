@@ -132,7 +132,10 @@ def hybrid_draft(config: ConfigReader, count: int, ffn: FfnSpec) -> DraftSpec | 
 
 
 def qwen3_next_rules(spec: ModelSpec) -> list[Rule]:
-    """Weight rules. The delta rule's projections interleave each key head: [q | k | v.. | z..] and [b.. | a..]."""
+    """Weight rules. The delta rule's projections interleave each key head: [q | k | v.. | z..] and [b.. | a..].
+
+    GGUF files have z apart, and heads of q, k and v behind one another.
+    """
     rules = hybrid_rules(spec, "model.")
     mixer = next((layer.mixer for layer in spec.layers if isinstance(layer.mixer, GdnMixerSpec)), None)
     if mixer is None:
@@ -142,7 +145,16 @@ def qwen3_next_rules(spec: ModelSpec) -> list[Rule]:
     theirs, target = "model.layers.{i}.linear_attn.", "layers.{i}.mixer.inputs.weight"
     qkvz = parts(groups, (mixer.k_head_dim, mixer.k_head_dim, values, values))
     rules += _section_rules(theirs + "in_proj_qkvz.weight", target, "qkvz", qkvz)
+    rules += separate_projection_rules(mixer, theirs)
     return rules + _section_rules(theirs + "in_proj_ba.weight", target, "ba", parts(groups, (repeat, repeat)))
+
+
+def separate_projection_rules(mixer: GdnMixerSpec, theirs: str) -> list[Rule]:
+    """Weight rules of the delta rule's projections where q, k and v are one tensor, and z, b and a one each."""
+    target = "layers.{i}.mixer.inputs.weight"
+    rows = tuple(section.size for section in mixer.inner_sections)
+    rules = _section_rules(theirs + "in_proj_qkv.weight", target, "qkv", parts(1, rows))
+    return rules + [Rule(f"{theirs}in_proj_{name}.weight", target, name) for name in "zba"]
 
 
 def _section_rules(source: str, target: str, names: str, sections: tuple[Part, ...]) -> list[Rule]:

@@ -15,16 +15,21 @@ import torch
 
 from allotrope.config import EngineConfig, LoadFormat
 from allotrope.errors import ConfigError, ModelError
+from allotrope.ops.matmul.weight import Format
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Header of a tensor: `shape` and `dtype` of the tensor that `read` returns, and its bytes on disk."""
+    """Header of a tensor: `shape` and `dtype` of the tensor that `read` returns, and its bytes on disk.
+
+    `format`: of the blocks that `Checkpoint.blocks` returns, None for a tensor that is not stored so.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     stored_bytes: int
+    format: Format | None = None
 
 
 class Checkpoint(Protocol):
@@ -48,6 +53,10 @@ class Checkpoint(Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, on the CPU. Raises `ModelError` if no tensor has that name."""
+        ...
+
+    def blocks(self, name: str) -> torch.Tensor:
+        """uint8 [.., rows, bytes of a row]: a tensor whose header has a format, as it is stored."""
         ...
 
 

@@ -12,6 +12,8 @@ it quantized gets it as `ops.matmul` has it, with scales of each row, whatever r
   activations are rounded as they come.
 - `int4`: eight 4-bit integers an int32 in `X_packed` [out, in / 8], bf16 scales in `X_scale` [out, groups], and X's
   shape in `X_shape`. Read as X, bf16. Source: `pack-quantized` of compressed-tensors.
+- `online`: plain weights X, quantized one by one when they are read packed.
+- blocks of a GGUF file, which have their scales inside. Read as X, fp32.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from abc import ABC, abstractmethod
 import torch
 
 from allotrope.checkpoint.checkpoint import Checkpoint, TensorHeader
-from allotrope.checkpoint.weight_formats import WeightFormats, weight_formats
+from allotrope.checkpoint.weight_formats import ONLINE, WeightFormats, weight_formats
 from allotrope.errors import ModelError
 from allotrope.ops.matmul.fp8 import Fp8
+from allotrope.ops.matmul.gguf import no_scales
 from allotrope.ops.matmul.int4 import NUMBERS, Int4, unpack_int4
 from allotrope.ops.matmul.mxfp4 import FP4_GROUP, MXFP4, SCALE_BIAS, unpack_fp4
 from allotrope.ops.matmul.weight import Format, scale_groups
@@ -42,8 +45,12 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
     Raises ModelError for a quantization that is not known.
     """
     formats = weight_formats(checkpoint.config, checkpoint.source)
+    if checkpoint.has_weights and any(header.format is not None for header in checkpoint.headers().values()):
+        return BlockCheckpoint(checkpoint)
     if formats is None or not checkpoint.has_weights:
         return checkpoint
+    if formats.method == ONLINE:
+        return PlainCheckpoint(checkpoint, formats)
     if formats.method == "mxfp4":
         return Mxfp4Checkpoint(checkpoint)
     if formats.has_int4:
@@ -66,6 +73,10 @@ class QuantizedView(ABC):
         """As `Checkpoint.headers`."""
         return self.kept | self.made
 
+    def blocks(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.blocks`."""
+        return self.inner.blocks(name)
+
     @abstractmethod
     def format(self, name: str) -> Format | None:
         """The format that a tensor can be kept in; None for a plain one, and for what can only be read as one."""
@@ -73,6 +84,60 @@ class QuantizedView(ABC):
     @abstractmethod
     def packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Values and scales of a tensor that has a format, their dims in the order of the plain one's."""
+
+
+class BlockCheckpoint(QuantizedView):
+    """Tensors that are stored in blocks, as they are in the file."""
+
+    def __init__(self, inner: Checkpoint) -> None:
+        super().__init__(inner)
+        self.made = {name: header for name, header in self.kept.items() if header.format is not None}
+
+    def read(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.read`."""
+        return self.inner.read(name)
+
+    def format(self, name: str) -> Format | None:
+        """As `QuantizedView.format`."""
+        return self.made[name].format if name in self.made else None
+
+    def packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `QuantizedView.packed`."""
+        values = self.inner.blocks(name)
+        return values, no_scales(values)
+
+
+class PlainCheckpoint(QuantizedView):
+    """Plain weights, each quantized when it is asked for."""
+
+    def __init__(self, inner: Checkpoint, formats: WeightFormats) -> None:
+        super().__init__(inner)
+        self.formats = formats
+
+    def read(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.read`."""
+        return self.inner.read(name)
+
+    def format(self, name: str) -> Format | None:
+        """As `QuantizedView.format`: of matrices whose inputs are whole groups, and of experts in one tensor."""
+        shape = self.kept[name].shape
+        stacked = len(shape) == 3 and ".experts." in name
+        # Such stacks with biases have the inputs before the outputs.
+        if not (stacked and name + "_bias" not in self.kept) and not (len(shape) == 2 and name.endswith(".weight")):
+            return None
+        scheme = self.formats.scheme(name)
+        if scheme is None:
+            return None
+        whole = 1 if scheme.format.name == "fp8" else FP4_GROUP
+        return None if shape[-1] % whole else scheme.format
+
+    def packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `QuantizedView.packed`."""
+        format = self.format(name)
+        assert format is not None
+        # Rows that share a scale all have it here: they are joined once a weight is whole.
+        quantized = format.quantize(self.inner.read(name), max(format.rows, 1))
+        return quantized.values, quantized.scales
 
 
 class Mxfp4Checkpoint(QuantizedView):

@@ -89,6 +89,10 @@ class DirectoryCheckpoint:
             raise ModelError(f"cannot read {shard}", [f"{name}: {error}"]) from error
         return tensor
 
+    def blocks(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.blocks`."""
+        raise ModelError(f"cannot read from {self.source}", [f"{name} is not stored in blocks"])
+
     def _config(self) -> dict[str, Any]:
         file = self._path / "config.json"
         if file.is_file():

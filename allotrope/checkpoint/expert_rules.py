@@ -27,11 +27,8 @@ def expert_rules(theirs: str, ours: str, names: Names = PROJECTIONS) -> list[Rul
 
     A fused `gate_up_proj` is [E, 2 * width, hidden], gate first.
     """
-    gate, up, down = names
     return [
-        Rule(f"{theirs}{{e}}.{gate}.weight", ours + "gate_up", "gate", expert="e"),
-        Rule(f"{theirs}{{e}}.{up}.weight", ours + "gate_up", "up", expert="e"),
-        Rule(f"{theirs}{{e}}.{down}.weight", ours + "down", expert="e"),
+        *unfused_expert_rules(theirs, ours, names),
         Rule(f"{theirs}gate_up_proj", ours + "gate_up", "gate", transform=first_half),
         Rule(f"{theirs}gate_up_proj", ours + "gate_up", "up", transform=second_half),
         Rule(f"{theirs}down_proj", ours + "down"),
@@ -46,3 +43,13 @@ def first_half(fused: torch.Tensor) -> torch.Tensor:
 def second_half(fused: torch.Tensor) -> torch.Tensor:
     """[E, 2 * n, ...] to the last n of each expert."""
     return fused[:, fused.shape[1] // 2 :]
+
+
+def unfused_expert_rules(theirs: str, ours: str, names: Names = PROJECTIONS) -> list[Rule]:
+    """Weight rules of routed experts with a tensor each."""
+    gate, up, down = names
+    return [
+        Rule(f"{theirs}{{e}}.{gate}.weight", ours + "gate_up", "gate", expert="e"),
+        Rule(f"{theirs}{{e}}.{up}.weight", ours + "gate_up", "up", expert="e"),
+        Rule(f"{theirs}{{e}}.{down}.weight", ours + "down", expert="e"),
+    ]

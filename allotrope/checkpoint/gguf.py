@@ -1,7 +1,7 @@
-"""Checkpoint in a GGUF file, with Hugging Face names and config. `read` dequantises weights.
+"""Checkpoint in a GGUF file, with Hugging Face names and config. `read` dequantizes weights.
 
-Owns the conversion of stored blocks to tensors. `gguf_architectures` knows the meaning of the metadata. Only this
-module imports the `gguf` package, so that other checkpoints do not need it.
+Owns the conversion of stored blocks to tensors. `gguf_architectures` knows the meaning of the metadata, `gguf_tensors`
+where the values of a tensor are. Only this module imports the `gguf` package, so that other checkpoints do not need it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,21 @@ import numpy as np
 import torch
 
 from allotrope.checkpoint.checkpoint import TensorHeader
-from allotrope.checkpoint.gguf_architectures import ROPE_FACTORS, hf_config, hf_tensor_name, read_architecture
+from allotrope.checkpoint.gguf_architectures import hf_config, read_architecture
+from allotrope.checkpoint.gguf_keys import ROPE_FACTORS
+from allotrope.checkpoint.gguf_tensors import GgufNames, GgufView, views
 from allotrope.errors import ModelError
 from allotrope.gguf_file import GgufFile, GgufTensor
+from allotrope.ops.matmul.gguf import GGUF_BLOCKS
+from allotrope.ops.matmul.weight import Format
 
 # ggml types without quantisation. Every other type is quantised, and `read` returns it as float32.
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+# ggml types whose blocks can be multiplied as they are.
+_BLOCKS = {
+    2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k", 11: "q3_k", 12: "q4_k", 13: "q5_k", 14: "q6_k",
+    20: "iq4_nl", 23: "iq4_xs", 39: "mxfp4_gguf",
+}  # fmt: skip
 
 
 class GgufCheckpoint:
@@ -25,21 +34,17 @@ class GgufCheckpoint:
 
     def __init__(self, path: str, *, with_weights: bool = True) -> None:
         self._file = GgufFile(path)
-        parts = self._file.metadata.get("split.count", 1)
-        if parts > 1:
-            raise ModelError(
-                f"cannot load {path}",
-                [f"split.count={parts}: it is one of several files; join them with llama-gguf-split --merge"],
-            )
         self.source = path
         self.has_weights = with_weights
         self.tokenizer_path: str | None = path if "tokenizer.ggml.tokens" in self._file.metadata else None
-        self._interleaved = read_architecture(self._file).interleaved_rope
-        self._tensors = self._named_tensors()
+        architecture = read_architecture(self._file)
         self._check_storage()
         factors = self._file.tensors.get(ROPE_FACTORS)
-        self.config = hf_config(self._file, None if factors is None else self._dequantised(factors).astype(np.float64))
-        self.config["torch_dtype"] = self._weight_dtype()
+        self.config = hf_config(self._file, None if factors is None else self._dequantized(factors).astype(np.float64))
+        self._views = self._named_views(architecture.names)
+        dtype = self._weight_dtype()
+        if dtype is not None:
+            self.config["torch_dtype"] = dtype
         self.generation_config: dict[str, Any] = {
             key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in self.config
         }
@@ -47,80 +52,107 @@ class GgufCheckpoint:
     def headers(self) -> dict[str, TensorHeader]:
         if not self.has_weights:
             return {}
-        return {
-            name: TensorHeader(name, tensor.shape, _PLAIN.get(tensor.kind, torch.float32), _stored_bytes(tensor))
-            for name, tensor in self._tensors.items()
-        }
+        return {name: self._header(name, view) for name, view in self._views.items()}
+
+    def _header(self, name: str, view: GgufView) -> TensorHeader:
+        dtype = _PLAIN.get(view.sources[0].kind, torch.float32) if view.make is None else torch.float32
+        parts = 1 if view.expert is None else view.sources[0].shape[0]
+        if view.rows is not None:
+            # A half of the rows has half of the bytes.
+            parts *= view.sources[0].shape[view.expert is not None] // len(view.rows)
+        size = sum(_stored_bytes(one) for one in view.sources) // parts
+        return TensorHeader(name, view.shape, dtype, size, _block_format(view))
 
     def read(self, name: str) -> torch.Tensor:
-        if not self.has_weights or name not in self._tensors:
-            raise ModelError(f"cannot read from {self.source}", [f"there is no tensor {name}"])
-        tensor = self._tensors[name]
-        heads = self._heads_to_split(name, tensor.shape[0])
+        view = self._view(name)
+        if view.make is not None:
+            stored = [self._dequantized(one).astype(np.float32, copy=False) for one in view.sources]
+            values = view.make(*(one if view.expert is None else one[view.expert] for one in stored))
+            return _as_tensor(_selected(values, view).reshape(view.shape))
+        (tensor,) = view.sources
         if tensor.kind == 30:
-            bits = self._rows(tensor).view(np.int16).reshape(tensor.shape)
-            return _as_tensor(bits if heads is None else _split_halves(bits, heads)).view(torch.bfloat16)
-        values = self._dequantised(tensor)
-        return _as_tensor(values if heads is None else _split_halves(values, heads))
+            bits = self._stored(view).view(np.int16)
+            return _as_tensor(_selected(bits, view).reshape(view.shape)).view(torch.bfloat16)
+        values = self._values(self._stored(view), tensor.kind)
+        return _as_tensor(_selected(values, view).reshape(view.shape))
 
-    def _heads_to_split(self, name: str, rows: int) -> int | None:
-        """The number of heads whose rows the file stores as rotation pairs, or None if it stores them as halves."""
-        counts = {".self_attn.q_proj.": "num_attention_heads", ".self_attn.k_proj.": "num_key_value_heads"}
-        key = next((count for projection, count in counts.items() if projection in name), None)
-        if key is None or not self._interleaved:
-            return None
-        heads: int = self.config[key]
-        if rows % (2 * heads):
-            raise ModelError(f"cannot read from {self.source}", [f"{name} has {rows} rows for {heads} heads"])
-        return heads
+    def blocks(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.blocks`."""
+        view = self._view(name)
+        rows = self._stored(view)
+        if view.rows is not None:
+            rows = rows[view.rows]
+        if view.columns is not None:
+            values, size = block_sizes(view.sources[0].kind)
+            whole = rows.reshape(len(rows), -1, size)[:, view.columns[::values] // values]
+            rows = whole.reshape(len(rows), -1)
+        return _as_tensor(rows)
+
+    def _view(self, name: str) -> GgufView:
+        if not self.has_weights or name not in self._views:
+            raise ModelError(f"cannot read from {self.source}", [f"there is no tensor {name}"])
+        return self._views[name]
+
+    def _stored(self, view: GgufView) -> np.ndarray:
+        """uint8 [..., bytes of a row]: the stored rows of a view of one tensor, of all experts or of its own."""
+        rows = self._rows(view.sources[0])
+        return rows if view.expert is None else rows[view.expert]
 
     def _rows(self, tensor: GgufTensor) -> np.ndarray:
         size = _stored_bytes(tensor)
         rows = self._file.raw(tensor, size)
         return rows.reshape(*tensor.shape[:-1], size // max(1, int(np.prod(tensor.shape[:-1]))))
 
-    def _dequantised(self, tensor: GgufTensor) -> np.ndarray:
+    def _dequantized(self, tensor: GgufTensor) -> np.ndarray:
+        return self._values(self._rows(tensor), tensor.kind).reshape(tensor.shape)
+
+    def _values(self, rows: np.ndarray, kind: int) -> np.ndarray:
+        """The values of stored rows, of which the last dimension is bytes."""
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        rows = self._rows(tensor)
-        if tensor.kind == 0:
-            return rows.view(np.float32).reshape(tensor.shape)
-        if tensor.kind == 1:
-            return rows.view(np.float16).reshape(tensor.shape)
-        values: np.ndarray = dequantize(rows, GGMLQuantizationType(tensor.kind))
-        return values.reshape(tensor.shape)
+        if kind == 0:
+            return rows.view(np.float32)
+        if kind == 1:
+            return rows.view(np.float16)
+        values: np.ndarray = dequantize(rows, GGMLQuantizationType(kind))
+        return values
 
-    def _named_tensors(self) -> dict[str, GgufTensor]:
-        """Hugging Face name → `GgufTensor`. Raises `ModelError` with every tensor that no rule covers."""
-        named, unknown = {}, []
-        for tensor in self._file.tensors.values():
-            name = hf_tensor_name(tensor.name)
-            if name is not None:
-                named[name] = tensor
-            elif tensor.name != ROPE_FACTORS:
-                unknown.append(f"the tensor {tensor.name} {list(tensor.shape)} is not understood")
-        if unknown:
-            raise ModelError(f"cannot load {self.source}", unknown)
-        return named
+    def _named_views(self, names: GgufNames) -> dict[str, GgufView]:
+        """Hugging Face name → view. Raises `ModelError` with every tensor that no rule covers."""
+        try:
+            found, unknown = views(self._file, names, self.config)
+        except ValueError as error:
+            raise ModelError(f"cannot load {self.source}", [str(error)]) from error
+        reasons = [
+            f"the tensor {tensor.name} {list(tensor.shape)} is not understood"
+            for tensor in unknown
+            if tensor.name != ROPE_FACTORS
+        ]
+        if reasons:
+            raise ModelError(f"cannot load {self.source}", reasons)
+        return found
 
     def _check_storage(self) -> None:
         """Raise `ModelError` with every ggml type that cannot be read, or with tensors beyond the file's end."""
-        reasons = [reason for kind in sorted({t.kind for t in self._tensors.values()}) if (reason := _refusal(kind))]
+        tensors = self._file.tensors.values()
+        reasons = [reason for kind in sorted({t.kind for t in tensors}) if (reason := _refusal(kind))]
         if not reasons:
             reasons = [
-                f"tensor {t.name} ends at byte {t.offset + _stored_bytes(t)}, the file has {self._file.size}: it is "
-                f"truncated; copy or download it again"
-                for t in self._tensors.values()
-                if self.has_weights and t.offset + _stored_bytes(t) > self._file.size
+                f"tensor {t.name} ends at byte {t.offset + _stored_bytes(t)}, the file has {self._file.sizes[t.path]}: "
+                f"it is truncated; copy or download it again"
+                for t in tensors
+                if self.has_weights and t.offset + _stored_bytes(t) > self._file.sizes[t.path]
             ][:3]
         if reasons:
             raise ModelError(f"cannot load {self.source}", reasons)
 
-    def _weight_dtype(self) -> str:
-        """The dtype in which all matrices are stored, or float32 if they are quantised or have several types."""
-        kinds = {tensor.kind for tensor in self._tensors.values() if len(tensor.shape) > 1}
-        plain = _PLAIN.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
+    def _weight_dtype(self) -> str | None:
+        """The dtype in which all matrices are stored, float32 if they have several, None if some are quantized."""
+        kinds = {tensor.kind for tensor in self._file.tensors.values() if len(tensor.shape) > 1}
+        if kinds - _PLAIN.keys():
+            return None
+        plain = _PLAIN[kinds.pop()] if len(kinds) == 1 else torch.float32
         return str(plain).removeprefix("torch.")
 
 
@@ -141,20 +173,37 @@ def _refusal(kind: int) -> str | None:
     return None
 
 
-def _stored_bytes(tensor: GgufTensor) -> int:
+def _block_format(view: GgufView) -> Format | None:
+    """The format of a matrix whose values lie in whole blocks; None for others."""
+    kind = view.sources[0].kind
+    if view.make is not None or len(view.shape) != 2 or kind not in _BLOCKS:
+        return None
+    if view.columns is not None:
+        values, _ = block_sizes(kind)
+        runs = view.columns.reshape(-1, values)
+        if (runs[:, :1] + np.arange(values) != runs).any() or (runs[:, 0] % values).any():
+            return None
+    return GGUF_BLOCKS.get(_BLOCKS[kind])
+
+
+def block_sizes(kind: int) -> tuple[int, int]:
+    """Values and bytes of one block of a ggml type."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
-    return int(np.prod(tensor.shape, dtype=np.int64)) // block * block_bytes
+    values, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    return values, size
 
 
-def _split_halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder each head's rows from rotation pairs (0, 1), (2, 3), ... to halves.
+def _stored_bytes(tensor: GgufTensor) -> int:
+    values, size = block_sizes(tensor.kind)
+    return int(np.prod(tensor.shape, dtype=np.int64)) // values * size
 
-    out[h, i, j] = rows[h, j, i] for i < 2, j < D/2. `rows`: [H*D, ...] of a projection's weight or bias.
-    """
-    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+def _selected(values: np.ndarray, view: GgufView) -> np.ndarray:
+    """The rows and columns of a view."""
+    if view.rows is not None:
+        values = values[view.rows]
+    return values if view.columns is None else values[:, view.columns]
 
 
 def _as_tensor(values: np.ndarray) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 
 from allotrope.errors import ModelError
 from allotrope.ops.matmul.fp8 import Fp8
+from allotrope.ops.matmul.gguf import GGUF_BLOCKS
 from allotrope.ops.matmul.int4 import Int4
 from allotrope.ops.matmul.mxfp4 import FP4_GROUP, MXFP4
 from allotrope.ops.matmul.weight import Format
@@ -24,6 +25,7 @@ from allotrope.ops.matmul.weight import Format
 EVERY = "*"
 # No producer quantizes these, named in the config or not.
 _NEVER = re.compile(r"(^|\.)(embed|embed_tokens|lm_head|head|gate|shared_expert_gate|router|weights_proj|conv1d)$")
+_ONLINE_PLAIN = r"re:.*\.(in_proj_ba|in_proj_a|in_proj_b|b_proj|f_a_proj|f_b_proj|g_a_proj|g_b_proj|proj)$"
 _EXPERTS = r"re:.*\.experts(\.|$)"
 # Where configs list what is not quantized.
 _EXCLUSIONS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules")
@@ -88,6 +90,8 @@ def weight_formats(config: Mapping[str, Any], source: str) -> WeightFormats | No
     if not stated:
         return None
     method = str(stated.get("quant_method"))
+    if method == ONLINE:
+        return WeightFormats(method, tuple(_read_online(stated)))
     if method not in _READERS:
         allowed = f"quant_method={method!r} is not supported (allowed: {', '.join(_READERS)})"
         raise ModelError(source, [f"{allowed}: {_REFUSED[method]}" if method in _REFUSED else allowed])
@@ -101,6 +105,16 @@ def weight_formats(config: Mapping[str, Any], source: str) -> WeightFormats | No
     excluded = tuple(str(entry) for key in _EXCLUSIONS for entry in _modelopt(stated).get(key) or ())
     kinds = {scheme.format.name for _, scheme in groups if scheme is not None}
     return WeightFormats(method, tuple(groups), excluded, "int4" in kinds)
+
+
+ONLINE = "online"
+"""`quant_method` of a plain checkpoint whose weights are quantized while they are loaded."""
+
+
+def online_statement(scheme: str, *, blocks: bool) -> dict[str, Any]:
+    """The `quantization_config` of a plain checkpoint that is quantized on load. `scheme`: "fp8", "int8" or "int4".
+    `blocks`: in blocks of GGUF, which a CPU multiplies, where the scheme has such."""
+    return {"quant_method": ONLINE, "scheme": scheme, "blocks": blocks}
 
 
 class _UnknownFormat(Exception):
@@ -133,6 +147,15 @@ def _read_fbgemm(stated: Mapping[str, Any]) -> _Groups:
 
 def _read_mxfp4(stated: Mapping[str, Any]) -> _Groups:
     return [((_EXPERTS,), _MXFP4)]
+
+
+def _read_online(stated: Mapping[str, Any]) -> _Groups:
+    """FP8 in blocks as DeepSeek's, INT4 in groups of 128; blocks of GGUF have groups of 32."""
+    plain = {"fp8": Scheme(Fp8(128, rows=128), (128, 128)), "int4": Scheme(Int4(128))}
+    blocks = {"int8": Scheme(GGUF_BLOCKS["q8_0"]), "int4": Scheme(GGUF_BLOCKS["q4_0"])}
+    found = {**plain, **blocks} if stated["blocks"] else {**blocks, **plain}
+    # Gates of the delta rule are a few rows, on which all others depend.
+    return [((_ONLINE_PLAIN,), None), ((EVERY,), found[str(stated["scheme"])])]
 
 
 def _read_compressed(stated: Mapping[str, Any]) -> _Groups:

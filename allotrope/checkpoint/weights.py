@@ -20,7 +20,7 @@ from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.checkpoint.dequantize import QuantizedView
 from allotrope.errors import ModelError
 from allotrope.layers.parallel import Parallel, placement_of
-from allotrope.layers.weights import SCALES, VALUES, format_of, scales_of_blocks
+from allotrope.layers.weights import SCALES, VALUES, format_of, kept_names, scales_of_blocks
 from allotrope.ops.matmul.int4 import Int4
 from allotrope.ops.matmul.weight import SHARED_ROWS
 from allotrope.progress import report_bytes
@@ -140,12 +140,13 @@ class Loader:
         format = view.format(name) if view is not None else None
         for match, rule in matches:
             target = filled(rule, match)
-            if view is not None and format is not None and self._keeps(target, rule.section):
+            kept = self._kept(target, rule.section) if format is not None else None
+            if view is not None and kept is not None:
                 if packed is None:
                     packed = view.packed(name)
                     report.bytes += sum(part.nbytes for part in packed)
                 for ending, part in zip((VALUES, SCALES), packed, strict=True):
-                    self._place(name, part, target + ending, match, rule)
+                    self._place(name, part, kept + ending, match, rule)
                 continue
             if plain is None:
                 plain = checkpoint.read(name)
@@ -154,10 +155,15 @@ class Loader:
                 report.dequantized.add(re.sub(r"\d+", "*", target))
             self._place(name, plain, target, match, rule)
 
-    def _keeps(self, target: str, section: str) -> bool:
-        """Whether a section of a weight is kept quantized."""
-        codes = self.parameters.get(target + VALUES)
-        return codes is not None and any(one.name == section for one in placement_of(codes).sections)
+    def _kept(self, target: str, section: str) -> str | None:
+        """The name of the quantized weight that a section of `target` is kept in, None where it is not."""
+        for name in kept_names(target):
+            values = self.parameters.get(name + VALUES)
+            if values is None:
+                return None
+            if any(one.name == section for one in placement_of(values).sections):
+                return name
+        return None
 
     def _place(self, name: str, tensor: torch.Tensor, target: str, match: re.Match[str], rule: Rule) -> None:
         parameter = self.parameters.get(target)

@@ -50,8 +50,8 @@ _NO_LORA = "adapters are not supported; merge them into the checkpoint"
 _NO_MEDIA = "only text is supported"
 _NO_PLUGIN = "code from outside is not loaded; see --tool-call-parser and --reasoning-parser"
 _QUANT = (
-    "weights are as the checkpoint has them: its own quantization is found and kept or dequantized "
-    "(--quantized-weights), and plain weights are not quantized here; leave it out"
+    "a checkpoint's own quantization is found and kept or dequantized (--quantized-weights), and plain weights are "
+    "quantized by --quantization fp8, int8 or int4"
 )
 _SPECULATION = 'give it in --speculative-config, such as \'{"method": "mtp", "num_speculative_tokens": 3}\''
 _ALWAYS_CHUNKED = "prompts are always cut to --max-num-batched-tokens; set that instead"
@@ -98,7 +98,6 @@ UNSUPPORTED: dict[str, str] = {
     "--download-dir": _HUB,
     "--model-loader-extra-config": "loading has no further options; see --load-format",
     "--safetensors-load-strategy": "loading has no further options; see --load-format",
-    "--quantization": _QUANT,
     "-q": _QUANT,
     "--quantization-config": _QUANT,
     "--spec-method": _SPECULATION,

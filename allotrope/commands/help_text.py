@@ -18,8 +18,8 @@ from allotrope.logs import log_info
 # Heading -> fields whose flags are under it. The flag of another field is under the name of its config.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
-        "tokenizer", "revision", "hf_overrides", "load_format", "dtype", "quantized_weights", "device", "seed",
-        "tensor_parallel_size", "threads", "generation_config",
+        "tokenizer", "revision", "hf_overrides", "load_format", "dtype", "quantized_weights",
+        "quantized_activations", "device", "seed", "tensor_parallel_size", "threads", "generation_config",
     ),
     "Memory and caches": (
         "max_model_len", "kv_cache_dtype", "state_dtype", "page_size", "kv_cache_memory_bytes", "memory_utilization",

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from allotrope.cache.memory import Demand, MemoryPlan, plan_memory
+from allotrope.cache.memory import Demand, MemoryPlan, make_plan, plan_memory
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.memory import free_memory, utilization
 from allotrope.errors import ConfigError
+
+CPU_TOKENS = 32768
+"""Tokens of further requests that a CPU's caches have room for, beside one of full length, where no option says."""
 
 
 def plan_caches(load_plan: LoadPlan, config: EngineConfig, available: int | None = None) -> MemoryPlan:
@@ -26,7 +29,24 @@ def plan_caches(load_plan: LoadPlan, config: EngineConfig, available: int | None
     if load_plan.build.device.type == "cuda":
         return plan_within(load_plan, config, int(available * share) - load_plan.weight_bytes, available)
     room = min(int(available * share), available - load_plan.weight_bytes)
+    if wants_few_tokens(load_plan, config):
+        room = min(room, _few_tokens(load_plan, config))
     return plan_within(load_plan, config, room, available)
+
+
+def wants_few_tokens(load_plan: LoadPlan, config: EngineConfig) -> bool:
+    """Whether the caches are as large as a few requests need: on a CPU, unless an option gives them memory."""
+    given = config.kv_cache_memory_bytes is not None or config.memory_utilization is not None
+    return load_plan.build.device.type == "cpu" and not given
+
+
+def _few_tokens(load_plan: LoadPlan, config: EngineConfig) -> int:
+    """Bytes of caches for one sequence of full length and `CPU_TOKENS` more tokens, at most for a full batch."""
+    demand = _demand(load_plan, config)
+    pages = [group.pages_for(demand.context) * group.page_size for group in load_plan.groups if group.kind != "state"]
+    longest = max(pages, default=demand.context)
+    tokens = min(longest + CPU_TOKENS, longest * demand.sequences)
+    return make_plan(load_plan.groups, demand, tokens).bytes
 
 
 def plan_within(load_plan: LoadPlan, config: EngineConfig, room: int, available: int) -> MemoryPlan:

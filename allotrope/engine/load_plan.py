@@ -14,12 +14,13 @@ from allotrope.attention.family import Spec
 from allotrope.attention.registry import FAMILIES
 from allotrope.cache.groups import CacheGroup, group_caches
 from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from allotrope.checkpoint.weight_formats import online_statement, quantization_of
 from allotrope.config import EngineConfig
 from allotrope.engine.memory import free_memory, utilization, weight_bytes_of
 from allotrope.engine.step_limits import GPU_TOKENS, StepLimits, StepRoom, cpu_limits, gpu_limits
 from allotrope.errors import ConfigError, ModelError
 from allotrope.kernels.backend import Chooser, parse_wanted
-from allotrope.kernels.chip import Chip, chip_of
+from allotrope.kernels.chip import Chip, chip_of, cpu_has_bf16
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.draft import DraftModel
@@ -28,7 +29,7 @@ from allotrope.layers.eagle3 import Eagle3Spec
 from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.parallel import Parallel, map_peers
-from allotrope.loading.decoder import keeps_quantized, make_meta_decoder, quantized_build
+from allotrope.loading.decoder import make_meta_decoder, only_kept, quantized_build
 from allotrope.loading.draft import draft_build, make_meta_draft
 from allotrope.loading.eagle3 import eagle3_build, resolve_eagle3
 from allotrope.loading.kv_scales import attention_specs
@@ -145,6 +146,8 @@ def resolve_load_plan(
         config.model, revision=config.revision, load_format=config.load_format, hf_overrides=config.hf_overrides
     )
     architecture, spec = read_spec(checkpoint.config, checkpoint.source)
+    if config.quantization is not None:
+        _state_quantization(config, checkpoint, chip)
     build = _build(config, parallel, checkpoint, chip)
     draft, draft_checkpoint, max_drafts = _resolve_draft(config, architecture, spec, checkpoint)
     build = replace(build, max_drafts=max_drafts)
@@ -154,20 +157,24 @@ def resolve_load_plan(
             f"was made for. Give at most that."
         )
     specs = attention_specs(spec, build, checkpoint.source)
-    kept_on = torch.device("cuda" if build.chooser.chip.is_gpu else "cpu")
+    keeps = config.quantized_weights != "dequantize"
     try:
-        if keeps_quantized(config.quantized_weights, kept_on):
-            build = quantized_build(checkpoint, architecture, spec, build)
+        if keeps:
+            quantized = quantized_build(checkpoint, architecture, spec, build)
+            build = only_kept(quantized, config.quantized_weights, config.quantized_activations)
+            if config.quantization is not None:
+                _refuse_unkept(config, quantized, build)
         meta = make_meta_decoder(architecture, spec, build)
         weight_bytes = weight_bytes_of(meta)
         of_draft: Build | None = None
         if draft is not None:
             assert draft_checkpoint is not None
             of_draft = replace(build, formats={})
-            if keeps_quantized(config.quantized_weights, kept_on) and isinstance(draft, Eagle3Spec):
+            if keeps and isinstance(draft, Eagle3Spec):
                 of_draft = eagle3_build(draft_checkpoint, draft, meta, of_draft)
-            elif keeps_quantized(config.quantized_weights, kept_on):
+            elif keeps:
                 of_draft = draft_build(draft_checkpoint, architecture, meta, draft, of_draft)
+            of_draft = only_kept(of_draft, config.quantized_weights, config.quantized_activations)
             of_draft = replace(of_draft, draft_head=_draft_head(config, build))
             weight_bytes += weight_bytes_of(make_meta_draft(draft, meta, of_draft))
     except ValueError as error:
@@ -241,6 +248,39 @@ def _resolve_draft(
     return draft, checkpoint, count or 1
 
 
+def _state_quantization(config: EngineConfig, checkpoint: Checkpoint, chip: Chip | None) -> None:
+    """Make a plain checkpoint's config say that its weights are quantized on load. Raises ConfigError if they are
+    already."""
+    assert config.quantization is not None
+    stated = quantization_of(checkpoint.config)
+    on_gpu = (chip or chip_of(device_named(config.device))).is_gpu
+    wanted = online_statement(config.quantization, blocks=not on_gpu)
+    if stated == wanted:
+        # The plan of this checkpoint was made before.
+        return
+    kinds = {header.format.name for header in checkpoint.headers().values() if header.format is not None}
+    if stated or kinds:
+        how = stated.get("quant_method") or f"blocks of {', '.join(sorted(kinds))}"
+        raise ConfigError(
+            f"quantization={config.quantization} needs a plain checkpoint; {checkpoint.source} is quantized ({how}). "
+            "Leave it out."
+        )
+    checkpoint.config["quantization_config"] = wanted
+
+
+def _refuse_unkept(config: EngineConfig, quantized: Build, build: Build) -> None:
+    """Raise ConfigError if weights would be quantized and then multiplied plain."""
+    if len(build.formats) == len(quantized.formats) and build.formats:
+        return
+    chip = build.chooser.chip
+    allowed = "fp8, int4" if chip.is_gpu else "int8, int4"
+    raise ConfigError(
+        f"quantization={config.quantization} on {chip.arch} with dtype={build.dtype}: no product reads such weights as "
+        f"they are stored. Try --quantization with one of {allowed}, another --dtype, or --quantized-weights keep, "
+        f"which dequantizes them for each product."
+    )
+
+
 def _draft_head(config: EngineConfig, build: Build) -> Format:
     """The format of the head by which a draft model chooses: "auto" is FP8 where our kernels multiply it."""
     wanted = "auto" if config.speculation is None else config.speculation.draft_head_dtype
@@ -250,8 +290,9 @@ def _draft_head(config: EngineConfig, build: Build) -> Format:
 
 
 def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint, chip: Chip | None) -> Build:
-    dtype = _dtype(config.dtype, checkpoint)
     device = device_named(config.device, parallel.rank)
+    chip = chip_of(device) if chip is None else chip
+    dtype, _ = resolve_dtype(config.dtype, checkpoint, on_gpu=chip.is_gpu)
     wanted = parse_wanted("attention_backend", config.attention_backend, FAMILIES)
     wanted |= parse_wanted("op_backend", config.op_backend, registered_ops())
     return Build(
@@ -259,18 +300,32 @@ def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint, chi
         dtype if config.kv_cache_dtype == "auto" else _KV_DTYPES[config.kv_cache_dtype],
         device,
         parallel,
-        Chooser(chip_of(device) if chip is None else chip, wanted),
+        Chooser(chip, wanted),
         "scaled" if config.kv_cache_dtype == "fp8_ds_mla" else "plain",
         _DTYPES.get(config.state_dtype, torch.float32),
     )
 
 
-def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
+def resolve_dtype(name: str, checkpoint: Checkpoint, *, on_gpu: bool) -> tuple[torch.dtype, str]:
+    """The type of weights and activations, and the reason for another one than the checkpoint's. `name`: the option.
+
+    A CPU computes in bf16 where it has instructions for that, else in fp32. An fp32 checkpoint stays in fp32.
+    """
     if name != "auto":
-        return _DTYPES[name]
+        return _DTYPES[name], ""
+    own = _own_dtype(checkpoint)
+    if on_gpu or own == torch.float32:
+        return own or torch.bfloat16, ""
+    if cpu_has_bf16():
+        return torch.bfloat16, "" if own == torch.bfloat16 else "this CPU has instructions for bfloat16"
+    return torch.float32, "this CPU has no instructions for bfloat16, and float32 is faster"
+
+
+def _own_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
+    """The type that the checkpoint states; None without one, as where a GGUF file has quantized weights."""
     text = checkpoint.config.get("text_config") or {}
     stated = [source.get(key) for source in (checkpoint.config, text) for key in ("dtype", "torch_dtype")]
-    return next((_DTYPES[str(value)] for value in stated if str(value) in _DTYPES), torch.bfloat16)
+    return next((_DTYPES[str(value)] for value in stated if str(value) in _DTYPES), None)
 
 
 def device_named(name: str, rank: int = 0) -> torch.device:

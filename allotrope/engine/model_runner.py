@@ -79,7 +79,7 @@ class ModelRunner:
             self._make_static(decode)
 
     def _make_static(self, decode: DecodeShape) -> None:
-        dtype = self.model.embedding.weight.dtype
+        dtype = self.model.embedding.dtype
         buffers = DecodeBuffers(
             *(self.groups, decode.size, decode.context, self.model.spec.hidden, dtype, self.device),
             verify=self._verify,

@@ -17,8 +17,8 @@ from allotrope.attention.cost import StepCost
 from allotrope.cache.memory import GroupPlan, MemoryPlan
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.config import EngineConfig
-from allotrope.engine.cache_plan import plan_caches
-from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
+from allotrope.engine.cache_plan import CPU_TOKENS, plan_caches, wants_few_tokens
+from allotrope.engine.load_plan import LoadPlan, resolve_dtype, resolve_load_plan
 from allotrope.engine.memory import free_memory, weight_bytes_of
 from allotrope.engine.rank_report import RankReport, drafts_of_step, rank_sizes, report_ranks
 from allotrope.engine.report import CacheGroupSummary, ModelSummary, numbered
@@ -79,7 +79,8 @@ class ModelReport:
     windows and states. `refusal`: why it does not fit and what would. `draft_weight_bytes`: of `weight_bytes`, those
     of the draft model.
     `formats_from`: who says which weights are quantized. `quantized`: whether any stay so. `tensor_parallel`: what each
-    rank has, and which numbers of ranks are allowed; None if nobody asked."""
+    rank has, and which numbers of ranks are allowed; None if nobody asked. `dtype_reason`: why the type is not the
+    checkpoint's. `few_tokens`: whether the caches are for a few requests, as is usual on a CPU."""
 
     model: str
     architecture: str
@@ -100,6 +101,8 @@ class ModelReport:
     decode: DecodeReport
     formats_from: str
     quantized: bool
+    dtype_reason: str = ""
+    few_tokens: bool = False
     refusal: str | None = None
     tensor_parallel: RankReport | None = None
 
@@ -164,7 +167,8 @@ class ModelReport:
 
     def _heading(self) -> str:
         caches = f"{self.kv_cache_dtype} caches"
-        return f"{self.model}: {self.architecture}, {self.layers} layers, {self.dtype} with {caches}"
+        why = f" ({self.dtype_reason})" if self.dtype_reason else ""
+        return f"{self.model}: {self.architecture}, {self.layers} layers, {self.dtype}{why} with {caches}"
 
     def lines(self) -> list[str]:
         """The same for people, one line each."""
@@ -189,6 +193,11 @@ class ModelReport:
                 f"{self.tokens / self.max_model_len:.1f} sequences of {self.max_model_len}, at most "
                 f"{self.full_length_sequences} of full length at a time (--max-num-seqs {self.max_num_seqs})"
             )
+            if self.few_tokens:
+                text.append(
+                    f"caches on a CPU have room for one sequence of full length and {CPU_TOKENS} tokens of others; "
+                    "--memory-utilization or --kv-cache-memory-bytes gives them more"
+                )
         for length, own, padded in self.density:
             text.append(
                 f"a sequence of {length} tokens: {own:.0f} tokens per GiB; "
@@ -245,6 +254,12 @@ def report_model(config: EngineConfig, memory: int | None = None) -> ModelReport
     return report
 
 
+def _formats_from(load_plan: LoadPlan, config: EngineConfig) -> str:
+    if config.quantization is not None:
+        return f"--quantization {config.quantization}"
+    return "the checkpoint" if load_plan.checkpoint.has_weights else "config.json"
+
+
 def has_weights(config: EngineConfig) -> bool:
     """Whether the weights lie on this machine, all of them, so that their headers say how they are stored."""
     if not Path(config.model).expanduser().exists():
@@ -294,7 +309,9 @@ def describe(
             for (group, plan), without in zip(groups, _without_drafts(load_plan), strict=True)
         ),
         decode=_decode(load_plan, max(1, load_plan.max_model_len // 2)),
-        formats_from="the checkpoint" if load_plan.checkpoint.has_weights else "config.json",
+        dtype_reason=resolve_dtype(config.dtype, load_plan.checkpoint, on_gpu=load_plan.build.chooser.chip.is_gpu)[1],
+        few_tokens=wants_few_tokens(load_plan, config),
+        formats_from=_formats_from(load_plan, config),
         quantized=bool(load_plan.build.formats),
     )
 

@@ -44,7 +44,7 @@ def measure_peak(model: Decoder, draft_model: DraftModel | None, load_plan: Load
     model_runner.run(model_runner.pack(StepPlan(rows)))
     if draft_model is not None:
         model_runner.run_drafts(torch.zeros(len(rows), dtype=torch.int64, device=device))
-    hidden = torch.zeros(load_plan.max_decodes, model.spec.hidden, dtype=model.embedding.weight.dtype, device=device)
+    hidden = torch.zeros(load_plan.max_decodes, model.spec.hidden, dtype=model.embedding.dtype, device=device)
     load_plan.sampler()(model.logits(hidden), largest_sampling_step(load_plan.max_decodes, device))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before

@@ -356,9 +356,8 @@ def collectives(model: Decoder, load_plan: LoadPlan, *, async_scheduling: bool) 
     item = load_plan.build.dtype.itemsize
     found = _of_pass(model, load_plan, rows, load_plan.spec.hidden)
     if not model.head.whole:
-        (weight,) = model.head.parameters()
         logit = item if load_plan.spec.softcap is not None else torch.float32.itemsize
-        found["gather", "logits", rows * weight.shape[0] * logit] += 1
+        found["gather", "logits", rows * model.head.outputs * logit] += 1
     draft = load_plan.meta_draft(model)
     if async_scheduling or draft is not None:
         found["broadcast", "sampled tokens", rows * torch.int64.itemsize] += 1
@@ -373,7 +372,7 @@ def _of_pass(model: Decoder | DraftModel, load_plan: LoadPlan, rows: int, hidden
     found: Counter[tuple[str, str, int]] = Counter()
     for module in model.modules():
         if isinstance(module, Embedding) and not module.whole:
-            found["all-reduce", "embeddings", rows * module.weight.shape[1] * item] += 1
+            found["all-reduce", "embeddings", rows * module.hidden * item] += 1
     layers: list[nn.Module] = list(model.layers)
     for layer in layers:
         partial = [name for name, block in layer.named_children() if _has_part_of_sum(block, parallel)]
@@ -393,7 +392,7 @@ def _of_drafts(draft: DraftModel, target: Decoder, load_plan: LoadPlan) -> Count
     own = [module for module in draft.modules() if isinstance(module, Embedding)]
     # Where it has no embedding of its own, it is as wide as the model.
     embedding = own[0] if own else target.embedding
-    hidden = embedding.weight.shape[1]
+    hidden = embedding.hidden
     # Every pass of a chain has a row of each sequence that drafts.
     selected = sum(count > 0 for count in drafts)
     for step in range(max(drafts)):

@@ -166,6 +166,6 @@ def _weights(module: nn.Module, kind: str) -> StepCost:
         product = parameter.dim() == (3 if experts else 2) and kind in (EXPERTS, DENSE, HEAD, REST)
         if product and not name.endswith(SCALES):
             format = format_of(parameter)
-            flops = 2 * parameter.numel() * format.pack_factor
+            flops = 2 * parameter.numel() // format.elements * format.pack_factor
             total += StepCost(0, flops, flops if format.name == "fp8" else 0)
     return total

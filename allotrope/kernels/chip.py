@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -120,6 +121,18 @@ def chip_of(device: torch.device) -> Chip:
     major, minor = torch.cuda.get_device_capability(device)
     shared = int(getattr(properties, "shared_memory_per_block_optin"))  # noqa: B009
     return Chip("nvidia", f"sm_{major}{minor}", properties.multi_processor_count, shared, product)
+
+
+@functools.cache
+def cpu_has_bf16() -> bool:
+    """Whether this machine's CPU multiplies bf16 numbers by instructions of its own. False where nothing says so."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    # One line of names for each core: `flags` on x86, `Features` on Arm.
+    names = {name for line in text.splitlines() if line.startswith(("flags", "Features")) for name in line.split()}
+    return bool(names & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def current_chip() -> Chip:

@@ -55,13 +55,13 @@ class Decoder(nn.Module):
         if build.parallel.size > 1:
             # Layers sum by it through `Parallel`.
             build.chooser.choose(ALL_REDUCE, build.parallel.all_reduce_spec(spec.hidden, build.dtype))
-        self.embedding = Embedding(spec.vocab_size, spec.hidden, build, scale=spec.embedding_scale)
+        self.embedding = Embedding(spec.vocab_size, spec.hidden, build.at("embedding"), scale=spec.embedding_scale)
         self.layers = nn.ModuleList(
             self.layer_class(layer, spec, build.at(f"layers.{i}")) for i, layer in enumerate(spec.layers)
         )
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, offset=spec.norm_offset)
         tied = self.embedding if spec.tied else None
-        self.head = Head(spec.vocab_size, spec.hidden, build, tied=tied, softcap=spec.softcap)
+        self.head = Head(spec.vocab_size, spec.hidden, build.at("head"), tied=tied, softcap=spec.softcap)
 
     @property
     def backends(self) -> list[AttentionBackend]:

@@ -121,10 +121,10 @@ class Eagle3Model(DraftModel):
         )
         self.norm = RMSNorm(hidden, eps, build)
         # In a tuple: the target owns the modules that it shares, and loads them.
-        self.embedding = Embedding(model.vocab_size, hidden, build) if own.own_embedding else None
+        self.embedding = Embedding(model.vocab_size, hidden, build.at("embedding")) if own.own_embedding else None
         self.head: Head | None = copied_head(target.head, hidden, build)
         if own.own_head:
-            self.head = Head(own.draft_vocab_size, hidden, build, tied=None, format=build.draft_head)
+            self.head = Head(own.draft_vocab_size, hidden, build.at("head"), tied=None, format=build.draft_head)
         self._embedding = (self.embedding or target.embedding,)
         self._head = (self.head or target.head,)
         self.d2t: nn.Parameter | None = None

@@ -10,6 +10,7 @@ from allotrope.layers.build import Build
 from allotrope.layers.parallel import Parallel, Placement, Section, parameter
 from allotrope.layers.weights import WeightMatmul, create_weights, mark_quantized_on_load, pop_weights, quantized
 from allotrope.ops.matmul import MATMUL, MatmulSpec
+from allotrope.ops.matmul.gguf import GgufBlocks
 from allotrope.ops.matmul.plain import PLAIN, PlainWeight
 from allotrope.ops.matmul.weight import Format, QuantizedWeight, Weight
 from allotrope.ops.softcap import SOFTCAP, SoftcapSpec
@@ -18,6 +19,12 @@ from allotrope.ops.vocab_argmax import VOCAB_BEST, VOCAB_TOKEN, VocabArgmaxSpec
 
 def _vocabulary(size: int, parallel: Parallel) -> Section:
     return Section("", size, 1) if size % parallel.size == 0 else Section("", size)
+
+
+def _format(build: Build) -> Format:
+    """Of a vocabulary: blocks alone stay quantized, whose rows can be read one by one."""
+    format = build.format("weight", "")
+    return format if isinstance(format, GgufBlocks) else PLAIN
 
 
 class Embedding(nn.Module):
@@ -32,17 +39,34 @@ class Embedding(nn.Module):
         self.first, self.last = section.bounds(build.parallel)
         self.whole = self.last - self.first == vocab_size
         shape = (section.local(build.parallel), hidden)
-        self.weight = parameter(shape, Placement((section,)), build.dtype, build.device)
+        self.dtype, self.hidden = build.dtype, hidden
+        self.format = _format(build)
+        self.matmul: WeightMatmul | None = None
+        if self.format is not PLAIN:
+            self.matmul = WeightMatmul(MATMUL, MatmulSpec(self.format, build.dtype, *shape), build)
+            create_weights(self, "weight", self.matmul, shape, Placement((section,)), build)
+        else:
+            self.weight: torch.Tensor | Weight = parameter(shape, Placement((section,)), build.dtype, build.device)
+
+    def finish_loading(self) -> None:
+        """Pack a quantized table as products want it: the head may share it, and rows are read out of that as well."""
+        if self.matmul is not None:
+            self.weight = self.matmul.pack(pop_weights(self, "weight", self.format))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """`ids`: [T]. Returns [T, hidden]."""
         if self.whole:
-            x = F.embedding(ids, self.weight)
+            x = self._rows(ids)
         else:
             mine = (ids >= self.first) & (ids < self.last)
-            x = F.embedding(torch.where(mine, ids - self.first, 0), self.weight) * mine[:, None]
+            x = self._rows(torch.where(mine, ids - self.first, 0)) * mine[:, None]
             x = self.parallel.all_reduce(x)
         return x if self.scale == 1.0 else x * self.scale
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.weight, Weight):
+            return self.weight.rows(ids, self.dtype)
+        return F.embedding(ids, self.weight)
 
 
 class Head(nn.Module):
@@ -65,25 +89,43 @@ class Head(nn.Module):
         self._softcap = None if softcap is None else build.chooser.choose(SOFTCAP, SoftcapSpec(softcap)).run
         section = _vocabulary(vocab_size, build.parallel)
         shape = (section.local(build.parallel), hidden)
+        self.outputs = shape[0]
         self.whole = shape[0] == vocab_size
         self.columns_after = vocab_size - section.bounds(build.parallel)[1]
         self._best = build.chooser.choose(VOCAB_BEST, VocabArgmaxSpec(vocab_size)).run
         self._token = build.chooser.choose(VOCAB_TOKEN, VocabArgmaxSpec(vocab_size)).run
-        self.matmul = WeightMatmul(MATMUL, MatmulSpec(format, build.dtype, *shape), build)
-        # In a tuple: its weights are not those of this module.
+        stored: Format = PLAIN
+        if isinstance(tied, Embedding):
+            stored = tied.format
+        elif tied is None and format is PLAIN:
+            stored = _format(build)
+        # Of the stored weight, where it stays as it is.
+        self.format = stored
+        self.matmul = WeightMatmul(
+            MATMUL, MatmulSpec(format if stored is PLAIN else stored, build.dtype, *shape), build
+        )
+        # In a tuple: their weights are not those of this module.
+        self._tied = (tied,) if isinstance(tied, Embedding) else ()
         self._copied = (tied,) if isinstance(tied, Head) else ()
         self.weight: torch.Tensor | Weight
         if isinstance(tied, Head):
             create_weights(self, "weight", self.matmul, shape, Placement((section,), derived=True), build)
         elif tied is not None:
-            self.weight = tied.weight
+            if stored is PLAIN:
+                self.weight = tied.weight
+        elif format is PLAIN:
+            create_weights(self, "weight", self.matmul, shape, Placement((section,)), build)
         else:
             self.weight = parameter(shape, Placement((section,)), build.dtype, build.device)
-            if format is not PLAIN:
-                mark_quantized_on_load(self.weight, self.matmul)
+            mark_quantized_on_load(self.weight, self.matmul)
 
     def finish_loading(self) -> None:
-        """Pack the weight for its backend; an embedding that shares it keeps the original."""
+        """Pack the weight for its backend. An embedding that shares a plain one keeps the original, and a quantized one
+        is packed by it, before."""
+        if self.format is not PLAIN:
+            shared = [one.weight for one in self._tied]
+            self.weight = shared[0] if shared else self.matmul.pack(pop_weights(self, "weight", self.format))
+            return
         format = self.matmul.format
         # The parameters of a copy have stood for its memory until now.
         plain: torch.Tensor | Weight = pop_weights(self, "weight", format if self._copied else PLAIN)

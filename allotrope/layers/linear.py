@@ -7,7 +7,7 @@ from torch import nn
 
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section, parameter
-from allotrope.layers.weights import WeightMatmul, create_weights, pop_weights, shardable
+from allotrope.layers.weights import WeightMatmul, create_weights, kept_names, pop_weights, shardable
 from allotrope.ops.matmul import MATMUL, MatmulSpec
 from allotrope.ops.matmul.plain import PLAIN
 from allotrope.ops.matmul.weight import Format, Weight
@@ -27,9 +27,6 @@ class Linear(nn.Module):
         super().__init__()
         self.sizes = [section.local(build.parallel) for section in sections]
         formats = [build.format("weight", section.name) or PLAIN for section in sections]
-        kept = {format for format in formats if format is not PLAIN}
-        if len(kept) > 1:
-            raise ValueError(f"{build.name} has sections of several formats: {sorted(map(str, kept))}")
         # Neighbours of one format: the format, and their outputs.
         self.products: list[tuple[Format, int]] = []
         for format, size in zip(formats, self.sizes, strict=True):
@@ -41,19 +38,21 @@ class Linear(nn.Module):
         ]
         self.weight = None
         self.weights: tuple[Weight, ...] = ()
-        for format in dict.fromkeys(formats):
+        names = kept_names("weight")
+        self._names = {format: "weight" if format is PLAIN else next(names) for format in dict.fromkeys(formats)}
+        for format, name in self._names.items():
             mine = tuple(section for section, own in zip(sections, formats, strict=True) if own == format)
             shape = (sum(size for own, size in self.products if own == format), inputs)
             matmul = next(one for one in self.matmuls if one.format == format)
             if format is PLAIN:
                 del self.weight
-            create_weights(self, "weight", matmul, shape, Placement(mine), build)
+            create_weights(self, name, matmul, shape, Placement(mine), build)
         whole = Placement(sections)
         self.bias = parameter((sum(self.sizes),), whole, build.dtype, build.device) if bias else None
 
     def finish_loading(self) -> None:
         """Pack the weights for their backends."""
-        stored = {format: pop_weights(self, "weight", format) for format in dict.fromkeys(f for f, _ in self.products)}
+        stored = {format: pop_weights(self, name, format) for format, name in self._names.items()}
         first = dict.fromkeys(stored, 0)
         packed = []
         for (format, size), matmul in zip(self.products, self.matmuls, strict=True):

@@ -57,6 +57,8 @@ class Experts(nn.Module):
         outer = Placement((Section("", width, 1),), dim=1, experts=count)
         kind, device = build.dtype, build.device
         formats = build.format("gate_up", "gate") or PLAIN, build.format("down", "") or PLAIN
+        if build.format("gate_up", "up") != build.format("gate_up", "gate"):
+            formats = PLAIN, PLAIN
         if PLAIN in formats or not all(shardable(format, outer.sections[0], build) for format in formats):
             formats = PLAIN, PLAIN
         self.formats: tuple[Format, Format] = formats

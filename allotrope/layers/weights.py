@@ -6,7 +6,9 @@ Must not know: how a format stores its numbers, or how a backend multiplies.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -22,6 +24,13 @@ from allotrope.ops.matmul.weight import Format, QuantizedWeight, Weight
 
 VALUES, SCALES = "_values", "_scales"
 """What the names of the two parameters of a quantized weight end with."""
+
+
+def kept_names(name: str) -> Iterator[str]:
+    """Names of the quantized weights that sections of a weight `name` are kept in: one for each format."""
+    yield name
+    yield from (f"{name}_{number}" for number in itertools.count(2))
+
 
 # Of parameters: their bytes once packed, and their format; of scales, whether blocks of rows share them in the stored
 # weight.
@@ -83,17 +92,17 @@ def create_weights(
     *outer, inputs = shape
     values = scales = placement
     if placement.dim == 1:
-        values = replace(placement, sections=_counted(placement.sections, format.pack_factor))
+        values = replace(placement, sections=_counted(placement.sections, format.pack_factor, format.elements))
         scales = replace(placement, sections=_counted(placement.sections, format.group_size or 1))
         if not format.group_size:
             # A row's scale counts for all of its inputs: every rank has it.
             scales = replace(placement, sections=(Section(placement.sections[0].name, outer[-1]),), dim=0)
     outputs = [section.local(build.parallel) for section in placement.sections] if placement.dim == 0 else outer[-1:]
     shared = format.shares(*outputs)
-    sizes = format.packed_bytes if matmul.backend.own_layout else format.stored_bytes
+    sizes = functools.partial(matmul.backend.packed_bytes, format) if matmul.backend.own_layout else format.stored_bytes
     for ending, width, place, dtype, size in zip(
         (VALUES, SCALES),
-        (inputs // format.pack_factor, format.groups(inputs)),
+        (format.width(inputs), format.groups(inputs)),
         (values, scales),
         (format.value_dtype, format.scale_dtype),
         sizes(shape, shared),
@@ -109,7 +118,7 @@ def create_weights(
 def mark_quantized_on_load(made: torch.nn.Parameter, matmul: WeightMatmul) -> None:
     """Let the plain weight `made` count as what it becomes once it is loaded: one of `matmul`'s format."""
     format, shape = matmul.format, tuple(made.shape)
-    sizes = format.packed_bytes if matmul.backend.own_layout else format.stored_bytes
+    sizes = functools.partial(matmul.backend.packed_bytes, format) if matmul.backend.own_layout else format.stored_bytes
     setattr(made, _PACKED_BYTES, sum(sizes(shape, False)))
     setattr(made, _FORMAT, format)
 
@@ -132,9 +141,9 @@ def quantized(weight: Weight, format: Format) -> QuantizedWeight:
     return out
 
 
-def _counted(sections: tuple[Section, ...], by: int) -> tuple[Section, ...]:
-    """Sections of inputs in groups of `by`."""
-    return tuple(replace(s, size=-(-s.size // by), unit=1 if s.unit else 0) for s in sections)
+def _counted(sections: tuple[Section, ...], by: int, elements: int = 1) -> tuple[Section, ...]:
+    """Sections of inputs in groups of `by`, of `elements` each."""
+    return tuple(replace(s, size=-(-s.size // by) * elements, unit=elements if s.unit else 0) for s in sections)
 
 
 def scales_of_blocks(parameter: torch.Tensor) -> bool:

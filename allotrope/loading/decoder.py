@@ -25,11 +25,34 @@ from allotrope.layers.draft import DraftModel
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.loading.kv_scales import WithoutKvScales, set_kv_scales
 from allotrope.loading.quantized_formats import formats_kept_quantized
+from allotrope.ops.matmul import multiplied_as_stored
+from allotrope.ops.matmul.gguf import GgufBlocks
+from allotrope.ops.matmul.weight import Format
 
 
-def keeps_quantized(option: str, device: torch.device) -> bool:
-    """Whether weights that are stored quantized stay so. `option`: "auto", "keep" or "dequantize"."""
-    return option == "keep" or (option == "auto" and device.type == "cuda")
+def only_kept(build: Build, option: str, activations: str = "auto") -> Build:
+    """`build` with those of its formats that stay quantized. `option`: "auto", "keep" or "dequantize". `activations`:
+    "auto", "int8" or "keep".
+
+    "auto" leaves to a CPU what its products read, such as blocks of GGUF, and everything but these to a GPU; it rounds
+    activations to int8 where they are not in float32.
+    """
+    rounds = activations == "int8" or (activations == "auto" and build.dtype != torch.float32)
+    kept: dict[tuple[str, str], Format] = {}
+    for place, format in build.formats.items():
+        if option == "keep" or (option == "auto" and _fits(format, build)):
+            if isinstance(format, GgufBlocks):
+                format = dataclasses.replace(format, int8_activations=rounds)
+            kept[place] = format
+    return dataclasses.replace(build, formats=kept)
+
+
+def _fits(format: Format, build: Build) -> bool:
+    """Whether a format stays quantized where nobody says so."""
+    chip = build.chooser.chip
+    if chip.is_gpu:
+        return not isinstance(format, GgufBlocks)
+    return multiplied_as_stored(format, build.dtype, chip)
 
 
 def quantized_build(checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, build: Build) -> Build:
@@ -148,6 +171,6 @@ def _why(quantized_weights: str, device: torch.device) -> str:
     """The reason that weights which are stored quantized do not stay so."""
     if quantized_weights == "dequantize":
         return "quantized_weights=dequantize"
-    if quantized_weights == "auto" and device.type != "cuda":
-        return f"quantized_weights=auto keeps them on a GPU alone, and device={device.type}"
+    if quantized_weights == "auto":
+        return f"no product of device={device.type} reads them as they are stored"
     return "their layers or their formats cannot be kept quantized"

@@ -38,6 +38,10 @@ class DraftTensors:
         """As `Checkpoint.read`."""
         return self.inner.read(name)
 
+    def blocks(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.blocks`."""
+        return self.inner.blocks(name)
+
 
 def draft_tensors(checkpoint: Checkpoint, draft: DraftSpec) -> DraftTensors:
     """The tensors of the draft head. Raises ModelError where the checkpoint has weights, and none of the head."""

@@ -57,6 +57,10 @@ class WithoutKvScales:
         """As `Checkpoint.read`."""
         return self.inner.read(name)
 
+    def blocks(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.blocks`."""
+        return self.inner.blocks(name)
+
     def scale(self, layer: int, *kinds: str) -> float | None:
         """The first of `kinds` that the layer has. Raises ModelError where it is no number to divide by."""
         of_layer = self.scales.get(layer, {})

@@ -18,6 +18,7 @@ from allotrope.checkpoint.weight_formats import WeightFormats, weight_formats
 from allotrope.checkpoint.weights import Rule, filled
 from allotrope.kernels.backend import Chooser
 from allotrope.layers.build import Build, Formats
+from allotrope.ops.matmul.gguf import GgufBlocks
 from allotrope.ops.matmul.weight import Format
 
 # Experts of a layer are alike: the first stands for all.
@@ -67,13 +68,15 @@ def stated_formats(stated: WeightFormats, rules: Sequence[Rule], parameters: Ite
 
 
 def _uniform(found: Mapping[tuple[str, str], set[Format | None]]) -> Formats:
-    """Places whose tensors are all in one format; sections of one product are kept in one format, or not at all."""
+    """Places whose tensors are all in one format; sections of one product are kept in one format, or not at all, unless
+    all of these are blocks of GGUF."""
     uniform = {place: next(iter(formats)) for place, formats in found.items() if len(formats) == 1}
     kept = {place: format for place, format in uniform.items() if format is not None}
     of_weight: dict[str, set[Format]] = {}
     for (weight, _), format in kept.items():
         of_weight.setdefault(weight, set()).add(format)
-    return {place: format for place, format in kept.items() if len(of_weight[place[0]]) == 1}
+    blocks = {weight for weight, formats in of_weight.items() if all(isinstance(one, GgufBlocks) for one in formats)}
+    return {place: one for place, one in kept.items() if place[0] in blocks or len(of_weight[place[0]]) == 1}
 
 
 def _sources(rules: Sequence[Rule], parameters: Sequence[str]) -> Iterator[tuple[tuple[str, str], str]]:

@@ -49,12 +49,13 @@ class _Kind(IntEnum):
 class _Split:
     """Pre-tokenizer of a byte-level vocabulary.
 
-    `pattern`: regular expression of the pieces; None for GPT-2's. `single_digits`: each digit becomes a piece before
-    `pattern` is applied. `ignore_merges`: a piece that is a token skips the merges. `add_bos`: default of
-    `add_bos_token`. `nfc`: normalise text to NFC first.
+    `pattern`: regular expression of the pieces; None for GPT-2's. `before`: expressions whose matches become pieces
+    before `pattern` is applied. `single_digits`: each digit becomes one, too. `ignore_merges`: a piece that is a token
+    skips the merges. `add_bos`: default of `add_bos_token`. `nfc`: normalise text to NFC first.
     """
 
     pattern: str | None = None
+    before: tuple[str, ...] = ()
     single_digits: bool = False
     ignore_merges: bool = False
     add_bos: bool = False
@@ -71,6 +72,47 @@ _CASED = _Split(
 _CASED_CONTRACTIONS = _Split(
     rf"{_WORD}{_UPPER}*{_LOWER}+{_CONTRACTION}?|{_WORD}{_UPPER}+{_LOWER}*{_CONTRACTION}?|\p{{N}}{{1,3}}{_PATH_TAIL}"
 )
+# Qwen3.5: marks belong to words.
+_ONE_DIGIT_MARKS = _Split(
+    rf"{_CONTRACTION}|{_WORD}[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    nfc=True,
+)
+_CHAT_GLM = _Split(_THREE_DIGITS.pattern)
+_GLM = _Split(_THREE_DIGITS.pattern, ignore_merges=True)
+_HAN = r"[一-龥぀-ゟ゠-ヿ]+"
+_DEEPSEEK_V3 = _Split(
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    before=(r"\p{N}{1,3}", _HAN),
+)
+# Code points of the letters in DeepSeek's first models: those with a case, of scripts that its tokenizer knows.
+_CASED_LETTERS = (
+    "41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386 388-38A 38C "
+    "38E-3A1 3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA 1CBD-1CBF 1D00-1D2B "
+    "1D6B-1D77 1D79-1D9A 1E00-1F15 1F18-1F1D 1F20-1F45 1F48-1F4D 1F50-1F57 1F59 1F5B 1F5D 1F5F-1F7D 1F80-1FB4 "
+    "1FB6-1FBC 1FBE 1FC2-1FC4 1FC6-1FCC 1FD0-1FD3 1FD6-1FDB 1FE0-1FEC 1FF2-1FF4 1FF6-1FFC 2102 2107 210A-2113 "
+    "2115 2119-211D 2124 2126 2128 212A-212D 212F-2134 2139 213C-213F 2145-2149 214E 2183 2184 2C00-2C7B "
+    "2C7E-2CE4 2CEB-2CEE 2CF2 2CF3 A640-A66D A680-A69B A722-A76F A771-A787 A78B-A78E AB70-ABBF FB00-FB06 "
+    "FB13-FB17 FF21-FF3A FF41-FF5A 10400-1044F 104B0-104D3 104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF "
+    "1E900-1E943"
+)
+_LETTERS = "".join("-".join(rf"\x{{{end}}}" for end in one.split("-")) for one in _CASED_LETTERS.split())
+_DEEPSEEK_LLM = _Split(
+    r"[\x{4E00}-\x{9FA5}\x{800}-\x{4E00}\x{AC00}-\x{D7FF}]+",
+    before=(
+        r"[\r\n]",
+        rf"\s?[{_LETTERS}]+",
+        r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+",
+        r"\s+$",
+    ),
+    single_digits=True,
+)
+_NO_HAN_UPPER, _NO_HAN_LOWER = (f"[{letters[1:-1]}&&[^\\p{{Han}}]]" for letters in (_UPPER, _LOWER))
+_KIMI = _Split(
+    rf"\p{{Han}}+|{_WORD}{_NO_HAN_UPPER}*{_NO_HAN_LOWER}+{_CONTRACTION}?"
+    rf"|{_WORD}{_NO_HAN_UPPER}+{_NO_HAN_LOWER}*{_CONTRACTION}?|\p{{N}}{{1,3}}{_TAIL}"
+)
 
 _SPLITS = {
     **dict.fromkeys(("gpt-2", "olmo", "jais", "mpt", "phi-2"), _GPT2),
@@ -78,7 +120,13 @@ _SPLITS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _THREE_DIGITS),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _ONE_DIGIT),
     "tekken": _CASED,
-    "gpt-4o": _CASED_CONTRACTIONS,
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _CASED_CONTRACTIONS),
+    "qwen35": _ONE_DIGIT_MARKS,
+    "chatglm-bpe": _CHAT_GLM,
+    **dict.fromkeys(("glm4", "glm5"), _GLM),
+    "deepseek-llm": _DEEPSEEK_LLM,
+    **dict.fromkeys(("deepseek-v3", "joyai-llm"), _DEEPSEEK_V3),
+    "kimi-k2": _KIMI,
 }
 
 
@@ -90,9 +138,13 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
     if model == "gpt2":
         backend, add_bos = _byte_level(vocabulary)
     elif model == "llama":
-        backend, add_bos = _sentencepiece(vocabulary), True
+        backend, add_bos = _sentencepiece(vocabulary, _merges_by_score(vocabulary)), True
+    elif model == "gemma4":
+        backend, add_bos = _sentencepiece(vocabulary, vocabulary.merges()), True
+        # No token joins a newline with another character.
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
     else:
-        raise vocabulary.bad(f"tokenizer.ggml.model={model!r}; allowed: 'gpt2', 'llama'")
+        raise vocabulary.bad(f"tokenizer.ggml.model={model!r}; allowed: 'gpt2', 'llama', 'gemma4'")
     vocabulary.add_tokens(backend)
     special = vocabulary.special_tokens()
     _add_bos_eos(backend, vocabulary, add_bos, special)
@@ -129,6 +181,10 @@ class _Vocabulary:
             [reason, "give --tokenizer a directory that has the model's tokenizer.json"],
         )
 
+    def merges(self) -> list[tuple[str, str]]:
+        """The pairs that the file lists, best first."""
+        return [(pair[0], pair[-1]) for pair in (merge.split(" ", 1) for merge in self.key("merges"))]
+
     def backend(self, merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
         """A BPE tokenizer with `merges`, without normalizer, pre-tokenizer and decoder."""
         try:
@@ -156,9 +212,9 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     if name not in _SPLITS:
         raise vocabulary.bad(f"tokenizer.ggml.pre={name!r}; known: {', '.join(sorted(_SPLITS))}")
     split = _SPLITS[name]
-    merges = [(pair[0], pair[-1]) for pair in (merge.split(" ", 1) for merge in vocabulary.key("merges"))]
-    backend = vocabulary.backend(merges, ignore_merges=split.ignore_merges)
+    backend = vocabulary.backend(vocabulary.merges(), ignore_merges=split.ignore_merges)
     steps: list[pre_tokenizers.PreTokenizer] = []
+    steps += [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.before]
     if split.single_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
     if split.pattern is not None:
@@ -171,11 +227,9 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     return backend, split.add_bos
 
 
-def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+def _sentencepiece(vocabulary: _Vocabulary, merges: list[tuple[str, str]]) -> tokenizers.Tokenizer:
     unknown = [t for t, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True) if kind == _Kind.UNKNOWN]
-    backend = vocabulary.backend(
-        _merges_by_score(vocabulary), unk_token=unknown[0] if unknown else None, fuse_unk=True, byte_fallback=True
-    )
+    backend = vocabulary.backend(merges, unk_token=unknown[0] if unknown else None, fuse_unk=True, byte_fallback=True)
     spaced = vocabulary.key("add_space_prefix", True)
     marks = normalizers.Replace(" ", _SPACE_MARK)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE_MARK), marks]) if spaced else marks

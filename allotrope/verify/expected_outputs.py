@@ -81,6 +81,8 @@ class Reference:
 
         kind = str(dtype).removeprefix("torch.")
         what = f"Transformers {transformers.__version__} ({model.name}) in {kind} on the CPU"
+        if model.dequantized:
+            what += ", with the weights of the file written out plain"
         return what if self.named is None else f"{what}, which ran {self.named}"
 
 

@@ -49,6 +49,18 @@ def plain_files(path: Path, config: Mapping[str, Any]) -> Iterator[tuple[Path, d
         yield Path(scratch), plain
 
 
+@contextmanager
+def dequantized_file(path: Path, config: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """A directory with the plain weights of a GGUF file under Hugging Face names, and its config. It goes at the end.
+
+    Raises ModelError if there is no room for it.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        _write(open_checkpoint(str(path)), Path(scratch))
+        (Path(scratch) / "config.json").write_text(json.dumps(dict(config)))
+        yield Path(scratch), dict(config)
+
+
 def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in config.items() if key != "quantization_config"}
     text = kept.get("text_config")

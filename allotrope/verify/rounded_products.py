@@ -20,16 +20,25 @@ from torch.overrides import TorchFunctionMode
 
 from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.checkpoint.dequantize import QuantizedView, dequantized
+from allotrope.checkpoint.weight_formats import ONLINE, quantization_of
 from allotrope.checkpoint.weights import filled
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.layers.parallel import placement_of
 from allotrope.layers.weights import VALUES
 from allotrope.ops.matmul.fp8 import Fp8
+from allotrope.ops.matmul.gguf import GgufBlocks
 
 
 def keeps_fp8(load_plan: LoadPlan) -> bool:
-    """Whether the engine has products with FP8 weights."""
+    """Whether the engine has products with FP8 weights that the checkpoint has, too."""
+    if quantization_of(load_plan.checkpoint.config).get("quant_method") == ONLINE:
+        return False
     return any(format.name == "fp8" for format in load_plan.build.formats.values())
+
+
+def keeps_blocks(load_plan: LoadPlan) -> bool:
+    """Whether the engine multiplies blocks of a GGUF file as they are stored, by which it rounds activations."""
+    return any(isinstance(format, GgufBlocks) for format in load_plan.build.formats.values())
 
 
 def fp8_tensors(load_plan: LoadPlan) -> list[str]:

@@ -25,10 +25,10 @@ from allotrope.verify.layers import UNSEEN_TIE, LayerRecorder, LayerReport, read
 from allotrope.verify.logits_recorder import LogitsRecorder
 from allotrope.verify.options import VerifyOptions
 from allotrope.verify.report import ModeResult, Report, Verdict
-from allotrope.verify.rounded_products import keeps_fp8
+from allotrope.verify.rounded_products import keeps_blocks, keeps_fp8
 from allotrope.verify.sample import Sample
 from allotrope.verify.stored import MANIFEST, Stored, has_stored, read_stored
-from allotrope.verify.tolerance import Limits, score_samples, with_fp8_rows
+from allotrope.verify.tolerance import Limits, Score, as_measured, measured, score_samples, with_fp8_rows
 
 Log = Callable[[str], None]
 
@@ -56,7 +56,12 @@ def verify(config: EngineConfig, options: VerifyOptions, log: Log = lambda text:
             remarks.append(_set_aside(stored, options))
         elif stored is not None:
             return _against_stored(config, options, load_plan, stored, log)
-        run = _against_transformers(config, options, load_plan, log)
+        blocks = keeps_blocks(load_plan) and config.quantization is None
+        if blocks and config.quantized_activations == "auto":
+            exact, rounding = (dataclasses.replace(config, quantized_activations=one) for one in ("keep", "int8"))
+            run = _against_transformers(exact, options, resolve_load_plan(exact), log, rounding=rounding)
+        else:
+            run = _against_transformers(config, options, load_plan, log)
         return dataclasses.replace(run, model=named, remarks=(*remarks, *run.remarks))
 
 
@@ -133,9 +138,14 @@ def _against_stored(
     return _report(config, load_plan, bench, limits, results, origin, remarks, layers)
 
 
-def _against_transformers(config: EngineConfig, options: VerifyOptions, load_plan: LoadPlan, log: Log) -> Report:
+def _against_transformers(
+    config: EngineConfig, options: VerifyOptions, load_plan: LoadPlan, log: Log, *, rounding: EngineConfig | None = None
+) -> Report:
+    """`rounding`: of an engine that rounds activations to int8 where it multiplies blocks; its error is measured."""
     expected = ask_transformers(config, options, load_plan, exact=is_exact(load_plan), log=log)
     bench = Bench(config, expected.samples, options.thorough)
+    if config.quantization is not None:
+        return _with_error(config, config.quantization, options, load_plan, expected, bench, log)
     log("comparing layer by layer")
     layers = _layers(bench, modes.ALL["whole"], expected, load_plan)
     # Medians are of all positions, as those that they are held to.
@@ -149,6 +159,47 @@ def _against_transformers(config: EngineConfig, options: VerifyOptions, load_pla
             result = _explained(bench, mode, expected, load_plan, result, recorder)
         results.append(result)
     report = _report(config, load_plan, bench, expected.limits, results, expected.origin, expected.remarks, layers)
+    if rounding is not None:
+        report = dataclasses.replace(
+            report, remarks=(*report.remarks, _error_of(rounding, "activations in int8", expected, options, log))
+        )
+    return dataclasses.replace(report, boundaries=expected.marks)
+
+
+def _error_of(config: EngineConfig, what: str, expected: ExpectedOutputs, options: VerifyOptions, log: Log) -> str:
+    """The error of whole prompts in another engine, in words."""
+    bench = Bench(config, expected.samples, options.thorough)
+    result = _run(bench, modes.ALL["whole"], LogitsRecorder(bench.samples), measured(what), {}, log)
+    return result.remark if result.score is None else _error_text(what, result.score)
+
+
+def _error_text(what: str, score: Score) -> str:
+    return (
+        f"{what} put logits off by a relative RMS of {score.rel_rms:.2%}; {score.top1:.1%} of top-1 tokens and the "
+        f"greedy tokens of {score.greedy_same} of {score.greedy_total} prompts agree"
+    )
+
+
+def _with_error(
+    config: EngineConfig,
+    quantization: str,
+    options: VerifyOptions,
+    load_plan: LoadPlan,
+    expected: ExpectedOutputs,
+    bench: Bench[Sample],
+    log: Log,
+) -> Report:
+    """The error of weights that are quantized on load, from whole prompts; other modes may not have a larger one."""
+    limits = measured(f"--quantization {quantization}")
+    results, remarks = [], list(expected.remarks)
+    for name in dict.fromkeys(["whole", *_modes(options, load_plan)]):
+        result = _run(bench, modes.ALL[name], LogitsRecorder(bench.samples), limits, {}, log)
+        results.append(result)
+        score = result.score
+        if name == "whole" and score is not None:
+            limits = as_measured(score)
+            remarks.append(_error_text(f"{quantization} weights", score))
+    report = _report(config, load_plan, bench, limits, results, expected.origin, remarks, None)
     return dataclasses.replace(report, boundaries=expected.marks)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from allotrope.errors import ModelError
 from allotrope.verify.hooks import Place, TopkSelection, hooked
-from allotrope.verify.plain_files import plain_files
+from allotrope.verify.plain_files import dequantized_file, plain_files
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,10 @@ class Trace:
 
 class TransformersModel:
     """A checkpoint in Transformers, by its plain implementations and without a cache. `layers`: its decoder layers.
-    `around`: entered around every pass.
+    `around`: entered around every pass. `dequantized`: whether a GGUF file was written out plain for it.
     """
+
+    dequantized = False
 
     def __init__(self, model: Any, count: int) -> None:
         self.model = model
@@ -134,9 +136,21 @@ def quiet() -> Iterator[None]:
 def load_transformers(path: Path, config: Mapping[str, Any], dtype: torch.dtype, layers: int) -> TransformersModel:
     """Load `path`, a directory or a .gguf file, with `config` in place of its config.json.
 
-    Quantized weights become plain ones in `dtype`. Raises ModelError if Transformers refuses the model, or would fill
-    in a weight that it did not find.
+    Quantized weights become plain ones in `dtype`. A GGUF file that Transformers does not read is written out plain
+    for it. Raises ModelError if Transformers refuses the model, or would fill in a weight that it did not find.
     """
+    if path.is_file():
+        try:
+            return _load(path, config, dtype, layers)
+        except ModelError:
+            with dequantized_file(path, config) as (directory, plain):
+                model = _load(directory, plain, dtype, layers)
+            model.dequantized = True
+            return model
+    return _load(path, config, dtype, layers)
+
+
+def _load(path: Path, config: Mapping[str, Any], dtype: torch.dtype, layers: int) -> TransformersModel:
     import transformers
 
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}

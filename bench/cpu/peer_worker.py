@@ -2,8 +2,10 @@
 
 Runs in the Python of the engine that it stands for: at the top it may import nothing but the standard library.
 
-    {"load": {"model": ..., "dtype": ..., "threads": n, "sequences": n, "length": n, "eager": bool}}  ->  {}
-    {"run": {"prompts": [[ids], ...], "tokens": n}}  ->  {"ids": [[...], ...], and the numbers of `Record.answer`}
+    {"load": {"model": ..., "dtype": ..., "threads": n, "sequences": n, "length": n, "eager": bool}}  ->  {memory}
+    {"run": {"prompts": [[ids], ...], "tokens": n}}  ->  {"ids": [[...], ...], the numbers of `Record.answer`, memory}
+
+Memory is that of this process: `rss_mb` now, `peak_mb` at its highest.
 """
 
 from __future__ import annotations
@@ -13,9 +15,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 Prompts = list[list[int]]
+# Tokens of one step at most, prompts of several requests together, as ours takes on a CPU.
+BATCH_TOKENS = 2048
 
 
 class Record:
@@ -66,6 +71,7 @@ def load_allotrope(job: dict[str, Any]) -> Generate:
         max_num_seqs=job["sequences"],
         enable_prefix_caching=False,
         threads=job["threads"],
+        **job["options"],
     ).engine
 
     def generate(prompts: Prompts, tokens: int, record: Record) -> None:
@@ -131,7 +137,80 @@ def load_transformers(job: dict[str, Any]) -> Generate:
     return generate
 
 
-LOADERS = {"allotrope": load_allotrope, "transformers": load_transformers, "vllm": load_vllm}
+def load_llama_cpp(job: dict[str, Any]) -> Generate:
+    """llama.cpp through its C interface, which takes several sequences at once."""
+    import llama_cpp  # type: ignore[import-not-found, unused-ignore]
+    import numpy as np
+
+    llama_cpp.llama_backend_init()
+    model = llama_cpp.llama_model_load_from_file(job["model"].encode(), llama_cpp.llama_model_default_params())
+    if not model:
+        raise RuntimeError(f"llama.cpp cannot load {job['model']}")
+    settings = llama_cpp.llama_context_default_params()
+    settings.n_ctx = job["sequences"] * job["length"]
+    settings.n_seq_max = job["sequences"]
+    settings.n_batch = BATCH_TOKENS
+    settings.n_threads = settings.n_threads_batch = job["threads"]
+    context = llama_cpp.llama_init_from_model(model, settings)
+    if not context:
+        raise RuntimeError("llama.cpp cannot make a context")
+    vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
+
+    def step(entries: list[tuple[int, int, int, bool]]) -> dict[int, int]:
+        """Run (sequence, position, id, whether logits are wanted), and return sequence -> greedy token."""
+        for i, (sequence, position, token, wanted) in enumerate(entries):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+        batch.n_tokens = len(entries)
+        code = llama_cpp.llama_decode(context, batch)
+        if code:
+            raise RuntimeError(f"llama_decode returned {code}")
+        found = {}
+        for i, (sequence, _, _, wanted) in enumerate(entries):
+            if wanted:
+                logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, i), shape=(vocabulary,))
+                found[sequence] = int(logits.argmax())
+        return found
+
+    def generate(prompts: Prompts, tokens: int, record: Record) -> None:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        waiting = [
+            (place, position, token, position == len(prompt) - 1)
+            for place, prompt in enumerate(prompts)
+            for position, token in enumerate(prompt)
+        ]
+        latest: dict[int, int] = {}
+        for begin in range(0, len(waiting), BATCH_TOKENS):
+            found = step(waiting[begin : begin + BATCH_TOKENS])
+            latest |= found
+            for place, token in found.items():
+                record.take(place, [token])
+            record.step()
+        for made in range(tokens - 1):
+            latest = step([(place, len(prompts[place]) + made, token, True) for place, token in latest.items()])
+            for place, token in latest.items():
+                record.take(place, [token])
+            record.step()
+
+    return generate
+
+
+LOADERS = {
+    "allotrope": load_allotrope,
+    "llama_cpp": load_llama_cpp,
+    "transformers": load_transformers,
+    "vllm": load_vllm,
+}
+
+
+def memory() -> dict[str, float]:
+    """Resident megabytes of this process: now, and at its highest."""
+    with Path("/proc/self/status").open() as status:
+        entries = dict(line.split(":", 1) for line in status)
+    return {
+        name: int(entries[key].split()[0]) / 1000 * 1.024 for name, key in (("rss_mb", "VmRSS"), ("peak_mb", "VmHWM"))
+    }
 
 
 def main() -> None:
@@ -150,7 +229,7 @@ def main() -> None:
             record = Record(len(prompts))
             generate(prompts, tokens, record)
             answer = record.answer()
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(json.dumps(answer | memory()) + "\n")
         answers.flush()
 
 

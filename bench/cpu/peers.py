@@ -36,6 +36,7 @@ PARITY_PROMPTS, PARITY_TOKENS = (5, 16, 33), 24
 # vLLM in the caller's process is faster on few cores, and not what its users get; without compilation it starts sooner.
 VARIANTS: dict[str, dict[str, Any]] = {
     "allotrope": {},
+    "llama_cpp": {},
     "transformers": {},
     "vllm": {},
     "vllm-in-process": {"environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}},
@@ -66,8 +67,10 @@ class Peer:
             "sequences": max(8, *options.concurrency),
             "length": options.input + options.output + 64,
             "eager": VARIANTS[name].get("eager", False),
+            "options": options.our_options if engine == OURS else {},
         }
-        python = options.vllm_python if engine == "vllm" else sys.executable
+        others = {"vllm": options.vllm_python, "llama_cpp": options.llama_python}
+        python = others.get(engine, sys.executable)
         self.began = time.perf_counter()
         self.process = subprocess.Popen(
             [python, str(HERE / "peer_worker.py"), engine],
@@ -216,7 +219,7 @@ def table(rows: dict[str, dict[str, list[float]]], engines: Sequence[str]) -> di
     found: dict[str, dict[str, float]] = {}
     for label, by_engine in rows.items():
         middle = {name: statistics.median(numbers) for name, numbers in by_engine.items()}
-        less_is_better = label.startswith(("ttft", "start"))
+        less_is_better = label.startswith(("ttft", "start", "rss", "peak"))
         found[label] = {
             name: middle[name] / middle[OURS] if less_is_better else middle[OURS] / middle[name]
             for name in engines
@@ -226,7 +229,7 @@ def table(rows: dict[str, dict[str, list[float]]], engines: Sequence[str]) -> di
         for name in engines:
             numbers = by_engine[name]
             ratio = f" x{found[label][name]:.2f}" if name != OURS else ""
-            digits = 2 if less_is_better else 0 if middle[name] >= 100 else 1
+            digits = 0 if middle[name] >= 100 else 2 if less_is_better else 1
             span = f"{min(numbers):.{digits}f}-{max(numbers):.{digits}f}"
             cells += f"{f'{middle[name]:.{digits}f} ({span}){ratio}':>28}"
         print(f"{label:14}{cells}")
@@ -260,7 +263,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("model", type=Path, help="Hugging Face directory or GGUF file")
     parser.add_argument("--directory", type=Path, help="where a GGUF file is written out; kept, and used if there")
     parser.add_argument("--vllm-python", help="Python of an environment with vLLM's CPU build; none: vLLM is left out")
-    parser.add_argument("--engines", nargs="+", choices=list(VARIANTS), default=["allotrope", "vllm", "transformers"])
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        choices=[name for name in VARIANTS if name != "llama_cpp"],
+        default=["allotrope", "vllm", "transformers"],
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8], help="requests at once")
     parser.add_argument("--input", type=int, default=256, help="tokens of each prompt")
@@ -273,6 +281,7 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if OURS not in options.engines:
         parser.error(f"--engines must name {OURS}: the others are compared with it")
+    options.llama_python, options.our_options = None, {}
     if options.vllm_python is None:
         options.engines = [name for name in options.engines if not name.startswith("vllm")]
     return options

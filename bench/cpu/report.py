@@ -13,6 +13,9 @@ MEASURES = {
     "decode": "output tokens/s after the last first token",
     "ttft": "seconds to the last first token",
     "start": "seconds from process start to the first token",
+    "prompt": "prompt tokens/s",
+    "rss": "resident MB",
+    "peak": "resident MB at the highest",
 }
 
 
@@ -20,25 +23,39 @@ def peers_page(report: dict[str, Any]) -> str:
     """Medians of `bench/cpu/peers.py`, and how many times as fast we are."""
     asked = report["options"]
     engines = list(next(iter(report["rows"].values())))
-    lines = [
-        f"# {asked['model']} in {asked['dtype']}",
-        "",
+    lines = [f"# {asked['model']} in {asked['dtype']}", "", _turns(asked), "", *_rows(report, engines)]
+    return "\n".join(lines) + "\n"
+
+
+def gguf_page(report: dict[str, Any]) -> str:
+    """Medians of `bench/cpu/gguf_peers.py`, a table for each model."""
+    lines = ["# GGUF files", "", _turns(report["options"])]
+    for name, of_model in report["models"].items():
+        engines = list(next(iter(of_model["rows"].values())))
+        lines += ["", f"## {name}", "", *_rows(of_model, engines)]
+    return "\n".join(lines) + "\n"
+
+
+def _turns(asked: dict[str, Any]) -> str:
+    return (
         f"{asked['threads']} threads; {asked['input']} prompt tokens and {asked['output']} output tokens per request; "
-        f"median of {asked['repetitions']} turns.",
-        "",
-        f"| | {' | '.join(engines)} |",
-        "|---|" + "---:|" * len(engines),
-    ]
-    for label, by_engine in report["rows"].items():
+        f"median of {asked['repetitions']} turns."
+    )
+
+
+def _rows(measured: dict[str, Any], engines: Sequence[str]) -> list[str]:
+    """A table of medians, and how many times as good ours are."""
+    lines = [f"| | {' | '.join(engines)} |", "|---|" + "---:|" * len(engines)]
+    for label, by_engine in measured["rows"].items():
         measure, _, requests = label.partition(" B=")
         count = f"{requests} request{'s' * (requests != '1')}: " if requests else ""
         cells = [
             _significant(statistics.median(numbers))
-            + ("" if name == OURS else f" ({report['ratios'][label][name]:.2f}×)")
+            + ("" if name == OURS else f" ({measured['ratios'][label][name]:.2f}×)")
             for name, numbers in by_engine.items()
         ]
         lines.append(f"| {count}{MEASURES[measure.split()[0]]} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def architectures_page(report: dict[str, Any]) -> str:

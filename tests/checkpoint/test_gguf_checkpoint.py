@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from allotrope.checkpoint.checkpoint import open_checkpoint
-from allotrope.checkpoint.gguf_architectures import llama3_rope_factors
+from allotrope.checkpoint.gguf_keys import llama3_rope_factors
 from allotrope.errors import ModelError
+from allotrope.gguf_file import GgufFile
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCAB, LAYERS = 64, 96, 4, 2, 32, 40, 2
 # Transformers does not read this key for Qwen3 and takes 128 for granted.
@@ -194,7 +195,8 @@ def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path, write_gguf: WriteGgu
 @pytest.mark.parametrize(
     ("architecture", "changes", "words"),
     [
-        ("mamba", {}, ["general.architecture='mamba'; known from GGUF files: llama, qwen3"]),
+        ("mamba", {}, ["general.architecture='mamba'; known from GGUF files: deepseek2, "]),
+        ("deepseek4", {}, ["its compressed attention is read from Hugging Face checkpoints alone"]),
         (
             "llama",
             {"context_length": None, "block_count": None},
@@ -225,10 +227,87 @@ def test_unknown_tensors_are_refused(tmp_path: Path, write_gguf: WriteGguf) -> N
     assert "the tensor extra [2, 3] is not" in str(caught.value)
 
 
-def test_a_split_file_is_refused(tmp_path: Path, write_gguf: WriteGguf) -> None:
-    metadata = {**metadata_of("llama"), "split.count": 2}
-    with pytest.raises(ModelError, match=r"split\.count=2"):
-        open_checkpoint(write_gguf(tmp_path / "m.gguf", "llama", metadata, tensors_of("llama")))
+def test_the_files_of_a_split_model_are_read_together(tmp_path: Path, write_gguf: WriteGguf) -> None:
+    tensors = tensors_of("llama")
+    whole = open_checkpoint(write_gguf(tmp_path / "m.gguf", "llama", metadata_of("llama"), tensors))
+    names = sorted(tensors)
+    parts = []
+    for number, some in enumerate((names[::2], names[1::2])):
+        # As llama.cpp splits: the first has all metadata.
+        own = metadata_of("llama") if number == 0 else {}
+        split = {"split.no": number, "split.count": 2, "split.tensors.count": len(names)}
+        path = tmp_path / f"m-{number + 1:05d}-of-00002.gguf"
+        parts.append(Path(write_gguf(path, "llama", {**own, **split}, {name: tensors[name] for name in some})))
+    for given in parts:
+        checkpoint = open_checkpoint(str(given))
+        assert checkpoint.config == whole.config and checkpoint.headers() == whole.headers()
+        for name in whole.headers():
+            assert torch.equal(checkpoint.read(name), whole.read(name)), name
+    renamed = parts[0].rename(tmp_path / "other.gguf")
+    with pytest.raises(ModelError, match=r"split\.count=2: it is one of several files"):
+        open_checkpoint(str(renamed))
+    with pytest.raises(ModelError, match=r"m-00001-of-00002\.gguf"):
+        open_checkpoint(str(parts[1]))
+    renamed.rename(parts[0])
+    write_gguf(parts[1], "llama", {"split.no": 1, "split.count": 2}, {})
+    with pytest.raises(ModelError, match=r"split\.tensors\.count=21, but its parts have 11 tensors"):
+        open_checkpoint(str(parts[0]))
+
+
+def test_stored_blocks_are_those_of_the_values(tmp_path: Path, write_gguf: WriteGguf) -> None:
+    """Blocks have the rows in the order of the tensor that is read."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    tensors = tensors_of("llama")
+    kinds = {"blk.0.attn_q.weight": "Q8_0", "blk.0.ffn_up.weight": "Q4_0"}
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", "llama", metadata_of("llama"), tensors, kinds))
+    headers = checkpoint.headers()
+    for part, kind in (("self_attn.q_proj", "Q8_0"), ("mlp.up_proj", "Q4_0")):
+        name = f"model.layers.0.{part}.weight"
+        format = headers[name].format
+        assert format is not None and format.name == kind.lower()
+        values = dequantize(checkpoint.blocks(name).numpy(), GGMLQuantizationType[kind])
+        assert torch.equal(torch.from_numpy(values), checkpoint.read(name))
+    assert headers["model.layers.1.self_attn.q_proj.weight"].format is None
+
+
+def test_columns_are_reordered_by_whole_blocks_or_not_kept(tmp_path: Path, write_gguf: WriteGguf) -> None:
+    """Value heads of Qwen3.5's delta rule, which are columns of its output projection."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    random = np.random.default_rng(0)
+    shapes = {"blk.0.ssm_out.weight": (8, 128), "blk.0.ssm_a": (4,), "token_embd.weight": (16, 64)}
+    tensors = {name: -np.exp(random.standard_normal(shape)) for name, shape in shapes.items()}
+    metadata = {
+        "block_count": 1,
+        "context_length": 64,
+        "embedding_length": 64,
+        "feed_forward_length": 64,
+        "attention.head_count": 2,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.key_length": 32,
+        "attention.value_length": 32,
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 16,
+        "ssm.group_count": 2,
+        "ssm.time_step_rank": 4,
+        "ssm.inner_size": 128,
+    }
+    name, kinds = "model.layers.0.linear_attn.out_proj.weight", {"blk.0.ssm_out.weight": "Q8_0"}
+    for heads, kept in ((4, True), (8, False)):
+        entries = {f"qwen35.{key}": value for key, value in (metadata | {"ssm.time_step_rank": heads}).items()}
+        tensors["blk.0.ssm_a"] = np.full(heads, -1.0)
+        checkpoint = open_checkpoint(write_gguf(tmp_path / f"{heads}.gguf", "qwen35", entries, tensors, kinds))
+        assert (checkpoint.headers()[name].format is not None) == kept
+        if kept:
+            values = dequantize(checkpoint.blocks(name).numpy(), GGMLQuantizationType.Q8_0)
+            assert torch.equal(torch.from_numpy(values), checkpoint.read(name))
+            # Stored as (0, 0), (1, 0), (0, 1), (1, 1) of (group, number).
+            stored = GgufFile(checkpoint.source)
+            rows = stored.raw(stored.tensors["blk.0.ssm_out.weight"], 8 * 4 * 34).reshape(8, 4, 34)
+            assert (checkpoint.blocks(name).numpy().reshape(8, 4, 34) == rows[:, [0, 2, 1, 3]]).all()
 
 
 def test_truncated_files_say_so_wherever_they_end(tmp_path: Path, write_gguf: WriteGguf) -> None:

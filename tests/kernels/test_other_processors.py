@@ -17,6 +17,7 @@ KINDS = {
     "x86-64-v3": ("_is_avx2_supported", "avx2", "AVX2"),
     "x86-64-v4": ("_is_avx512_supported", "avx512", "AVX512_CORE"),
 }
+FILES = ("kernels/test_c_kernels.py", "attention/test_naive.py", "ops/test_gguf_blocks.py")
 # Stands in for the C compiler, and leaves `native` out.
 COMPILER = """#!/bin/sh
 for word; do
@@ -46,9 +47,13 @@ def test_compiled_code(kind: str, tmp_path: Path) -> None:
         "ATEN_CPU_CAPABILITY": torch_level,
         "ONEDNN_MAX_CPU_ISA": onednn_level,
     }
-    files = [str(TESTS / "kernels" / "test_c_kernels.py"), str(TESTS / "attention" / "test_naive.py")]
-    chosen = "test_c_kernels or (any_schedule and mha and (grouped_8-compiled or window_and_sinks-compiled))"
+    files = [str(TESTS / name) for name in FILES]
+    chosen = (
+        "test_c_kernels or (any_schedule and mha and (grouped_8-compiled or window_and_sinks-compiled))"
+        " or (test_gguf_blocks and (q4_k or q6_k or q8_0 or iq4_nl or activations) and not arm)"
+    )
     command = [sys.executable, "-m", "pytest", *files, "-k", chosen, "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=880, cwd=TESTS.parent)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert list((tmp_path / "cache").rglob("prefill-*.so"))
+    for name in ("prefill", "blocks"):
+        assert list((tmp_path / "cache").rglob(f"{name}-*.so"))

@@ -29,7 +29,7 @@ TEXTS = [
 # What separates the rules: digits after spaces and newlines, trailing spaces, composed characters, capitals, slashes.
 HARD_TEXTS = ["\n\n1. First\n2. Second", "a  1", " x  \n\n \t y ", "  two", "e\u0301", "ABCdefGHI", "...///\n\n//x"]
 CORPUS = [*TEXTS, *HARD_TEXTS, "the 2024 results: 12, 345 and 6789; don't stop ABC abcABC\n\n  indented\n"] * 2
-PATTERNS = {
+PATTERNS: dict[str, str | tuple[str, ...]] = {
     "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+",
     "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
@@ -37,21 +37,51 @@ PATTERNS = {
     "tekken": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen35": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        r"[一-龥぀-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+        r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "kimi-k2": r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "minimax-m2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
+# Letters with a case are named one by one; none in these texts is new to that list.
+PATTERNS["deepseek-llm"] = (
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    r"[ࠀ-龥가-퟿]+",
+    r"\p{Nd}",
+)
+PATTERNS["glm4"] = PATTERNS["llama-bpe"]
+WHOLE_TOKENS = ("llama-bpe", "tekken", "glm4")
 
 
 def reference(kind: str) -> tokenizers.Tokenizer:
     """A byte-level tokenizer as models with this kind of splitting ship it, trained on a small corpus."""
-    backend = tokenizers.Tokenizer(models.BPE(ignore_merges=kind in ("llama-bpe", "tekken")))
+    backend = tokenizers.Tokenizer(models.BPE(ignore_merges=kind in WHOLE_TOKENS))
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind not in PATTERNS)
     steps: list[Any] = [bytes_only]
     if kind in PATTERNS:
-        steps.insert(0, pre_tokenizers.Split(Regex(PATTERNS[kind]), behavior="isolated"))
+        patterns = PATTERNS[kind]
+        several = (patterns,) if isinstance(patterns, str) else patterns
+        steps = [*(pre_tokenizers.Split(Regex(one), behavior="isolated") for one in several), bytes_only]
     elif kind == "smollm":
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
-    if kind == "qwen2":
+    if kind in ("qwen2", "qwen35"):
         backend.normalizer = tokenizers.normalizers.NFC()
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -82,7 +112,7 @@ def metadata_of(backend: tokenizers.Tokenizer, kind: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["gpt-2", "smollm", "qwen2", "llama-bpe", "tekken"])
+@pytest.mark.parametrize("kind", ["gpt-2", "smollm", *PATTERNS])
 def test_byte_level_pre_tokenizers(kind: str, tmp_path: Path, write_gguf: Callable[..., str]) -> None:
     backend = reference(kind)
     tokenizer = load_tokenizer(write_gguf(tmp_path / "x.gguf", "llama", metadata_of(backend, kind)))
@@ -105,10 +135,36 @@ def test_byte_level_pre_tokenizers(kind: str, tmp_path: Path, write_gguf: Callab
 def test_pre_tokenizers_differ(tmp_path: Path, write_gguf: Callable[..., str]) -> None:
     """The texts above do tell the rules apart: with the rules of another kind they give other ids."""
     backend = reference("smollm")
-    for kind in ("gpt-2", "qwen2", "llama-bpe", "tekken"):
+    for kind in ("gpt-2", *PATTERNS):
         metadata = {**metadata_of(backend, "smollm"), "tokenizer.ggml.pre": kind}
         other = load_tokenizer(write_gguf(tmp_path / f"{kind}.gguf", "llama", metadata))
         assert any(other.encode(text) != backend.encode(text).ids for text in HARD_TEXTS), kind
+
+
+def test_merges_over_whole_lines(tmp_path: Path, write_gguf: Callable[..., str]) -> None:
+    """Gemma 4: listed merges over text whose spaces are marks, cut at newlines, other bytes by themselves."""
+    words = ["▁", "a", "b", "ab", "▁ab", "b▁ab", "\n", "\n\n"]
+    tokens = ["<unk>", "<bos>", "<eos>", *(f"<0x{b:02X}>" for b in range(256)), *words]
+    metadata = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(words),
+        "tokenizer.ggml.merges": ["a b", "▁ ab", "b ▁ab", "\n \n"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "x.gguf", "gemma4", metadata))
+
+    def pieces(text: str) -> list[str]:
+        ids = tokenizer.encode(text)
+        assert ids[0] == 1 and tokenizer.decode(ids) == text
+        return [tokens[i] for i in ids[1:]]
+
+    assert pieces("b ab") == ["b▁ab"]
+    assert pieces("ab\n\nab") == ["ab", "\n\n", "ab"]
+    assert pieces("é") == ["<0xC3>", "<0xA9>"]
 
 
 def test_begin_and_end_tokens(tmp_path: Path, write_gguf: Callable[..., str]) -> None:
@@ -164,7 +220,7 @@ def test_sentencepiece_text_round_trip(sentencepiece: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model='bert'; allowed: 'gpt2', 'llama'"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model='bert'; allowed: 'gpt2', 'llama', 'gemma4'"),
         ({"tokenizer.ggml.pre": "dwarf"}, "tokenizer.ggml.pre='dwarf'; known: "),
         ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is missing"),
         ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges is missing"),

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 from allotrope.kernels.backend import Op, lazily, runs_anywhere
-from allotrope.ops.grouped_matmul import cpu, onednn, pytorch, reference
+from allotrope.ops.grouped_matmul import cpu, cpu_blocks, onednn, pytorch, reference
 from allotrope.ops.matmul import MatmulBackend, kernel_rejects, pack_for_kernels
 from allotrope.ops.matmul.cpu import pack, panel_bytes, rejects_experts
+from allotrope.ops.matmul.cpu_blocks import pack as pack_blocks
+from allotrope.ops.matmul.cpu_blocks import packed_bytes as bytes_of_blocks
+from allotrope.ops.matmul.cpu_blocks import rejects as rejects_blocks
 
 GROUPED_MATMUL = Op(
     "grouped_matmul",
@@ -20,6 +23,14 @@ GROUPED_MATMUL = Op(
             lazily("allotrope.ops.grouped_matmul.on_gpu", "grouped_matmul"),
             pack_for_kernels,
             own_layout=True,
+        ),
+        MatmulBackend(
+            "cpu_blocks",
+            rejects_blocks,
+            cpu_blocks.grouped_matmul,
+            pack_blocks,
+            own_layout=True,
+            packed_bytes=bytes_of_blocks,
         ),
         MatmulBackend("cpu", rejects_experts, cpu.grouped_matmul, pack, copy_bytes=panel_bytes),
         MatmulBackend("onednn", onednn.rejects, onednn.grouped_matmul, onednn.pack),

@@ -10,13 +10,13 @@ import torch
 from allotrope.ops.case import Cases, Draw, OpCase
 from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.matmul import MatmulSpec
-from allotrope.ops.matmul.cases import FORMATS, draw_weight, tolerance_of
+from allotrope.ops.matmul.cases import FORMATS, draw_weight, dtypes_of, tolerance_of
 from allotrope.ops.matmul.weight import Format
 
 
 def _case(format: Format, block_rows: int, sizes: Sequence[int], gating: GatedActivation | None, bias: bool) -> OpCase:
     """`sizes`: rows of each expert. With a gate, rows are picked out of fewer tokens."""
-    outputs, inputs, tokens = 128, 192, 7
+    outputs, inputs, tokens = 128, 192 if 192 % format.pack_factor == 0 else 256, 7
 
     def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
         draw, rows = Draw(generator, device), sum(sizes)
@@ -29,7 +29,7 @@ def _case(format: Format, block_rows: int, sizes: Sequence[int], gating: GatedAc
     spec: Callable[[torch.dtype], MatmulSpec] = lambda dtype: MatmulSpec(  # noqa: E731
         format, dtype, outputs, inputs, len(sizes)
     )
-    return OpCase(spec, make, tolerance=tolerance_of(format))
+    return OpCase(spec, make, dtypes_of(format), tolerance_of(format))
 
 
 def _cases() -> dict[str, OpCase]:

@@ -15,7 +15,7 @@ import torch
 from allotrope.kernels.backend import Backend, Op, lazily, runs_anywhere
 from allotrope.kernels.chip import Chip
 from allotrope.kernels.triton_version import triton_reasons
-from allotrope.ops.matmul import cpu, onednn, pytorch, reference
+from allotrope.ops.matmul import cpu, cpu_blocks, onednn, pytorch, reference
 from allotrope.ops.matmul.plain import PLAIN, PlainWeight
 from allotrope.ops.matmul.weight import Format, QuantizedWeight, Weight
 
@@ -37,18 +37,23 @@ def _copies_nothing(shape: Sequence[int], dtype: torch.dtype) -> int:
     return 0
 
 
+def _bytes_of_kernels(format: Format, shape: tuple[int, ...], shared: bool) -> tuple[int, int]:
+    return format.packed_bytes(shape, shared)
+
+
 @dataclass(frozen=True)
 class MatmulBackend(Backend):
-    """`pack`: a whole stored weight (`PlainWeight` or `QuantizedWeight`), as `run` reads it. `own_layout`: whether that
-    is what `Format.pack` makes. `fp32_out`: whether `out` may be fp32, for sums that are not rounded. `copy_bytes`:
-    shape and dtype of a plain weight -> bytes that `pack` takes beside the memory it is given, 0 where it takes that
-    over.
+    """`pack`: a whole stored weight (`PlainWeight` or `QuantizedWeight`), as `run` reads it. `own_layout`: whether
+    `run` multiplies quantized weights as that is, which takes `packed_bytes` (of a format, a shape, and whether blocks
+    of rows share scales). `fp32_out`: whether `out` may be fp32, for sums that are not rounded. `copy_bytes`: shape and
+    dtype of a plain weight -> bytes that `pack` takes beside the memory it is given, 0 where it takes that over.
     """
 
     pack: Callable[[Any], Weight] = reference.pack
     own_layout: bool = False
     fp32_out: bool = False
     copy_bytes: Callable[[Sequence[int], torch.dtype], int] = _copies_nothing
+    packed_bytes: Callable[[Format, tuple[int, ...], bool], tuple[int, int]] = _bytes_of_kernels
 
 
 def kernel_rejects(spec: Any, chip: Chip) -> list[str]:
@@ -77,9 +82,25 @@ MATMUL = Op(
             own_layout=True,
             fp32_out=True,
         ),
+        MatmulBackend(
+            "cpu_blocks",
+            cpu_blocks.rejects,
+            cpu_blocks.matmul,
+            cpu_blocks.pack,
+            own_layout=True,
+            fp32_out=True,
+            packed_bytes=cpu_blocks.packed_bytes,
+        ),
         MatmulBackend("cpu", cpu.rejects, cpu.matmul, cpu.pack, copy_bytes=cpu.panel_bytes),
         MatmulBackend("onednn", onednn.rejects, onednn.matmul, onednn.pack),
         MatmulBackend("pytorch", pytorch.rejects, pytorch.matmul),
         MatmulBackend("reference", runs_anywhere, reference.matmul),
     ),
 )
+
+
+def multiplied_as_stored(format: Format, dtype: torch.dtype, chip: Chip) -> bool:
+    """Whether some backend multiplies weights of a format without dequantizing them for each product."""
+    spec = MatmulSpec(format, dtype, 256, 256)
+    backends = [one for one in MATMUL.backends if isinstance(one, MatmulBackend) and one.own_layout]
+    return any(not one.rejects(spec, chip) for one in backends)

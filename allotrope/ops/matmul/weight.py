@@ -26,22 +26,37 @@ KERNEL_STEP = 128
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """`group_size`: inputs that share a scale; 0: all of a row. `rows`: rows of the stored weight that do; 0: all.
-    `pack_factor`: numbers in an element of values.
-    """
+    """`group_size`: inputs that share a scale; 0: all of a row. `rows`: rows of the stored weight that do; 0: all."""
 
     group_size: int = 0
     rows: int = 1
 
-    name: ClassVar[str]
     value_dtype: ClassVar[torch.dtype]
     scale_dtype: ClassVar[torch.dtype]
-    pack_factor: ClassVar[int] = 1
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """As users know it."""
+
+    @property
+    def pack_factor(self) -> int:
+        """Numbers in `elements` elements of values."""
+        return 1
+
+    @property
+    def elements(self) -> int:
+        """Elements of values that `pack_factor` numbers take."""
+        return 1
+
+    def width(self, inputs: int) -> int:
+        """Elements of values of a row of `inputs` numbers."""
+        return inputs // self.pack_factor * self.elements
 
     @abstractmethod
     def dequantize(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """The plain weight in fp32. `values`: [.., outputs, inputs / pack_factor]. `scales`: [.., outputs / b, groups],
-        where each b rows share theirs."""
+        """The plain weight in fp32. `values`: [.., outputs, width]. `scales`: [.., outputs / b, groups], where each b
+        rows share theirs."""
 
     @abstractmethod
     def quantize(self, weight: torch.Tensor, block_rows: int = 1) -> QuantizedWeight:
@@ -84,7 +99,7 @@ class Format(ABC):
         """As `packed_bytes`, of a weight that is kept as it is stored."""
         *outer, inputs = shape
         rows = torch.Size(outer).numel()
-        values = rows * (inputs // self.pack_factor) * self.value_dtype.itemsize
+        values = rows * self.width(inputs) * self.value_dtype.itemsize
         scales = rows * self.groups(inputs) * self.scale_dtype.itemsize
         return values, scales // SHARED_ROWS if shared else scales
 
@@ -112,6 +127,10 @@ class Weight(ABC):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The plain weight, computed in fp32 and rounded to `dtype`."""
 
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Outputs `ids` of one plain weight, [n, inputs], rounded to `dtype`."""
+        return self.dequantize(dtype)[ids]
+
     def __repr__(self) -> str:
         sizes = "x".join(map(str, self.shape))
         return f"{type(self).__name__}({self.format.name}, {sizes}, {self.nbytes} bytes)"
@@ -119,7 +138,7 @@ class Weight(ABC):
 
 @dataclass(frozen=True, repr=False)
 class QuantizedWeight(Weight):
-    """As it is stored. `values`: [.., outputs, inputs / pack_factor]. `scales`: [.., outputs, groups], or
+    """As it is stored. `values`: [.., outputs, width]. `scales`: [.., outputs, groups], or
     [.., outputs / b, groups] where each b rows share theirs.
     """
 
@@ -130,8 +149,8 @@ class QuantizedWeight(Weight):
     @property
     def shape(self) -> tuple[int, ...]:
         """As `Weight.shape`."""
-        *outer, inputs = self.values.shape
-        return (*outer, inputs * self.format.pack_factor)
+        *outer, width = self.values.shape
+        return (*outer, width // self.format.elements * self.format.pack_factor)
 
     @property
     def nbytes(self) -> int:
@@ -146,6 +165,10 @@ class QuantizedWeight(Weight):
     def __getitem__(self, index: slice | int) -> QuantizedWeight:
         """Some outputs of one weight whose rows have scales of their own; or some experts, or one."""
         return QuantizedWeight(self.format, self.values[index], self.scales[index])
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """As `Weight.rows`."""
+        return self.format.dequantize(self.values[ids], self.scales[ids]).to(dtype)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """As `Weight.dequantize`."""

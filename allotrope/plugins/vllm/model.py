@@ -35,7 +35,7 @@ from allotrope.layers.build import Build
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.step import LayerStep, Step
-from allotrope.loading.decoder import keeps_quantized, load_decoder, make_decoder, quantized_build
+from allotrope.loading.decoder import load_decoder, make_decoder, only_kept, quantized_build
 from allotrope.loading.kv_scales import FP8, attention_specs
 from allotrope.ops.rope import RopeTables
 from allotrope.plugins.vllm.cache import HostedCache, HostedStep
@@ -73,6 +73,10 @@ class StreamedWeights:
     def read(self, name: str) -> torch.Tensor:
         """As `Checkpoint.read`."""
         return self._weights[name]
+
+    def blocks(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.blocks`."""
+        raise ModelError(self.source, [f"{name} is not stored in blocks"])
 
 
 def open_config(vllm_config: VllmConfig, weights: bool = False) -> tuple[Checkpoint, Architecture, ModelSpec]:
@@ -276,7 +280,7 @@ class HostedModel(HostedLayers):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         quantized_weights = _quantized_weights(vllm_config)
-        keeps = keeps_quantized(quantized_weights, torch.device(vllm_config.device_config.device_type))
+        keeps = quantized_weights != "dequantize"
         stored = keeps and vllm_config.load_config.load_format != "dummy"
         checkpoint, architecture, spec = open_config(vllm_config, stored)
         super().__init__(checkpoint, architecture)
@@ -288,7 +292,8 @@ class HostedModel(HostedLayers):
         specs = attention_specs(spec, self.build, self.checkpoint.source)
         _log_state_dtype(vllm_config, any(isinstance(one, StateSlots) for of in specs for one in of.caches().values()))
         if keeps:
-            self.build = quantized_build(self.checkpoint, self.architecture, spec, self.build)
+            kept = quantized_build(self.checkpoint, self.architecture, spec, self.build)
+            self.build = only_kept(kept, quantized_weights)
         self.decoder = make_decoder(self.architecture, spec, self.build)
         self.seed = vllm_config.model_config.seed or 0
         self._warmed_up: set[tuple[bool, bool, int, bool]] = set()

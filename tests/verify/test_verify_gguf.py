@@ -1,0 +1,46 @@
+"""`verify` of GGUF files: those that Transformers reads, those that it does not, and blocks that stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from gguf_twins import write_gguf_twin
+from tiny_checkpoints import write_tiny
+
+from allotrope.architectures.glm4_moe import tiny_glm4_moe
+from allotrope.architectures.llama import tiny_llama
+from allotrope.config import EngineConfig
+from allotrope.gguf_file import GgufFile
+from allotrope.verify.options import VerifyOptions
+from allotrope.verify.run import verify
+
+OPTIONS = VerifyOptions(modes="whole,chunked-3", lengths="3,17", new_tokens=3)
+
+
+def test_a_file_of_an_architecture_that_transformers_reads(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    config = tiny_llama()
+    # Its reader overlooks the rope factors of a file.
+    del config["rope_scaling"]
+    write_tiny(config, tmp_path / "model")
+    report = verify(EngineConfig(model=write_gguf_twin(tmp_path / "model", tmp_path / "m.gguf")), OPTIONS)
+    assert report.passed and "written out plain" not in report.origin
+
+
+def test_another_file_is_written_out_and_its_blocks_are_measured(
+    tmp_path: Path, write_gguf: Callable[..., str]
+) -> None:
+    torch.set_num_threads(1)
+    write_tiny(tiny_glm4_moe(), tmp_path / "model")
+    plain = GgufFile(write_gguf_twin(tmp_path / "model", tmp_path / "plain.gguf"))
+    tensors = {one.name: np.array(one.data) for one in gguf.GGUFReader(plain.path).tensors}
+    kinds = {name: "Q8_0" for name, one in tensors.items() if one.ndim > 1 and "gate_inp" not in name}
+    metadata = {key: value for key, value in plain.metadata.items() if key != "general.architecture"}
+    file = write_gguf(tmp_path / "blocks.gguf", "glm4moe", metadata, tensors, kinds)
+    report = verify(EngineConfig(model=file, device="cpu"), OPTIONS)
+    assert report.passed and "written out plain" in report.origin
+    assert any(line.startswith("activations in int8 put logits off by") for line in report.remarks)
