@@ -17,9 +17,7 @@ from types import ModuleType
 class DefineSchemas(MetaPathFinder):
     """Finds nothing: it is asked before the others."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name == "torchvision":
             sys.meta_path.remove(self)
             import torch

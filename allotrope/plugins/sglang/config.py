@@ -7,6 +7,7 @@ the model is built, which declares it here, and SGLang asks afterwards.
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import PretrainedConfig
 from allotrope.architectures.registry import ARCHITECTURES, read_spec
 from allotrope.attention.cache_layout import CacheLayout
 from allotrope.checkpoint.checkpoint import open_checkpoint
+from allotrope.errors import ConfigError
 from allotrope.layers.build import Build
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.parallel import Parallel
@@ -114,14 +116,22 @@ def planned_layouts(spec: ModelSpec, source: str) -> tuple[CacheLayout, ...]:
 
 
 def declare_arguments(server_args: Any, hf_config: HostedConfig) -> dict[str, Any]:
-    """SGLang's arguments for a model of ours, where the user has not given them."""
-    states, needed = isinstance(hf_config, HostedHybridConfig), hf_config.row_stride
-    # SGLang copies states of prefixes where pages have one token.
-    page_size = server_args.page_size or (1 if states and not server_args.disable_radix_cache else PAGE_SIZE)
-    asked = server_args.attention_backend
+    """SGLang's arguments for a model of ours. Raises ConfigError for pages that hold no whole entries."""
+    asked, page_size, stride = server_args.attention_backend, server_args.page_size, hf_config.row_stride
     if asked not in (None, NAME):
         log.info("allotrope: attention_backend=%s is not used: Allotrope's models bring their own", asked)
-    declared = {"attention_backend": NAME, "prefill_attention_backend": None, "decode_attention_backend": None}
-    if server_args.page_size is None:
-        page_size = -(-page_size // needed) * needed
-    return declared | {"page_size": page_size}
+    if page_size is None:
+        # SGLang keeps states of prefixes with pages of one token alone.
+        shares_states = isinstance(hf_config, HostedHybridConfig) and not server_args.disable_radix_cache
+        page_size = 1 if shares_states else math.lcm(PAGE_SIZE, stride)
+    if page_size % stride:
+        raise ConfigError(
+            f"page_size={page_size} is not a multiple of {stride}, the tokens of one entry of the model's compressed"
+            " caches. Leave --page-size out."
+        )
+    return {
+        "attention_backend": NAME,
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+        "page_size": page_size,
+    }
