@@ -1,7 +1,7 @@
 """Allotrope's models and attention inside SGLang, which keeps its scheduler, prefix cache, sampler and server.
 
-`register` is SGLang's general-plugin entry point. It runs in every SGLang process, so it touches no model, no kernel and
-no device; and it never raises: whatever is wrong is one line, and SGLang goes on with its own models.
+`register` is SGLang's general-plugin entry point. It runs in every SGLang process, so it touches no model, no kernel
+and no device; and it never raises: whatever is wrong is one line, and SGLang goes on with its own models.
 """
 
 from __future__ import annotations

@@ -37,8 +37,21 @@ class HostedBackend(AttentionBackend):
         """The step's tensors are SGLang's."""
 
 
-class StateBackend(HostedBackend):
+class StateBackend(AttentionBackend):
     """States of any family, which the model finds by itself."""
+
+    # Lengths are read by the other backend of the same model.
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """As the other backend of the same model."""
+        return 0
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """The step's tensors are SGLang's."""
 
     def supports_prefill_graph_extend(self) -> bool:
         """Steps with prompts are not captured."""

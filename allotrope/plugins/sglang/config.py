@@ -17,15 +17,10 @@ from sglang.srt.utils.hf_transformers.config import HfModelConfigParser
 from transformers import PretrainedConfig
 
 from allotrope.architectures.registry import ARCHITECTURES, read_spec
-from allotrope.attention.cache_layout import CacheLayout
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.errors import ConfigError
-from allotrope.layers.build import Build
-from allotrope.layers.model_spec import ModelSpec
-from allotrope.layers.parallel import Parallel
-from allotrope.loading.kv_scales import attention_specs
 from allotrope.plugins.sglang import NAME, PLAIN, STATEFUL
-from allotrope.plugins.sglang.memory import HEAD_DIM, CacheMemory
+from allotrope.plugins.sglang.memory import HEAD_DIM, CacheMemory, planned_layouts
 
 log = logging.getLogger("sglang.allotrope")
 # What SGLang reads of a checkpoint's config beside the shape of its caches.
@@ -107,12 +102,6 @@ def hosted_config(source: str, revision: str | None) -> HostedConfig:
     )
     found.declare(memory, torch.float32, 1)
     return found
-
-
-def planned_layouts(spec: ModelSpec, source: str) -> tuple[CacheLayout, ...]:
-    """Of the caches of a model that is not yet built, with entries in fp32."""
-    build = Build(torch.float32, torch.float32, torch.device("meta"), Parallel(0, 1))
-    return tuple(layout for one in attention_specs(spec, build, source) for layout in one.caches().values())
 
 
 def declare_arguments(server_args: Any, hf_config: HostedConfig) -> dict[str, Any]:

@@ -23,6 +23,10 @@ from allotrope.attention.cache_layout import (
     row_bytes,
     views,
 )
+from allotrope.layers.build import Build
+from allotrope.layers.model_spec import ModelSpec
+from allotrope.layers.parallel import Parallel
+from allotrope.loading.kv_scales import attention_specs
 
 # SGLang allocates keys and values of heads; a head of ours is so many elements of each.
 HEAD_DIM = 32
@@ -89,6 +93,12 @@ class CacheMemory:
     def _weight(self, layout: CacheLayout) -> int:
         """Bytes of `row_stride` tokens; states have a pool of their own."""
         return 0 if isinstance(layout, StateSlots) else page_bytes(layout, self.row_stride)
+
+
+def planned_layouts(spec: ModelSpec, source: str) -> tuple[CacheLayout, ...]:
+    """Of the caches of a model that is not yet built, with entries in fp32."""
+    build = Build(torch.float32, torch.float32, torch.device("meta"), Parallel(0, 1))
+    return tuple(layout for one in attention_specs(spec, build, source) for layout in one.caches().values())
 
 
 def _aligned(size: int) -> int:

@@ -169,12 +169,14 @@ class HostedModel(nn.Module):
         self.decoder = make_decoder(self.architecture, spec, self.build)
         self.seed = args.random_seed or 0
         self.finished = False
-        mixers = [layer.mixer for layer in self.decoder.layers]
+        layers: Any = self.decoder.layers
+        # In a list of their own, which is no part of the tree of modules.
+        self._mixers: list[Any] = [layer.mixer for layer in layers]
         owners = [layer.mixer.shares_cache_of for layer in spec.layers]
         # Of each layer, the layer whose caches it reads.
         self._owners = [number if owner is None else owner for number, owner in enumerate(owners)]
         self._caches = [
-            {} if owner is not None else mixer.spec.caches() for mixer, owner in zip(mixers, owners, strict=True)
+            {} if owner is not None else mixer.spec.caches() for mixer, owner in zip(self._mixers, owners, strict=True)
         ]
         self.memory = CacheMemory(tuple(layout for caches in self._caches for layout in caches.values()))
         if bool(self.memory.state_bytes) != (type(self).__name__ == STATEFUL):
@@ -187,7 +189,7 @@ class HostedModel(nn.Module):
         self._pools: _Pools
         # Of steps that can be captured; none otherwise.
         self._numbers: torch.Tensor | None = None
-        self._in_graphs = all(mixer.backend.in_graphs for mixer in mixers)
+        self._in_graphs = all(mixer.backend.in_graphs for mixer in self._mixers)
 
     def bind(self, kv_pool: Any, request_pool: Any, context: int) -> None:
         """Take SGLang's pools, which are made after the model. `context`: most tokens of a request."""
@@ -200,6 +202,12 @@ class HostedModel(nn.Module):
         own = [{name: next(found) for name in caches} for caches in self._caches]
         self._views = [own[owner] for owner in self._owners]
         self._pools = _Pools(kv_pool, request_pool, context)
+        log.info(
+            "allotrope: caches in SGLang's pools: %d bytes a token in pages of %d, %d bytes of states a sequence",
+            kv_pool.get_key_buffer(0)[0].nbytes + kv_pool.get_value_buffer(0)[0].nbytes,
+            kv_pool.page_size,
+            self.memory.state_bytes,
+        )
         if self._in_graphs:
             self._numbers = torch.arange(len(request_pool.req_to_token) + 1, device=self.build.device)
 
@@ -237,8 +245,8 @@ class HostedModel(nn.Module):
         of_kind = self._indices(forward_batch, batch, order)
         made: dict[object, object] = {}
         steps = []
-        for layer, owner, views in zip(self.decoder.layers, self._owners, self._views, strict=True):
-            spec, backend = layer.mixer.spec, layer.mixer.backend
+        for mixer, owner, views in zip(self._mixers, self._owners, self._views, strict=True):
+            spec, backend = mixer.spec, mixer.backend
             index = {name: of_kind[isinstance(one, StateSlots)] for name, one in self._caches[owner].items()}
             key = (spec.plan_key, backend.name, tuple(index))
             if key not in made:
