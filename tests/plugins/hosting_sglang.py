@@ -125,6 +125,7 @@ def write(architecture: str, directory: Path) -> Path:
 
     names = {"architectures": [architecture]}
     write_random(find_architecture(names, architecture).tiny() | names, directory, None, 0)
+    (directory / "generation_config.json").unlink(missing_ok=True)
     file = directory / "config.json"
     config = json.loads(file.read_text())
     for part in (config, config.get("text_config", {})):
