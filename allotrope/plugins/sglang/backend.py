@@ -24,6 +24,7 @@ class HostedBackend(AttentionBackend):
         if bind is None:
             raise ConfigError("attention_backend=allotrope runs Allotrope's models alone; name another one.")
         bind(self.token_to_kv_pool, self.req_to_token_pool, self.max_context_len)
+        self._model = runner.model
 
     def support_triton(self) -> bool:
         """Asked for SGLang's own kernels, which this backend does not need."""
@@ -34,7 +35,8 @@ class HostedBackend(AttentionBackend):
         return 0
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """The step's tensors are SGLang's."""
+        """The step's tensors are SGLang's. Raises ConfigError where the model makes a plan on the host."""
+        self._model.refuse_graphs()
 
 
 class StateBackend(AttentionBackend):

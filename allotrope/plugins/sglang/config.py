@@ -123,4 +123,6 @@ def declare_arguments(server_args: Any, hf_config: HostedConfig) -> dict[str, An
         "prefill_attention_backend": None,
         "decode_attention_backend": None,
         "page_size": page_size,
+        # Of steps with prompts, plans are made on the host.
+        "disable_prefill_cuda_graph": True,
     }

@@ -27,6 +27,7 @@ from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.errors import ConfigError, ModelError
 from allotrope.kernels.backend import Chooser, parse_wanted
 from allotrope.kernels.chip import chip_of
+from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.build import Build
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.parallel import Parallel
@@ -191,6 +192,11 @@ class HostedModel(nn.Module):
         self._numbers: torch.Tensor | None = None
         self._in_graphs = all(mixer.backend.in_graphs for mixer in self._mixers)
 
+    def refuse_graphs(self) -> None:
+        """Raise ConfigError where a step cannot be captured."""
+        if reasons := uncaptured(self.decoder):
+            raise ConfigError(f"decode steps run without CUDA graphs: {'; '.join(reasons)}. Add --disable-cuda-graph.")
+
     def bind(self, kv_pool: Any, request_pool: Any, context: int) -> None:
         """Take SGLang's pools, which are made after the model. `context`: most tokens of a request."""
         if not self.finished:
@@ -256,17 +262,14 @@ class HostedModel(nn.Module):
 
     def _common(self, forward_batch: ForwardBatch) -> _Common:
         count, seen = forward_batch.batch_size, forward_batch.seq_lens_cpu
-        if forward_batch.forward_mode.is_decode():
-            # What is captured is replayed for longer texts.
-            captured = self.build.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            longest = self._pools.context if captured or seen is None else int(seen.max())
-            starts = torch.arange(count + 1, dtype=torch.int32)
-            numbers = starts if self._numbers is None else self._numbers[: count + 1].int()
-            lens = forward_batch.seq_lens.int()
-            return _Common(count, count, 1, max(longest, 1), numbers, starts, lens, seen)
-        new = forward_batch.extend_seq_lens_cpu
+        new = [1] * count if forward_batch.forward_mode.is_decode() else forward_batch.extend_seq_lens_cpu
+        # What is captured is replayed for longer texts.
+        captured = self.build.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        longest = self._pools.context if captured or seen is None else max(int(seen.max()), 1)
         starts = torch.tensor([0, *new]).cumsum(0)
-        return _Common(count, sum(new), max(new), self._pools.context, starts, starts, forward_batch.seq_lens, seen)
+        # On the device it is read of decodes alone.
+        numbers = starts if self._numbers is None else self._numbers[: count + 1].int()
+        return _Common(count, sum(new), max(new), longest, numbers, starts, forward_batch.seq_lens.int(), seen)
 
     def _indices(self, forward_batch: ForwardBatch, batch: BatchLayout, order: Order) -> dict[bool, CacheIndex]:
         """Where entries of tokens (False) and states (True) of the step's requests lie."""
