@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,6 @@ from tiny_checkpoints import prompts
 
 pytestmark = [pytest.mark.usefixtures("in_sglang"), pytest.mark.timeout(600)]
 
-# SGLang reads a child's failure after a pause for diagnostics.
 FIRST = Round(prompts((3, 40), vocab_size=300), 4)
 UNKNOWN = """
 import importlib.metadata as metadata
@@ -49,9 +50,17 @@ def test_sglang_runs_its_own_model(environment: dict[str, str], before: str, lin
 
 def test_what_is_refused(tmp_path: Path) -> None:
     """Every reason at once."""
-    options = {"cpu_offload_gb": 1, "enable_unified_memory": True, "quantization": "fp8"}
+    options = {"cpu_offload_gb": 1, "enable_two_batch_overlap": True, "kv_cache_dtype": "fp8_e5m2"}
     asked = ask(write("LlamaForCausalLM", tmp_path), [FIRST], **options)
     assert asked.code != 0
-    for reason in ("offloading weights is not", "one memory for all caches", "quantization is not supported"):
+    for reason in ("offloading weights is not supported", "two batches at once", "kv_cache_dtype=fp8_e5m2 is not"):
         assert reason in asked.log
     assert "ALLOTROPE_SGLANG=0 gives SGLang's own models" in asked.log
+
+
+def test_its_command_starts_our_server() -> None:
+    """`sglang serve --model-type allotrope` hands its arguments to our command."""
+    command = [str(Path(sys.executable).with_name("sglang")), "serve", "model", "--model-type", "allotrope", "--help"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "Serve MODEL over HTTP with the OpenAI API." in ended.stdout

@@ -18,13 +18,15 @@ from transformers import PretrainedConfig
 
 from allotrope.architectures.registry import ARCHITECTURES, read_spec
 from allotrope.checkpoint.checkpoint import open_checkpoint
-from allotrope.errors import ConfigError
+from allotrope.errors import ConfigError, ModelError
+from allotrope.loading.kv_scales import FP8
 from allotrope.plugins.sglang import NAME, PLAIN, STATEFUL
 from allotrope.plugins.sglang.memory import HEAD_DIM, CacheMemory, planned_layouts
 
 log = logging.getLogger("sglang.allotrope")
 # What SGLang reads of a checkpoint's config beside the shape of its caches.
 _KEPT = ("model_type", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+KV_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp8_e4m3": FP8}
 # On a GPU, kernels look a page up once for all keys that they read together.
 PAGE_SIZE = 64
 
@@ -104,8 +106,35 @@ def hosted_config(source: str, revision: str | None) -> HostedConfig:
     return found
 
 
+def _refuse(args: Any) -> None:
+    """Raise ModelError for everything that SGLang is asked for and that our models do not do."""
+    asked = {
+        "LoRA": args.enable_lora or args.lora_paths,
+        "pipeline parallelism": args.pp_size > 1,
+        # Earlier versions have the switch alone.
+        "data parallelism of attention": args.enable_dp_attention or getattr(args, "attn_dp_size", 1) > 1,
+        "expert parallelism": args.ep_size > 1,
+        "context parallelism": args.attn_cp_size > 1 or args.dcp_size > 1,
+        "quantization": args.quantization,
+        "offloading weights": args.cpu_offload_gb > 0,
+        "transfer of caches (disaggregation_mode)": args.disaggregation_mode != "null",
+        "speculative decoding": args.speculative_algorithm,
+        "caches on other devices (enable_hierarchical_cache)": args.enable_hierarchical_cache,
+        "caches on other devices (enable_lmcache)": args.enable_lmcache,
+        "one memory for all caches (enable_unified_memory)": args.enable_unified_memory,
+        "embeddings of texts": args.is_embedding,
+        "two batches at once (enable_two_batch_overlap)": args.enable_two_batch_overlap,
+        f"kv_cache_dtype={args.kv_cache_dtype}": args.kv_cache_dtype not in ("auto", *KV_DTYPES),
+    }
+    reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]
+    if reasons:
+        raise ModelError(args.model_path, [*reasons, "ALLOTROPE_SGLANG=0 gives SGLang's own models"])
+
+
 def declare_arguments(server_args: Any, hf_config: HostedConfig) -> dict[str, Any]:
-    """SGLang's arguments for a model of ours. Raises ConfigError for pages that hold no whole entries."""
+    """SGLang's arguments for a model of ours. Raises ModelError for what our models do not do, ConfigError for pages
+    that hold no whole entries."""
+    _refuse(server_args)
     asked, page_size, stride = server_args.attention_backend, server_args.page_size, hf_config.row_stride
     if asked not in (None, NAME):
         log.info("allotrope: attention_backend=%s is not used: Allotrope's models bring their own", asked)
@@ -123,6 +152,4 @@ def declare_arguments(server_args: Any, hf_config: HostedConfig) -> dict[str, An
         "prefill_attention_backend": None,
         "decode_attention_backend": None,
         "page_size": page_size,
-        # Of steps with prompts, plans are made on the host.
-        "disable_prefill_cuda_graph": True,
     }

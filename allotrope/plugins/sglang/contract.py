@@ -15,7 +15,6 @@ KNOWN = ("0.5.23",)
 _ASKED = (
     *("model_path", "revision", "load_format", "json_model_override_args", "random_seed", "page_size"),
     *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "disable_radix_cache"),
-    "disable_prefill_cuda_graph",
     *("kv_cache_dtype", "mamba_ssm_dtype", "quantization", "enable_lora", "lora_paths", "is_embedding"),
     *("pp_size", "ep_size", "attn_cp_size", "dcp_size", "enable_dp_attention", "enable_two_batch_overlap"),
     *("cpu_offload_gb", "disaggregation_mode", "speculative_algorithm", "enable_unified_memory"),

@@ -33,42 +33,18 @@ from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.step import LayerStep, Step
 from allotrope.loading.decoder import keeps_quantized, load_decoder, make_decoder, quantized_build
-from allotrope.loading.kv_scales import FP8, attention_specs
+from allotrope.loading.kv_scales import attention_specs
 from allotrope.ops.rope import RopeTables
 from allotrope.plugins.sglang import PLAIN, STATEFUL
-from allotrope.plugins.sglang.config import HostedConfig
+from allotrope.plugins.sglang.config import KV_DTYPES, HostedConfig
 from allotrope.plugins.sglang.memory import CacheMemory
 from allotrope.plugins.steps import Order, arrange, rows_index
 from allotrope.plugins.weights import StreamedWeights
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_KV_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp8_e4m3": FP8}
 _OPTIONS = {"attention_backend", "quantized_weights"}
 _UNREACHABLE = ("the ranks are those of SGLang, which owns their memory",)
 log = logging.getLogger("sglang.allotrope")
-
-
-def _refuse(args: Any, source: str) -> None:
-    """Raise ModelError for everything that SGLang was asked for and that our models do not do."""
-    asked = {
-        "LoRA": args.enable_lora or args.lora_paths,
-        "pipeline parallelism": args.pp_size > 1,
-        "data parallelism of attention": args.enable_dp_attention,
-        "expert parallelism": args.ep_size > 1,
-        "context parallelism": args.attn_cp_size > 1 or args.dcp_size > 1,
-        "quantization": args.quantization,
-        "offloading weights": args.cpu_offload_gb > 0,
-        "transfer of caches (disaggregation_mode)": args.disaggregation_mode != "null",
-        "speculative decoding": args.speculative_algorithm,
-        "caches on other devices (enable_hierarchical_cache, enable_lmcache)": args.enable_hierarchical_cache
-        or args.enable_lmcache,
-        "one memory for all caches (enable_unified_memory)": args.enable_unified_memory,
-        "embeddings of texts": args.is_embedding,
-        "two batches at once (enable_two_batch_overlap)": args.enable_two_batch_overlap,
-    }
-    reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]
-    if reasons:
-        raise ModelError(source, [*reasons, "ALLOTROPE_SGLANG=0 gives SGLang's own models"])
 
 
 def _options(overrides: dict[str, Any]) -> dict[str, Any]:
@@ -89,14 +65,10 @@ def _options(overrides: dict[str, Any]) -> dict[str, Any]:
 def _build(args: Any, options: dict[str, Any]) -> Build:
     # SGLang builds models under their type and on their device.
     group, dtype, device = get_tp_group(), torch.get_default_dtype(), torch.empty(0).device
-    cache = args.kv_cache_dtype
-    if cache != "auto" and cache not in _KV_DTYPES:
-        allowed = ", ".join(["auto", *_KV_DTYPES])
-        raise ConfigError(f"kv_cache_dtype={cache!r} is not supported by Allotrope's models (allowed: {allowed}).")
     state = args.mamba_ssm_dtype or "float32"
     return Build(
         dtype,
-        _KV_DTYPES.get(cache, dtype),
+        KV_DTYPES.get(args.kv_cache_dtype, dtype),
         device,
         Parallel(
             group.rank_in_group,
@@ -162,7 +134,6 @@ class HostedModel(nn.Module):
         self.build = _build(args, options)
         keeps = keeps_quantized(self.quantized_weights, self.build.device)
         self.checkpoint, self.architecture, spec = _open(args, overrides, keeps and args.load_format != "dummy")
-        _refuse(args, self.checkpoint.source)
         # What the mixers would refuse, in the words of our engine.
         attention_specs(spec, self.build, self.checkpoint.source)
         if keeps:
@@ -262,9 +233,14 @@ class HostedModel(nn.Module):
 
     def _common(self, forward_batch: ForwardBatch) -> _Common:
         count, seen = forward_batch.batch_size, forward_batch.seq_lens_cpu
-        new = [1] * count if forward_batch.forward_mode.is_decode() else forward_batch.extend_seq_lens_cpu
+        decodes = forward_batch.forward_mode.is_decode()
+        new = [1] * count if decodes else forward_batch.extend_seq_lens_cpu
         # What is captured is replayed for longer texts.
         captured = self.build.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if captured and not decodes:
+            raise ConfigError(
+                "Allotrope's models plan steps with prompts on the host. Add --disable-prefill-cuda-graph."
+            )
         longest = self._pools.context if captured or seen is None else max(int(seen.max()), 1)
         starts = torch.tensor([0, *new]).cumsum(0)
         # On the device it is read of decodes alone.
