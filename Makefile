@@ -24,7 +24,7 @@ PYTEST_VLLM := OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/plugins
 	-n $(WORKERS) --dist worksteal --max-worker-restart=0
 
 # Inside SGLang, each test starts processes of its own.
-PYTEST_SGLANG := OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest tests/plugins/*_sglang.py \
+PYTEST_SGLANG := OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest tests/plugins/test_*_sglang.py \
 	tests/plugins/test_serve.py -p no:logging -n $(WORKERS) --dist worksteal --max-worker-restart=0
 
 .PHONY: demo test test-all test-clients test-vllm test-vllm-all test-sglang test-sglang-all lint clean

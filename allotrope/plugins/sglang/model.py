@@ -166,7 +166,9 @@ class HostedModel(nn.Module):
     def refuse_graphs(self) -> None:
         """Raise ConfigError where a step cannot be captured."""
         if reasons := uncaptured(self.decoder):
-            raise ConfigError(f"decode steps run without CUDA graphs: {'; '.join(reasons)}. Add --disable-cuda-graph.")
+            raise ConfigError(
+                f"decode steps run without CUDA graphs: {'; '.join(reasons)}. Add --disable-decode-cuda-graph."
+            )
 
     def bind(self, kv_pool: Any, request_pool: Any, context: int) -> None:
         """Take SGLang's pools, which are made after the model. `context`: most tokens of a request."""
