@@ -26,10 +26,6 @@ class HostedBackend(AttentionBackend):
         bind(self.token_to_kv_pool, self.req_to_token_pool, self.max_context_len)
         self._model = runner.model
 
-    def support_triton(self) -> bool:
-        """Asked for SGLang's own kernels, which this backend does not need."""
-        return False
-
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """A padding request of ours sees nothing and stores nothing."""
         return 0
