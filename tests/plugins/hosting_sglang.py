@@ -22,7 +22,6 @@ from plugins.conftest import SGLANG_ENVIRONMENT
 ATOL = 5e-4
 PLAIN = {
     "skip_tokenizer_init": True,
-    "device": "cpu",
     "dtype": "float32",
     "context_length": 256,
     "max_total_tokens": 1664,

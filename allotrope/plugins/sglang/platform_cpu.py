@@ -17,6 +17,10 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     device_type = "cpu"
     capabilities = PlatformCapabilities()
 
+    def get_device(self, device_id: int | None = None) -> Any:
+        """Where SGLang gives no number it asks for the default of its option, which is a name."""
+        return self.device_type if device_id is None else super().get_device(device_id)
+
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """SGLang's own choice for a CPU needs its kernels."""
         if server_args.attention_backend is None:
