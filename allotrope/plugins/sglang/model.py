@@ -166,7 +166,7 @@ class HostedModel(nn.Module):
 
     def refuse_graphs(self) -> None:
         """Raise ConfigError where a step cannot be captured."""
-        if reasons := uncaptured(self.decoder):
+        if reasons := uncaptured(self.decoder.attention):
             raise ConfigError(
                 f"decode steps run without CUDA graphs: {'; '.join(reasons)}. Add --disable-decode-cuda-graph."
             )

@@ -353,7 +353,7 @@ class HostedModel(HostedLayers):
             quantized_weights=self.quantized_weights,
             log=lambda line: log.info("allotrope: %s", line),
         )
-        if self.build.device.type == "cuda" and (reasons := uncaptured(self.decoder)):
+        if self.build.device.type == "cuda" and (reasons := uncaptured(self.decoder.attention)):
             log.info("allotrope: decode steps run without CUDA graphs: %s", "; ".join(reasons))
         self.finished = True
 
