@@ -7,6 +7,7 @@ sent back.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plugins.hosting_sglang import Round, ask, assert_equal, assert_ours, ours, write
@@ -70,3 +71,23 @@ def test_two_ranks_answer_as_one(architecture: str, tmp_path: Path) -> None:
     for found in asked.answers:
         assert_equal(found, want)
     assert asked.answers[1].cached[-1] > 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "of_ours"),
+    [
+        ("GptOssForCausalLM", {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8"}),
+        # Our engine keeps states inside a prompt for its prefix cache, and rounds there.
+        (
+            "Qwen3NextForCausalLM",
+            {"mamba_ssm_dtype": "bfloat16"},
+            {"state_dtype": "bfloat16", "enable_prefix_caching": False},
+        ),
+    ],
+    ids=["FP8 entries", "bfloat16 states"],
+)
+def test_types_of_caches(architecture: str, options: dict[str, Any], of_ours: dict[str, Any], tmp_path: Path) -> None:
+    path, first = write(architecture, tmp_path), Round(prompts((5, 45), vocab_size=300))
+    asked = ask(path, [first], **(options_of(architecture) | options))
+    assert_ours(asked)
+    assert_equal(asked.answers[0], ours(path, first, **of_ours))
