@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plugins.hosting_sglang import Round, ask, assert_equal, ours, write
@@ -56,6 +57,18 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for reason in ("offloading weights is not supported", "two batches at once", "kv_cache_dtype=fp8_e5m2 is not"):
         assert reason in asked.log
     assert "ALLOTROPE_SGLANG=0 gives SGLang's own models" in asked.log
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "reason"),
+    [
+        ("DeepseekV4ForCausalLM", {"page_size": 64}, "page_size=64 is not a multiple of 128"),
+        ("LlamaForCausalLM", {"json_model_override_args": '{"allotrope": {"speed": 1}}'}, "'speed' (allowed:"),
+    ],
+)
+def test_what_does_not_fit(architecture: str, options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    asked = ask(write(architecture, tmp_path), [FIRST], **options)
+    assert asked.code != 0 and reason in asked.log, asked.log[-2000:]
 
 
 def test_its_command_starts_our_server() -> None:

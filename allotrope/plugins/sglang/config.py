@@ -6,6 +6,7 @@ the model is built, which declares it here, and SGLang asks afterwards.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from pathlib import Path
@@ -26,6 +27,7 @@ from allotrope.plugins.sglang.memory import HEAD_DIM, CacheMemory, planned_layou
 log = logging.getLogger("sglang.allotrope")
 # What SGLang reads of a checkpoint's config beside the shape of its caches.
 _KEPT = ("model_type", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+_OPTIONS = {"attention_backend", "quantized_weights"}
 KV_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp8_e4m3": FP8}
 # On a GPU, kernels look a page up once for all keys that they read together.
 PAGE_SIZE = 64
@@ -131,10 +133,27 @@ def _refuse(args: Any) -> None:
         raise ModelError(args.model_path, [*reasons, "ALLOTROPE_SGLANG=0 gives SGLang's own models"])
 
 
+def read_overrides(args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What overrides the checkpoint's config, and our options among it. Raises ConfigError for one that is not ours."""
+    overrides = json.loads(args.json_model_override_args)
+    found = overrides.pop("allotrope", {})
+    unknown = sorted(set(found) - _OPTIONS) if isinstance(found, dict) else [found]
+    if unknown:
+        allowed = ", ".join(sorted(_OPTIONS))
+        raise ConfigError(
+            f"json_model_override_args: allotrope={found!r} is not understood: {unknown[0]!r} (allowed: {allowed})."
+        )
+    option = found.get("quantized_weights", "auto")
+    if option not in ("auto", "keep", "dequantize"):
+        raise ConfigError(f"quantized_weights={option!r} is not understood; allowed: auto, keep, dequantize.")
+    return overrides, dict(found)
+
+
 def declare_arguments(server_args: Any, hf_config: HostedConfig) -> dict[str, Any]:
-    """SGLang's arguments for a model of ours. Raises ModelError for what our models do not do, ConfigError for pages
-    that hold no whole entries."""
+    """SGLang's arguments for a model of ours. Raises ModelError for what our models do not do, ConfigError for options
+    of ours that there are not, and for pages that hold no whole entries."""
     _refuse(server_args)
+    read_overrides(server_args)
     asked, page_size, stride = server_args.attention_backend, server_args.page_size, hf_config.row_stride
     if asked not in (None, NAME):
         log.info("allotrope: attention_backend=%s is not used: Allotrope's models bring their own", asked)

@@ -36,30 +36,14 @@ from allotrope.loading.decoder import load_decoder, make_decoder, only_kept, qua
 from allotrope.loading.kv_scales import attention_specs
 from allotrope.ops.rope import RopeTables
 from allotrope.plugins.sglang import PLAIN, STATEFUL
-from allotrope.plugins.sglang.config import KV_DTYPES, HostedConfig
+from allotrope.plugins.sglang.config import KV_DTYPES, HostedConfig, read_overrides
 from allotrope.plugins.sglang.memory import CacheMemory
 from allotrope.plugins.steps import Order, arrange, rows_index
 from allotrope.plugins.weights import StreamedWeights
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_OPTIONS = {"attention_backend", "quantized_weights"}
 _UNREACHABLE = ("the ranks are those of SGLang, which owns their memory",)
 log = logging.getLogger("sglang.allotrope")
-
-
-def _options(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Ours among what overrides the checkpoint's config."""
-    found = overrides.pop("allotrope", {})
-    unknown = sorted(set(found) - _OPTIONS) if isinstance(found, dict) else [found]
-    if unknown:
-        allowed = ", ".join(sorted(_OPTIONS))
-        raise ConfigError(
-            f"json_model_override_args: allotrope={found!r} is not understood: {unknown[0]!r} (allowed: {allowed})."
-        )
-    option = found.get("quantized_weights", "auto")
-    if option not in ("auto", "keep", "dequantize"):
-        raise ConfigError(f"quantized_weights={option!r} is not understood; allowed: auto, keep, dequantize.")
-    return dict(found)
 
 
 def _build(args: Any, options: dict[str, Any]) -> Build:
@@ -128,8 +112,7 @@ class HostedModel(nn.Module):
     def __init__(self, config: HostedConfig, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__()
         args = get_server_args()
-        overrides = json.loads(args.json_model_override_args)
-        options = _options(overrides)
+        overrides, options = read_overrides(args)
         self.quantized_weights = options.get("quantized_weights", "auto")
         self.build = _build(args, options)
         keeps = self.quantized_weights != "dequantize"
