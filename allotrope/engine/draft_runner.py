@@ -224,7 +224,9 @@ class _StaticPasses:
         self._buffers.take(inputs, tokens)
         self._first.copy_in(first[tokens])
         self._tokens.fill_(-1)[:count] = torch.arange(count, device=tokens.device)
-        for own, values in ((self._reserved, reserved), (self._last, last), (self._accepted, accepted)):
+        # A padding row with tokens left over from a former step would read keys.
+        self._reserved.zero_()[:count] = reserved
+        for own, values in ((self._last, last), (self._accepted, accepted)):
             own[:count] = values
 
     def draft(self, sequences: int, passes: int) -> tuple[torch.Tensor, torch.Tensor]:

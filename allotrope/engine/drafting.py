@@ -174,6 +174,9 @@ class ModelDrafting(Drafting):
         behind the step before made, which ran before it."""
         now, before = time.perf_counter(), self._read_at
         self._read_at = now if rows else None
+        if not self._on_gpu:
+            # There the passes behind a step have run when its tokens are read.
+            tokens = self.tokens
         if tokens is None or before is None or not rows:
             return
         seconds = tokens.seconds

@@ -323,7 +323,7 @@ class StepLoop:
         """
         tokens, logprobs = step.read()
         found, row = [], 0
-        launched = set() if self._in_flight is None or self._in_flight is step else self._in_flight.seqs
+        launched = {} if self._in_flight is None or self._in_flight is step else self._in_flight.row_of
         for i, (seq, drafts) in enumerate(zip(step.seqs, step.drafts, strict=True)):
             own = slice(row, row + 1 + len(drafts))
             row = own.stop
@@ -350,7 +350,8 @@ class StepLoop:
         if drafting is None:
             return
         if self._draft_model is not None:
-            self._draft_model.record_step(step.rows, step.draft_tokens)
+            # A step whose sequences had all ended may have been read long after it ran.
+            self._draft_model.record_step(step.rows if sampled else 0, step.draft_tokens)
         verified = [one for one in sampled if one.num_drafts]
         drafting.record(
             [one.seq for one in verified],

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from engine.speculating import RATES, directory, drafts, models, speculating
+from engine.static_reference import static_steps
 from engine.watching import GREEDY, assert_idle, assert_same, engine, request, run
 from tiny_checkpoints import prompts
 
+from allotrope.engine import draft_runner, drafting, in_flight
+from allotrope.engine.drafting import ModelDrafting
 from allotrope.engine.engine import Engine
-from allotrope.engine.inputs import StepPlan
+from allotrope.engine.inputs import Inputs, StepPlan
+from allotrope.speculative_config import SpeculativeConfig
 
 PAGED = "Glm4MoeForCausalLM"
 HEAD = next(name for name in models() if drafts(name, "mtp"))
@@ -112,3 +117,63 @@ def test_drafts_stop_at_the_longest_output(monkeypatch: pytest.MonkeyPatch) -> N
     # One draft fewer than tokens that are left, for one more is sampled behind them.
     assert sum(row.draft > 0 for plan in plans for row in plan.rows) == sum(max(0, i - 1) for i in range(9))
     assert_idle(running)
+
+
+def test_padding_rows_of_draft_passes_behind_prompts_read_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a former step had a sequence in their place."""
+    torch.set_num_threads(1)
+    running = speculating(directory(HEAD), "mtp", 3, {}, async_scheduling="on")
+    static_steps(running)
+    inner = draft_runner.advanced
+    lens: list[int] = []
+
+    def noted(inputs: Inputs, *args: Any) -> Inputs:
+        moved = inner(inputs, *args)
+        lens.extend(moved.batch.tensors.seq_lens[inputs.batch.tensors.seq_lens == 0].tolist())
+        return moved
+
+    monkeypatch.setattr(draft_runner, "advanced", noted)
+    for count in (6, 5):
+        run(running, [request(f"r{count}-{i}", [3 + i] * 20, replace(LONG, max_tokens=6)) for i in range(count)])
+    assert lens and not any(lens)
+    running.close()
+
+
+def test_times_of_steps_on_a_cpu_lack_the_passes_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The passes behind a step run before its tokens are read, however many ran behind the step before."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: 0.0, perf_counter=lambda: clock.now)
+    for module in (drafting, in_flight):
+        monkeypatch.setattr(module, "time", clock)
+    config = SpeculativeConfig(method="mtp", num_speculative_tokens=3, adaptive=False)
+    model = ModelDrafting(config, 3, 8, 0, on_gpu=False)
+    found: list[tuple[int, float]] = []
+    monkeypatch.setattr(model._times, "record", lambda rows, seconds: found.append((rows, seconds)))
+    seq: Any = SimpleNamespace(drafts=(), draft_indices=())
+    for drafts_of_step in (0, 3, 1):
+        verified = model.tokens
+        clock.now += 10.0
+        model.choose([(seq, drafts_of_step)])
+        model.start_passes()
+        clock.now += 1.0 + drafts_of_step
+        model.place(torch.zeros(1 + drafts_of_step, dtype=torch.int64))
+        model.record_step(1 + drafts_of_step, verified)
+    assert found == [(4, 10.0), (2, 10.0)]
+
+
+def test_a_step_that_nobody_waited_for_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    running = speculating(directory(HEAD), "mtp", 3, {}, async_scheduling="on")
+    static_steps(running)
+    rows: list[int] = []
+    monkeypatch.setattr(running._drafting, "record_step", lambda count, tokens: rows.append(count))
+    running.add(request("r", prompts((5,))[0], LONG))
+    for _ in range(5):
+        running.step()
+    assert rows[-1] > 0
+    running.abort(["r"])
+    assert not running.has_work()
+    rows.clear()
+    running.add(request("s", prompts((5,))[0], LONG))
+    running.step()
+    assert rows == [0]
+    running.close()
