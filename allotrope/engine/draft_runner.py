@@ -168,8 +168,8 @@ class _Rows:
 
 
 class _StaticPasses:
-    """The passes of decode steps. `features`: of the target's rows. The target's buffers stay those of its last step
-    until they have run."""
+    """The passes of decode steps. `features`: of the target's rows. They read the target's buffers, which hold its last
+    step, or the rows of one on tensors of its own that `take` put there."""
 
     def __init__(
         self, runner: DraftRunner, buffers: DecodeBuffers, sequences: int, *, capture: bool, alone: bool

@@ -152,7 +152,8 @@ class ModelDrafting(Drafting):
         return max(self._counts, default=0)
 
     def choose(self, wanted: Seq[Wanted]) -> None:
-        """Decide how many drafts the sequences of the next step get behind it."""
+        """Decide how many drafts the sequences of the next step get behind it. Those of the step before are planned, and
+        forgotten."""
         for seq in self._drafted_for:
             seq.drafts = seq.draft_indices = ()
         self._drafted_for, self._counts = [seq for seq, _ in wanted], self._chosen(wanted)

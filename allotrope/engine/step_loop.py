@@ -121,7 +121,8 @@ class StepLoop:
 
     def _must_read(self, before: InFlightStep) -> bool:
         """Whether the next step cannot be launched before the tokens of the one before it are read."""
-        if any(seq.reads_output for seq in before.seqs):
+        seqs = [seq for seq in before.seqs if not seq.done]
+        if any(seq.reads_output for seq in seqs):
             self._log_wait()
             return True
         if not before.verifies:
@@ -129,7 +130,7 @@ class StepLoop:
         # Where it accepts drafts, lengths are known to the device alone.
         scheduler = self._requests.scheduler
         unknown = not self._executor.static_decodes or not scheduler.only_decodes
-        return unknown or any(seq.reads_output_len for seq in before.seqs)
+        return unknown or any(seq.reads_output_len for seq in seqs)
 
     def _launch(
         self, rows: abc.Sequence[Row], before: InFlightStep | None
