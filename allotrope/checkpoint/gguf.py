@@ -136,8 +136,8 @@ class GgufCheckpoint:
         return found
 
     def _check_storage(self) -> None:
-        """Raise `ModelError` with every ggml type that cannot be read, or with tensors of impossible sizes or beyond the
-        file's end."""
+        """Raise `ModelError` with every ggml type that cannot be read, or with tensors that have no whole blocks or lie
+        beyond the file's end."""
         tensors = self._file.tensors.values()
         reasons = [reason for kind in sorted({t.kind for t in tensors}) if (reason := _refusal(kind))]
         if not reasons:
