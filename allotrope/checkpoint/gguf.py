@@ -6,6 +6,7 @@ where the values of a tensor are. Only this module imports the `gguf` package, s
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class GgufCheckpoint:
         self._check_storage()
         factors = self._file.tensors.get(ROPE_FACTORS)
         self.config = hf_config(self._file, None if factors is None else self._dequantized(factors).astype(np.float64))
+        self._check_layers()
         self._views = self._named_views(architecture.names)
         dtype = self._weight_dtype()
         if dtype is not None:
@@ -134,9 +136,16 @@ class GgufCheckpoint:
         return found
 
     def _check_storage(self) -> None:
-        """Raise `ModelError` with every ggml type that cannot be read, or with tensors beyond the file's end."""
+        """Raise `ModelError` with every ggml type that cannot be read, or with tensors that have no whole blocks or lie
+        beyond the file's end."""
         tensors = self._file.tensors.values()
         reasons = [reason for kind in sorted({t.kind for t in tensors}) if (reason := _refusal(kind))]
+        if not reasons:
+            reasons = [
+                f"tensor {t.name} {list(t.shape)} has no whole number of blocks of {block_sizes(t.kind)[0]} in a row"
+                for t in tensors
+                if 0 in t.shape or t.shape[-1] % block_sizes(t.kind)[0]
+            ][:3]
         if not reasons:
             reasons = [
                 f"tensor {t.name} ends at byte {t.offset + _stored_bytes(t)}, the file has {self._file.sizes[t.path]}: "
@@ -146,6 +155,14 @@ class GgufCheckpoint:
             ][:3]
         if reasons:
             raise ModelError(f"cannot load {self.source}", reasons)
+
+    def _check_layers(self) -> None:
+        """Raise `ModelError` if the metadata says more layers than there can be tensors of."""
+        layers, tensors = self.config["num_hidden_layers"], len(self._file.tensors)
+        if self.has_weights and layers > tensors:
+            raise ModelError(
+                f"cannot load {self.source}", [f"the metadata says {layers} layers, the file has {tensors} tensors"]
+            )
 
     def _weight_dtype(self) -> str | None:
         """The dtype in which all matrices are stored, float32 if they have several, None if some are quantized."""
@@ -196,7 +213,7 @@ def block_sizes(kind: int) -> tuple[int, int]:
 
 def _stored_bytes(tensor: GgufTensor) -> int:
     values, size = block_sizes(tensor.kind)
-    return int(np.prod(tensor.shape, dtype=np.int64)) // values * size
+    return math.prod(tensor.shape) // values * size
 
 
 def _selected(values: np.ndarray, view: GgufView) -> np.ndarray:

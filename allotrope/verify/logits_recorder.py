@@ -37,7 +37,8 @@ class Seen:
             positions, rows = want.positions[known], want.rows[known]
             off = got[positions - start] - rows
             error[positions - start] = off.abs().amax(-1)
-            self.off[positions] = torch.fmax(self.off[positions], off.double().square().sum(-1))
+            squares = off.double().square().sum(-1).nan_to_num(nan=torch.inf)
+            self.off[positions] = torch.fmax(self.off[positions], squares)
             self.size[positions] = rows.double().square().sum(-1)
         error = error.nan_to_num(nan=torch.inf, posinf=torch.inf)
         same = (got.argmax(-1) == want.top1[here]).to(torch.int8)

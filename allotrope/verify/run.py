@@ -160,17 +160,19 @@ def _against_transformers(
         results.append(result)
     report = _report(config, load_plan, bench, expected.limits, results, expected.origin, expected.remarks, layers)
     if rounding is not None:
-        report = dataclasses.replace(
-            report, remarks=(*report.remarks, _error_of(rounding, "activations in int8", expected, options, log))
-        )
+        report = _with_rounding(report, rounding, "activations in int8", expected, options, log)
     return dataclasses.replace(report, boundaries=expected.marks)
 
 
-def _error_of(config: EngineConfig, what: str, expected: ExpectedOutputs, options: VerifyOptions, log: Log) -> str:
-    """The error of whole prompts in another engine, in words."""
+def _with_rounding(
+    report: Report, config: EngineConfig, what: str, expected: ExpectedOutputs, options: VerifyOptions, log: Log
+) -> Report:
+    """`report` with the error of whole prompts in another engine; with a mode of that name where it is broken."""
     bench = Bench(config, expected.samples, options.thorough)
     result = _run(bench, modes.ALL["whole"], LogitsRecorder(bench.samples), measured(what), {}, log)
-    return result.remark if result.score is None else _error_text(what, result.score)
+    text = result.remark if result.score is None else _error_text(what, result.score)
+    broken = (dataclasses.replace(result, name=what),) if result.verdict == "wrong" else ()
+    return dataclasses.replace(report, remarks=(*report.remarks, text), modes=(*report.modes, *broken))
 
 
 def _error_text(what: str, score: Score) -> str:

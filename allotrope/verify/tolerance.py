@@ -20,8 +20,8 @@ from allotrope.verify.sample import Sample
 
 @dataclass(frozen=True)
 class Limits:
-    """`max_abs`: of any logit's error; `rel_rms`: of all together; both in exact judgement. `median_abs`, `top1`: set
-    where medians decide. `origin`: where the numbers come from, in words.
+    """`max_abs`: of any logit's error, in exact judgement; `rel_rms`: of all together. `median_abs`, `top1`: set where
+    medians decide. `origin`: where the numbers come from, in words.
     """
 
     max_abs: float
@@ -63,8 +63,8 @@ def with_fp8_rows(limits: Limits) -> Limits:
 
 
 def measured(what: str) -> Limits:
-    """No bound: the error is found, and not judged. `what`: has it."""
-    return Limits(math.inf, f"{what}: the error is measured", median_abs=math.inf, top1=0.0)
+    """The error is found, and only judged if logits are no numbers, or worse than 0 for each. `what`: has it."""
+    return Limits(math.inf, f"{what}: the error is measured", rel_rms=1.0, median_abs=math.inf, top1=0.0)
 
 
 # What other ways to cut prompts may add to the error of quantized weights: products of few rows round activations
@@ -184,6 +184,10 @@ def _faults(sample: Sample, recorder: LogitsRecorder, limit: float, compared: to
 def _by_medians(score: Score, limits: Limits) -> Score:
     assert limits.median_abs is not None and limits.top1 is not None
     wrong = []
+    if not math.isfinite(score.max_abs):
+        wrong.append("logits that are no numbers")
+    elif limits.rel_rms < score.rel_rms < math.inf:
+        wrong.append(f"relative RMS error {score.rel_rms:.3g}; allowed: {limits.rel_rms:.3g}")
     if not score.median_abs <= limits.median_abs:
         wrong.append(f"median error {score.median_abs:.3g}; allowed: {limits.median_abs:.3g}")
     if not score.top1 >= limits.top1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,34 @@ def test_columns_are_reordered_by_whole_blocks_or_not_kept(tmp_path: Path, write
             stored = GgufFile(checkpoint.source)
             rows = stored.raw(stored.tensors["blk.0.ssm_out.weight"], 8 * 4 * 34).reshape(8, 4, 34)
             assert (checkpoint.blocks(name).numpy().reshape(8, 4, 34) == rows[:, [0, 2, 1, 3]]).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((VOCAB, 0), "no whole number of blocks"),
+        ((VOCAB, HIDDEN - 1), "no whole number of blocks"),
+        ((2**56, HIDDEN), "truncated"),
+    ],
+)
+def test_impossible_sizes_of_tensors_are_refused(
+    shape: tuple[int, int], words: str, tmp_path: Path, write_gguf: WriteGguf
+) -> None:
+    tensors = tensors_of("llama", tied=True)
+    path = Path(write_gguf(tmp_path / "m.gguf", "llama", metadata_of("llama"), tensors, {"token_embd.weight": "Q8_0"}))
+    data, name = path.read_bytes(), b"token_embd.weight" + struct.pack("<I", 2)
+    assert data.count(name) == 1
+    at = data.index(name) + len(name)
+    path.write_bytes(data[:at] + struct.pack("<QQ", *shape[::-1]) + data[at + 16 :])
+    with pytest.raises(ModelError, match=words):
+        open_checkpoint(str(path))
+
+
+def test_more_layers_than_tensors_are_refused(tmp_path: Path, write_gguf: WriteGguf) -> None:
+    metadata = metadata_of("llama", block_count=2**31)
+    file = write_gguf(tmp_path / "m.gguf", "llama", metadata, tensors_of("llama"), {})
+    with pytest.raises(ModelError, match="the metadata says 2147483648 layers, the file has"):
+        open_checkpoint(file)
 
 
 def test_truncated_files_say_so_wherever_they_end(tmp_path: Path, write_gguf: WriteGguf) -> None:

@@ -120,6 +120,18 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     assert torch.equal(torch.cat([cpu_blocks.matmul(x[i : i + 1], weight) for i in range(13)]), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_none_is_not_hidden(number: float, rows: int, dtype: torch.dtype) -> None:
+    weight = packed(made(GGUF_BLOCKS["q4_k"], 40, 512))
+    for at in (0, 20, 500):
+        x = torch.ones(rows, 512, dtype=dtype)
+        x[0, at] = number
+        y = cpu_blocks.matmul(x, weight)
+        assert not y[0].isfinite().any() and y[1:].isfinite().all()
+
+
 def test_experts_with_many_rows() -> None:
     sizes = (3, 70, 0, 41)
     stored = made(GGUF_BLOCKS["q4_k"], 48, 256, len(sizes))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
 from gguf_twins import write_gguf_twin
 from tiny_checkpoints import write_tiny
@@ -15,6 +17,8 @@ from allotrope.architectures.glm4_moe import tiny_glm4_moe
 from allotrope.architectures.llama import tiny_llama
 from allotrope.config import EngineConfig
 from allotrope.gguf_file import GgufFile
+from allotrope.ops.matmul import cpu_blocks
+from allotrope.ops.matmul.cpu_blocks import BlockWeight
 from allotrope.verify.options import VerifyOptions
 from allotrope.verify.run import verify
 
@@ -32,7 +36,7 @@ def test_a_file_of_an_architecture_that_transformers_reads(tmp_path: Path) -> No
 
 
 def test_another_file_is_written_out_and_its_blocks_are_measured(
-    tmp_path: Path, write_gguf: Callable[..., str]
+    tmp_path: Path, write_gguf: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
     write_tiny(tiny_glm4_moe(), tmp_path / "model")
@@ -44,3 +48,24 @@ def test_another_file_is_written_out_and_its_blocks_are_measured(
     report = verify(EngineConfig(model=file, device="cpu"), OPTIONS)
     assert report.passed and "written out plain" in report.origin
     assert any(line.startswith("activations in int8 put logits off by") for line in report.remarks)
+
+    run = cpu_blocks.multiply
+
+    def without_numbers(x: torch.Tensor, weight: BlockWeight, *rest: Any) -> torch.Tensor:
+        y = run(x, weight, *rest)
+        return y if weight.exact_activations else y.fill_(torch.nan)
+
+    monkeypatch.setattr(cpu_blocks, "multiply", without_numbers)
+    report = verify(EngineConfig(model=file, device="cpu"), OPTIONS)
+    assert [mode.name for mode in report.modes if mode.verdict == "wrong"] == ["activations in int8"]
+
+
+@pytest.mark.parametrize("factor", [torch.nan, -3.0])
+def test_quantized_weights_that_say_nothing_are_wrong(
+    factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    write_tiny(tiny_llama(), tmp_path)
+    run = cpu_blocks.multiply
+    monkeypatch.setattr(cpu_blocks, "multiply", lambda *given: run(*given).mul_(factor))
+    assert not verify(EngineConfig(model=str(tmp_path), device="cpu", quantization="int8"), OPTIONS).passed

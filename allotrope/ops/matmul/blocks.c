@@ -38,7 +38,11 @@ static void round_row(const element *x, const rounded *to, long row) {
         const lanes larger = choose((bits)(a_size > b_size), a_size, b_size);
         float largest = 0;
         for (int i = 0; i < LANES; i++) largest = larger[i] > largest ? larger[i] : largest;
-        const float inverse = largest > 0 ? 127 / largest : 0, scale = largest / 127;
+        // Not a number, which is no larger than another one, is no integer either: the scale becomes it.
+        const bits unknown = (bits)(a != a) | (bits)(b != b);
+        uint32_t any = 0;
+        for (int i = 0; i < LANES; i++) any |= unknown[i];
+        const float inverse = largest > 0 ? 127 / largest : 0, scale = any ? __builtin_nanf("") : largest / 127;
         // Adding this rounds to the nearest integer, ties to even, which is then in the lowest bits.
         const float shift = 12582912.0f;
         const bits a_whole = (bits)(a * inverse + shift), b_whole = (bits)(b * inverse + shift);
