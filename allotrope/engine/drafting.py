@@ -152,7 +152,7 @@ class ModelDrafting(Drafting):
         return max(self._counts, default=0)
 
     def choose(self, wanted: Seq[Wanted]) -> None:
-        """Decide how many drafts the sequences of the next step get behind it. Those of the step before are planned, and
+        """Decide how many drafts the sequences of the next step get behind it; the drafts of the step before are
         forgotten."""
         for seq in self._drafted_for:
             seq.drafts = seq.draft_indices = ()

@@ -272,6 +272,11 @@ def _refuse_unkept(config: EngineConfig, quantized: Build, build: Build) -> None
     """Raise ConfigError if weights would be quantized and then multiplied plain."""
     if len(build.formats) == len(quantized.formats) and build.formats:
         return
+    if not quantized.formats:
+        raise ConfigError(
+            f"quantization={config.quantization}: no weight of this model can be quantized so, for its inputs are no "
+            f"whole number of groups or blocks. Leave --quantization out."
+        )
     chip = build.chooser.chip
     allowed = "fp8, int4" if chip.is_gpu else "int8, int4"
     raise ConfigError(

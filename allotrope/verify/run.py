@@ -167,9 +167,10 @@ def _against_transformers(
 def _with_rounding(
     report: Report, config: EngineConfig, what: str, expected: ExpectedOutputs, options: VerifyOptions, log: Log
 ) -> Report:
-    """`report` with the error of whole prompts in another engine; with a mode of that name where it is broken."""
+    """`report` with the error of another engine in steps of few tokens, where activations are rounded; with a mode of
+    that name where it is broken."""
     bench = Bench(config, expected.samples, options.thorough)
-    result = _run(bench, modes.ALL["whole"], LogitsRecorder(bench.samples), measured(what), {}, log)
+    result = _run(bench, modes.ALL["chunked-3"], LogitsRecorder(bench.samples), measured(what), {}, log)
     text = result.remark if result.score is None else _error_text(what, result.score)
     broken = (dataclasses.replace(result, name=what),) if result.verdict == "wrong" else ()
     return dataclasses.replace(report, remarks=(*report.remarks, text), modes=(*report.modes, *broken))
