@@ -211,12 +211,20 @@ class ModelRunner:
 
 
 def decode_shape(
-    model: Decoder, size: int, context: int, sequences: int, max_drafts: int, device: torch.device, *, capture: bool
+    models: Sequence[Decoder | DraftModel],
+    size: int,
+    context: int,
+    sequences: int,
+    max_drafts: int,
+    device: torch.device,
+    *,
+    capture: bool,
 ) -> DecodeShape | None:
-    """How decode steps run on `device`; None, with a line in the log that says why, where they are like any other."""
+    """How decode steps of a model and its draft model run on `device`; None, with a line in the log that says why,
+    where they are like any other."""
     if device.type != "cuda":
         return None
-    reasons = uncaptured(model)
+    reasons = sorted({reason for model in models for reason in uncaptured(model)})
     if reasons:
         log.info("decode steps run without CUDA graphs: %s", "; ".join(reasons))
         return None

@@ -28,6 +28,7 @@ from allotrope.engine.warmup import warm_up
 from allotrope.env import cpu_quota, keep_freed_memory, thread_count
 from allotrope.kernels.chip import free_memory
 from allotrope.layers.decoder import Decoder
+from allotrope.layers.draft import DraftModel
 from allotrope.layers.parallel import Parallel
 
 log = logging.getLogger("allotrope.engine")
@@ -81,9 +82,10 @@ class Worker:
         self._free = _free(self._device)
         self.model: Decoder = load_model(load_plan, config.seed, config.quantized_weights)
         self.draft_model = load_draft_model(load_plan, self.model, config.seed, config.quantized_weights)
+        models: list[Decoder | DraftModel] = [self.model, *([] if self.draft_model is None else [self.draft_model])]
         self._decode = decode_shape(
             *(
-                self.model,
+                models,
                 load_plan.max_decodes,
                 load_plan.max_model_len,
                 load_plan.max_num_seqs,

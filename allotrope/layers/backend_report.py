@@ -15,6 +15,7 @@ from allotrope.kernels.backend import choose
 from allotrope.kernels.triton_version import triton_reasons
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
+from allotrope.layers.draft import DraftModel
 from allotrope.ops.matmul.weight import Format
 
 log = logging.getLogger("allotrope.layers")
@@ -91,7 +92,7 @@ def warn_without_kernels(build: Build) -> None:
         log.warning("layers run at less than full speed, by PyTorch alone: %s", "; ".join(reasons))
 
 
-def uncaptured(model: Decoder) -> list[str]:
+def uncaptured(model: Decoder | DraftModel) -> list[str]:
     """Why decode steps of a model cannot be captured as CUDA graphs, empty if they can."""
     found = {(spec.family, backend.name) for spec, backend in model.attention if not backend.in_graphs}
     return [f"{family}/{name} cannot be captured" for family, name in sorted(found)]

@@ -1,4 +1,4 @@
-"""A whole model as the draft model of another: how it is found, checked, made and filled.
+"""A whole model as the draft model of another: how it is found and checked. It is filled as any decoder is.
 
 Must not know how drafts are made or verified.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.errors import ModelError
 from allotrope.kernels.backend import Chooser
 from allotrope.layers.build import Build
-from allotrope.layers.decoder_draft import DecoderDraft, DecoderDraftSpec
+from allotrope.layers.decoder_draft import DecoderDraftSpec
 from allotrope.layers.model_spec import ModelSpec
-from allotrope.loading.decoder import load_decoder, make_decoder, make_meta_decoder, quantized_build
+from allotrope.loading.decoder import make_meta_decoder, quantized_build
 from allotrope.loading.kv_scales import attention_specs
 
 
@@ -63,27 +63,6 @@ def decoder_draft_build(checkpoint: Checkpoint, build: Build, *, keeps: bool) ->
         return quantized_build(checkpoint, architecture, spec, own) if keeps else own
     except ValueError as error:
         raise ModelError(source, [str(error)]) from error
-
-
-def load_decoder_draft(
-    checkpoint: Checkpoint, build: Build, *, seed: int, quantized_weights: str, log: Callable[[str], None]
-) -> DecoderDraft:
-    """Make the draft model and fill it. `build`: of `decoder_draft_build`. The rest as in `load_decoder`."""
-    architecture, spec = read_spec(checkpoint.config, checkpoint.source)
-
-    def say(line: str) -> None:
-        log(f"draft model: {line}")
-
-    weights = checkpoint if checkpoint.has_weights else None
-    decoder = load_decoder(
-        *(make_decoder(architecture, spec, build), architecture, build, weights),
-        seed=seed,
-        quantized_weights=quantized_weights,
-        log=say,
-    )
-    draft = DecoderDraft(decoder)
-    draft.eval()
-    return draft
 
 
 def _drafts(spec: Spec) -> bool:

@@ -10,16 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from engine.speculating import LOADED, directory, families, models, speculating
+from engine.speculating import LOADED, directory, families, models, speculating, speculative_config
 from engine.static_reference import static_steps
 from engine.test_speculation import poison, settings, tokens_of, told
 from engine.watching import engine, request
 from tiny_checkpoints import prompts
 
 from allotrope.architectures.registry import find_architecture
+from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
+from allotrope.engine.load_plan import resolve_load_plan
+from allotrope.engine.plan_report import report_model
+from allotrope.engine.step_cost import ModelCost
 from allotrope.errors import AllotropeError
 from allotrope.request import Request, SamplingParams
+
+TRAINED = Path(__file__).parents[2] / "train" / "models"
+READ = {"load_format": "auto", "max_model_len": 512}
 
 
 def greedy(lengths: tuple[int, ...], count: int) -> list[Request]:
@@ -68,6 +75,40 @@ def test_drafts_are_how_the_draft_model_goes_on(name: str) -> None:
         asked = request("r", [*one.prompt_ids, *tokens[:count]], params)
         assert [found] == ([*tokens_of(told(alone, [asked])).values()] if found else [[]])
     running.close()
+
+
+@pytest.mark.parametrize(("name", "draft"), [("qwen3_next", "gpt_oss"), ("deepseek_v32", "qwen3_moe")])
+def test_drafts_of_another_trained_model_are_accepted(name: str, draft: str) -> None:
+    torch.set_num_threads(1)
+    text = list((TRAINED / "held_out.txt").read_bytes()[:200])
+    asked = [request("a", text, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))]
+    want = tokens_of(told(engine(TRAINED / name, **{**LOADED, **READ}), asked))
+    running = drafting(TRAINED / name, TRAINED / draft, 3, **READ)
+    assert tokens_of(told(running, asked)) == want
+    counts = running.stats().speculation
+    assert counts is not None
+    # 13 of 23 first drafts are accepted, or 17 of 17; one of 320 tokens is right by chance.
+    assert counts.accepted_per_position[0] > 0.5 * counts.drafts
+    running.close()
+
+
+def test_a_draft_model_costs_a_pass_for_each_draft() -> None:
+    folder = directory("MistralForCausalLM")
+    wanted = speculative_config(folder, "draft_model", 2)
+    config = EngineConfig(model=str(folder), dtype="float32", speculative_config=wanted, **LOADED)
+    plain = resolve_load_plan(EngineConfig(model=str(folder), dtype="float32", **LOADED))
+    load_plan = resolve_load_plan(config)
+    draft = load_plan.meta_draft(load_plan.meta_model())
+    assert draft is not None and (load_plan.lookahead, plain.lookahead) == (2, 0)
+    weights = sum(parameter.nbytes for parameter in draft.parameters())
+    assert load_plan.weight_bytes - plain.weight_bytes == weights
+    assert load_plan.num_layers == len(plain.specs) + len(draft.layers)
+    # Besides one pass over the rows of the step, whose head is not read.
+    one, two = (ModelCost(load_plan).drafted(40, (count,))["draft"].bytes for count in (1, 2))
+    assert 1.5 * weights < one < 2.5 * weights
+    assert 0.9 * weights < two - one < 1.5 * weights
+    report = report_model(config, 1 << 30)
+    assert report.draft_weight_bytes == weights and report.model_summary().draft_bytes > weights
 
 
 def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
