@@ -5,9 +5,12 @@ PYTHON ?= python3
 TORCH ?= torch>=2.11,<2.16
 # Of tests, where torch brings none: a CPU build of torch does not.
 TRITON ?= triton
+# A CPU build, or one for which torchvision 0.28 was built.
+SGLANG_TORCH ?= torch==2.13.0
 
 VENV := .venv
 VLLM_VENV := .venv-vllm
+SGLANG_VENV := .venv-sglang
 CLIENTS_VENV := .venv-clients
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
@@ -20,7 +23,11 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfil
 PYTEST_VLLM := OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/plugins -p no:logging \
 	-n $(WORKERS) --dist worksteal --max-worker-restart=0
 
-.PHONY: demo test test-all test-clients test-vllm test-vllm-all lint clean
+# Inside SGLang, each test starts processes of its own.
+PYTEST_SGLANG := OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest tests/plugins/test_*_sglang.py \
+	tests/plugins/test_serve.py -p no:logging -n $(WORKERS) --dist worksteal --max-worker-restart=0
+
+.PHONY: demo test test-all test-clients test-vllm test-vllm-all test-sglang test-sglang-all lint clean
 
 demo: $(VENV)/run.stamp
 	@model="$$($(FETCH))" && $(BIN)/python examples/demo.py "$$model"
@@ -43,12 +50,19 @@ test-vllm: $(VLLM_VENV)/run.stamp
 test-vllm-all: $(VLLM_VENV)/run.stamp
 	@$(PYTEST_VLLM)
 
+# SGLang's release pins a build of torch with CUDA libraries: this environment has a CPU build, and what it imports.
+test-sglang: $(SGLANG_VENV)/run.stamp
+	@$(PYTEST_SGLANG) -m "not slow"
+
+test-sglang-all: $(SGLANG_VENV)/run.stamp
+	@$(PYTEST_SGLANG)
+
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(CLIENTS_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(CLIENTS_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
 $(VENV)/run.stamp: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
@@ -82,4 +96,20 @@ $(VLLM_VENV)/run.stamp: pyproject.toml
 		'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6'
 	@$(VLLM_VENV)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check -e '.[cli]'
+	@touch $@
+
+# SGLang is installed without what it pins, which is gigabytes of CUDA libraries; scripts/sglang_packages.txt has what
+# its CPU processes import. Torchvision is among it and has no CPU build on PyPI.
+$(SGLANG_VENV)/run.stamp: pyproject.toml scripts/sglang_packages.txt scripts/torchvision_schemas.py
+	@echo "making $(SGLANG_VENV) (once, some minutes) ..."
+	@$(PYTHON) -m venv $(SGLANG_VENV)
+	@$(SGLANG_VENV)/bin/python -m pip install -qq --disable-pip-version-check '$(SGLANG_TORCH)'
+	@$(SGLANG_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps 'sglang==0.5.23' \
+		'xgrammar==0.2.7' 'apache-tvm-ffi==0.1.11' 'compressed-tensors==0.18.0' 'torchvision==0.28.0' loguru dill \
+		soundfile cffi
+	@$(SGLANG_VENV)/bin/python -m pip install -qq --disable-pip-version-check '$(SGLANG_TORCH)' \
+		-r scripts/sglang_packages.txt
+	@$(SGLANG_VENV)/bin/python -m pip install -qq --disable-pip-version-check -e '.[cli]'
+	@site="$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
+		cp scripts/torchvision_schemas.py "$$site" && echo "import torchvision_schemas" > "$$site/torchvision_schemas.pth"
 	@touch $@

@@ -307,10 +307,14 @@ def speculative_config(speculation: Speculation, draft_model: str | None) -> dic
     return drafts | {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": speculation.length}
 
 
-def speculations(method: str, drafts: Sequence[int], lengths: Sequence[float]) -> list[Speculation | None]:
-    """None, which is decoding without drafts, then every number of `drafts` with every length that it can have."""
+def speculations(
+    method: str, drafts: Sequence[int], lengths: Sequence[float], *, only: bool = False
+) -> list[Speculation | None]:
+    """None, which is decoding without drafts, then every number of `drafts` with every length that it can have.
+    `only`: without the first."""
     pairs = itertools.product(drafts, lengths or (None,))
-    return [None, *(Speculation(method, count, length) for count, length in pairs if (length or 1) <= count + 1)]
+    found = [Speculation(method, count, length) for count, length in pairs if (length or 1) <= count + 1]
+    return [*found] if only else [None, *found]
 
 
 def of_peer(given: dict[str | None, Any], engine: str) -> Any:
@@ -499,8 +503,8 @@ def main(arguments: list[str] | None = None) -> int:
     }
     for directory in options.models:
         head = options.draft_model
-        measured = speculations("mtp" if head is None else "eagle3", options.speculate, options.accept)
-        measured = measured[1:] if options.drafts_only else measured
+        method = "mtp" if head is None else "eagle3"
+        measured = speculations(method, options.speculate, options.accept, only=options.drafts_only)
         for ranks, speculation, engine in itertools.product(options.tensor_parallel_size, measured, options.engines):
             column = Column(engine, ranks, speculation)
             shown = engine_options(column, options, None if head is None else head.name)

@@ -298,7 +298,8 @@ def test_loading_is_told_once(source: str, name: str) -> None:
 
 def test_every_host_loads_through_one_function() -> None:
     importers = _importers("allotrope.loading.decoder", "load_decoder")
-    assert importers == {"allotrope.engine.load", "allotrope.plugins.vllm.model"}
+    plugins = {"allotrope.plugins.vllm.model", "allotrope.plugins.sglang.model"}
+    assert importers == {"allotrope.engine.load", *plugins}
     assert _importers("allotrope.engine.load", "load_model") == {"allotrope.engine.worker"}
 
 

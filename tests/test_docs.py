@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Flags of other programs that a page may name.
 OTHER_FLAGS = {"--index-url", "--no-deps", "--additional-config", "--no-enable-prefix-caching"}
+OTHER_FLAGS |= {"--model-type", "--disable-prefill-cuda-graph", "--max-mamba-cache-size"}
 LM_EVAL_FLAGS = {"--model-args", "--include-path", "--log-samples", "--output-path", "--apply-chat-template"}
 LM_EVAL_FLAGS |= {"--gen-kwargs", "--limit"}
 # Made on the user's machine, or named as a pattern.

@@ -10,7 +10,7 @@ import typer
 from allotrope.config import option
 
 # One module for each host. It has `HOST`, `LIMITS`, `installed()`, `probe()` and `refusals()`.
-CONTRACTS = ("allotrope.plugins.vllm.contract",)
+CONTRACTS = ("allotrope.plugins.vllm.contract", "allotrope.plugins.sglang.contract")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -220,11 +220,11 @@ def decode_shape(
     *,
     capture: bool,
 ) -> DecodeShape | None:
-    """How decode steps of a model and its draft model run on `device`; None, with a line in the log that says why,
-    where they are like any other."""
+    """How decode steps of a model, and of its draft model if there is one, run on `device`; None, with a line in the
+    log that says why, where they are like any other."""
     if device.type != "cuda":
         return None
-    reasons = sorted({reason for model in models for reason in uncaptured(model)})
+    reasons = uncaptured(layer for model in models for layer in model.attention)
     if reasons:
         log.info("decode steps run without CUDA graphs: %s", "; ".join(reasons))
         return None

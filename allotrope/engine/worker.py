@@ -82,7 +82,9 @@ class Worker:
         self._free = _free(self._device)
         self.model: Decoder = load_model(load_plan, config.seed, config.quantized_weights)
         self.draft_model = load_draft_model(load_plan, self.model, config.seed, config.quantized_weights)
-        models: list[Decoder | DraftModel] = [self.model, *([] if self.draft_model is None else [self.draft_model])]
+        models: list[Decoder | DraftModel] = [self.model]
+        if self.draft_model is not None:
+            models.append(self.draft_model)
         self._decode = decode_shape(
             *(
                 models,

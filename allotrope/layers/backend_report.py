@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from allotrope.kernels.backend import choose
 from allotrope.kernels.triton_version import triton_reasons
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
-from allotrope.layers.draft import DraftModel
 from allotrope.ops.matmul.weight import Format
 
 log = logging.getLogger("allotrope.layers")
@@ -92,9 +91,9 @@ def warn_without_kernels(build: Build) -> None:
         log.warning("layers run at less than full speed, by PyTorch alone: %s", "; ".join(reasons))
 
 
-def uncaptured(model: Decoder | DraftModel) -> list[str]:
-    """Why decode steps of a model cannot be captured as CUDA graphs, empty if they can."""
-    found = {(spec.family, backend.name) for spec, backend in model.attention if not backend.in_graphs}
+def uncaptured(attention: Iterable[tuple[Spec, AttentionBackend]]) -> list[str]:
+    """Why decode steps of a model's layers cannot be captured as CUDA graphs, empty if they can."""
+    found = {(spec.family, backend.name) for spec, backend in attention if not backend.in_graphs}
     return [f"{family}/{name} cannot be captured" for family, name in sorted(found)]
 
 

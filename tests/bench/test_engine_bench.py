@@ -510,8 +510,9 @@ def test_columns_are_named_and_read_back(engine: Any) -> None:
     ]:
         assert str(column) == name and Column.of(name) == column
         assert column.has_own_tokens == ("/" not in name)
-    lengths = [(one.drafts, one.length) for one in engine.speculations("mtp", [1, 3], [1.8, 2.8])[1:]]
-    assert lengths == [(1, 1.8), (3, 1.8), (3, 2.8)]
+    none, *measured = engine.speculations("mtp", [1, 3], [1.8, 2.8])
+    assert none is None and engine.speculations("mtp", [1, 3], [1.8, 2.8], only=True) == measured
+    assert [(one.drafts, one.length) for one in measured] == [(1, 1.8), (3, 1.8), (3, 2.8)]
 
 
 def test_drafts_are_compared_with_none(engine: Any, weights: Any, tmp_path: Path) -> None:
@@ -574,6 +575,7 @@ def test_drafts_that_are_right_keep_the_tokens(engine: Any, tmp_path: Path) -> N
         (["--speculate", "2", "2"], "--speculate [2, 2]"),
         (["--accept", "2"], "need --speculate"),
         (["--draft-model", "head"], "need --speculate"),
+        (["--drafts-only"], "need --speculate"),
         (["--speculate", "2", "--accept", "3.5"], "from 1 to 3"),
         (["--speculate", "2", "--accept", "0.5"], "from 1 to 3"),
         (["--speculate", "2", "--peers", "sglang"], "neither SGLang"),

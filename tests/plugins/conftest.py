@@ -1,6 +1,7 @@
-"""What tests inside vLLM need: they run where it is installed beside Allotrope (`make test-vllm`), else are skipped.
+"""What tests inside other engines need: they run where one is installed beside Allotrope (`make test-vllm`,
+`make test-sglang`), else are skipped.
 
-The environment is set before vLLM is imported: one process, little memory, no cache of an earlier version's classes.
+vLLM's environment is set before it is imported: one process, little memory, no cache of an earlier version's classes.
 """
 
 from __future__ import annotations
@@ -32,3 +33,18 @@ def in_vllm() -> Iterator[None]:
         pytest.skip("vLLM is not installed here: `make test-vllm` runs this in an environment of its own")
     os.environ.update(ENVIRONMENT)
     yield
+
+
+SGLANG_ENVIRONMENT = {
+    # Several ranks on one processor.
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|0",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@pytest.fixture(scope="session")
+def in_sglang() -> None:
+    """Skips where there is no SGLang, which runs in processes of its own."""
+    if find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed here: `make test-sglang` runs this in an environment of its own")

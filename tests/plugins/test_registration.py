@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from allotrope.architectures.registry import ARCHITECTURES
+from allotrope.plugins.contract import Contract
+from allotrope.plugins.sglang import contract as sglang_contract
 from allotrope.plugins.vllm import contract
 from allotrope.plugins.vllm.contract import DRAFT_HEADS
 
 PLUGIN = Path(contract.__file__).parent
+HOSTS = {"vllm": contract, "sglang": sglang_contract}
 CALL = """
 import sys
 from allotrope.plugins.vllm import register
@@ -28,13 +31,20 @@ print([name for name in models if name.rpartition(".")[2] not in files], "triton
 """
 
 
-def host(folder: Path, version: str = "0.32.0", without: str = "", earlier: bool = False) -> Path:
+def host(
+    folder: Path,
+    version: str = "0.32.0",
+    without: str = "",
+    earlier: bool = False,
+    contract: Contract = contract.CONTRACT,
+) -> Path:
     """A package that has what the contract lists, but for one symbol. `earlier`: with what an earlier version has."""
-    info = folder / f"vllm-{version}.dist-info"
+    name = contract.distributions[0]
+    info = folder / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     modules: dict[str, list[str]] = {}
-    symbols = [(symbol.instead if earlier else None) or symbol for symbol in contract.SYMBOLS]
+    symbols = [(symbol.instead if earlier else None) or symbol for symbol in contract.symbols]
     for path in dict.fromkeys(symbol.path for symbol in symbols):
         same_path = [symbol for symbol in symbols if symbol.path == path]
         module, _, name = path.partition(":")
@@ -124,28 +134,57 @@ def test_without_a_host_nothing_is_imported() -> None:
     assert "vllm.model_executor" not in ended.stdout
 
 
-def test_the_contract_lists_every_host_symbol() -> None:
-    """What the plugin's files import of vLLM is what the contract probes, no more and no less."""
+@pytest.mark.parametrize(
+    ("options", "environment", "text"),
+    [
+        ({"version": "0.5.24"}, {}, "SGLang 0.5.24 is not known (known: 0.5.23)"),
+        ({"without": "ForwardBatch"}, {}, "has no attribute 'ForwardBatch'"),
+        ({}, {"ALLOTROPE_SGLANG": "yes"}, "ALLOTROPE_SGLANG='yes' is not understood; allowed: 0, 1"),
+    ],
+    ids=["unknown version", "removed symbol", "unknown switch"],
+)
+def test_one_line_in_sglang(tmp_path: Path, options: dict[str, Any], environment: dict[str, str], text: str) -> None:
+    path = host(tmp_path, **({"version": "0.5.23", "contract": sglang_contract.CONTRACT} | options))
+    (line,) = lines(run(path, "from allotrope.plugins.sglang import register\nregister()", **environment))
+    assert line.startswith("allotrope: plugin off, SGLang runs its own models: ") and text in line
+
+
+def test_sglang_switched_off(tmp_path: Path) -> None:
+    path = host(tmp_path, "0.5.23", contract=sglang_contract.CONTRACT)
+    code = "import sys\nfrom allotrope.plugins.sglang import register\nregister()\nprint('sglang' in sys.modules)"
+    ended = run(path, code, ALLOTROPE_SGLANG="0")
+    assert ended.stdout == "False\n" and not ended.stderr
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_the_contract_lists_every_host_symbol(name: str) -> None:
+    """What a plugin's files import of its host is what the contract lists, no more and no less."""
     used = set()
-    for path in PLUGIN.glob("*.py"):
+    for path in PLUGIN.parent.joinpath(name).glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == name:
                 used |= {f"{node.module}:{alias.name}" for alias in node.names}
             if isinstance(node, ast.Import):
-                assert not any(alias.name.split(".")[0] == "vllm" for alias in node.names), path
+                assert not any(alias.name.split(".")[0] == name for alias in node.names), path
+    symbols = (*HOSTS[name].SYMBOLS, *getattr(HOSTS[name], "UNPROBED", ()))
+    listed = {one.path for symbol in symbols for one in (symbol, symbol.instead or symbol)}
     # Read, never named: what `get_forward_context` returns, what builders are given, a config of `VllmConfig`.
-    listed = {one.path for symbol in contract.SYMBOLS for one in (symbol, symbol.instead or symbol)}
-    assert listed == used | {"vllm.forward_context:ForwardContext", "vllm.config:SpeculativeConfig"}
+    read = {"vllm.forward_context:ForwardContext", "vllm.config:SpeculativeConfig"}
+    assert listed == used | (read if name == "vllm" else {symbol.path for symbol in sglang_contract.READ})
 
 
-def test_compat_reports_the_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "version", "without"), [("vllm", "0.32.0", "MultipleOf"), ("sglang", "0.5.23", "AttentionBackend")]
+)
+def test_compat_reports_the_host(name: str, version: str, without: str, tmp_path: Path) -> None:
     code = "from allotrope.commands.compat import report\nimport json\nprint(json.dumps(report({!r})))".format(
-        "allotrope.plugins.vllm.contract"
+        f"allotrope.plugins.{name}.contract"
     )
     import json
 
-    good = json.loads(run(host(tmp_path / "good"), code).stdout)
-    assert good["version"] == "0.32.0" and not good["refusals"]
+    of_host = {"version": version, "contract": HOSTS[name].CONTRACT}
+    good = json.loads(run(host(tmp_path / "good", **of_host), code).stdout)
+    assert good["version"] == version and not good["refusals"]
     assert {one["architecture"] for one in good["models"] if one["taken"]} == set(ARCHITECTURES)
-    bad = json.loads(run(host(tmp_path / "bad", without="MultipleOf"), code).stdout)
+    bad = json.loads(run(host(tmp_path / "bad", without=without, **of_host), code).stdout)
     assert len(bad["refusals"]) == 1 and not any(one["taken"] for one in bad["models"])

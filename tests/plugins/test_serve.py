@@ -1,4 +1,4 @@
-"""`vllm serve` with the plugin, through the official OpenAI client: chat, stream, log-probabilities."""
+"""Servers of other engines with the plugin, through the official OpenAI client: chat, stream, log-probabilities."""
 
 from __future__ import annotations
 
@@ -9,20 +9,46 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from plugins.conftest import ENVIRONMENT
+from plugins.conftest import ENVIRONMENT, SGLANG_ENVIRONMENT
 from plugins.hosting import ATOL
 from server.tiny_model import write_tiny_model
 from tiny_checkpoints import TinyCheckpoint, write_tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_vllm"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-ASKED = [{"role": "user", "content": "the cat sat on the mat"}]
+# The answer has no token without a text, which SGLang shows as another one.
+ASKED = [{"role": "user", "content": "one two three"}]
 COUNT = 12
+
+
+@dataclass(frozen=True)
+class Server:
+    """`command`: after Python. `line`: what the plugin says in it, once it has caches."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    line: str
+
+
+SERVERS = {
+    # What `vllm serve` runs; that command itself asks for a package named vllm, which the CPU build does not have.
+    "vllm": Server(
+        ("-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--max-model-len", "256", "--model"),
+        ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"},
+        "allotrope: pages of ",
+    ),
+    "sglang": Server(
+        ("-m", "sglang.launch_server", "--context-length", "256", "--max-total-tokens", "2048", "--model-path"),
+        SGLANG_ENVIRONMENT,
+        "allotrope: caches in SGLang's pools",
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +57,23 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
     return write_tiny(json.loads((directory / "config.json").read_text()), directory)
 
 
-@pytest.fixture(scope="module")
-def client(in_vllm: None, tiny: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+@pytest.fixture(scope="module", params=SERVERS)
+def client(
+    request: pytest.FixtureRequest, tiny: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    request.getfixturevalue(f"in_{request.param}")
+    server = SERVERS[request.param]
     openai = pytest.importorskip("openai")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = Path(tmp_path_factory.mktemp("log")) / "log"
-    # What `vllm serve` runs; that command itself asks for a package named vllm, which the CPU build does not have.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny.directory)]
-    command += ["--port", str(port)]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--served-model-name", "tiny"]
-    env = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=env) as running:
+    command = [sys.executable, *server.command, str(tiny.directory), "--port", str(port)]
+    command += ["--dtype", "float32", "--served-model-name", "tiny"]
+    with (
+        log.open("w") as out,
+        subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | server.environment) as running,
+    ):
         found = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
         try:
             for _ in range(270):
@@ -51,10 +81,10 @@ def client(in_vllm: None, tiny: TinyCheckpoint, tmp_path_factory: pytest.TempPat
                 try:
                     found.models.list()
                     break
-                except openai.APIConnectionError:
+                except (openai.APIConnectionError, openai.InternalServerError):
                     time.sleep(1)
             # What the caches of our layers take is told once, by the engine's process.
-            assert "allotrope: pages of " in log.read_text()
+            assert server.line in log.read_text()
             yield found
         finally:
             running.terminate()
@@ -71,7 +101,7 @@ def wanted(tiny: TinyCheckpoint) -> tuple[str, torch.Tensor]:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     answer = tiny.greedy(ids, COUNT)
     scores = torch.log_softmax(tiny.logits([*ids, *answer[:-1]])[len(ids) - 1 :], -1)
-    # vLLM holds back the bytes of a character that is not complete.
+    # Servers hold back the bytes of a character that is not complete.
     return tokenizer.decode(answer).rstrip("\ufffd"), scores.gather(1, torch.tensor(answer)[:, None]).squeeze(1)
 
 

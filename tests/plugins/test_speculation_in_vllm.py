@@ -163,14 +163,15 @@ def own_drafts(path: Path, prompt: list[int]) -> list[list[int]]:
     config = json.dumps({"method": "mtp", "num_speculative_tokens": DRAFTS, "adaptive": False})
     llm = LLM(str(path), dtype="float32", max_model_len=256, speculative_config=config)
     executor = llm.engine._executor
-    draft: Any = executor.draft
+    run_drafts: Any = executor.run_drafts
     found: list[list[int]] = []
 
-    def record(chain: Any) -> torch.Tensor:
-        tokens: torch.Tensor = draft(chain)
-        found.append(tokens.tolist())
-        return tokens
+    def record(token_ids: torch.Tensor, *, shared: bool) -> Any:
+        drafted = run_drafts(token_ids, shared=shared)
+        # Behind the last token of the sequence.
+        found.append(drafted.next_tokens[1:].tolist())
+        return drafted
 
-    executor.draft = record  # type: ignore[method-assign]
+    executor.run_drafts = record  # type: ignore[method-assign]
     llm.generate([prompt], SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True))
-    return found
+    return [drafts for drafts in found if drafts]

@@ -21,17 +21,9 @@ from allotrope.attention.cache_layout import (
     row_bytes,
 )
 from allotrope.layers.parallel import Parallel
+from allotrope.plugins.steps import arrange, rows_index
 from allotrope.plugins.vllm import STATEFUL
-from allotrope.plugins.vllm.translate import (
-    arrange,
-    common_page,
-    describe,
-    one_table,
-    page_of,
-    page_tokens,
-    rows_index,
-    states_index,
-)
+from allotrope.plugins.vllm.translate import common_page, describe, one_table, page_of, page_tokens, states_index
 
 CPU = torch.device("cpu")
 

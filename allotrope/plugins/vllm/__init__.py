@@ -7,7 +7,6 @@ device; and it never raises: whatever is wrong is one line, and vLLM goes on wit
 from __future__ import annotations
 
 import logging
-import os
 
 SWITCH = "ALLOTROPE_VLLM"
 # Architectures with recurrent states, of which vLLM wants to know before there is a config. A test holds this true.
@@ -27,21 +26,10 @@ def register() -> None:
 
     `ALLOTROPE_VLLM=0` leaves vLLM as it is.
     """
-    try:
-        wanted = os.environ.get(SWITCH) or "1"
-        if wanted == "0":
-            return
-        if wanted != "1":
-            raise ValueError(f"{SWITCH}={wanted!r} is not understood; allowed: 0, 1")
-        from allotrope.plugins.vllm.contract import refusals
+    from allotrope.plugins.registration import register_unless
+    from allotrope.plugins.vllm.contract import refusals
 
-        reasons = refusals()
-        if reasons:
-            raise RuntimeError("; ".join(reasons))
-        _register_models()
-    except Exception as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        log.warning("allotrope: plugin off, vLLM runs its own models: %s. See `allotrope compat`.", text)
+    register_unless("vLLM", SWITCH, log, refusals, _register_models)
 
 
 def _register_models() -> None:

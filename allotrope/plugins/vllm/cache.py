@@ -27,15 +27,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 
 from allotrope.attention.batch import BatchLayout, CacheIndex
 from allotrope.attention.cache_layout import CacheLayout, StateSlots, WindowRows, page_views, row_bytes
-from allotrope.plugins.vllm.translate import (
-    Order,
-    describe,
-    page_of,
-    page_tokens,
-    rows_index,
-    states_index,
-    stride,
-)
+from allotrope.plugins.steps import Order, rows_index
+from allotrope.plugins.vllm.translate import describe, page_of, page_tokens, states_index, stride
 
 # A name under vLLM's own, so that its handlers and levels hold.
 log = logging.getLogger("vllm.allotrope")

@@ -5,10 +5,7 @@ Owns which host versions are known. A symbol that another file of this folder us
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib import import_module, metadata
+from allotrope.plugins.contract import Contract, Symbol, release
 
 HOST = "vllm"
 # The builds of vLLM on package indexes, and the releases whose behaviour the tests have seen.
@@ -17,17 +14,6 @@ KNOWN = ("0.25", "0.32")
 # vLLM's names of the draft heads of ours, and where it is known what it does with the hidden states that they return.
 DRAFT_HEADS = ("DeepSeekMTPModel", "DeepseekV32MTPModel")
 DRAFT_HEADS_IN = ("0.32",)
-
-
-@dataclass(frozen=True)
-class Symbol:
-    """`path`: module:attribute. `accepts`: parameters (of a class, fields) that are given by name. `has`: members.
-    `instead`: what does as well, of an earlier version."""
-
-    path: str
-    accepts: tuple[str, ...] = ()
-    has: tuple[str, ...] = ()
-    instead: Symbol | None = None
 
 
 _SPEC = tuple("block_size num_kv_heads head_size head_size_v dtype".split())
@@ -89,66 +75,14 @@ SYMBOLS = (
 )
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One probe. `reason`: what is wrong, empty if nothing is."""
-
-    path: str
-    reason: str = ""
-
-
-def installed() -> str | None:
-    """Version of the installed vLLM, None if there is none."""
-    for name in DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def version_reasons(version: str | None) -> list[str]:
-    """Why a version is not one to plug into."""
-    if version is None:
-        return ["vLLM is not installed"]
-    if _release(version) in KNOWN:
-        return []
-    return [f"vLLM {version} is not known (known: {', '.join(f'{known}.x' for known in KNOWN)})"]
+CONTRACT = Contract("vLLM", DISTRIBUTIONS, KNOWN, SYMBOLS)
+installed, probe, refusals = CONTRACT.installed, CONTRACT.probe, CONTRACT.refusals
 
 
 def serves_draft_heads() -> bool:
     """Whether our draft heads take the names of vLLM's MTP models in the installed vLLM."""
-    return _release(installed() or "") in DRAFT_HEADS_IN
-
-
-def _release(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
-def probe() -> Iterator[Finding]:
-    """Look for every symbol of the table, with what is needed of it."""
-    for symbol in SYMBOLS:
-        reason = _reason(symbol)
-        holds = symbol.instead is not None and not _reason(symbol.instead)
-        yield Finding(symbol.path, "" if holds else reason)
-
-
-def _reason(symbol: Symbol) -> str:
-    module, _, name = symbol.path.partition(":")
-    try:
-        found = getattr(import_module(module), name)
-        parameters = set(inspect.signature(found).parameters) if symbol.accepts else set()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    lacking = [f"parameter {name}" for name in symbol.accepts if name not in parameters]
-    lacking += [name for name in symbol.has if not hasattr(found, name)]
-    return f"has no {', '.join(lacking)}" if lacking else ""
-
-
-def refusals() -> list[str]:
-    """Every reason not to plug into the installed vLLM; empty if there is none."""
-    reasons = version_reasons(installed())
-    return reasons or [f"{finding.path} {finding.reason}" for finding in probe() if finding.reason]
+    version = installed() or ""
+    return any(release(version, known) == known for known in DRAFT_HEADS_IN)
 
 
 # What vLLM does not let a kind of cache do as in our own engine; by the kinds of `Family.cache_kinds`.

@@ -16,7 +16,8 @@ from allotrope.layers.step import Step
 from allotrope.loading.decoder import fill_draft
 from allotrope.loading.draft import draft_build, draft_tensors
 from allotrope.plugins.vllm.cache import HostedCache
-from allotrope.plugins.vllm.model import HostedLayers, HostedModel, StreamedWeights, log
+from allotrope.plugins.vllm.model import HostedLayers, HostedModel, log
+from allotrope.plugins.weights import StreamedWeights
 
 
 class SharedParts(torch.nn.Module):

@@ -24,7 +24,7 @@ from allotrope.architectures.registry import Architecture, read_spec
 from allotrope.attention.batch import BatchLayout
 from allotrope.attention.cache_layout import CacheLayout, Field, StateSlots, row_bytes
 from allotrope.attention.registry import FAMILIES
-from allotrope.checkpoint.checkpoint import Checkpoint, TensorHeader, open_checkpoint
+from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.checkpoint.weight_formats import quantization_of, weight_formats
 from allotrope.errors import ConfigError, ModelError
 from allotrope.kernels.backend import Chooser, parse_wanted
@@ -38,10 +38,11 @@ from allotrope.layers.step import LayerStep, Step
 from allotrope.loading.decoder import load_decoder, make_decoder, only_kept, quantized_build
 from allotrope.loading.kv_scales import FP8, attention_specs
 from allotrope.ops.rope import RopeTables
+from allotrope.plugins.steps import Order, arrange
 from allotrope.plugins.vllm.cache import HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
 from allotrope.plugins.vllm.speculation import speculation_reasons
-from allotrope.plugins.vllm.translate import Order, arrange
+from allotrope.plugins.weights import StreamedWeights
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _KV_DTYPES = {
@@ -52,31 +53,6 @@ _OPTIONS = {"attention_backend", "quantized_weights"}
 _UNREACHABLE = ("the ranks are those of vLLM, which owns their memory",)
 # A name under vLLM's own, so that its handlers and levels hold.
 log = logging.getLogger("vllm.allotrope")
-
-
-class StreamedWeights:
-    """vLLM's stream of weights as a checkpoint. CPU tensors of safetensors files stay mapped: they take no memory."""
-
-    def __init__(self, checkpoint: Checkpoint, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.source, self.config = checkpoint.source, checkpoint.config
-        self.generation_config, self.tokenizer_path = checkpoint.generation_config, checkpoint.tokenizer_path
-        self.has_weights = True
-        self._weights = dict(weights)
-
-    def headers(self) -> dict[str, TensorHeader]:
-        """As `Checkpoint.headers`."""
-        return {
-            name: TensorHeader(name, tuple(tensor.shape), tensor.dtype, tensor.nbytes)
-            for name, tensor in self._weights.items()
-        }
-
-    def read(self, name: str) -> torch.Tensor:
-        """As `Checkpoint.read`."""
-        return self._weights[name]
-
-    def blocks(self, name: str) -> torch.Tensor:
-        """As `Checkpoint.blocks`."""
-        raise ModelError(self.source, [f"{name} is not stored in blocks"])
 
 
 def open_config(vllm_config: VllmConfig, weights: bool = False) -> tuple[Checkpoint, Architecture, ModelSpec]:
@@ -377,7 +353,7 @@ class HostedModel(HostedLayers):
             quantized_weights=self.quantized_weights,
             log=lambda line: log.info("allotrope: %s", line),
         )
-        if self.build.device.type == "cuda" and (reasons := uncaptured(self.decoder)):
+        if self.build.device.type == "cuda" and (reasons := uncaptured(self.decoder.attention)):
             log.info("allotrope: decode steps run without CUDA graphs: %s", "; ".join(reasons))
         self.finished = True
 

@@ -1,0 +1,174 @@
+"""A checkpoint of ours as SGLang's config: what its scheduler, memory and server ask of a model before it is built.
+
+SGLang sees one kind of attention whatever the families are. How many elements a token and a state take is known when
+the model is built, which declares it here, and SGLang asks afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
+from sglang.srt.utils.hf_transformers.config import HfModelConfigParser
+from transformers import PretrainedConfig
+
+from allotrope.architectures.registry import ARCHITECTURES, read_spec
+from allotrope.checkpoint.checkpoint import open_checkpoint
+from allotrope.errors import ConfigError, ModelError
+from allotrope.loading.kv_scales import FP8
+from allotrope.plugins.sglang import NAME, PLAIN, STATEFUL
+from allotrope.plugins.sglang.memory import HEAD_DIM, CacheMemory, planned_layouts
+
+log = logging.getLogger("sglang.allotrope")
+# What SGLang reads of a checkpoint's config beside the shape of its caches.
+_KEPT = ("model_type", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+_OPTIONS = {"attention_backend", "quantized_weights"}
+KV_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp8_e4m3": FP8}
+# On a GPU, kernels look a page up once for all keys that they read together.
+PAGE_SIZE = 64
+
+
+class HostedConfig(PretrainedConfig):
+    """A model whose caches hold entries of tokens alone."""
+
+    row_stride = 1
+    num_hidden_layers = 1
+
+    def declare(self, memory: CacheMemory, kv_dtype: torch.dtype, ranks: int) -> None:
+        """Say what the model of one rank keeps of each token, in elements of SGLang's type, and of each sequence."""
+        # SGLang shares heads out among its ranks.
+        self.num_key_value_heads = memory.heads(kv_dtype.itemsize) * ranks
+        self.state_bytes = memory.state_bytes
+
+
+class HostedHybridConfig(HostedConfig):
+    """A model that keeps states of sequences. To SGLang, layer 0 has all entries of tokens and layer 1 all states."""
+
+    num_hidden_layers = 2
+    full_attention_layer_ids = (0,)
+    linear_layer_ids = (1,)
+
+    @property
+    def mamba2_cache_params(self) -> Mamba2CacheParams:
+        """One state of so many elements; the convolution's, which SGLang keeps apart, is ours to hold."""
+        elements = max(self.state_bytes // torch.float32.itemsize, 1)
+        shape = Mamba2StateShape(
+            conv=[(1, 1)],
+            temporal=(1, 1, elements),
+            intermediate_size=1,
+            conv_dim=1,
+            ssm_state_size=elements,
+            num_heads=1,
+            head_dim=1,
+            state_size=elements,
+            conv_kernel=2,
+        )
+        dtype = Mamba2StateDType(conv=torch.float32, temporal=torch.float32)
+        return Mamba2CacheParams(shape=shape, layers=list(self.linear_layer_ids), dtype=dtype)
+
+
+class ConfigParser(HfModelConfigParser):
+    """SGLang's reader of configs, but for architectures of ours."""
+
+    def parse(
+        self, model: str | Path, trust_remote_code: bool, revision: str | None = None, **kwargs: Any
+    ) -> PretrainedConfig:
+        """The config of the checkpoint at `model`. Raises ModelError for one of ours that our rules do not read."""
+        if "gguf_file" not in kwargs:
+            config, _ = PretrainedConfig.get_config_dict(model, revision=revision, **kwargs)
+            if (config.get("architectures") or [""])[0] in ARCHITECTURES:
+                return hosted_config(str(model), revision)
+        return super().parse(model, trust_remote_code=trust_remote_code, revision=revision, **kwargs)
+
+
+def hosted_config(source: str, revision: str | None) -> HostedConfig:
+    """What SGLang shall know of a checkpoint."""
+    checkpoint = open_checkpoint(source, revision=revision, load_format="dummy")
+    _, spec = read_spec(checkpoint.config, checkpoint.source)
+    memory = CacheMemory(planned_layouts(spec, checkpoint.source))
+    text = checkpoint.config | checkpoint.config.get("text_config", {})
+    kind, name = (HostedHybridConfig, STATEFUL) if memory.state_bytes else (HostedConfig, PLAIN)
+    found = kind(
+        **{key: text[key] for key in _KEPT if text.get(key) is not None},
+        architectures=[name],
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden,
+        max_position_embeddings=spec.context,
+        num_attention_heads=text.get("num_attention_heads", 1),
+        num_hidden_layers=kind.num_hidden_layers,
+        head_dim=HEAD_DIM,
+        row_stride=memory.row_stride,
+    )
+    found.declare(memory, torch.float32, 1)
+    return found
+
+
+def _refuse(args: Any) -> None:
+    """Raise ModelError for everything that SGLang is asked for and that our models do not do."""
+    asked = {
+        "LoRA": args.enable_lora or args.lora_paths,
+        "pipeline parallelism": args.pp_size > 1,
+        # Earlier versions have the switch alone.
+        "data parallelism of attention": args.enable_dp_attention or getattr(args, "attn_dp_size", 1) > 1,
+        "expert parallelism": args.ep_size > 1,
+        "context parallelism": args.attn_cp_size > 1 or args.dcp_size > 1,
+        "quantization": args.quantization,
+        "offloading weights": args.cpu_offload_gb > 0,
+        "transfer of caches (disaggregation_mode)": args.disaggregation_mode != "null",
+        "speculative decoding": args.speculative_algorithm,
+        "caches on other devices (enable_hierarchical_cache)": args.enable_hierarchical_cache,
+        "caches on other devices (enable_lmcache)": args.enable_lmcache,
+        "one memory for all caches (enable_unified_memory)": args.enable_unified_memory,
+        "embeddings of texts": args.is_embedding,
+        "two batches at once (enable_two_batch_overlap)": args.enable_two_batch_overlap,
+        f"kv_cache_dtype={args.kv_cache_dtype}": args.kv_cache_dtype not in ("auto", *KV_DTYPES),
+    }
+    reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]
+    if reasons:
+        raise ModelError(args.model_path, [*reasons, "ALLOTROPE_SGLANG=0 gives SGLang's own models"])
+
+
+def read_overrides(args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What overrides the checkpoint's config, and our options among it. Raises ConfigError for one that is not ours."""
+    overrides = json.loads(args.json_model_override_args)
+    found = overrides.pop("allotrope", {})
+    unknown = sorted(set(found) - _OPTIONS) if isinstance(found, dict) else [found]
+    if unknown:
+        allowed = ", ".join(sorted(_OPTIONS))
+        raise ConfigError(
+            f"json_model_override_args: allotrope={found!r} is not understood: {unknown[0]!r} (allowed: {allowed})."
+        )
+    option = found.get("quantized_weights", "auto")
+    if option not in ("auto", "keep", "dequantize"):
+        raise ConfigError(f"quantized_weights={option!r} is not understood; allowed: auto, keep, dequantize.")
+    return overrides, dict(found)
+
+
+def declare_arguments(server_args: Any, hf_config: HostedConfig) -> dict[str, Any]:
+    """SGLang's arguments for a model of ours. Raises ModelError for what our models do not do, ConfigError for options
+    of ours that there are not, and for pages that hold no whole entries."""
+    _refuse(server_args)
+    read_overrides(server_args)
+    asked, page_size, stride = server_args.attention_backend, server_args.page_size, hf_config.row_stride
+    if asked not in (None, NAME):
+        log.info("allotrope: attention_backend=%s is not used: Allotrope's models bring their own", asked)
+    if page_size is None:
+        # SGLang keeps states of prefixes with pages of one token alone.
+        shares_states = isinstance(hf_config, HostedHybridConfig) and not server_args.disable_radix_cache
+        page_size = 1 if shares_states else math.lcm(PAGE_SIZE, stride)
+    if page_size % stride:
+        raise ConfigError(
+            f"page_size={page_size} is not a multiple of {stride}, the tokens of one entry of the model's compressed"
+            " caches. Leave --page-size out."
+        )
+    return {
+        "attention_backend": NAME,
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+        "page_size": page_size,
+    }

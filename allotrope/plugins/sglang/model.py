@@ -1,0 +1,279 @@
+"""Our decoder as a model of SGLang: one wrapper for every architecture.
+
+There are two classes because SGLang goes by a model's name in whether it keeps states.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.runtime_context import get_server_args
+from torch import nn
+
+from allotrope.architectures.registry import Architecture, read_spec
+from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex
+from allotrope.attention.cache_layout import StateSlots
+from allotrope.attention.family import CacheViews
+from allotrope.attention.registry import FAMILIES
+from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from allotrope.errors import ConfigError, ModelError
+from allotrope.kernels.backend import Chooser, parse_wanted
+from allotrope.kernels.chip import chip_of
+from allotrope.layers.backend_report import uncaptured
+from allotrope.layers.build import Build
+from allotrope.layers.model_spec import ModelSpec
+from allotrope.layers.parallel import Parallel
+from allotrope.layers.step import LayerStep, Step
+from allotrope.loading.decoder import load_decoder, make_decoder, only_kept, quantized_build
+from allotrope.loading.kv_scales import attention_specs
+from allotrope.ops.rope import RopeTables
+from allotrope.plugins.sglang import PLAIN, STATEFUL
+from allotrope.plugins.sglang.config import KV_DTYPES, HostedConfig, read_overrides
+from allotrope.plugins.sglang.memory import CacheMemory
+from allotrope.plugins.steps import Order, arrange, rows_index
+from allotrope.plugins.weights import StreamedWeights
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_UNREACHABLE = ("the ranks are those of SGLang, which owns their memory",)
+log = logging.getLogger("sglang.allotrope")
+
+
+def _build(args: Any, options: dict[str, Any]) -> Build:
+    # SGLang builds models under their type and on their device.
+    group, dtype, device = get_tp_group(), torch.get_default_dtype(), torch.empty(0).device
+    state = args.mamba_ssm_dtype or "float32"
+    return Build(
+        dtype,
+        KV_DTYPES.get(args.kv_cache_dtype, dtype),
+        device,
+        Parallel(
+            group.rank_in_group,
+            group.world_size,
+            group.device_group,
+            unreachable=_UNREACHABLE,
+            host_all_reduce=group.all_reduce,
+            all_ranks_sample=True,
+        ),
+        Chooser(chip_of(device), parse_wanted("attention_backend", options.get("attention_backend"), FAMILIES)),
+        state_dtype=_DTYPES[state],
+    )
+
+
+@dataclass
+class _Pools:
+    """SGLang's pools. `kv`: of entries. `requests`: of requests, with the entries and the state of each."""
+
+    kv: Any
+    requests: Any
+    context: int
+
+
+@dataclass
+class _Common:
+    """What is read of SGLang's batch, in the words of `allotrope.plugins.steps`."""
+
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu_upper_bound: torch.Tensor | None
+
+
+class Head:
+    """What SGLang's logits processor calls instead of a matrix."""
+
+    def __init__(self, decoder: Any, dtype: torch.dtype) -> None:
+        self._decoder, self._dtype = decoder, dtype
+
+    @property
+    def quant_method(self) -> Head:
+        return self
+
+    def apply(self, layer: Any, hidden_states: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`hidden_states`: [n, hidden]. Returns [n, vocabulary] fp32, on every rank."""
+        logits: torch.Tensor = self._decoder.logits(hidden_states.to(self._dtype))
+        return logits
+
+
+class HostedModel(nn.Module):
+    """Any of our decoders, with its attention in SGLang's cache memory."""
+
+    def __init__(self, config: HostedConfig, quant_config: Any = None, prefix: str = "") -> None:
+        super().__init__()
+        args = get_server_args()
+        overrides, options = read_overrides(args)
+        self.quantized_weights = options.get("quantized_weights", "auto")
+        self.build = _build(args, options)
+        keeps = self.quantized_weights != "dequantize"
+        self.checkpoint, self.architecture, spec = _open(args, overrides, keeps and args.load_format != "dummy")
+        # What the mixers would refuse, in the words of our engine.
+        attention_specs(spec, self.build, self.checkpoint.source)
+        if keeps:
+            kept = quantized_build(self.checkpoint, self.architecture, spec, self.build)
+            self.build = only_kept(kept, self.quantized_weights)
+        self.decoder = make_decoder(self.architecture, spec, self.build)
+        self.seed = args.random_seed or 0
+        self.finished = False
+        layers: Any = self.decoder.layers
+        # In a list of their own, which is no part of the tree of modules.
+        self._mixers: list[Any] = [layer.mixer for layer in layers]
+        owners = [layer.mixer.shares_cache_of for layer in spec.layers]
+        # Of each layer, the layer whose caches it reads.
+        self._owners = [number if owner is None else owner for number, owner in enumerate(owners)]
+        self._caches = [
+            {} if owner is not None else mixer.spec.caches() for mixer, owner in zip(self._mixers, owners, strict=True)
+        ]
+        self.memory = CacheMemory(tuple(layout for caches in self._caches for layout in caches.values()))
+        if bool(self.memory.state_bytes) != (type(self).__name__ == STATEFUL):
+            raise ModelError(self.checkpoint.source, ["json_model_override_args changes whether layers keep states"])
+        config.declare(self.memory, self.build.kv_dtype, self.build.parallel.size)
+        self.config, self.lm_head = config, Head(self.decoder, self.build.dtype)
+        self.logits_processor = LogitsProcessor(config, skip_all_gather=True)
+        self._tables = RopeTables(self.build.device, self.build.chooser)
+        self._views: list[CacheViews] = []
+        self._pools: _Pools
+        # Of steps that can be captured; none otherwise.
+        self._numbers: torch.Tensor | None = None
+        self._in_graphs = all(mixer.backend.in_graphs for mixer in self._mixers)
+
+    def refuse_graphs(self) -> None:
+        """Raise ConfigError where a step cannot be captured."""
+        if reasons := uncaptured(self.decoder.attention):
+            raise ConfigError(
+                f"decode steps run without CUDA graphs: {'; '.join(reasons)}. Add --disable-decode-cuda-graph."
+            )
+
+    def bind(self, kv_pool: Any, request_pool: Any, context: int) -> None:
+        """Take SGLang's pools, which are made after the model. `context`: most tokens of a request."""
+        if not self.finished:
+            # Dummy weights never come through `load_weights`.
+            self._load(None)
+        states = request_pool.mamba_pool.mamba_cache.temporal[0] if self.memory.state_bytes else None
+        planes = self.memory.cut(kv_pool.page_size, (kv_pool.get_key_buffer(0), kv_pool.get_value_buffer(0)), states)
+        found = iter(planes)
+        own = [{name: next(found) for name in caches} for caches in self._caches]
+        self._views = [own[owner] for owner in self._owners]
+        self._pools = _Pools(kv_pool, request_pool, context)
+        log.info(
+            "allotrope: caches in SGLang's pools: %d bytes a token in pages of %d, %d bytes of states a sequence",
+            kv_pool.get_key_buffer(0)[0].nbytes + kv_pool.get_value_buffer(0)[0].nbytes,
+            kv_pool.page_size,
+            self.memory.state_bytes,
+        )
+        if self._in_graphs:
+            self._numbers = torch.arange(len(request_pool.req_to_token) + 1, device=self.build.device)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+        input_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> LogitsProcessorOutput:
+        """`input_ids`: [T], padding last. Positions follow from the batch."""
+        if input_embeds is not None:
+            raise ModelError(self.checkpoint.source, ["Allotrope's models take token ids, not embeddings"])
+        hidden = self._compute(input_ids, forward_batch)
+        return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
+
+    def _compute(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
+        """[T, hidden], 0 for padding."""
+        width = self.decoder.spec.hidden
+        if forward_batch.forward_mode.is_idle():
+            return torch.zeros(len(input_ids), width, dtype=self.build.dtype, device=self.build.device)
+        batch, order, here = self._plan(forward_batch)
+        hidden = self.decoder(Step(input_ids[order.tokens], batch, here, self._tables))
+        if isinstance(order.tokens, slice) and len(hidden) == len(input_ids):
+            return hidden
+        out = hidden.new_zeros(len(input_ids), hidden.shape[1])
+        out[order.tokens] = hidden
+        return out
+
+    def _plan(self, forward_batch: ForwardBatch) -> tuple[BatchLayout, Order, list[LayerStep]]:
+        """The batch, and one plan for all layers of a kind."""
+        common = self._common(forward_batch)
+        batch, order = arrange(common, self.build.device, self._numbers)
+        of_kind = self._indices(forward_batch, batch, order)
+        made: dict[object, object] = {}
+        steps = []
+        for mixer, owner, views in zip(self._mixers, self._owners, self._views, strict=True):
+            spec, backend = mixer.spec, mixer.backend
+            index = {name: of_kind[isinstance(one, StateSlots)] for name, one in self._caches[owner].items()}
+            key = (spec.plan_key, backend.name, tuple(index))
+            if key not in made:
+                made[key] = backend.plan(spec, batch, index)
+            steps.append(LayerStep(made[key], views))
+        return batch, order, steps
+
+    def _common(self, forward_batch: ForwardBatch) -> _Common:
+        count, seen = forward_batch.batch_size, forward_batch.seq_lens_cpu
+        decodes = forward_batch.forward_mode.is_decode()
+        new = [1] * count if decodes else forward_batch.extend_seq_lens_cpu
+        # What is captured is replayed for longer texts.
+        captured = self.build.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if captured and not decodes:
+            raise ConfigError(
+                "Allotrope's models plan steps with prompts on the host. Add --disable-prefill-cuda-graph."
+            )
+        longest = self._pools.context if captured or seen is None else max(int(seen.max()), 1)
+        starts = torch.tensor([0, *new]).cumsum(0)
+        # On the device it is read of decodes alone.
+        numbers = starts if self._numbers is None else self._numbers[: count + 1].int()
+        return _Common(count, sum(new), max(new), longest, numbers, starts, forward_batch.seq_lens.int(), seen)
+
+    def _indices(self, forward_batch: ForwardBatch, batch: BatchLayout, order: Order) -> dict[bool, CacheIndex]:
+        """Where entries of tokens (False) and states (True) of the step's requests lie."""
+        pools, requests = self._pools, forward_batch.req_pool_indices
+        size = pools.kv.page_size
+        # A table of slots: every page's first one says which page it is.
+        firsts = pools.requests.req_to_token[:, : max(batch.seq_lens) : size]
+        found: dict[bool, CacheIndex] = {
+            False: rows_index(batch, order, firsts[requests] // size, forward_batch.out_cache_loc, size)
+        }
+        if self.memory.state_bytes:
+            slots = pools.requests.get_mamba_indices(requests)[order.requests]
+            found[True] = SlotIndex(slots if batch.static_tensors is not None else slots.long())
+        return found
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill every parameter by the architecture's rules; raises ModelError for anything left over on either side."""
+        if self.finished:
+            raise ModelError(self.checkpoint.source, ["weights cannot be loaded a second time; start SGLang anew"])
+        self._load(StreamedWeights(self.checkpoint, weights))
+
+    def _load(self, weights: StreamedWeights | None) -> None:
+        """Load `weights`; None: random ones."""
+        load_decoder(
+            *(self.decoder, self.architecture, self.build, weights),
+            seed=self.seed,
+            quantized_weights=self.quantized_weights,
+            log=lambda line: log.info("allotrope: %s", line),
+        )
+        self.finished = True
+
+
+def _open(args: Any, overrides: dict[str, Any], weights: bool) -> tuple[Checkpoint, Architecture, ModelSpec]:
+    """The checkpoint's config.json as it stands, read by our rules; `weights`: with the headers of its tensors."""
+    checkpoint = open_checkpoint(
+        args.model_path,
+        revision=args.revision,
+        load_format="auto" if weights else "dummy",
+        hf_overrides=json.dumps(overrides) if overrides else None,
+    )
+    return checkpoint, *read_spec(checkpoint.config, checkpoint.source)
+
+
+# SGLang knows models by the names of their classes.
+EntryClass = [type(PLAIN, (HostedModel,), {}), type(STATEFUL, (HostedModel,), {})]

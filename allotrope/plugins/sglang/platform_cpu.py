@@ -1,0 +1,36 @@
+"""The platform's class, which SGLang imports when it has chosen the platform."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+
+class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """A CPU without kernels of SGLang: operators in plain PyTorch, no graphs."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    capabilities = PlatformCapabilities()
+
+    def get_device(self, device_id: int | None = None) -> Any:
+        """Where SGLang gives no number it asks for the default of its option, which is a name."""
+        return self.device_type if device_id is None else super().get_device(device_id)
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """SGLang's own choice for a CPU needs its kernels."""
+        if server_args.attention_backend is None:
+            server_args.attention_backend = self.get_default_attention_backend()
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        return False

@@ -1,0 +1,36 @@
+"""A host's stream of weights as a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from allotrope.checkpoint.checkpoint import Checkpoint, TensorHeader
+from allotrope.errors import ModelError
+
+
+class StreamedWeights:
+    """The weights that a host hands over one by one. CPU tensors of safetensors files stay mapped: they take no
+    memory."""
+
+    def __init__(self, checkpoint: Checkpoint, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.source, self.config = checkpoint.source, checkpoint.config
+        self.generation_config, self.tokenizer_path = checkpoint.generation_config, checkpoint.tokenizer_path
+        self.has_weights = True
+        self._weights = dict(weights)
+
+    def headers(self) -> dict[str, TensorHeader]:
+        """As `Checkpoint.headers`."""
+        return {
+            name: TensorHeader(name, tuple(tensor.shape), tensor.dtype, tensor.nbytes)
+            for name, tensor in self._weights.items()
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.read`."""
+        return self._weights[name]
+
+    def blocks(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.blocks`."""
+        raise ModelError(self.source, [f"{name} is not stored in blocks"])

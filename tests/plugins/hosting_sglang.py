@@ -1,0 +1,158 @@
+"""One checkpoint inside SGLang, in processes of its own: what it answers, and that it was our model that ran.
+
+As a script (`python sglang_hosting.py GIVEN OUT`) it starts SGLang's engine, asks it, and writes what it found. A child
+of SGLang's that fails ends its parent, which therefore is no test's process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from plugins.conftest import SGLANG_ENVIRONMENT
+
+ATOL = 5e-4
+PLAIN = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "context_length": 256,
+    "max_total_tokens": 1664,
+    "max_running_requests": 12,
+    "max_mamba_cache_size": 64,
+    "chunked_prefill_size": 64,
+    "page_size": 16,
+    # Requests are admitted although their answers may not fit, so that some are sent back.
+    "schedule_conservativeness": 0.05,
+    "random_seed": 0,
+    "log_level": "info",
+}
+
+
+@dataclass(frozen=True)
+class Round:
+    """Prompts that are asked together, each with `count` tokens. SGLang reserves memory for whole answers where it is
+    told to ignore end tokens."""
+
+    prompts: Sequence[Sequence[int]]
+    count: int = 8
+    ignore_eos: bool = True
+
+
+@dataclass(frozen=True)
+class Answers:
+    """To one round. `ids`: chosen tokens. `logprobs`: of them. `cached`: prompt tokens that were reused. `retracted`:
+    how often each request was sent back."""
+
+    ids: list[list[int]]
+    logprobs: list[list[float]]
+    cached: list[int]
+    retracted: list[int]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What came of it. `log`: of all processes. `code`: exit status."""
+
+    log: str
+    code: int
+    answers: list[Answers] = field(default_factory=list)
+
+
+def ask(
+    path: Path, rounds: Sequence[Round], environment: dict[str, str] | None = None, before: str = "", **options: Any
+) -> Asked:
+    """Start SGLang with a checkpoint and ask it round after round.
+
+    `before`: code that every process of it runs first. `options`: of SGLang's engine; None leaves one of `PLAIN` out.
+    """
+    options = {key: value for key, value in (PLAIN | options).items() if value is not None}
+    given = {"model_path": str(path), "options": options, "rounds": [vars(one) for one in rounds]}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "sitecustomize.py").write_text(before)
+        paths = [folder, str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+        env = os.environ | SGLANG_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)} | (environment or {})
+        out = Path(folder) / "found.json"
+        command = [sys.executable, __file__, json.dumps(given), str(out)]
+        with (Path(folder) / "log").open("w+") as log:
+            # SGLang's children may outlive a start that fails, and would hold a pipe open.
+            ended = subprocess.run(command, stdout=log, stderr=log, env=env, timeout=400, start_new_session=True)
+            log.seek(0)
+            text = log.read()
+        found = json.loads(out.read_text()) if out.exists() else []
+    return Asked(text, ended.returncode, [Answers(**one) for one in found])
+
+
+def assert_ours(asked: Asked) -> None:
+    """Our model took SGLang's pools."""
+    assert asked.code == 0 and asked.answers, asked.log[-4000:]
+    assert "allotrope: caches in SGLang's pools" in asked.log, asked.log[-4000:]
+
+
+def assert_equal(found: Answers, want: Answers) -> None:
+    assert found.ids == want.ids
+    for got, expected in zip(found.logprobs, want.logprobs, strict=True):
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), atol=ATOL, rtol=0.0)
+
+
+def ours(path: Path, asked: Round, **options: Any) -> Answers:
+    """What our own engine answers."""
+    from allotrope import LLM, SamplingParams
+
+    plain = {"device": "cpu", "dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 1 << 26}
+    llm = LLM(str(path), **(plain | options))
+    try:
+        wanted = SamplingParams(max_tokens=asked.count, temperature=0.0, ignore_eos=asked.ignore_eos, logprobs=0)
+        found = [output.outputs[0] for output in llm.generate([list(one) for one in asked.prompts], wanted)]
+    finally:
+        llm.close()
+    logprobs = [[step.logprob for step in one.logprobs or ()] for one in found]
+    return Answers([list(one.token_ids) for one in found], logprobs, [], [])
+
+
+def write(architecture: str, directory: Path) -> Path:
+    """A tiny random checkpoint without an end token: answers are as long as they are asked for."""
+    from allotrope.architectures.registry import find_architecture
+    from allotrope.verify.random_checkpoint import write_random
+
+    names = {"architectures": [architecture]}
+    write_random(find_architecture(names, architecture).tiny() | names, directory, None, 0)
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    for part in (config, config.get("text_config", {})):
+        part.pop("eos_token_id", None)
+    file.write_text(json.dumps(config))
+    return directory
+
+
+def _main(given: dict[str, Any], out: Path) -> None:
+    from sglang.srt.entrypoints.engine import Engine
+
+    engine = Engine(model_path=given["model_path"], **given["options"])
+    found = []
+    for one in given["rounds"]:
+        wanted = {"temperature": 0, "max_new_tokens": one["count"], "ignore_eos": one["ignore_eos"]}
+        outputs = engine.generate(input_ids=one["prompts"], sampling_params=wanted, return_logprob=True)
+        meta = [output["meta_info"] for output in outputs]
+        found.append(
+            {
+                "ids": [output["output_ids"] for output in outputs],
+                "logprobs": [[step[0] for step in one["output_token_logprobs"]] for one in meta],
+                "cached": [one["cached_tokens"] for one in meta],
+                "retracted": [one["num_retractions"] for one in meta],
+            }
+        )
+    out.write_text(json.dumps(found))
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]), Path(sys.argv[2]))
