@@ -18,7 +18,6 @@ from allotrope.engine.graphs import DecodeGraphs
 from allotrope.engine.inputs import Inputs, advanced
 from allotrope.engine.layer_plans import LayerPlans, Plans
 from allotrope.layers.draft import DraftModel
-from allotrope.layers.step import Step
 
 
 class DraftRunner:
@@ -60,20 +59,36 @@ class DraftRunner:
         """The passes behind any other step. `features`: [T, F]. `inputs`, `plans`: of the step."""
         assert inputs.next_ids is not None and inputs.sequences is not None
         next_ids = inputs.next_ids.masked_scatter(inputs.next_ids < 0, sampled)
-        step, hidden = self.layers.step(next_ids.clamp(min=0), inputs, plans), self.model.from_target(features)
         last, accepted = self.count_accepted(inputs.ids, next_ids, inputs.sequences)
         tokens, reserved = inputs.sequences[0] + accepted, inputs.sequences[2]
-        if not passes or not len(tokens):
-            self.model.store(hidden, step)
+        chains = bool(passes and len(tokens))
+        first = self.run_first(features, next_ids, inputs, plans, store_only=not chains)
+        if not chains:
             self.next_tokens, self.accepted = last, accepted
             return
-        first = self.model(hidden, step)
         if self._static is None:
             drafts = run_chain(self.model, self.layers, first, inputs, tokens, reserved, passes)
             self.next_tokens, self.accepted = torch.cat([last, drafts.flatten()]), accepted
         else:
             self._static.take(first, inputs, tokens, reserved, last, accepted)
             self.next_tokens, self.accepted = self._static.draft(len(tokens), passes)
+
+    def run_first(
+        self, features: torch.Tensor, next_ids: torch.Tensor, inputs: Inputs, plans: Plans, *, store_only: bool
+    ) -> torch.Tensor:
+        """The first pass. `next_ids`: [T] as for `count_accepted`. `store_only`: no chain follows. Returns what chains
+        begin with, [T, W]: its hidden states, or the tokens [T, 1] behind the rows of a model that reads these alone.
+        """
+        model = self.model
+        if model.reads_tokens_alone:
+            model.store(features, self.layers.step(inputs.ids, inputs, plans))
+            return next_ids[:, None]
+        step, hidden = self.layers.step(next_ids.clamp(min=0), inputs, plans), model.from_target(features)
+        if store_only:
+            model.store(hidden, step)
+            return hidden
+        found: torch.Tensor = model(hidden, step)
+        return found
 
     def count_accepted(
         self, ids: torch.Tensor, next_ids: torch.Tensor, sequences: torch.Tensor
@@ -104,27 +119,29 @@ def run_chain(
     passes: int,
     context: int | None = None,
 ) -> torch.Tensor:
-    """The passes behind the first one. `first`: [T, W] its hidden states. `inputs`: of the step that it ran on.
+    """The passes behind the first one. `first`: [T, W] of `run_first`. `inputs`: of the step that it ran on.
 
     `tokens`: [S] index of the last token of each sequence that counts, -1 for a padding row. `reserved`: [S] its tokens
     that have pages: later passes stay at the last of these. `context`: most tokens of a sequence, in steps that can be
     captured. Returns the drafts [passes, S].
     """
     hidden = first[tokens.clamp(min=0)]
-    drafts = [model.greedy(hidden)]
-    if passes == 1:
+    # Token j stands j + 1 behind that of `tokens`. The sampled one is no draft.
+    sampled = int(model.reads_tokens_alone)
+    drafts = [hidden[:, 0] if sampled else model.greedy(hidden)]
+    if len(drafts) == passes + sampled:
         return torch.stack(drafts)
     rows = _rows_at(inputs, tokens, context, layers.groups)
     room = (reserved - 1 - rows.batch.tensors.positions).clamp(min=0)
     on_host = None if context is not None else room.tolist()
-    while len(drafts) < passes:
+    while len(drafts) < passes + sampled:
         count = len(drafts)
         # A sequence that has no room any more must not store over the row of its last token.
         lens = None if on_host is None else [min(count, one) for one in on_host]
         moved = advanced(rows, room.clamp(max=count), lens, room >= count)
         hidden = model(hidden, layers.step(drafts[-1].clamp(min=0), moved, {}))
         drafts.append(model.greedy(hidden))
-    return torch.stack(drafts)
+    return torch.stack(drafts[sampled:])
 
 
 def _rows_at(inputs: Inputs, tokens: torch.Tensor, context: int | None, groups: frozenset[int]) -> Inputs:
@@ -244,13 +261,13 @@ class _StaticPasses:
         self._tokens.fill_(-1)
 
     def _run_first(self, size: int) -> None:
-        self._first.copy_in(self._runner.model(*self._first_inputs(size)))
+        self._first.copy_in(self._pass_first(size, store_only=False))
 
     def _run_store(self, size: int) -> None:
-        self._runner.model.store(*self._first_inputs(size))
+        self._pass_first(size, store_only=True)
 
-    def _first_inputs(self, size: int) -> tuple[torch.Tensor, Step]:
-        """Hidden states and step of the first pass, once the accepted drafts are counted."""
+    def _pass_first(self, size: int, *, store_only: bool) -> torch.Tensor:
+        """The first pass, once the accepted drafts are counted. As `DraftRunner.run_first`."""
         inputs, _ = self._buffers.inputs(size)
         features, sequences = self.features.rows, self._buffers.sequences
         assert features is not None and sequences is not None, "no decode step has run"
@@ -261,8 +278,7 @@ class _StaticPasses:
         self._last[:count].copy_(last)
         self._accepted[:count].copy_(accepted)
         self._reserved[:count].copy_(own[2])
-        step = self._runner.layers.step(next_ids.clamp(min=0), inputs, {})
-        return self._runner.model.from_target(features[:size]), step
+        return self._runner.run_first(features[:size], next_ids, inputs, {}, store_only=store_only)
 
     def _run_chain(self, passes: int, size: int) -> None:
         inputs, _ = self._buffers.inputs(self._buffers.size)

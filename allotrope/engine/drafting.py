@@ -123,14 +123,19 @@ class LookupDrafting(Drafting):
 
 
 class ModelDrafting(Drafting):
-    """Drafts of a draft model, which runs behind each step, before the host has read the step's tokens."""
+    """Drafts of a draft model, which runs behind each step, before the host has read the step's tokens.
+
+    `unstored`: drafts of a sequence that come of the first pass, and need no page behind the step's tokens.
+    """
 
     by_model = True
 
     def __init__(
-        self, config: SpeculativeConfig, max_drafts: int, max_decodes: int, seed: int, *, on_gpu: bool
+        self, config: SpeculativeConfig, max_drafts: int, max_decodes: int, seed: int, *, lookahead: int, on_gpu: bool
     ) -> None:
+        """`lookahead`: as in `LoadPlan`."""
         super().__init__(config, max_drafts, max_decodes, seed)
+        self.unstored = max_drafts - lookahead
         self._on_gpu = on_gpu
         # What the last step drafted, for which sequences and how many for each.
         self.tokens: HostCopy | None = None
@@ -197,11 +202,12 @@ def _event() -> torch.cuda.Event:
 
 
 def make_drafting(
-    config: SpeculativeConfig | None, max_drafts: int, max_decodes: int, seed: int, *, on_gpu: bool
+    config: SpeculativeConfig | None, max_drafts: int, max_decodes: int, seed: int, *, lookahead: int, on_gpu: bool
 ) -> LookupDrafting | ModelDrafting | None:
-    """Who drafts under the options; None without speculative decoding. `max_decodes`: most rows of a decode step."""
+    """Who drafts under the options; None without speculative decoding. `max_decodes`: most rows of a decode step.
+    `lookahead`: as in `LoadPlan`."""
     if config is None:
         return None
     if config.drafts_from_text:
         return LookupDrafting(config, max_drafts, max_decodes, seed)
-    return ModelDrafting(config, max_drafts, max_decodes, seed, on_gpu=on_gpu)
+    return ModelDrafting(config, max_drafts, max_decodes, seed, lookahead=lookahead, on_gpu=on_gpu)

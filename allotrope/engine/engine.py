@@ -66,10 +66,11 @@ class Engine:
             *(config, self.limits, load_plan.limits.step_tokens, self.memory),
             copy_page=lambda group, source, target: copies.append((group, source, target)),
             max_decodes=load_plan.max_decodes,
-            lookahead=0 if load_plan.draft is None else load_plan.max_drafts - 1,
+            lookahead=load_plan.lookahead,
         )
         self._drafting = make_drafting(
             *(config.speculation, load_plan.max_drafts, load_plan.max_decodes, config.seed),
+            lookahead=load_plan.lookahead,
             on_gpu=self._device.type == "cuda",
         )
         seconds = config.step_log_seconds

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
+from allotrope.architectures.registry import find_architecture
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.layers.decoder import Decoder
+from allotrope.layers.decoder_draft import DecoderDraft, DecoderDraftSpec
 from allotrope.layers.draft import DraftModel
 from allotrope.layers.eagle3 import Eagle3Spec
 from allotrope.loading.decoder import load_decoder, make_decoder
@@ -46,6 +49,11 @@ def load_draft_model(
     assert checkpoint is not None and build is not None
     weights = checkpoint if checkpoint.has_weights else None
     options: dict[str, Any] = {"seed": seed, "quantized_weights": quantized_weights, "log": log.info}
+    if isinstance(draft, DecoderDraftSpec):
+        architecture = find_architecture(checkpoint.config, checkpoint.source)
+        options["log"] = functools.partial(log.info, "draft model: %s")
+        made = make_decoder(architecture, draft.model, build)
+        return DecoderDraft(load_decoder(made, architecture, build, weights, **options)).eval()
     if isinstance(draft, Eagle3Spec):
         return load_eagle3(draft, target, build, weights, **options)
     return load_draft(draft, target, load_plan.architecture, build, weights, **options)

@@ -23,6 +23,7 @@ from allotrope.kernels.backend import Chooser, parse_wanted
 from allotrope.kernels.chip import Chip, chip_of, cpu_has_bf16
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
+from allotrope.layers.decoder_draft import DecoderDraftSpec
 from allotrope.layers.draft import DraftModel
 from allotrope.layers.draft_spec import DraftSpec
 from allotrope.layers.eagle3 import Eagle3Spec
@@ -30,6 +31,7 @@ from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.parallel import Parallel, map_peers
 from allotrope.loading.decoder import make_meta_decoder, only_kept, quantized_build
+from allotrope.loading.decoder_draft import decoder_draft_build, resolve_decoder_draft
 from allotrope.loading.draft import draft_build, make_meta_draft
 from allotrope.loading.eagle3 import eagle3_build, resolve_eagle3
 from allotrope.loading.kv_scales import attention_specs
@@ -76,6 +78,18 @@ class LoadPlan:
     def max_drafts(self) -> int:
         """Most draft tokens of a sequence in one step; 0 without speculative decoding."""
         return self.build.max_drafts
+
+    @property
+    def reads_tokens_alone(self) -> bool:
+        """As `DraftModel.reads_tokens_alone`; False without a draft model."""
+        return isinstance(self.draft, DecoderDraftSpec)
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens behind the sampled one that the draft model stores before the next step; 0 without one."""
+        if self.draft is None:
+            return 0
+        return self.max_drafts if self.reads_tokens_alone else self.max_drafts - 1
 
     @property
     def max_decodes(self) -> int:
@@ -169,13 +183,7 @@ def resolve_load_plan(
         of_draft: Build | None = None
         if draft is not None:
             assert draft_checkpoint is not None
-            of_draft = replace(build, formats={})
-            if keeps and isinstance(draft, Eagle3Spec):
-                of_draft = eagle3_build(draft_checkpoint, draft, meta, of_draft)
-            elif keeps:
-                of_draft = draft_build(draft_checkpoint, architecture, meta, draft, of_draft)
-            of_draft = only_kept(of_draft, config.quantized_weights, config.quantized_activations)
-            of_draft = replace(of_draft, draft_head=_draft_head(config, build))
+            of_draft = _draft_build(config, draft, draft_checkpoint, architecture, meta, build)
             weight_bytes += weight_bytes_of(make_meta_draft(draft, meta, of_draft))
     except ValueError as error:
         # So many ranks cannot share one of its sizes.
@@ -236,9 +244,9 @@ def _resolve_draft(
             )
         draft, count = head, count or head.num_drafts or 0
     else:
-        raise ConfigError(
-            f"speculative_config: method={wanted.method!r} is not supported; allowed: mtp, eagle3, ngram, suffix."
-        )
+        assert wanted.model is not None
+        own = open_checkpoint(wanted.model, load_format="dummy" if config.load_format == "dummy" else "auto")
+        draft, checkpoint = _resolve_decoder_draft(config, own, spec, checkpoint), own
     size = wanted.draft_tensor_parallel_size
     if size not in (None, config.tensor_parallel_size):
         raise ConfigError(
@@ -246,6 +254,42 @@ def _resolve_draft(
             f"target, {config.tensor_parallel_size}. Leave it out."
         )
     return draft, checkpoint, count or 1
+
+
+def _resolve_decoder_draft(
+    config: EngineConfig, own: Checkpoint, target: ModelSpec, target_checkpoint: Checkpoint
+) -> DecoderDraftSpec:
+    """The draft model in `own`. Raises ModelError for one that does not fit, ConfigError for longer sequences than it
+    was made for."""
+    draft = resolve_decoder_draft(own, target, target_checkpoint)
+    longest = config.max_model_len or target.context
+    if longest > draft.model.context:
+        raise ConfigError(
+            f"speculative_config: {own.source} was made for {draft.model.context} tokens, and sequences may have "
+            f"{longest}. Give --max-model-len {draft.model.context} or less."
+        )
+    return draft
+
+
+def _draft_build(
+    config: EngineConfig,
+    draft: DraftSpec,
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    target: Decoder,
+    build: Build,
+) -> Build:
+    """How the layers of a draft model are made. `build`: of `target`, whose checkpoint is `architecture`'s. Raises
+    ModelError, or ValueError where ranks cannot share its sizes."""
+    own, keeps = replace(build, formats={}), config.quantized_weights != "dequantize"
+    if isinstance(draft, DecoderDraftSpec):
+        own = decoder_draft_build(checkpoint, own, keeps=keeps)
+    elif keeps and isinstance(draft, Eagle3Spec):
+        own = eagle3_build(checkpoint, draft, target, own)
+    elif keeps:
+        own = draft_build(checkpoint, architecture, target, draft, own)
+    own = only_kept(own, config.quantized_weights, config.quantized_activations)
+    return replace(own, draft_head=_draft_head(config, build))
 
 
 def _state_quantization(config: EngineConfig, checkpoint: Checkpoint, chip: Chip | None) -> None:

@@ -393,14 +393,15 @@ def _of_drafts(draft: DraftModel, target: Decoder, load_plan: LoadPlan) -> Count
     # Where it has no embedding of its own, it is as wide as the model.
     embedding = own[0] if own else target.embedding
     hidden = embedding.hidden
-    # Every pass of a chain has a row of each sequence that drafts.
+    # Every pass of a chain has a row of each sequence that drafts. The first pass may make none.
     selected = sum(count > 0 for count in drafts)
-    for step in range(max(drafts)):
+    chosen = 0 if load_plan.reads_tokens_alone else 1
+    for step in range(max(drafts) + 1 - chosen):
         rows = selected if step else load_plan.max_num_seqs + sum(drafts)
         found += _of_pass(draft, load_plan, rows, hidden)
         if not own and not embedding.whole:
             found["all-reduce", "embeddings", rows * hidden * load_plan.build.dtype.itemsize] += 1
-        if not heads[0].whole:
+        if not heads[0].whole and (step or chosen):
             found["all-reduce", "tokens", selected * torch.int64.itemsize] += 1
     return Counter({(name, f"{of} of the draft model", size): count for (name, of, size), count in found.items()})
 

@@ -40,6 +40,8 @@ class ModelCost:
         item, model = load_plan.build.dtype.itemsize, load_plan.meta_model()
         self._model = _LayersCost(load_plan.specs, modules_by_class(model), _routers(model), item)
         self._draft: _LayersCost | None = None
+        # The first pass of its draft model makes no draft.
+        self._chains_alone = load_plan.reads_tokens_alone
         if (draft := load_plan.meta_draft(model)) is not None:
             modules = modules_by_class(draft)
             if not any(kind == HEAD for _, kind in modules):
@@ -61,13 +63,15 @@ class ModelCost:
 
     def drafted(self, context: int, drafts: Sequence[int]) -> dict[str, StepCost]:
         """The cost of verifying `drafts` [B] tokens of requests that see `context` tokens, and of the passes of the
-        draft model that make as many. The first pass has the rows of the step, the others one for each draft."""
+        draft model that make as many. The first pass has the rows of the step, the others one for each draft, but for
+        those that the first one makes."""
         lens = tuple(1 + count for count in drafts), tuple(context + count for count in drafts)
         found = self(*lens, sum(lens[0]))
         if self._draft is not None:
-            found[DRAFT] = _sum(self._draft(*lens, sum(count > 0 for count in drafts)).values())
-            for step in range(1, max(drafts, default=0)):
-                rows = sum(count > step for count in drafts)
+            chosen = 0 if self._chains_alone else 1
+            found[DRAFT] = _sum(self._draft(*lens, chosen * sum(count > 0 for count in drafts)).values())
+            for step in range(1, max(drafts, default=0) + 1 - chosen):
+                rows = sum(count >= step + chosen for count in drafts)
                 found[DRAFT] += _sum(self._draft((1,) * rows, (context + step,) * rows, rows).values())
         return found
 

@@ -108,7 +108,7 @@ class StepLoop:
             if self._lookups is not None:
                 self._lookups.record_time(_decode_rows(rows), time.perf_counter() - started)
                 having = {one.seq for one in sampled if not one.seq.done}
-                self._lookups.propose(_wanted([row for row in rows if row.seq in having], by_model=False))
+                self._lookups.propose(_wanted([row for row in rows if row.seq in having]))
         else:
             self._in_flight = launched
             if outputs is None:
@@ -165,7 +165,7 @@ class StepLoop:
         passes, model = 0, self._draft_model
         if model is not None:
             verified_tokens = model.tokens
-            model.choose(_wanted(ready, by_model=True))
+            model.choose(_wanted(ready, model.unstored))
             passes, sequences = model.passes, tuple(_sampled_sequences(rows, forced))
         shared = num_sampled if self._async or model is not None else 0
         plan = StepPlan(tuple(steps), copies, sampled=shared, greedy=greedy, sequences=sequences, passes=passes)
@@ -466,16 +466,16 @@ def _decode_rows(rows: abc.Sequence[Row]) -> int:
     return sum(1 + len(row.drafts) for row in rows) if rows[-1].tokens == 1 else 0
 
 
-def _wanted(rows: abc.Sequence[Row], *, by_model: bool) -> list[Wanted]:
-    """The most drafts of each sequence behind the tokens that a step samples from `rows`. `by_model`: a draft model
-    makes them, which stores tokens of its own for all but the first."""
+def _wanted(rows: abc.Sequence[Row], unstored: int | None = None) -> list[Wanted]:
+    """The most drafts of each sequence behind the tokens that a step samples from `rows`. `unstored`: those for which
+    a draft model stores no token of its own; None where no model makes them."""
     found = []
     for row in rows:
         seq = row.seq
         # The token that the step samples may be there already.
         output_len = seq.output_len + seq.unread_drafts + int(row.end == len(seq.ids))
         left = seq.max_output_len - output_len - 1
-        found.append((seq, min(left, 1 + row.lookahead) if by_model else left))
+        found.append((seq, left if unstored is None else min(left, unstored + row.lookahead)))
     return found
 
 

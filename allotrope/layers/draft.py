@@ -32,9 +32,13 @@ def copied_head(head: Head, hidden: int, build: Build) -> Head | None:
 class DraftModel(nn.Module, ABC):
     """`layers`: its decoder layers, each with a `mixer`. Row i of a pass stands for the token at position i + 1, which
     it reads beside the hidden state of position i: its cache rows lie at position i.
+
+    `reads_tokens_alone`: row i of a pass stands for the token at position i, and reads no hidden state. The first pass
+    then only stores, and a chain begins with the token that was sampled: it has as many passes as drafts.
     """
 
     layers: nn.ModuleList
+    reads_tokens_alone: bool = False
 
     @property
     def attention(self) -> list[tuple[Spec, AttentionBackend]]:

@@ -25,6 +25,7 @@ from allotrope.speculative_config import SpeculativeConfig
 
 LOADED = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 8, "max_model_len": 192}
 _UNUSED = SpeculativeConfig(method="ngram", num_speculative_tokens=1, adaptive=False)
+_WINDOWED = ("DeepseekV4ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "MiMoV2FlashForCausalLM")
 RATES = {"none": 0.0, "some": 0.6, "all": 1.0}
 """Scripted drafts: the probability that one is right."""
 
@@ -32,7 +33,7 @@ RATES = {"none": 0.0, "some": 0.6, "all": 1.0}
 @functools.cache
 def directory(name: str) -> Path:
     """The folder of a tiny config of the architecture `name`, with a draft head if there is one; in the folder `eagle3`
-    in it, one of an EAGLE3 head."""
+    in it, one of an EAGLE3 head, and in `draft_model` one of a model of another architecture with its vocabulary."""
     architecture = find_architecture({"architectures": [name]}, "")
     folder = Path(mkdtemp())
     config = (architecture.tiny_draft or architecture.tiny)()
@@ -41,7 +42,17 @@ def directory(name: str) -> Path:
         (folder / "eagle3").mkdir()
         _, spec = read_spec(config, name)
         (folder / "eagle3" / "config.json").write_text(json.dumps(tiny_eagle3(spec)))
+    _, spec = read_spec(config, name)
+    (folder / "draft_model").mkdir()
+    (folder / "draft_model" / "config.json").write_text(json.dumps(small_model(name, spec.vocab_size)))
     return folder
+
+
+def small_model(target: str, vocab_size: int) -> dict[str, Any]:
+    """A tiny draft model for the architecture `target`: with windows where that has none."""
+    name = "LlamaForCausalLM" if target in _WINDOWED else "Gemma3ForCausalLM"
+    config = find_architecture({"architectures": [name]}, "").tiny()
+    return config | {"vocab_size": vocab_size}
 
 
 def drafts(name: str, kind: str) -> bool:
@@ -143,7 +154,8 @@ class Overridden(ModelDrafting):
     """Scripted drafts in place of those of a model, whose passes run all the same."""
 
     def __init__(self, running: Engine, script: Scripted) -> None:
-        super().__init__(_UNUSED, script.max_drafts, 1 << 10, 0, on_gpu=False)
+        lookahead = running._load_plan.lookahead
+        super().__init__(_UNUSED, script.max_drafts, 1 << 10, 0, lookahead=lookahead, on_gpu=False)
         self._script = script
         executor: Any = running._executor
         run_drafts = executor.run_drafts
@@ -170,8 +182,8 @@ def speculative_config(model: Path, method: str, k: int) -> str:
     options = {"method": method, "num_speculative_tokens": k, "adaptive": False}
     if method == "ngram":
         options |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    if method == "eagle3":
-        options["model"] = str(model / "eagle3")
+    if method in ("eagle3", "draft_model"):
+        options["model"] = str(model / method)
     return json.dumps(options)
 
 

@@ -147,9 +147,19 @@ def test_a_draft_model_and_its_caches_are_counted(name: str, tmp_path: Path) -> 
     assert not any("for speculative" in line or "drafts" in line for line in without.lines())
 
 
-def test_a_step_with_drafts_has_the_reported_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["mtp", "draft_model"])
+def test_a_step_with_drafts_has_the_reported_collectives(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.set_num_threads(1)
-    options = {"tensor_parallel_size": 2, "max_num_seqs": 1, "threads": 1, "speculative_config": MTP}
+    speculation = {**json.loads(MTP), "method": method}
+    if method == "draft_model":
+        speculation["model"] = str(tmp_path / "small")
+        (tmp_path / "small").mkdir()
+        small = find_architecture({"architectures": ["LlamaForCausalLM"]}, "").tiny()
+        (tmp_path / "small" / "config.json").write_text(json.dumps(small | {"max_position_embeddings": 1024}))
+    options = {"tensor_parallel_size": 2, "max_num_seqs": 1, "threads": 1}
+    options["speculative_config"] = json.dumps(speculation)
     wanted = drafted(tmp_path, "DeepseekV3ForCausalLM", kv_cache_memory_bytes=1 << 22, **options)
     made = recorded_collectives(monkeypatch)
     two = Engine(wanted)

@@ -34,7 +34,9 @@ from allotrope.engine.inputs import StepPlan
 from allotrope.request import Request, SamplingParams, SequenceOutput
 from allotrope.verify.execution_modes import tight_settings
 
-HEADS = ("mtp", "mtp-some", "eagle3", "eagle3-some")
+# What a draft model makes, of whatever kind.
+HEADS = ("mtp", "mtp-some", "eagle3", "eagle3-some", "draft_model", "draft_model-some")
+ALONE = ("mtp", "eagle3", "draft_model")
 KINDS = ("ngram", "suffix", *RATES, *HEADS)
 COUNTS = (1, 3, 7)
 MODES = ("cold", "chunked", "warm", "preempted", "among-others", "static", "async")
@@ -58,7 +60,7 @@ def covering_cases() -> list[Case]:
     for case in possible:
         if "-" in case[1]:
             pairs[case].add(case[1:])
-        if case[1] not in ("none", "mtp", "eagle3"):
+        if case[1] not in ("none", *ALONE):
             pairs[case].add((case[0], "accepted drafts", case[3]))
     missing: set[Any] = set().union(*pairs.values())
     chosen = []
@@ -209,7 +211,7 @@ def test_tokens_are_those_of_plain_decoding(name: str, kind: str, k: int, mode: 
     own = [one for one in found if one.request_id.startswith("r")]
     if kind == "none":
         assert not several_at_once(own) and len(own) == (known.steps if mode != "async" else len(found))
-    elif kind not in ("mtp", "eagle3"):
+    elif kind not in ALONE:
         assert several_at_once(own), "no draft was accepted"
     counted = running.stats().speculation
     assert counted is not None and counted.accepted_tokens == sum(len(one.token_ids) - 1 for one in found)
@@ -265,7 +267,7 @@ def test_every_family_and_every_pair_is_covered() -> None:
         assert {name for name, kind, *_ in cases if kind == head} == {name for name in models() if drafts(name, head)}
 
 
-@pytest.mark.parametrize("kind", ["ngram", "suffix", "some", "mtp-some", "eagle3-some"])
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "some", "mtp-some", "eagle3-some", "draft_model-some"])
 def test_two_ranks_give_the_tokens_of_one(kind: str) -> None:
     name = next(name for name in models() if drafts(name, kind))
     want = plain(name).tokens
