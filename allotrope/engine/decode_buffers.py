@@ -30,6 +30,12 @@ from allotrope.engine.inputs import (
 )
 from allotrope.engine.packed_step import PackedStep
 
+# Arrays with one number a request; those of steps with drafts, then the columns of `SampledSequence`, in their order.
+_ROWS = ("ids", "prev_sampled_indices", "positions", "seq_lens")
+_VERIFY = ("first_row", "num_rows", "replay")
+_DRAFTS = (*_VERIFY, "next_ids", "prev_sequence")
+_SEQUENCES = ("token", "num_drafts", "reserved", "forced")
+
 
 class DecodeBuffers:
     """Inputs and output of decode steps of up to `size` requests, each of up to `context` tokens.
@@ -54,23 +60,21 @@ class DecodeBuffers:
         sequences: int = 0,
     ) -> None:
         self.groups, self.size, self.context, self.device = groups, size, context, device
-        # First row, number of rows and replay of each request, its next token, its sequence in the step before; and the
-        # columns of the step's own sequences.
-        self.verify, self._num_verify = verify, 9 if verify else 0
+        self.verify = verify
+        self._names = (*_ROWS, *_DRAFTS, *_SEQUENCES) if verify else _ROWS
         # One region for every array with one number a request, at 16-byte steps: a refresh is one copy.
         self._stride = size + size % 2
-        lines = 4 + self._num_verify + len(groups)
+        lines = len(self._names) + len(groups)
         self._heads = torch.zeros(lines * self._stride, dtype=torch.int64, device=device)
-        named = [self._heads[i * self._stride :][:size] for i in range(lines)]
-        self._ids, self._prev_sampled_indices, self._positions, lengths, *others = named
-        self._verify = [one.view(torch.int32)[:size] for one in others[: self._num_verify][:3]]
-        self.next_ids: torch.Tensor | None = others[3] if verify else None
-        self._prev_sequence: torch.Tensor | None = others[4] if verify else None
-        columns_of = self._heads[(4 + 5) * self._stride :][: 4 * self._stride].view(4, -1) if verify else None
-        self.sequences = None if columns_of is None else columns_of[:, :size]
-        self.accepted = torch.zeros(sequences, dtype=torch.int64, device=device)
-        self._slots = others[self._num_verify :]
+        arrays = [line[:size] for line in self._heads.view(lines, -1)]
+        named, self._slots = dict(zip(self._names, arrays, strict=False)), arrays[len(self._names) :]
+        self._ids, self._prev_sampled_indices, self._positions, lengths = (named[name] for name in _ROWS)
         self._seq_lens = lengths.view(torch.int32)[:size]
+        self._verify = [named[name].view(torch.int32)[:size] for name in _VERIFY if verify]
+        self.next_ids, self._prev_sequence = named.get("next_ids"), named.get("prev_sequence")
+        first = len(_ROWS) + len(_DRAFTS)
+        self.sequences = self._heads.view(lines, -1)[first : first + len(_SEQUENCES), :size] if verify else None
+        self.accepted = torch.zeros(sequences, dtype=torch.int64, device=device)
         columns = [table_width(group.pages_for(context)) for group in groups]
         self._tables = [
             None if group.kind == "state" else torch.full((size, width), -1, device=device)
@@ -84,38 +88,37 @@ class DecodeBuffers:
     @property
     def bytes(self) -> int:
         """Bytes of the buffers on the device."""
-        tensors = [self._heads, self.hidden, self.prev_sampled, *(table for table in self._tables if table is not None)]
+        tables = [table for table in self._tables if table is not None]
+        tensors = [self._heads, self.hidden, self.prev_sampled, self.accepted, *tables]
         return sum(tensor.nbytes for tensor in tensors)
 
     def pack(
         self, rows: Sequence[StepRow], facts: StepFacts | None, sequences: Sequence[SampledSequence] = ()
     ) -> PackedStep:
         """A step of rows with one token each, for `refresh`. `facts`: None for one of this process alone."""
-        heads = np.zeros((4 + self._num_verify + len(self.groups), self._stride), dtype=np.int64)
-        ids, prev_sampled_indices, positions, lengths, *others = heads
-        verify, slots = others[: self._num_verify], others[self._num_verify :]
-        prev_sampled_indices.fill(-1)
-        if verify:
-            first_row, num_rows = (one.view(np.int32)[: self.size] for one in verify[:2])
-            first_row[:] = np.arange(self.size)
-            num_rows.fill(1)
-            for line in (verify[4], verify[5], verify[8]):
-                line.fill(-1)
-            for line, column in zip(verify[5:], sequence_words(sequences), strict=True):
-                line[: len(sequences)] = column
+        heads = np.zeros((len(self._names) + len(self.groups), self._stride), dtype=np.int64)
+        named, slots = dict(zip(self._names, heads, strict=False)), heads[len(self._names) :]
+        for name in ("prev_sampled_indices", "prev_sequence", "token", "forced"):
+            if name in named:
+                named[name].fill(-1)
+        if self.verify:
+            named["first_row"].view(np.int32)[: self.size] = np.arange(self.size)
+            named["num_rows"].view(np.int32)[: self.size] = 1
+            for name, column in zip(_SEQUENCES, sequence_words(sequences), strict=True):
+                named[name][: len(sequences)] = column
         arrays = [heads.ravel()]
         count = len(rows)
         if rows:
             host = HostRows.of(rows)
-            ids[:count] = [row.ids[0] for row in rows]
-            prev_sampled_indices[:count] = [row.prev_sampled_index for row in rows]
-            positions[:count] = host.positions
-            lengths.view(np.int32)[:count] = host.seq_lens
-            if verify:
-                for line, numbers in zip(verify[:3], verify_words(rows), strict=True):
-                    line.view(np.int32)[:count] = numbers
-                verify[3][:count] = [row.next_id for row in rows]
-                verify[4][:count] = [row.prev_sequence for row in rows]
+            named["ids"][:count] = [row.ids[0] for row in rows]
+            named["prev_sampled_indices"][:count] = [row.prev_sampled_index for row in rows]
+            named["positions"][:count] = host.positions
+            named["seq_lens"].view(np.int32)[:count] = host.seq_lens
+            if self.verify:
+                for name, numbers in zip(_VERIFY, verify_words(rows), strict=True):
+                    named[name].view(np.int32)[:count] = numbers
+                named["next_ids"][:count] = [row.next_id for row in rows]
+                named["prev_sequence"][:count] = [row.prev_sequence for row in rows]
         for g, group in enumerate(self.groups):
             if group.kind == "state":
                 slots[g][:count] = [row.slots[g] for row in rows]
