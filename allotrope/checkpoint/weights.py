@@ -21,6 +21,7 @@ from allotrope.checkpoint.dequantize import QuantizedView
 from allotrope.errors import ModelError
 from allotrope.layers.parallel import Parallel, placement_of
 from allotrope.layers.weights import SCALES, VALUES, format_of, kept_names, scales_of_blocks
+from allotrope.ops.matmul.gguf import GgufBlocks
 from allotrope.ops.matmul.int4 import Int4
 from allotrope.ops.matmul.weight import SHARED_ROWS
 from allotrope.progress import report_bytes
@@ -251,6 +252,12 @@ def _draw(name: str, shape: list[int], parameter: nn.Parameter, generator: torch
     below, device = placement_of(parameter).below, parameter.device
     if below:
         return torch.randint(below, shape, generator=generator, device=device)
+    format = format_of(parameter)
+    if isinstance(format, GgufBlocks) and shape[-1]:
+        # Random bytes would have scales that are no numbers.
+        inputs = shape[-1] // format.layout.bytes * format.layout.numbers
+        plain = torch.randn((*shape[:-1], inputs), generator=generator, dtype=torch.float32, device=device)
+        return format.quantize(plain / math.sqrt(inputs)).values
     if parameter.dtype == torch.uint8:
         # Codes of four bits, or exponents of scales a little below 2^-5.
         low, high = (118, 121) if name.endswith(SCALES) else (0, 256)
@@ -266,7 +273,7 @@ def _draw(name: str, shape: list[int], parameter: nn.Parameter, generator: torch
         if scales_of_blocks(parameter):
             values = values[..., ::SHARED_ROWS, :].repeat_interleave(SHARED_ROWS, dim=-2)[..., : shape[-2], :]
         size = math.sqrt(128 * shape[-1])
-        if isinstance(format_of(parameter), Int4):
-            size = 4.6 * math.sqrt((format_of(parameter).group_size or 128) * shape[-1])
+        if isinstance(format, Int4):
+            size = 4.6 * math.sqrt((format.group_size or 128) * shape[-1])
         return values.clamp_(-2, 2).mul_(0.2).add_(1.0).div_(size)
     return values / math.sqrt(shape[-1]) if len(shape) > 1 else 1.0 + 0.1 * values

@@ -100,6 +100,14 @@ def test_weights_are_within_a_step(scheme: str, blocks: bool, steps: int, sparse
     assert steps_off.abs().max() < 1.05 and steps_off.square().mean().sqrt() < 0.35
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_random_weights_are_numbers_of_unit_gain(scheme: str, sparse: Path) -> None:
+    """Random bytes in place of blocks would have scales that are no numbers."""
+    plain, rounded = (logits(sparse, load_format="dummy", **kinds) for kinds in ({}, {"quantization": scheme}))
+    assert rounded.isfinite().all()
+    assert 0.5 < rounded.std() / plain.std() < 2
+
+
 def test_small_and_sensitive_weights_stay_plain(sparse: Path) -> None:
     view = online(sparse, "int8", blocks=True)
     kept = {name for name in view.headers() if view.format(name) is not None}
