@@ -36,6 +36,7 @@ from allotrope.loading.draft import draft_build, make_meta_draft
 from allotrope.loading.eagle3 import eagle3_build, resolve_eagle3
 from allotrope.loading.kv_scales import attention_specs
 from allotrope.ops.matmul.fp8 import Fp8
+from allotrope.ops.matmul.gguf import GgufBlocks
 from allotrope.ops.matmul.plain import PLAIN
 from allotrope.ops.matmul.weight import Format
 from allotrope.ops.registry import registered_ops
@@ -178,6 +179,12 @@ def resolve_load_plan(
             build = only_kept(quantized, config.quantized_weights, config.quantized_activations)
             if config.quantization is not None:
                 _refuse_unkept(config, quantized, build)
+        blocks = any(isinstance(format, GgufBlocks) for format in build.formats.values())
+        if config.quantized_activations != "auto" and not blocks:
+            raise ConfigError(
+                f"quantized_activations={config.quantized_activations}: no weight of {checkpoint.source} is multiplied "
+                f"in blocks of GGUF on {build.chooser.chip.arch}, so it would do nothing. Leave it out."
+            )
         meta = make_meta_decoder(architecture, spec, build)
         weight_bytes = weight_bytes_of(meta)
         of_draft: Build | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -144,6 +145,13 @@ def test_what_cannot_be_is_refused(sparse: Path, tmp_path: Path) -> None:
     stated = {**tiny_qwen3(), "quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(stated))
     assert "is quantized (fp8). Leave it out." in refused(tmp_path, quantization="int4", load_format="dummy")
+
+
+def test_rounding_of_activations_needs_blocks(sparse: Path) -> None:
+    asked = EngineConfig(model=str(sparse), device="cpu", quantized_activations="int8")
+    with pytest.raises(ConfigError, match=r"quantized_activations=int8: no weight .* Leave it out"):
+        resolve_load_plan(asked)
+    assert resolve_load_plan(dataclasses.replace(asked, quantization="int8")).build.formats
 
 
 def test_verify_says_the_error(tmp_path: Path) -> None:
