@@ -18,7 +18,7 @@ from allotrope.logs import log_info
 # Heading -> fields whose flags are under it. The flag of another field is under the name of its config.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
-        "tokenizer", "revision", "hf_overrides", "load_format", "dtype", "quantized_weights",
+        "tokenizer", "revision", "hf_overrides", "load_format", "dtype", "quantization", "quantized_weights",
         "quantized_activations", "device", "seed", "tensor_parallel_size", "threads", "generation_config",
     ),
     "Memory and caches": (
