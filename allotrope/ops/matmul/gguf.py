@@ -213,7 +213,7 @@ class GgufBlocks(Format):
 
     def kernel_reasons(self, chip: Chip) -> list[str]:
         """As `Format.kernel_reasons`."""
-        return [f"format={self.name} (our GPU kernels multiply plain, fp8, mxfp4 and int4)"]
+        return [f"format={self.name} (allowed: plain, fp8, mxfp4 and int4)"]
 
     def pack(self, weight: QuantizedWeight) -> PackedWeight:
         """As `Format.pack`."""
