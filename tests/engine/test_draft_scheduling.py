@@ -145,7 +145,7 @@ def test_times_of_steps_on_a_cpu_lack_the_passes_behind_them(monkeypatch: pytest
     for module in (drafting, in_flight):
         monkeypatch.setattr(module, "time", clock)
     config = SpeculativeConfig(method="mtp", num_speculative_tokens=3, adaptive=False)
-    model = ModelDrafting(config, 3, 8, 0, on_gpu=False)
+    model = ModelDrafting(config, 3, 8, 0, lookahead=2, on_gpu=False)
     found: list[tuple[int, float]] = []
     monkeypatch.setattr(model._times, "record", lambda rows, seconds: found.append((rows, seconds)))
     seq: Any = SimpleNamespace(drafts=(), draft_indices=())
