@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,10 @@ SOURCE = Path(__file__).with_name("cpu.c")
 _PANEL = 32
 
 
-class PanelWeight(Weight):
-    """`panels`: [[E,] panels, inputs / pair, panel, pair], zeros behind the last output."""
+class WeightInPanels(Weight):
+    """A weight packed in panels of `panel` outputs each, of which the last one is filled up. `shape`: without these."""
 
-    format: Format = PLAIN
+    panel: ClassVar[int]
 
     def __init__(self, panels: torch.Tensor, shape: tuple[int, ...]) -> None:
         self.panels, self._shape = panels, shape
@@ -41,16 +41,23 @@ class PanelWeight(Weight):
         """As `Weight.nbytes`."""
         return self.panels.nbytes
 
+    def padded(self, bias: torch.Tensor) -> torch.Tensor:
+        """`bias` in fp32, as long as the panels; made once, since a layer's bias is always the same."""
+        if self._bias is None or self._bias[0] is not bias:
+            self._bias = (bias, F.pad(bias.float(), (0, -self._shape[-2] % self.panel)))
+        return self._bias[1]
+
+
+class PanelWeight(WeightInPanels):
+    """`panels`: [[E,] panels, inputs / pair, panel, pair], zeros behind the last output."""
+
+    format: Format = PLAIN
+    panel = _PANEL
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """As `Weight.dequantize`."""
         rows = self.panels.transpose(-3, -2).flatten(-4, -3).flatten(-2)
         return rows[..., : self._shape[-2], :].to(dtype)
-
-    def padded(self, bias: torch.Tensor) -> torch.Tensor:
-        """`bias` in fp32, as long as the panels; made once, since a layer's bias is always the same."""
-        if self._bias is None or self._bias[0] is not bias:
-            self._bias = (bias, F.pad(bias.float(), (0, -self._shape[-2] % _PANEL)))
-        return self._bias[1]
 
 
 def rejects(spec: Any, chip: Chip) -> list[str]:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 
 from allotrope.kernels.c.compiler import load
 from allotrope.kernels.c.function import CFunction, c_reasons
 from allotrope.kernels.chip import Chip
+from allotrope.ops.matmul.cpu import WeightInPanels
 from allotrope.ops.matmul.gguf import FP4_DOUBLED, IQ4_VALUES, PANEL, GgufBlocks, Layout, Plane, panel_bytes
-from allotrope.ops.matmul.weight import Format, QuantizedWeight, Weight
+from allotrope.ops.matmul.weight import Format, QuantizedWeight
 
 # Inputs of a step, as in C.
 STEP = 32
@@ -34,25 +34,16 @@ _STORED_BLOCKS = {
 _TABLES = {(): 0, IQ4_VALUES: 1, FP4_DOUBLED: 2}
 
 
-class BlockWeight(Weight):
+class BlockWeight(WeightInPanels):
     """`panels`: uint8 [E or 1, panels, bytes], as `blocks.c` says."""
 
+    panel = PANEL
+
     def __init__(self, format: Format, panels: torch.Tensor, shape: tuple[int, ...]) -> None:
+        super().__init__(panels, shape)
         self.format = format
-        self.panels, self._shape = panels, shape
         self.exact_activations = not isinstance(format, GgufBlocks) or not format.int8_activations
         self.layout = layout_of(format)
-        self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As `Weight.shape`."""
-        return self._shape
-
-    @property
-    def nbytes(self) -> int:
-        """As `Weight.nbytes`."""
-        return self.panels.nbytes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """As `Weight.dequantize`."""
@@ -63,12 +54,6 @@ class BlockWeight(Weight):
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """As `Weight.rows`."""
         return _rows(self.layout, self.panels[0], ids, self._shape[-1]).to(dtype)
-
-    def padded(self, bias: torch.Tensor) -> torch.Tensor:
-        """`bias` in fp32, as long as the panels; made once, since a layer's bias is always the same."""
-        if self._bias is None or self._bias[0] is not bias:
-            self._bias = (bias, F.pad(bias.float(), (0, -self._shape[-2] % PANEL)))
-        return self._bias[1]
 
 
 def rejects(spec: Any, chip: Chip) -> list[str]:
