@@ -20,15 +20,14 @@ from allotrope.engine.inputs import (
     SampledSequence,
     StepFacts,
     StepRow,
-    known_ids,
     page_slots,
     page_table,
     sequence_words,
     table_width,
-    token_slots,
     verify_words,
 )
 from allotrope.engine.packed_step import PackedStep
+from allotrope.ops.draft_rows import MovedRows, PagedSlots
 
 # Arrays with one number a request; those of steps with drafts, then the columns of `SampledSequence`, in their order.
 _ROWS = ("ids", "prev_sampled_indices", "positions", "seq_lens")
@@ -152,24 +151,25 @@ class DecodeBuffers:
         """Make the buffers those of a step without requests."""
         self.refresh(self.pack((), None), 0, None, self.size)
 
-    def advance(self, size: int) -> None:
-        """With drafts: put tokens of the step before in the place of placeholders, and move each row as many tokens on
-        as that step accepted drafts of its sequence. Once for each `refresh`."""
+    def rows(self, size: int) -> MovedRows:
+        """With drafts: the first `size` rows, which `ADVANCE_ROWS` moves on in place, once for each `refresh`."""
         assert self._prev_sequence is not None
-        prev, positions = self._prev_sequence[:size], self._positions[:size]
-        moves = prev >= 0
-        by = torch.where(moves, self.accepted[prev.clamp(min=0)], 0)
-        indices = self._prev_sampled_indices[:size]
-        self._ids[:size].copy_(known_ids(self._ids[:size], indices, self.prev_sampled))
-        positions += by
-        self._seq_lens[:size] += by.to(torch.int32)
-        num_rows, replay = (one[:size] for one in self._verify[1:])
-        replay.copy_(torch.where(moves & (num_rows > 0), by.to(torch.int32), replay))
-        for group, table, slots in zip(self.groups, self._tables, self._slots, strict=True):
-            if table is not None:
-                slots[:size].copy_(
-                    torch.where(moves, token_slots(table[:size], group.page_size, positions), slots[:size])
-                )
+        _, num_rows, replay = self._verify
+        paged = [
+            PagedSlots(group.page_size, table[:size], slots[:size])
+            for group, table, slots in zip(self.groups, self._tables, self._slots, strict=True)
+            if table is not None
+        ]
+        return MovedRows(
+            self._ids[:size],
+            self._prev_sampled_indices[:size],
+            self._prev_sequence[:size],
+            self._positions[:size],
+            self._seq_lens[:size],
+            num_rows[:size],
+            replay[:size],
+            paged,
+        )
 
     def take(self, inputs: Inputs, tokens: torch.Tensor) -> None:
         """Make the first rows those of `tokens` [n] of a step on tensors of its own, as passes of a draft model read
@@ -195,6 +195,6 @@ class DecodeBuffers:
                 index.append(SlotIndex(slots[:size]))
             else:
                 index.append(PageIndex(group.page_size, table[:size], slots[:size]))
-        # With drafts `advance` has put known tokens in the place of placeholders.
+        # With drafts `rows` were moved on, and have known tokens in the place of placeholders.
         indices = None if self.verify else self._prev_sampled_indices[:size]
         return Inputs(self._ids[:size], indices, batch, index), self.prev_sampled

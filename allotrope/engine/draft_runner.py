@@ -7,6 +7,7 @@ drafts, and its new drafts. Must not know what the host makes of them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,20 +16,37 @@ import torch
 from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex, VerifyRows, VerifyTensors
 from allotrope.engine.decode_buffers import DecodeBuffers
 from allotrope.engine.graphs import DecodeGraphs
-from allotrope.engine.inputs import Inputs, advanced
+from allotrope.engine.inputs import Inputs
 from allotrope.engine.layer_plans import LayerPlans, Plans
+from allotrope.kernels.backend import Chooser
 from allotrope.layers.draft import DraftModel
+from allotrope.ops.draft_rows import (
+    ADVANCE_CHAIN,
+    COUNT_ACCEPTED,
+    PLACE_SAMPLED,
+    AcceptedDrafts,
+    ChainRows,
+    DraftRowsSpec,
+    PagedSlots,
+)
+
+AdvanceChain = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, Sequence[PagedSlots]], ChainRows]
+"""`ADVANCE_CHAIN`."""
 
 
 class DraftRunner:
-    """`layers`: of `model`. `max_drafts`: most of a sequence in a step.
+    """`layers`: of `model`. `max_drafts`: most of a sequence in a step. `chooser`: of the operations on rows.
 
     `next_tokens`: [S + passes * S] the last token of each sequence of the step, then its drafts, pass by pass; None
     before the first step. `accepted`: [S] its accepted drafts.
     """
 
-    def __init__(self, model: DraftModel, layers: LayerPlans, max_drafts: int) -> None:
+    def __init__(self, model: DraftModel, layers: LayerPlans, max_drafts: int, chooser: Chooser) -> None:
         self.model, self.layers, self.max_drafts = model, layers, max_drafts
+        spec = DraftRowsSpec(max_drafts)
+        self.place_sampled = chooser.choose(PLACE_SAMPLED, spec).run
+        self.advance_chain: AdvanceChain = chooser.choose(ADVANCE_CHAIN, spec).run
+        self._count_accepted = chooser.choose(COUNT_ACCEPTED, spec).run
         self._static: _StaticPasses | None = None
         self.next_tokens: torch.Tensor | None = None
         self.accepted: torch.Tensor | None = None
@@ -58,16 +76,16 @@ class DraftRunner:
     def run(self, features: torch.Tensor, sampled: torch.Tensor, inputs: Inputs, plans: Plans, passes: int) -> None:
         """The passes behind any other step. `features`: [T, F]. `inputs`, `plans`: of the step."""
         assert inputs.next_ids is not None and inputs.sequences is not None
-        next_ids = inputs.next_ids.masked_scatter(inputs.next_ids < 0, sampled)
-        last, accepted = self.count_accepted(inputs.ids, next_ids, inputs.sequences)
-        tokens, reserved = inputs.sequences[0] + accepted, inputs.sequences[2]
+        next_ids = self.place_sampled(inputs.next_ids, sampled)
+        last, accepted, tokens = self.count_accepted(inputs.ids, next_ids, inputs.sequences)
+        reserved = inputs.sequences[2]
         chains = bool(passes and len(tokens))
         first = self.run_first(features, next_ids, inputs, plans, store_only=not chains)
         if not chains:
             self.next_tokens, self.accepted = last, accepted
             return
         if self._static is None:
-            drafts = run_chain(self.model, self.layers, first, inputs, tokens, reserved, passes)
+            drafts = self.run_chain(first, inputs, tokens, reserved, passes)
             self.next_tokens, self.accepted = torch.cat([last, drafts.flatten()]), accepted
         else:
             self._static.take(first, inputs, tokens, reserved, last, accepted)
@@ -90,58 +108,60 @@ class DraftRunner:
         found: torch.Tensor = model(hidden, step)
         return found
 
-    def count_accepted(
-        self, ids: torch.Tensor, next_ids: torch.Tensor, sequences: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count the drafts of each sequence that are what was sampled behind the token before, up to the first that is
-        not.
+    def count_accepted(self, ids: torch.Tensor, next_ids: torch.Tensor, sequences: torch.Tensor) -> AcceptedDrafts:
+        """As `COUNT_ACCEPTED`. `ids`, `next_ids`: [T] of the step. `sequences`: [4, S] as in `Inputs`."""
+        counted: AcceptedDrafts = self._count_accepted(ids, next_ids, sequences, self.max_drafts)
+        return counted
 
-        `ids`: [T] tokens of the step. `next_ids`: [T] the token behind each, -1 where there is no distribution.
-        `sequences`: [4, S] as in `Inputs`; token -1 for a padding row. Returns [S] the token behind the last that
-        counts, and [S] the number of drafts before it.
+    def run_chain(
+        self,
+        first: torch.Tensor,
+        inputs: Inputs,
+        tokens: torch.Tensor,
+        reserved: torch.Tensor,
+        passes: int,
+        context: int | None = None,
+    ) -> torch.Tensor:
+        """The passes behind the first one. `first`: [T, W] of `run_first`. `inputs`: of the step that it ran on.
+
+        `tokens`: [S] index of the last token of each sequence that counts, -1 for a padding row. `reserved`: [S] its
+        tokens that have pages: later passes stay at the last of these. `context`: most tokens of a sequence, in steps
+        that can be captured. Returns the drafts [passes, S].
         """
-        first, num_drafts, _, forced = sequences
-        offsets = torch.arange(self.max_drafts + 1, device=ids.device)
-        rows = (first.clamp(min=0)[:, None] + offsets).clamp(max=len(ids) - 1)
-        behind = next_ids[rows]
-        holds = (behind[:, :-1] == ids[rows[:, 1:]]) & (offsets[1:] <= num_drafts[:, None])
-        accepted = torch.where(forced >= 0, torch.minimum(forced, num_drafts), holds.cumprod(1).sum(1))
-        return behind.gather(1, accepted[:, None])[:, 0], accepted
+        model = self.model
+        hidden = first[tokens.clamp(min=0)]
+        # Token j stands j + 1 behind that of `tokens`. The sampled one is no draft.
+        sampled = int(model.reads_tokens_alone)
+        drafts = [hidden[:, 0] if sampled else model.greedy(hidden)]
+        if len(drafts) == passes + sampled:
+            return torch.stack(drafts)
+        rows = _rows_at(inputs, tokens, context, self.layers.groups)
+        room = (reserved - 1 - rows.batch.tensors.positions).clamp(min=0)
+        on_host = None if context is not None else room.tolist()
+        while len(drafts) < passes + sampled:
+            moved = self._advanced(rows, room, len(drafts), on_host)
+            hidden = model(hidden, self.layers.step(drafts[-1].clamp(min=0), moved, {}))
+            drafts.append(model.greedy(hidden))
+        return torch.stack(drafts[sampled:])
 
-
-def run_chain(
-    model: DraftModel,
-    layers: LayerPlans,
-    first: torch.Tensor,
-    inputs: Inputs,
-    tokens: torch.Tensor,
-    reserved: torch.Tensor,
-    passes: int,
-    context: int | None = None,
-) -> torch.Tensor:
-    """The passes behind the first one. `first`: [T, W] of `run_first`. `inputs`: of the step that it ran on.
-
-    `tokens`: [S] index of the last token of each sequence that counts, -1 for a padding row. `reserved`: [S] its tokens
-    that have pages: later passes stay at the last of these. `context`: most tokens of a sequence, in steps that can be
-    captured. Returns the drafts [passes, S].
-    """
-    hidden = first[tokens.clamp(min=0)]
-    # Token j stands j + 1 behind that of `tokens`. The sampled one is no draft.
-    sampled = int(model.reads_tokens_alone)
-    drafts = [hidden[:, 0] if sampled else model.greedy(hidden)]
-    if len(drafts) == passes + sampled:
-        return torch.stack(drafts)
-    rows = _rows_at(inputs, tokens, context, layers.groups)
-    room = (reserved - 1 - rows.batch.tensors.positions).clamp(min=0)
-    on_host = None if context is not None else room.tolist()
-    while len(drafts) < passes + sampled:
-        count = len(drafts)
-        # A sequence that has no room any more must not store over the row of its last token.
-        lens = None if on_host is None else [min(count, one) for one in on_host]
-        moved = advanced(rows, room.clamp(max=count), lens, room >= count)
-        hidden = model(hidden, layers.step(drafts[-1].clamp(min=0), moved, {}))
-        drafts.append(model.greedy(hidden))
-    return torch.stack(drafts[sampled:])
+    def _advanced(self, rows: Inputs, room: torch.Tensor, by: int, on_host: Sequence[int] | None) -> Inputs:
+        """Decode rows `by` tokens further, or as many as a row has `room` [S] for; one without so much stores nothing,
+        not over the row of its last token. `on_host`: `room`, None in steps that can be captured."""
+        batch, tensors = rows.batch, rows.batch.tensors
+        pages = [i for i, one in enumerate(rows.index) if isinstance(one, PageIndex) and i in self.layers.groups]
+        index, paged = list(rows.index), []
+        for i in pages:
+            one = index[i]
+            assert isinstance(one, PageIndex)
+            paged.append(PagedSlots(one.page_size, one.table, one.slots))
+        moved = self.advance_chain(tensors.positions, tensors.seq_lens, room, by, paged)
+        for i, slots in zip(pages, moved.slots, strict=True):
+            index[i] = replace(index[i], slots=slots)
+        of_rows = replace(tensors, positions=moved.positions, seq_lens=moved.seq_lens)
+        lens = batch.seq_lens
+        if on_host is not None:
+            lens = tuple(length + min(by, free) for length, free in zip(lens, on_host, strict=True))
+        return replace(rows, batch=replace(batch, seq_lens=lens, static_tensors=of_rows), index=index)
 
 
 def _rows_at(inputs: Inputs, tokens: torch.Tensor, context: int | None, groups: frozenset[int]) -> Inputs:
@@ -224,7 +244,7 @@ class _StaticPasses:
     def start(self, sampled: torch.Tensor, size: int, *, store_only: bool) -> None:
         known = self._buffers.next_ids
         assert known is not None
-        self._next_ids[:size].copy_(known[:size].masked_scatter(known[:size] < 0, sampled))
+        self._next_ids[:size].copy_(self._runner.place_sampled(known[:size], sampled))
         (self._store_graphs if store_only else self._first_graphs).run(size)
 
     def take(
@@ -273,19 +293,17 @@ class _StaticPasses:
         assert features is not None and sequences is not None, "no decode step has run"
         count, next_ids = min(size, self._sequences), self._next_ids[:size]
         own = sequences[:, :count]
-        last, accepted = self._runner.count_accepted(inputs.ids, next_ids, own)
-        self._tokens[:count].copy_(torch.where(own[0] >= 0, own[0] + accepted, -1))
-        self._last[:count].copy_(last)
-        self._accepted[:count].copy_(accepted)
-        self._reserved[:count].copy_(own[2])
+        counted = self._runner.count_accepted(inputs.ids, next_ids, own)
+        kept = (self._last, self._accepted, self._tokens)
+        for buffer, values in zip((*kept, self._reserved), (*counted, own[2]), strict=True):
+            buffer[:count].copy_(values)
         return self._runner.run_first(features[:size], next_ids, inputs, {}, store_only=store_only)
 
     def _run_chain(self, passes: int, size: int) -> None:
         inputs, _ = self._buffers.inputs(self._buffers.size)
         assert self._first.rows is not None, "no first pass has run"
-        drafts = run_chain(
-            *(self._runner.model, self._runner.layers, self._first.rows, inputs),
-            *(self._tokens[:size], self._reserved[:size], passes),
+        drafts = self._runner.run_chain(
+            *(self._first.rows, inputs, self._tokens[:size], self._reserved[:size], passes),
             context=self._buffers.context,
         )
         self._drafts[:passes, :size].copy_(drafts)

@@ -7,7 +7,7 @@ kernels.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -286,32 +286,6 @@ def unpack(packed: PackedStep, facts: StepFacts, groups: Sequence[CacheGroup], d
     )
 
 
-def advanced(inputs: Inputs, by: torch.Tensor, on_host: Sequence[int] | None, stored: torch.Tensor) -> Inputs:
-    """Decode steps of the same requests `by` [B] tokens further, whose pages they have. `on_host`: `by`, None in steps
-    that can be captured. Padding rows have 0. `stored`: [B] whether a request stores its token."""
-    batch, tensors = inputs.batch, inputs.batch.tensors
-    positions = tensors.positions + by
-    moved = BatchTensors(
-        tensors.seq_lens + by.to(torch.int32), tensors.query_start, positions, tensors.request_of_token
-    )
-    lens = batch.seq_lens
-    if on_host is not None:
-        lens = tuple(length + more for length, more in zip(lens, on_host, strict=True))
-    index: list[CacheIndex] = []
-    for one in inputs.index:
-        if isinstance(one, PageIndex):
-            slots = torch.where(stored, token_slots(one.table, one.page_size, positions), -1)
-            one = replace(one, slots=slots)
-        index.append(one)
-    return replace(inputs, batch=replace(batch, seq_lens=lens, static_tensors=moved), index=index)
-
-
-def token_slots(table: torch.Tensor, page_size: int, positions: torch.Tensor) -> torch.Tensor:
-    """[B] `PageIndex.slots` of a token of each request, at `positions` [B]."""
-    pages = table.gather(1, (positions // page_size)[:, None])[:, 0]
-    return torch.where(pages >= 0, pages * page_size + positions % page_size, -1)
-
-
 def _verify(
     words: Words, arrived: Iterator[torch.Tensor], requests: int
 ) -> tuple[VerifyRows | None, VerifyTensors | None]:
@@ -327,11 +301,3 @@ def _prev_sampled_indices(rows: Sequence[StepRow], host: HostRows) -> Words:
     prev_sampled_indices = np.full(len(host.positions), -1, dtype=np.int64)
     prev_sampled_indices[host.query_lens.cumsum() - 1] = [row.prev_sampled_index for row in rows]
     return prev_sampled_indices
-
-
-def known_ids(ids: torch.Tensor, prev_sampled_indices: torch.Tensor, prev_sampled: torch.Tensor) -> torch.Tensor:
-    """`ids` [T], with the token that `prev_sampled` [n] holds at `prev_sampled_indices` [T] where that is not -1.
-
-    A row without a distribution sampled -1: its sequence is about to end, and token 0 stands for it.
-    """
-    return torch.where(prev_sampled_indices >= 0, prev_sampled[prev_sampled_indices.clamp(min=0)], ids).clamp(min=0)

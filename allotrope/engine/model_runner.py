@@ -18,12 +18,13 @@ from allotrope.cache.groups import CacheGroup
 from allotrope.engine.decode_buffers import DecodeBuffers
 from allotrope.engine.draft_runner import DraftRunner
 from allotrope.engine.graphs import DecodeGraphs
-from allotrope.engine.inputs import Inputs, StepFacts, StepPlan, known_ids, pack, unpack
+from allotrope.engine.inputs import Inputs, StepFacts, StepPlan, pack, unpack
 from allotrope.engine.layer_plans import LayerPlans, Plans
 from allotrope.engine.packed_step import PackedStep, Words
 from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.draft import DraftModel
+from allotrope.ops.draft_rows import ADVANCE_ROWS, DraftRowsSpec, known_ids
 from allotrope.ops.rope import RopeTables
 
 log = logging.getLogger("allotrope.engine")
@@ -69,7 +70,7 @@ class ModelRunner:
         self.drafts: DraftRunner | None = None
         if draft_model is not None:
             layers = LayerPlans(draft_model.attention, len(specs), groups, arena, shares, tables)
-            self.drafts = DraftRunner(draft_model, layers, max_drafts)
+            self.drafts = DraftRunner(draft_model, layers, max_drafts, model.chooser)
         self.buffers: DecodeBuffers | None = None
         self.graphs: DecodeGraphs | None = None
         # Of the last step, for the draft model: its facts, and its size on static buffers, or its features, inputs and
@@ -87,10 +88,13 @@ class ModelRunner:
             sequences=decode.sequences,
         )
         drafts, alone = self.drafts, self.model.embedding.parallel.size == 1
+        advance_rows = None
+        if self._verify:
+            advance_rows = self.model.chooser.choose(ADVANCE_ROWS, DraftRowsSpec(decode.max_drafts)).run
 
         def body(size: int) -> None:
-            if self._verify:
-                buffers.advance(size)
+            if advance_rows is not None:
+                advance_rows(buffers.rows(size), buffers.prev_sampled, buffers.accepted)
             inputs, prev_sampled = buffers.inputs(size)
             hidden, features = self._run(inputs, prev_sampled, {})
             buffers.hidden[:size].copy_(hidden)

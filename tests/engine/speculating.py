@@ -20,6 +20,7 @@ from allotrope.engine.drafting import Drafting, ModelDrafting, Wanted
 from allotrope.engine.engine import Engine
 from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.sequence import Sequence as EngineSequence
+from allotrope.ops.draft_rows import AcceptedDrafts
 from allotrope.request import Request, SamplingParams, SequenceOutput
 from allotrope.speculative_config import SpeculativeConfig
 
@@ -124,15 +125,15 @@ class Head:
         lens: list[int] = []
         counted: dict[EngineSequence, int] = {}
 
-        def accept(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            last, accepted = inner_of_runner(*args)
+        def accept(*args: Any) -> AcceptedDrafts:
+            found: AcceptedDrafts = inner_of_runner(*args)
             passes["behind"] = 0
             lens.clear()
-            for seq, count in zip(drafting._drafted_for, accepted.tolist(), strict=False):
+            for seq, count in zip(drafting._drafted_for, found.accepted.tolist(), strict=False):
                 unread = counted[seq] if seq.unread_drafts else 0
                 lens.append(seq.output_len + unread + count)
                 counted[seq] = count
-            return last, accepted
+            return found
 
         def greedy(hidden: torch.Tensor) -> torch.Tensor:
             found = inner(hidden)

@@ -18,6 +18,7 @@ from allotrope.cache.groups import CacheGroup
 from allotrope.engine.decode_buffers import DecodeBuffers
 from allotrope.engine.graphs import decode_sizes
 from allotrope.engine.inputs import StepFacts, StepPlan, StepRow, pack, unpack
+from allotrope.ops.draft_rows.reference import advance_rows
 from allotrope.request import SamplingParams
 
 CPU = torch.device("cpu")
@@ -111,7 +112,7 @@ def test_rows_behind_unread_drafts_are_those_of_a_host_that_has_read_them() -> N
     for buffers, step in ((unread, before), (known, after)):
         buffers.refresh(buffers.pack(step, None), len(step), torch.tensor([11, 12, 30, 31]), 8)
         buffers.accepted[:2] = torch.tensor([2, 0])
-        buffers.advance(8)
+        advance_rows(buffers.rows(8), buffers.prev_sampled, buffers.accepted)
     found, want = (buffers.inputs(8)[0] for buffers in (unread, known))
     assert found.ids.equal(want.ids) and found.ids[:4].tolist() == [11, 21, 12, 9]
     for name in ("positions", "seq_lens"):

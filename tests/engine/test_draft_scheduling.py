@@ -13,10 +13,11 @@ from engine.static_reference import static_steps
 from engine.watching import GREEDY, assert_idle, assert_same, engine, request, run
 from tiny_checkpoints import prompts
 
-from allotrope.engine import draft_runner, drafting, in_flight
+from allotrope.engine import drafting, in_flight
 from allotrope.engine.drafting import ModelDrafting
 from allotrope.engine.engine import Engine
-from allotrope.engine.inputs import Inputs, StepPlan
+from allotrope.engine.inputs import StepPlan
+from allotrope.ops.draft_rows import ChainRows
 from allotrope.speculative_config import SpeculativeConfig
 
 PAGED = "Glm4MoeForCausalLM"
@@ -124,15 +125,16 @@ def test_padding_rows_of_draft_passes_behind_prompts_read_no_key(monkeypatch: py
     torch.set_num_threads(1)
     running = speculating(directory(HEAD), "mtp", 3, {}, async_scheduling="on")
     static_steps(running)
-    inner = draft_runner.advanced
+    drafts: Any = running._executor.worker.model_runner.drafts  # type: ignore[attr-defined]
+    inner = drafts.advance_chain
     lens: list[int] = []
 
-    def noted(inputs: Inputs, *args: Any) -> Inputs:
-        moved = inner(inputs, *args)
-        lens.extend(moved.batch.tensors.seq_lens[inputs.batch.tensors.seq_lens == 0].tolist())
+    def noted(positions: torch.Tensor, seq_lens: torch.Tensor, *args: Any) -> ChainRows:
+        moved: ChainRows = inner(positions, seq_lens, *args)
+        lens.extend(moved.seq_lens[seq_lens == 0].tolist())
         return moved
 
-    monkeypatch.setattr(draft_runner, "advanced", noted)
+    monkeypatch.setattr(drafts, "advance_chain", noted)
     for count in (6, 5):
         run(running, [request(f"r{count}-{i}", [3 + i] * 20, replace(LONG, max_tokens=6)) for i in range(count)])
     assert lens and not any(lens)
