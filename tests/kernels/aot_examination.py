@@ -45,7 +45,6 @@ UNTIMED = [("sm_80", "sm_89"), ("sm_100",), ("sm_120",)]
 UNTIMED_SPILLS: dict[str, dict[str, int]] = {
     "sm_80": {
         "gdn wy by channel": 2480,
-        "gdn verify by channel": 48,
         "mxfp4 experts many rows": 424,
         "fp32 experts few rows gated": 8,
         "int4 many rows": 224,
@@ -64,7 +63,6 @@ UNTIMED_SPILLS: dict[str, dict[str, int]] = {
     "sm_100": {"mla decode 128 heads block-scaled sparse": 24},
     "sm_120": {
         "gdn verify": 16,
-        "gdn verify by channel": 48,
         "mla decode 128 heads block-scaled sparse": 32,
         "mxfp4 experts many rows": 160,
         "rope store 128 interleaved": 8,

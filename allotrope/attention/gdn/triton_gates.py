@@ -46,13 +46,20 @@ def conv_step(
     x_ptr, conv_state, weight, bias, channel, mask_c, is_new, state_row, weight_channel, weight_w,
     WIDTH: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Convolution and SiLU of one token. `x_ptr`: its inputs. `conv_state`: the previous inputs; zeros if `is_new`."""
+    """Convolution and SiLU of one token. `x_ptr`: its inputs. `conv_state`: the previous inputs; zeros if `is_new`.
+
+    Which product is rounded before the sum is stated, and not left to the compiler: verify steps have the same bits.
+    """
     w_ptrs = weight + channel * weight_channel
     x = tl.load(x_ptr + channel, mask=mask_c, other=0.0).to(tl.float32)
-    y = x * tl.load(w_ptrs + (WIDTH - 1) * weight_w, mask=mask_c, other=0.0).to(tl.float32)
+    last = tl.load(w_ptrs + (WIDTH - 1) * weight_w, mask=mask_c, other=0.0).to(tl.float32)
     for j in tl.static_range(WIDTH - 1):
         state = tl.load(conv_state + j * state_row + channel, mask=mask_c & (is_new == 0), other=0.0).to(tl.float32)
-        y += state * tl.load(w_ptrs + j * weight_w, mask=mask_c, other=0.0).to(tl.float32)
+        tap = tl.load(w_ptrs + j * weight_w, mask=mask_c, other=0.0).to(tl.float32)
+        if j == 0:
+            y = tl.fma(x, last, state * tap)
+        else:
+            y = tl.fma(state, tap, y)
     if BIAS:
         y += tl.load(bias + channel, mask=mask_c, other=0.0).to(tl.float32)
     return silu(y)
