@@ -40,6 +40,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shlex
 import signal
 import statistics
@@ -211,7 +212,7 @@ def measure_engine(
         if Column.of(name).has_own_tokens:
             compare_tokens(worker, vocabulary, options, found)
         if options.signal is not None:
-            await_signal(options.signal, f"{directory.name}.{name.replace(' ', '_')}", worker)
+            await_signal(options.signal, re.sub(r"\W", "_", f"{directory.name} {name}"), worker)
         for case in options.cases:
             found["cases"][case] = numbers = measure_case(worker, case, vocabulary, options)
             found["memory"] = worker.ask(memory={})
