@@ -94,6 +94,13 @@ class AcceptanceStats:
         reached = self._trials[row] > 0
         return float(np.cumprod(self._hits[row, reached] / self._trials[row, reached]).mean())
 
+    def first_rate(self, key: Hashable) -> float:
+        """The share of its first drafts that a sequence accepts; 0 before there is one."""
+        row = self._rows.get(key)
+        if row is None or not self._trials[row, 0]:
+            return 0.0
+        return float(self._hits[row, 0] / self._trials[row, 0])
+
     def expected(self, keys: Sequence[Hashable]) -> Rates:
         """[len(keys), max_drafts] probability that drafts 0 to j of a sequence are all accepted.
 

@@ -20,8 +20,9 @@ _KEPT_TIMES = 31
 _MIN_TIMES = 4
 # Steps after which a time is stale: contexts grow, and other sequences run.
 _STALE_STEPS = 4096
-# Steps after which a sequence without drafts is tried again.
+# Steps after which a sequence without drafts is tried again. Each time that this was in vain, twice as many follow.
 RETRY_STEPS = 64
+MAX_RETRY_STEPS = 1024
 # Steps with all drafts, after which the time of such a step is estimated.
 _MAX_TRIES = 32
 
@@ -132,6 +133,8 @@ class DraftPolicy:
         self._step = self._unknown = 0
         # The last step in which a sequence had drafts.
         self._drafted: dict[Hashable, int] = {}
+        # Of a sequence that was tried again: the steps until the next try, and its share of right first drafts before.
+        self._retried: dict[Hashable, tuple[int, float]] = {}
 
     def choose(
         self,
@@ -161,7 +164,11 @@ class DraftPolicy:
         elif not self._times.knows(least):
             chosen = [0] * count
         else:
-            chosen = self._retry(keys, self._best(keys, room, least), room)
+            chosen = self._best(keys, room, least)
+            for key, drafts in zip(keys, chosen, strict=True):
+                if drafts:
+                    self._retried.pop(key, None)
+            chosen = self._retry(keys, chosen, room)
         for key, drafts in zip(keys, chosen, strict=True):
             if drafts:
                 self._drafted[key] = self._step
@@ -172,6 +179,7 @@ class DraftPolicy:
     def end(self, key: Hashable) -> None:
         """Forget a sequence."""
         self._drafted.pop(key, None)
+        self._retried.pop(key, None)
 
     def _best(self, keys: Sequence[Hashable], room: list[int], rows: int) -> list[int]:
         # [k, B]: of equal probabilities, the earlier position is the earlier entry.
@@ -192,13 +200,22 @@ class DraftPolicy:
         return np.bincount(order[:best] % count, minlength=count).tolist()
 
     def _retry(self, keys: Sequence[Hashable], chosen: list[int], room: list[int]) -> list[int]:
-        """`chosen` with all drafts for a few sequences that had none for long: their text may have changed."""
-        due = [
-            (self._drafted[key], i)
-            for i, key in enumerate(keys)
-            if not chosen[i] and room[i] and self._step - self._drafted.get(key, self._step) >= RETRY_STEPS
-        ]
-        # Those that fell to 0 together are not retried together.
-        for _, i in sorted(due)[: max(1, len(keys) // 16)]:
-            chosen[i] = room[i]
+        """`chosen` with drafts for some sequences that had none for long: their text may have changed.
+
+        A sequence gets one draft, which needs no pass of a draft model behind the first. Where that was right, it gets
+        all of them in the step after; where it was wrong, it waits twice as long.
+        """
+        due = []
+        for i, key in enumerate(keys):
+            if chosen[i] or not room[i] or key not in self._drafted:
+                continue
+            pause, before = self._retried.get(key, (RETRY_STEPS, 1.0))
+            right = key in self._retried and self._stats.first_rate(key) > before
+            if right or self._step - self._drafted[key] >= pause:
+                due.append((not right, self._drafted[key], i, pause))
+        # Those that fell to 0 together are not retried together: each is a row more.
+        for wrong, _, i, pause in sorted(due)[: max(1, len(keys) // 4)]:
+            chosen[i] = 1 if wrong else room[i]
+            pause = min(2 * pause, MAX_RETRY_STEPS) if wrong else RETRY_STEPS
+            self._retried[keys[i]] = pause, self._stats.first_rate(keys[i])
         return chosen
