@@ -39,7 +39,8 @@ CASES = [
     for layout in LAYOUTS
     if name not in WITHOUT_EXPERTS or "EP" not in layout
 ]
-OPTIONS = {"load_format": "dummy", "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+OPTIONS: dict[str, Any] = {"load_format": "dummy", "max_model_len": 192, "max_num_seqs": 4, "page_size": 4}
+OPTIONS |= {"max_num_batched_tokens": 32}
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
@@ -58,8 +59,10 @@ def asked() -> list[Request]:
         SamplingParams(max_tokens=3, ignore_eos=True, temperature=0, prompt_logprobs=2),
         SamplingParams(max_tokens=12, ignore_eos=True, temperature=0, min_tokens=4, repetition_penalty=1.3),
         SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.5, seed=6),
+        SamplingParams(max_tokens=4, ignore_eos=True, temperature=0),
     ]
-    lengths = (3, 30, 9, 50, 33, 21, 40)
+    # The last is long enough for what caches an entry for every 128 tokens.
+    lengths = (3, 30, 9, 50, 33, 21, 40, 140)
     return [request(f"r{i}", ids, one) for i, (ids, one) in enumerate(zip(prompts(lengths), params, strict=True))]
 
 
@@ -110,9 +113,9 @@ def test_whatever_requests_ask_for(name: str, scheduling: str, tmp_path: Path) -
         stats = two.stats()
         assert [one.requests > 0 for one in stats.ranks] == [True, True]
         assert_idle(two)
-        # The rank that has the prompt takes the request: as many hits as on one rank.
+        # The rank that has the prompt takes the request: as many hits as on one rank, where states have more room.
         assert_same(tokens_of(told(two, asked())), tokens_of(want))
-        assert two.stats().prefix_hits == alone.stats().prefix_hits > 0
+        assert two.stats().prefix_hits >= alone.stats().prefix_hits > 0
         assert sum(one.requests_by_prefix for one in two.stats().ranks) > 0
         assert_idle(two)
         if scheduling == "off":
@@ -145,7 +148,7 @@ def check_disturbed(two: Engine, want: dict[str, list[int]]) -> None:
 def test_pages_that_run_out_on_one_rank(tmp_path: Path) -> None:
     """Each rank has pages of its own: requests that do not fit beside each other on one rank run on two."""
     torch.set_num_threads(1)
-    model, few = write("LlamaForCausalLM", tmp_path), {**OPTIONS, "kv_cache_memory_bytes": 40_000}
+    model, few = write("LlamaForCausalLM", tmp_path), {**OPTIONS, "kv_cache_memory_bytes": 120_000}
     long = replace(GREEDY, max_tokens=40)
     some = [request(f"r{i}", ids, long) for i, ids in enumerate(prompts((50, 41, 33, 60)))]
     alone = engine(model, **few)
