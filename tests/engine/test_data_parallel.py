@@ -20,7 +20,6 @@ from server.tiny_model import write_tiny_model
 from tiny_checkpoints import prompts
 
 from allotrope.engine.engine import Engine
-from allotrope.errors import ConfigError
 from allotrope.llm import LLM
 from allotrope.request import Request, SamplingParams, SequenceOutput
 
@@ -183,9 +182,21 @@ def test_requests_go_to_the_cached_prefix_then_to_the_least_load(tmp_path: Path)
         two.close()
 
 
-@pytest.mark.parametrize("kind", ["ngram", "some"])
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3NextForCausalLM"])
-def test_drafts_from_text(name: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("LlamaForCausalLM", "ngram"),
+        ("Qwen3NextForCausalLM", "some"),
+        ("Qwen3NextForCausalLM", "mtp-some"),
+        ("DeepseekV3ForCausalLM", "mtp"),
+        ("DeepseekV32ForCausalLM", "mtp-some"),
+        ("DeepseekV4ForCausalLM", "mtp-some"),
+        ("LlamaForCausalLM", "eagle3-some"),
+        ("LlamaForCausalLM", "draft_model-some"),
+    ],
+)
+def test_drafts(name: str, kind: str) -> None:
+    """From text and of models, whose passes all ranks run together, some of them without sequences."""
     torch.set_num_threads(1)
     alone = engine(directory(name), **LOADED)
     want = run(alone, mixed_requests())
@@ -197,16 +208,10 @@ def test_drafts_from_text(name: str, kind: str) -> None:
             key = one.request_id if one.index == 0 else f"{one.request_id}#{one.index}"
             tokens.setdefault(key, []).extend(one.token_ids)
         assert_same(tokens, want)
-        assert several_at_once(found)
+        assert several_at_once(found) or kind == "mtp"
         assert_idle(two)
     finally:
         two.close()
-
-
-def test_drafts_of_a_model_are_refused(tmp_path: Path) -> None:
-    wanted = '{"method": "mtp", "num_speculative_tokens": 1}'
-    with pytest.raises(ConfigError, match=r"data_parallel_size=2 \(needs 1 where a model drafts: .*method='mtp'"):
-        engine(directory("DeepseekV3ForCausalLM"), data_parallel_size=2, speculative_config=wanted, **LOADED)
 
 
 def test_answers_held_to_a_grammar(tmp_path: Path) -> None:
