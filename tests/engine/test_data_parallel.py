@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine.rank_faults import FaultyEngine
 from engine.speculating import LOADED, directory, mixed_requests, several_at_once, speculating
+from engine.test_expert_parallel import WITH_EXPERTS
 from engine.test_multiprocess_executor import QUICK, compare, write
 from engine.test_rank_faults import assert_ended
 from engine.test_structured_output import HELD, answers, assert_valid
@@ -19,6 +20,7 @@ from engine.watching import GREEDY, assert_idle, assert_same, drain, engine, out
 from server.tiny_model import write_tiny_model
 from tiny_checkpoints import prompts
 
+from allotrope.architectures.registry import ARCHITECTURES
 from allotrope.engine.engine import Engine
 from allotrope.llm import LLM
 from allotrope.request import Request, SamplingParams, SequenceOutput
@@ -46,6 +48,12 @@ OPTIONS |= {"max_num_batched_tokens": 32}
 def test_ranks_with_requests_of_their_own_give_the_tokens_of_one(name: str, layout: str, tmp_path: Path) -> None:
     """Four requests, whose prompts run in chunks: in the end one rank has none."""
     compare(name, tmp_path, **LAYOUTS[layout])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(QUICK)))
+def test_ranks_with_requests_of_their_own_give_the_tokens_of_one_everywhere(name: str, tmp_path: Path) -> None:
+    compare(name, tmp_path, **LAYOUTS["DP2xEP2" if name in WITH_EXPERTS else "DP2"])
 
 
 def asked() -> list[Request]:
