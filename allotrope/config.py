@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from allotrope.errors import ConfigError
+from allotrope.rank_layout import RankLayout
 from allotrope.speculative_config import SpeculativeConfig
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -82,14 +83,37 @@ class EngineConfig:
     )
     device: str = option("Device to run on: 'auto', 'cpu', 'cuda' or 'cuda:N'.", "auto")
     seed: int = option("Seed of dummy weights and of requests that bring no seed.", 0)
-    tensor_parallel_size: int = option("Number of processes that share each layer.", 1, short="-tp")
+    tensor_parallel_size: int = option("Number of ranks that share the heads of each attention layer.", 1, short="-tp")
+    data_parallel_size: int = option(
+        "Groups of such ranks, each with requests and caches of its own; together they share feed-forward layers, "
+        "experts and the vocabulary.",
+        1,
+        short="-dp",
+    )
+    pipeline_parallel_size: int = option("Pipeline stages, each with a run of the layers.", 1, short="-pp")
+    enable_expert_parallel: bool = option(
+        "Let ranks hold whole experts of a layer, in place of a share of the width of each.", False, short="-ep"
+    )
+    expert_placement: str | None = option(
+        "JSON file of how many tokens each expert of each layer got, as --expert-load-file writes it: experts are "
+        "spread over the ranks so that each gets as many. Needs --enable-expert-parallel.",
+        None,
+    )
+    num_redundant_experts: int = option(
+        "Copies of the experts of a layer that --expert-placement says get the most tokens, over all ranks.", 0
+    )
+    expert_load_file: str | None = option(
+        "Count the tokens that each expert of each layer gets, and write the counts to this JSON file at the end.", None
+    )
     max_model_len: int | None = option("Longest prompt plus output in tokens; default: the model's own.", None)
     max_num_seqs: int | None = option(
-        "Most sequences in one step; default: what a GPU's memory serves, up to 512, and 64 on a CPU.", None
+        "Most sequences in one step of a data-parallel rank; default: what a GPU's memory serves, up to 512, and 64 on "
+        "a CPU.",
+        None,
     )
     max_num_batched_tokens: int | None = option(
-        "Most tokens in one step; longer prompts are cut; default: 8192 on a GPU (16384 offline) with the memory for "
-        "it, 2048 on a CPU.",
+        "Most tokens in one step of a data-parallel rank; longer prompts are cut; default: 8192 on a GPU (16384 "
+        "offline) with the memory for it, 2048 on a CPU.",
         None,
     )
     max_num_waiting: int = option("Most requests that may wait; further ones are refused.", 1024)
@@ -135,7 +159,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_choices(self)
         reasons = []
-        for name in ("tensor_parallel_size", "max_num_waiting", "page_size"):
+        sizes = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
+        for name in (*sizes, "max_num_waiting", "page_size"):
             if getattr(self, name) < 1:
                 reasons.append(f"{name}={getattr(self, name)}; at least 1 is needed")
         counts = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "threads")
@@ -143,6 +168,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 reasons.append(f"{name}={value}; at least 1 is needed")
+        if self.num_redundant_experts < 0:
+            reasons.append(f"num_redundant_experts={self.num_redundant_experts}; at least 0 is needed")
         if self.page_size & (self.page_size - 1):
             reasons.append(f"page_size={self.page_size}; a power of two is needed")
         if self.step_log_seconds is not None and not self.step_log_seconds >= 0:
@@ -163,6 +190,12 @@ class EngineConfig:
             raise ConfigError("bad options: " + "; ".join(reasons) + ".")
         if self.speculative_config is not None:
             SpeculativeConfig.parse(self.speculative_config)
+
+    @property
+    def layout(self) -> RankLayout:
+        """How the ranks share the model."""
+        sizes = self.tensor_parallel_size, self.data_parallel_size, self.pipeline_parallel_size
+        return RankLayout(*sizes, self.enable_expert_parallel)
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

@@ -29,7 +29,7 @@ from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.model_spec import LayerSpec, ModelSpec
 from allotrope.layers.moe import Experts
 from allotrope.layers.norm import RMSNorm
-from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.layers.parallel import Placement, Section
 from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep, Step
 from allotrope.ops.gated_activation import GatedActivation
@@ -79,19 +79,23 @@ class ParallelExperts(nn.Module):
         self.dense_norm, self.in_norm, self.out_norm = (RMSNorm(hidden, eps, build) for _ in range(3))
         self.router_norm = RMSNorm(hidden, eps, build, weighted=False)
         self.root = hidden**-0.5
-        self.router_scale = parameter((hidden,), Placement((Section("", hidden),)), build.dtype, build.device)
+        self.router_scale = build.parameter((hidden,), Placement((Section("", hidden),)))
         self.router = Router(spec.router, hidden, build)
-        self.expert_scale = parameter((count,), Placement((Section("", count),)), torch.float32, build.device)
+        self.expert_scale = build.parameter((count,), Placement((Section("", count),)), torch.float32)
         gating = GatedActivation(activation="gelu_tanh")
-        self.experts = Experts(count, hidden, spec.width, gating, build.at("experts"), bias=False)
+        self.experts = Experts(count, hidden, spec.width, gating, build.at_stage("experts"), bias=False)
 
     def forward(self, x: torch.Tensor, dense: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden] residual stream. `dense`: [T, hidden] this rank's part of the dense MLP's output. Returns
         [T, hidden], whole on every rank."""
-        weights, experts = self.router(self.router_norm(x) * self.router_scale * self.root, ctx.step.ids)
-        routed = self.experts(self.in_norm(x), weights * self.expert_scale[experts], experts)
-        dense, routed = self.parallel.all_reduce_each(dense, routed)
+        dense, routed = self.parallel.all_reduce_each(dense, ctx.shared(self._routed, x))
         return self.dense_norm(dense) + self.out_norm(routed)
+
+    def _routed(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
+        weights, experts = self.router(self.router_norm(x) * self.router_scale * self.root, ctx.step.ids)
+        self.experts.record_load(experts, ctx)
+        routed: torch.Tensor = self.experts(self.in_norm(x), weights * self.expert_scale[experts], experts)
+        return routed
 
 
 class Gemma4Layer(SandwichLayer):
@@ -105,7 +109,7 @@ class Gemma4Layer(SandwichLayer):
         extra = spec.extra
         assert isinstance(extra, Gemma4Extra)
         self.index, self.per_layer, self.parallel = extra.index, extra.per_layer, build.parallel
-        self.scalar = parameter((1,), Placement((Section("", 1),)), build.dtype, build.device)
+        self.scalar = build.parameter((1,), Placement((Section("", 1),)))
         self.parallel_experts = (
             ParallelExperts(extra.experts, model, build.at("parallel_experts")) if extra.experts is not None else None
         )
@@ -118,7 +122,7 @@ class Gemma4Layer(SandwichLayer):
         self, x: torch.Tensor, normed: torch.Tensor, ctx: LayerStep, following: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, normed = self.ffn_norm.add(self.mixer(normed, ctx), x, self.mixer_out_norm)
-        y, out_norm = self.ffn(normed, ctx), self.ffn_out_norm
+        y, out_norm = ctx.shared(self.ffn, normed), self.ffn_out_norm
         if self.parallel_experts is None and not self.per_layer:
             return following.add(y, x, out_norm, self.scalar)
         y = self.parallel.all_reduce(y) if self.parallel_experts is None else self.parallel_experts(x, y, ctx)

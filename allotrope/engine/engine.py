@@ -18,6 +18,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine.async_scheduling import uses_async_scheduling
 from allotrope.engine.drafting import make_drafting
 from allotrope.engine.executor import Executor, OnDeath
+from allotrope.engine.expert_load import expert_load, write_expert_load
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.multiprocess_executor import MultiprocessExecutor
 from allotrope.engine.observer import Observer
@@ -27,8 +28,8 @@ from allotrope.engine.requests import RequestTable
 from allotrope.engine.sampling_defaults import Defaults, eos_ids, read_sampling_defaults, values_not_taken
 from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.step_log import StepLog
-from allotrope.engine.step_loop import StepLoop
-from allotrope.errors import InvalidRequest
+from allotrope.engine.step_loop import PageCopy, StepLoop
+from allotrope.errors import EngineDead, InvalidRequest
 from allotrope.grammars.compiler import GrammarCompiler
 from allotrope.grammars.constraint import Constraints
 from allotrope.grammars.vocabulary import Vocabulary
@@ -56,20 +57,20 @@ class Engine:
         it, `step` raises EngineDead. `observer`: sees the logits of every token and may replace sampled tokens.
         `preferred_tokens`: tokens of a step on a GPU, where the options name none and memory serves them.
         """
-        self._config = config
+        self._config, self._closed = config, False
         self._executor: Executor = MultiprocessExecutor.start(config, on_death, preferred_tokens)
         load_plan, self.memory = self._executor.load_plan, self._executor.memory
         self._load_plan, self._device = load_plan, load_plan.build.device
         self.limits = _limits(config, load_plan)
-        copies: list[tuple[int, int, int]] = []
+        copies: list[PageCopy] = []
         self._requests = RequestTable(
             *(config, self.limits, load_plan.limits.step_tokens, self.memory),
-            copy_page=lambda group, source, target: copies.append((group, source, target)),
+            copy_page=lambda *copy: copies.append(copy),
             max_decodes=load_plan.max_decodes,
             lookahead=load_plan.lookahead,
         )
         self._drafting = make_drafting(
-            *(config.speculation, load_plan.max_drafts, load_plan.max_decodes, config.seed),
+            *(config.speculation, load_plan.max_drafts, load_plan.max_decodes * config.data_parallel_size, config.seed),
             lookahead=load_plan.lookahead,
             on_gpu=self._device.type == "cuda",
         )
@@ -87,7 +88,10 @@ class Engine:
 
     def _log_start(self) -> None:
         load_plan, unit = self._load_plan, self._requests.kv_cache_manager.prefix.unit
-        log.info("%s", load_plan.limits)
+        layout = load_plan.build.parallel.layout
+        if layout.size > 1:
+            log.info("%d ranks: %s", layout.size, layout)
+        log.info("%s%s", load_plan.limits, f", on each of {layout.data} data-parallel ranks" * (layout.data > 1))
         if log.isEnabledFor(logging.INFO):
             for line in self.report().lines():
                 log.info("%s", line)
@@ -133,7 +137,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._requests.scheduler.running or self._requests.scheduler.waiting)
+        return self._requests.has_work
 
     @torch.inference_mode()
     def step(self) -> list[SequenceOutput]:
@@ -186,7 +190,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Evict every page that ended sequences left for reuse."""
-        self._requests.kv_cache_manager.evict_all()
+        self._requests.evict_all()
 
     def sleep(self) -> None:
         """Drop the prefix cache and, on a GPU, free its memory: weights go to host memory, caches and graphs go.
@@ -225,7 +229,23 @@ class Engine:
             self._thread_waiting.close()
         self._grammars.close()
         self._loop.close()
+        loads = None if self._closed else self._expert_load()
+        self._closed = True
         self._executor.close()
+        if loads is not None and self._config.expert_load_file is not None:
+            write_expert_load(loads, self._config.expert_load_file)
+
+    def _expert_load(self) -> dict[str, list[int]] | None:
+        """The tokens that experts got, where they are counted."""
+        if self._config.expert_load_file is None:
+            return None
+        try:
+            # A device whose ranks have failed may never be done.
+            with self._executor.step():
+                return expert_load(self.model)
+        except EngineDead as error:
+            log.warning("no counts of experts are written to %s: %s", self._config.expert_load_file, error)
+            return None
 
 
 def _limits(config: EngineConfig, load_plan: LoadPlan) -> EngineLimits:
@@ -233,7 +253,7 @@ def _limits(config: EngineConfig, load_plan: LoadPlan) -> EngineLimits:
     return EngineLimits(
         max_model_len=load_plan.max_model_len,
         vocab_size=load_plan.spec.vocab_size,
-        max_num_seqs=load_plan.max_num_seqs,
+        max_num_seqs=load_plan.max_num_seqs * config.data_parallel_size,
         eos_ids=eos_ids(checkpoint.generation_config, checkpoint.config),
         model_dtype=str(load_plan.build.dtype).removeprefix("torch."),
         device_type=load_plan.build.device.type,

@@ -16,6 +16,7 @@ from allotrope.cache.groups import CacheGroup, group_caches
 from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.checkpoint.weight_formats import online_statement, quantization_of
 from allotrope.config import EngineConfig
+from allotrope.engine.expert_load import read_expert_placements, refuse_misplaced
 from allotrope.engine.memory import free_memory, utilization, weight_bytes_of
 from allotrope.engine.step_limits import GPU_TOKENS, StepLimits, StepRoom, cpu_limits, gpu_limits
 from allotrope.errors import ConfigError, ModelError
@@ -27,9 +28,11 @@ from allotrope.layers.decoder_draft import DecoderDraftSpec
 from allotrope.layers.draft import DraftModel
 from allotrope.layers.draft_spec import DraftSpec
 from allotrope.layers.eagle3 import Eagle3Spec
+from allotrope.layers.expert_placement import ExpertPlacement
 from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.model_spec import ModelSpec
-from allotrope.layers.parallel import Parallel, map_peers
+from allotrope.layers.moe import Experts
+from allotrope.layers.parallel import Parallel, ProcessGroups, map_peers
 from allotrope.loading.decoder import make_meta_decoder, only_kept, quantized_build
 from allotrope.loading.decoder_draft import decoder_draft_build, resolve_decoder_draft
 from allotrope.loading.draft import draft_build, make_meta_draft
@@ -116,11 +119,13 @@ class LoadPlan:
         """Most sequences of a step."""
         return self.limits.max_num_seqs
 
-    def with_peers(self) -> LoadPlan:
-        """The same once the ranks have joined: with memory that they write into, where they can map it."""
+    def with_peers(self, groups: ProcessGroups) -> LoadPlan:
+        """The same once the ranks have joined: with their process groups, and with memory that they write into, where
+        they can map it."""
         build = self.build
-        if build.parallel.size == 1:
+        if build.parallel.layout.size == 1:
             return self
+        build = replace(build, parallel=build.parallel.joined(groups))
         # Of the choices that are logged, none was made before.
         chooser = Chooser(build.chooser.chip, build.chooser.wanted)
         parallel = map_peers(build.parallel, chooser, build.dtype, self.spec.hidden, build.device)
@@ -164,6 +169,7 @@ def resolve_load_plan(
     if config.quantization is not None:
         _state_quantization(config, checkpoint, chip)
     build = _build(config, parallel, checkpoint, chip)
+    build = replace(build, expert_placements=_expert_placements(config, parallel))
     draft, draft_checkpoint, max_drafts = _resolve_draft(config, architecture, spec, checkpoint)
     build = replace(build, max_drafts=max_drafts)
     if config.max_model_len is not None and config.max_model_len > spec.context:
@@ -186,6 +192,10 @@ def resolve_load_plan(
                 f"in blocks of GGUF on {build.chooser.chip.arch}, so it would do nothing. Leave it out."
             )
         meta = make_meta_decoder(architecture, spec, build)
+        if parallel.layout.expert_parallel and not any(isinstance(one, Experts) for one in meta.modules()):
+            raise ValueError("enable_expert_parallel needs experts, and it has none")
+        if config.expert_placement is not None:
+            refuse_misplaced(meta, dict(build.expert_placements), config.expert_placement)
         weight_bytes = weight_bytes_of(meta)
         of_draft: Build | None = None
         if draft is not None:
@@ -288,7 +298,10 @@ def _draft_build(
 ) -> Build:
     """How the layers of a draft model are made. `build`: of `target`, whose checkpoint is `architecture`'s. Raises
     ModelError, or ValueError where ranks cannot share its sizes."""
-    own, keeps = replace(build, formats={}), config.quantized_weights != "dequantize"
+    own, keeps = (
+        replace(build, formats={}, expert_placements={}, counts_experts=False),
+        config.quantized_weights != "dequantize",
+    )
     if isinstance(draft, DecoderDraftSpec):
         own = decoder_draft_build(checkpoint, own, keeps=keeps)
     elif keeps and isinstance(draft, Eagle3Spec):
@@ -297,6 +310,24 @@ def _draft_build(
         own = draft_build(checkpoint, architecture, target, draft, own)
     own = only_kept(own, config.quantized_weights, config.quantized_activations)
     return replace(own, draft_head=_draft_head(config, build))
+
+
+def _expert_placements(config: EngineConfig, parallel: Parallel) -> dict[str, ExpertPlacement]:
+    """Who holds which experts by the file that the options name, if they do. Raises ConfigError."""
+    wrong = []
+    if config.expert_placement is not None and not config.enable_expert_parallel:
+        wrong.append("expert_placement needs enable_expert_parallel: without it every rank has a part of each expert")
+    if config.num_redundant_experts and config.expert_placement is None:
+        wrong.append("num_redundant_experts needs expert_placement, which says which experts to copy")
+    if wrong:
+        raise ConfigError("bad options: " + "; ".join(wrong) + ".")
+    if config.expert_placement is None:
+        return {}
+    try:
+        ranks = parallel.of_stage.size
+        return read_expert_placements(config.expert_placement, ranks, config.num_redundant_experts)
+    except ValueError as error:
+        raise ConfigError(f"expert_placement={config.expert_placement!r}: {error}.") from error
 
 
 def _state_quantization(config: EngineConfig, checkpoint: Checkpoint, chip: Chip | None) -> None:
@@ -346,7 +377,7 @@ def _draft_head(config: EngineConfig, build: Build) -> Format:
 
 
 def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint, chip: Chip | None) -> Build:
-    device = device_named(config.device, parallel.rank)
+    device = device_named(config.device, parallel.world_rank)
     chip = chip_of(device) if chip is None else chip
     dtype, _ = resolve_dtype(config.dtype, checkpoint, on_gpu=chip.is_gpu)
     wanted = parse_wanted("attention_backend", config.attention_backend, FAMILIES)
@@ -359,6 +390,7 @@ def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint, chi
         Chooser(chip, wanted),
         "scaled" if config.kv_cache_dtype == "fp8_ds_mla" else "plain",
         _DTYPES.get(config.state_dtype, torch.float32),
+        counts_experts=config.expert_load_file is not None,
     )
 
 

@@ -16,6 +16,7 @@ from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
 from allotrope.engine.cache_plan import plan_caches
 from allotrope.engine.executor import DraftedTokens
+from allotrope.engine.expert_load import reset_expert_load
 from allotrope.engine.inputs import StepFacts, StepPlan
 from allotrope.engine.load import load_draft_model, load_model
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
@@ -40,7 +41,7 @@ def prepare_rank(config: EngineConfig, rank: int, preferred_tokens: int) -> Load
     """Set up this process for one rank and resolve the rank's load plan. Raises ModelError or ConfigError."""
     keep_freed_memory()
     _share_threads(config)
-    return resolve_load_plan(config, Parallel(rank, config.tensor_parallel_size), preferred_tokens=preferred_tokens)
+    return resolve_load_plan(config, Parallel.of(config.layout, rank), preferred_tokens=preferred_tokens)
 
 
 class Worker:
@@ -64,8 +65,7 @@ class Worker:
         if device.type == "cuda":
             # Triton launches on the current device, whatever device its arguments are on.
             torch.cuda.set_device(device)
-        ranks.join(device)
-        load_plan = load_plan.with_peers()
+        load_plan = load_plan.with_peers(ranks.join(device, load_plan.build.parallel.layout))
         if (workspace := load_plan.build.parallel.workspace) is not None:
             ranks.aborts.append(workspace.abort)
         worker = cls(load_plan, config, ranks)
@@ -73,6 +73,7 @@ class Worker:
             # The step by which rank 0 plans takes every rank.
             planned = worker.plan_memory()
         worker.allocate(agree(planned))
+        reset_expert_load(worker.model)
         ranks.barrier()
         return worker
 
@@ -153,11 +154,17 @@ class Worker:
 
     def run(self, packed: PackedStep, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
         """As `Executor.run`, on rank 0."""
-        return self.model_runner.run(packed, prev_sampled)
+        return self.model_runner.run(self._own(packed), prev_sampled)
+
+    def _own(self, packed: PackedStep) -> PackedStep:
+        """The part of a step that this rank runs."""
+        data = self.load_plan.build.parallel.data
+        return packed if data is None else packed.part(data.rank)
 
     @torch.inference_mode()
     def follow(self, packed: PackedStep) -> None:
         """Run a step on a rank other than 0, and keep the tokens that come of it where the next step may need them."""
+        packed = self._own(packed)
         out, facts = self.model_runner.run(packed, self._prev_sampled), StepFacts.read(packed)
         sampled = out if facts.greedy else torch.empty(facts.sampled, dtype=torch.int64, device=self._device)
         if facts.sampled and not facts.greedy:
@@ -169,7 +176,7 @@ class Worker:
 
     def share_sampled(self, token_ids: torch.Tensor) -> None:
         """Make `token_ids` [m] those of rank 0 on every rank."""
-        self.load_plan.build.parallel.broadcast(token_ids)
+        self.load_plan.build.parallel.of_stage.broadcast(token_ids)
 
     def run_drafts(self, sampled: torch.Tensor) -> DraftedTokens:
         """As `Executor.run_drafts`, on rank 0."""
@@ -241,7 +248,7 @@ def _share_threads(config: EngineConfig) -> None:
     threads = config.threads
     if threads is None:
         available = torch.get_num_threads()
-        threads = max(1, thread_count(available) // config.tensor_parallel_size)
+        threads = max(1, thread_count(available) // config.layout.size)
         if thread_count(available) < available:
             log.info("%d threads, not %d: the control group may use %.3g CPUs", threads, available, cpu_quota())
     if threads != torch.get_num_threads():

@@ -63,9 +63,9 @@ def advance_chain(
 
 
 def token_slots(table: torch.Tensor, page_size: int, positions: torch.Tensor) -> torch.Tensor:
-    """[B] `PageIndex.slots` of a token of each request, at `positions` [B]."""
+    """[B] `PageIndex.slots` of a token of each request, at `positions` [B]. The null page is never written."""
     pages = table.gather(1, (positions // page_size)[:, None])[:, 0]
-    return torch.where(pages >= 0, pages * page_size + positions % page_size, -1)
+    return torch.where(pages > 0, pages * page_size + positions % page_size, -1)
 
 
 def known_ids(ids: torch.Tensor, prev_sampled_indices: torch.Tensor, prev_sampled: torch.Tensor) -> torch.Tensor:

@@ -25,10 +25,10 @@ _PLACED = 1024
 
 @triton.jit
 def token_slot(table, table_row, width, row, position, mask, PAGE_SIZE: tl.constexpr):
-    """The slot of a token at `position` of each row, -1 where it has no page."""
+    """The slot of a token at `position` of each row, -1 where it has no page but the null page."""
     page_index = position // PAGE_SIZE
     page = tl.load(table + row.to(tl.int64) * table_row + page_index, mask=mask & (page_index < width), other=-1)
-    return tl.where(page >= 0, page * PAGE_SIZE + position % PAGE_SIZE, -1)
+    return tl.where(page > 0, page * PAGE_SIZE + position % PAGE_SIZE, -1)
 
 
 @pdl_jit(do_not_specialize=["size"])
