@@ -37,8 +37,8 @@ AdvanceChain = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, Sequence
 
 
 class DraftRunner:
-    """`layers`: of `model`. `max_drafts`: most of a sequence in a step. `chooser`: of the operations on rows. `data`: the
-    data-parallel ranks, which run their passes together; None: there is one.
+    """`layers`: of `model`. `max_drafts`: most of a sequence in a step. `chooser`: of the operations on rows. `data`:
+    the data-parallel ranks, which run their passes together; None: there is one.
 
     `next_tokens`: [S + passes * S] the last token of each sequence of the step, then its drafts, pass by pass; None
     before the first step. `accepted`: [S] its accepted drafts. Both are those of all data-parallel ranks.

@@ -10,7 +10,7 @@ Every program of a key head reads the conv state and the kept inputs of q and k,
 its kept b and a. The last of them to be done overwrites these; an integer counter finds the last one.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
 # Triton's compiler knows no (*tuple, item).
 # ruff: noqa: RUF005
 from __future__ import annotations
