@@ -83,6 +83,15 @@ class EngineConfig:
     device: str = option("Device to run on: 'auto', 'cpu', 'cuda' or 'cuda:N'.", "auto")
     seed: int = option("Seed of dummy weights and of requests that bring no seed.", 0)
     tensor_parallel_size: int = option("Number of processes that share each layer.", 1, short="-tp")
+    distributed_executor_backend: Literal["mp", "ray"] = option(
+        "Where the ranks run: 'mp' in processes of this host, 'ray' on the hosts of a Ray cluster: that of RAY_ADDRESS, "
+        "or the one that runs here.",
+        "mp",
+    )
+    distributed_address: str | None = option(
+        "Address of this host at which the ranks meet; default: 127.0.0.1, with Ray that of this host in the cluster.",
+        None,
+    )
     max_model_len: int | None = option("Longest prompt plus output in tokens; default: the model's own.", None)
     max_num_seqs: int | None = option(
         "Most sequences in one step; default: what a GPU's memory serves, up to 512, and 64 on a CPU.", None

@@ -44,6 +44,7 @@ VALUES: dict[str, dict[str, str]] = {
 }
 
 _PARALLEL = "the only way to share a model between processes is --tensor-parallel-size"
+_HOSTS = "Ray places ranks on several hosts: --distributed-executor-backend ray"
 _EAGER = "decode steps are captured at sizes of their own; --no-cuda-graphs turns that off"
 _NO_REMOTE_CODE = "code from a checkpoint is never run; leave it out"
 _NO_LORA = "adapters are not supported; merge them into the checkpoint"
@@ -75,11 +76,11 @@ UNSUPPORTED: dict[str, str] = {
     "-ep": _PARALLEL,
     "--enable-eplb": _PARALLEL,
     "--all2all-backend": _PARALLEL,
-    "--distributed-executor-backend": "processes are started by the engine itself; leave it out",
-    "--nnodes": "one host is supported",
-    "--node-rank": "one host is supported",
-    "--master-addr": "one host is supported",
-    "--master-port": "one host is supported",
+    "--nnodes": _HOSTS,
+    "--node-rank": _HOSTS,
+    "--master-addr": f"{_HOSTS}; --distributed-address says where the ranks meet",
+    "--master-port": _HOSTS,
+    "--distributed-timeout-seconds": "see --watchdog-seconds for a step that does not end",
     "--disable-custom-all-reduce": "--op-backend all_reduce=reference turns our own all-reduce off",
     "--compilation-config": _EAGER,
     "-O": _EAGER,

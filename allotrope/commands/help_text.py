@@ -21,6 +21,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tokenizer", "revision", "hf_overrides", "load_format", "dtype", "quantization", "quantized_weights",
         "quantized_activations", "device", "seed", "tensor_parallel_size", "threads", "generation_config",
     ),
+    "Hosts": ("distributed_executor_backend", "distributed_address"),
     "Memory and caches": (
         "max_model_len", "kv_cache_dtype", "state_dtype", "page_size", "kv_cache_memory_bytes", "memory_utilization",
         "enable_prefix_caching",
