@@ -19,16 +19,19 @@ from allotrope.logs import log_info
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
         "tokenizer", "revision", "hf_overrides", "load_format", "dtype", "quantization", "quantized_weights",
-        "quantized_activations", "device", "seed", "tensor_parallel_size", "threads", "generation_config",
+        "quantized_activations", "device", "seed", "threads", "generation_config",
     ),
-    "Hosts": ("distributed_executor_backend", "distributed_address"),
+    "Ranks": (
+        "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel",
+        "distributed_executor_backend", "distributed_address", "watchdog_seconds",
+    ),
     "Memory and caches": (
         "max_model_len", "kv_cache_dtype", "state_dtype", "page_size", "kv_cache_memory_bytes", "memory_utilization",
         "enable_prefix_caching",
     ),
     "Steps": (
         "max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "attention_backend", "op_backend", "cuda_graphs",
-        "async_scheduling", "step_log_seconds", "watchdog_seconds", "structured_outputs_backend",
+        "async_scheduling", "step_log_seconds", "structured_outputs_backend",
         "speculative_config",
     ),
 }  # fmt: skip
