@@ -91,9 +91,15 @@ class LoadReport:
 
 
 class Loader:
-    """Fills a module's parameters from a checkpoint and accounts for every name on both sides."""
+    """Fills a module's parameters from a checkpoint and accounts for every name on both sides.
 
-    def __init__(self, module: nn.Module, rules: Sequence[Rule]) -> None:
+    `is_elsewhere`: whether a parameter is on another pipeline stage, which reads it.
+    """
+
+    def __init__(
+        self, module: nn.Module, rules: Sequence[Rule], is_elsewhere: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        self._is_elsewhere = is_elsewhere
         self.parameters = dict(module.named_parameters())
         self.rules = [(rule.pattern(), rule) for rule in rules]
         # Per parameter, what is still to be filled: (section, expert) pairs.
@@ -115,6 +121,9 @@ class Loader:
             reason = next((rule.reason for _, rule in matches if rule.target is None), None)
             if reason is not None:
                 report.dropped[name] = reason
+                continue
+            matches = [one for one in matches if not self._is_elsewhere(filled(one[1], one[0]))]
+            if not matches:
                 continue
             report.tensors += 1
             self._read(checkpoint, name, matches, report)

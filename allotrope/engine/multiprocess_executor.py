@@ -9,6 +9,7 @@ actors that Ray places on several. Tensor parallel size 1 is the case without th
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import signal
 import weakref
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Self, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,11 @@ from allotrope.engine.cache_plan import plan_caches
 from allotrope.engine.executor import DraftedTokens, Executor, OnDeath
 from allotrope.engine.inputs import StepPlan
 from allotrope.engine.load_plan import LoadPlan
+from allotrope.engine.packed_step import PackedStep
 from allotrope.engine.rank_board import JOINING, LOADED, RankBoard
 from allotrope.engine.rank_group import LOOPBACK, RankGroup
 from allotrope.engine.rank_monitor import RankMonitor, reported, watch_from_worker
-from allotrope.engine.step_channel import Ring, StepReceiver
+from allotrope.engine.step_channel import Command, Ring, StepReceiver
 from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.worker import Worker, prepare_rank
 from allotrope.engine.worker_processes import WorkerProcesses
@@ -52,6 +54,7 @@ class MultiprocessExecutor(Executor):
         if size > 1 and dist.is_initialized():
             raise ConfigError(f"{config.layout} needs a process of its own, but torch.distributed is in use here.")
         refuse_layout(config.layout)
+        refuse_stages(config)
         if config.distributed_executor_backend == "ray":
             return cls._start_on_ray(config, on_death, preferred_tokens)
         refuse_devices(config)
@@ -141,6 +144,19 @@ class MultiprocessExecutor(Executor):
         self._workers.send(packed)
         return self.worker.run(packed, prev_sampled)
 
+    @property
+    def stages(self) -> int:
+        return self.load_plan.build.parallel.layout.pipeline
+
+    def launch(self, plan: StepPlan) -> None:
+        packed = self.worker.pack(plan)
+        self._workers.send(packed)
+        self.worker.launch(packed)
+
+    def finish(self) -> torch.Tensor:
+        self._workers.command(Command.FINISH)
+        return self.worker.finish()
+
     def share_sampled(self, token_ids: torch.Tensor) -> None:
         self.worker.share_sampled(token_ids)
 
@@ -156,7 +172,7 @@ class MultiprocessExecutor(Executor):
     def capture_next(self) -> bool:
         with self._workers.step():
             if self.worker.captures:
-                self._workers.send_capture()
+                self._workers.command(Command.CAPTURE)
             return self.worker.capture_next()
 
     def sleep(self) -> None:
@@ -206,25 +222,42 @@ def run_worker_process(rank: int, messages: int, steps: int, board: int) -> None
         port, config = _or_end(connection.recv)
         monitor = RankMonitor(rank, shown, config.watchdog_seconds, watch_from_worker)
         monitor.start()
-        load_plan = prepare_rank(config, rank, GPU_TOKENS)
-        monitor.row.phase = JOINING
-        ranks = RankGroup.connect(rank, config.layout.size, config.distributed_address or LOOPBACK, port)
-        worker = Worker.start(load_plan, config, ranks, lambda planned: _or_end(connection.recv))
-        monitor.row.phase = LOADED
-        ring = Ring(steps, config.layout.size - 1)
-        receiver = StepReceiver(ring, rank - 1, connection, pinned=load_plan.build.device.type == "cuda")
-        _worker_loop(worker, receiver, monitor)
+        address = config.distributed_address or LOOPBACK
+
+        def receiver(pinned: bool) -> Callable[[], PackedStep | Command]:
+            ring = Ring(steps, config.layout.size - 1)
+            return functools.partial(_or_end, StepReceiver(ring, rank - 1, connection, pinned=pinned).receive)
+
+        run_rank(
+            config,
+            monitor,
+            lambda: RankGroup.connect(rank, config.layout.size, address, port),
+            lambda: _or_end(connection.recv),
+            receiver,
+        )
 
 
-def _worker_loop(worker: Worker, receiver: StepReceiver, monitor: RankMonitor) -> None:
-    """Run each step of rank 0 as it comes."""
+def run_rank(
+    config: EngineConfig,
+    monitor: RankMonitor,
+    connect: Callable[[], RankGroup],
+    receive_memory_plan: Callable[[], MemoryPlan],
+    receiver: Callable[[bool], Callable[[], PackedStep | Command]],
+) -> NoReturn:
+    """Load a rank other than 0 and do what rank 0 says, in the thread that `monitor` was made in.
+
+    `connect`: meets the other ranks. `receiver`: told whether steps are sent on to a GPU, returns what waits for the
+    next step or command.
+    """
+    load_plan = prepare_rank(config, monitor.rank, GPU_TOKENS)
+    monitor.row.phase = JOINING
+    worker = Worker.start(load_plan, config, connect(), lambda planned: receive_memory_plan())
+    monitor.row.phase = LOADED
+    receive = receiver(load_plan.build.device.type == "cuda")
     while True:
-        packed = _or_end(receiver.receive)
+        sent = receive()
         with monitor.step():
-            if packed is None:
-                worker.capture_next()
-            else:
-                worker.follow(packed)
+            worker.follow(sent)
 
 
 def _or_end(receive: Callable[[], T]) -> T:
@@ -239,14 +272,32 @@ def _or_end(receive: Callable[[], T]) -> T:
 def refuse_layout(layout: RankLayout) -> None:
     """Raise ConfigError, with every reason, for a layout of ranks that is not served yet."""
     reasons = []
-    if layout.pipeline > 1:
-        reasons.append(f"pipeline_parallel_size={layout.pipeline} (needs 1: there are no stages yet)")
     if layout.data > 1:
         reasons.append(f"data_parallel_size={layout.data} (needs 1: requests have one scheduler yet)")
     if layout.expert_parallel:
         reasons.append("enable_expert_parallel (needs to be off: ranks share the width of every expert yet)")
     if reasons:
         raise ConfigError("this layout of ranks cannot be served: " + "; ".join(reasons) + ".")
+
+
+def refuse_stages(config: EngineConfig) -> None:
+    """Raise ConfigError, with every reason, for options that do not go with several pipeline stages."""
+    if config.layout.pipeline == 1:
+        return
+    reasons = []
+    if config.layout.data > 1:
+        reasons.append(f"data_parallel_size={config.layout.data} (needs 1: each stage has one batch)")
+    if config.speculation is not None and not config.speculation.drafts_from_text:
+        reasons.append(
+            f"speculative_config: method={config.speculation.method!r} (needs ngram or suffix: a draft model reads "
+            f"what the last stage computes)"
+        )
+    if config.step_log_seconds is not None:
+        reasons.append("step_log_seconds (needs to be absent: several steps run at a time)")
+    if reasons:
+        raise ConfigError(
+            f"pipeline_parallel_size={config.pipeline_parallel_size} does not go with " + "; ".join(reasons) + "."
+        )
 
 
 def refuse_devices(config: EngineConfig) -> None:

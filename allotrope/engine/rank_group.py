@@ -106,6 +106,8 @@ class RankGroup:
             tensor=self._group(layout.tensor_groups()),
             data=self._group(layout.data_groups()),
             stage=self._group(layout.stage_groups()),
+            forward=self._link(layout),
+            back=self._link(layout),
         )
 
     def _group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
@@ -115,6 +117,13 @@ class RankGroup:
         # Every rank makes all of them, in one order.
         made = {ranks: dist.new_group(list(ranks), timeout=_TIMEOUT) for ranks in groups}
         return made[group_of(self.rank, groups)]
+
+    def _link(self, layout: RankLayout) -> dist.ProcessGroup | None:
+        """A group of its own for the ranks that stand alike in each pipeline stage; None where there is one stage."""
+        if layout.pipeline == 1:
+            return None
+        made = {ranks: dist.new_group(list(ranks), timeout=_TIMEOUT) for ranks in layout.pipeline_groups()}
+        return made[group_of(self.rank, layout.pipeline_groups())]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -6,6 +6,7 @@ what follows from a fault.
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import sys
@@ -20,21 +21,21 @@ from allotrope import __version__
 from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
 from allotrope.engine.call_stack import failed_in_collective
+from allotrope.engine.multiprocess_executor import run_rank
 from allotrope.engine.packed_step import PackedStep, Words
-from allotrope.engine.rank_board import JOINING, LOADED, RankBoard, Signs
+from allotrope.engine.rank_board import LOADED, RankBoard, Signs
 from allotrope.engine.rank_group import RankGroup
 from allotrope.engine.rank_monitor import RankMonitor, describe_error
 from allotrope.engine.ray_placement import device_of, gpu_ids_here
-from allotrope.engine.step_limits import GPU_TOKENS
-from allotrope.engine.worker import Worker, prepare_rank
+from allotrope.engine.step_channel import Command
 from allotrope.errors import AllotropeError
 
 # Threads of the actor beside the one that runs the rank.
 STEPS, WATCH = "steps", "watch"
 GROUPS = {STEPS: 1, WATCH: 1}
 
-Sent = Words | MemoryPlan | None
-"""A packed step; the memory plan, before any step; or None where a graph is to be captured."""
+Sent = Words | Command | MemoryPlan
+"""A packed step, or a command; before these, the memory plan."""
 
 
 @dataclass(frozen=True)
@@ -107,20 +108,18 @@ class RayWorker:
         monitor = RankMonitor(self._rank, self._board, config.watchdog_seconds, self._watch)
         monitor.start()
         device = device_of(facts.gpus[0]) if facts.gpus else "cpu"
-        config = replace(config, device=device)
-        load_plan = prepare_rank(config, self._rank, GPU_TOKENS)
-        monitor.row.phase = JOINING
-        ranks = RankGroup.connect(self._rank, self._size, meeting, port, facts.address)
-        worker = Worker.start(load_plan, config, ranks, lambda planned: self._memory_plan())
-        monitor.row.phase = LOADED
-        while True:
-            sent = self._sent.get()
-            with monitor.step():
-                if sent is None:
-                    worker.capture_next()
-                    continue
-                assert not isinstance(sent, MemoryPlan), "the memory plan comes once"
-                worker.follow(_packed(sent, pinned=device != "cpu"))
+        run_rank(
+            replace(config, device=device),
+            monitor,
+            lambda: RankGroup.connect(self._rank, self._size, meeting, port, facts.address),
+            self._memory_plan,
+            lambda pinned: functools.partial(self._receive, pinned),
+        )
+
+    def _receive(self, pinned: bool) -> PackedStep | Command:
+        sent = self._sent.get()
+        assert not isinstance(sent, MemoryPlan), "the memory plan comes once"
+        return sent if isinstance(sent, Command) else _packed(sent, pinned=pinned)
 
     def _memory_plan(self) -> MemoryPlan:
         sent: Any = self._sent.get()

@@ -20,6 +20,7 @@ from allotrope.engine.rank_group import RankGroup, start_thread
 from allotrope.engine.rank_monitor import RankMonitor, name_rank
 from allotrope.engine.ray_placement import ACTOR_ENVIRONMENT, RayPlacement
 from allotrope.engine.ray_worker import GROUPS, STEPS, WATCH, Facts, Failure, RayWorker, Sent, versions
+from allotrope.engine.step_channel import Command
 from allotrope.engine.workers import Workers
 from allotrope.env import spin_setting
 from allotrope.errors import ConfigError
@@ -85,8 +86,8 @@ class RayWorkers(Workers):
             self.raise_fault()
             self._send(packed.words.numpy())
 
-    def send_capture(self) -> None:
-        self._send(None)
+    def command(self, command: Command) -> None:
+        self._send(command)
 
     def close(self) -> None:
         super().close()

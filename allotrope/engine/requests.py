@@ -23,7 +23,7 @@ from allotrope.request import Request
 
 class RequestTable:
     """`open`: the sequences of each request that has not ended, in order of arrival. `step_tokens`: most of a step.
-    `max_decodes`, `lookahead`: as in `Scheduler`.
+    `max_decodes`, `lookahead`, `stages`: as in `Scheduler`.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class RequestTable:
         *,
         max_decodes: int = 0,
         lookahead: int = 0,
+        stages: int = 1,
     ) -> None:
         self.open: dict[str, list[Sequence]] = {}
         self.kv_cache_manager = KVCacheManager(memory, copy_page, reuse=config.enable_prefix_caching)
@@ -45,6 +46,7 @@ class RequestTable:
             max_tokens=step_tokens,
             max_decodes=max_decodes,
             lookahead=lookahead,
+            stages=stages,
         )
         self._config, self._limits, self._step_tokens = config, limits, step_tokens
         self._num_accepted = 0

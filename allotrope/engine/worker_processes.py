@@ -23,7 +23,7 @@ from allotrope.engine.executor import OnDeath
 from allotrope.engine.packed_step import PackedStep
 from allotrope.engine.rank_group import RankGroup
 from allotrope.engine.rank_monitor import name_rank
-from allotrope.engine.step_channel import Ring, StepSender
+from allotrope.engine.step_channel import Command, Ring, StepSender
 from allotrope.engine.workers import Workers
 from allotrope.env import spin_setting
 
@@ -73,9 +73,9 @@ class WorkerProcesses(Workers):
         if self._steps is not None:
             self._steps.send(packed, self.raise_fault)
 
-    def send_capture(self) -> None:
+    def command(self, command: Command) -> None:
         if self._steps is not None:
-            self._steps.send_capture()
+            self._steps.command(command)
 
     def close(self) -> None:
         super().close()

@@ -22,6 +22,7 @@ from allotrope.engine.packed_step import PackedStep
 from allotrope.engine.rank_board import LOADED, STARTING, RankBoard
 from allotrope.engine.rank_group import RankGroup, start_thread
 from allotrope.engine.rank_monitor import RankMonitor, describe_error, name_rank
+from allotrope.engine.step_channel import Command
 from allotrope.errors import AllotropeError, EngineDead
 
 # After a fault, the call that is under way gets this long to raise its error.
@@ -73,8 +74,8 @@ class Workers(ABC):
         """Let every rank run a step, in the order of the calls. Raises EngineDead where a rank has failed."""
 
     @abstractmethod
-    def send_capture(self) -> None:
-        """Let every rank capture its next graph, in the order of the steps."""
+    def command(self, command: Command) -> None:
+        """Tell every rank, in the order of the steps."""
 
     @abstractmethod
     def _let_go(self) -> None:

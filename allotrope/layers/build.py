@@ -11,6 +11,7 @@ import torch
 from allotrope.kernels.backend import Chooser
 from allotrope.kernels.chip import NONE, chip_of
 from allotrope.layers.parallel import Parallel, Placement, parameter
+from allotrope.layers.stage import Stage
 from allotrope.ops.matmul.plain import PLAIN
 from allotrope.ops.matmul.weight import Format
 
@@ -27,7 +28,7 @@ class Build:
     `row_format`: "plain", or "scaled" for an FP8 cache with scales of its own. `state_dtype`: recurrent states.
     `max_drafts`: draft tokens of a sequence in one step (speculative decoding). `formats`: of the weights that stay
     quantized. `draft_head`: format that the head of a draft model is quantized to on load. `name`: of the module that
-    is built, dots between its parts.
+    is built, dots between its parts. `stage`: the layers of the model that this rank holds; None: all.
     """
 
     dtype: torch.dtype = torch.float32
@@ -41,6 +42,7 @@ class Build:
     formats: Formats = field(default_factory=dict)
     draft_head: Format = PLAIN
     name: str = ""
+    stage: Stage | None = None
 
     def __post_init__(self) -> None:
         if self.chooser is _OF_DEVICE:

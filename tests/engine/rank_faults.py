@@ -56,24 +56,25 @@ def patch(worker):
         return prepare_rank(config, rank, *rest)
 
     def load_faulty_model(load_plan, *rest):
-        be_at_fault("loading", load_plan.build.parallel.rank)
+        be_at_fault("loading", load_plan.build.parallel.world_rank)
         return load_model(load_plan, *rest)
 
     def faulty(run):
         def run_faulty(self, packed, *rest):
             decodes = worker.StepFacts.read(packed).decodes_only
-            be_at_fault("decode" if decodes else "prefill", self.load_plan.build.parallel.rank)
+            be_at_fault("decode" if decodes else "prefill", self.load_plan.build.parallel.world_rank)
             return run(self, packed, *rest)
 
         return run_faulty
 
     def capture_faulty(self):
-        be_at_fault("capture", self.load_plan.build.parallel.rank)
+        be_at_fault("capture", self.load_plan.build.parallel.world_rank)
         return capture_next(self)
 
     worker.prepare_rank, worker.load_model = prepare_faulty_rank, load_faulty_model
     worker.Worker.capture_next = capture_faulty
-    worker.Worker.run, worker.Worker.follow = faulty(worker.Worker.run), faulty(worker.Worker.follow)
+    for name in ("run", "launch", "_follow_step"):
+        setattr(worker.Worker, name, faulty(getattr(worker.Worker, name)))
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):

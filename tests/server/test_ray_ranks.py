@@ -51,15 +51,16 @@ def choices(server: ServerProcess) -> Any:
         return client.post("/v1/completions", json=ASKED).json()["choices"]
 
 
+@pytest.mark.parametrize("sizes", ["tensor", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_two_hosts_answer_like_one_rank_and_the_loss_of_one_ends_the_server(
-    tiny_model: Path, second_host: int
+    sizes: str, tiny_model: Path, second_host: int
 ) -> None:
     alone = ServerProcess(tiny_model, engine=OPTIONS)
     try:
         want = choices(alone.wait_until_ready())
     finally:
         alone.close()
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+    ranks = {f"{sizes}_parallel_size": 2, "distributed_executor_backend": "ray"}
     server = ServerProcess(tiny_model, engine=OPTIONS | ranks)
     try:
         found = choices(server.wait_until_ready())
