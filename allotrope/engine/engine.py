@@ -18,6 +18,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine.async_scheduling import uses_async_scheduling
 from allotrope.engine.drafting import make_drafting
 from allotrope.engine.executor import Executor, OnDeath
+from allotrope.engine.expert_load import write_expert_load
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.multiprocess_executor import MultiprocessExecutor
 from allotrope.engine.observer import Observer
@@ -28,7 +29,7 @@ from allotrope.engine.requests import RequestTable
 from allotrope.engine.sampling_defaults import Defaults, eos_ids, read_sampling_defaults, values_not_taken
 from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.step_log import StepLog
-from allotrope.engine.step_loop import StepLoop
+from allotrope.engine.step_loop import PageCopy, StepLoop
 from allotrope.errors import InvalidRequest
 from allotrope.grammars.compiler import GrammarCompiler
 from allotrope.grammars.constraint import Constraints
@@ -57,21 +58,21 @@ class Engine:
         it, `step` raises EngineDead. `observer`: sees the logits of every token and may replace sampled tokens.
         `preferred_tokens`: tokens of a step on a GPU, where the options name none and memory serves them.
         """
-        self._config = config
+        self._config, self._closed = config, False
         self._executor: Executor = MultiprocessExecutor.start(config, on_death, preferred_tokens)
         load_plan, self.memory = self._executor.load_plan, self._executor.memory
         self._load_plan, self._device = load_plan, load_plan.build.device
         self.limits = _limits(config, load_plan)
-        copies: list[tuple[int, int, int]] = []
+        copies: list[PageCopy] = []
         self._requests = RequestTable(
             *(config, self.limits, load_plan.limits.step_tokens, self.memory),
-            copy_page=lambda group, source, target: copies.append((group, source, target)),
+            copy_page=lambda *copy: copies.append(copy),
             max_decodes=load_plan.max_decodes,
             lookahead=load_plan.lookahead,
             stages=self._executor.stages,
         )
         self._drafting = make_drafting(
-            *(config.speculation, load_plan.max_drafts, load_plan.max_decodes, config.seed),
+            *(config.speculation, load_plan.max_drafts, load_plan.max_decodes * config.data_parallel_size, config.seed),
             lookahead=load_plan.lookahead,
             on_gpu=self._device.type == "cuda",
         )
@@ -136,7 +137,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._requests.scheduler.running or self._requests.scheduler.waiting)
+        return self._requests.has_work
 
     @torch.inference_mode()
     def step(self) -> list[SequenceOutput]:
@@ -189,7 +190,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Evict every page that ended sequences left for reuse."""
-        self._requests.kv_cache_manager.evict_all()
+        self._requests.evict_all()
 
     def sleep(self) -> None:
         """Drop the prefix cache and, on a GPU, free its memory: weights go to host memory, caches and graphs go.
@@ -228,6 +229,9 @@ class Engine:
             self._thread_waiting.close()
         self._grammars.close()
         self._loop.close()
+        if self._config.expert_load_file is not None and not self._closed:
+            write_expert_load(self.model, self._config.expert_load_file)
+        self._closed = True
         self._executor.close()
 
 
@@ -236,7 +240,7 @@ def _limits(config: EngineConfig, load_plan: LoadPlan) -> EngineLimits:
     return EngineLimits(
         max_model_len=load_plan.max_model_len,
         vocab_size=load_plan.spec.vocab_size,
-        max_num_seqs=load_plan.max_num_seqs,
+        max_num_seqs=load_plan.max_num_seqs * config.data_parallel_size,
         eos_ids=eos_ids(checkpoint.generation_config, checkpoint.config),
         model_dtype=str(load_plan.build.dtype).removeprefix("torch."),
         device_type=load_plan.build.device.type,

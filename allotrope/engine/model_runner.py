@@ -19,10 +19,11 @@ from allotrope.cache.groups import CacheGroup
 from allotrope.engine.decode_buffers import DecodeBuffers
 from allotrope.engine.draft_runner import DraftRunner
 from allotrope.engine.graphs import DecodeGraphs
-from allotrope.engine.inputs import Inputs, StepFacts, StepPlan, known_ids, pack, unpack
+from allotrope.engine.inputs import Inputs, StepFacts, StepPlan, known_ids, pack, padding_row, unpack
 from allotrope.engine.layer_plans import LayerPlans, Plans
 from allotrope.engine.packed_step import PackedStep, Words
 from allotrope.layers.backend_report import uncaptured
+from allotrope.layers.data_parallel import RankRows, gather_selected
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.draft import DraftModel
 from allotrope.ops.rope import RopeTables
@@ -73,7 +74,7 @@ class ModelRunner:
         self.drafts: DraftRunner | None = None
         if draft_model is not None:
             layers = LayerPlans(draft_model.attention, len(specs), groups, arena, shares, tables)
-            self.drafts = DraftRunner(draft_model, layers, max_drafts)
+            self.drafts = DraftRunner(draft_model, layers, max_drafts, model.parallel.data)
         self.buffers: DecodeBuffers | None = None
         self.graphs: DecodeGraphs | None = None
         # Of the last step, for the draft model: its facts, and its size on static buffers, or its features, inputs and
@@ -83,13 +84,13 @@ class ModelRunner:
             self._make_static(decode)
 
     def _make_static(self, decode: DecodeShape) -> None:
-        model = self.model
+        model, data_ranks = self.model, self.model.parallel.layout.data
         buffers = DecodeBuffers(
             *(self.groups, decode.size, decode.context, model.sent_width, model.dtype, self.device),
             received=model.received_width,
             verify=self._verify,
-            most_sampled=(1 + decode.max_drafts) * decode.sequences,
-            sequences=decode.sequences,
+            most_sampled=(1 + decode.max_drafts) * decode.sequences * data_ranks,
+            sequences=decode.sequences * data_ranks,
         )
         drafts, alone = self.drafts, self.model.parallel.layout.size == 1
 
@@ -98,7 +99,7 @@ class ModelRunner:
                 buffers.advance(size)
             inputs, prev_sampled = buffers.inputs(size)
             received = None if self._links is None or model.stage.is_first else buffers.received[:size]
-            hidden, features = self._run(inputs, prev_sampled, {}, received)
+            hidden, features = self._run(inputs, prev_sampled, {}, self._rank_rows(size), received)
             buffers.hidden[:size].copy_(hidden)
             if drafts is not None:
                 drafts.keep(features)
@@ -109,13 +110,30 @@ class ModelRunner:
             drafts.make_static(buffers, decode.sequences, capture=decode.capture, alone=alone)
 
     def pack(self, plan: StepPlan) -> PackedStep:
-        """The plan as integers for the ranks."""
-        facts = StepFacts.of(plan)
-        if self.buffers is not None and plan.decodes_only:
+        """The plan as integers for the ranks. With several data-parallel ranks, `run` takes the part of one."""
+        if not plan.parts:
+            return self._pack(plan, StepFacts.of(plan))
+        if self.buffers is None or not plan.decodes_only:
+            row = padding_row(self.groups)
+            plan = replace(plan, parts=tuple(part if part.rows else replace(part, rows=(row,)) for part in plan.parts))
+        parts = [self._pack(part, StepFacts.of(part).of_rank(plan)) for part in plan.parts]
+        return PackedStep.join(parts, pinned=self.device.type == "cuda")
+
+    def _pack(self, plan: StepPlan, facts: StepFacts) -> PackedStep:
+        if self.buffers is not None and facts.decodes_only:
             return self.buffers.pack(plan.rows, facts, plan.sequences)
         pinned = self.device.type == "cuda"
         next_ids = self.drafts is not None
         return pack(plan, facts, self.groups, pinned=pinned, verify=self._verify, next_ids=next_ids)
+
+    def run_on_all_ranks(self, plan: StepPlan) -> torch.Tensor:
+        """As `run`, of a step that every data-parallel rank has alike."""
+        data = self.model.parallel.data
+        if data is None:
+            return self.run(self.pack(plan))
+        whole = StepPlan.of_ranks((plan,) * data.size)
+        whole = replace(whole, sampled=plan.sampled, greedy=plan.greedy, passes=plan.passes)
+        return self.run(self.pack(whole).part(data.rank))
 
     @torch.inference_mode()
     def run(self, packed: PackedStep, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
@@ -123,7 +141,7 @@ class ModelRunner:
         draft model these are for its `next_tokens`.
 
         Returns the logits at the plan's `logits_indices`, see `Decoder.logits`, or their greedy tokens where the plan
-        says so; nothing on a pipeline stage other than the first.
+        says so: those of all data-parallel ranks. Nothing on a pipeline stage other than the first.
         """
         if self._links is not None:
             self.launch(packed)
@@ -154,6 +172,8 @@ class ModelRunner:
         assert self._links is not None, "a model of one stage runs a step at once"
         facts = self._launched.popleft()
         rows = self._static_size(facts) or len(facts.logits_indices)
+        if facts.of_ranks:
+            rows = sum(one.logits for one in facts.of_ranks)
         hidden = torch.empty(rows, self.model.spec.hidden, dtype=self.model.dtype, device=self.device)
         return self._score(self._links.receive_back(hidden), facts)
 
@@ -161,13 +181,14 @@ class ModelRunner:
         """The rows of a step that runs on the static buffers; None: it does not."""
         if self.buffers is None or self.graphs is None or not facts.decodes_only:
             return None
-        return self.graphs.padded(facts.requests)
+        # Data-parallel ranks exchange rows: all of them run the same size.
+        return self.graphs.padded(max(facts.requests, *(one.tokens for one in facts.of_ranks), 1))
 
     def _score(self, hidden: torch.Tensor, facts: StepFacts) -> torch.Tensor:
-        """What `run` returns. `hidden`: of `_hidden` where that is not another stage's."""
+        """What `run` returns. `hidden`: what `_hidden` returns on the last stage."""
         out = self.model.greedy(hidden) if facts.greedy else self.model.logits(hidden)
         indices, requests = facts.logits_indices, facts.requests
-        if self._static_size(facts) is None:
+        if facts.of_ranks or self._static_size(facts) is None:
             return out
         # The padding rows stay: the same product runs whether or not a graph came before it.
         return out[:requests] if len(indices) == requests else out[:requests][self._on_device(indices)]
@@ -190,6 +211,8 @@ class ModelRunner:
                 self.buffers.accepted[: len(accepted)].copy_(accepted)
             self.graphs.run(size)
             self._last = facts, size
+            if facts.of_ranks and model.stage.is_last:
+                return self._selected(self.buffers.hidden, facts)
             return self.buffers.hidden[:size]
         inputs, plans = unpack(packed, facts, self.groups, self.device), Plans()
         if inputs.prev_sampled_indices is not None and prev_sampled is not None:
@@ -199,9 +222,12 @@ class ModelRunner:
         if self._links is not None and not model.stage.is_first:
             shape = len(inputs.ids), model.received_width
             received = self._links.receive(torch.empty(shape, dtype=model.dtype, device=self.device))
-        hidden, features = self._run(inputs, None, plans, received)
+        rows = self._rank_rows(*(one.tokens for one in facts.of_ranks))
+        hidden, features = self._run(inputs, None, plans, rows, received)
         if self.drafts is not None:
             self._last = facts, (features, inputs, plans)
+        if facts.of_ranks and model.stage.is_last:
+            return self._selected(hidden, facts)
         if model.stage.is_last and len(indices) != len(hidden):
             hidden = hidden[self._on_device(indices)]
         return hidden
@@ -209,14 +235,14 @@ class ModelRunner:
     @torch.inference_mode()
     def run_drafts(self, sampled: torch.Tensor) -> None:
         """The passes of the draft model that the last plan asks for. `sampled`: [n] tokens that came of it, in order of
-        the rows that they follow."""
+        the rows that they follow, on all data-parallel ranks."""
         assert self.drafts is not None and self._last is not None
         facts, step = self._last
         if isinstance(step, int):
-            self.drafts.run_static(sampled, step, facts.sequences, facts.passes)
+            self.drafts.run_static(sampled, step, facts)
         else:
             features, inputs, plans = step
-            self.drafts.run(features, sampled, inputs, plans, facts.passes)
+            self.drafts.run(features, sampled, inputs, plans, facts)
         self._last = None
 
     @property
@@ -252,14 +278,36 @@ class ModelRunner:
         for graphs in self._all_graphs:
             graphs.close()
 
+    def _rank_rows(self, *tokens: int) -> RankRows | None:
+        """The rows of each data-parallel rank: `tokens` of each, or as many on all; None where there is one."""
+        data = self.model.parallel.data
+        if data is None:
+            return None
+        return RankRows(data, tokens if len(tokens) > 1 else tokens * data.size)
+
+    def _selected(self, hidden: torch.Tensor, facts: StepFacts) -> torch.Tensor:
+        """The hidden states behind which there are logits, of all data-parallel ranks. `hidden`: of this one."""
+        data, indices = self.model.parallel.data, facts.logits_indices
+        assert data is not None
+        if len(indices) == facts.requests and facts.decodes_only:
+            own = hidden[: len(indices)]
+        else:
+            own = hidden[self._on_device(indices)]
+        return gather_selected(data, own, [one.logits for one in facts.of_ranks])
+
     def _run(
-        self, inputs: Inputs, prev_sampled: torch.Tensor | None, plans: Plans, received: torch.Tensor | None = None
+        self,
+        inputs: Inputs,
+        prev_sampled: torch.Tensor | None,
+        plans: Plans,
+        rows: RankRows | None,
+        received: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden states [T, hidden], and what a draft model reads of them. `received`: see `Decoder.forward`."""
         ids = inputs.ids
         if inputs.prev_sampled_indices is not None and prev_sampled is not None:
             ids = known_ids(ids, inputs.prev_sampled_indices, prev_sampled)
-        step = self._layers.step(ids, inputs, plans)
+        step = self._layers.step(ids, inputs, plans, rows)
         hidden: torch.Tensor = self.model(step, received)
         return hidden, hidden if step.features is None else step.features
 

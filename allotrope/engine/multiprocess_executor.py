@@ -40,7 +40,6 @@ from allotrope.engine.workers import Workers
 from allotrope.errors import ConfigError, InvalidRequest
 from allotrope.kernels.chip import gpu_count
 from allotrope.layers.decoder import Decoder
-from allotrope.rank_layout import RankLayout
 
 T = TypeVar("T")
 
@@ -53,8 +52,7 @@ class MultiprocessExecutor(Executor):
         size = config.layout.size
         if size > 1 and dist.is_initialized():
             raise ConfigError(f"{config.layout} needs a process of its own, but torch.distributed is in use here.")
-        refuse_layout(config.layout)
-        refuse_stages(config)
+        refuse_layout(config)
         if config.distributed_executor_backend == "ray":
             return cls._start_on_ray(config, on_death, preferred_tokens)
         refuse_devices(config)
@@ -269,29 +267,18 @@ def _or_end(receive: Callable[[], T]) -> T:
         os._exit(0)
 
 
-def refuse_layout(layout: RankLayout) -> None:
-    """Raise ConfigError, with every reason, for a layout of ranks that is not served yet."""
-    reasons = []
-    if layout.data > 1:
-        reasons.append(f"data_parallel_size={layout.data} (needs 1: requests have one scheduler yet)")
-    if layout.expert_parallel:
-        reasons.append("enable_expert_parallel (needs to be off: ranks share the width of every expert yet)")
-    if reasons:
-        raise ConfigError("this layout of ranks cannot be served: " + "; ".join(reasons) + ".")
-
-
-def refuse_stages(config: EngineConfig) -> None:
+def refuse_layout(config: EngineConfig) -> None:
     """Raise ConfigError, with every reason, for options that do not go with several pipeline stages."""
     if config.layout.pipeline == 1:
         return
     reasons = []
-    if config.layout.data > 1:
-        reasons.append(f"data_parallel_size={config.layout.data} (needs 1: each stage has one batch)")
     if config.speculation is not None and not config.speculation.drafts_from_text:
         reasons.append(
             f"speculative_config: method={config.speculation.method!r} (needs ngram or suffix: a draft model reads "
             f"what the last stage computes)"
         )
+    if config.expert_load_file is not None:
+        reasons.append("expert_load_file (needs to be absent: the first stage sees its own layers alone)")
     if config.step_log_seconds is not None:
         reasons.append("step_log_seconds (needs to be absent: several steps run at a time)")
     if reasons:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from allotrope.engine.in_flight import start_copy
-from allotrope.engine.inputs import StepPlan
+from allotrope.engine.inputs import StepRow
 from allotrope.engine.scheduler import Row
 from allotrope.engine.step_loop import (
     SampledTokens,
@@ -57,7 +57,7 @@ class PipelineLoop(StepLoop):
         when there is nothing to run."""
         while len(self.in_flight) < self._executor.stages:
             others = frozenset(row.seq for step in self.in_flight for row in step.rows)
-            rows = self._requests.scheduler.plan(others)
+            rows = self._requests.plan(others)
             if not rows:
                 break
             self.in_flight.append(self._start(rows))
@@ -77,19 +77,19 @@ class PipelineLoop(StepLoop):
 
     def _start(self, rows: abc.Sequence[Row]) -> StepInFlight:
         """Launch a step: all its tokens are known."""
-        copies = tuple(self._copies)
-        self._copies.clear()
         since = time.perf_counter()
         num_logits = [self._num_logits(row) for row in rows]
         ready = [row for row in rows if row.samples]
-        steps = [one for row, count in zip(rows, num_logits, strict=True) for one in step_rows(row, count, -1)]
-        greedy = self._chosen_by_ranks(ready, sum(num_logits))
+        steps: list[list[StepRow]] = [[] for _ in self._requests.schedulers]
+        for row, count in zip(rows, num_logits, strict=True):
+            steps[row.seq.dp_rank] += step_rows(row, count, -1)
+        plan = replace(self._step_plan(steps, [()] * len(steps)), greedy=self._chosen_by_ranks(ready, sum(num_logits)))
         mask = self._start_mask(ready)
-        self._executor.launch(StepPlan(tuple(steps), copies, greedy=greedy))
+        self._executor.launch(plan)
         for row in rows:
             self._requests.start(row.seq)
         forced = tuple(self._forced(row) for row in ready)
-        return StepInFlight(tuple(rows), tuple(num_logits), forced, greedy, mask, since)
+        return StepInFlight(tuple(rows), tuple(num_logits), forced, plan.greedy, mask, since)
 
     def _finish(self, step: StepInFlight) -> list[SampledTokens]:
         """Read the tokens of a step, but for sequences that ended since."""

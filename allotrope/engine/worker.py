@@ -16,6 +16,7 @@ from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
 from allotrope.engine.cache_plan import equal_pages, plan_caches
 from allotrope.engine.executor import DraftedTokens
+from allotrope.engine.expert_load import reset_expert_load
 from allotrope.engine.inputs import StepFacts, StepPlan
 from allotrope.engine.load import load_draft_model, load_model
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
@@ -81,6 +82,7 @@ class Worker:
             planned = equal_pages(load_plan, config, planned, ranks.min)
         agreed = agree(planned)
         worker.allocate(agreed if planned is None or layout.pipeline == 1 else planned)
+        reset_expert_load(worker.model)
         ranks.barrier()
         return worker
 
@@ -161,11 +163,16 @@ class Worker:
 
     def run(self, packed: PackedStep, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
         """As `Executor.run`, on rank 0."""
-        return self.model_runner.run(packed, prev_sampled)
+        return self.model_runner.run(self._own(packed), prev_sampled)
+
+    def _own(self, packed: PackedStep) -> PackedStep:
+        """The part of a step that this rank runs."""
+        data = self.load_plan.build.parallel.data
+        return packed if data is None else packed.part(data.rank)
 
     def launch(self, packed: PackedStep) -> None:
         """As `Executor.launch`, on this rank's stage."""
-        self.model_runner.launch(packed)
+        self.model_runner.launch(self._own(packed))
 
     def finish(self) -> torch.Tensor:
         """As `Executor.finish`, on the first stage."""
@@ -188,6 +195,7 @@ class Worker:
         if self.load_plan.build.parallel.layout.pipeline > 1:
             self.launch(packed)
             return
+        packed = self._own(packed)
         out, facts = self.model_runner.run(packed, self._prev_sampled), StepFacts.read(packed)
         sampled = out if facts.greedy else torch.empty(facts.sampled, dtype=torch.int64, device=self._device)
         if facts.sampled and not facts.greedy:

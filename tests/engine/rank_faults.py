@@ -61,7 +61,7 @@ def patch(worker):
 
     def faulty(run):
         def run_faulty(self, packed, *rest):
-            decodes = worker.StepFacts.read(packed).decodes_only
+            decodes = worker.StepFacts.read(self._own(packed)).decodes_only
             be_at_fault("decode" if decodes else "prefill", self.load_plan.build.parallel.world_rank)
             return run(self, packed, *rest)
 

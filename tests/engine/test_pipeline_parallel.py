@@ -133,6 +133,15 @@ def test_stages_of_two_ranks_give_the_tokens_of_one_rank(name: str, tmp_path: Pa
     compare(write(name, tmp_path), pipeline_parallel_size=2, tensor_parallel_size=2)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["DeepseekV4ForCausalLM", *(pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES if "V4" not in one)],
+)
+def test_stages_of_data_parallel_ranks_give_the_tokens_of_one_rank(name: str, tmp_path: Path) -> None:
+    experts = "Llama" not in name
+    compare(write(name, tmp_path), pipeline_parallel_size=2, data_parallel_size=2, enable_expert_parallel=experts)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3NextForCausalLM"])
 def test_as_many_stages_as_layers(name: str, tmp_path: Path) -> None:
