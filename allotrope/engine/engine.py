@@ -91,7 +91,10 @@ class Engine:
 
     def _log_start(self) -> None:
         load_plan, unit = self._load_plan, self._requests.kv_cache_manager.prefix.unit
-        log.info("%s", load_plan.limits)
+        layout = load_plan.build.parallel.layout
+        if layout.size > 1:
+            log.info("%d ranks: %s", layout.size, layout)
+        log.info("%s%s", load_plan.limits, f", on each of {layout.data} data-parallel ranks" * (layout.data > 1))
         if log.isEnabledFor(logging.INFO):
             for line in self.report().lines():
                 log.info("%s", line)

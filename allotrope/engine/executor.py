@@ -51,7 +51,7 @@ class Executor(ABC):
     @property
     @abstractmethod
     def ranks(self) -> int:
-        """Processes that share each layer."""
+        """Processes that share the model."""
 
     @property
     @abstractmethod

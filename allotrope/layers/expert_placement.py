@@ -21,10 +21,10 @@ class ExpertPlacement:
 
     @staticmethod
     def contiguous(experts: int, ranks: int) -> ExpertPlacement:
-        """Runs of equal length, or nearly. Raises ValueError for fewer experts than ranks."""
+        """Runs of equal length, or nearly, the first the longest. Raises ValueError for fewer experts than ranks."""
         if experts < ranks:
             raise ValueError(f"num_experts={experts} is less than the {ranks} ranks that hold whole experts")
-        ends = [experts * rank // ranks for rank in range(ranks + 1)]
+        ends = [-(-experts * rank // ranks) for rank in range(ranks + 1)]
         return ExpertPlacement(experts, tuple(tuple(range(ends[rank], ends[rank + 1])) for rank in range(ranks)))
 
     @staticmethod

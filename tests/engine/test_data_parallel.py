@@ -12,6 +12,9 @@ import pytest
 import torch
 from engine.rank_faults import FaultyEngine
 from engine.speculating import LOADED, directory, mixed_requests, several_at_once, speculating
+from engine.static_ranks import start_static_ranks
+from engine.static_reference import static_steps
+from engine.test_expert_parallel import WITH_EXPERTS
 from engine.test_multiprocess_executor import QUICK, compare, write
 from engine.test_rank_faults import assert_ended
 from engine.test_structured_output import HELD, answers, assert_valid
@@ -19,6 +22,7 @@ from engine.watching import GREEDY, assert_idle, assert_same, drain, engine, out
 from server.tiny_model import write_tiny_model
 from tiny_checkpoints import prompts
 
+from allotrope.architectures.registry import ARCHITECTURES
 from allotrope.engine.engine import Engine
 from allotrope.llm import LLM
 from allotrope.request import Request, SamplingParams, SequenceOutput
@@ -46,6 +50,12 @@ OPTIONS |= {"max_num_batched_tokens": 32}
 def test_ranks_with_requests_of_their_own_give_the_tokens_of_one(name: str, layout: str, tmp_path: Path) -> None:
     """Four requests, whose prompts run in chunks: in the end one rank has none."""
     compare(name, tmp_path, **LAYOUTS[layout])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(QUICK)))
+def test_ranks_with_requests_of_their_own_give_the_tokens_of_one_everywhere(name: str, tmp_path: Path) -> None:
+    compare(name, tmp_path, **LAYOUTS["DP2xEP2" if name in WITH_EXPERTS else "DP2"])
 
 
 def asked() -> list[Request]:
@@ -238,3 +248,37 @@ def test_answers_held_to_a_grammar(tmp_path: Path) -> None:
 def test_a_fault_of_a_rank_ends_the_engine(phase: str, fault: str, tmp_path: Path) -> None:
     ended = FaultyEngine(tmp_path, phase, fault, tensor_parallel_size=1, data_parallel_size=2).wait()
     assert_ended(ended, fault)
+
+
+@pytest.mark.parametrize("scheduling", ["off", "on"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("DeepseekV32ForCausalLM", None),
+        ("DeepseekV4ForCausalLM", None),
+        ("DeepseekV3ForCausalLM", "mtp-some"),
+        ("Qwen3NextForCausalLM", "mtp-some"),
+        ("LlamaForCausalLM", "draft_model-some"),
+    ],
+)
+def test_steps_on_static_buffers(
+    name: str, kind: str | None, scheduling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: all ranks run decode steps of one padded size, some of them with padding rows alone, and so they run
+    the passes of a draft model."""
+    torch.set_num_threads(1)
+    asked = [one for one in mixed_requests() if scheduling == "off" or one.params.repetition_penalty == 1.0]
+    want = run(engine(directory(name), **LOADED), asked)
+    start_static_ranks(tmp_path / "site", monkeypatch)
+    shared: dict[str, Any] = {"data_parallel_size": 2, "threads": 1, "async_scheduling": scheduling}
+    if kind is None:
+        two = engine(directory(name), **LOADED, **shared)
+    else:
+        two = speculating(directory(name), kind, 3, want, **shared)
+    try:
+        runner = static_steps(two)
+        assert_same(run(two, asked), want)
+        assert_idle(two)
+        assert runner.graphs is not None and runner.graphs.eager >= 10
+    finally:
+        two.close()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine.test_multiprocess_executor import ASKED, compare, write
 from engine.watching import assert_same, engine, run
+from quantized_twins import write_int4_twin, write_twin
 
 from allotrope.architectures.registry import ARCHITECTURES, find_architecture, read_spec
 from allotrope.config import EngineConfig
@@ -18,6 +19,7 @@ from allotrope.errors import ConfigError, ModelError
 from allotrope.layers.moe import Experts, Moe, MoeSpec
 from allotrope.layers.parallel import Parallel
 from allotrope.rank_layout import RankLayout
+from allotrope.verify.random_checkpoint import write_random
 
 QUICK = ("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "GptOssForCausalLM", "Qwen3NextForCausalLM")
 
@@ -105,8 +107,40 @@ def test_a_file_that_is_not_of_the_model_is_refused(text: str, reason: str, tmp_
         resolve_load_plan(config, Parallel.of(config.layout))
 
 
-def test_options_that_need_each_other() -> None:
-    with pytest.raises(ConfigError, match=r"expert_placement needs enable_expert_parallel.*"):
-        EngineConfig(model="m", expert_placement="f")
-    with pytest.raises(ConfigError, match="num_redundant_experts needs expert_placement"):
-        EngineConfig(model="m", num_redundant_experts=1)
+def test_options_that_need_each_other(tmp_path: Path) -> None:
+    model = str(write("GptOssForCausalLM", tmp_path))
+    for options, reason in (
+        ({"expert_placement": "f"}, "expert_placement needs enable_expert_parallel"),
+        ({"num_redundant_experts": 1}, "num_redundant_experts needs expert_placement"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            resolve_load_plan(EngineConfig(model=model, load_format="dummy", device="cpu", **options))
+
+
+@pytest.mark.parametrize("format", ["plain", "fp8", "mxfp4", "int4"])
+def test_stored_weights_of_every_format(format: str, tmp_path: Path) -> None:
+    """Read from files, and kept as they are stored: a rank multiplies whole experts, as one rank does. Products of FP8
+    round activations, so that the order of a sum decides tokens: those weights are read plain.
+    """
+    torch.set_num_threads(1)
+    name = "GptOssForCausalLM" if format == "mxfp4" else "Qwen3MoeForCausalLM"
+    plain, model = tmp_path / "plain", tmp_path / "twin"
+    write_random(find_architecture({"architectures": [name]}, "").tiny(), plain, None, 0)
+    if format == "int4":
+        write_int4_twin(plain, model)
+    elif format != "plain":
+        write_twin(plain, model, mxfp4=format == "mxfp4")
+    else:
+        model = plain
+    options: dict[str, Any] = {"max_model_len": 128, "max_num_batched_tokens": 24}
+    options["quantized_weights"] = "dequantize" if format == "fp8" else "keep"
+    one = engine(model, **options)
+    kept = [module.formats[0].name for module in one.model.modules() if isinstance(module, Experts)]
+    assert set(kept) == {"plain" if format == "fp8" else format}
+    want = run(one, ASKED)
+    two = engine(model, threads=1, tensor_parallel_size=2, enable_expert_parallel=True, **options)
+    try:
+        assert [module.formats[0].name for module in two.model.modules() if isinstance(module, Experts)] == kept
+        assert_same(run(two, ASKED), want)
+    finally:
+        two.close()

@@ -124,7 +124,7 @@ def test_a_rank_has_whole_experts_and_reads_no_others(twin: Path, keep: bool, mo
     """In whatever format: those of all ranks are those of one rank, and the rest is as without expert parallelism."""
     config = EngineConfig(model=str(twin), quantized_weights="keep", dtype="float32", device="cpu")
     whole = loaded(resolve_load_plan(config), keep)
-    layout, read = RankLayout(3, expert_parallel=True), Loader._read
+    layout, read = RankLayout(1, 4, expert_parallel=True), Loader._read
     names: list[list[str]] = []
 
     def noted(self: Loader, checkpoint: Any, name: str, *rest: Any) -> None:
@@ -134,9 +134,7 @@ def test_a_rank_has_whole_experts_and_reads_no_others(twin: Path, keep: bool, mo
     monkeypatch.setattr(Loader, "_read", noted)
     for rank in range(layout.size):
         names.append([])
-        parallel = dataclasses.replace(Parallel.of(layout, rank), size=1, rank=0)
-        stage = Parallel(rank, layout.size, layout=layout, world_rank=rank)
-        load_plan = resolve_load_plan(config, dataclasses.replace(parallel, stage=stage))
+        load_plan = resolve_load_plan(config, Parallel.of(layout, rank))
         own = loaded(load_plan, keep)
         held = {one.held for one in map(placement_of, own.parameters()) if one.held is not None}
         (mine,) = held

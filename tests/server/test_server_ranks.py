@@ -112,3 +112,25 @@ def children(pid: int) -> list[int]:
     return [
         int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
     ]
+
+
+def test_a_server_with_two_data_parallel_ranks_says_which_got_what(tiny_model: Path) -> None:
+    server = ServerProcess(tiny_model, engine={"data_parallel_size": 2, "enable_prefix_caching": True})
+    long = ASKED | {"prompt": list(range(2, 50))}
+    try:
+        server.wait_until_ready()
+        with server.http() as client:
+            for prompt in ([*range(2, 50)], [*range(50, 98)], [*range(2, 50), 7]):
+                answer = client.post("/v1/completions", json=long | {"prompt": prompt}).json()
+                assert answer["usage"]["completion_tokens"] == 8
+            lines = client.get("/metrics").text.splitlines()
+    finally:
+        server.close()
+    counts = {
+        (line.partition("{")[0], line.partition('dp_rank="')[2][0]): float(line.rpartition(" ")[2])
+        for line in lines
+        if line.startswith("allotrope_dp_requests") and "_created" not in line
+    }
+    assert sum(count for (name, _), count in counts.items() if name == "allotrope_dp_requests_total") == 3
+    assert sum(count for (name, _), count in counts.items() if name == "allotrope_dp_requests_by_prefix_total") == 1
+    assert {dp_rank for _, dp_rank in counts} == {"0", "1"}
