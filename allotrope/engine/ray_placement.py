@@ -176,6 +176,13 @@ def _reserve(ray: Any, config: EngineConfig, size: int, connected: bool) -> RayP
     order = sorted(range(size), key=lambda bundle: (bundle != 0, node_of[bundle] != own, node_of[bundle], bundle))
     hosts = [nodes[node_of[bundle]]["NodeManagerAddress"] for bundle in order]
     log.info("Ray places rank 0 to %d on hosts %s", size - 1, ", ".join(hosts))
+    for ranks in config.layout.stage_groups():
+        if len(apart := {hosts[rank] for rank in ranks}) > 1:
+            log.warning(
+                "ranks %d to %d share each layer, and are on hosts %s: every layer waits for the network between them. "
+                "Try --pipeline-parallel-size, with a host for each stage.",
+                *(ranks[0], ranks[-1], ", ".join(sorted(apart))),
+            )
     placement = RayPlacement(size, group, tuple(order), address, "cpu", None, connected)
     if not on_gpu:
         return placement

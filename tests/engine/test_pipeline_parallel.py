@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine.static_ranks import start_static_ranks
+from engine.static_reference import static_steps
 from engine.watching import GREEDY, assert_idle, assert_same, drain, engine, request
 from server.tiny_model import write_tiny_model
 from tiny_checkpoints import prompts
@@ -140,6 +142,25 @@ def test_stages_of_two_ranks_give_the_tokens_of_one_rank(name: str, tmp_path: Pa
 def test_stages_of_data_parallel_ranks_give_the_tokens_of_one_rank(name: str, tmp_path: Path) -> None:
     experts = "Llama" not in name
     compare(write(name, tmp_path), pipeline_parallel_size=2, data_parallel_size=2, enable_expert_parallel=experts)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"), [("LlamaForCausalLM", 2), ("DeepseekV4ForCausalLM", 1), ("Qwen3NextForCausalLM", 1), (SHARING, 1)]
+)
+def test_steps_on_static_buffers(name: str, data: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: decode steps read what a stage receives, and write what it sends, in buffers of a padded size."""
+    torch.set_num_threads(1)
+    model = write(name, tmp_path)
+    want = answer(engine(model, **OPTIONS))
+    start_static_ranks(tmp_path / "site", monkeypatch)
+    several = engine(model, pipeline_parallel_size=2, data_parallel_size=data, threads=1, **OPTIONS)
+    try:
+        runner = static_steps(several)
+        assert_same(tokens(answer(several)), tokens(want))
+        assert_idle(several)
+        assert runner.graphs is not None and runner.graphs.eager >= 10
+    finally:
+        several.close()
 
 
 @pytest.mark.slow
