@@ -18,7 +18,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine.async_scheduling import uses_async_scheduling
 from allotrope.engine.drafting import make_drafting
 from allotrope.engine.executor import Executor, OnDeath
-from allotrope.engine.expert_load import write_expert_load
+from allotrope.engine.expert_load import expert_load, write_expert_load
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.multiprocess_executor import MultiprocessExecutor
 from allotrope.engine.observer import Observer
@@ -30,7 +30,7 @@ from allotrope.engine.sampling_defaults import Defaults, eos_ids, read_sampling_
 from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.step_log import StepLog
 from allotrope.engine.step_loop import PageCopy, StepLoop
-from allotrope.errors import InvalidRequest
+from allotrope.errors import EngineDead, InvalidRequest
 from allotrope.grammars.compiler import GrammarCompiler
 from allotrope.grammars.constraint import Constraints
 from allotrope.grammars.vocabulary import Vocabulary
@@ -232,10 +232,23 @@ class Engine:
             self._thread_waiting.close()
         self._grammars.close()
         self._loop.close()
-        if self._config.expert_load_file is not None and not self._closed:
-            write_expert_load(self.model, self._config.expert_load_file)
+        loads = None if self._closed else self._expert_load()
         self._closed = True
         self._executor.close()
+        if loads is not None and self._config.expert_load_file is not None:
+            write_expert_load(loads, self._config.expert_load_file)
+
+    def _expert_load(self) -> dict[str, list[int]] | None:
+        """The tokens that experts got, where they are counted."""
+        if self._config.expert_load_file is None:
+            return None
+        try:
+            # A device whose ranks have failed may never be done.
+            with self._executor.step():
+                return expert_load(self.model)
+        except EngineDead as error:
+            log.warning("no counts of experts are written to %s: %s", self._config.expert_load_file, error)
+            return None
 
 
 def _limits(config: EngineConfig, load_plan: LoadPlan) -> EngineLimits:

@@ -15,10 +15,14 @@ from allotrope.layers.expert_placement import ExpertPlacement
 from allotrope.layers.moe import Experts
 
 
-def write_expert_load(model: nn.Module, path: str) -> None:
-    """Write what the experts of `model` have counted."""
-    found = {name: one.load.tolist() for name, one in _experts(model).items() if one.load is not None}
-    Path(path).write_text(json.dumps(found, indent=1) + "\n")
+def expert_load(model: nn.Module) -> dict[str, list[int]]:
+    """What the experts of `model` have counted. Waits for the device."""
+    return {name: one.load.tolist() for name, one in _experts(model).items() if one.load is not None}
+
+
+def write_expert_load(loads: dict[str, list[int]], path: str) -> None:
+    """Write what `expert_load` returned."""
+    Path(path).write_text(json.dumps(loads, indent=1) + "\n")
 
 
 def reset_expert_load(model: nn.Module) -> None:

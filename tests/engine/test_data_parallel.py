@@ -23,9 +23,13 @@ from server.tiny_model import write_tiny_model
 from tiny_checkpoints import prompts
 
 from allotrope.architectures.registry import ARCHITECTURES
+from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
+from allotrope.errors import ConfigError
 from allotrope.llm import LLM
 from allotrope.request import Request, SamplingParams, SequenceOutput
+from allotrope.verify.options import VerifyOptions
+from allotrope.verify.run import verify
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2": {"tensor_parallel_size": 1, "data_parallel_size": 2},
@@ -282,3 +286,9 @@ def test_steps_on_static_buffers(
         assert runner.graphs is not None and runner.graphs.eager >= 10
     finally:
         two.close()
+
+
+def test_verify_refuses_requests_that_are_not_all_on_one_rank() -> None:
+    config = EngineConfig(model="LlamaForCausalLM", data_parallel_size=2)
+    with pytest.raises(ConfigError, match="data_parallel_size=2; layers are looked into on one rank"):
+        verify(config, VerifyOptions(random=True))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from allotrope.checkpoint.weights import finish
+from allotrope.checkpoint.weights import fill_random, finish
 from allotrope.kernels.backend import Chooser
 from allotrope.kernels.chip import CPU
 from allotrope.layers.build import Build
+from allotrope.layers.expert_placement import ExpertPlacement
 from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.moe import Moe, MoeSpec
 from allotrope.layers.parallel import Parallel
@@ -19,6 +21,7 @@ from allotrope.layers.router import RouterSpec
 from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.matmul import onednn
 from allotrope.ops.moe_route import reference
+from allotrope.rank_layout import RankLayout
 
 HIDDEN, WIDTH, EXPERTS, VOCABULARY = 16, 8, 12, 50
 
@@ -122,7 +125,7 @@ def oracle(spec: MoeSpec, weights: dict[str, torch.Tensor], x: torch.Tensor, ids
 
 
 def run(module: Moe, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    here: Any = SimpleNamespace(step=SimpleNamespace(ids=ids))
+    here: Any = SimpleNamespace(step=SimpleNamespace(ids=ids, all_ids=ids))
     return module(x, here)
 
 
@@ -201,6 +204,30 @@ def test_ranks_add_up_to_the_whole() -> None:
         finish(module)
         parts.append(run(module, x, ids))
     torch.testing.assert_close(parts[0] + parts[1], run(whole, x, ids), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+@pytest.mark.parametrize("copies", [None, 0, 5])
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_ranks_with_whole_experts_add_up_to_the_whole(ranks: int, copies: int | None, tokens: int) -> None:
+    """In runs, and placed by some load: with copies, a token's position decides which of them serves it."""
+    spec = MoeSpec(hidden=HIDDEN, width=WIDTH, router=ROUTERS["softmax"], bias=True)
+    whole = Moe(spec, build())
+    fill_random(whole, 3)
+    finish(whole)
+    x, ids = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(2)), torch.zeros(tokens).long()
+    loads = [expert**2 for expert in range(EXPERTS)]
+    placements = {} if copies is None else {"experts": ExpertPlacement.balanced(loads, ranks, copies)}
+    total, held = torch.zeros(tokens, HIDDEN), 0
+    for rank in range(ranks):
+        layout = RankLayout(ranks, expert_parallel=True)
+        module = Moe(spec, replace(build(Parallel.of(layout, rank)), expert_placements=placements))
+        fill_random(module, 3)
+        finish(module)
+        held += module.experts.count
+        total += run(module, x, ids)
+    assert held == EXPERTS + (copies or 0)
+    torch.testing.assert_close(total, run(whole, x, ids), atol=1e-5, rtol=1e-5)
 
 
 def test_routers_that_cannot_be_are_refused_with_every_reason() -> None:
