@@ -24,6 +24,7 @@ OTHER_FLAGS = {"--index-url", "--no-deps", "--additional-config", "--no-enable-p
 OTHER_FLAGS |= {"--model-type", "--disable-prefill-cuda-graph", "--max-mamba-cache-size"}
 LM_EVAL_FLAGS = {"--model-args", "--include-path", "--log-samples", "--output-path", "--apply-chat-template"}
 LM_EVAL_FLAGS |= {"--gen-kwargs", "--limit"}
+RAY_FLAGS = {"--head", "--node-ip-address", "--address"}
 # Made on the user's machine, or named as a pattern.
 NOT_IN_THE_TREE = (".venv", ".cache", "path/to/")
 
@@ -61,7 +62,7 @@ def faults(page: Path) -> list[str]:
         r'add_argument\(\s*"(--[\w-]+)"',
         "".join(f.read_text() for f in [*ROOT.glob("bench/**/*.py"), *ROOT.glob("examples/**/*.py")]),
     )
-    flags = set().union(*known.values(), REFUSED, OTHER_FLAGS, LM_EVAL_FLAGS, scripts, {"--help", "--debug"})
+    flags = set().union(*known.values(), REFUSED, OTHER_FLAGS, LM_EVAL_FLAGS, RAY_FLAGS, scripts, {"--help", "--debug"})
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     text = page.read_text()

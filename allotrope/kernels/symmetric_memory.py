@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -126,9 +128,11 @@ def map_workspace(
 
     `row_bytes`: of the longest row of a message.
     """
-    own = _Facts(device.index, chip_of(device).num_sms, _Mapped.count, tuple(symmetric_memory_reasons(size)))
+    own = _Facts(device.index, chip_of(device).num_sms, _Mapped.count, tuple(symmetric_memory_reasons(size)), _host())
     facts: list[_Facts] = _exchange(own, size, group, device)
     reasons = [f"rank {i}: {reason}" for i, one in enumerate(facts) for reason in one.reasons]
+    if (hosts := len({one.host for one in facts})) > 1:
+        reasons.append(f"hosts={hosts} (needs 1: memory is mapped within a host)")
     if len({one.mapped for one in facts}) > 1:
         counts = ", ".join(str(one.mapped) for one in facts)
         reasons.append(
@@ -177,12 +181,18 @@ def symmetric_memory_reasons(size: int) -> list[str]:
 @dataclass(frozen=True)
 class _Facts:
     """What ranks tell each other: the index of a rank's device, its multiprocessors, how often its process has mapped
-    memory before, why it can map none."""
+    memory before, why it can map none, and what only ranks of one host say alike."""
 
     device: int | None
     num_sms: int
     mapped: int
     reasons: tuple[str, ...]
+    host: str
+
+
+def _host() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 class _Mapped:

@@ -43,6 +43,11 @@ def verify(config: EngineConfig, options: VerifyOptions, log: Log = lambda text:
             f"bad options: data_parallel_size={config.data_parallel_size}; layers are looked into on one rank, which "
             f"has only some of the requests. Leave it out."
         )
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"bad options: pipeline_parallel_size={config.pipeline_parallel_size}; layers are looked into on one rank, "
+            f"which has only some of them. Leave it out."
+        )
     with ExitStack() as stack:
         remarks: list[str] = []
         named = config.model

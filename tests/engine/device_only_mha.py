@@ -75,7 +75,7 @@ def on_buffers(running: Engine, size: int, backend: Callable[[Any], AttentionBac
     old, load_plan = worker.model_runner, worker.load_plan
     shape = DecodeShape(size, load_plan.max_model_len, load_plan.max_num_seqs, load_plan.max_drafts, capture=False)
     worker.model_runner = ModelRunner(
-        *(worker.model, load_plan.specs, old.groups, old.arena, load_plan.shares, torch.device("cpu"), shape),
+        *(worker.model, load_plan.own_specs, old.groups, old.arena, load_plan.shares, torch.device("cpu"), shape),
         max_drafts=load_plan.max_drafts,
         draft_model=worker.draft_model,
     )
