@@ -24,6 +24,7 @@ if __name__ == "__main__":
 from bench import agent_trace, all_reduce  # noqa: E402
 from bench.accuracy import report as accuracy_report  # noqa: E402
 from bench.cpu.report import architectures_page, gguf_page, peers_page  # noqa: E402
+from bench.engine import cost_model  # noqa: E402
 from bench.engine import report as engine_report  # noqa: E402
 from bench.engine.server import report as server_page  # noqa: E402
 from bench.kernels import report as kernel_report  # noqa: E402
@@ -35,6 +36,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "accuracy": accuracy_report.page,
     "agent_trace": agent_trace.page,
     "all_reduce": all_reduce.page,
+    "cost_model": cost_model.page,
     "cpu_architectures": architectures_page,
     "cpu_gguf": gguf_page,
     "cpu_peers": peers_page,
@@ -45,7 +47,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "server": server_page,
 }
 # Sections that most readers skip.
-FOLDED = ("Commands", "Every product", "Kernels of each case")
+FOLDED = ("Commands", "Errors by case", "Every product", "Kernels of each case")
 BLOCK = re.compile(r"(<!-- table of (\w+\.json) -->\n).*?(<!-- end of table -->\n)", re.DOTALL)
 
 
