@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from allotrope.errors import ConfigError
+from allotrope.rank_layout import RankLayout
 from allotrope.speculative_config import SpeculativeConfig
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -82,7 +83,17 @@ class EngineConfig:
     )
     device: str = option("Device to run on: 'auto', 'cpu', 'cuda' or 'cuda:N'.", "auto")
     seed: int = option("Seed of dummy weights and of requests that bring no seed.", 0)
-    tensor_parallel_size: int = option("Number of processes that share each layer.", 1, short="-tp")
+    tensor_parallel_size: int = option("Number of ranks that share the heads of each attention layer.", 1, short="-tp")
+    data_parallel_size: int = option(
+        "Groups of such ranks, each with requests and caches of its own; together they share feed-forward layers, "
+        "experts and the vocabulary.",
+        1,
+        short="-dp",
+    )
+    pipeline_parallel_size: int = option("Pipeline stages, each with a run of the layers.", 1, short="-pp")
+    enable_expert_parallel: bool = option(
+        "Let ranks hold whole experts of a layer, in place of a share of the width of each.", False, short="-ep"
+    )
     max_model_len: int | None = option("Longest prompt plus output in tokens; default: the model's own.", None)
     max_num_seqs: int | None = option(
         "Most sequences in one step; default: what a GPU's memory serves, up to 512, and 64 on a CPU.", None
@@ -135,7 +146,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_choices(self)
         reasons = []
-        for name in ("tensor_parallel_size", "max_num_waiting", "page_size"):
+        sizes = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
+        for name in (*sizes, "max_num_waiting", "page_size"):
             if getattr(self, name) < 1:
                 reasons.append(f"{name}={getattr(self, name)}; at least 1 is needed")
         counts = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "threads")
@@ -163,6 +175,12 @@ class EngineConfig:
             raise ConfigError("bad options: " + "; ".join(reasons) + ".")
         if self.speculative_config is not None:
             SpeculativeConfig.parse(self.speculative_config)
+
+    @property
+    def layout(self) -> RankLayout:
+        """How the ranks share the model."""
+        sizes = self.tensor_parallel_size, self.data_parallel_size, self.pipeline_parallel_size
+        return RankLayout(*sizes, self.enable_expert_parallel)
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

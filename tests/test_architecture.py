@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "allotrope"
 # Parts of the package, the lowest first: each imports only from its own line and those above it.
 ORDER = [
     {"errors", "env"},
-    {"request", "config", "speculative_config", "logs", "progress", "gguf_file"},
+    {"request", "config", "rank_layout", "speculative_config", "logs", "progress", "gguf_file"},
     {"kernels"},
     {"ops"},
     {"attention", "text"},
@@ -33,7 +33,7 @@ ORDER = [
     {"__main__"},
 ]
 # Parts on one line are independent of each other, but for these (importer, imported).
-SIDEWAYS = {("bench", "llm"), ("verify", "llm"), ("config", "speculative_config")}
+SIDEWAYS = {("bench", "llm"), ("verify", "llm"), ("config", "speculative_config"), ("config", "rank_layout")}
 SERVER_PACKAGES = {"fastapi", "uvicorn", "starlette", "pydantic", "prometheus_client"}
 PRODUCTS = ("llama", "mistral", "qwen", "deepseek", "gemma", "gpt_oss", "gptoss", "minimax", "kimi", "glm4", "mimo")
 

@@ -58,7 +58,7 @@ class DeepseekV4Layer(nn.Module):
         self.mixer = spec.mixer.build(build.at("mixer"))
         self.ffn_streams = HyperConnection(model.extra.hyper, build)
         self.ffn_norm = RMSNorm(model.hidden, model.norm_eps, build)
-        self.ffn = spec.ffn.build(build.at("ffn"))
+        self.ffn = spec.ffn.build(build.at_stage("ffn"))
 
     def forward(self, streams: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`streams`: [T, N, hidden]. Returns the same shape."""

@@ -29,7 +29,7 @@ from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.model_spec import LayerSpec, ModelSpec
 from allotrope.layers.moe import Experts
 from allotrope.layers.norm import RMSNorm
-from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.layers.parallel import Placement, Section
 from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep, Step
 from allotrope.ops.gated_activation import GatedActivation
@@ -79,9 +79,9 @@ class ParallelExperts(nn.Module):
         self.dense_norm, self.in_norm, self.out_norm = (RMSNorm(hidden, eps, build) for _ in range(3))
         self.router_norm = RMSNorm(hidden, eps, build, weighted=False)
         self.root = hidden**-0.5
-        self.router_scale = parameter((hidden,), Placement((Section("", hidden),)), build.dtype, build.device)
+        self.router_scale = build.parameter((hidden,), Placement((Section("", hidden),)))
         self.router = Router(spec.router, hidden, build)
-        self.expert_scale = parameter((count,), Placement((Section("", count),)), torch.float32, build.device)
+        self.expert_scale = build.parameter((count,), Placement((Section("", count),)), torch.float32)
         gating = GatedActivation(activation="gelu_tanh")
         self.experts = Experts(count, hidden, spec.width, gating, build.at("experts"), bias=False)
 
@@ -105,9 +105,11 @@ class Gemma4Layer(SandwichLayer):
         extra = spec.extra
         assert isinstance(extra, Gemma4Extra)
         self.index, self.per_layer, self.parallel = extra.index, extra.per_layer, build.parallel
-        self.scalar = parameter((1,), Placement((Section("", 1),)), build.dtype, build.device)
+        self.scalar = build.parameter((1,), Placement((Section("", 1),)))
         self.parallel_experts = (
-            ParallelExperts(extra.experts, model, build.at("parallel_experts")) if extra.experts is not None else None
+            ParallelExperts(extra.experts, model, build.at_stage("parallel_experts"))
+            if extra.experts is not None
+            else None
         )
         if extra.per_layer:
             self.per_layer_gate = _replicated(model.hidden, extra.per_layer, build.at("per_layer_gate"))

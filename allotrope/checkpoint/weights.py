@@ -19,7 +19,7 @@ from torch import nn
 from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.checkpoint.dequantize import QuantizedView
 from allotrope.errors import ModelError
-from allotrope.layers.parallel import Parallel, placement_of
+from allotrope.layers.parallel import parallel_of, placement_of
 from allotrope.layers.weights import SCALES, VALUES, format_of, kept_names, scales_of_blocks
 from allotrope.ops.matmul.gguf import GgufBlocks
 from allotrope.ops.matmul.int4 import Int4
@@ -93,8 +93,7 @@ class LoadReport:
 class Loader:
     """Fills a module's parameters from a checkpoint and accounts for every name on both sides."""
 
-    def __init__(self, module: nn.Module, rules: Sequence[Rule], parallel: Parallel) -> None:
-        self.parallel = parallel
+    def __init__(self, module: nn.Module, rules: Sequence[Rule]) -> None:
         self.parameters = dict(module.named_parameters())
         self.rules = [(rule.pattern(), rule) for rule in rules]
         # Per parameter, what is still to be filled: (section, expert) pairs.
@@ -200,7 +199,7 @@ class Loader:
         if list(tensor.shape) != wanted:
             self.reasons.append(f"checkpoint tensor {name} has shape {list(tensor.shape)} (needs {wanted})")
         else:
-            placement.fill(data, tensor, part, self.parallel)
+            placement.fill(data, tensor, part, parallel_of(parameter))
         self.missing[target].discard(piece)
 
 
@@ -226,13 +225,13 @@ def finish(module: nn.Module) -> None:
             hook()
 
 
-def fill_random(module: nn.Module, seed: int, parallel: Parallel) -> None:
+def fill_random(module: nn.Module, seed: int) -> None:
     """Reproducible random weights: of unit gain for matrices, around 1 for vectors; equal at every parallel size.
 
     They are drawn where they stay, so that a GPU's differ from a CPU's.
     """
     for name, parameter in module.named_parameters():
-        placement = placement_of(parameter)
+        placement, parallel = placement_of(parameter), parallel_of(parameter)
         if placement.derived:
             continue
         generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))

@@ -13,6 +13,7 @@ from allotrope.config import RENAMED_VALUES
 # The last rows are flags of vLLM's `bench serve`.
 ALIASES: dict[str, tuple[str, ...]] = {
     "tensor_parallel_size": ("--tp", "--tp-size"),
+    "pipeline_parallel_size": ("--pp-size",),
     "max_model_len": ("--context-length",),
     "max_num_seqs": ("--max-running-requests",),
     "seed": ("--random-seed",),
@@ -43,7 +44,15 @@ VALUES: dict[str, dict[str, str]] = {
     "generation_config": {"vllm": "none"},
 }
 
-_PARALLEL = "the only way to share a model between processes is --tensor-parallel-size"
+_PARALLEL = (
+    "a model is shared between ranks by --tensor-parallel-size, --data-parallel-size, --pipeline-parallel-size and "
+    "--enable-expert-parallel"
+)
+_DP_ATTENTION = (
+    "it counts data-parallel ranks among the tensor-parallel ones: of N ranks in D groups write "
+    "--data-parallel-size D --tensor-parallel-size N/D, which shares the feed-forward layers among all N"
+)
+_EP_SIZE = "experts are on all ranks of a stage: write --enable-expert-parallel"
 _EAGER = "decode steps are captured at sizes of their own; --no-cuda-graphs turns that off"
 _NO_REMOTE_CODE = "code from a checkpoint is never run; leave it out"
 _NO_LORA = "adapters are not supported; merge them into the checkpoint"
@@ -63,16 +72,12 @@ _HUB = "set the environment variable HF_HOME to choose where hub files lie"
 # Flag of vLLM -> reason of the refusal and the remedy. `refusals` adds rarely used flags.
 UNSUPPORTED: dict[str, str] = {
     "--model": "give the model as the first argument",
-    "--pipeline-parallel-size": _PARALLEL,
-    "-pp": _PARALLEL,
-    "--data-parallel-size": _PARALLEL,
-    "-dp": _PARALLEL,
+    "--enable-dp-attention": _DP_ATTENTION,
+    "--ep-size": _EP_SIZE,
     "--data-parallel-backend": _PARALLEL,
     "--prefill-context-parallel-size": _PARALLEL,
     "--decode-context-parallel-size": _PARALLEL,
     "-dcp": _PARALLEL,
-    "--enable-expert-parallel": _PARALLEL,
-    "-ep": _PARALLEL,
     "--enable-eplb": _PARALLEL,
     "--all2all-backend": _PARALLEL,
     "--distributed-executor-backend": "processes are started by the engine itself; leave it out",

@@ -19,7 +19,11 @@ from allotrope.logs import log_info
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
         "tokenizer", "revision", "hf_overrides", "load_format", "dtype", "quantization", "quantized_weights",
-        "quantized_activations", "device", "seed", "tensor_parallel_size", "threads", "generation_config",
+        "quantized_activations", "device", "seed", "threads", "generation_config",
+    ),
+    "Ranks": (
+        "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel",
+        "watchdog_seconds",
     ),
     "Memory and caches": (
         "max_model_len", "kv_cache_dtype", "state_dtype", "page_size", "kv_cache_memory_bytes", "memory_utilization",
@@ -27,7 +31,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Steps": (
         "max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "attention_backend", "op_backend", "cuda_graphs",
-        "async_scheduling", "step_log_seconds", "watchdog_seconds", "structured_outputs_backend",
+        "async_scheduling", "step_log_seconds", "structured_outputs_backend",
         "speculative_config",
     ),
 }  # fmt: skip

@@ -51,7 +51,7 @@ def model_backends(config: EngineConfig, chip: str | None = None) -> ModelBacken
     if not has_weights(config):
         # Those of a hub id need not be downloaded for this.
         config = dataclasses.replace(config, load_format="dummy")
-    load_plan = resolve_load_plan(config, Parallel(0, config.tensor_parallel_size), chip=named, available=memory)
+    load_plan = resolve_load_plan(config, Parallel.of(config.layout), chip=named, available=memory)
     backends, unused = planned_backends(load_plan)
     return ModelBackends(
         model=config.model,

@@ -23,7 +23,9 @@ _AS: dict[str, str] = {
     ),
     "--otlp-traces-endpoint": "--enable-trace-replay --collect-detailed-traces --enable-layerwise-nvtx-tracing",
     "--skip-tokenizer-init": "--tokens-only",
-    "--pipeline-parallel-size": (
+    "--enable-dp-attention": "--dp-size --dp --data-parallel",
+    "--ep-size": "--ep --expert-parallel-size",
+    "--data-parallel-backend": (
         "--data-parallel-supervisor-port --dp-supervisor-probe-interval-s --dp-supervisor-probe-timeout-s "
         "--dp-supervisor-probe-failure-threshold --data-parallel-rank -dpn --data-parallel-start-rank -dpr "
         "--data-parallel-size-local -dpl --data-parallel-address -dpa --data-parallel-rpc-port -dpp -dpb "
@@ -33,8 +35,7 @@ _AS: dict[str, str] = {
         "--enable-batch-sharded-sampling --enable-ep-weight-filter --enable-dbo --enable-shm-tensor-arena "
         "--ubatch-size --enable-elastic-ep --elastic-ep-max-dp-size --dbo-decode-token-threshold "
         "--dp-sync-interval --dbo-prefill-token-threshold --disable-nccl-for-dp-synchronization --eplb-config "
-        "--expert-placement-strategy --aggregate-engine-logging --dp-size --dp --data-parallel --ep-size --ep "
-        "--expert-parallel-size --pp-size --enable-dp-attention --enable-dp-lm-head --moe-dense-tp-size "
+        "--expert-placement-strategy --aggregate-engine-logging --enable-dp-lm-head --moe-dense-tp-size "
         "--enable-two-batch-overlap --moe-a2a-backend --load-balance-method --attn-cp-size"
     ),
     "--nnodes": "-n -r --dist-init-addr --nccl-init-addr",

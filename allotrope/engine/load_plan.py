@@ -29,7 +29,7 @@ from allotrope.layers.draft_spec import DraftSpec
 from allotrope.layers.eagle3 import Eagle3Spec
 from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.model_spec import ModelSpec
-from allotrope.layers.parallel import Parallel, map_peers
+from allotrope.layers.parallel import Parallel, ProcessGroups, map_peers
 from allotrope.loading.decoder import make_meta_decoder, only_kept, quantized_build
 from allotrope.loading.decoder_draft import decoder_draft_build, resolve_decoder_draft
 from allotrope.loading.draft import draft_build, make_meta_draft
@@ -116,11 +116,13 @@ class LoadPlan:
         """Most sequences of a step."""
         return self.limits.max_num_seqs
 
-    def with_peers(self) -> LoadPlan:
-        """The same once the ranks have joined: with memory that they write into, where they can map it."""
+    def with_peers(self, groups: ProcessGroups) -> LoadPlan:
+        """The same once the ranks have joined: with their process groups, and with memory that they write into, where
+        they can map it."""
         build = self.build
-        if build.parallel.size == 1:
+        if build.parallel.layout.size == 1:
             return self
+        build = replace(build, parallel=build.parallel.joined(groups))
         # Of the choices that are logged, none was made before.
         chooser = Chooser(build.chooser.chip, build.chooser.wanted)
         parallel = map_peers(build.parallel, chooser, build.dtype, self.spec.hidden, build.device)
@@ -349,9 +351,9 @@ def _draft_head(config: EngineConfig, build: Build) -> Format:
 def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint, chip: Chip | None) -> Build:
     if chip is not None and chip.is_gpu:
         # It need not be here.
-        device = torch.device("cuda", parallel.rank)
+        device = torch.device("cuda", parallel.world_rank)
     else:
-        device = device_named(config.device, parallel.rank)
+        device = device_named(config.device, parallel.world_rank)
     chip = chip_of(device) if chip is None else chip
     dtype, _ = resolve_dtype(config.dtype, checkpoint, on_gpu=chip.is_gpu)
     wanted = parse_wanted("attention_backend", config.attention_backend, FAMILIES)

@@ -86,7 +86,7 @@ class ModelRunner:
             most_sampled=(1 + decode.max_drafts) * decode.sequences,
             sequences=decode.sequences,
         )
-        drafts, alone = self.drafts, self.model.embedding.parallel.size == 1
+        drafts, alone = self.drafts, self.model.parallel.layout.size == 1
 
         def body(size: int) -> None:
             if self._verify:

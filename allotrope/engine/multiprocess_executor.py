@@ -38,6 +38,7 @@ from allotrope.engine.worker_processes import WorkerProcesses
 from allotrope.errors import ConfigError, InvalidRequest
 from allotrope.kernels.chip import gpu_count
 from allotrope.layers.decoder import Decoder
+from allotrope.rank_layout import RankLayout
 
 T = TypeVar("T")
 
@@ -47,11 +48,10 @@ class MultiprocessExecutor(Executor):
 
     @classmethod
     def start(cls, config: EngineConfig, on_death: OnDeath | None, preferred_tokens: int) -> Self:
-        size = config.tensor_parallel_size
+        size = config.layout.size
         if size > 1 and dist.is_initialized():
-            raise ConfigError(
-                "tensor_parallel_size > 1 needs a process of its own, but torch.distributed is in use here."
-            )
+            raise ConfigError(f"{config.layout} needs a process of its own, but torch.distributed is in use here.")
+        refuse_layout(config.layout)
         refuse_devices(config)
         # Every rank can be planned before any process is: a head count that does not divide is refused at once.
         load_plan = prepare_rank(config, 0, preferred_tokens)
@@ -69,18 +69,18 @@ class MultiprocessExecutor(Executor):
         """Start the worker processes and rank 0. `planned`: the memory plan, where it is made before loading."""
         self.load_plan = load_plan
         self._connections: list[Connection] = []
-        self._ranks = RankGroup.open(config.tensor_parallel_size)
+        self._ranks = RankGroup.open(config.layout.size)
         self._workers = WorkerProcesses(config, on_death)
         self._workers.aborts.append(self._ranks.abort)
         self._ring: Ring | None = None
         self._steps: StepSender | None = None
         try:
             with self._workers.loading():
-                if config.tensor_parallel_size > 1:
-                    readers = config.tensor_parallel_size - 1
+                if config.layout.size > 1:
+                    readers = config.layout.size - 1
                     self._ring = Ring(Ring.create(readers), readers)
                     self._steps = StepSender(self._ring, self._connections)
-                for rank in range(1, config.tensor_parallel_size):
+                for rank in range(1, config.layout.size):
                     self._start_worker(rank, config)
                 self._workers.wait_until_joining()
                 self.worker = Worker.start(load_plan, config, self._ranks, self._share_memory_plan, planned)
@@ -88,7 +88,7 @@ class MultiprocessExecutor(Executor):
             self._ranks.leave()
             raise
         self._closed = False
-        if config.tensor_parallel_size > 1:
+        if config.layout.size > 1:
             # Libraries would wait for the other ranks when the interpreter ends.
             atexit.register(_close_at_exit, weakref.ref(self), os.getpid())
 
@@ -105,7 +105,7 @@ class MultiprocessExecutor(Executor):
 
     @property
     def ranks(self) -> int:
-        return self.load_plan.build.parallel.size
+        return self.load_plan.build.parallel.layout.size
 
     @property
     def graph_replays(self) -> int:
@@ -200,10 +200,10 @@ def run_worker_process(rank: int, messages: int, steps: int, board: int) -> None
         monitor.start()
         load_plan = prepare_rank(config, rank, GPU_TOKENS)
         monitor.row.phase = JOINING
-        ranks = RankGroup.connect(rank, config.tensor_parallel_size, port)
+        ranks = RankGroup.connect(rank, config.layout.size, port)
         worker = Worker.start(load_plan, config, ranks, lambda planned: _or_end(connection.recv))
         monitor.row.phase = LOADED
-        ring = Ring(steps, config.tensor_parallel_size - 1)
+        ring = Ring(steps, config.layout.size - 1)
         receiver = StepReceiver(ring, rank - 1, connection, pinned=load_plan.build.device.type == "cuda")
         _worker_loop(worker, receiver, monitor)
 
@@ -228,17 +228,30 @@ def _or_end(receive: Callable[[], T]) -> T:
         os._exit(0)
 
 
+def refuse_layout(layout: RankLayout) -> None:
+    """Raise ConfigError, with every reason, for a layout of ranks that is not served yet."""
+    reasons = []
+    if layout.pipeline > 1:
+        reasons.append(f"pipeline_parallel_size={layout.pipeline} (needs 1: there are no stages yet)")
+    if layout.data > 1:
+        reasons.append(f"data_parallel_size={layout.data} (needs 1: requests have one scheduler yet)")
+    if layout.expert_parallel:
+        reasons.append("enable_expert_parallel (needs to be off: ranks share the width of every expert yet)")
+    if reasons:
+        raise ConfigError("this layout of ranks cannot be served: " + "; ".join(reasons) + ".")
+
+
 def refuse_devices(config: EngineConfig) -> None:
     """Raise ConfigError where the ranks cannot have a GPU each."""
-    size, device = config.tensor_parallel_size, config.device
+    size, device = config.layout.size, config.device
     if size > 1 and device.startswith("cuda:"):
         raise ConfigError(
-            f"device={device!r} names one GPU, but tensor_parallel_size={size} takes GPUs 0 to {size - 1}. Give "
+            f"device={device!r} names one GPU, but {config.layout} takes GPUs 0 to {size - 1}. Give "
             f"--device cuda, and set CUDA_VISIBLE_DEVICES to choose among the GPUs."
         )
     gpus = gpu_count()
     if device != "cpu" and 0 < gpus < size:
         raise ConfigError(
-            f"tensor_parallel_size={size} needs a GPU for each rank, but PyTorch sees {gpus}. Try "
-            f"--tensor-parallel-size {gpus} or --device cpu."
+            f"{config.layout} needs a GPU for each of {size} ranks, but PyTorch sees {gpus}. Try fewer ranks or "
+            f"--device cpu."
         )

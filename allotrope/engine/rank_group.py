@@ -1,6 +1,6 @@
 """The ranks of one model, as one of them sees them: joining, waiting for each other, leaving.
 
-Owns the process group. A model of one rank has a group of its own, in which nothing happens.
+Owns the process groups. A model of one rank has a group of its own, in which nothing happens.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d
+
+from allotrope.layers.parallel import ProcessGroups
+from allotrope.rank_layout import RankLayout, group_of
 
 # Longer than any load or step should take; a rank that hangs that long is as good as dead.
 _TIMEOUT = timedelta(minutes=30)
@@ -52,10 +55,10 @@ class RankGroup:
         assert self.store is not None, "a model of one rank has no store"
         return int(self.store.port)
 
-    def join(self, device: torch.device) -> None:
-        """Wait until all ranks have joined. `device`: this rank's."""
+    def join(self, device: torch.device, layout: RankLayout) -> ProcessGroups:
+        """Wait until all ranks have joined. `device`: this rank's. Returns the groups that it is a part of."""
         if self.store is None:
-            return
+            return ProcessGroups()
         if device.type == "cpu":
             # All ranks are on this machine; gloo would otherwise look the host's name up.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -71,6 +74,19 @@ class RankGroup:
             # NCCL connects the ranks here, and not in the first collective.
             device_id=device if on_gpu else None,
         )
+        return ProcessGroups(
+            tensor=self._group(layout.tensor_groups()),
+            data=self._group(layout.data_groups()),
+            stage=self._group(layout.stage_groups()),
+        )
+
+    def _group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+        """The one of disjoint `groups` of ranks that has this rank; None for all ranks, and for this one alone."""
+        if len(groups) == 1 or len(groups[0]) == 1:
+            return None
+        # Every rank makes all of them, in one order.
+        made = {ranks: dist.new_group(list(ranks), timeout=_TIMEOUT) for ranks in groups}
+        return made[group_of(self.rank, groups)]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

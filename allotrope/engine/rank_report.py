@@ -31,7 +31,7 @@ from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.mixers.mla import LatentProjection
 from allotrope.layers.moe import Experts, Moe
 from allotrope.layers.norm import AllHeadsNorm, RMSNorm
-from allotrope.layers.parallel import Parallel, placement_of
+from allotrope.layers.parallel import Parallel, parallel_of, placement_of
 from allotrope.layers.router import Router
 from allotrope.layers.weights import format_of, packed_bytes
 from allotrope.loading.kv_scales import attention_specs
@@ -189,7 +189,7 @@ def report_ranks(config: EngineConfig, memory: int | None = None) -> RankReport:
 
     Raises ModelError or ConfigError if the model cannot have so many, or cannot be served at all.
     """
-    load_plan = resolve_load_plan(config, Parallel(size=config.tensor_parallel_size), available=memory)
+    load_plan = resolve_load_plan(config, Parallel.of(config.layout), available=memory)
     model, parallel = load_plan.meta_model(), load_plan.build.parallel
     sizes, refused = rank_sizes(config, memory, load_plan.checkpoint)
     async_scheduling = uses_async_scheduling(config, load_plan.build.device.type, observed=False)
@@ -244,12 +244,11 @@ def drafts_of_step(load_plan: LoadPlan) -> tuple[int, ...]:
 
 def _weights(model: Decoder, load_plan: LoadPlan) -> dict[str, WeightShare]:
     """Bytes by kind of `model`, which `load_plan` made, and of the draft model beside it."""
-    parallel = load_plan.build.parallel
-    found, draft = weight_shares(model, parallel), load_plan.meta_draft(model)
-    return found if draft is None else found | {DRAFT: sum(weight_shares(draft, parallel).values(), WeightShare())}
+    found, draft = weight_shares(model), load_plan.meta_draft(model)
+    return found if draft is None else found | {DRAFT: sum(weight_shares(draft).values(), WeightShare())}
 
 
-def weight_shares(model: Decoder | DraftModel, parallel: Parallel) -> dict[str, WeightShare]:
+def weight_shares(model: Decoder | DraftModel) -> dict[str, WeightShare]:
     """Bytes of a rank's weights by kind, in the order of `KINDS`. `model`: made without memory for this rank."""
     found: dict[str, WeightShare] = {}
     seen: set[int] = set()
@@ -260,16 +259,14 @@ def weight_shares(model: Decoder | DraftModel, parallel: Parallel) -> dict[str, 
             # A head may share the table of an embedding.
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                for part, share in _parameter_shares(module, kind, parameter, parallel):
+                for part, share in _parameter_shares(module, kind, parameter):
                     found[part] = found.get(part, WeightShare()) + share
     return {kind: found[kind] for kind in KINDS if kind in found}
 
 
-def _parameter_shares(
-    module: nn.Module, kind: str, parameter: nn.Parameter, parallel: Parallel
-) -> Iterator[tuple[str, WeightShare]]:
+def _parameter_shares(module: nn.Module, kind: str, parameter: nn.Parameter) -> Iterator[tuple[str, WeightShare]]:
     """Kind and bytes of each section of a parameter: of what quantized sections share, each has its part by rows."""
-    placement, size = placement_of(parameter), packed_bytes(parameter)
+    placement, parallel, size = placement_of(parameter), parallel_of(parameter), packed_bytes(parameter)
     rows, before, start = placement.local(parallel), 0, 0
     for section in placement.sections:
         before += section.local(parallel)
@@ -368,14 +365,14 @@ def collectives(model: Decoder, load_plan: LoadPlan, *, async_scheduling: bool) 
 
 def _of_pass(model: Decoder | DraftModel, load_plan: LoadPlan, rows: int, hidden: int) -> Counter[tuple[str, str, int]]:
     """What a pass of `rows` tokens joins up to the hidden states: how often each (collective, joined, bytes)."""
-    parallel, item = load_plan.build.parallel, load_plan.build.dtype.itemsize
+    item = load_plan.build.dtype.itemsize
     found: Counter[tuple[str, str, int]] = Counter()
     for module in model.modules():
         if isinstance(module, Embedding) and not module.whole:
             found["all-reduce", "embeddings", rows * module.hidden * item] += 1
     layers: list[nn.Module] = list(model.layers)
     for layer in layers:
-        partial = [name for name, block in layer.named_children() if _has_part_of_sum(block, parallel)]
+        partial = [name for name, block in layer.named_children() if _has_part_of_sum(block)]
         for of, blocks in (("mixers", partial.count("mixer")), ("feed-forward blocks", len({*partial} - {"mixer"}))):
             found["all-reduce", of, rows * hidden * item * blocks] += bool(blocks)
     # Sums of squares in fp32, one for each token.
@@ -406,7 +403,7 @@ def _of_drafts(draft: DraftModel, target: Decoder, load_plan: LoadPlan) -> Count
     return Counter({(name, f"{of} of the draft model", size): count for (name, of, size), count in found.items()})
 
 
-def _has_part_of_sum(block: nn.Module, parallel: Parallel) -> bool:
-    placements = [placement_of(parameter) for parameter in block.parameters()]
-    cut = (section for placement in placements if placement.dim == 1 for section in placement.sections)
-    return any(section.local(parallel) < section.size for section in cut)
+def _has_part_of_sum(block: nn.Module) -> bool:
+    placed = [(placement_of(parameter), parallel_of(parameter)) for parameter in block.parameters()]
+    cut = ((section, parallel) for one, parallel in placed if one.dim == 1 for section in one.sections)
+    return any(section.local(parallel) < section.size for section, parallel in cut)

@@ -46,7 +46,7 @@ def warm_up(
 
     `decode`: how decode steps will run.
     """
-    device, ranks = load_plan.build.device, load_plan.build.parallel.size
+    device, ranks = load_plan.build.device, load_plan.build.parallel.layout.size
     warm_up_steps(functools.partial(_warm_up, model, draft_model, load_plan, config, decode), device, ranks, log)
     if device.type == "cuda":
         gc.collect()
@@ -81,7 +81,7 @@ def _warm_up(
         logits = model_runner.run(model_runner.pack(plan))
         if draft_model is not None:
             model_runner.run_drafts(torch.zeros(size, dtype=torch.int64, device=device))
-        if load_plan.build.parallel.size > 1:
+        if load_plan.build.parallel.layout.size > 1:
             model_runner.run(model_runner.pack(StepPlan((token,) * size, greedy=True)))
     if draft_model is not None:
         # Passes that store alone rotate keys without queries.

@@ -40,7 +40,7 @@ def prepare_rank(config: EngineConfig, rank: int, preferred_tokens: int) -> Load
     """Set up this process for one rank and resolve the rank's load plan. Raises ModelError or ConfigError."""
     keep_freed_memory()
     _share_threads(config)
-    return resolve_load_plan(config, Parallel(rank, config.tensor_parallel_size), preferred_tokens=preferred_tokens)
+    return resolve_load_plan(config, Parallel.of(config.layout, rank), preferred_tokens=preferred_tokens)
 
 
 class Worker:
@@ -64,8 +64,7 @@ class Worker:
         if device.type == "cuda":
             # Triton launches on the current device, whatever device its arguments are on.
             torch.cuda.set_device(device)
-        ranks.join(device)
-        load_plan = load_plan.with_peers()
+        load_plan = load_plan.with_peers(ranks.join(device, load_plan.build.parallel.layout))
         if (workspace := load_plan.build.parallel.workspace) is not None:
             ranks.aborts.append(workspace.abort)
         worker = cls(load_plan, config, ranks)
@@ -169,7 +168,7 @@ class Worker:
 
     def share_sampled(self, token_ids: torch.Tensor) -> None:
         """Make `token_ids` [m] those of rank 0 on every rank."""
-        self.load_plan.build.parallel.broadcast(token_ids)
+        self.load_plan.build.parallel.of_stage.broadcast(token_ids)
 
     def run_drafts(self, sampled: torch.Tensor) -> DraftedTokens:
         """As `Executor.run_drafts`, on rank 0."""
@@ -241,7 +240,7 @@ def _share_threads(config: EngineConfig) -> None:
     threads = config.threads
     if threads is None:
         available = torch.get_num_threads()
-        threads = max(1, thread_count(available) // config.tensor_parallel_size)
+        threads = max(1, thread_count(available) // config.layout.size)
         if thread_count(available) < available:
             log.info("%d threads, not %d: the control group may use %.3g CPUs", threads, available, cpu_quota())
     if threads != torch.get_num_threads():

@@ -53,7 +53,7 @@ class WorkerProcesses:
         self.fault: str | None = None
         self.aborts: list[Callable[[], None]] = []
         self._on_death = on_death
-        self._board = RankBoard.make(config.tensor_parallel_size)
+        self._board = RankBoard.make(config.layout.size)
         self._monitor = RankMonitor(0, self._board, config.watchdog_seconds, self._look)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lifelines: list[socket.socket] = []

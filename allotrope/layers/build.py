@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from allotrope.kernels.backend import Chooser
 from allotrope.kernels.chip import NONE, chip_of
-from allotrope.layers.parallel import Parallel
+from allotrope.layers.parallel import Parallel, Placement, parameter
 from allotrope.ops.matmul.plain import PLAIN
 from allotrope.ops.matmul.weight import Format
 
@@ -49,6 +49,16 @@ class Build:
     def at(self, part: object) -> Build:
         """The same for the submodule `part`."""
         return dataclasses.replace(self, name=f"{self.name}.{part}" if self.name else str(part))
+
+    def at_stage(self, part: object) -> Build:
+        """As `at`, for a submodule that all ranks of a pipeline stage share."""
+        return dataclasses.replace(self.at(part), parallel=self.parallel.of_stage)
+
+    def parameter(
+        self, shape: Sequence[int], placement: Placement, dtype: torch.dtype | None = None
+    ) -> torch.nn.Parameter:
+        """An uninitialised parameter of this rank. `dtype`: default: that of the build."""
+        return parameter(shape, placement, dtype or self.dtype, self.device, self.parallel)
 
     def format(self, weight: str, section: str) -> Format | None:
         """Format of a section of the weight `weight` of the module that is built; None for a plain one."""

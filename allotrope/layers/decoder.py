@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from allotrope.layers.build import Build
 from allotrope.layers.embedding import Embedding, Head
 from allotrope.layers.model_spec import LayerSpec, ModelSpec
 from allotrope.layers.norm import RMSNorm
+from allotrope.layers.parallel import Parallel
 from allotrope.layers.step import LayerStep, Step
 from allotrope.ops.all_reduce import ALL_REDUCE
 
@@ -27,7 +29,7 @@ class DecoderLayer(nn.Module):
         self.mixer_norm = RMSNorm(model.hidden, model.norm_eps, build, offset=model.norm_offset)
         self.mixer = spec.mixer.build(build.at("mixer"))
         self.ffn_norm = RMSNorm(model.hidden, model.norm_eps, build, offset=model.norm_offset)
-        self.ffn = spec.ffn.build(build.at("ffn"))
+        self.ffn = spec.ffn.build(build.at_stage("ffn"))
 
     def forward(
         self, x: torch.Tensor, normed: torch.Tensor, ctx: LayerStep, following: RMSNorm
@@ -51,17 +53,21 @@ class Decoder(nn.Module):
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__()
-        self.spec, self.chooser = spec, build.chooser
+        self.spec, self.chooser, self.parallel = spec, build.chooser, build.parallel
         if build.parallel.size > 1:
             # Layers sum by it through `Parallel`.
             build.chooser.choose(ALL_REDUCE, build.parallel.all_reduce_spec(spec.hidden, build.dtype))
-        self.embedding = Embedding(spec.vocab_size, spec.hidden, build.at("embedding"), scale=spec.embedding_scale)
+        vocabulary, of_head = build.at("embedding"), build.at_stage("head")
+        if spec.tied and of_head.parallel is not build.parallel:
+            # Cut among other ranks than the embedding, the head could not share its table.
+            vocabulary, of_head = (dataclasses.replace(one, parallel=Parallel()) for one in (vocabulary, of_head))
+        self.embedding = Embedding(spec.vocab_size, spec.hidden, vocabulary, scale=spec.embedding_scale)
         self.layers = nn.ModuleList(
             self.layer_class(layer, spec, build.at(f"layers.{i}")) for i, layer in enumerate(spec.layers)
         )
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, offset=spec.norm_offset)
         tied = self.embedding if spec.tied else None
-        self.head = Head(spec.vocab_size, spec.hidden, build.at("head"), tied=tied, softcap=spec.softcap)
+        self.head = Head(spec.vocab_size, spec.hidden, of_head, tied=tied, softcap=spec.softcap)
 
     @property
     def backends(self) -> list[AttentionBackend]:

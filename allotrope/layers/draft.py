@@ -5,6 +5,7 @@ Must not know how its hidden states are made, or how drafts are verified.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -26,7 +27,8 @@ def copied_head(head: Head, hidden: int, build: Build) -> Head | None:
     """
     if build.draft_head is PLAIN:
         return None
-    return Head(head.vocab_size, hidden, build, tied=head, format=build.draft_head)
+    own = dataclasses.replace(build, parallel=head.parallel)
+    return Head(head.vocab_size, hidden, own, tied=head, format=build.draft_head)
 
 
 class DraftModel(nn.Module, ABC):

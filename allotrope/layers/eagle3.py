@@ -19,7 +19,7 @@ from allotrope.layers.embedding import Embedding, Head
 from allotrope.layers.linear import Linear
 from allotrope.layers.model_spec import LayerSpec, ModelSpec
 from allotrope.layers.norm import RMSNorm
-from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.layers.parallel import Placement, Section
 from allotrope.layers.step import LayerStep, Step
 
 
@@ -76,7 +76,7 @@ class FirstLayer(nn.Module):
         self.hidden_norm = RMSNorm(hidden, eps, build)
         self.mixer = spec.mixer.build(build.at("mixer"))
         self.ffn_norm = RMSNorm(hidden, eps, build)
-        self.ffn = spec.ffn.build(build.at("ffn"))
+        self.ffn = spec.ffn.build(build.at_stage("ffn"))
 
     def forward(
         self, embedded: torch.Tensor, hidden: torch.Tensor, ctx: LayerStep, following: RMSNorm
@@ -124,7 +124,7 @@ class Eagle3Model(DraftModel):
         self.embedding = Embedding(model.vocab_size, hidden, build.at("embedding")) if own.own_embedding else None
         self.head: Head | None = copied_head(target.head, hidden, build)
         if own.own_head:
-            self.head = Head(own.draft_vocab_size, hidden, build.at("head"), tied=None, format=build.draft_head)
+            self.head = Head(own.draft_vocab_size, hidden, build.at_stage("head"), tied=None, format=build.draft_head)
         self._embedding = (self.embedding or target.embedding,)
         self._head = (self.head or target.head,)
         self.d2t: nn.Parameter | None = None
@@ -132,7 +132,7 @@ class Eagle3Model(DraftModel):
             size = own.draft_vocab_size
             # Offsets of random weights stay inside the vocabulary.
             placement = Placement((Section("", size),), below=model.vocab_size - size + 1)
-            self.d2t = parameter((size,), placement, torch.int64, build.device)
+            self.d2t = build.parameter((size,), placement, torch.int64)
 
     def finish_loading(self) -> None:
         """Turn the offsets of `d2t` into ids of the target. Raises ValueError for ids outside its vocabulary."""

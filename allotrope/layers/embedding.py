@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from allotrope.layers.build import Build
-from allotrope.layers.parallel import Parallel, Placement, Section, parameter
+from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.weights import WeightMatmul, create_weights, mark_quantized_on_load, pop_weights, quantized
 from allotrope.ops.matmul import MATMUL, MatmulSpec
 from allotrope.ops.matmul.gguf import GgufBlocks
@@ -46,7 +46,7 @@ class Embedding(nn.Module):
             self.matmul = WeightMatmul(MATMUL, MatmulSpec(self.format, build.dtype, *shape), build)
             create_weights(self, "weight", self.matmul, shape, Placement((section,)), build)
         else:
-            self.weight: torch.Tensor | Weight = parameter(shape, Placement((section,)), build.dtype, build.device)
+            self.weight: torch.Tensor | Weight = build.parameter(shape, Placement((section,)))
 
     def finish_loading(self) -> None:
         """Pack a quantized table as products want it: the head may share it, and rows are read out of that as well."""
@@ -116,7 +116,7 @@ class Head(nn.Module):
         elif format is PLAIN:
             create_weights(self, "weight", self.matmul, shape, Placement((section,)), build)
         else:
-            self.weight = parameter(shape, Placement((section,)), build.dtype, build.device)
+            self.weight = build.parameter(shape, Placement((section,)))
             mark_quantized_on_load(self.weight, self.matmul)
 
     def finish_loading(self) -> None:

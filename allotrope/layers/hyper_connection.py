@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 from allotrope.layers.build import Build
-from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.layers.parallel import Placement, Section
 from allotrope.ops.hyper_connection import HC_POST, HC_PRE, HyperConnectionSpec
 from allotrope.ops.hyper_connection.reference import mixes, weighted_sum
 
 
 def _replicated(shape: tuple[int, ...], build: Build) -> nn.Parameter:
     """An fp32 parameter that every rank holds."""
-    return parameter(shape, Placement((Section("", shape[0]),)), torch.float32, build.device)
+    return build.parameter(shape, Placement((Section("", shape[0]),)), torch.float32)
 
 
 class HyperConnection(nn.Module):

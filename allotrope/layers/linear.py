@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from allotrope.layers.build import Build
-from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.layers.parallel import Placement, Section
 from allotrope.layers.weights import WeightMatmul, create_weights, kept_names, pop_weights, shardable
 from allotrope.ops.matmul import MATMUL, MatmulSpec
 from allotrope.ops.matmul.plain import PLAIN
@@ -48,7 +48,7 @@ class Linear(nn.Module):
                 del self.weight
             create_weights(self, name, matmul, shape, Placement(mine), build)
         whole = Placement(sections)
-        self.bias = parameter((sum(self.sizes),), whole, build.dtype, build.device) if bias else None
+        self.bias = build.parameter((sum(self.sizes),), whole) if bias else None
 
     def finish_loading(self) -> None:
         """Pack the weights for their backends."""
@@ -93,7 +93,7 @@ class RowLinear(nn.Module):
         self.matmul = WeightMatmul(MATMUL, MatmulSpec(self.format, build.dtype, outputs, inputs), build)
         create_weights(self, "weight", self.matmul, (outputs, inputs), placement, build)
         whole = Placement((Section("", outputs),))
-        self.bias = parameter((outputs,), whole, build.dtype, build.device) if bias else None
+        self.bias = build.parameter((outputs,), whole) if bias else None
 
     def finish_loading(self) -> None:
         """Pack the weight for its backend."""

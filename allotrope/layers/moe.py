@@ -17,7 +17,7 @@ from allotrope.kernels.side_stream import overlap
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear
 from allotrope.layers.mlp import MlpSpec
-from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.layers.parallel import Placement, Section
 from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep
 from allotrope.layers.weights import WeightMatmul, create_weights, pop_weights, shardable
@@ -55,7 +55,7 @@ class Experts(nn.Module):
         local = build.parallel.shard("moe_intermediate_size", width)
         inner = Placement((Section("gate", width, 1), Section("up", width, 1)), experts=count)
         outer = Placement((Section("", width, 1),), dim=1, experts=count)
-        kind, device = build.dtype, build.device
+        kind = build.dtype
         formats = build.format("gate_up", "gate") or PLAIN, build.format("down", "") or PLAIN
         if build.format("gate_up", "up") != build.format("gate_up", "gate"):
             formats = PLAIN, PLAIN
@@ -72,8 +72,8 @@ class Experts(nn.Module):
         self.gate_up_bias = self.down_bias = None
         if bias:
             whole = Placement((Section("", hidden),), experts=count)
-            self.gate_up_bias = parameter((count, 2 * local), inner, kind, device)
-            self.down_bias = parameter((count, hidden), whole, kind, device)
+            self.gate_up_bias = build.parameter((count, 2 * local), inner)
+            self.down_bias = build.parameter((count, hidden), whole)
         # Plain weights on a CPU have a way of their own; small ones another for a few rows, as they are stored.
         self.plain_on_cpu = PLAIN in formats and build.chooser.chip.vendor == "cpu"
         self.reads_stored = self.plain_on_cpu and all(small_reasons(spec) for spec in specs)

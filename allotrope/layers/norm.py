@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from allotrope.layers.build import Build
-from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.layers.parallel import Placement, Section
 from allotrope.ops.all_reduce import ALL_REDUCE_ADD_RMS_NORM
 from allotrope.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMSNormSpec
 
@@ -21,7 +21,7 @@ class RMSNorm(nn.Module):
         self.size, self.floor, self.offset, self.parallel = size, size * eps, offset, build.parallel
         self.weight = None
         if weighted:
-            self.weight = parameter((size,), Placement((Section("", size),)), build.dtype, build.device)
+            self.weight = build.parameter((size,), Placement((Section("", size),)))
         self.scaled_weight = torch.full((size,), math.sqrt(size), dtype=torch.float32, device=build.device)
         spec = RMSNormSpec(size, build.dtype)
         self._norm = build.chooser.choose(RMS_NORM, spec).run
@@ -74,7 +74,7 @@ class AllHeadsNorm(nn.Module):
         local = placement.local(build.parallel)
         # Where ranks hold copies of a head, each counts for its share.
         self.copies = local * build.parallel.size / self.size
-        self.weight = parameter((local,), placement, build.dtype, build.device)
+        self.weight = build.parameter((local,), placement)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: [T, heads of this rank, dim]. Returns the same shape and type."""

@@ -1,4 +1,4 @@
-"""One rank's share of a tensor-parallel model: its shard of each weight, and the collectives over partial results.
+"""One rank's share of a model: its shard of each weight, and the collectives over partial results.
 
 Owns: cutting full tensors, the collectives, and by which backend the ranks sum. Must not know: which model or layer a
 tensor belongs to.
@@ -19,19 +19,76 @@ from allotrope.kernels.symmetric_memory import Communicator, map_workspace
 from allotrope.kernels.warmup import warming_up
 from allotrope.ops.all_reduce import ALL_REDUCE, AllReduceSpec, reference
 from allotrope.ops.all_reduce.protocol import FLAT_BYTES
+from allotrope.rank_layout import RankLayout, RankPosition
 
 log = logging.getLogger("allotrope.layers")
+
+
+# Stands for the layout of ranks that share each layer, and nothing else.
+_SHARE_LAYERS = RankLayout(tensor=0)
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """A rank's process groups, each None where it is all ranks, or this one alone."""
+
+    tensor: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
+    stage: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
 class Parallel(Communicator):
     """A rank that cuts its shards and sums its parts. A warm-up enters no collective: each rank warms up by itself.
 
-    `all_ranks_sample`: whether every rank needs the logits whole, or only rank 0. `sum`: the backend of `ALL_REDUCE`.
+    As a rank of a model it stands for its tensor-parallel group, which shares attention. `all_ranks_sample`: whether
+    every rank needs the logits whole, or only rank 0. `sum`: the backend of `ALL_REDUCE`. `layout`: of all ranks;
+    default: these alone. `world_rank`: this one's number among all; default: `rank`. `stage`: the ranks that share its
+    feed-forward blocks and vocabulary, None where they are the same. `data`: those with the same share of attention,
+    for other requests; None where there are none. `sized_by`: the options that set `size`, for errors.
     """
 
     all_ranks_sample: bool = False
     sum: Callable[..., list[torch.Tensor]] = field(default=reference.all_reduce, compare=False)
+    layout: RankLayout = _SHARE_LAYERS
+    world_rank: int = -1
+    stage: Parallel | None = None
+    data: Communicator | None = None
+    sized_by: str = "tensor_parallel_size"
+
+    def __post_init__(self) -> None:
+        if self.layout is _SHARE_LAYERS:
+            object.__setattr__(self, "layout", RankLayout(self.size))
+        if self.world_rank < 0:
+            object.__setattr__(self, "world_rank", self.rank)
+
+    @staticmethod
+    def of(layout: RankLayout, rank: int = 0) -> Parallel:
+        """Rank number `rank` of `layout`, before the ranks have joined."""
+        position = layout.position(rank)
+        own = Parallel(position.tp_rank, layout.tensor, layout=layout, world_rank=rank)
+        if layout.data == 1:
+            return own
+        in_stage = position.dp_rank * layout.tensor + position.tp_rank
+        sized_by = "data_parallel_size * tensor_parallel_size"
+        stage = Parallel(in_stage, layout.stage_size, layout=layout, world_rank=rank, sized_by=sized_by)
+        return dataclasses.replace(own, stage=stage, data=Communicator(position.dp_rank, layout.data))
+
+    def joined(self, groups: ProcessGroups) -> Parallel:
+        """The same rank once the ranks have joined."""
+        stage = None if self.stage is None else dataclasses.replace(self.stage, group=groups.stage)
+        data = None if self.data is None else dataclasses.replace(self.data, group=groups.data)
+        return dataclasses.replace(self, group=groups.tensor, stage=stage, data=data)
+
+    @property
+    def position(self) -> RankPosition:
+        """Where this rank stands among all."""
+        return self.layout.position(self.world_rank)
+
+    @property
+    def of_stage(self) -> Parallel:
+        """This rank among those that share its feed-forward blocks and vocabulary."""
+        return self if self.stage is None else self.stage
 
     def all_reduce_spec(self, size: int, dtype: torch.dtype) -> AllReduceSpec:
         """What the ranks sum, in numbers."""
@@ -76,13 +133,13 @@ class Parallel(Communicator):
         if self.size % units == 0:
             return 1
         raise ValueError(
-            f"{what}={units} cannot be shared by tensor_parallel_size={self.size}: one must be a multiple of the other"
+            f"{what}={units} cannot be shared by {self.sized_by}={self.size}: one must be a multiple of the other"
         )
 
     def shard(self, what: str, units: int) -> int:
         """As `split`, where replication is no option (sums over ranks would count it twice)."""
         if units % self.size:
-            raise ValueError(f"{what}={units} is not a multiple of tensor_parallel_size={self.size}")
+            raise ValueError(f"{what}={units} is not a multiple of {self.sized_by}={self.size}")
         return units // self.size
 
 
@@ -168,11 +225,12 @@ class Placement:
 
 
 def parameter(
-    shape: Sequence[int], placement: Placement, dtype: torch.dtype, device: torch.device
+    shape: Sequence[int], placement: Placement, dtype: torch.dtype, device: torch.device, parallel: Parallel
 ) -> torch.nn.Parameter:
-    """An uninitialised parameter that remembers its placement."""
+    """An uninitialised parameter that remembers its placement, and `parallel`: among which ranks it is cut."""
     result = torch.nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device=device), requires_grad=False)
     setattr(result, "placement", placement)  # noqa: B010
+    setattr(result, "parallel", parallel)  # noqa: B010
     return result
 
 
@@ -180,3 +238,9 @@ def placement_of(parameter: torch.nn.Parameter) -> Placement:
     """The placement of a parameter; one without is a single unnamed section that every rank holds."""
     placement = getattr(parameter, "placement", None)
     return placement if isinstance(placement, Placement) else Placement((Section("", parameter.shape[0]),))
+
+
+def parallel_of(parameter: torch.nn.Parameter) -> Parallel:
+    """Among which ranks a parameter is cut; one that does not say is on every rank."""
+    parallel = getattr(parameter, "parallel", None)
+    return parallel if isinstance(parallel, Parallel) else Parallel()

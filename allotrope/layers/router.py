@@ -14,7 +14,7 @@ from torch import nn
 
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear
-from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.layers.parallel import Placement, Section
 from allotrope.layers.weights import WeightMatmul
 from allotrope.ops.matmul import MATMUL, MatmulSpec
 from allotrope.ops.matmul.plain import PLAIN, PlainWeight
@@ -51,10 +51,10 @@ class Router(nn.Module):
         self.gate = Linear(hidden, (section,), exact, bias=spec.bias)
         self.correction = self.table = None
         if spec.correction:
-            self.correction = parameter((spec.experts,), Placement((section,)), torch.float32, build.device)
+            self.correction = build.parameter((spec.experts,), Placement((section,)), torch.float32)
         if spec.table:
             placement = Placement((Section("", spec.table),), below=spec.experts)
-            self.table = parameter((spec.table, spec.topk), placement, torch.int64, build.device)
+            self.table = build.parameter((spec.table, spec.topk), placement, torch.int64)
         self._route_spec = spec.route
         self._route = build.chooser.choose(HASH_ROUTE if spec.table else MOE_ROUTE, self._route_spec).run
         # Of a gate whose weight is bf16 without loss; on a GPU that has sums of their products in fp32.

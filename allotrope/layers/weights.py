@@ -16,7 +16,7 @@ from torch import nn
 
 from allotrope.kernels.backend import Op
 from allotrope.layers.build import Build
-from allotrope.layers.parallel import Placement, Section, parameter
+from allotrope.layers.parallel import Placement, Section
 from allotrope.ops.matmul import MatmulBackend, MatmulSpec, StoredWeight
 from allotrope.ops.matmul.packed_weight import PackedWeight
 from allotrope.ops.matmul.plain import PLAIN, PlainWeight
@@ -87,7 +87,7 @@ def create_weights(
     for a plain weight, `VALUES` and `SCALES` for a quantized one."""
     format = matmul.format
     if format is PLAIN:
-        module.register_parameter(name, parameter(shape, placement, build.dtype, build.device))
+        module.register_parameter(name, build.parameter(shape, placement))
         return
     *outer, inputs = shape
     values = scales = placement
@@ -108,7 +108,7 @@ def create_weights(
         sizes(shape, shared),
         strict=True,
     ):
-        made = parameter((*outer, width), place, dtype, build.device)
+        made = build.parameter((*outer, width), place, dtype)
         setattr(made, _PACKED_BYTES, size)
         setattr(made, _FORMAT, format)
         setattr(made, _BLOCKS, ending == SCALES and format.shares())

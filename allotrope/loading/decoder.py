@@ -148,10 +148,10 @@ def _fill(
     """Fill every parameter and pack the weights. Returns lines for the log."""
     lines = []
     if source is None:
-        fill_random(model, seed, build.parallel)
+        fill_random(model, seed)
     else:
         started = time.monotonic()
-        report = Loader(model, rules, build.parallel).load(dequantized(source))
+        report = Loader(model, rules).load(dequantized(source))
         lines = _read_lines(report, build, time.monotonic() - started, quantized_weights)
     finish(model)
     return lines

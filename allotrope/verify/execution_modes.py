@@ -259,7 +259,7 @@ def tight_settings(config: EngineConfig, longest: int, windows: int, reuse: bool
         "enable_prefix_caching": reuse,
     }
     demand = Demand(context=longest, sequences=windows, step_tokens=max(64, _TIGHT), reuse=reuse)
-    load_plan = resolve_load_plan(dataclasses.replace(config, **settings), Parallel(0, config.tensor_parallel_size))
+    load_plan = resolve_load_plan(dataclasses.replace(config, **settings), Parallel.of(config.layout))
     return settings | {"kv_cache_memory_bytes": max(1, make_plan(load_plan.groups, demand, longest).bytes)}
 
 

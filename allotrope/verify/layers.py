@@ -120,7 +120,7 @@ class LayerRecorder(LogitsRecorder):
         self._open.close()
         self._hooks = self._open.enter_context(hooked(list(engine.model.layers)))
         # Of several ranks, no one sees what leaves the two parts of a layer.
-        self._unseen = PARTIAL_STAGES if engine.model.embedding.parallel.size > 1 else frozenset()
+        self._unseen = PARTIAL_STAGES if engine.model.parallel.layout.size > 1 else frozenset()
         self._open.callback(engine.model.register_forward_pre_hook(self._begin).remove)
 
     def __enter__(self) -> LayerRecorder:

@@ -68,9 +68,7 @@ def loaded(options: EngineConfig) -> nn.Module:
     """The model with its weights as they are loaded, before any product takes them."""
     load_plan = resolve_load_plan(options)
     model = load_plan.architecture.decoder(load_plan.spec, load_plan.build)
-    Loader(model, load_plan.architecture.rules(load_plan.spec), load_plan.build.parallel).load(
-        dequantized(load_plan.checkpoint)
-    )
+    Loader(model, load_plan.architecture.rules(load_plan.spec)).load(dequantized(load_plan.checkpoint))
     return model
 
 

@@ -27,7 +27,7 @@ def mixer(heads: int, kv_heads: int, parallel: Parallel) -> MhaMixer:
         v_head_dim=DIM + 2,
     )
     made = MhaMixer(spec, Build(parallel=parallel))
-    fill_random(made, 0, parallel)
+    fill_random(made, 0)
     return made
 
 

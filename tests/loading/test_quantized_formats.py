@@ -63,7 +63,7 @@ def loaded(load_plan: LoadPlan, keep: bool) -> nn.Module:
     build = load_plan.build if keep else dataclasses.replace(load_plan.build, formats={})
     model = load_plan.architecture.decoder(load_plan.spec, build)
     rules = load_plan.architecture.rules(load_plan.spec)
-    Loader(model, rules, build.parallel).load(dequantized(load_plan.checkpoint))
+    Loader(model, rules).load(dequantized(load_plan.checkpoint))
     return model
 
 

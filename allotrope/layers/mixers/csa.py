@@ -14,7 +14,7 @@ from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.mixers.mixer import attention_of, head_norm
 from allotrope.layers.norm import RMSNorm
-from allotrope.layers.parallel import Parallel, Placement, Section, parameter
+from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.step import LayerStep
 from allotrope.ops.rope import RopeSpec
 
@@ -78,7 +78,7 @@ class CsaMixer(nn.Module):
         self.kv_norm = RMSNorm(dim, spec.norm_eps, build)
         self.compressor = Compressor(self.spec, spec.hidden, build) if spec.ratio else None
         sinks = Placement((Section("", spec.num_heads, 1),))
-        self.sinks = parameter((self.spec.num_heads,), sinks, torch.float32, build.device)
+        self.sinks = build.parameter((self.spec.num_heads,), sinks, torch.float32)
         self.grouped = GroupedLinear(spec.out_groups, spec.num_heads * dim // spec.out_groups, spec.out_rank, build)
         rank = spec.out_rank
         self.out = RowLinear(Section("", spec.out_groups * rank, rank), spec.hidden, build.at("out"))
@@ -124,9 +124,9 @@ class Compressor(nn.Module):
         for prefix, dim in self.dims.items():
             widths[prefix] = spec.streams * dim
             sections += [Section(prefix + name, widths[prefix]) for name in ("kv", "score")]
-            bias = parameter((spec.ratio, widths[prefix]), _whole(spec.ratio), torch.float32, build.device)
+            bias = build.parameter((spec.ratio, widths[prefix]), _whole(spec.ratio), torch.float32)
             self.register_parameter(prefix + "position_bias", bias)
-            self.register_parameter(prefix + "norm", parameter((dim,), _whole(dim), torch.float32, build.device))
+            self.register_parameter(prefix + "norm", build.parameter((dim,), _whole(dim), torch.float32))
         self.widths = [2 * width for width in widths.values()]
         self.projection = Linear(hidden, tuple(sections), exact)
 
@@ -150,7 +150,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.groups = build.parallel.shard("o_groups", groups)
         placement = Placement((Section("", groups * outputs, outputs),))
-        self.weight = parameter((self.groups * outputs, inputs), placement, build.dtype, build.device)
+        self.weight = build.parameter((self.groups * outputs, inputs), placement)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: [T, groups * inputs] of this rank. Returns [T, groups * outputs]."""

@@ -15,7 +15,7 @@ from allotrope.layers.build import Build
 from allotrope.layers.linear import RowLinear
 from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.mixers.mla import LatentProjection, MlaMixerSpec, Projected
-from allotrope.layers.parallel import Parallel, Placement, Section, parameter
+from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.step import LayerStep
 from allotrope.ops.mla_rope import MLA_ROPE, LayerNorm, MlaRopeSpec
 from allotrope.ops.rope import ROPE_COS_SIN, RopeSpec
@@ -97,8 +97,8 @@ class Indexer(nn.Module):
         self._rope = build.chooser.choose(MLA_ROPE, MlaRopeSpec(spec.index_rope, build.dtype)).run
         self.heads, self.dim = indexer.num_heads, indexer.head_dim
         placement = Placement((Section("", indexer.head_dim),))
-        self.k_norm_weight = parameter((indexer.head_dim,), placement, torch.float32, build.device)
-        self.k_norm_bias = parameter((indexer.head_dim,), placement, torch.float32, build.device)
+        self.k_norm_weight = build.parameter((indexer.head_dim,), placement, torch.float32)
+        self.k_norm_bias = build.parameter((indexer.head_dim,), placement, torch.float32)
 
     def forward(self, projected: Projected, ctx: LayerStep) -> IndexInputs:
         """Returns the indexer's inputs."""

@@ -13,7 +13,7 @@ from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.mixers.mixer import attention_of
-from allotrope.layers.parallel import Parallel, Placement, Section, parameter
+from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.step import LayerStep
 from allotrope.ops.rms_norm import GATED_RMS_NORM, RMSNormSpec
 
@@ -82,10 +82,10 @@ class GdnMixer(nn.Module):
         inner, heads = Placement(spec.inner_sections), Placement((Section("", spec.num_v_heads, 1),))
         whole = Placement((Section("", spec.v_head_dim),))
         shape = (self.spec.conv_dim, spec.conv_width)
-        self.conv_weight = parameter(shape, inner, build.dtype, build.device)
-        self.A_log = parameter((self.spec.num_v_heads,), heads, torch.float32, build.device)
-        self.dt_bias = parameter((self.spec.decay_dim,), Placement((spec.rates,)), torch.float32, build.device)
-        self.norm = parameter((spec.v_head_dim,), whole, torch.float32, build.device)
+        self.conv_weight = build.parameter(shape, inner)
+        self.A_log = build.parameter((self.spec.num_v_heads,), heads, torch.float32)
+        self.dt_bias = build.parameter((self.spec.decay_dim,), Placement((spec.rates,)), torch.float32)
+        self.norm = build.parameter((spec.v_head_dim,), whole, torch.float32)
         self.norm_weight, self.norm_floor = self.norm.data, spec.v_head_dim * spec.norm_eps
         norm_spec = RMSNormSpec(spec.v_head_dim, build.dtype)
         self._gated_norm = build.chooser.choose(GATED_RMS_NORM, norm_spec).run

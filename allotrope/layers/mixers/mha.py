@@ -14,7 +14,7 @@ from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.mixers.mixer import attention_of, head_norm
 from allotrope.layers.norm import AllHeadsNorm, RMSNorm
-from allotrope.layers.parallel import Parallel, Placement, Section, parameter
+from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.step import LayerStep
 from allotrope.ops.gated_activation import SIGMOID_GATE, SigmoidGateSpec
 from allotrope.ops.qk_norm_rope import HeadSpec
@@ -104,7 +104,7 @@ class MhaMixer(nn.Module):
         self.sinks = None
         if spec.sinks:
             placement = Placement((Section("", heads, 1),))
-            self.sinks = parameter((self.spec.num_heads,), placement, torch.float32, build.device)
+            self.sinks = build.parameter((self.spec.num_heads,), placement, torch.float32)
         self.heads = HeadSpec(
             heads=self.spec.num_heads,
             kv_heads=self.spec.num_kv_heads if spec.shares_cache_of is None else 0,

@@ -15,7 +15,7 @@ from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.mixers.mixer import attention_of, head_norm
 from allotrope.layers.norm import RMSNorm
-from allotrope.layers.parallel import Parallel, Placement, Section, parameter
+from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.step import LayerStep
 from allotrope.ops.mla_rope import MLA_ROPE, MlaRopeSpec
 from allotrope.ops.rope import ROPE_COS_SIN, RopeSpec
@@ -96,7 +96,7 @@ class LatentProjection(nn.Module):
         heads = placement.local(build.parallel)
         shapes = {"w_uk": (heads, spec.nope_dim, spec.latent_dim), "w_uv": (heads, spec.v_head_dim, spec.latent_dim)}
         for name, shape in shapes.items():
-            self.register_parameter(name, parameter(shape, placement, build.dtype, build.device))
+            self.register_parameter(name, build.parameter(shape, placement))
 
     def forward(
         self, x: torch.Tensor, ctx: LayerStep, scales: Mapping[str, float], *, stored: bool = False
