@@ -252,7 +252,7 @@ def weight_shares(model: Decoder | DraftModel) -> dict[str, WeightShare]:
     """Bytes of a rank's weights by kind, in the order of `KINDS`. `model`: made without memory for this rank."""
     found: dict[str, WeightShare] = {}
     seen: set[int] = set()
-    for _, module, kind in _modules(model):
+    for _, module, kind in modules_by_kind(model):
         if isinstance(module, Experts):
             found[kind] = found.get(kind, WeightShare()) + WeightShare(sharded=module.copied_bytes())
         for parameter in module.parameters(recurse=False):
@@ -284,7 +284,7 @@ def _parameter_shares(module: nn.Module, kind: str, parameter: nn.Parameter) -> 
         start = end
 
 
-def _modules(model: Decoder | DraftModel) -> Iterator[tuple[str, nn.Module, str]]:
+def modules_by_kind(model: Decoder | DraftModel) -> Iterator[tuple[str, nn.Module, str]]:
     """Every module with its name and the kind of its own parameters."""
     roots = {f"layers.{i}.mixer": ATTENTION for i in range(len(model.layers))}
     roots |= {f"layers.{i}.ffn": FEED_FORWARD for i in range(len(model.layers))}
@@ -302,7 +302,7 @@ def _quantized(model: Decoder | DraftModel) -> dict[str, str]:
     """The modules with a quantized weight: name -> kind."""
     return {
         name: kind
-        for name, module, kind in _modules(model)
+        for name, module, kind in modules_by_kind(model)
         if any(format_of(parameter) is not PLAIN for parameter in module.parameters(recurse=False))
     }
 
@@ -372,7 +372,7 @@ def _of_pass(model: Decoder | DraftModel, load_plan: LoadPlan, rows: int, hidden
             found["all-reduce", "embeddings", rows * module.hidden * item] += 1
     layers: list[nn.Module] = list(model.layers)
     for layer in layers:
-        partial = [name for name, block in layer.named_children() if _has_part_of_sum(block)]
+        partial = [name for name, block in layer.named_children() if has_part_of_sum(block)]
         for of, blocks in (("mixers", partial.count("mixer")), ("feed-forward blocks", len({*partial} - {"mixer"}))):
             found["all-reduce", of, rows * hidden * item * blocks] += bool(blocks)
     # Sums of squares in fp32, one for each token.
@@ -403,7 +403,8 @@ def _of_drafts(draft: DraftModel, target: Decoder, load_plan: LoadPlan) -> Count
     return Counter({(name, f"{of} of the draft model", size): count for (name, of, size), count in found.items()})
 
 
-def _has_part_of_sum(block: nn.Module) -> bool:
+def has_part_of_sum(block: nn.Module) -> bool:
+    """Whether what `block` returns on this rank is a part of a sum over ranks: some weight is cut along its inputs."""
     placed = [(placement_of(parameter), parallel_of(parameter)) for parameter in block.parameters()]
     cut = ((section, parallel) for one, parallel in placed if one.dim == 1 for section in one.sections)
     return any(section.local(parallel) < section.size for section, parallel in cut)

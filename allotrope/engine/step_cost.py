@@ -46,7 +46,7 @@ class Counted:
 
     `layer`: that it belongs to; None for the embedding, the last norm and the head. `router`: who chooses among these
     experts. `in_ffn`: whether it is part of a feed-forward block, whose rows are those of all ranks that share it.
-    `launches`: kernels of a step beside those of its products.
+    `launches`: kernels of a step, if they are not one for each of its products.
     """
 
     module: nn.Module
@@ -215,7 +215,7 @@ def counted_modules(model: Decoder | DraftModel) -> list[Counted]:
     layers: list[Any] = list(model.layers)
     layer_of = {id(part): i for i, layer in enumerate(layers) for part in layer.modules()}
     in_mixer = {id(part) for layer in layers for part in layer.mixer.modules()}
-    in_ffn = {id(part) for layer in layers for part in layer.ffn.modules()}
+    in_ffn = {id(part) for layer in layers for block in _feed_forward(layer) for part in block.modules()}
     routers = _routers(model)
     found = []
     for module, kind in modules_by_class(model):
@@ -232,6 +232,12 @@ def counted_modules(model: Decoder | DraftModel) -> list[Counted]:
             launches = 1
         found.append(Counted(module, kind, number, routers.get(id(module)), id(module) in in_ffn, launches))
     return found
+
+
+def _feed_forward(layer: Any) -> list[nn.Module]:
+    """The feed-forward blocks of a layer: some have experts beside a dense one."""
+    others = (block for block in layer.children() if block not in (layer.mixer, layer.ffn))
+    return [layer.ffn, *(block for block in others if any(isinstance(part, Experts) for part in block.modules()))]
 
 
 def modules_by_class(model: Decoder | DraftModel) -> list[tuple[nn.Module, str]]:

@@ -13,6 +13,9 @@ from allotrope.attention.registry import FAMILIES
 from allotrope.engine.step_cost import EXPERTS, StepWork
 from allotrope.kernels.chip_figures import FITTED, ChipFigures, Fitted
 
+ATTENTION, PRODUCTS, PASSED, LAUNCHES = "attention", "other products", "between kernels", "starts of kernels"
+PARTS = (ATTENTION, EXPERTS, PRODUCTS, PASSED, LAUNCHES)
+
 
 class StepTime:
     """Seconds of steps of one rank on a chip.
@@ -37,20 +40,30 @@ class StepTime:
 
     def kernels(self, work: StepWork) -> float:
         """The time of a step's kernels, one after another."""
+        return sum(self.parts(work).values())
+
+    def parts(self, work: StepWork) -> dict[str, float]:
+        """The same by what takes it, in the order of `PARTS`."""
         constants = self.fitted
-        products, total = StepCost(), 0.0
+        found = dict.fromkeys(PARTS, 0.0)
+        products = StepCost()
         for kind, cost in work.classes.items():
             if kind in FAMILIES:
-                share = FAMILIES[kind].matmul_share
-                total += max(constants.bytes * self._moving(cost), constants.flops * self._computing(cost) / share)
+                found[ATTENTION] += self._larger(cost, FAMILIES[kind].matmul_share)
             elif kind == EXPERTS:
-                computing = self._computing(cost + work.padding)
-                total += max(constants.bytes * self._moving(cost), constants.flops * computing)
+                # Bytes are what they are; tiles compute rows of padding.
+                found[EXPERTS] += self._larger(cost + work.padding)
             else:
                 products += cost
-        total += max(constants.bytes * self._moving(products), constants.flops * self._computing(products))
-        passing = constants.passed * work.passed / self.figures.bandwidth.value
-        return total + constants.launch * work.launches + passing
+        found[PRODUCTS] = self._larger(products)
+        found[PASSED] = constants.passed * work.passed / self.figures.bandwidth.value
+        found[LAUNCHES] = constants.launch * work.launches
+        return found
+
+    def _larger(self, cost: StepCost, share: float = 1.0) -> float:
+        """The time of what moves or of what is computed at a share of the rate, whichever is longer."""
+        moving, computing = self.fitted.bytes * self._moving(cost), self.fitted.flops * self._computing(cost)
+        return max(moving, computing / share)
 
     def decode(self, work: StepWork) -> float:
         """A decode step in a CUDA graph."""
