@@ -116,8 +116,10 @@ class Loader:
             if reason is not None:
                 report.dropped[name] = reason
                 continue
-            report.tensors += 1
-            self._read(checkpoint, name, matches, report)
+            mine = [(match, rule) for match, rule in matches if self._holds(match, rule)]
+            if mine:
+                report.tensors += 1
+                self._read(checkpoint, name, mine, report)
         report_bytes(total, total)
         for name, pieces in self.missing.items():
             self.reasons.extend(
@@ -129,6 +131,17 @@ class Loader:
                 shown.append(f"and {len(self.reasons) - _SHOWN} more")
             raise ModelError(f"{checkpoint.source} does not fit its architecture", shown)
         return report
+
+    def _holds(self, match: re.Match[str], rule: Rule) -> bool:
+        """Whether this rank has what a tensor fills: an expert may be on other ranks alone."""
+        if rule.expert is None:
+            return True
+        expert, target = int(match.group(rule.expert)), filled(rule, match)
+        parameter = self.parameters.get(target, self.parameters.get(target + VALUES))
+        if parameter is None:
+            return True
+        placement = placement_of(parameter)
+        return not expert < placement.experts or expert in placement.slots
 
     def _read(
         self, checkpoint: Checkpoint, name: str, matches: Sequence[tuple[re.Match[str], Rule]], report: LoadReport
@@ -170,17 +183,27 @@ class Loader:
         if parameter is None:
             self.reasons.append(f"checkpoint tensor {name} goes to {target}, which this model does not have")
             return
+        placement = placement_of(parameter)
+        count, stacked = placement.experts, rule.expert is None
+        wrong = f"checkpoint tensor {name} has {tensor.shape[0]} experts (needs {count})"
+        first, needed = 0, count
+        if count and stacked and placement.held is not None:
+            if tensor.shape[0] != count:
+                self.reasons.append(wrong)
+                return
+            # Of a file that is mapped, the rest is never read.
+            first, needed = min(placement.held), max(placement.held) + 1 - min(placement.held)
+            tensor = tensor[first : first + needed]
         if rule.transform is not None:
             tensor = rule.transform(tensor)
-        count = placement_of(parameter).experts
-        if not count or rule.expert is not None:
+        if not count or not stacked:
             expert = -1 if rule.expert is None else int(match.group(rule.expert))
             self._fill(name, tensor, target, rule.section, expert)
-        elif tensor.shape[0] != count:
-            self.reasons.append(f"checkpoint tensor {name} has {tensor.shape[0]} experts (needs {count})")
+        elif tensor.shape[0] != needed:
+            self.reasons.append(wrong)
         else:
-            for expert in range(count):
-                self._fill(name, tensor[expert], target, rule.section, expert)
+            for expert in placement.slots:
+                self._fill(name, tensor[expert - first], target, rule.section, expert)
 
     def _fill(self, name: str, tensor: torch.Tensor, target: str, part: str, expert: int) -> None:
         """Put a tensor into section `part` of a parameter, or of one expert of it."""
@@ -192,7 +215,7 @@ class Loader:
                 f"checkpoint tensor {name} fills {target}{_piece_text(piece)}, which is full or not there"
             )
             return
-        data = parameter.data if expert < 0 else parameter.data[expert]
+        data = parameter.data if expert < 0 else parameter.data[placement.slots[expert]]
         section, _ = placement.section(part)
         wanted = list(data.shape)
         wanted[placement.dim] = section.size
@@ -207,8 +230,7 @@ def _pieces(parameter: nn.Parameter) -> set[tuple[str, int]]:
     placement = placement_of(parameter)
     if placement.derived:
         return set()
-    experts = range(placement.experts) if placement.experts else (-1,)
-    return {(section.name, expert) for section in placement.sections for expert in experts}
+    return {(section.name, expert) for section in placement.sections for expert in placement.slots}
 
 
 def _piece_text(piece: tuple[str, int]) -> str:
@@ -242,9 +264,11 @@ def fill_random(module: nn.Module, seed: int) -> None:
             if not placement.experts:
                 placement.fill(parameter.data, _draw(name, shape, parameter, generator), section.name, parallel)
                 continue
+            slots = placement.slots
             for expert in range(placement.experts):
                 full = _draw(name, shape[1:], parameter, generator)
-                placement.fill(parameter.data[expert], full, section.name, parallel)
+                if expert in slots:
+                    placement.fill(parameter.data[slots[expert]], full, section.name, parallel)
 
 
 def _draw(name: str, shape: list[int], parameter: nn.Parameter, generator: torch.Generator) -> torch.Tensor:

@@ -29,6 +29,7 @@ from allotrope.layers.draft_spec import DraftSpec
 from allotrope.layers.eagle3 import Eagle3Spec
 from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.model_spec import ModelSpec
+from allotrope.layers.moe import Experts
 from allotrope.layers.parallel import Parallel, ProcessGroups, map_peers
 from allotrope.loading.decoder import make_meta_decoder, only_kept, quantized_build
 from allotrope.loading.decoder_draft import decoder_draft_build, resolve_decoder_draft
@@ -189,6 +190,8 @@ def resolve_load_plan(
                 f"in blocks of GGUF on {build.chooser.chip.arch}, so it would do nothing. Leave it out."
             )
         meta = make_meta_decoder(architecture, spec, build)
+        if parallel.layout.expert_parallel and not any(isinstance(one, Experts) for one in meta.modules()):
+            raise ValueError("enable_expert_parallel needs experts, and it has none")
         weight_bytes = weight_bytes_of(meta)
         of_draft: Build | None = None
         if draft is not None:
@@ -291,7 +294,7 @@ def _draft_build(
 ) -> Build:
     """How the layers of a draft model are made. `build`: of `target`, whose checkpoint is `architecture`'s. Raises
     ModelError, or ValueError where ranks cannot share its sizes."""
-    own, keeps = replace(build, formats={}), config.quantized_weights != "dequantize"
+    own, keeps = replace(build, formats={}, expert_placements={}), config.quantized_weights != "dequantize"
     if isinstance(draft, DecoderDraftSpec):
         own = decoder_draft_build(checkpoint, own, keeps=keeps)
     elif keeps and isinstance(draft, Eagle3Spec):

@@ -235,8 +235,6 @@ def refuse_layout(layout: RankLayout) -> None:
         reasons.append(f"pipeline_parallel_size={layout.pipeline} (needs 1: there are no stages yet)")
     if layout.data > 1:
         reasons.append(f"data_parallel_size={layout.data} (needs 1: requests have one scheduler yet)")
-    if layout.expert_parallel:
-        reasons.append("enable_expert_parallel (needs to be off: ranks share the width of every expert yet)")
     if reasons:
         raise ConfigError("this layout of ranks cannot be served: " + "; ".join(reasons) + ".")
 

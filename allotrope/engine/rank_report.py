@@ -215,7 +215,8 @@ def rank_sizes(
     on_one_rank: dict[str, str] = {}
     for ranks in SIZES:
         try:
-            load_plan = resolve_load_plan(config, Parallel(size=ranks), available=memory, checkpoint=checkpoint)
+            layout = dataclasses.replace(config.layout, tensor=ranks)
+            load_plan = resolve_load_plan(config, Parallel.of(layout), available=memory, checkpoint=checkpoint)
         except ModelError as error:
             if ranks == 1:
                 raise
@@ -274,7 +275,9 @@ def _parameter_shares(module: nn.Module, kind: str, parameter: nn.Parameter) -> 
         part = kind
         if kind == PROJECTIONS and isinstance(module, Linear) and not section.unit:
             part = LATENTS
-        if not section.unit:
+        if placement.held is not None:
+            share = WeightShare(sharded=end - start)
+        elif not section.unit:
             share = WeightShare(replicated=end - start)
         elif section.size // section.unit < parallel.size:
             share = WeightShare(copied=end - start)
@@ -407,4 +410,5 @@ def has_part_of_sum(block: nn.Module) -> bool:
     """Whether what `block` returns on this rank is a part of a sum over ranks: some weight is cut along its inputs."""
     placed = [(placement_of(parameter), parallel_of(parameter)) for parameter in block.parameters()]
     cut = ((section, parallel) for one, parallel in placed if one.dim == 1 for section in one.sections)
-    return any(section.local(parallel) < section.size for section, parallel in cut)
+    held = any(placement.held is not None for placement, _ in placed)
+    return held or any(section.local(parallel) < section.size for section, parallel in cut)

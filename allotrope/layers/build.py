@@ -10,6 +10,7 @@ import torch
 
 from allotrope.kernels.backend import Chooser
 from allotrope.kernels.chip import NONE, chip_of
+from allotrope.layers.expert_placement import ExpertPlacement, ExpertPlacements
 from allotrope.layers.parallel import Parallel, Placement, parameter
 from allotrope.ops.matmul.plain import PLAIN
 from allotrope.ops.matmul.weight import Format
@@ -26,7 +27,8 @@ class Build:
     """`dtype`: weights and activations. `kv_dtype`: KV cache. `chooser`: of backends; default: one for `device`'s chip.
     `row_format`: "plain", or "scaled" for an FP8 cache with scales of its own. `state_dtype`: recurrent states.
     `max_drafts`: draft tokens of a sequence in one step (speculative decoding). `formats`: of the weights that stay
-    quantized. `draft_head`: format that the head of a draft model is quantized to on load. `name`: of the module that
+    quantized. `draft_head`: format that the head of a draft model is quantized to on load. `expert_placements`: who
+    holds which experts, where these do not lie in runs. `name`: of the module that
     is built, dots between its parts.
     """
 
@@ -40,6 +42,7 @@ class Build:
     max_drafts: int = 0
     formats: Formats = field(default_factory=dict)
     draft_head: Format = PLAIN
+    expert_placements: ExpertPlacements = field(default_factory=dict)
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -59,6 +62,16 @@ class Build:
     ) -> torch.nn.Parameter:
         """An uninitialised parameter of this rank. `dtype`: default: that of the build."""
         return parameter(shape, placement, dtype or self.dtype, self.device, self.parallel)
+
+    def expert_placement(self, count: int) -> ExpertPlacement | None:
+        """Who holds which of the `count` experts that are built; None where ranks share the width of each.
+
+        Raises ValueError for fewer experts than ranks.
+        """
+        ranks = self.parallel.size
+        if ranks == 1 or not self.parallel.layout.expert_parallel:
+            return None
+        return self.expert_placements.get(self.name) or ExpertPlacement.contiguous(count, ranks)
 
     def format(self, weight: str, section: str) -> Format | None:
         """Format of a section of the weight `weight` of the module that is built; None for a plain one."""

@@ -6,6 +6,7 @@ tokens at once, and a token's sum does not depend on the tokens beside it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from allotrope.kernels.side_stream import overlap
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear
 from allotrope.layers.mlp import MlpSpec
-from allotrope.layers.parallel import Placement, Section
+from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep
 from allotrope.layers.weights import WeightMatmul, create_weights, pop_weights, shardable
@@ -37,7 +38,7 @@ Added = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class Experts(nn.Module):
-    """All routed experts of a layer. Ranks share the width of every expert.
+    """All routed experts of a layer. Ranks share the width of every expert, or each holds some experts whole.
 
     `gate_up`: [E, 2 * width, hidden], sections "gate" and "up". `down`: [E, hidden, width]. With `bias`, of both. Plain
     ones are parameters until loading has finished; then both are packed for their backends.
@@ -45,16 +46,26 @@ class Experts(nn.Module):
 
     gate_up: torch.Tensor | Weight
     down: torch.Tensor | Weight
+    slots: torch.Tensor
 
     def __init__(
         self, count: int, hidden: int, width: int, gating: GatedActivation, build: Build, *, bias: bool
     ) -> None:
         super().__init__()
-        self.count, self.gating, self.parallel = count, gating, build.parallel
+        holders, rank = build.expert_placement(count), build.parallel.rank
+        held = None if holders is None else holders.held[rank]
+        self.rank = rank
+        if holders is not None:
+            # What a rank has of an expert is what one rank has.
+            build = dataclasses.replace(build, parallel=Parallel())
+            self.register_buffer("slots", holders.slots(rank).to(build.device), persistent=False)
+        self.count, self.gating = count if held is None else len(held), gating
+        # Of the layer, where they are on several ranks.
+        self.experts_of_layer = None if held is None else count
         self._activate = build.chooser.choose(GATED_ACTIVATION, GatedActivationSpec(gating, build.dtype)).run
         local = build.parallel.shard("moe_intermediate_size", width)
-        inner = Placement((Section("gate", width, 1), Section("up", width, 1)), experts=count)
-        outer = Placement((Section("", width, 1),), dim=1, experts=count)
+        inner = Placement((Section("gate", width, 1), Section("up", width, 1)), experts=count, held=held)
+        outer = Placement((Section("", width, 1),), dim=1, experts=count, held=held)
         kind = build.dtype
         formats = build.format("gate_up", "gate") or PLAIN, build.format("down", "") or PLAIN
         if build.format("gate_up", "up") != build.format("gate_up", "gate"):
@@ -62,8 +73,10 @@ class Experts(nn.Module):
         if PLAIN in formats or not all(shardable(format, outer.sections[0], build) for format in formats):
             formats = PLAIN, PLAIN
         self.formats: tuple[Format, Format] = formats
-        shapes = (count, 2 * local, hidden), (count, hidden, local)
-        specs = [MatmulSpec(format, kind, *shape[1:], count) for format, shape in zip(formats, shapes, strict=True)]
+        shapes = (self.count, 2 * local, hidden), (self.count, hidden, local)
+        specs = [
+            MatmulSpec(format, kind, *shape[1:], self.count) for format, shape in zip(formats, shapes, strict=True)
+        ]
         self.matmuls = tuple(WeightMatmul(GROUPED_MATMUL, spec, build) for spec in specs)
         for name, matmul, shape, placement in zip(
             ("gate_up", "down"), self.matmuls, shapes, (inner, outer), strict=True
@@ -71,15 +84,17 @@ class Experts(nn.Module):
             create_weights(self, name, matmul, shape, placement, build)
         self.gate_up_bias = self.down_bias = None
         if bias:
-            whole = Placement((Section("", hidden),), experts=count)
-            self.gate_up_bias = build.parameter((count, 2 * local), inner)
-            self.down_bias = build.parameter((count, hidden), whole)
+            whole = Placement((Section("", hidden),), experts=count, held=held)
+            self.gate_up_bias = build.parameter((self.count, 2 * local), inner)
+            self.down_bias = build.parameter((self.count, hidden), whole)
         # Plain weights on a CPU have a way of their own; small ones another for a few rows, as they are stored.
         self.plain_on_cpu = PLAIN in formats and build.chooser.chip.vendor == "cpu"
-        self.reads_stored = self.plain_on_cpu and all(small_reasons(spec) for spec in specs)
+        self.reads_stored = self.plain_on_cpu and held is None and all(small_reasons(spec) for spec in specs)
         self.stored: tuple[torch.Tensor, ...] = ()
         chooser = build.chooser
-        self._group = chooser.choose(MOE_GROUP, GroupSpec(count)).run
+        # Behind the experts of the rank, one that stands for all others.
+        self._groups = self.count + (held is not None)
+        self._group = chooser.choose(MOE_GROUP, GroupSpec(self._groups)).run
         self._combine = chooser.choose(MOE_COMBINE, CombineSpec(hidden, kind)).run
         self._whole_experts: MoeExpertsBackend | None = None
         if self.reads_stored:
@@ -110,20 +125,39 @@ class Experts(nn.Module):
         """`x`: [T, hidden]. `weights` fp32, `experts`: [T, k]. `added`, this rank's part, is asked for last. Returns
         [T, hidden], this rank's part of the sum over the ranks.
         """
-        # Once, not on every rank.
-        down_bias = self.down_bias if self.parallel.rank == 0 else None
+        held = None
+        if self.experts_of_layer is not None:
+            experts, held = self._slots_of(experts), self.count
+        # Of an expert that ranks share, once and not on every rank.
+        down_bias = self.down_bias if self.rank == 0 or held is not None else None
         y = self._few(x, weights, experts, down_bias)
         if y is not None:
             return add_shared(y, *added())
         groups = self.grouped(experts)
         results = self._results(x, groups)
-        part: torch.Tensor = self._combine(results, weights, groups.inverse, experts, x.dtype, down_bias, *added())
+        sums = (results, weights, groups.inverse, experts, x.dtype, down_bias, *added())
+        part: torch.Tensor = self._combine(*sums, held)
         return part
 
+    def _slots_of(self, experts: torch.Tensor) -> torch.Tensor:
+        """`experts`: [T, k] of the layer. Returns the rank's own, their number for those that other ranks serve."""
+        slots: torch.Tensor = self.slots
+        if len(slots) == 1:
+            return slots[0][experts]
+        turns = torch.arange(len(experts), device=experts.device) % len(slots)
+        return slots[turns[:, None], experts]
+
     def grouped(self, experts: torch.Tensor) -> TokenGroups:
-        """`experts`: [T, k]. The pairs of token and choice, sorted by expert."""
-        groups: TokenGroups = self._group(experts, self.count)
-        return groups
+        """`experts`: [T, k]. The pairs of token and choice, sorted by expert; those of no expert here come last."""
+        groups: TokenGroups = self._group(experts, self._groups)
+        if self.experts_of_layer is None:
+            return groups
+        ends, source, expert_ids = groups.expert_offsets[:-1], groups.sorted_token_ids, groups.expert_ids
+        if ends.device.type == "cpu":
+            # A GPU would have to be asked, and leaves the rows behind the last expert's out by itself.
+            rows = int(ends[-1])
+            source, expert_ids = source[:rows], expert_ids[:rows]
+        return groups._replace(expert_offsets=ends, sorted_token_ids=source, expert_ids=expert_ids)
 
     def _results(self, x: torch.Tensor, groups: TokenGroups) -> torch.Tensor:
         """What the chosen experts make: rows in the order of experts."""

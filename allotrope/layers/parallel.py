@@ -194,14 +194,16 @@ class Section:
 class Placement:
     """The layout of one rank's parameter from checkpoint tensors: `sections` one after another along `dim`.
 
-    `experts`: leading dimension of a stacked parameter, 0 for none; each expert is placed on its own, and `dim`
-    counts within one expert's tensor. `below`: of a parameter of indices, the number that all of them are below.
-    `derived`: no checkpoint tensor fills it, other weights do once they are loaded.
+    `experts`: of a stacked parameter, its leading dimension; 0 for none. Each expert is placed on its own, and `dim`
+    counts within one expert's tensor. `held`: those of them that the rank has, one after another; None: all. `below`:
+    of a parameter of indices, the number that all of them are below. `derived`: no checkpoint tensor fills it, other
+    weights do once they are loaded.
     """
 
     sections: tuple[Section, ...]
     dim: int = 0
     experts: int = 0
+    held: tuple[int, ...] | None = None
     below: int = 0
     derived: bool = False
 
@@ -218,6 +220,13 @@ class Placement:
         start, end = section.bounds(parallel)
         offset = sum(before.local(parallel) for before in self.sections[:index])
         target.narrow(self.dim, offset, end - start).copy_(full.narrow(self.dim, start, end - start))
+
+    @property
+    def slots(self) -> dict[int, int]:
+        """Where each expert that the rank has lies in its parameter; -1, with slot -1, for one that is not stacked."""
+        if not self.experts:
+            return {-1: -1}
+        return {expert: slot for slot, expert in enumerate(range(self.experts) if self.held is None else self.held)}
 
     def local(self, parallel: Parallel) -> int:
         """Size of this rank's parameter along `dim`."""

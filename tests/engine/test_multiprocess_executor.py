@@ -9,6 +9,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,13 +39,13 @@ def write(name: str, directory: Path) -> Path:
     return directory
 
 
-def compare(name: str, directory: Path, size: int = 2) -> None:
+def compare(name: str, directory: Path, size: int = 2, **layout: Any) -> None:
     torch.set_num_threads(1)
     options = {"load_format": "dummy", "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24}
     options["device"] = device_of_ranks(size)
     model = write(name, directory)
     want = run(engine(model, **options), ASKED)
-    several = engine(model, tensor_parallel_size=size, threads=1, **options)
+    several = engine(model, threads=1, **options, **({"tensor_parallel_size": size} | layout))
     try:
         assert_same(run(several, ASKED), want)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from allotrope.checkpoint.weights import Loader
 from allotrope.config import EngineConfig
 from allotrope.engine.load import load_model
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
-from allotrope.layers.parallel import Parallel, placement_of
+from allotrope.layers.parallel import Parallel, parallel_of, placement_of
 from allotrope.layers.weights import SCALES, VALUES
 from allotrope.ops.matmul.fp8 import Fp8
 from allotrope.ops.matmul.mxfp4 import MXFP4
 from allotrope.ops.matmul.weight import QuantizedWeight
+from allotrope.rank_layout import RankLayout
 from allotrope.verify.options import VerifyOptions
 from allotrope.verify.random_checkpoint import write_random
 from allotrope.verify.run import verify
@@ -67,16 +69,16 @@ def loaded(load_plan: LoadPlan, keep: bool) -> nn.Module:
     return model
 
 
-def effective(model: nn.Module, name: str, section: str, parallel: Parallel) -> tuple[torch.Tensor, bool]:
+def effective(model: nn.Module, name: str, section: str) -> tuple[torch.Tensor, bool]:
     """A section of a weight as plain numbers, and whether it is kept quantized."""
     parameters = dict(model.named_parameters())
     kept = next((one for one in (name, name + VALUES) if one in parameters and has(parameters[one], section)), None)
     assert kept is not None, (name, section)
-    plain = cut(parameters[kept], section, parallel)
+    plain = cut(parameters[kept], section)
     if kept == name:
         return plain.float(), False
     scales = parameters[name + SCALES]
-    taken = cut(scales, section, parallel) if has(scales, section) else scales.data
+    taken = cut(scales, section) if has(scales, section) else scales.data
     packed = plain.dtype == torch.uint8
     run = 0 if scales.shape[-1] == 1 and not packed else 32 if packed else 16
     return QuantizedWeight(MXFP4 if packed else Fp8(run), plain, taken).dequantize(), True
@@ -86,8 +88,8 @@ def has(parameter: nn.Parameter, section: str) -> bool:
     return any(one.name == section for one in placement_of(parameter).sections)
 
 
-def cut(parameter: nn.Parameter, section: str, parallel: Parallel) -> torch.Tensor:
-    placement = placement_of(parameter)
+def cut(parameter: nn.Parameter, section: str) -> torch.Tensor:
+    placement, parallel = placement_of(parameter), parallel_of(parameter)
     one, index = placement.section(section)
     first = sum(before.local(parallel) for before in placement.sections[:index])
     return parameter.data.narrow(placement.dim + bool(placement.experts), first, one.local(parallel))
@@ -104,8 +106,8 @@ def test_every_section_is_what_the_plain_one_is(twin: Path, size: int) -> None:
         found = {}
         for name, parameter in plain.named_parameters():
             for section in placement_of(parameter).sections:
-                want = cut(parameter, section.name, parallel).float()
-                got, found[name, section.name] = effective(kept, name, section.name, parallel)
+                want = cut(parameter, section.name).float()
+                got, found[name, section.name] = effective(kept, name, section.name)
                 assert torch.equal(got, want), (name, section.name)
         # Projections and experts are kept; what makes heads of latents, norms, routers and embeddings are not.
         quantized = {name for (name, _), one in found.items() if one}
@@ -116,13 +118,47 @@ def test_every_section_is_what_the_plain_one_is(twin: Path, size: int) -> None:
         assert not any("router" in name or "embedding" in name or "norm" in name for name in quantized)
 
 
+@pytest.mark.parametrize("keep", [False, True], ids=["plain", "quantized"])
+@pytest.mark.parametrize("twin", NAMES, indirect=True)
+def test_a_rank_has_whole_experts_and_reads_no_others(twin: Path, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever format: those of all ranks are those of one rank, and the rest is as without expert parallelism."""
+    config = EngineConfig(model=str(twin), quantized_weights="keep", dtype="float32", device="cpu")
+    whole = loaded(resolve_load_plan(config), keep)
+    layout, read = RankLayout(3, expert_parallel=True), Loader._read
+    names: list[list[str]] = []
+
+    def noted(self: Loader, checkpoint: Any, name: str, *rest: Any) -> None:
+        names[-1].append(name)
+        read(self, checkpoint, name, *rest)
+
+    monkeypatch.setattr(Loader, "_read", noted)
+    for rank in range(layout.size):
+        names.append([])
+        parallel = dataclasses.replace(Parallel.of(layout, rank), size=1, rank=0)
+        stage = Parallel(rank, layout.size, layout=layout, world_rank=rank)
+        load_plan = resolve_load_plan(config, dataclasses.replace(parallel, stage=stage))
+        own = loaded(load_plan, keep)
+        held = {one.held for one in map(placement_of, own.parameters()) if one.held is not None}
+        (mine,) = held
+        for name, parameter in own.named_parameters():
+            if ".experts." not in name or name.endswith(SCALES):
+                continue
+            for section in placement_of(parameter).sections:
+                target = name.removesuffix(VALUES)
+                got, want = effective(own, target, section.name), effective(whole, target, section.name)
+                assert torch.equal(got[0], want[0][list(mine)]) and got[1] == want[1], (name, rank)
+    of_experts = [[name for name in found if ".experts." in name] for found in names]
+    if any(re.search(r"\.experts\.\d", name) for name in of_experts[0]):
+        assert len({name for found in of_experts for name in found}) == sum(map(len, of_experts))
+
+
 @pytest.mark.parametrize("twin", NAMES[:1], indirect=True)
 def test_scales_of_rows(twin: Path, tmp_path: Path) -> None:
     channel = write_twin(twin.parent / "plain", tmp_path / "channel", scheme="channel")
     config = EngineConfig(model=str(channel), quantized_weights="keep", dtype="float32", device="cpu")
     load_plan = resolve_load_plan(config)
     plain, kept = loaded(load_plan, False), loaded(load_plan, True)
-    got, quantized = effective(kept, "layers.0.mixer.out.weight", "", Parallel())
+    got, quantized = effective(kept, "layers.0.mixer.out.weight", "")
     assert quantized
     assert torch.equal(got, dict(plain.named_parameters())["layers.0.mixer.out.weight"])
 

@@ -2,6 +2,8 @@
 
     y[t] = sum over k of weights[t, k] * (results[inverse[t, k]] + bias[experts[t, k]]) + shared[t] * sigmoid(gate[t])
 
+Where only some experts are here, choices of the others count nothing.
+
 Mathematics in fp32, rounded once; PyTorch and C round before they add `shared`.
 """
 

@@ -15,8 +15,13 @@ JOINED: dict[str, frozenset[str]] = {
     "bias": frozenset({"bias"}),
     "shared": frozenset({"shared"}),
     "bias and gated shared": frozenset({"bias", "shared", "gate"}),
+    "experts of a rank": frozenset({"bias", "held"}),
 }
 SHAPES = ((5, 3, 40), (1, 1, 300), (3, 13, 20))
+
+
+# Experts of a rank; rows of the others are never written.
+HELD = 4
 
 
 def _make(
@@ -36,7 +41,10 @@ def _make(
     bias = draw(dtype, EXPERTS, hidden) if "bias" in joined else None
     shared = draw(dtype, tokens, hidden + 3)[:, 3:] if "shared" in joined else None
     gate = draw(dtype, tokens, 1) if "gate" in joined else None
-    return results, weights, inverse, experts, dtype, bias, shared, gate
+    held = HELD if "held" in joined else None
+    if held is not None:
+        results[inverse[experts.flatten() >= held]] = torch.nan
+    return results, weights, inverse, experts, dtype, bias, shared, gate, held
 
 
 def _spec(hidden: int, dtype: torch.dtype) -> CombineSpec:

@@ -14,13 +14,21 @@ def combine(
     bias: torch.Tensor | None = None,
     shared: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
+    held: int | None = None,
 ) -> torch.Tensor:
     """y[t] = sum over k of w[t, k] * (results[inverse[t, k]] + bias[experts[t, k]]) + shared[t] * sigmoid(gate[t]).
 
     `results`: [n, hidden]. `weights`: [T, K] fp32. `inverse`: [T * K] row of each pair. `experts`: [T, K].
-    `dtype`: of y. `bias`: [E, hidden]. `shared`: [T, hidden]. `gate`: [T, 1]; without it shared counts whole. Returns
-    y [T, hidden].
+    `dtype`: of y. `bias`: [E, hidden]. `shared`: [T, hidden]. `gate`: [T, 1]; without it shared counts whole. `held`:
+    number of the experts that are here: choices of others count nothing, and their rows are not read. Returns y
+    [T, hidden].
     """
+    if held is not None:
+        mine = experts < held
+        weights, experts = torch.where(mine, weights, 0.0), torch.where(mine, experts, 0)
+        # A row of zeros for all others.
+        inverse = torch.where(mine.flatten(), inverse, len(results))
+        results = torch.cat([results, results.new_zeros(1, results.shape[1])])
     # Reading rows in another order is several times faster than writing them so.
     back = results.index_select(0, inverse)
     y = torch.bmm(weights[:, None], back.float().unflatten(0, experts.shape)).squeeze(1)

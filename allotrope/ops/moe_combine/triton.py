@@ -18,7 +18,7 @@ from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 
 
-@pdl_jit
+@pdl_jit(do_not_specialize=["held"])
 def combine_kernel(
     results,
     weights,
@@ -33,15 +33,17 @@ def combine_kernel(
     shared_stride,
     gate_stride,
     bias_stride,
+    held,
     TOPK: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCK: tl.constexpr,
     SHARED: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     """`weights`, `inverse`, `experts`: [T, TOPK], contiguous. `out`: [T, hidden], contiguous. UNROLL rows are read at
-    once.
+    once. HELD: choices of experts from `held` on count nothing.
     """
     gdc_wait()
     gdc_launch_dependents()
@@ -53,6 +55,8 @@ def combine_kernel(
         for step in tl.static_range(UNROLL):
             pair = token * TOPK + first + step
             choice_mask = first + step < TOPK
+            if HELD:
+                choice_mask &= tl.load(experts + pair, mask=choice_mask, other=0) < held
             weight = tl.load(weights + pair, mask=choice_mask, other=0.0)
             row = tl.load(inverse + pair, mask=choice_mask, other=0).to(tl.int64) * result_stride
             acc += weight * tl.load(results + row + column, mask=column_mask & choice_mask, other=0.0).to(tl.float32)
@@ -84,6 +88,7 @@ def combine(
     bias: torch.Tensor | None = None,
     shared: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
+    held: int | None = None,
 ) -> torch.Tensor:
     """As `reference.combine`; rows have any stride."""
     assert all(rows is None or rows.stride(1) == 1 for rows in (results, shared, bias))
@@ -108,10 +113,12 @@ def combine(
         0 if shared is None else shared.stride(0),
         0 if gate is None else gate.stride(0),
         0 if bias is None else bias.stride(0),
+        0 if held is None else held,
         TOPK=topk,
         SHARED=shared is not None,
         GATED=shared is not None and gate is not None,
         BIAS=bias is not None,
+        HELD=held is not None,
         **launch,
     )
     return out
@@ -122,17 +129,18 @@ def released(chip: Chip) -> list[Specialization]:
     """Sums with all that may join them."""
     made = []
     for name, kind, tokens, topk, flags in (
-        ("combine decode bf16", "*bf16", 1, 8, (False, False, False)),
-        ("combine prefill bf16", "*bf16", 8192, 10, (True, True, False)),
-        ("combine bias fp16", "*fp16", 8192, 4, (False, False, True)),
-        ("combine fp32", "*fp32", 8192, 32, (True, False, True)),
+        ("combine decode bf16", "*bf16", 1, 8, (False, False, False, False)),
+        ("combine prefill bf16", "*bf16", 8192, 10, (True, True, False, False)),
+        ("combine bias fp16", "*fp16", 8192, 4, (False, False, True, False)),
+        ("combine fp32", "*fp32", 8192, 32, (True, False, True, False)),
+        ("combine experts of a rank", "*bf16", 1, 8, (True, False, True, True)),
     ):
         launch = config(chip, tokens, topk, 4096, 4 if kind == "*fp32" else 2)
         signature = dict.fromkeys(("results", "shared", "gate", "bias", "out"), f"{kind}:16")
         signature |= {"weights": "*fp32:16", "inverse": "*i32:16", "experts": "*i64:16"}
         signature |= dict.fromkeys(("hidden", "result_stride", "shared_stride", "bias_stride"), "i32:16")
-        signature |= {"gate_stride": "i32"}
-        constants: dict[str, Any] = dict(zip(("SHARED", "GATED", "BIAS"), flags, strict=True))
+        signature |= {"gate_stride": "i32", "held": "i32"}
+        constants: dict[str, Any] = dict(zip(("SHARED", "GATED", "BIAS", "HELD"), flags, strict=True))
         constants |= {"TOPK": topk, "UNROLL": launch["UNROLL"], "BLOCK": launch["BLOCK"]}
         made.append(
             Specialization(name, combine_kernel, signature, constants, launch["num_warps"], launch["num_stages"])
