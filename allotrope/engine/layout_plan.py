@@ -132,6 +132,16 @@ class LayoutPlanner:
         # Layouts that differ in stages alone share a model.
         self._models: dict[RankLayout, RankModel] = {}
 
+    def heading(self) -> str:
+        """The model and its types, for people. Raises ModelError for a model that cannot be served at all."""
+        load_plan = self._model(RankLayout()).load_plan
+        architecture = next(iter(load_plan.checkpoint.config.get("architectures") or ["?"]))
+        types = (str(one).removeprefix("torch.") for one in (load_plan.build.dtype, load_plan.build.kv_dtype))
+        formats = sorted({format.name for format in load_plan.build.formats.values()})
+        kept = f", weights that stay quantized: {', '.join(formats)}" if formats else ""
+        text = f"{self._config.model}: {architecture}, {len(load_plan.spec.layers)} layers"
+        return f"{text}, {' with '.join(types)} caches{kept}"
+
     def plan(self, layout: RankLayout) -> LayoutReport:
         """What the ranks of a layout hold and how long their steps take. Where the model does not allow the layout, or
         one request does not fit, the report says why."""
@@ -194,7 +204,7 @@ class LayoutPlanner:
         return self._models[stage]
 
     @property
-    def _usable(self) -> int:
+    def usable(self) -> int:
         """Bytes of a GPU for weights, steps and caches."""
         return int(self._memory * utilization(self._config, torch.device("cuda")))
 
@@ -207,7 +217,7 @@ class LayoutPlanner:
         """Bytes for the caches of a rank, beside its weights and the largest step."""
         load_plan = self._model(layout).load_plan
         room = StepRoom(
-            bytes=self._usable - stage.weight_bytes,
+            bytes=self.usable - stage.weight_bytes,
             hidden=load_plan.spec.hidden * load_plan.build.dtype.itemsize,
             vocabulary=load_plan.spec.vocab_size if stage.first else 0,
             context=self._context,
@@ -236,7 +246,7 @@ class LayoutPlanner:
         return low
 
     def _refusal(self, layout: RankLayout, stages: Sequence[StageCost], rooms: Sequence[int]) -> str | None:
-        usable = self._usable
+        usable = self.usable
         most = max(stage.weight_bytes for stage in stages)
         if most > usable:
             return f"does not fit: {size_text(most)} of weights on a rank, of {size_text(usable)}"

@@ -21,6 +21,7 @@ from allotrope.engine.async_scheduling import uses_async_scheduling
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.report_text import size_text, table
 from allotrope.errors import ModelError
+from allotrope.kernels.chip import Chip
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.draft import DraftModel
 from allotrope.layers.embedding import Embedding, Head
@@ -184,14 +185,14 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def report_ranks(config: EngineConfig, memory: int | None = None) -> RankReport:
-    """The report of the ranks that `config` asks for. `memory`: as `resolve_load_plan` has it.
+def report_ranks(config: EngineConfig, memory: int | None = None, chip: Chip | None = None) -> RankReport:
+    """The report of the ranks that `config` asks for. `memory`, `chip`: as `resolve_load_plan` has them.
 
     Raises ModelError or ConfigError if the model cannot have so many, or cannot be served at all.
     """
-    load_plan = resolve_load_plan(config, Parallel.of(config.layout), available=memory)
+    load_plan = resolve_load_plan(config, Parallel.of(config.layout), available=memory, chip=chip)
     model, parallel = load_plan.meta_model(), load_plan.build.parallel
-    sizes, refused = rank_sizes(config, memory, load_plan.checkpoint)
+    sizes, refused = rank_sizes(config, memory, load_plan.checkpoint, chip)
     async_scheduling = uses_async_scheduling(config, load_plan.build.device.type, observed=False)
     return RankReport(
         ranks=parallel.size,
@@ -206,17 +207,22 @@ def report_ranks(config: EngineConfig, memory: int | None = None) -> RankReport:
 
 
 def rank_sizes(
-    config: EngineConfig, memory: int | None = None, checkpoint: Checkpoint | None = None
+    config: EngineConfig,
+    memory: int | None = None,
+    checkpoint: Checkpoint | None = None,
+    chip: Chip | None = None,
 ) -> tuple[tuple[RankSize, ...], tuple[RefusedSizes, ...]]:
-    """Which of `SIZES` a model allows, and for the others why not. `memory`, `checkpoint`: as `resolve_load_plan` has
-    them. Raises ModelError if the model cannot be served at all."""
+    """Which of `SIZES` a model allows, and for the others why not. `memory`, `checkpoint`, `chip`: as
+    `resolve_load_plan` has them. Raises ModelError if the model cannot be served at all."""
     allowed: list[RankSize] = []
     refused: dict[str, list[int]] = {}
     on_one_rank: dict[str, str] = {}
     for ranks in SIZES:
         try:
             layout = dataclasses.replace(config.layout, tensor=ranks)
-            load_plan = resolve_load_plan(config, Parallel.of(layout), available=memory, checkpoint=checkpoint)
+            load_plan = resolve_load_plan(
+                config, Parallel.of(layout), available=memory, checkpoint=checkpoint, chip=chip
+            )
         except ModelError as error:
             if ranks == 1:
                 raise

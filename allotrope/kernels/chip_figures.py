@@ -52,19 +52,16 @@ class ChipFigures:
     link: Link
     network: Link | None
 
-    def assumed(self) -> list[str]:
-        """What no vendor states and nobody measured on this chip, a sentence each."""
+    def assumed(self, *, hosts: int = 1) -> list[str]:
+        """What no vendor states and nobody measured on this chip, a sentence each. `hosts`: how many are used."""
         stated = {"memory": self.memory, "bandwidth of memory": self.bandwidth}
         stated |= {f"rate of {kind} products": rate for kind, rate in self.rates.items()}
-        for name, link in (("links", self.link), ("network", self.network)):
-            if link is not None:
-                parts = (link.bandwidth, link.latency, link.library_latency)
-                whats = (f"bandwidth of {name}", f"latency over {name}", f"library's latency over {name}")
-                stated |= dict(zip(whats, parts, strict=True))
-        found = [f"{what}: {one.source}" for what, one in stated.items() if not one.measured]
-        if self.network is None:
-            found.append("network between hosts: unknown")
-        return found
+        links = [("links", self.link)] + ([] if hosts == 1 or self.network is None else [("the network", self.network)])
+        for name, link in links:
+            parts = (link.bandwidth, link.latency, link.library_latency)
+            whats = (f"bandwidth of {name}", f"latency over {name}", f"latency over {name} of the vendor's library")
+            stated |= dict(zip(whats, parts, strict=True))
+        return [f"{what}: {one.source}" for what, one in stated.items() if not one.measured]
 
 
 @dataclass(frozen=True)
