@@ -205,7 +205,8 @@ def _fits(sizes: Sequence[int], extra: int, stages: int, limit: int) -> bool:
 
 def _runs(sizes: Sequence[int], extra: int, stages: int, limit: int) -> list[range]:
     """As many layers a stage as `limit` bytes hold, one at least, and one at least for each later stage."""
-    found, start, used = [], 0, extra
+    found: list[range] = []
+    start, used = 0, extra
     for i, size in enumerate(sizes):
         left = stages - len(found) - 1
         if i > start and (used + size > limit or len(sizes) - i == left):

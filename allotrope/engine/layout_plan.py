@@ -154,9 +154,8 @@ class LayoutPlanner:
         most = max(stages, key=lambda stage: stage.weight_bytes)
         found = LayoutReport(layout=layout, weights=most.weights)
         rooms = [self._room(layout, stage) for stage in stages]
-        reason = self._refusal(layout, stages, rooms)
-        if reason:
-            return dataclasses.replace(found, refusal=reason)
+        if (refusal := self._refusal(stages, rooms)) is not None:
+            return dataclasses.replace(found, refusal=refusal)
         decode = tuple(
             self._decode(layout, stages, hosts, requests)
             for requests in self._requests
@@ -245,7 +244,7 @@ class LayoutPlanner:
             low, high = (middle, high) if self._fit(stages, rooms, middle) else (low, middle)
         return low
 
-    def _refusal(self, layout: RankLayout, stages: Sequence[StageCost], rooms: Sequence[int]) -> str | None:
+    def _refusal(self, stages: Sequence[StageCost], rooms: Sequence[int]) -> str | None:
         usable = self.usable
         most = max(stage.weight_bytes for stage in stages)
         if most > usable:

@@ -81,9 +81,9 @@ class LayoutComparison:
         if fits:
             counts = ", ".join(map(str, self.requests))
             text.append(
-                f"ms per token of {counts} requests that each see {self.context} tokens, in brackets the least that the "
-                "ceilings of chip and links allow; tokens of prompts per second; bytes that a rank sends in a step of "
-                "the most requests"
+                f"ms per token of {counts} requests that each see {self.context} tokens, in brackets the least that "
+                "the ceilings of chip and links allow; tokens of prompts per second; bytes that a rank sends in a step "
+                "of the most requests"
             )
             text += table(self._rows(fits))
         for count in self.requests:
