@@ -66,7 +66,7 @@ class DeepseekV4Layer(nn.Module):
         y = self.parallel.all_reduce(self.mixer(self.mixer_norm(x), ctx))
         streams = self.mixer_streams.post(y, streams, post, comb)
         x, post, comb = self.ffn_streams.pre(streams)
-        y = self.parallel.all_reduce(self.ffn(self.ffn_norm(x), ctx))
+        y = self.parallel.all_reduce(ctx.shared(self.ffn, self.ffn_norm(x)))
         return self.ffn_streams.post(y, streams, post, comb)
 
 

@@ -44,7 +44,7 @@ class SandwichLayer(DecoderLayer):
         self, x: torch.Tensor, normed: torch.Tensor, ctx: LayerStep, following: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, normed = self.ffn_norm.add(self.mixer(normed, ctx), x, self.mixer_out_norm)
-        return following.add(self.ffn(normed, ctx), x, self.ffn_out_norm)
+        return following.add(ctx.shared(self.ffn, normed), x, self.ffn_out_norm)
 
 
 class Gemma3Decoder(Decoder):

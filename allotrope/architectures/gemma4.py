@@ -83,15 +83,18 @@ class ParallelExperts(nn.Module):
         self.router = Router(spec.router, hidden, build)
         self.expert_scale = build.parameter((count,), Placement((Section("", count),)), torch.float32)
         gating = GatedActivation(activation="gelu_tanh")
-        self.experts = Experts(count, hidden, spec.width, gating, build.at("experts"), bias=False)
+        self.experts = Experts(count, hidden, spec.width, gating, build.at_stage("experts"), bias=False)
 
     def forward(self, x: torch.Tensor, dense: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden] residual stream. `dense`: [T, hidden] this rank's part of the dense MLP's output. Returns
         [T, hidden], whole on every rank."""
-        weights, experts = self.router(self.router_norm(x) * self.router_scale * self.root, ctx.step.ids)
-        routed = self.experts(self.in_norm(x), weights * self.expert_scale[experts], experts)
-        dense, routed = self.parallel.all_reduce_each(dense, routed)
+        dense, routed = self.parallel.all_reduce_each(dense, ctx.shared(self._routed, x))
         return self.dense_norm(dense) + self.out_norm(routed)
+
+    def _routed(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
+        weights, experts = self.router(self.router_norm(x) * self.router_scale * self.root, ctx.step.ids)
+        routed: torch.Tensor = self.experts(self.in_norm(x), weights * self.expert_scale[experts], experts)
+        return routed
 
 
 class Gemma4Layer(SandwichLayer):
@@ -107,9 +110,7 @@ class Gemma4Layer(SandwichLayer):
         self.index, self.per_layer, self.parallel = extra.index, extra.per_layer, build.parallel
         self.scalar = build.parameter((1,), Placement((Section("", 1),)))
         self.parallel_experts = (
-            ParallelExperts(extra.experts, model, build.at_stage("parallel_experts"))
-            if extra.experts is not None
-            else None
+            ParallelExperts(extra.experts, model, build.at("parallel_experts")) if extra.experts is not None else None
         )
         if extra.per_layer:
             self.per_layer_gate = _replicated(model.hidden, extra.per_layer, build.at("per_layer_gate"))
@@ -120,7 +121,7 @@ class Gemma4Layer(SandwichLayer):
         self, x: torch.Tensor, normed: torch.Tensor, ctx: LayerStep, following: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, normed = self.ffn_norm.add(self.mixer(normed, ctx), x, self.mixer_out_norm)
-        y, out_norm = self.ffn(normed, ctx), self.ffn_out_norm
+        y, out_norm = ctx.shared(self.ffn, normed), self.ffn_out_norm
         if self.parallel_experts is None and not self.per_layer:
             return following.add(y, x, out_norm, self.scalar)
         y = self.parallel.all_reduce(y) if self.parallel_experts is None else self.parallel_experts(x, y, ctx)

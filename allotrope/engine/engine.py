@@ -27,7 +27,7 @@ from allotrope.engine.requests import RequestTable
 from allotrope.engine.sampling_defaults import Defaults, eos_ids, read_sampling_defaults, values_not_taken
 from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.step_log import StepLog
-from allotrope.engine.step_loop import StepLoop
+from allotrope.engine.step_loop import PageCopy, StepLoop
 from allotrope.errors import InvalidRequest
 from allotrope.grammars.compiler import GrammarCompiler
 from allotrope.grammars.constraint import Constraints
@@ -61,15 +61,15 @@ class Engine:
         load_plan, self.memory = self._executor.load_plan, self._executor.memory
         self._load_plan, self._device = load_plan, load_plan.build.device
         self.limits = _limits(config, load_plan)
-        copies: list[tuple[int, int, int]] = []
+        copies: list[PageCopy] = []
         self._requests = RequestTable(
             *(config, self.limits, load_plan.limits.step_tokens, self.memory),
-            copy_page=lambda group, source, target: copies.append((group, source, target)),
+            copy_page=lambda *copy: copies.append(copy),
             max_decodes=load_plan.max_decodes,
             lookahead=load_plan.lookahead,
         )
         self._drafting = make_drafting(
-            *(config.speculation, load_plan.max_drafts, load_plan.max_decodes, config.seed),
+            *(config.speculation, load_plan.max_drafts, load_plan.max_decodes * config.data_parallel_size, config.seed),
             lookahead=load_plan.lookahead,
             on_gpu=self._device.type == "cuda",
         )
@@ -133,7 +133,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._requests.scheduler.running or self._requests.scheduler.waiting)
+        return self._requests.has_work
 
     @torch.inference_mode()
     def step(self) -> list[SequenceOutput]:
@@ -186,7 +186,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Evict every page that ended sequences left for reuse."""
-        self._requests.kv_cache_manager.evict_all()
+        self._requests.evict_all()
 
     def sleep(self) -> None:
         """Drop the prefix cache and, on a GPU, free its memory: weights go to host memory, caches and graphs go.

@@ -73,7 +73,8 @@ class StepPlan:
     `sampled`: tokens that every rank gets when the pass is over: the next plan may have placeholders for them.
     `greedy`: the pass ends with the greedy tokens, which the ranks choose together, in place of logits, which rank 0
     samples from. `sequences`: with a draft model, those that are sampled from, in order. `passes`: drafts that it makes
-    for each of them.
+    for each of them. `parts`: where there are several data-parallel ranks, the rows, copies and sequences of each; the
+    rows of the plan are theirs, one rank's after another's.
     """
 
     rows: tuple[StepRow, ...]
@@ -82,11 +83,24 @@ class StepPlan:
     greedy: bool = False
     sequences: tuple[SampledSequence, ...] = ()
     passes: int = 0
+    parts: tuple[StepPlan, ...] = ()
+
+    @staticmethod
+    def of_ranks(parts: Sequence[StepPlan]) -> StepPlan:
+        """The plan of several data-parallel ranks, of which some may have no rows."""
+        return StepPlan(tuple(row for part in parts for row in part.rows), parts=tuple(parts))
 
     @property
     def decodes_only(self) -> bool:
         """Whether every row has one token."""
-        return len(self.rows[-1].ids) == 1
+        if self.parts:
+            return all(part.decodes_only for part in self.parts)
+        return not self.rows or len(self.rows[-1].ids) == 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(len(row.ids) for row in self.rows)
 
     @property
     def logits_indices(self) -> list[int]:
@@ -174,14 +188,23 @@ def page_table(rows: Sequence[StepRow], group: int, page_size: int) -> Words:
 def page_slots(table: Words, page_size: int, host: HostRows) -> Words:
     """[T] `PageIndex.slots` of the new tokens."""
     pages = table[host.requests, host.positions // page_size]
-    return np.where(pages >= 0, pages * page_size + host.positions % page_size, -1)
+    # Nothing is written into the null page.
+    return np.where(pages > 0, pages * page_size + host.positions % page_size, -1)
+
+
+def padding_row(groups: Sequence[CacheGroup]) -> StepRow:
+    """A row that stores nothing anyone reads: what a data-parallel rank without rows runs."""
+    return StepRow((0,), 0, [(0,)] * len(groups), [0] * len(groups), num_logits=0, next_id=0)
 
 
 @dataclass(frozen=True)
 class StepFacts:
     """What the host must know of a packed step. `sampled`, `greedy`: as in `StepPlan`. `has_placeholders`: whether any
     row ends in one. `copies`: [m, 3] (group, source, target). `logits_indices`: [n]. `sequences`: number of those.
-    `passes`: as in `StepPlan`.
+    `passes`: as in `StepPlan`. `tokens_of_ranks`, `logits_of_ranks`: of each data-parallel rank, the tokens that it
+    runs and the logits that are computed of them; empty where there is one.
+
+    `decodes_only`, `sampled`, `greedy` and `passes` are those of all data-parallel ranks together, the rest is of one.
     """
 
     decodes_only: bool
@@ -193,6 +216,20 @@ class StepFacts:
     logits_indices: Words
     sequences: int
     passes: int
+    tokens_of_ranks: tuple[int, ...] = ()
+    logits_of_ranks: tuple[int, ...] = ()
+
+    def of_rank(self, whole: StepPlan) -> StepFacts:
+        """These facts of the rows of one data-parallel rank, as a part of the plan of all."""
+        return replace(
+            self,
+            decodes_only=whole.decodes_only,
+            sampled=whole.sampled,
+            greedy=whole.greedy,
+            passes=whole.passes,
+            tokens_of_ranks=tuple(part.tokens for part in whole.parts),
+            logits_of_ranks=tuple(len(part.logits_indices) for part in whole.parts),
+        )
 
     @staticmethod
     def of(plan: StepPlan) -> StepFacts:
@@ -214,15 +251,28 @@ class StepFacts:
         """These facts as arrays for the host."""
         flags = [self.decodes_only, self.greedy, self.has_placeholders]
         numbers = [*flags, self.requests, self.sampled, self.sequences, self.passes]
-        return [np.array(numbers, dtype=np.int64), self.copies.ravel(), self.logits_indices]
+        of_ranks = np.array([self.tokens_of_ranks, self.logits_of_ranks], dtype=np.int64)
+        return [np.array(numbers, dtype=np.int64), self.copies.ravel(), self.logits_indices, of_ranks.ravel()]
 
     @staticmethod
     def read(packed: PackedStep) -> StepFacts:
         """The facts that `arrays` packed as the first arrays of the host."""
-        numbers, copies, indices, *_ = packed.host
-        decodes_only, greedy, has_placeholders, requests, sampled, *drafting = numbers.tolist()
-        flags = bool(greedy), bool(has_placeholders)
-        return StepFacts(bool(decodes_only), requests, sampled, *flags, copies.reshape(-1, 3), indices, *drafting)
+        numbers, copies, indices, of_ranks, *_ = packed.host
+        decodes_only, greedy, has_placeholders, requests, sampled, sequences, passes = numbers.tolist()
+        tokens, logits = of_ranks.reshape(2, -1).tolist()
+        return StepFacts(
+            bool(decodes_only),
+            requests,
+            sampled,
+            bool(greedy),
+            bool(has_placeholders),
+            copies.reshape(-1, 3),
+            indices,
+            sequences,
+            passes,
+            tuple(tokens),
+            tuple(logits),
+        )
 
 
 def pack(
@@ -309,7 +359,7 @@ def advanced(inputs: Inputs, by: torch.Tensor, on_host: Sequence[int] | None, st
 def token_slots(table: torch.Tensor, page_size: int, positions: torch.Tensor) -> torch.Tensor:
     """[B] `PageIndex.slots` of a token of each request, at `positions` [B]."""
     pages = table.gather(1, (positions // page_size)[:, None])[:, 0]
-    return torch.where(pages >= 0, pages * page_size + positions % page_size, -1)
+    return torch.where(pages > 0, pages * page_size + positions % page_size, -1)
 
 
 def _verify(

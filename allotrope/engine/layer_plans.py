@@ -14,6 +14,7 @@ from allotrope.attention.family import Spec
 from allotrope.cache.arena import Arena
 from allotrope.cache.groups import CacheGroup
 from allotrope.engine.inputs import Inputs
+from allotrope.layers.data_parallel import RankRows
 from allotrope.layers.step import LayerStep, Step
 from allotrope.ops.rope import RopeTables
 
@@ -49,8 +50,9 @@ class LayerPlans:
         # The groups that these layers read.
         self.groups = frozenset(group for _, _, group_ids, _ in self._layers for group in group_ids.values())
 
-    def step(self, ids: torch.Tensor, inputs: Inputs, plans: Plans) -> Step:
-        """The step of the model. `plans`: those of the same inputs that were made before; new ones join them."""
+    def step(self, ids: torch.Tensor, inputs: Inputs, plans: Plans, rows: RankRows | None = None) -> Step:
+        """The step of the model. `plans`: those of the same inputs that were made before; new ones join them. `rows`:
+        as in `Step`."""
         layers = []
         for spec, backend, group_ids, caches in self._layers:
             key = (spec.plan_key, backend.name, tuple(group_ids.items()))
@@ -58,4 +60,4 @@ class LayerPlans:
                 named = {name: inputs.index[group] for name, group in group_ids.items()}
                 plans[key] = backend.plan(spec, inputs.batch, named)
             layers.append(LayerStep(plans[key], caches))
-        return Step(ids, inputs.batch, layers, self._tables)
+        return Step(ids, inputs.batch, layers, self._tables, rows)

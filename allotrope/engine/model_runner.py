@@ -18,10 +18,11 @@ from allotrope.cache.groups import CacheGroup
 from allotrope.engine.decode_buffers import DecodeBuffers
 from allotrope.engine.draft_runner import DraftRunner
 from allotrope.engine.graphs import DecodeGraphs
-from allotrope.engine.inputs import Inputs, StepFacts, StepPlan, known_ids, pack, unpack
+from allotrope.engine.inputs import Inputs, StepFacts, StepPlan, known_ids, pack, padding_row, unpack
 from allotrope.engine.layer_plans import LayerPlans, Plans
 from allotrope.engine.packed_step import PackedStep, Words
 from allotrope.layers.backend_report import uncaptured
+from allotrope.layers.data_parallel import RankRows, gather_selected
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.draft import DraftModel
 from allotrope.ops.rope import RopeTables
@@ -92,7 +93,7 @@ class ModelRunner:
             if self._verify:
                 buffers.advance(size)
             inputs, prev_sampled = buffers.inputs(size)
-            hidden, features = self._run(inputs, prev_sampled, {})
+            hidden, features = self._run(inputs, prev_sampled, {}, self._rank_rows(size))
             buffers.hidden[:size].copy_(hidden)
             if drafts is not None:
                 drafts.keep(features)
@@ -103,13 +104,30 @@ class ModelRunner:
             drafts.make_static(buffers, decode.sequences, capture=decode.capture, alone=alone)
 
     def pack(self, plan: StepPlan) -> PackedStep:
-        """The plan as integers for the ranks."""
-        facts = StepFacts.of(plan)
-        if self.buffers is not None and plan.decodes_only:
+        """The plan as integers for the ranks. With several data-parallel ranks, `run` takes the part of one."""
+        if not plan.parts:
+            return self._pack(plan, StepFacts.of(plan))
+        if self.buffers is None or not plan.decodes_only:
+            row = padding_row(self.groups)
+            plan = replace(plan, parts=tuple(part if part.rows else replace(part, rows=(row,)) for part in plan.parts))
+        parts = [self._pack(part, StepFacts.of(part).of_rank(plan)) for part in plan.parts]
+        return PackedStep.join(parts, pinned=self.device.type == "cuda")
+
+    def _pack(self, plan: StepPlan, facts: StepFacts) -> PackedStep:
+        if self.buffers is not None and facts.decodes_only:
             return self.buffers.pack(plan.rows, facts, plan.sequences)
         pinned = self.device.type == "cuda"
         next_ids = self.drafts is not None
         return pack(plan, facts, self.groups, pinned=pinned, verify=self._verify, next_ids=next_ids)
+
+    def run_alike(self, plan: StepPlan) -> torch.Tensor:
+        """As `run`, of a step that every data-parallel rank has alike."""
+        data = self.model.parallel.data
+        if data is None:
+            return self.run(self.pack(plan))
+        whole = StepPlan.of_ranks((plan,) * data.size)
+        whole = replace(whole, sampled=plan.sampled, greedy=plan.greedy, passes=plan.passes)
+        return self.run(self.pack(whole).part(data.rank))
 
     @torch.inference_mode()
     def run(self, packed: PackedStep, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
@@ -117,7 +135,7 @@ class ModelRunner:
         draft model these are for its `next_tokens`.
 
         Returns the logits at the plan's `logits_indices`, see `Decoder.logits`, or their greedy tokens where the plan
-        says so.
+        says so: those of all data-parallel ranks.
         """
         facts = StepFacts.read(packed)
         indices, requests = facts.logits_indices, facts.requests
@@ -127,12 +145,15 @@ class ModelRunner:
             self.arena.copy_pages(facts.copies.tolist())
         scored = self.model.greedy if facts.greedy else self.model.logits
         if self.buffers is not None and self.graphs is not None and facts.decodes_only:
-            size = self.graphs.padded(requests)
+            # Data-parallel ranks exchange rows: all of them run the same size.
+            size = self.graphs.padded(max(requests, *facts.tokens_of_ranks, 1))
             self.buffers.refresh(packed, requests, prev_sampled, size)
             if self.drafts is not None and (accepted := self.drafts.accepted) is not None:
                 self.buffers.accepted[: len(accepted)].copy_(accepted)
             self.graphs.run(size)
             self._last = facts, size
+            if facts.logits_of_ranks:
+                return scored(self._selected(self.buffers.hidden, facts))
             # The padding rows stay: the same product runs whether or not a graph came before it.
             out = scored(self.buffers.hidden[:size])[:requests]
             return out if len(indices) == requests else out[self._on_device(indices)]
@@ -140,9 +161,11 @@ class ModelRunner:
         if inputs.prev_sampled_indices is not None and prev_sampled is not None:
             ids = known_ids(inputs.ids, inputs.prev_sampled_indices, prev_sampled)
             inputs = replace(inputs, ids=ids, prev_sampled_indices=None)
-        hidden, features = self._run(inputs, None, plans)
+        hidden, features = self._run(inputs, None, plans, self._rank_rows(*facts.tokens_of_ranks))
         if self.drafts is not None:
             self._last = facts, (features, inputs, plans)
+        if facts.logits_of_ranks:
+            return scored(self._selected(hidden, facts))
         if len(indices) != len(hidden):
             hidden = hidden[self._on_device(indices)]
         return scored(hidden)
@@ -193,14 +216,31 @@ class ModelRunner:
         for graphs in self._all_graphs:
             graphs.close()
 
+    def _rank_rows(self, *tokens: int) -> RankRows | None:
+        """The rows of each data-parallel rank: `tokens` of each, or as many on all; None where there is one."""
+        data = self.model.parallel.data
+        if data is None:
+            return None
+        return RankRows(data, tokens if len(tokens) > 1 else tokens * data.size)
+
+    def _selected(self, hidden: torch.Tensor, facts: StepFacts) -> torch.Tensor:
+        """The hidden states behind which there are logits, of all data-parallel ranks. `hidden`: of this one."""
+        data, indices = self.model.parallel.data, facts.logits_indices
+        assert data is not None
+        if len(indices) == facts.requests and facts.decodes_only:
+            own = hidden[: len(indices)]
+        else:
+            own = hidden[self._on_device(indices)]
+        return gather_selected(data, own, facts.logits_of_ranks)
+
     def _run(
-        self, inputs: Inputs, prev_sampled: torch.Tensor | None, plans: Plans
+        self, inputs: Inputs, prev_sampled: torch.Tensor | None, plans: Plans, rows: RankRows | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden states [T, hidden], and what a draft model reads of them."""
         ids = inputs.ids
         if inputs.prev_sampled_indices is not None and prev_sampled is not None:
             ids = known_ids(ids, inputs.prev_sampled_indices, prev_sampled)
-        step = self._layers.step(ids, inputs, plans)
+        step = self._layers.step(ids, inputs, plans, rows)
         hidden: torch.Tensor = self.model(step)
         return hidden, hidden if step.features is None else step.features
 

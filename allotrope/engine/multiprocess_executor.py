@@ -38,7 +38,6 @@ from allotrope.engine.worker_processes import WorkerProcesses
 from allotrope.errors import ConfigError, InvalidRequest
 from allotrope.kernels.chip import gpu_count
 from allotrope.layers.decoder import Decoder
-from allotrope.rank_layout import RankLayout
 
 T = TypeVar("T")
 
@@ -51,7 +50,7 @@ class MultiprocessExecutor(Executor):
         size = config.layout.size
         if size > 1 and dist.is_initialized():
             raise ConfigError(f"{config.layout} needs a process of its own, but torch.distributed is in use here.")
-        refuse_layout(config.layout)
+        refuse_layout(config)
         refuse_devices(config)
         # Every rank can be planned before any process is: a head count that does not divide is refused at once.
         load_plan = prepare_rank(config, 0, preferred_tokens)
@@ -228,13 +227,16 @@ def _or_end(receive: Callable[[], T]) -> T:
         os._exit(0)
 
 
-def refuse_layout(layout: RankLayout) -> None:
+def refuse_layout(config: EngineConfig) -> None:
     """Raise ConfigError, with every reason, for a layout of ranks that is not served yet."""
-    reasons = []
+    layout, speculation, reasons = config.layout, config.speculation, []
     if layout.pipeline > 1:
         reasons.append(f"pipeline_parallel_size={layout.pipeline} (needs 1: there are no stages yet)")
-    if layout.data > 1:
-        reasons.append(f"data_parallel_size={layout.data} (needs 1: requests have one scheduler yet)")
+    if layout.data > 1 and speculation is not None and not speculation.drafts_from_text:
+        reasons.append(
+            f"data_parallel_size={layout.data} (needs 1 where a model drafts: speculative_config has "
+            f"method={speculation.method!r}, and 'ngram' and 'suffix' alone draft from text)"
+        )
     if reasons:
         raise ConfigError("this layout of ranks cannot be served: " + "; ".join(reasons) + ".")
 

@@ -46,6 +46,22 @@ class PackedStep:
             target[start : start + len(array)] = array
         return PackedStep(words)
 
+    @staticmethod
+    def join(parts: Sequence[PackedStep], *, pinned: bool) -> PackedStep:
+        """One of several data-parallel ranks: each takes its own with `part`. `pinned`: as in `of`."""
+        ends = [*itertools.accumulate((_even(len(one.words)) for one in parts), initial=_even(len(parts) + 1))]
+        words = torch.empty(ends[-1], dtype=torch.int64, pin_memory=pinned)
+        target = words.numpy()
+        target[: len(ends)] = ends
+        for start, one in zip(ends, parts, strict=False):
+            target[start : start + len(one.words)] = one.words.numpy()
+        return PackedStep(words)
+
+    def part(self, index: int) -> PackedStep:
+        """Part `index` of a joined step."""
+        start, end = self._host[index : index + 2].tolist()
+        return PackedStep(self.words[start:end])
+
     @property
     def host(self) -> list[Words]:
         """The arrays for the host."""

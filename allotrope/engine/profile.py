@@ -41,11 +41,13 @@ def measure_peak(model: Decoder, draft_model: DraftModel | None, load_plan: Load
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    model_runner.run(model_runner.pack(StepPlan(rows)))
+    model_runner.run_alike(StepPlan(rows))
     if draft_model is not None:
         model_runner.run_drafts(torch.zeros(len(rows), dtype=torch.int64, device=device))
-    hidden = torch.zeros(load_plan.max_decodes, model.spec.hidden, dtype=model.embedding.dtype, device=device)
-    load_plan.sampler()(model.logits(hidden), largest_sampling_step(load_plan.max_decodes, device))
+    # Every rank computes its part of the logits of all data-parallel ranks.
+    sampled = load_plan.max_decodes * load_plan.build.parallel.layout.data
+    hidden = torch.zeros(sampled, model.spec.hidden, dtype=model.embedding.dtype, device=device)
+    load_plan.sampler()(model.logits(hidden), largest_sampling_step(sampled, device))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del model_runner, arena, hidden

@@ -77,13 +77,28 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankStats:
+    """The counts of one data-parallel rank. `requests`: that it got since the start, and `requests_by_prefix` those
+    which it got for the longest cached part of their prompt. The rest as in `EngineStats`."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_used: dict[str, int] = field(default_factory=dict)
+    pages_total: dict[str, int] = field(default_factory=dict)
+    preemptions: int = 0
+    requests: int = 0
+    requests_by_prefix: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """The counts of an engine after a step. Counts with no unit in the name are requests or events since the start.
 
     `pages_used`, `pages_total`: pages per cache group. Pages that only the prefix cache holds count as free.
     `prefix_queries`, `prefix_hits`: prompt tokens looked up in the prefix cache, and those it had.
     `prefix_lost`: prompt tokens that were computed again although they had been cached, by reason.
-    `speculation`: counts of speculative decoding; None where it is off.
+    `speculation`: counts of speculative decoding; None where it is off. `ranks`: of each data-parallel rank, none where
+    there is one.
     """
 
     running: int = 0
@@ -95,6 +110,7 @@ class EngineStats:
     prefix_lost: dict[str, int] = field(default_factory=dict)
     preemptions: int = 0
     speculation: SpeculationStats | None = None
+    ranks: tuple[RankStats, ...] = ()
 
 
 def numbered(names: list[str]) -> list[str]:

@@ -1,19 +1,20 @@
 """Requests from their arrival to their end: which are refused, the sequences of each, and their removal.
 
-Owns the table of open requests. Must not know how a step runs.
+Owns the table of open requests, and which data-parallel rank each of them goes to. Must not know how a step runs.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
-from allotrope.engine.kv_cache_manager import CopyPage, KVCacheManager
-from allotrope.engine.report import EngineLimits, EngineStats, numbered
+from allotrope.engine.kv_cache_manager import KVCacheManager
+from allotrope.engine.report import EngineLimits, EngineStats, RankStats, numbered
 from allotrope.engine.sampling_batch import RowSampling
-from allotrope.engine.scheduler import Scheduler
+from allotrope.engine.scheduler import Row, Scheduler
 from allotrope.engine.seeds import derive_seed
 from allotrope.engine.sequence import Sequence
 from allotrope.errors import InvalidRequest, Overloaded
@@ -22,8 +23,11 @@ from allotrope.request import Request
 
 
 class RequestTable:
-    """`open`: the sequences of each request that has not ended, in order of arrival. `step_tokens`: most of a step.
-    `max_decodes`, `lookahead`: as in `Scheduler`.
+    """`open`: the sequences of each request that has not ended, in order of arrival. `schedulers`: one for each
+    data-parallel rank, with caches of its own.
+
+    `step_tokens`: most of a rank's step. `copy_page(dp_rank, group, source, target)` copies a state slot on the devices
+    of that rank. `max_decodes`, `lookahead`: as in `Scheduler`.
     """
 
     def __init__(
@@ -32,20 +36,24 @@ class RequestTable:
         limits: EngineLimits,
         step_tokens: int,
         memory: MemoryPlan,
-        copy_page: CopyPage,
+        copy_page: Callable[[int, int, int, int], None],
         *,
         max_decodes: int = 0,
         lookahead: int = 0,
     ) -> None:
         self.open: dict[str, list[Sequence]] = {}
-        self.kv_cache_manager = KVCacheManager(memory, copy_page, reuse=config.enable_prefix_caching)
-        self.scheduler = Scheduler(
-            self.kv_cache_manager,
-            max_sequences=limits.max_num_seqs,
-            max_tokens=step_tokens,
-            max_decodes=max_decodes,
-            lookahead=lookahead,
+        self.schedulers = tuple(
+            Scheduler(
+                KVCacheManager(memory, functools.partial(copy_page, dp_rank), reuse=config.enable_prefix_caching),
+                max_sequences=limits.max_num_seqs,
+                max_tokens=step_tokens,
+                max_decodes=max_decodes,
+                lookahead=lookahead,
+            )
+            for dp_rank in range(config.data_parallel_size)
         )
+        # Requests that each rank got, and of these, those that found a part of their prompt in its cache.
+        self._routed, self._routed_by_prefix = ([0] * len(self.schedulers) for _ in range(2))
         self._config, self._limits, self._step_tokens = config, limits, step_tokens
         self._num_accepted = 0
         self._prefix_queries = self._prefix_hits = 0
@@ -55,7 +63,7 @@ class RequestTable:
         """Raise InvalidRequest if a request can never run, Overloaded if the queue is full. `aside`: requests that are
         yet to be queued.
         """
-        limits, waiting = self._limits, len(self.scheduler.waiting) + aside
+        limits, waiting = self._limits, sum(len(one.waiting) for one in self.schedulers) + aside
         request.check(limits.vocab_size, limits.max_model_len)
         if request.request_id in self.open:
             raise InvalidRequest(f"request_id={request.request_id!r} is already running.", "request_id")
@@ -74,9 +82,10 @@ class RequestTable:
         self.check(request)
         self._num_accepted += 1
         siblings: list[Sequence] = []
+        dp_rank = self._route(request)
         for index in range(request.params.n):
-            siblings.append(self._sequence(request, index, siblings[0] if siblings else None, constraints))
-            self.scheduler.add(siblings[-1])
+            siblings.append(self._sequence(request, index, siblings[0] if siblings else None, constraints, dp_rank))
+            self.scheduler_of(siblings[-1]).add(siblings[-1])
         self.open[request.request_id] = siblings
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -84,7 +93,7 @@ class RequestTable:
         for request_id in request_ids:
             for seq in self.open.pop(request_id, ()):
                 if not seq.done:
-                    self.scheduler.remove(seq)
+                    self.scheduler_of(seq).remove(seq)
 
     def abort_sequence(self, request_id: str, index: int) -> None:
         """End one sequence of a request at once; its siblings go on. Unknown ids are ignored."""
@@ -94,7 +103,7 @@ class RequestTable:
 
     def end(self, seq: Sequence, *, evict: bool = False) -> None:
         """End a sequence, and its request with the last one. `evict`: no later request may reuse its pages."""
-        self.scheduler.remove(seq, evict=evict)
+        self.scheduler_of(seq).remove(seq, evict=evict)
         request_id = seq.request.request_id
         if all(one.done for one in self.open.get(request_id, ())):
             self.open.pop(request_id, None)
@@ -111,23 +120,85 @@ class RequestTable:
             for reason, tokens in seq.cache_lost.items():
                 self._prefix_lost[reason] = self._prefix_lost.get(reason, 0) + tokens
 
+    @property
+    def scheduler(self) -> Scheduler:
+        """That of the first data-parallel rank."""
+        return self.schedulers[0]
+
+    @property
+    def kv_cache_manager(self) -> KVCacheManager:
+        """That of the first data-parallel rank: all have equal groups, and as many pages."""
+        return self.scheduler.kv_cache_manager
+
+    def scheduler_of(self, seq: Sequence) -> Scheduler:
+        """That of the data-parallel rank which a sequence is on."""
+        return self.schedulers[seq.dp_rank]
+
+    def plan(self) -> list[Row]:
+        """The next step: the rows of each data-parallel rank, one rank's after another's; empty if nothing can run."""
+        return [row for scheduler in self.schedulers for row in scheduler.plan()]
+
+    @property
+    def only_decodes(self) -> bool:
+        """As `Scheduler.only_decodes`, of all data-parallel ranks."""
+        return all(scheduler.only_decodes for scheduler in self.schedulers)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence runs or waits."""
+        return any(scheduler.running or scheduler.waiting for scheduler in self.schedulers)
+
+    def evict_all(self) -> None:
+        """Evict every cached page."""
+        for scheduler in self.schedulers:
+            scheduler.kv_cache_manager.evict_all()
+
+    def _route(self, request: Request) -> int:
+        """The data-parallel rank for a request: that with the longest cached part of its prompt, and among equals that
+        with the least work."""
+        if len(self.schedulers) == 1:
+            return 0
+        cached = [0] * len(self.schedulers)
+        if self._config.enable_prefix_caching and request.params.prompt_logprobs is None:
+            chain = self.kv_cache_manager.prefix.chain()
+            cached = [one.kv_cache_manager.prefix.match(request.prompt_ids, chain).tokens for one in self.schedulers]
+        ranks = range(len(self.schedulers))
+        chosen = min(ranks, key=lambda dp_rank: (-cached[dp_rank], self.schedulers[dp_rank].load, dp_rank))
+        self._routed[chosen] += 1
+        self._routed_by_prefix[chosen] += cached[chosen] > 0
+        return chosen
+
     def stats(self) -> EngineStats:
         """Counts of sequences, pages and prefix hits."""
-        manager, scheduler = self.kv_cache_manager, self.scheduler
-        labels = numbered([group.label for group in manager.groups])
+        ranks = [self._rank_stats(dp_rank) for dp_rank in range(len(self.schedulers))]
         return EngineStats(
+            running=sum(one.running for one in ranks),
+            waiting=sum(one.waiting for one in ranks),
+            pages_used=_added(one.pages_used for one in ranks),
+            pages_total=_added(one.pages_total for one in ranks),
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+            prefix_lost=dict(self._prefix_lost),
+            preemptions=sum(one.preemptions for one in ranks),
+            ranks=tuple(ranks) if len(ranks) > 1 else (),
+        )
+
+    def _rank_stats(self, dp_rank: int) -> RankStats:
+        scheduler = self.schedulers[dp_rank]
+        manager = scheduler.kv_cache_manager
+        labels = numbered([group.label for group in manager.groups])
+        return RankStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             pages_used={label: pool.used for label, pool in zip(labels, manager.pools, strict=True)},
             pages_total={label: pool.total for label, pool in zip(labels, manager.pools, strict=True)},
-            prefix_queries=self._prefix_queries,
-            prefix_hits=self._prefix_hits,
-            prefix_lost=dict(self._prefix_lost),
             preemptions=scheduler.preemptions,
+            requests=self._routed[dp_rank],
+            requests_by_prefix=self._routed_by_prefix[dp_rank],
         )
 
     def _sequence(
-        self, request: Request, index: int, first: Sequence | None, constraints: Constraints | None
+        self, request: Request, index: int, first: Sequence | None, constraints: Constraints | None, dp_rank: int
     ) -> Sequence:
         params = request.params
         seed = derive_seed(self._config.seed, self._num_accepted + 1) if params.seed is None else params.seed
@@ -145,4 +216,14 @@ class RequestTable:
         parent = first if goes_first else None
         limit = self._limits.max_model_len - len(request.prompt_ids)
         max_output_len = min(limit, params.max_tokens or limit)
-        return Sequence(request, index, sampling, self.kv_cache_manager.prefix.chain(), max_output_len, parent)
+        chain = self.kv_cache_manager.prefix.chain()
+        return Sequence(request, index, sampling, chain, max_output_len, parent, dp_rank)
+
+
+def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """The sums of equal keys."""
+    found: dict[str, int] = {}
+    for one in counts:
+        for key, count in one.items():
+            found[key] = found.get(key, 0) + count
+    return found

@@ -76,6 +76,11 @@ class Scheduler:
             self.waiting.remove(seq)
 
     @property
+    def load(self) -> int:
+        """Tokens that its sequences have, or have ahead in their prompts."""
+        return sum(len(seq.ids) for seq in (*self.running, *self.waiting))
+
+    @property
     def only_decodes(self) -> bool:
         """Whether no sequence with more than one token ahead can be a part of the next step."""
         full = len(self.running) >= self.max_sequences

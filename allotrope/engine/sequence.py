@@ -27,7 +27,7 @@ class TentativeCheckpoint:
 
 @dataclass(eq=False)
 class Sequence:
-    """Sequence `index` of a request.
+    """Sequence `index` of a request, on data-parallel rank `dp_rank`.
 
     `sampling`: its parameters and output, as sampling sees them. `ids`: prompt and output so far. `computed`: tokens
     whose rows and state are stored. `pages`: per group, the page of each run of tokens, -1 once out of the window.
@@ -47,6 +47,7 @@ class Sequence:
     chain: KeyChain
     max_output_len: int
     parent: Sequence | None = None
+    dp_rank: int = 0
     ids: list[int] = field(init=False)
     computed: int = 0
     pages: list[array[int]] = field(default_factory=list)

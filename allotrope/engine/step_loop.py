@@ -35,6 +35,10 @@ log = logging.getLogger("allotrope.engine")
 _NO_TOKEN = "the model's scores for the next token are not numbers, or every token is masked"
 
 
+PageCopy = tuple[int, int, int, int]
+"""Data-parallel rank, group, and the pages to copy from and to."""
+
+
 @dataclass(frozen=True)
 class SampledTokens:
     """The new tokens of a sequence from output token `index` on: accepted drafts, and the one sampled behind them.
@@ -54,7 +58,7 @@ class SampledTokens:
 
 
 class StepLoop:
-    """`copies`: (group, source, target) pages to copy before the next pass; the loop empties the list. `step_log`:
+    """`copies`: pages to copy before the next pass; the loop empties the list. `step_log`:
     runs the plans where steps are timed. `drafting`: proposes draft tokens; None without speculative decoding.
     """
 
@@ -62,7 +66,7 @@ class StepLoop:
         self,
         executor: Executor,
         requests: RequestTable,
-        copies: list[tuple[int, int, int]],
+        copies: list[PageCopy],
         sampler: Sampler,
         vocab_size: int,
         device: torch.device,
@@ -93,7 +97,7 @@ class StepLoop:
         if before is not None and self._must_read(before):
             self._in_flight = None
             return self._collect(before)
-        rows = self._requests.scheduler.plan()
+        rows = self._requests.plan()
         if not rows:
             self._in_flight = None
             return [] if before is None else self._collect(before)
@@ -128,8 +132,7 @@ class StepLoop:
         if not before.verifies:
             return False
         # Where it accepts drafts, lengths are known to the device alone.
-        scheduler = self._requests.scheduler
-        unknown = not self._executor.static_decodes or not scheduler.only_decodes
+        unknown = not self._executor.static_decodes or not self._requests.only_decodes
         return unknown or any(seq.reads_output_len for seq in seqs)
 
     def _launch(
@@ -140,17 +143,13 @@ class StepLoop:
         A grammar's mask needs the tokens of the step before, which the pass does not: where a sequence follows one,
         they are read while the device runs the pass. Returns their outputs too, None where nothing was read.
         """
-        copies = tuple(self._copies)
-        self._copies.clear()
         num_logits = [self._num_logits(row) for row in rows]
         row_of = {} if before is None else before.row_of
         ready = [row for row in rows if row.samples]
         forced = [self._forced(row) for row in ready]
-        steps = [
-            step_row
-            for row, count in zip(rows, num_logits, strict=True)
-            for step_row in _step_rows(row, count, row_of.get(row.seq, -1))
-        ]
+        steps: list[list[StepRow]] = [[] for _ in self._requests.schedulers]
+        for row, count in zip(rows, num_logits, strict=True):
+            steps[row.seq.dp_rank] += _step_rows(row, count, row_of.get(row.seq, -1))
         prev_sampled = None if before is None else before.prev_sampled
         run = self._executor.run if self._step_log is None else self._step_log.run
         greedy = self._chosen_by_ranks(ready, sum(num_logits))
@@ -168,7 +167,8 @@ class StepLoop:
             model.choose(_wanted(ready, model.unstored))
             passes, sequences = model.passes, tuple(_sampled_sequences(rows, forced))
         shared = num_sampled if self._async or model is not None else 0
-        plan = StepPlan(tuple(steps), copies, sampled=shared, greedy=greedy, sequences=sequences, passes=passes)
+        plan = self._step_plan(steps, sequences)
+        plan = replace(plan, sampled=shared, greedy=greedy, passes=passes)
         out = run(plan, prev_sampled)
         if not greedy:
             logits_of_rows = out.split([count + len(row.drafts) for row, count in zip(rows, num_logits, strict=True)])
@@ -198,6 +198,15 @@ class StepLoop:
             if launched is not None:
                 launched = replace(launched, accepted=drafted.accepted, draft_tokens=verified_tokens)
         return launched, outputs
+
+    def _step_plan(self, rows: abc.Sequence[abc.Sequence[StepRow]], sequences: tuple[SampledSequence, ...]) -> StepPlan:
+        """The plan of what each data-parallel rank runs. `sequences`: with a draft model, where there is one rank."""
+        copies: list[list[tuple[int, int, int]]] = [[] for _ in rows]
+        for dp_rank, *copy in self._copies:
+            copies[dp_rank].append((copy[0], copy[1], copy[2]))
+        self._copies.clear()
+        parts = [StepPlan(tuple(own), tuple(copied)) for own, copied in zip(rows, copies, strict=True)]
+        return replace(parts[0], sequences=sequences) if len(parts) == 1 else StepPlan.of_ranks(parts)
 
     def _forced(self, row: Row) -> int | None:
         return None if self._drafting is None else self._drafting.forced(row.seq, len(row.drafts))
@@ -238,10 +247,10 @@ class StepLoop:
     def _commit(self, rows: abc.Sequence[Row], accepted: abc.Mapping[Sequence, int] | None = None) -> None:
         """Account for the tokens that the step stores: those of its rows, and the accepted drafts. `accepted`: their
         number by sequence; None where that is yet to be read."""
-        manager = self._requests.kv_cache_manager
         for row in rows:
             if row.seq.done:
                 continue
+            manager = self._requests.scheduler_of(row.seq).kv_cache_manager
             if accepted is None:
                 row.seq.replay = 0
                 manager.commit(row.seq, row.tokens, unread_drafts=len(row.drafts))
@@ -339,7 +348,7 @@ class StepLoop:
             index = seq.fill_placeholder([token for token in taken if token >= 0])
             found.append(SampledTokens(seq, index, taken, logprobs[own][: len(taken)], len(drafts)))
             if self._async and seq.unread_drafts:
-                self._requests.kv_cache_manager.accept(seq, len(taken) - 1)
+                self._requests.scheduler_of(seq).kv_cache_manager.accept(seq, len(taken) - 1)
                 # A step that was launched since has replayed them.
                 seq.replay = 0 if seq in launched else len(taken) - 1
         self._record(step, found)
@@ -463,7 +472,7 @@ def _step_rows(row: Row, num_logits: int, prev: int) -> Iterator[StepRow]:
 
 def _decode_rows(rows: abc.Sequence[Row]) -> int:
     """The rows of a step where all have one token, drafts among them, else 0."""
-    return sum(1 + len(row.drafts) for row in rows) if rows[-1].tokens == 1 else 0
+    return sum(1 + len(row.drafts) for row in rows) if all(row.tokens == 1 for row in rows) else 0
 
 
 def _wanted(rows: abc.Sequence[Row], unstored: int | None = None) -> list[Wanted]:

@@ -152,11 +152,17 @@ class Worker:
 
     def run(self, packed: PackedStep, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
         """As `Executor.run`, on rank 0."""
-        return self.model_runner.run(packed, prev_sampled)
+        return self.model_runner.run(self._own(packed), prev_sampled)
+
+    def _own(self, packed: PackedStep) -> PackedStep:
+        """The part of a step that this rank runs."""
+        data = self.load_plan.build.parallel.data
+        return packed if data is None else packed.part(data.rank)
 
     @torch.inference_mode()
     def follow(self, packed: PackedStep) -> None:
         """Run a step on a rank other than 0, and keep the tokens that come of it where the next step may need them."""
+        packed = self._own(packed)
         out, facts = self.model_runner.run(packed, self._prev_sampled), StepFacts.read(packed)
         sampled = out if facts.greedy else torch.empty(facts.sampled, dtype=torch.int64, device=self._device)
         if facts.sampled and not facts.greedy:

@@ -37,7 +37,7 @@ class DecoderLayer(nn.Module):
         """`x`: [T, hidden]. `normed`: `mixer_norm` of it. Returns the new x, and `following` of it: a norm is made
         where a sum is, in one launch."""
         x, normed = self.ffn_norm.add(self.mixer(normed, ctx), x)
-        return following.add(self.ffn(normed, ctx), x)
+        return following.add(ctx.shared(self.ffn, normed), x)
 
 
 class Decoder(nn.Module):

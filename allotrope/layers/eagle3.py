@@ -86,7 +86,7 @@ class FirstLayer(nn.Module):
         residual = normed if self.norm_before_residual else hidden
         x = torch.cat((self.embedding_norm(embedded), normed), dim=-1)
         x, normed = self.ffn_norm.add(self.mixer(x, ctx), residual)
-        return following.add(self.ffn(normed, ctx), x)
+        return following.add(ctx.shared(self.ffn, normed), x)
 
     def store(self, embedded: torch.Tensor, hidden: torch.Tensor, ctx: LayerStep) -> None:
         """The part of `forward` that stores entries."""

@@ -227,7 +227,7 @@ class Moe(nn.Module):
         added: Callable[[], Added] = functools.partial(self._added, x, ctx)
         if self.shared is not None:
             added = overlap(added, x)
-        weights, experts = self.router(x, ctx.step.ids)
+        weights, experts = self.router(x, ctx.step.ids if self.router.table is None else ctx.step.all_ids)
         return self.experts(x, weights, experts, added)
 
     def _added(self, x: torch.Tensor, ctx: LayerStep) -> Added:

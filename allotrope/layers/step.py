@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +11,14 @@ import torch
 
 from allotrope.attention.batch import BatchLayout
 from allotrope.attention.family import CacheViews
+from allotrope.layers.data_parallel import RankRows
 from allotrope.ops.rope import RopeSpec, RopeTables, Rotation
 
 
 @dataclass
 class Step:
     """One forward pass. `ids`: [T] token ids. `layers`: plan and caches of each layer. `tables`: rotation tables that
-    outlive the step; None builds them for this step.
+    outlive the step; None builds them for this step. `rows`: those of each data-parallel rank; None: there is one.
 
     Results that later layers read, None until a layer sets them: `topk_indices`: [T, K] those of the last layer with an
     indexer, in the backend's form. `per_layer_inputs`: [T, layers, width] input of each layer beside the hidden states.
@@ -28,14 +29,23 @@ class Step:
     batch: BatchLayout
     layers: Sequence[LayerStep]
     tables: RopeTables | None = None
+    rows: RankRows | None = None
     topk_indices: Any = None
     per_layer_inputs: torch.Tensor | None = None
     features: torch.Tensor | None = None
     _rotations: dict[tuple[RopeSpec, torch.dtype], Rotation] = field(default_factory=dict)
+    _all_ids: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         for layer in self.layers:
             layer.belongs_to(self)
+
+    @property
+    def all_ids(self) -> torch.Tensor:
+        """The token ids of all data-parallel ranks. Every rank asks for them, or none."""
+        if self._all_ids is None:
+            self._all_ids = self.ids if self.rows is None else self.rows.gather(self.ids)
+        return self._all_ids
 
     def rotation(self, spec: RopeSpec, dtype: torch.dtype) -> Rotation:
         """cos and sin of the step's positions, computed once per step, spec and type."""
@@ -66,3 +76,12 @@ class LayerStep:
         step = None if self._step is None else self._step()
         assert step is not None, "a layer's step is over, or has not begun"
         return step
+
+    def shared(self, block: Callable[[torch.Tensor, LayerStep], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """What `block`, which all ranks of a stage share, makes of `x`: [T, hidden], the rows of this rank.
+
+        It gets the rows of all data-parallel ranks, and returns its part of the sum over the stage. Returns
+        [T, hidden], this rank's part of the sum over its tensor-parallel group.
+        """
+        rows = self.step.rows
+        return block(x, self) if rows is None else rows.reduce_scatter(block(rows.gather(x), self))

@@ -20,7 +20,7 @@ JOINED: dict[str, frozenset[str]] = {
 SHAPES = ((5, 3, 40), (1, 1, 300), (3, 13, 20))
 
 
-# Experts of a rank; rows of the others are never written.
+# Experts of a rank; rows of the others hold anything.
 HELD = 4
 
 
@@ -43,7 +43,7 @@ def _make(
     gate = draw(dtype, tokens, 1) if "gate" in joined else None
     held = HELD if "held" in joined else None
     if held is not None:
-        results[inverse[experts.flatten() >= held]] = torch.nan
+        results[inverse[experts.flatten() >= held]] = 1e6
     return results, weights, inverse, experts, dtype, bias, shared, gate, held
 
 

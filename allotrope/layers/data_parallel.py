@@ -1,0 +1,83 @@
+"""Attention data parallel: each rank has the rows of its own requests, and feed-forward blocks see those of all ranks.
+
+    y = sum over the ranks of a stage of ffn(rows of all ranks), each rank keeping its own rows
+
+Owns the exchange of rows before and after what the ranks of a stage share. Must not know requests, or what is computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from allotrope.kernels.symmetric_memory import Communicator
+from allotrope.kernels.warmup import warming_up
+
+# By their names of today; older versions of PyTorch have the second.
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """The rows of a step on each data-parallel rank. `data`: these ranks. `counts`: rows of each, at least one.
+
+    All of it is known to every host: nothing asks a device, and rows of equal counts are exchanged where they lie, so
+    that a captured step can do it.
+    """
+
+    data: Communicator
+    counts: tuple[int, ...]
+
+    @property
+    def own(self) -> int:
+        """Rows of this rank."""
+        return self.counts[self.data.rank]
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`: [own, ...]. Returns the rows of all ranks [sum of counts, ...], in the order of the ranks."""
+        most = max(self.counts)
+        sent = _padded(x.contiguous(), most)
+        out = x.new_empty(most * len(self.counts), *x.shape[1:])
+        if warming_up():
+            # Each rank warms up by itself.
+            out.view(len(self.counts), *sent.shape).copy_(sent)
+        else:
+            _all_gather(out, sent, group=self.data.group)
+        if min(self.counts) == most:
+            return out
+        return torch.cat([part[:count] for part, count in zip(out.split(most), self.counts, strict=True)])
+
+    def reduce_scatter(self, y: torch.Tensor) -> torch.Tensor:
+        """`y`: [sum of counts, ...], this rank's part of a sum over the ranks, which may be overwritten. Returns the
+        sum of this rank's rows [own, ...]."""
+        most = max(self.counts)
+        if min(self.counts) < most:
+            y = torch.cat([_padded(part, most) for part in y.split(list(self.counts))])
+        out = y.new_empty(most, *y.shape[1:])
+        if warming_up():
+            out.copy_(y[:most])
+        else:
+            _reduce_scatter(out, y.contiguous(), group=self.data.group)
+        return out[: self.own]
+
+
+def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """`x` with rows of zeros behind."""
+    if len(x) == rows:
+        return x
+    return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
+
+
+def gather_selected(data: Communicator, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """As `RankRows.gather`, of ranks that may have no rows."""
+    if not sum(counts):
+        return x
+    most = max(counts)
+    whole = RankRows(data, (most,) * len(counts)).gather(_padded(x, most))
+    starts = itertools.count(0, most)
+    return torch.cat([whole[start : start + count] for start, count in zip(starts, counts, strict=False)])
