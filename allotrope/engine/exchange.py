@@ -4,7 +4,7 @@ Owns the formulas of collectives; bandwidths and latencies are the chip's figure
 
     all-reduce of m bytes over n ranks of a host   latency + the protocol that is estimated fastest, up to 8 MiB
                                                    latency + 2 (n - 1) m / (n b) by NCCL or RCCL
-    all-gather, reduce-scatter of m bytes in all   latency + (n - 1) m / (n b)
+    all-gather, reduce-scatter of m bytes in all   latency + (n - 1) m / (n b) by NCCL or RCCL
     over h hosts                                   the same within each host, then between them over r network adapters
 """
 
@@ -56,16 +56,15 @@ class Exchange:
             way = link if self.hosts == 1 or network is None else network
             return way.latency.value + self.bytes / way.bandwidth.value
         passes, inside = (2 if self.name == ALL_REDUCE else 1), self.ranks // self.hosts
-        own = self.hosts == 1 and self.ranks <= MAX_RANKS and self.bytes <= MAX_BYTES
-        if own and self.name == ALL_REDUCE:
+        if self.name == ALL_REDUCE and self.hosts == 1 and self.ranks <= MAX_RANKS and self.bytes <= MAX_BYTES:
             return link.latency.value + _fastest(link, self.ranks, self.bytes)
-        seconds = passes * (inside - 1) / inside * self.bytes / link.bandwidth.value
+        latency = link.library_latency.value if inside > 1 else 0.0
+        seconds = latency + passes * (inside - 1) / inside * self.bytes / link.bandwidth.value
         if self.hosts == 1 or network is None:
-            return seconds + (link.latency if own else link.library_latency).value
+            return seconds
         # Each rank of a host has an adapter for its part.
         across = passes * (self.hosts - 1) / self.hosts * self.bytes / (inside * network.bandwidth.value)
-        within = link.library_latency.value if inside > 1 else 0.0
-        return seconds + across + within + network.latency.value
+        return seconds + across + network.latency.value
 
 
 def _fastest(link: Link, ranks: int, size: int) -> float:

@@ -164,18 +164,13 @@ class StageCost:
             (ALL_REDUCE, "embeddings", int(self._embedding_cut), own, "tensor"),
             (ALL_REDUCE, "mixers", self._sums["mixer"], own, "tensor"),
             (ALL_REDUCE, "norms over all heads", self._sums["norm"], rows.own * torch.float32.itemsize, "tensor"),
+            (ALL_REDUCE, "feed-forward blocks", self._sums["ffn"], own, "tensor"),
             (ALL_REDUCE, "tokens", int(self._head_cut), rows.logits * torch.int64.itemsize, "stage"),
+            # Every data-parallel rank has all rows before a feed-forward block, and its own ones after it.
+            (ALL_GATHER, "rows for feed-forward blocks", self._sums["layer"], gathered, "data"),
+            (REDUCE_SCATTER, "rows of feed-forward blocks", self._sums["layer"], gathered, "data"),
+            (ALL_GATHER, "rows to sample", int(self.first), rows.logits * self._hidden, "data"),
         ]
-        if data == 1:
-            found.append((ALL_REDUCE, "feed-forward blocks", self._sums["ffn"], own, "tensor"))
-        else:
-            # Every rank has all rows before a feed-forward block, and its own ones after it.
-            name, group = (REDUCE_SCATTER, "data") if layout.tensor == 1 else (ALL_REDUCE, "stage")
-            found += [
-                (ALL_GATHER, "rows of data-parallel ranks", self._sums["layer"], gathered, "data"),
-                (name, "feed-forward blocks", self._sums["ffn"], gathered, group),
-                (ALL_GATHER, "rows to sample", int(self.first), rows.logits * self._hidden, "data"),
-            ]
         exchanges = [
             Exchange(name, of, count, size, *groups[group])
             for name, of, count, size, group in found

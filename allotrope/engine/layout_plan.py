@@ -21,7 +21,7 @@ from allotrope.engine.layout_cost import HostLayout, RankModel, StageCost, StepR
 from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.memory import utilization
 from allotrope.engine.report_text import size_text
-from allotrope.engine.step_limits import GPU_TOKENS, StepRoom
+from allotrope.engine.step_limits import GPU_TOKENS, MIN_TOKENS, StepRoom
 from allotrope.engine.step_time import StepTime
 from allotrope.errors import ConfigError, ModelError
 from allotrope.kernels.chip_figures import ChipFigures
@@ -207,10 +207,10 @@ class LayoutPlanner:
         """Bytes of a GPU for weights, steps and caches."""
         return int(self._memory * utilization(self._config, torch.device("cuda")))
 
-    @property
-    def _step_tokens(self) -> int:
-        """Rows of a step with prompts, over all data-parallel ranks: what feed-forward blocks have memory for."""
-        return self._config.max_num_batched_tokens or GPU_TOKENS
+    def _step_tokens(self, layout: RankLayout) -> int:
+        """Most tokens of a step, over all data-parallel ranks: feed-forward blocks have the rows of all of them."""
+        own = self._config.max_num_batched_tokens or max(GPU_TOKENS // layout.data, MIN_TOKENS)
+        return own * layout.data
 
     def _room(self, layout: RankLayout, stage: StageCost) -> int:
         """Bytes for the caches of a rank, beside its weights and the largest step."""
@@ -222,13 +222,13 @@ class LayoutPlanner:
             context=self._context,
             groups=stage.groups,
         )
-        left = room.bytes - room.workspace(max(self._requests), self._step_tokens)
+        left = room.bytes - room.workspace(max(self._requests), self._step_tokens(layout))
         return min(left, self._config.kv_cache_memory_bytes or left)
 
     def _fit(self, stages: Sequence[StageCost], rooms: Sequence[int], tokens: int) -> bool:
         """Whether every stage has room for `tokens` tokens of one data-parallel rank, in sequences of the context."""
         sequences = max(1, -(-tokens // self._context))
-        demand = Demand(context=self._context, sequences=sequences, step_tokens=self._step_tokens, reuse=False)
+        demand = Demand(context=self._context, sequences=sequences, step_tokens=GPU_TOKENS, reuse=False)
         return all(
             make_plan(stage.groups, demand, tokens, sequences).bytes <= room
             for stage, room in zip(stages, rooms, strict=True)
@@ -282,7 +282,7 @@ class LayoutPlanner:
         return DecodeTime(requests, tpot, max(sum(least), in_flight * max(least)), parts, links, network)
 
     def _prompts(self, layout: RankLayout, stages: Sequence[StageCost], hosts: HostLayout) -> PromptTime:
-        rows, figures = StepRows.prompts(self._step_tokens, self._context, layout.data), self._machines.figures
+        rows, figures = StepRows.prompts(self._step_tokens(layout), self._context, layout.data), self._machines.figures
         works = [(stage.work(rows), stage.exchanges(rows, hosts)) for stage in stages]
         seconds = max(self._time.prompt_step(work) + total_seconds(found, figures) for work, found in works)
         least = max(self._time.least(work.classes) + total_seconds(found, figures) for work, found in works)

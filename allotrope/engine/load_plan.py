@@ -212,7 +212,8 @@ def resolve_load_plan(
         free = free_memory(build.device) if available is None else available
         room = StepRoom(
             bytes=int(free * utilization(config, build.device)) - weight_bytes,
-            hidden=spec.hidden * build.dtype.itemsize,
+            # Feed-forward blocks have the rows of all data-parallel ranks.
+            hidden=spec.hidden * build.dtype.itemsize * parallel.layout.data,
             vocabulary=spec.vocab_size,
             context=max_model_len,
             groups=groups,
