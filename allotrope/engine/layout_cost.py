@@ -22,6 +22,7 @@ from allotrope.engine.exchange import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SE
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.rank_report import KINDS, has_part_of_sum, modules_by_kind
 from allotrope.engine.step_cost import EXPERTS, LayersCost, StepWork, counted_modules
+from allotrope.layers.embedding import Embedding
 from allotrope.layers.moe import Experts
 from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.weights import packed_bytes
@@ -89,7 +90,10 @@ class RankModel:
         model = load_plan.meta_model()
         self.load_plan = load_plan
         self.counted = counted_modules(model)
-        self.embedding_cut, self.head_cut = not model.embedding.whole, not model.head.whole
+        self.head_cut = not model.head.whole
+        # Of tables whose rows the ranks share.
+        embeddings = (part for part in model.modules() if isinstance(part, Embedding))
+        self.embedded = Counter(part.hidden for part in embeddings if not part.whole)
         self.sums = [_sums(layer) for layer in model.layers]
         # Module, layer, kind and bytes of weights; a head may share the table of an embedding.
         self.weights: list[tuple[nn.Module, int | None, str, int]] = []
@@ -120,21 +124,22 @@ class StageCost:
         self.layers, self.layout = layers, layout
         load_plan, count = model.load_plan, len(model.sums)
         self.first, self.last = layers.start == 0, layers.stop == count
-        self._hidden = load_plan.spec.hidden * load_plan.build.dtype.itemsize
+        self._item = load_plan.build.dtype.itemsize
+        self._hidden = load_plan.spec.hidden * self._item
         weights = Counter[str]()
         for module, layer, kind, size in model.weights:
             weights[kind] += size if _of_stage(module, layer, layers, count) else 0
         self.weights = {kind: weights[kind] for kind in KINDS if weights[kind]}
         self.groups = _groups(load_plan, layers, page_size)
         modules = [one for one in model.counted if _of_stage(one.module, one.layer, layers, count)]
-        self._cost = LayersCost([load_plan.specs[i] for i in layers], modules, load_plan.build.dtype.itemsize)
+        self._cost = LayersCost([load_plan.specs[i] for i in layers], modules, self._item)
         # Experts of a layer on this rank, and the share of them that a row chooses.
         self._experts = {
             (one.module.count, one.router.topk / one.router.experts)
             for one in modules
             if isinstance(one.module, Experts) and one.router is not None
         }
-        self._embedding_cut, self._head_cut = self.first and model.embedding_cut, self.first and model.head_cut
+        self._embedded, self._head_cut = model.embedded if self.first else Counter[int](), self.first and model.head_cut
         self._sums = sum((model.sums[i] for i in layers), Counter[str]())
 
     @property
@@ -161,7 +166,10 @@ class StageCost:
             "stage": (layout.stage_size, hosts.of_stage),
         }
         found: list[tuple[str, str, int, int, str]] = [
-            (ALL_REDUCE, "embeddings", int(self._embedding_cut), own, "tensor"),
+            *(
+                (ALL_REDUCE, "embeddings", n, rows.own * width * self._item, "tensor")
+                for width, n in self._embedded.items()
+            ),
             (ALL_REDUCE, "mixers", self._sums["mixer"], own, "tensor"),
             (ALL_REDUCE, "norms over all heads", self._sums["norm"], rows.own * torch.float32.itemsize, "tensor"),
             (ALL_REDUCE, "feed-forward blocks", self._sums["ffn"], own, "tensor"),

@@ -147,7 +147,7 @@ class LayoutPlanner:
         one request does not fit, the report says why."""
         try:
             hosts = host_layout(layout, self._machines.per_host)
-            stages = self._stages(layout)
+            stages = self.stages(layout)
         except (ModelError, ValueError) as error:
             reason = "; ".join(error.reasons) if isinstance(error, ModelError) else str(error)
             return LayoutReport(layout=layout, weights={}, refusal=reason)
@@ -172,7 +172,8 @@ class LayoutPlanner:
             exchanges=busiest.exchanges(rows, hosts),
         )
 
-    def _stages(self, layout: RankLayout) -> list[StageCost]:
+    def stages(self, layout: RankLayout) -> list[StageCost]:
+        """What a rank of each stage holds and does. Raises ModelError or ValueError for a layout that cannot be."""
         model = self._model(layout)
         count = len(model.sums)
         if layout.pipeline > count:
