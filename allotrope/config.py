@@ -94,13 +94,26 @@ class EngineConfig:
     enable_expert_parallel: bool = option(
         "Let ranks hold whole experts of a layer, in place of a share of the width of each.", False, short="-ep"
     )
+    expert_placement: str | None = option(
+        "JSON file of how many tokens each expert of each layer got, as --expert-load-file writes it: experts are "
+        "spread over the ranks so that each gets as many. Needs --enable-expert-parallel.",
+        None,
+    )
+    num_redundant_experts: int = option(
+        "Copies of the experts of a layer that --expert-placement says get the most tokens, over all ranks.", 0
+    )
+    expert_load_file: str | None = option(
+        "Count the tokens that each expert of each layer gets, and write the counts to this JSON file at the end.", None
+    )
     max_model_len: int | None = option("Longest prompt plus output in tokens; default: the model's own.", None)
     max_num_seqs: int | None = option(
-        "Most sequences in one step; default: what a GPU's memory serves, up to 512, and 64 on a CPU.", None
+        "Most sequences in one step of a data-parallel rank; default: what a GPU's memory serves, up to 512, and 64 on "
+        "a CPU.",
+        None,
     )
     max_num_batched_tokens: int | None = option(
-        "Most tokens in one step; longer prompts are cut; default: 8192 on a GPU (16384 offline) with the memory for "
-        "it, 2048 on a CPU.",
+        "Most tokens in one step of a data-parallel rank; longer prompts are cut; default: 8192 on a GPU (16384 "
+        "offline) with the memory for it, 2048 on a CPU.",
         None,
     )
     max_num_waiting: int = option("Most requests that may wait; further ones are refused.", 1024)
@@ -155,6 +168,14 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 reasons.append(f"{name}={value}; at least 1 is needed")
+        if self.expert_placement is not None and not self.enable_expert_parallel:
+            reasons.append(
+                "expert_placement needs enable_expert_parallel: without it every rank has a part of each expert"
+            )
+        if self.num_redundant_experts < 0:
+            reasons.append(f"num_redundant_experts={self.num_redundant_experts}; at least 0 is needed")
+        if self.num_redundant_experts and self.expert_placement is None:
+            reasons.append("num_redundant_experts needs expert_placement, which says which experts to copy")
         if self.page_size & (self.page_size - 1):
             reasons.append(f"page_size={self.page_size}; a power of two is needed")
         if self.step_log_seconds is not None and not self.step_log_seconds >= 0:

@@ -93,6 +93,7 @@ class ParallelExperts(nn.Module):
 
     def _routed(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         weights, experts = self.router(self.router_norm(x) * self.router_scale * self.root, ctx.step.ids)
+        self.experts.record_load(experts, ctx)
         routed: torch.Tensor = self.experts(self.in_norm(x), weights * self.expert_scale[experts], experts)
         return routed
 

@@ -39,6 +39,8 @@ class FamiliesOptions:
     state_dtype: StateDType = _engine_option("state_dtype")
     quantized_weights: Literal["auto", "keep", "dequantize"] = _engine_option("quantized_weights")
     tensor_parallel_size: int = _engine_option("tensor_parallel_size")
+    data_parallel_size: int = _engine_option("data_parallel_size")
+    enable_expert_parallel: bool = _engine_option("enable_expert_parallel")
     attention_backend: str | None = _engine_option("attention_backend")
     op_backend: str | None = _engine_option("op_backend")
     hf_overrides: str | None = _engine_option("hf_overrides")

@@ -18,6 +18,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine.async_scheduling import uses_async_scheduling
 from allotrope.engine.drafting import make_drafting
 from allotrope.engine.executor import Executor, OnDeath
+from allotrope.engine.expert_load import write_expert_load
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.multiprocess_executor import MultiprocessExecutor
 from allotrope.engine.observer import Observer
@@ -56,7 +57,7 @@ class Engine:
         it, `step` raises EngineDead. `observer`: sees the logits of every token and may replace sampled tokens.
         `preferred_tokens`: tokens of a step on a GPU, where the options name none and memory serves them.
         """
-        self._config = config
+        self._config, self._closed = config, False
         self._executor: Executor = MultiprocessExecutor.start(config, on_death, preferred_tokens)
         load_plan, self.memory = self._executor.load_plan, self._executor.memory
         self._load_plan, self._device = load_plan, load_plan.build.device
@@ -225,6 +226,9 @@ class Engine:
             self._thread_waiting.close()
         self._grammars.close()
         self._loop.close()
+        if self._config.expert_load_file is not None and not self._closed:
+            write_expert_load(self.model, self._config.expert_load_file)
+        self._closed = True
         self._executor.close()
 
 
@@ -233,7 +237,7 @@ def _limits(config: EngineConfig, load_plan: LoadPlan) -> EngineLimits:
     return EngineLimits(
         max_model_len=load_plan.max_model_len,
         vocab_size=load_plan.spec.vocab_size,
-        max_num_seqs=load_plan.max_num_seqs,
+        max_num_seqs=load_plan.max_num_seqs * config.data_parallel_size,
         eos_ids=eos_ids(checkpoint.generation_config, checkpoint.config),
         model_dtype=str(load_plan.build.dtype).removeprefix("torch."),
         device_type=load_plan.build.device.type,

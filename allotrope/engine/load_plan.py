@@ -16,6 +16,7 @@ from allotrope.cache.groups import CacheGroup, group_caches
 from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.checkpoint.weight_formats import online_statement, quantization_of
 from allotrope.config import EngineConfig
+from allotrope.engine.expert_load import read_expert_placements, refuse_misplaced
 from allotrope.engine.memory import free_memory, utilization, weight_bytes_of
 from allotrope.engine.step_limits import GPU_TOKENS, StepLimits, StepRoom, cpu_limits, gpu_limits
 from allotrope.errors import ConfigError, ModelError
@@ -27,6 +28,7 @@ from allotrope.layers.decoder_draft import DecoderDraftSpec
 from allotrope.layers.draft import DraftModel
 from allotrope.layers.draft_spec import DraftSpec
 from allotrope.layers.eagle3 import Eagle3Spec
+from allotrope.layers.expert_placement import ExpertPlacement
 from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.moe import Experts
@@ -168,6 +170,8 @@ def resolve_load_plan(
     if config.quantization is not None:
         _state_quantization(config, checkpoint, chip)
     build = _build(config, parallel, checkpoint, chip)
+    if config.expert_placement is not None:
+        build = replace(build, expert_placements=_expert_placements(config, parallel))
     draft, draft_checkpoint, max_drafts = _resolve_draft(config, architecture, spec, checkpoint)
     build = replace(build, max_drafts=max_drafts)
     if config.max_model_len is not None and config.max_model_len > spec.context:
@@ -192,6 +196,8 @@ def resolve_load_plan(
         meta = make_meta_decoder(architecture, spec, build)
         if parallel.layout.expert_parallel and not any(isinstance(one, Experts) for one in meta.modules()):
             raise ValueError("enable_expert_parallel needs experts, and it has none")
+        if config.expert_placement is not None:
+            refuse_misplaced(meta, dict(build.expert_placements), config.expert_placement)
         weight_bytes = weight_bytes_of(meta)
         of_draft: Build | None = None
         if draft is not None:
@@ -295,7 +301,10 @@ def _draft_build(
 ) -> Build:
     """How the layers of a draft model are made. `build`: of `target`, whose checkpoint is `architecture`'s. Raises
     ModelError, or ValueError where ranks cannot share its sizes."""
-    own, keeps = replace(build, formats={}, expert_placements={}), config.quantized_weights != "dequantize"
+    own, keeps = (
+        replace(build, formats={}, expert_placements={}, counts_experts=False),
+        config.quantized_weights != "dequantize",
+    )
     if isinstance(draft, DecoderDraftSpec):
         own = decoder_draft_build(checkpoint, own, keeps=keeps)
     elif keeps and isinstance(draft, Eagle3Spec):
@@ -304,6 +313,16 @@ def _draft_build(
         own = draft_build(checkpoint, architecture, target, draft, own)
     own = only_kept(own, config.quantized_weights, config.quantized_activations)
     return replace(own, draft_head=_draft_head(config, build))
+
+
+def _expert_placements(config: EngineConfig, parallel: Parallel) -> dict[str, ExpertPlacement]:
+    """Who holds which experts by the file that the options name. Raises ConfigError."""
+    assert config.expert_placement is not None
+    try:
+        ranks = parallel.of_stage.size
+        return read_expert_placements(config.expert_placement, ranks, config.num_redundant_experts)
+    except ValueError as error:
+        raise ConfigError(f"expert_placement={config.expert_placement!r}: {error}.") from error
 
 
 def _state_quantization(config: EngineConfig, checkpoint: Checkpoint, chip: Chip | None) -> None:
@@ -370,6 +389,7 @@ def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint, chi
         Chooser(chip, wanted),
         "scaled" if config.kv_cache_dtype == "fp8_ds_mla" else "plain",
         _DTYPES.get(config.state_dtype, torch.float32),
+        counts_experts=config.expert_load_file is not None,
     )
 
 

@@ -120,7 +120,7 @@ class ModelRunner:
         next_ids = self.drafts is not None
         return pack(plan, facts, self.groups, pinned=pinned, verify=self._verify, next_ids=next_ids)
 
-    def run_alike(self, plan: StepPlan) -> torch.Tensor:
+    def run_on_all_ranks(self, plan: StepPlan) -> torch.Tensor:
         """As `run`, of a step that every data-parallel rank has alike."""
         data = self.model.parallel.data
         if data is None:

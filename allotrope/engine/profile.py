@@ -41,7 +41,7 @@ def measure_peak(model: Decoder, draft_model: DraftModel | None, load_plan: Load
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    model_runner.run_alike(StepPlan(rows))
+    model_runner.run_on_all_ranks(StepPlan(rows))
     if draft_model is not None:
         model_runner.run_drafts(torch.zeros(len(rows), dtype=torch.int64, device=device))
     # Every rank computes its part of the logits of all data-parallel ranks.

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 class EngineLimits:
     """The limits of the loaded model and its caches; fixed from start to end.
 
-    `vocab_size`: ids that the output layer scores. `eos_ids`: ids that end a sequence by the checkpoint's word.
+    `max_num_seqs`: most sequences of a step, on all data-parallel ranks. `vocab_size`: ids that the output layer
+    scores. `eos_ids`: ids that end a sequence by the checkpoint's word.
     `device_type`: kind of device, such as "cpu" or "cuda".
     `sampling_defaults`: fields of `SamplingParams` for requests that do not set them.
     """

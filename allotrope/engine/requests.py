@@ -45,7 +45,7 @@ class RequestTable:
         self.schedulers = tuple(
             Scheduler(
                 KVCacheManager(memory, functools.partial(copy_page, dp_rank), reuse=config.enable_prefix_caching),
-                max_sequences=limits.max_num_seqs,
+                max_sequences=limits.max_num_seqs // config.data_parallel_size,
                 max_tokens=step_tokens,
                 max_decodes=max_decodes,
                 lookahead=lookahead,

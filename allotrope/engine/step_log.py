@@ -30,7 +30,7 @@ class StepLog:
         self._due: dict[str, float] = {}
 
     def run(self, plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
-        """As `Executor.run`."""
+        """As `Executor.run`. Of several data-parallel ranks, the first one's part is measured."""
         kind, now = "a decode step" if plan.decodes_only else "a step with prompts", time.monotonic()
         # Not the first one: kernels are compiled in it.
         if now < self._due.setdefault(kind, now + self._seconds):
@@ -41,8 +41,9 @@ class StepLog:
         logits = self._executor.run(plan, prev_sampled)
         self._wait()
         seconds = time.perf_counter() - begin
-        new, kv_lens = _lengths(plan)
-        cost = self._work(new, kv_lens, sum(row.num_logits for row in plan.rows))
+        own = plan.parts[0] if plan.parts else plan
+        new, kv_lens = _lengths(own)
+        cost = self._work(new, kv_lens, sum(row.num_logits for row in own.rows))
         what = f"{kind} of {sum(new)} tokens of {len(new)} requests that see {sum(kv_lens)}"
         log.info("%s took %.3f ms; %s", what, seconds * 1e3, format_cost(cost, seconds))
         return logits

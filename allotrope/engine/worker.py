@@ -16,6 +16,7 @@ from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
 from allotrope.engine.cache_plan import plan_caches
 from allotrope.engine.executor import DraftedTokens
+from allotrope.engine.expert_load import reset_expert_load
 from allotrope.engine.inputs import StepFacts, StepPlan
 from allotrope.engine.load import load_draft_model, load_model
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
@@ -72,6 +73,7 @@ class Worker:
             # The step by which rank 0 plans takes every rank.
             planned = worker.plan_memory()
         worker.allocate(agree(planned))
+        reset_expert_load(worker.model)
         ranks.barrier()
         return worker
 

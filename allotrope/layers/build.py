@@ -28,8 +28,8 @@ class Build:
     `row_format`: "plain", or "scaled" for an FP8 cache with scales of its own. `state_dtype`: recurrent states.
     `max_drafts`: draft tokens of a sequence in one step (speculative decoding). `formats`: of the weights that stay
     quantized. `draft_head`: format that the head of a draft model is quantized to on load. `expert_placements`: who
-    holds which experts, where these do not lie in runs. `name`: of the module that
-    is built, dots between its parts.
+    holds which experts, where these do not lie in runs. `counts_experts`: count the tokens of each. `name`: of the
+    module that is built, dots between its parts.
     """
 
     dtype: torch.dtype = torch.float32
@@ -43,6 +43,7 @@ class Build:
     formats: Formats = field(default_factory=dict)
     draft_head: Format = PLAIN
     expert_placements: ExpertPlacements = field(default_factory=dict)
+    counts_experts: bool = False
     name: str = ""
 
     def __post_init__(self) -> None:

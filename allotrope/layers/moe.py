@@ -47,6 +47,7 @@ class Experts(nn.Module):
     gate_up: torch.Tensor | Weight
     down: torch.Tensor | Weight
     slots: torch.Tensor
+    load: torch.Tensor | None
 
     def __init__(
         self, count: int, hidden: int, width: int, gating: GatedActivation, build: Build, *, bias: bool
@@ -60,6 +61,8 @@ class Experts(nn.Module):
             build = dataclasses.replace(build, parallel=Parallel())
             self.register_buffer("slots", holders.slots(rank).to(build.device), persistent=False)
         self.count, self.gating = count if held is None else len(held), gating
+        counts = torch.zeros(count, dtype=torch.int64, device=build.device) if build.counts_experts else None
+        self.register_buffer("load", counts, persistent=False)
         # Of the layer, where they are on several ranks.
         self.experts_of_layer = None if held is None else count
         self._activate = build.chooser.choose(GATED_ACTIVATION, GatedActivationSpec(gating, build.dtype)).run
@@ -138,6 +141,12 @@ class Experts(nn.Module):
         sums = (results, weights, groups.inverse, experts, x.dtype, down_bias, *added())
         part: torch.Tensor = self._combine(*sums, held)
         return part
+
+    def record_load(self, experts: torch.Tensor, ctx: LayerStep) -> None:
+        """Count the tokens of each expert, where that is asked for. `experts`: [T, k]. Padding rows do not count."""
+        if self.load is not None:
+            counted = ctx.step.counted[:, None].expand_as(experts)
+            self.load.scatter_add_(0, experts.flatten(), counted.flatten())
 
     def _slots_of(self, experts: torch.Tensor) -> torch.Tensor:
         """`experts`: [T, k] of the layer. Returns the rank's own, their number for those that other ranks serve."""
@@ -228,6 +237,7 @@ class Moe(nn.Module):
         if self.shared is not None:
             added = overlap(added, x)
         weights, experts = self.router(x, ctx.step.ids if self.router.table is None else ctx.step.all_ids)
+        self.experts.record_load(experts, ctx)
         return self.experts(x, weights, experts, added)
 
     def _added(self, x: torch.Tensor, ctx: LayerStep) -> Added:

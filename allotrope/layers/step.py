@@ -35,6 +35,7 @@ class Step:
     features: torch.Tensor | None = None
     _rotations: dict[tuple[RopeSpec, torch.dtype], Rotation] = field(default_factory=dict)
     _all_ids: torch.Tensor | None = None
+    _counted: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         for layer in self.layers:
@@ -46,6 +47,15 @@ class Step:
         if self._all_ids is None:
             self._all_ids = self.ids if self.rows is None else self.rows.gather(self.ids)
         return self._all_ids
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """[rows of all data-parallel ranks] int64: 1 for each token, 0 for that of a padding row."""
+        if self._counted is None:
+            tensors = self.batch.tensors
+            own = (tensors.seq_lens[tensors.request_of_token] > 0).long()
+            self._counted = own if self.rows is None else self.rows.gather(own)
+        return self._counted
 
     def rotation(self, spec: RopeSpec, dtype: torch.dtype) -> Rotation:
         """cos and sin of the step's positions, computed once per step, spec and type."""

@@ -6,7 +6,7 @@ Every metric has the prefix `allotrope_`. The server can export the same values 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import get_args
 
@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from allotrope.engine.report import EngineStats, SpeculationStats
+from allotrope.engine.report import EngineStats, RankStats, SpeculationStats
 from allotrope.errors import AllotropeError
 from allotrope.request import FinishReason, Request
 
@@ -28,6 +28,8 @@ _SECONDS = (
 )
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 _PREFIX = "allotrope_"
+# Of the metrics of each data-parallel rank, which have no other engine's names.
+_OF_RANK = "dp_"
 # The other engine's names of metrics that differ from ours in more than the prefix.
 _RENAMED = {"kv_cache_usage_ratio": "kv_cache_usage_perc"}
 
@@ -160,6 +162,8 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(_PREFIX + name, help, labels=["model_name"])
             counter.add_metric(labels, value)
             yield counter
+        if stats.ranks:
+            yield from self._ranks(stats.ranks)
         if stats.speculation is not None:
             yield from self._speculation(stats.speculation)
         lost = CounterMetricFamily(
@@ -180,6 +184,39 @@ class _EngineCollector(Collector):
             usage.add_metric([*labels, group], used / max(stats.pages_total.get(group, 0), 1))
             pages.add_metric([*labels, group], used)
         yield from (usage, pages)
+
+    def _ranks(self, ranks: Sequence[RankStats]) -> Iterator[Metric]:
+        """What each data-parallel rank has."""
+        labels = ["model_name", "dp_rank"]
+        for name, help, values in (
+            ("requests_running", "Sequences that take part in a rank's steps.", [one.running for one in ranks]),
+            ("requests_waiting", "Sequences that wait for a rank.", [one.waiting for one in ranks]),
+        ):
+            gauge = GaugeMetricFamily(_PREFIX + _OF_RANK + name, help, labels=labels)
+            for dp_rank, value in enumerate(values):
+                gauge.add_metric([self._model_name, str(dp_rank)], value)
+            yield gauge
+        for name, help, values in (
+            ("requests", "Requests that a rank got.", [one.requests for one in ranks]),
+            (
+                "requests_by_prefix",
+                "Requests that a rank got because it had a part of their prompt in its prefix cache.",
+                [one.requests_by_prefix for one in ranks],
+            ),
+            ("preemptions", "Sequences preempted because a rank's pages ran out.", [one.preemptions for one in ranks]),
+        ):
+            counter = CounterMetricFamily(_PREFIX + _OF_RANK + name, help, labels=labels)
+            for dp_rank, value in enumerate(values):
+                counter.add_metric([self._model_name, str(dp_rank)], value)
+            yield counter
+        usage = GaugeMetricFamily(
+            f"{_PREFIX}{_OF_RANK}kv_cache_usage_ratio", "Share of a rank's pages in use.", labels=[*labels, "group"]
+        )
+        for dp_rank, one in enumerate(ranks):
+            for group, used in one.pages_used.items():
+                share = used / max(one.pages_total.get(group, 0), 1)
+                usage.add_metric([self._model_name, str(dp_rank), group], share)
+        yield usage
 
     def _speculation(self, stats: SpeculationStats) -> Iterator[Metric]:
         for name, help, value in (
@@ -210,7 +247,8 @@ class _WithAliases(Collector):
     def collect(self) -> Iterator[Metric]:
         for metric in self._registry.collect():
             yield metric
-            yield self._alias(metric)
+            if not metric.name.startswith(_PREFIX + _OF_RANK):
+                yield self._alias(metric)
 
     def _alias(self, metric: Metric) -> Metric:
         own = metric.name.removeprefix(_PREFIX)

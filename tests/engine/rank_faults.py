@@ -56,19 +56,19 @@ def patch(worker):
         return prepare_rank(config, rank, *rest)
 
     def load_faulty_model(load_plan, *rest):
-        be_at_fault("loading", load_plan.build.parallel.rank)
+        be_at_fault("loading", load_plan.build.parallel.world_rank)
         return load_model(load_plan, *rest)
 
     def faulty(run):
         def run_faulty(self, packed, *rest):
-            decodes = worker.StepFacts.read(packed).decodes_only
-            be_at_fault("decode" if decodes else "prefill", self.load_plan.build.parallel.rank)
+            decodes = worker.StepFacts.read(self._own(packed)).decodes_only
+            be_at_fault("decode" if decodes else "prefill", self.load_plan.build.parallel.world_rank)
             return run(self, packed, *rest)
 
         return run_faulty
 
     def capture_faulty(self):
-        be_at_fault("capture", self.load_plan.build.parallel.rank)
+        be_at_fault("capture", self.load_plan.build.parallel.world_rank)
         return capture_next(self)
 
     worker.prepare_rank, worker.load_model = prepare_faulty_rank, load_faulty_model

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.test_multiprocess_executor import QUICK, compare
+import torch
+from engine.rank_faults import FaultyEngine
+from engine.speculating import LOADED, directory, mixed_requests, several_at_once, speculating
+from engine.test_multiprocess_executor import QUICK, compare, write
+from engine.test_rank_faults import assert_ended
+from engine.test_structured_output import HELD, answers, assert_valid
+from engine.watching import GREEDY, assert_idle, assert_same, drain, engine, outputs, request, run
+from server.tiny_model import write_tiny_model
+from tiny_checkpoints import prompts
+
+from allotrope.engine.engine import Engine
+from allotrope.errors import ConfigError
+from allotrope.llm import LLM
+from allotrope.request import Request, SamplingParams, SequenceOutput
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2": {"tensor_parallel_size": 1, "data_parallel_size": 2},
@@ -15,15 +31,205 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2xDP2xEP4": {"data_parallel_size": 2, "enable_expert_parallel": True},
 }
 WITHOUT_EXPERTS = ("LlamaForCausalLM",)
+# Pairs of ranks that share attention, for one model in every run.
+WITH_PAIRS = "DeepseekV32ForCausalLM"
 CASES = [
-    pytest.param(name, layout, marks=[pytest.mark.slow] if layout.startswith("TP2") and name != QUICK[2] else [])
+    pytest.param(name, layout, marks=[pytest.mark.slow] if layout.startswith("TP2") and name != WITH_PAIRS else [])
     for name in QUICK
     for layout in LAYOUTS
     if name not in WITHOUT_EXPERTS or "EP" not in layout
 ]
+OPTIONS: dict[str, Any] = {"load_format": "dummy", "max_model_len": 192, "max_num_seqs": 4, "page_size": 4}
+OPTIONS |= {"max_num_batched_tokens": 32}
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_ranks_with_requests_of_their_own_give_the_tokens_of_one(name: str, layout: str, tmp_path: Path) -> None:
-    """Four requests that end unevenly, of which one rank has none in the end, prompts in chunks."""
+    """Four requests, whose prompts run in chunks: in the end one rank has none."""
     compare(name, tmp_path, **LAYOUTS[layout])
+
+
+def asked() -> list[Request]:
+    """Requests of all kinds, which end at different times."""
+    params = [
+        SamplingParams(max_tokens=9, ignore_eos=True, temperature=0, logprobs=3),
+        SamplingParams(max_tokens=7, ignore_eos=True, temperature=0.8, seed=3),
+        SamplingParams(max_tokens=5, ignore_eos=True, temperature=1.0, top_p=0.9, seed=4, frequency_penalty=0.5),
+        SamplingParams(max_tokens=14, ignore_eos=True, temperature=1.0, top_k=5, seed=5, n=3),
+        SamplingParams(max_tokens=3, ignore_eos=True, temperature=0, prompt_logprobs=2),
+        SamplingParams(max_tokens=12, ignore_eos=True, temperature=0, min_tokens=4, repetition_penalty=1.3),
+        SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.5, seed=6),
+        SamplingParams(max_tokens=4, ignore_eos=True, temperature=0),
+    ]
+    # The last is long enough for what caches an entry for every 128 tokens.
+    lengths = (3, 30, 9, 50, 33, 21, 40, 140)
+    return [request(f"r{i}", ids, one) for i, (ids, one) in enumerate(zip(prompts(lengths), params, strict=True))]
+
+
+def told(running: Engine, requests: Sequence[Request]) -> dict[tuple[str, int], list[SequenceOutput]]:
+    found: dict[tuple[str, int], list[SequenceOutput]] = {}
+    for output in outputs(running, requests):
+        found.setdefault((output.request_id, output.index), []).append(output)
+    return found
+
+
+def tokens_of(found: Mapping[tuple[str, int], Sequence[SequenceOutput]]) -> dict[str, list[int]]:
+    return {f"{name}#{i}": [token for one in parts for token in one.token_ids] for (name, i), parts in found.items()}
+
+
+def logprobs_of(found: Mapping[tuple[str, int], Sequence[SequenceOutput]]) -> Iterator[tuple[Any, ...]]:
+    for key in sorted(found):
+        for one in itertools.chain(*((*(o.logprobs or ()), *(o.prompt_logprobs or ())) for o in found[key])):
+            if one is not None:
+                yield (key, one.token_id, one.rank, [token for token, _ in one.top]), one.logprob
+
+
+def preempt(running: Engine) -> None:
+    """Send the last sequence of every rank back, as if its pages had run out."""
+    for scheduler in running._requests.schedulers:
+        if scheduler.running:
+            last = scheduler.running.pop()
+            scheduler.kv_cache_manager.free(last)
+            scheduler.waiting.appendleft(last)
+
+
+@pytest.mark.parametrize("scheduling", ["off", "on"])
+@pytest.mark.parametrize("name", QUICK)
+def test_whatever_requests_ask_for(name: str, scheduling: str, tmp_path: Path) -> None:
+    """Draws, penalties, several sequences, log-probabilities; then from cached pages, preempted, and with others that
+    are aborted. With async scheduling a step is launched before the tokens of the one before it are read."""
+    torch.set_num_threads(1)
+    model = write(name, tmp_path)
+    alone = engine(model, **OPTIONS)
+    want = told(alone, asked())
+    own = told(alone, asked())
+    assert tokens_of(own) == tokens_of(want)
+    two = engine(model, data_parallel_size=2, threads=1, async_scheduling=scheduling, **OPTIONS)
+    try:
+        found = told(two, asked())
+        assert_same(tokens_of(found), tokens_of(want))
+        for got, expected in zip(logprobs_of(found), logprobs_of(want), strict=True):
+            assert got[0] == expected[0] and abs(got[1] - expected[1]) < 1e-4
+        stats = two.stats()
+        assert [one.requests > 0 for one in stats.ranks] == [True, True]
+        assert_idle(two)
+        # The rank that has the prompt takes the request: as many hits as on one rank, where states have more room.
+        assert_same(tokens_of(told(two, asked())), tokens_of(want))
+        assert two.stats().prefix_hits >= alone.stats().prefix_hits > 0
+        assert sum(one.requests_by_prefix for one in two.stats().ranks) > 0
+        assert_idle(two)
+        if scheduling == "off":
+            check_disturbed(two, tokens_of(want))
+    finally:
+        two.close()
+
+
+def check_disturbed(two: Engine, want: dict[str, list[int]]) -> None:
+    two.reset_prefix_cache()
+    found: dict[tuple[str, int], list[SequenceOutput]] = {}
+    for one in asked():
+        two.add(one)
+    two.add(request("stranger", range(9, 49), replace(GREEDY, max_tokens=60, n=2)))
+    for step in itertools.count():
+        if step == 6:
+            two.abort_sequence("stranger", 1)
+        if step == 9:
+            two.abort(["stranger"])
+        if not two.has_work():
+            break
+        if step % 4 == 3:
+            preempt(two)
+        for output in two.step():
+            found.setdefault((output.request_id, output.index), []).append(output)
+    assert_same(tokens_of(found), want)
+    assert_idle(two)
+
+
+def test_pages_that_run_out_on_one_rank(tmp_path: Path) -> None:
+    """Each rank has pages of its own: requests that do not fit beside each other on one rank run on two."""
+    torch.set_num_threads(1)
+    model, few = write("LlamaForCausalLM", tmp_path), {**OPTIONS, "kv_cache_memory_bytes": 120_000}
+    long = replace(GREEDY, max_tokens=40)
+    some = [request(f"r{i}", ids, long) for i, ids in enumerate(prompts((50, 41, 33, 60)))]
+    alone = engine(model, **few)
+    want = run(alone, some)
+    two = engine(model, data_parallel_size=2, threads=1, **few)
+    try:
+        assert_same(run(two, some), want)
+        assert {key: 2 * pages for key, pages in alone.stats().pages_total.items()} == two.stats().pages_total
+        assert two.stats().preemptions < alone.stats().preemptions
+        assert_idle(two)
+    finally:
+        two.close()
+
+
+def test_requests_go_to_the_cached_prefix_then_to_the_least_load(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    two = engine(write("LlamaForCausalLM", tmp_path), data_parallel_size=2, threads=1, **OPTIONS)
+    try:
+        first, second, other = prompts((40, 48, 35))
+        two.add(request("a", first))
+        two.add(request("b", second))
+        assert [one.waiting for one in two.stats().ranks] == [1, 1]
+        drain(two)
+        two.add(request("c", [*second, 9, 10]))
+        two.add(request("d", [*second, 11]))
+        assert [one.waiting for one in two.stats().ranks] == [0, 2]
+        two.add(request("e", other))
+        assert [one.waiting for one in two.stats().ranks] == [1, 2]
+        drain(two)
+        assert [(one.requests, one.requests_by_prefix) for one in two.stats().ranks] == [(2, 0), (3, 2)]
+    finally:
+        two.close()
+
+
+@pytest.mark.parametrize("kind", ["ngram", "some"])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3NextForCausalLM"])
+def test_drafts_from_text(name: str, kind: str) -> None:
+    torch.set_num_threads(1)
+    alone = engine(directory(name), **LOADED)
+    want = run(alone, mixed_requests())
+    two = speculating(directory(name), kind, 3, want, data_parallel_size=2, threads=1)
+    try:
+        found = outputs(two, mixed_requests())
+        tokens: dict[str, list[int]] = {}
+        for one in found:
+            key = one.request_id if one.index == 0 else f"{one.request_id}#{one.index}"
+            tokens.setdefault(key, []).extend(one.token_ids)
+        assert_same(tokens, want)
+        assert several_at_once(found)
+        assert_idle(two)
+    finally:
+        two.close()
+
+
+def test_drafts_of_a_model_are_refused(tmp_path: Path) -> None:
+    wanted = '{"method": "mtp", "num_speculative_tokens": 1}'
+    with pytest.raises(ConfigError, match=r"data_parallel_size=2 \(needs 1 where a model drafts: .*method='mtp'"):
+        engine(directory("DeepseekV3ForCausalLM"), data_parallel_size=2, speculative_config=wanted, **LOADED)
+
+
+def test_answers_held_to_a_grammar(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    options = {"load_format": "dummy", "dtype": "float32", "max_num_seqs": 16}
+    asks = [replace(HELD, seed=seed) for seed in range(6)]
+    alone = LLM(str(write_tiny_model(tmp_path)), **options)
+    want = [one.text for one in answers(alone, *asks)]
+    alone.close()
+    two = LLM(str(tmp_path), data_parallel_size=2, threads=1, **options)
+    try:
+        found = answers(two, *asks)
+        for one in found:
+            assert_valid(one)
+        assert [one.text for one in found] == want
+    finally:
+        two.close()
+
+
+@pytest.mark.parametrize(
+    ("phase", "fault"),
+    [("decode", "SIGKILL"), ("prefill", "raise"), pytest.param("decode", "hang", marks=pytest.mark.slow)],
+)
+def test_a_fault_of_a_rank_ends_the_engine(phase: str, fault: str, tmp_path: Path) -> None:
+    ended = FaultyEngine(tmp_path, phase, fault, tensor_parallel_size=1, data_parallel_size=2).wait()
+    assert_ended(ended, fault)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from engine.test_multiprocess_executor import compare, write
-from engine.watching import engine
+import torch
+from engine.test_multiprocess_executor import ASKED, compare, write
+from engine.watching import assert_same, engine, run
 
 from allotrope.architectures.registry import ARCHITECTURES, find_architecture, read_spec
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import resolve_load_plan
-from allotrope.errors import ModelError
-from allotrope.layers.moe import MoeSpec
+from allotrope.errors import ConfigError, ModelError
+from allotrope.layers.moe import Experts, Moe, MoeSpec
 from allotrope.layers.parallel import Parallel
 from allotrope.rank_layout import RankLayout
 
@@ -46,3 +49,64 @@ def test_fewer_experts_than_ranks_are_refused(tmp_path: Path) -> None:
     config = EngineConfig(model=str(write("GptOssForCausalLM", tmp_path)), load_format="dummy", device="cpu")
     with pytest.raises(ModelError, match=r"num_experts=\d+ is less than the 64 ranks that hold whole experts"):
         resolve_load_plan(config, Parallel.of(layout))
+
+
+@pytest.mark.parametrize("name", ["GptOssForCausalLM", "DeepseekV4ForCausalLM"])
+def test_experts_placed_by_load_with_copies_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
+    """One rank counts; its counts place experts on two, with copies of the hottest."""
+    torch.set_num_threads(1)
+    model, counts = write(name, tmp_path), tmp_path / "counts.json"
+    options: dict[str, Any] = {"load_format": "dummy", "max_model_len": 128, "max_num_batched_tokens": 24}
+    one = engine(model, expert_load_file=str(counts), **options)
+    want = run(one, ASKED)
+    topks = {name: module.router.spec.topk for name, module in one.model.named_modules() if isinstance(module, Moe)}
+    one.close()
+    loads = json.loads(counts.read_text())
+    # Every token that ran chose as many experts; the last one of each request never runs.
+    tokens = sum(len(one.prompt_ids) for one in ASKED) + sum(len(tokens) - 1 for tokens in want.values())
+    assert {name: sum(load) for name, load in loads.items()} == {
+        f"{name}.experts": tokens * topk for name, topk in topks.items()
+    }
+    by_load = {"enable_expert_parallel": True, "expert_placement": str(counts), "num_redundant_experts": 3}
+    for layout in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2, "expert_load_file": str(counts)}):
+        two = engine(model, threads=1, **layout, **by_load, **options)
+        try:
+            held = [one.count for one in two.model.modules() if isinstance(one, Experts)]
+            assert {2 * count for count in held} <= {len(load) + copies for load in loads.values() for copies in (3, 4)}
+            assert_same(run(two, ASKED), want)
+        finally:
+            two.close()
+    # Ranks without requests count their padding rows.
+    again = json.loads(counts.read_text())
+    assert all(sum(again[name]) >= sum(load) for name, load in loads.items())
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "cannot be read"),
+        ("[1]", "it is no list of counts"),
+        ('{"layers.0.ffn.experts": [1, -1]}', "layers.0.ffn.experts is no list of counts"),
+        ('{"layers.9.ffn.experts": [1, 1]}', "layers.9.ffn.experts has no experts; layers.0.ffn.experts is missing"),
+    ],
+)
+def test_a_file_that_is_not_of_the_model_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "counts.json"
+    file.write_text(text)
+    config = EngineConfig(
+        model=str(write("GptOssForCausalLM", tmp_path)),
+        load_format="dummy",
+        device="cpu",
+        tensor_parallel_size=2,
+        enable_expert_parallel=True,
+        expert_placement=str(file),
+    )
+    with pytest.raises(ConfigError, match=reason):
+        resolve_load_plan(config, Parallel.of(config.layout))
+
+
+def test_options_that_need_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"expert_placement needs enable_expert_parallel.*"):
+        EngineConfig(model="m", expert_placement="f")
+    with pytest.raises(ConfigError, match="num_redundant_experts needs expert_placement"):
+        EngineConfig(model="m", num_redundant_experts=1)
