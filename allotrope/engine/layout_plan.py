@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,6 +20,7 @@ from allotrope.engine.exchange import Exchange, total_seconds, total_sent
 from allotrope.engine.layout_cost import HostLayout, RankModel, StageCost, StepRows, host_layout, split_layers
 from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.memory import utilization
+from allotrope.engine.report import numbered
 from allotrope.engine.report_text import size_text
 from allotrope.engine.step_limits import GPU_TOKENS, MIN_TOKENS, StepRoom
 from allotrope.engine.step_time import StepTime
@@ -82,12 +83,14 @@ class PromptTime:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutReport:
-    """One layout. `weights`: bytes by kind, of the rank that holds most. `tokens`: of context that fit, over all
-    data-parallel ranks, in sequences of the plan's context. `refusal`: why it cannot serve even one; then there are no
-    times. `decode`: of the numbers of requests whose caches fit."""
+    """One layout. `weights`: bytes by kind, of the rank that holds most. `entries`: of its caches, by group: bytes of
+    one entry (or state) of all its layers. `tokens`: of context that fit, over all data-parallel ranks, in sequences of
+    the plan's context. `refusal`: why it cannot serve even one; then there are no times. `decode`: of the numbers of
+    requests whose caches fit. `exchanges`: of a decode step of the most of them."""
 
     layout: RankLayout
     weights: dict[str, int]
+    entries: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
     refusal: str | None = None
     decode: tuple[DecodeTime, ...] = ()
@@ -152,7 +155,9 @@ class LayoutPlanner:
             reason = "; ".join(error.reasons) if isinstance(error, ModelError) else str(error)
             return LayoutReport(layout=layout, weights={}, refusal=reason)
         most = max(stages, key=lambda stage: stage.weight_bytes)
-        found = LayoutReport(layout=layout, weights=most.weights)
+        labels = numbered([group.label for group in most.groups])
+        entries = {label: group.row_bytes for label, group in zip(labels, most.groups, strict=True)}
+        found = LayoutReport(layout=layout, weights=most.weights, entries=entries)
         rooms = [self._room(layout, stage) for stage in stages]
         if (refusal := self._refusal(stages, rooms)) is not None:
             return dataclasses.replace(found, refusal=refusal)
@@ -188,12 +193,7 @@ class LayoutPlanner:
         stage = dataclasses.replace(layout, pipeline=1)
         if stage not in self._models:
             load_plan = resolve_load_plan(
-                dataclasses.replace(
-                    self._config,
-                    tensor_parallel_size=stage.tensor,
-                    data_parallel_size=stage.data,
-                    enable_expert_parallel=stage.expert_parallel,
-                ),
+                self._configured(stage),
                 Parallel.of(stage, stage.size - 1),
                 available=self._memory,
                 chip=self._machines.figures.chip,
@@ -202,6 +202,21 @@ class LayoutPlanner:
             self._checkpoint = load_plan.checkpoint
             self._models[stage] = RankModel(load_plan)
         return self._models[stage]
+
+    def _configured(self, layout: RankLayout) -> EngineConfig:
+        """The options, with the sizes of a layout."""
+        config = self._config
+        if not layout.expert_parallel:
+            config = dataclasses.replace(
+                config, enable_expert_parallel=False, expert_placement=None, num_redundant_experts=0
+            )
+        return dataclasses.replace(
+            config,
+            tensor_parallel_size=layout.tensor,
+            data_parallel_size=layout.data,
+            pipeline_parallel_size=layout.pipeline,
+            enable_expert_parallel=layout.expert_parallel,
+        )
 
     @property
     def usable(self) -> int:

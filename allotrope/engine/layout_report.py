@@ -62,6 +62,7 @@ class LayoutComparison:
                     "options": options(one.layout),
                     "weight_bytes": one.weight_bytes,
                     "weights": one.weights,
+                    "entries": one.entries,
                     "tokens": one.tokens,
                     "refusal": one.refusal,
                     "reason": self.reason(one),
@@ -167,6 +168,14 @@ class LayoutComparison:
         rows = [(f"weights of a rank of {name(report.layout)}", "bytes")]
         rows += [(kind, size_text(size)) for kind, size in (*report.weights.items(), ("all", report.weight_bytes))]
         text = table(rows)
+        entries = ", ".join(f"{label} {size_text(size)}" for label, size in report.entries.items())
+        own = report.tokens // report.layout.data
+        text.append(f"its caches hold {own} tokens of context; one entry of all its layers: {entries}")
+        if report.prompts is not None:
+            prompts = report.prompts
+            times = f"{prompts.seconds * 1e3:.1f} ms ({prompts.least * 1e3:.1f})"
+            sent = f"{size_text(prompts.link_bytes)} over links and {size_text(prompts.network_bytes)} over the network"
+            text.append(f"a step of {prompts.tokens} tokens of prompts takes {times}, and a rank sends {sent}")
         if report.decode:
             step = report.decode[-1]
             parts = [(f"a step of {step.requests} requests", "ms")]

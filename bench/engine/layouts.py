@@ -107,7 +107,9 @@ def page(report: Report) -> str:
             reasons.append(f"- **{title}**: {one['reason']}.")
         proposed = f"`{case['proposed']}`" if case["proposed"] else "none: no layout fits"
         lines += ["", f"Proposed: {proposed}. Why, and how the others differ from it:", "", *reasons, ""]
-        lines += [f"Not measured on this chip: {'; '.join(case['assumed'])}.", ""] if case["assumed"] else []
+        if case["assumed"]:
+            guessed = ", ".join(one.partition(":")[0] for one in case["assumed"])
+            lines += [f"Not measured on this chip, see `allotrope/kernels/chip_figures.py`: {guessed}.", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
