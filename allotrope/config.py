@@ -168,14 +168,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 reasons.append(f"{name}={value}; at least 1 is needed")
-        if self.expert_placement is not None and not self.enable_expert_parallel:
-            reasons.append(
-                "expert_placement needs enable_expert_parallel: without it every rank has a part of each expert"
-            )
         if self.num_redundant_experts < 0:
             reasons.append(f"num_redundant_experts={self.num_redundant_experts}; at least 0 is needed")
-        if self.num_redundant_experts and self.expert_placement is None:
-            reasons.append("num_redundant_experts needs expert_placement, which says which experts to copy")
         if self.page_size & (self.page_size - 1):
             reasons.append(f"page_size={self.page_size}; a power of two is needed")
         if self.step_log_seconds is not None and not self.step_log_seconds >= 0:

@@ -7,6 +7,7 @@ drafts, and its new drafts. Must not know what the host makes of them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,20 +16,25 @@ import torch
 from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex, VerifyRows, VerifyTensors
 from allotrope.engine.decode_buffers import DecodeBuffers
 from allotrope.engine.graphs import DecodeGraphs
-from allotrope.engine.inputs import Inputs, advanced
+from allotrope.engine.inputs import Inputs, StepFacts, advanced
 from allotrope.engine.layer_plans import LayerPlans, Plans
+from allotrope.kernels.symmetric_memory import Communicator
+from allotrope.layers.data_parallel import RankRows, gather_selected
 from allotrope.layers.draft import DraftModel
 
 
 class DraftRunner:
-    """`layers`: of `model`. `max_drafts`: most of a sequence in a step.
+    """`layers`: of `model`. `max_drafts`: most of a sequence in a step. `data`: the data-parallel ranks, which run
+    their passes together; None: there is one.
 
     `next_tokens`: [S + passes * S] the last token of each sequence of the step, then its drafts, pass by pass; None
-    before the first step. `accepted`: [S] its accepted drafts.
+    before the first step. `accepted`: [S] its accepted drafts. Both are those of all data-parallel ranks.
     """
 
-    def __init__(self, model: DraftModel, layers: LayerPlans, max_drafts: int) -> None:
-        self.model, self.layers, self.max_drafts = model, layers, max_drafts
+    def __init__(
+        self, model: DraftModel, layers: LayerPlans, max_drafts: int, data: Communicator | None = None
+    ) -> None:
+        self.model, self.layers, self.max_drafts, self.data = model, layers, max_drafts, data
         self._static: _StaticPasses | None = None
         self.next_tokens: torch.Tensor | None = None
         self.accepted: torch.Tensor | None = None
@@ -48,42 +54,83 @@ class DraftRunner:
         assert self._static is not None
         self._static.features.copy_in(features)
 
-    def run_static(self, sampled: torch.Tensor, size: int, sequences: int, passes: int) -> None:
+    def run_static(self, sampled: torch.Tensor, size: int, facts: StepFacts) -> None:
         """The passes behind a decode step that ran at `size`. `sampled`: [n] tokens behind its rows that were sampled.
-        `sequences`: of the step. `passes`: drafts of each."""
+        `facts`: of the step."""
         assert self._static is not None
-        self._static.start(sampled, size, store_only=not passes)
-        self.next_tokens, self.accepted = self._static.draft(sequences, passes)
+        self._static.start(self._own(sampled, facts), size, store_only=not facts.passes)
+        self.next_tokens, self.accepted = self._static.draft(facts.sequences, facts)
 
-    def run(self, features: torch.Tensor, sampled: torch.Tensor, inputs: Inputs, plans: Plans, passes: int) -> None:
-        """The passes behind any other step. `features`: [T, F]. `inputs`, `plans`: of the step."""
+    def run(
+        self, features: torch.Tensor, sampled: torch.Tensor, inputs: Inputs, plans: Plans, facts: StepFacts
+    ) -> None:
+        """The passes behind any other step. `features`: [T, F]. `sampled`: as in `run_static`. `inputs`, `plans`,
+        `facts`: of the step."""
         assert inputs.next_ids is not None and inputs.sequences is not None
-        next_ids = inputs.next_ids.masked_scatter(inputs.next_ids < 0, sampled)
+        next_ids = inputs.next_ids.masked_scatter(inputs.next_ids < 0, self._own(sampled, facts))
         last, accepted = self.count_accepted(inputs.ids, next_ids, inputs.sequences)
         tokens, reserved = inputs.sequences[0] + accepted, inputs.sequences[2]
-        chains = bool(passes and len(tokens))
-        first = self.run_first(features, next_ids, inputs, plans, store_only=not chains)
+        counts = sequences_of_ranks(facts)
+        chains = bool(facts.passes and sum(counts))
+        rows = self.rank_rows([one.tokens for one in facts.of_ranks])
+        first = self.run_first(features, next_ids, inputs, plans, rows, store_only=not chains)
         if not chains:
-            self.next_tokens, self.accepted = last, accepted
+            self.next_tokens, self.accepted = self.of_all_ranks(last, accepted, counts)
             return
-        if self._static is None:
-            drafts = run_chain(self.model, self.layers, first, inputs, tokens, reserved, passes)
-            self.next_tokens, self.accepted = torch.cat([last, drafts.flatten()]), accepted
-        else:
+        if self._static is not None:
             self._static.take(first, inputs, tokens, reserved, last, accepted)
-            self.next_tokens, self.accepted = self._static.draft(len(tokens), passes)
+            self.next_tokens, self.accepted = self._static.draft(len(tokens), facts)
+            return
+        if not len(tokens):
+            # Other ranks have sequences: a pass of this one's first row, which stores nothing, goes with theirs.
+            tokens = reserved = tokens.new_zeros(1)
+        rows = self.rank_rows([max(1, count) for count in counts])
+        drafts = run_chain(self.model, self.layers, first, inputs, tokens, reserved, facts.passes, rows=rows)
+        if rows is not None:
+            drafts = selected_columns(drafts, rows.counts, counts)
+        last, self.accepted = self.of_all_ranks(last, accepted, counts)
+        self.next_tokens = torch.cat([last, drafts.flatten()])
+
+    def _own(self, sampled: torch.Tensor, facts: StepFacts) -> torch.Tensor:
+        """Those of the tokens of all data-parallel ranks that are this one's."""
+        if self.data is None:
+            return sampled
+        counts = [one.sampled for one in facts.of_ranks]
+        start = sum(counts[: self.data.rank])
+        return sampled[start : start + counts[self.data.rank]]
+
+    def rank_rows(self, counts: Sequence[int]) -> RankRows | None:
+        """`counts` rows on each data-parallel rank; None where there is one."""
+        return None if self.data is None else RankRows(self.data, tuple(counts))
+
+    def of_all_ranks(
+        self, last: torch.Tensor, accepted: torch.Tensor, counts: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`last` and `accepted` of the sequences of all data-parallel ranks, `counts` of each."""
+        if self.data is None:
+            return last, accepted
+        both = gather_selected(self.data, torch.stack([last, accepted], dim=1), counts)
+        return both[:, 0].contiguous(), both[:, 1].contiguous()
 
     def run_first(
-        self, features: torch.Tensor, next_ids: torch.Tensor, inputs: Inputs, plans: Plans, *, store_only: bool
+        self,
+        features: torch.Tensor,
+        next_ids: torch.Tensor,
+        inputs: Inputs,
+        plans: Plans,
+        rows: RankRows | None,
+        *,
+        store_only: bool,
     ) -> torch.Tensor:
-        """The first pass. `next_ids`: [T] as for `count_accepted`. `store_only`: no chain follows. Returns what chains
-        begin with, [T, W]: its hidden states, or the tokens [T, 1] behind the rows of a model that reads these alone.
+        """The first pass. `next_ids`: [T] as for `count_accepted`. `rows`: of each data-parallel rank. `store_only`: no
+        chain follows. Returns what chains begin with, [T, W]: its hidden states, or the tokens [T, 1] behind the rows
+        of a model that reads these alone.
         """
         model = self.model
         if model.reads_tokens_alone:
-            model.store(features, self.layers.step(inputs.ids, inputs, plans))
+            model.store(features, self.layers.step(inputs.ids, inputs, plans, rows))
             return next_ids[:, None]
-        step, hidden = self.layers.step(next_ids.clamp(min=0), inputs, plans), model.from_target(features)
+        step, hidden = self.layers.step(next_ids.clamp(min=0), inputs, plans, rows), model.from_target(features)
         if store_only:
             model.store(hidden, step)
             return hidden
@@ -118,30 +165,45 @@ def run_chain(
     reserved: torch.Tensor,
     passes: int,
     context: int | None = None,
+    rows: RankRows | None = None,
 ) -> torch.Tensor:
     """The passes behind the first one. `first`: [T, W] of `run_first`. `inputs`: of the step that it ran on.
 
     `tokens`: [S] index of the last token of each sequence that counts, -1 for a padding row. `reserved`: [S] its tokens
     that have pages: later passes stay at the last of these. `context`: most tokens of a sequence, in steps that can be
-    captured. Returns the drafts [passes, S].
+    captured. `rows`: the sequences of each data-parallel rank. Returns the drafts [passes, S], those of all
+    data-parallel ranks.
     """
     hidden = first[tokens.clamp(min=0)]
+    every: Callable[[torch.Tensor], torch.Tensor] = (lambda one: one) if rows is None else rows.gather
     # Token j stands j + 1 behind that of `tokens`. The sampled one is no draft.
     sampled = int(model.reads_tokens_alone)
-    drafts = [hidden[:, 0] if sampled else model.greedy(hidden)]
+    drafts = [every(hidden[:, 0]) if sampled else model.greedy(every(hidden))]
     if len(drafts) == passes + sampled:
         return torch.stack(drafts)
-    rows = _rows_at(inputs, tokens, context, layers.groups)
-    room = (reserved - 1 - rows.batch.tensors.positions).clamp(min=0)
+    last = _rows_at(inputs, tokens, context, layers.groups)
+    room = (reserved - 1 - last.batch.tensors.positions).clamp(min=0)
     on_host = None if context is not None else room.tolist()
     while len(drafts) < passes + sampled:
         count = len(drafts)
         # A sequence that has no room any more must not store over the row of its last token.
         lens = None if on_host is None else [min(count, one) for one in on_host]
-        moved = advanced(rows, room.clamp(max=count), lens, room >= count)
-        hidden = model(hidden, layers.step(drafts[-1].clamp(min=0), moved, {}))
-        drafts.append(model.greedy(hidden))
+        moved = advanced(last, room.clamp(max=count), lens, room >= count)
+        own = drafts[-1] if rows is None else rows.own_of(drafts[-1])
+        hidden = model(hidden, layers.step(own.clamp(min=0), moved, {}, rows))
+        drafts.append(model.greedy(every(hidden)))
     return torch.stack(drafts[sampled:])
+
+
+def sequences_of_ranks(facts: StepFacts) -> list[int]:
+    """The sequences that each data-parallel rank samples from."""
+    return [one.sequences for one in facts.of_ranks] or [facts.sequences]
+
+
+def selected_columns(x: torch.Tensor, counts: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    """Of `x` [n, sum of counts], the first `wanted` columns of each run of `counts`."""
+    parts = x.split(list(counts), dim=1)
+    return torch.cat([part[:, :count] for part, count in zip(parts, wanted, strict=True)], dim=1)
 
 
 def _rows_at(inputs: Inputs, tokens: torch.Tensor, context: int | None, groups: frozenset[int]) -> Inputs:
@@ -198,7 +260,8 @@ class _StaticPasses:
         # The token that counts as the last of each sequence, its row, and its tokens that have pages.
         self._last, self._tokens, self._reserved = torch.zeros(3, sequences, dtype=torch.int64, device=device)
         self._accepted = torch.zeros(sequences, dtype=torch.int64, device=device)
-        self._drafts = torch.zeros(max_drafts, sequences, dtype=torch.int64, device=device)
+        self._data_ranks = 1 if runner.data is None else runner.data.size
+        self._drafts = torch.zeros(max_drafts, sequences * self._data_ranks, dtype=torch.int64, device=device)
         kinds: dict[str, Any] = {"capture": capture, "alone": alone}
         self._first_graphs = DecodeGraphs(
             *(self._run_first, buffers.clear, buffers.size, device), **kinds, name="first draft passes"
@@ -246,15 +309,19 @@ class _StaticPasses:
         for own, values in ((self._last, last), (self._accepted, accepted)):
             own[:count] = values
 
-    def draft(self, sequences: int, passes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`next_tokens` and `accepted` of `DraftRunner`."""
-        last, accepted = self._last[:sequences], self._accepted[:sequences]
-        if not (passes and sequences):
-            return last.clone(), accepted.clone()
-        graphs = self._chains[passes]
-        graphs.run(graphs.padded(sequences))
+    def draft(self, sequences: int, facts: StepFacts) -> tuple[torch.Tensor, torch.Tensor]:
+        """`next_tokens` and `accepted` of `DraftRunner`. `sequences`: of this rank."""
+        counts, passes = sequences_of_ranks(facts), facts.passes
         # Not the static buffers themselves, which a capture may overwrite.
-        return torch.cat([last, self._drafts[:passes, :sequences].flatten()]), accepted.clone()
+        own = self._last[:sequences].clone(), self._accepted[:sequences].clone()
+        last, accepted = self._runner.of_all_ranks(*own, counts)
+        if not (passes and sum(counts)):
+            return last, accepted
+        graphs = self._chains[passes]
+        size = graphs.padded(max(counts))
+        graphs.run(size)
+        drafts = self._drafts[:passes, : size * len(counts)]
+        return torch.cat([last, selected_columns(drafts, (size,) * len(counts), counts).flatten()]), accepted
 
     def _clear(self) -> None:
         self._buffers.clear()
@@ -278,7 +345,8 @@ class _StaticPasses:
         self._last[:count].copy_(last)
         self._accepted[:count].copy_(accepted)
         self._reserved[:count].copy_(own[2])
-        return self._runner.run_first(features[:size], next_ids, inputs, {}, store_only=store_only)
+        rows = self._runner.rank_rows((size,) * self._data_ranks)
+        return self._runner.run_first(features[:size], next_ids, inputs, {}, rows, store_only=store_only)
 
     def _run_chain(self, passes: int, size: int) -> None:
         inputs, _ = self._buffers.inputs(self._buffers.size)
@@ -287,5 +355,6 @@ class _StaticPasses:
             *(self._runner.model, self._runner.layers, self._first.rows, inputs),
             *(self._tokens[:size], self._reserved[:size], passes),
             context=self._buffers.context,
+            rows=self._runner.rank_rows((size,) * self._data_ranks),
         )
-        self._drafts[:passes, :size].copy_(drafts)
+        self._drafts[:passes, : drafts.shape[1]].copy_(drafts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -197,12 +197,26 @@ def padding_row(groups: Sequence[CacheGroup]) -> StepRow:
     return StepRow((0,), 0, [(0,)] * len(groups), [0] * len(groups), num_logits=0, next_id=0)
 
 
+class RankFacts(NamedTuple):
+    """What one data-parallel rank does in a step. `tokens`: that it runs. `logits`: of how many of them they are
+    computed. `sampled`: tokens that come of them. `sequences`: that these belong to, with a draft model."""
+
+    tokens: int
+    logits: int
+    sampled: int
+    sequences: int
+
+    @staticmethod
+    def of(plan: StepPlan) -> RankFacts:
+        sampled = sum(row.next_id < 0 for row in plan.rows)
+        return RankFacts(plan.tokens, len(plan.logits_indices), sampled, len(plan.sequences))
+
+
 @dataclass(frozen=True)
 class StepFacts:
     """What the host must know of a packed step. `sampled`, `greedy`: as in `StepPlan`. `has_placeholders`: whether any
     row ends in one. `copies`: [m, 3] (group, source, target). `logits_indices`: [n]. `sequences`: number of those.
-    `passes`: as in `StepPlan`. `tokens_of_ranks`, `logits_of_ranks`: of each data-parallel rank, the tokens that it
-    runs and the logits that are computed of them; empty where there is one.
+    `passes`: as in `StepPlan`. `of_ranks`: what each data-parallel rank does; empty where there is one.
 
     `decodes_only`, `sampled`, `greedy` and `passes` are those of all data-parallel ranks together, the rest is of one.
     """
@@ -216,8 +230,7 @@ class StepFacts:
     logits_indices: Words
     sequences: int
     passes: int
-    tokens_of_ranks: tuple[int, ...] = ()
-    logits_of_ranks: tuple[int, ...] = ()
+    of_ranks: tuple[RankFacts, ...] = ()
 
     def of_rank(self, whole: StepPlan) -> StepFacts:
         """These facts of the rows of one data-parallel rank, as a part of the plan of all."""
@@ -227,8 +240,7 @@ class StepFacts:
             sampled=whole.sampled,
             greedy=whole.greedy,
             passes=whole.passes,
-            tokens_of_ranks=tuple(part.tokens for part in whole.parts),
-            logits_of_ranks=tuple(len(part.logits_indices) for part in whole.parts),
+            of_ranks=tuple(RankFacts.of(part) for part in whole.parts),
         )
 
     @staticmethod
@@ -251,7 +263,7 @@ class StepFacts:
         """These facts as arrays for the host."""
         flags = [self.decodes_only, self.greedy, self.has_placeholders]
         numbers = [*flags, self.requests, self.sampled, self.sequences, self.passes]
-        of_ranks = np.array([self.tokens_of_ranks, self.logits_of_ranks], dtype=np.int64)
+        of_ranks = np.array(self.of_ranks, dtype=np.int64)
         return [np.array(numbers, dtype=np.int64), self.copies.ravel(), self.logits_indices, of_ranks.ravel()]
 
     @staticmethod
@@ -259,7 +271,6 @@ class StepFacts:
         """The facts that `arrays` packed as the first arrays of the host."""
         numbers, copies, indices, of_ranks, *_ = packed.host
         decodes_only, greedy, has_placeholders, requests, sampled, sequences, passes = numbers.tolist()
-        tokens, logits = of_ranks.reshape(2, -1).tolist()
         return StepFacts(
             bool(decodes_only),
             requests,
@@ -270,8 +281,7 @@ class StepFacts:
             indices,
             sequences,
             passes,
-            tuple(tokens),
-            tuple(logits),
+            tuple(RankFacts(*one) for one in of_ranks.reshape(-1, len(RankFacts._fields)).tolist()),
         )
 
 

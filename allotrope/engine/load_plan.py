@@ -170,8 +170,7 @@ def resolve_load_plan(
     if config.quantization is not None:
         _state_quantization(config, checkpoint, chip)
     build = _build(config, parallel, checkpoint, chip)
-    if config.expert_placement is not None:
-        build = replace(build, expert_placements=_expert_placements(config, parallel))
+    build = replace(build, expert_placements=_expert_placements(config, parallel))
     draft, draft_checkpoint, max_drafts = _resolve_draft(config, architecture, spec, checkpoint)
     build = replace(build, max_drafts=max_drafts)
     if config.max_model_len is not None and config.max_model_len > spec.context:
@@ -316,8 +315,16 @@ def _draft_build(
 
 
 def _expert_placements(config: EngineConfig, parallel: Parallel) -> dict[str, ExpertPlacement]:
-    """Who holds which experts by the file that the options name. Raises ConfigError."""
-    assert config.expert_placement is not None
+    """Who holds which experts by the file that the options name, if they do. Raises ConfigError."""
+    wrong = []
+    if config.expert_placement is not None and not config.enable_expert_parallel:
+        wrong.append("expert_placement needs enable_expert_parallel: without it every rank has a part of each expert")
+    if config.num_redundant_experts and config.expert_placement is None:
+        wrong.append("num_redundant_experts needs expert_placement, which says which experts to copy")
+    if wrong:
+        raise ConfigError("bad options: " + "; ".join(wrong) + ".")
+    if config.expert_placement is None:
+        return {}
     try:
         ranks = parallel.of_stage.size
         return read_expert_placements(config.expert_placement, ranks, config.num_redundant_experts)

@@ -70,7 +70,7 @@ class ModelRunner:
         self.drafts: DraftRunner | None = None
         if draft_model is not None:
             layers = LayerPlans(draft_model.attention, len(specs), groups, arena, shares, tables)
-            self.drafts = DraftRunner(draft_model, layers, max_drafts)
+            self.drafts = DraftRunner(draft_model, layers, max_drafts, model.parallel.data)
         self.buffers: DecodeBuffers | None = None
         self.graphs: DecodeGraphs | None = None
         # Of the last step, for the draft model: its facts, and its size on static buffers, or its features, inputs and
@@ -80,12 +80,12 @@ class ModelRunner:
             self._make_static(decode)
 
     def _make_static(self, decode: DecodeShape) -> None:
-        dtype = self.model.embedding.dtype
+        dtype, data_ranks = self.model.embedding.dtype, self.model.parallel.layout.data
         buffers = DecodeBuffers(
             *(self.groups, decode.size, decode.context, self.model.spec.hidden, dtype, self.device),
             verify=self._verify,
-            most_sampled=(1 + decode.max_drafts) * decode.sequences,
-            sequences=decode.sequences,
+            most_sampled=(1 + decode.max_drafts) * decode.sequences * data_ranks,
+            sequences=decode.sequences * data_ranks,
         )
         drafts, alone = self.drafts, self.model.parallel.layout.size == 1
 
@@ -146,13 +146,13 @@ class ModelRunner:
         scored = self.model.greedy if facts.greedy else self.model.logits
         if self.buffers is not None and self.graphs is not None and facts.decodes_only:
             # Data-parallel ranks exchange rows: all of them run the same size.
-            size = self.graphs.padded(max(requests, *facts.tokens_of_ranks, 1))
+            size = self.graphs.padded(max(requests, *(one.tokens for one in facts.of_ranks), 1))
             self.buffers.refresh(packed, requests, prev_sampled, size)
             if self.drafts is not None and (accepted := self.drafts.accepted) is not None:
                 self.buffers.accepted[: len(accepted)].copy_(accepted)
             self.graphs.run(size)
             self._last = facts, size
-            if facts.logits_of_ranks:
+            if facts.of_ranks:
                 return scored(self._selected(self.buffers.hidden, facts))
             # The padding rows stay: the same product runs whether or not a graph came before it.
             out = scored(self.buffers.hidden[:size])[:requests]
@@ -161,10 +161,10 @@ class ModelRunner:
         if inputs.prev_sampled_indices is not None and prev_sampled is not None:
             ids = known_ids(inputs.ids, inputs.prev_sampled_indices, prev_sampled)
             inputs = replace(inputs, ids=ids, prev_sampled_indices=None)
-        hidden, features = self._run(inputs, None, plans, self._rank_rows(*facts.tokens_of_ranks))
+        hidden, features = self._run(inputs, None, plans, self._rank_rows(*(one.tokens for one in facts.of_ranks)))
         if self.drafts is not None:
             self._last = facts, (features, inputs, plans)
-        if facts.logits_of_ranks:
+        if facts.of_ranks:
             return scored(self._selected(hidden, facts))
         if len(indices) != len(hidden):
             hidden = hidden[self._on_device(indices)]
@@ -173,14 +173,14 @@ class ModelRunner:
     @torch.inference_mode()
     def run_drafts(self, sampled: torch.Tensor) -> None:
         """The passes of the draft model that the last plan asks for. `sampled`: [n] tokens that came of it, in order of
-        the rows that they follow."""
+        the rows that they follow, on all data-parallel ranks."""
         assert self.drafts is not None and self._last is not None
         facts, step = self._last
         if isinstance(step, int):
-            self.drafts.run_static(sampled, step, facts.sequences, facts.passes)
+            self.drafts.run_static(sampled, step, facts)
         else:
             features, inputs, plans = step
-            self.drafts.run(features, sampled, inputs, plans, facts.passes)
+            self.drafts.run(features, sampled, inputs, plans, facts)
         self._last = None
 
     @property
@@ -231,7 +231,7 @@ class ModelRunner:
             own = hidden[: len(indices)]
         else:
             own = hidden[self._on_device(indices)]
-        return gather_selected(data, own, facts.logits_of_ranks)
+        return gather_selected(data, own, [one.logits for one in facts.of_ranks])
 
     def _run(
         self, inputs: Inputs, prev_sampled: torch.Tensor | None, plans: Plans, rows: RankRows | None

@@ -229,14 +229,9 @@ def _or_end(receive: Callable[[], T]) -> T:
 
 def refuse_layout(config: EngineConfig) -> None:
     """Raise ConfigError, with every reason, for a layout of ranks that is not served yet."""
-    layout, speculation, reasons = config.layout, config.speculation, []
+    layout, reasons = config.layout, []
     if layout.pipeline > 1:
         reasons.append(f"pipeline_parallel_size={layout.pipeline} (needs 1: there are no stages yet)")
-    if layout.data > 1 and speculation is not None and not speculation.drafts_from_text:
-        reasons.append(
-            f"data_parallel_size={layout.data} (needs 1 where a model drafts: speculative_config has "
-            f"method={speculation.method!r}, and 'ngram' and 'suffix' alone draft from text)"
-        )
     if reasons:
         raise ConfigError("this layout of ranks cannot be served: " + "; ".join(reasons) + ".")
 

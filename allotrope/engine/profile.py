@@ -29,7 +29,7 @@ log = logging.getLogger("allotrope.engine")
 @torch.inference_mode()
 def measure_peak(model: Decoder, draft_model: DraftModel | None, load_plan: LoadPlan, config: EngineConfig) -> int:
     """Peak bytes of two steps beside weights and caches: one of the most tokens, and one that samples a full batch."""
-    device = load_plan.build.device
+    device, data_ranks = load_plan.build.device, load_plan.build.parallel.layout.data
     lengths = longest_prompts(load_plan.step_tokens, load_plan.max_model_len)
     rows, memory = _rows(load_plan.groups, lengths)
     arena = Arena(memory, load_plan.num_layers, load_plan.shares, device)
@@ -43,9 +43,9 @@ def measure_peak(model: Decoder, draft_model: DraftModel | None, load_plan: Load
     before = torch.cuda.memory_allocated(device)
     model_runner.run_on_all_ranks(StepPlan(rows))
     if draft_model is not None:
-        model_runner.run_drafts(torch.zeros(len(rows), dtype=torch.int64, device=device))
+        model_runner.run_drafts(torch.zeros(len(rows) * data_ranks, dtype=torch.int64, device=device))
     # Every rank computes its part of the logits of all data-parallel ranks.
-    sampled = load_plan.max_decodes * load_plan.build.parallel.layout.data
+    sampled = load_plan.max_decodes * data_ranks
     hidden = torch.zeros(sampled, model.spec.hidden, dtype=model.embedding.dtype, device=device)
     load_plan.sampler()(model.logits(hidden), largest_sampling_step(sampled, device))
     torch.cuda.synchronize(device)

@@ -160,12 +160,15 @@ class StepLoop:
         if not collects:
             mask = self._start_mask(ready)
         num_sampled = sum(1 + len(row.drafts) for row in ready)
-        sequences: tuple[SampledSequence, ...] = ()
+        sequences: list[tuple[SampledSequence, ...]] = [() for _ in steps]
         passes, model = 0, self._draft_model
         if model is not None:
             verified_tokens = model.tokens
             model.choose(_wanted(ready, model.unstored))
-            passes, sequences = model.passes, tuple(_sampled_sequences(rows, forced))
+            passes, accepts = model.passes, iter(forced)
+            for dp_rank in range(len(steps)):
+                own = [row for row in rows if row.seq.dp_rank == dp_rank]
+                sequences[dp_rank] = tuple(_sampled_sequences(own, accepts))
         shared = num_sampled if self._async or model is not None else 0
         plan = self._step_plan(steps, sequences)
         plan = replace(plan, sampled=shared, greedy=greedy, passes=passes)
@@ -199,14 +202,19 @@ class StepLoop:
                 launched = replace(launched, accepted=drafted.accepted, draft_tokens=verified_tokens)
         return launched, outputs
 
-    def _step_plan(self, rows: abc.Sequence[abc.Sequence[StepRow]], sequences: tuple[SampledSequence, ...]) -> StepPlan:
-        """The plan of what each data-parallel rank runs. `sequences`: with a draft model, where there is one rank."""
+    def _step_plan(
+        self, rows: abc.Sequence[abc.Sequence[StepRow]], sequences: abc.Sequence[tuple[SampledSequence, ...]]
+    ) -> StepPlan:
+        """The plan of what each data-parallel rank runs. `sequences`: with a draft model, those of each."""
         copies: list[list[tuple[int, int, int]]] = [[] for _ in rows]
         for dp_rank, *copy in self._copies:
             copies[dp_rank].append((copy[0], copy[1], copy[2]))
         self._copies.clear()
-        parts = [StepPlan(tuple(own), tuple(copied)) for own, copied in zip(rows, copies, strict=True)]
-        return replace(parts[0], sequences=sequences) if len(parts) == 1 else StepPlan.of_ranks(parts)
+        parts = [
+            StepPlan(tuple(own), tuple(copied), sequences=of_rank)
+            for own, copied, of_rank in zip(rows, copies, sequences, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else StepPlan.of_ranks(parts)
 
     def _forced(self, row: Row) -> int | None:
         return None if self._drafting is None else self._drafting.forced(row.seq, len(row.drafts))
@@ -488,12 +496,12 @@ def _wanted(rows: abc.Sequence[Row], unstored: int | None = None) -> list[Wanted
     return found
 
 
-def _sampled_sequences(rows: abc.Sequence[Row], forced: abc.Sequence[int | None]) -> Iterator[SampledSequence]:
-    """The sequences that a step samples from. `forced`: of each of them, as in `InFlightStep`."""
-    start, accepts = 0, iter(forced)
+def _sampled_sequences(rows: abc.Sequence[Row], forced: Iterator[int | None]) -> Iterator[SampledSequence]:
+    """The sequences that a rank samples from in a step. `forced`: of each of them, as in `InFlightStep`."""
+    start = 0
     for row in rows:
         if row.samples:
-            count, drafts = next(accepts), len(row.drafts)
+            count, drafts = next(forced), len(row.drafts)
             reserved = row.end + row.seq.unread_drafts + drafts + row.lookahead
             yield SampledSequence(start + row.tokens - 1, drafts, reserved, -1 if count is None else count)
         start += row.tokens + len(row.drafts)

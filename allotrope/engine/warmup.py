@@ -61,7 +61,7 @@ def _warm_up(
     config: EngineConfig,
     decode: DecodeShape | None,
 ) -> None:
-    device, groups = load_plan.build.device, load_plan.groups
+    device, groups, data_ranks = load_plan.build.device, load_plan.groups, load_plan.build.parallel.layout.data
     # Beside the null page, one that all rows share.
     memory = MemoryPlan(tuple(GroupPlan(group, 2, group_bytes(group, 2)) for group in groups), 0, 0)
     arena = Arena(memory, load_plan.num_layers, load_plan.shares, device)
@@ -73,21 +73,21 @@ def _warm_up(
     for step in _prompts(load_plan):
         model_runner.run_on_all_ranks(StepPlan(tuple(_row(groups, *lengths) for lengths in step)))
         if draft_model is not None:
-            model_runner.run_drafts(torch.zeros(len(step), dtype=torch.int64, device=device))
+            model_runner.run_drafts(torch.zeros(len(step) * data_ranks, dtype=torch.int64, device=device))
     token = _row(groups, 1, min(_CONTEXTS[0], load_plan.max_model_len - 1))
     for size in _launched_differently(decode_sizes(load_plan.max_decodes)):
         sequences = tuple(SampledSequence(i, 0, token.context + 1) for i in range(min(size, load_plan.max_num_seqs)))
         plan = StepPlan((token,) * size, sequences=sequences, passes=load_plan.max_drafts)
         logits = model_runner.run_on_all_ranks(plan)
         if draft_model is not None:
-            model_runner.run_drafts(torch.zeros(size, dtype=torch.int64, device=device))
+            model_runner.run_drafts(torch.zeros(size * data_ranks, dtype=torch.int64, device=device))
         if load_plan.build.parallel.layout.size > 1:
             model_runner.run_on_all_ranks(StepPlan((token,) * size, greedy=True))
     if draft_model is not None:
         # Passes that store alone rotate keys without queries.
         for row in (token, _row(groups, min(_CHUNK, load_plan.step_tokens, load_plan.max_model_len), 0)):
             model_runner.run_on_all_ranks(StepPlan((row,)))
-            model_runner.run_drafts(torch.zeros(1, dtype=torch.int64, device=device))
+            model_runner.run_drafts(torch.zeros(data_ranks, dtype=torch.int64, device=device))
     truncated = largest_sampling_step(load_plan.max_num_seqs, device)
     processors = LogitsProcessors(bits=_mask(logits))
     load_plan.sampler()(logits, replace(truncated, untruncated=truncated.truncated, processors=processors))

@@ -90,8 +90,8 @@ def _check(config: EngineConfig, options: EvalOptions) -> None:
         wrong.append("load_format='dummy' has no weights that Transformers could read")
     if options.baseline == "transformers" and options.reference is not None:
         locate(options.reference)
-    if "two-ranks" in options.named_modes() and config.tensor_parallel_size > 1:
-        wrong.append(f"the mode two-ranks sets tensor_parallel_size itself; {config.tensor_parallel_size} was given")
+    if "two-ranks" in options.named_modes() and config.layout.size > 1:
+        wrong.append(f"the mode two-ranks sets tensor_parallel_size itself; {config.layout} was given")
     if wrong:
         raise ConfigError("bad options: " + "; ".join(wrong) + ".")
     if "two-ranks" in options.named_modes():
@@ -146,7 +146,7 @@ def _architecture(checkpoint: Checkpoint) -> str:
 def _engine(config: EngineConfig, load_plan: LoadPlan) -> str:
     build = load_plan.build
     kinds = [str(kind).removeprefix("torch.") for kind in (build.dtype, build.kv_dtype, build.state_dtype)]
-    ranks = f", {config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else ""
+    ranks = f", {config.layout.size} ranks" if config.layout.size > 1 else ""
     asked = "".join(f", {option}" for option in (config.attention_backend, config.op_backend) if option)
     return f"{kinds[0]} with {kinds[1]} caches and {kinds[2]} states on {build.device}{ranks}{asked}"
 

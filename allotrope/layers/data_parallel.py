@@ -38,6 +38,11 @@ class RankRows:
         """Rows of this rank."""
         return self.counts[self.data.rank]
 
+    def own_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Of what `gather` returns, the rows of this rank."""
+        start = sum(self.counts[: self.data.rank])
+        return x[start : start + self.own]
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: [own, ...]. Returns the rows of all ranks [sum of counts, ...], in the order of the ranks."""
         most = max(self.counts)

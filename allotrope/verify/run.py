@@ -38,6 +38,11 @@ def verify(config: EngineConfig, options: VerifyOptions, log: Log = lambda text:
 
     Raises ConfigError or ModelError if nothing can be compared.
     """
+    if config.data_parallel_size > 1:
+        raise ConfigError(
+            f"bad options: data_parallel_size={config.data_parallel_size}; layers are looked into on one rank, which "
+            f"has only some of the requests. Leave it out."
+        )
     with ExitStack() as stack:
         remarks: list[str] = []
         named = config.model
@@ -276,7 +281,7 @@ def _report(
 ) -> Report:
     if all(result.verdict == "not exercised" for result in results):
         raise ConfigError("nothing was compared: " + "; ".join(f"{one.name}: {one.remark}" for one in results) + ".")
-    ranks = f", {config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else ""
+    ranks = f", {config.layout.size} ranks" if config.layout.size > 1 else ""
     found, unused = planned_backends(load_plan)
     asked = [option for option in (config.attention_backend, config.op_backend) if option]
     backends = f", {', '.join(asked)}" if asked else ""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine.rank_faults import FaultyEngine
 from engine.speculating import LOADED, directory, mixed_requests, several_at_once, speculating
+from engine.test_expert_parallel import WITH_EXPERTS
 from engine.test_multiprocess_executor import QUICK, compare, write
 from engine.test_rank_faults import assert_ended
 from engine.test_structured_output import HELD, answers, assert_valid
@@ -19,8 +20,8 @@ from engine.watching import GREEDY, assert_idle, assert_same, drain, engine, out
 from server.tiny_model import write_tiny_model
 from tiny_checkpoints import prompts
 
+from allotrope.architectures.registry import ARCHITECTURES
 from allotrope.engine.engine import Engine
-from allotrope.errors import ConfigError
 from allotrope.llm import LLM
 from allotrope.request import Request, SamplingParams, SequenceOutput
 
@@ -47,6 +48,12 @@ OPTIONS |= {"max_num_batched_tokens": 32}
 def test_ranks_with_requests_of_their_own_give_the_tokens_of_one(name: str, layout: str, tmp_path: Path) -> None:
     """Four requests, whose prompts run in chunks: in the end one rank has none."""
     compare(name, tmp_path, **LAYOUTS[layout])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(QUICK)))
+def test_ranks_with_requests_of_their_own_give_the_tokens_of_one_everywhere(name: str, tmp_path: Path) -> None:
+    compare(name, tmp_path, **LAYOUTS["DP2xEP2" if name in WITH_EXPERTS else "DP2"])
 
 
 def asked() -> list[Request]:
@@ -183,9 +190,21 @@ def test_requests_go_to_the_cached_prefix_then_to_the_least_load(tmp_path: Path)
         two.close()
 
 
-@pytest.mark.parametrize("kind", ["ngram", "some"])
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3NextForCausalLM"])
-def test_drafts_from_text(name: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("LlamaForCausalLM", "ngram"),
+        ("Qwen3NextForCausalLM", "some"),
+        ("Qwen3NextForCausalLM", "mtp-some"),
+        ("DeepseekV3ForCausalLM", "mtp"),
+        ("DeepseekV32ForCausalLM", "mtp-some"),
+        ("DeepseekV4ForCausalLM", "mtp-some"),
+        ("LlamaForCausalLM", "eagle3-some"),
+        ("LlamaForCausalLM", "draft_model-some"),
+    ],
+)
+def test_drafts(name: str, kind: str) -> None:
+    """From text and of models, whose passes all ranks run together, some of them without sequences."""
     torch.set_num_threads(1)
     alone = engine(directory(name), **LOADED)
     want = run(alone, mixed_requests())
@@ -197,16 +216,10 @@ def test_drafts_from_text(name: str, kind: str) -> None:
             key = one.request_id if one.index == 0 else f"{one.request_id}#{one.index}"
             tokens.setdefault(key, []).extend(one.token_ids)
         assert_same(tokens, want)
-        assert several_at_once(found)
+        assert several_at_once(found) or kind == "mtp"
         assert_idle(two)
     finally:
         two.close()
-
-
-def test_drafts_of_a_model_are_refused(tmp_path: Path) -> None:
-    wanted = '{"method": "mtp", "num_speculative_tokens": 1}'
-    with pytest.raises(ConfigError, match=r"data_parallel_size=2 \(needs 1 where a model drafts: .*method='mtp'"):
-        engine(directory("DeepseekV3ForCausalLM"), data_parallel_size=2, speculative_config=wanted, **LOADED)
 
 
 def test_answers_held_to_a_grammar(tmp_path: Path) -> None:
