@@ -35,7 +35,7 @@ class PlanOptions:
 def plan(engine: EngineConfig, options: PlanOptions) -> None:
     """Show the memory that MODEL will take, from its config alone. Exit status 1 if it does not fit.
 
-    With --gpus, or with --chip and sizes of a layout: how long steps take, and what ranks hold and exchange.
+    With --gpus, or with data-parallel or pipeline sizes: how long steps take, and what ranks hold and exchange.
     """
     import json
 
@@ -43,7 +43,7 @@ def plan(engine: EngineConfig, options: PlanOptions) -> None:
     from allotrope.engine.plan_report import report_model
 
     figures: ChipFigures | None = figures_for(options.chip, options.memory)
-    if options.gpus is not None or (figures is not None and engine.layout.size > engine.tensor_parallel_size):
+    if options.gpus is not None or engine.layout.size > engine.tensor_parallel_size:
         found = compare_layouts(engine, figures, options.gpus, options.hosts, options.context)
         print(json.dumps(found.as_json(), indent=1) if options.json else "\n".join(found.lines()))
         fits = found.proposal is not None

@@ -71,4 +71,7 @@ def _at_hand() -> ChipFigures:
     for figures in FIGURES.values():
         if product and figures.name.replace("_", "") in product:
             return figures
-    raise ConfigError(f"gpus needs a chip: give --chip, one of {', '.join(known_chips())}.")
+    raise ConfigError(
+        f"layouts are planned for a chip, and this machine has none that is known: give --chip, one of "
+        f"{', '.join(known_chips())}."
+    )

@@ -162,18 +162,18 @@ class LayoutPlanner:
         if (refusal := self._refusal(stages, rooms)) is not None:
             return dataclasses.replace(found, refusal=refusal)
         decode = tuple(
-            self._decode(layout, stages, hosts, requests)
+            self._decode(stages, hosts, requests, self._context)
             for requests in self._requests
             if self._fit(stages, rooms, -(-requests // layout.data) * self._context)
         )
         limit = decode[-1].requests if decode else 1
-        rows = self._microbatch(layout, limit)
+        rows = _rows_in_flight(layout, limit, self._context)
         busiest = max(stages, key=lambda stage: total_seconds(stage.exchanges(rows, hosts), self._machines.figures))
         return dataclasses.replace(
             found,
             tokens=layout.data * self._tokens(stages, rooms),
             decode=decode,
-            prompts=self._prompts(layout, stages, hosts),
+            prompts=self._prompts(stages, hosts, self._step_tokens(layout), self._context),
             exchanges=busiest.exchanges(rows, hosts),
         )
 
@@ -270,15 +270,20 @@ class LayoutPlanner:
             return f"does not fit: one request of {self._context} tokens, for {left}, of {size_text(usable)}"
         return None
 
-    def _microbatch(self, layout: RankLayout, requests: int) -> StepRows:
-        """The rows of one of the steps in flight."""
-        in_flight = min(layout.pipeline, requests)
-        return StepRows.decode(-(-requests // in_flight), self._context, layout.data)
+    def decode(self, layout: RankLayout, requests: int, context: int) -> DecodeTime:
+        """A decode step of a layout, whether the caches hold it or not. Raises ModelError or ValueError for a layout
+        that cannot be."""
+        return self._decode(self.stages(layout), host_layout(layout, self._machines.per_host), requests, context)
 
-    def _decode(self, layout: RankLayout, stages: Sequence[StageCost], hosts: HostLayout, requests: int) -> DecodeTime:
+    def prompts(self, layout: RankLayout, tokens: int, context: int) -> PromptTime:
+        """A step that reads `tokens` tokens of prompts of `context` tokens, over all data-parallel ranks."""
+        return self._prompts(self.stages(layout), host_layout(layout, self._machines.per_host), tokens, context)
+
+    def _decode(self, stages: Sequence[StageCost], hosts: HostLayout, requests: int, context: int) -> DecodeTime:
         """With P stages, P steps of a P-th of the requests are in flight: a request's token takes a turn of all stages,
         and at least as long as the slowest stage takes for all of these steps."""
-        rows, figures = self._microbatch(layout, requests), self._machines.figures
+        figures, layout = self._machines.figures, stages[0].layout
+        rows = _rows_in_flight(layout, requests, context)
         parts: dict[str, float] = {}
         turns, least, sent = [], [], []
         for stage in stages:
@@ -297,13 +302,18 @@ class LayoutPlanner:
         links, network = max(sent, key=sum)
         return DecodeTime(requests, tpot, max(sum(least), in_flight * max(least)), parts, links, network)
 
-    def _prompts(self, layout: RankLayout, stages: Sequence[StageCost], hosts: HostLayout) -> PromptTime:
-        rows, figures = StepRows.prompts(self._step_tokens(layout), self._context, layout.data), self._machines.figures
+    def _prompts(self, stages: Sequence[StageCost], hosts: HostLayout, tokens: int, context: int) -> PromptTime:
+        rows, figures = StepRows.prompts(tokens, context, stages[0].layout.data), self._machines.figures
         works = [(stage.work(rows), stage.exchanges(rows, hosts)) for stage in stages]
         seconds = max(self._time.prompt_step(work) + total_seconds(found, figures) for work, found in works)
         least = max(self._time.least(work.classes) + total_seconds(found, figures) for work, found in works)
         links, network = max((total_sent(found) for _, found in works), key=sum)
         return PromptTime(rows.gathered, seconds, least, links, network)
+
+
+def _rows_in_flight(layout: RankLayout, requests: int, context: int) -> StepRows:
+    """The rows of one of the steps in flight."""
+    return StepRows.decode(-(-requests // min(layout.pipeline, requests)), context, layout.data)
 
 
 def best(reports: Sequence[LayoutReport], requests: int) -> LayoutReport | None:

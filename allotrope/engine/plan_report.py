@@ -30,6 +30,7 @@ from allotrope.kernels.chip import Chip
 from allotrope.kernels.chip_figures import ChipFigures
 from allotrope.layers.parallel import Parallel
 from allotrope.loading.kv_scales import attention_specs
+from allotrope.rank_layout import RankLayout
 
 _MAX_RANKS = 64
 
@@ -242,9 +243,9 @@ def report_model(config: EngineConfig, memory: int | None = None, figures: ChipF
     if figures is not None and memory is None:
         memory = int(figures.memory.value)
     try:
-        report = _try(config, config.tensor_parallel_size, memory, chip)
+        report = _try(config, config.layout, memory, chip)
     except ModelError as error:
-        if config.tensor_parallel_size == 1:
+        if config.layout.size == 1:
             raise
         allowed = ", ".join(str(one.ranks) for one in rank_sizes(config, memory, chip=chip)[0])
         advice = f"numbers of ranks that the model allows: {allowed}"
@@ -256,9 +257,9 @@ def report_model(config: EngineConfig, memory: int | None = None, figures: ChipF
     if report.refusal is None:
         return report
     ranks = config.tensor_parallel_size * 2
-    while ranks <= _MAX_RANKS:
+    while ranks * config.layout.size // config.tensor_parallel_size <= _MAX_RANKS:
         try:
-            more = _try(config, ranks, memory, chip)
+            more = _try(config, dataclasses.replace(config.layout, tensor=ranks), memory, chip)
         except AllotropeError:
             # Its heads cannot be shared by so many; there is nothing to advise.
             break
@@ -299,7 +300,7 @@ def describe(
         layers=len(load_plan.spec.layers),
         dtype=str(load_plan.build.dtype).removeprefix("torch."),
         kv_cache_dtype=str(load_plan.build.kv_dtype).removeprefix("torch."),
-        ranks=load_plan.build.parallel.size,
+        ranks=load_plan.build.parallel.layout.size,
         max_model_len=load_plan.max_model_len,
         max_num_seqs=load_plan.max_num_seqs,
         memory_bytes=available,
@@ -378,9 +379,9 @@ def _padded_bytes(load_plan: LoadPlan, length: int) -> int:
     return pages * largest
 
 
-def _try(config: EngineConfig, ranks: int, memory: int | None, chip: Chip | None) -> ModelReport:
-    """The report for `ranks` ranks, with the reason if it does not fit."""
-    load_plan = resolve_load_plan(config, Parallel(size=ranks), available=memory, chip=chip)
+def _try(config: EngineConfig, layout: RankLayout, memory: int | None, chip: Chip | None) -> ModelReport:
+    """The report for the ranks of a layout, with the reason if it does not fit."""
+    load_plan = resolve_load_plan(config, Parallel.of(layout), available=memory, chip=chip)
     available = free_memory(load_plan.build.device) if memory is None else memory
     try:
         plan = plan_caches(load_plan, config, available)

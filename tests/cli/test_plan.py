@@ -14,6 +14,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
 from allotrope.engine.plan_report import report_model
 from allotrope.errors import ConfigError, ModelError
+from allotrope.kernels.chip import gpu_count
 from allotrope.kernels.chip_figures import FIGURES
 
 # Of the tiny model: embedding and head, two layers (q, k, v, o; gate, up, down; two norms), the last norm; float32.
@@ -186,6 +187,9 @@ def test_sizes_that_are_given_choose_among_layouts(run: Run, tmp_path: Path) -> 
     assert one["options"] == "--data-parallel-size 2 --enable-expert-parallel"
     with pytest.raises(ConfigError, match="gpus=4 have no layout with tensor_parallel_size=1, data_parallel_size=3"):
         run("plan", model, "--chip", "h200", "--gpus", "4", "-dp", "3")
+    if gpu_count() == 0:
+        with pytest.raises(ConfigError, match=r"layouts are planned for a chip, .* give --chip, one of a100, "):
+            run("plan", model, "-dp", "2")
     with pytest.raises(ConfigError, match="hosts=3 do not share gpus=4 evenly"):
         run("plan", model, "--chip", "h200", "--gpus", "4", "--hosts", "3")
 
