@@ -15,13 +15,14 @@ are not.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from allotrope.engine.load_plan import resolve_load_plan  # noqa: E402
 from allotrope.engine.step_cost import ModelCost, StepWork  # noqa: E402
 from allotrope.engine.step_time import StepTime  # noqa: E402
 from allotrope.kernels.chip_figures import FIGURES, FITTED, ChipFigures, Fitted  # noqa: E402
+from allotrope.rank_layout import RankLayout  # noqa: E402
 from bench.engine.report import OURS, Report, write_json_alone  # noqa: E402
 from bench.random_weights import with_layers  # noqa: E402
 
@@ -77,42 +79,71 @@ class Case:
 
 def read_cases(files: Sequence[Path], figures: ChipFigures) -> list[Case]:
     """The cases of our engine on one GPU and without drafts, of models whose config is in bench/configs."""
-    configs: dict[str, dict[str, Any]] = {}
-    for path in sorted(CONFIGS.glob("*/config.json")):
-        config = json.loads(path.read_text())
-        configs.setdefault(config["architectures"][0], config)
     found = []
     for file in files:
         for name, model in json.loads(file.read_text())["models"].items():
-            if OURS in model["engines"]:
-                architecture, layers, *_ = model["described"].split(", ")
-                count = int(layers.partition(" ")[0])
-                found += _cases(name, count, configs[architecture], model["engines"][OURS], figures)
+            measured = model["engines"].get(OURS)
+            if measured is not None and layout_of(measured).size == 1:
+                found += _cases(name, model, released_config(model), measured, figures)
     return found
 
 
-def _cases(
-    name: str, layers: int, released: dict[str, Any], measured: dict[str, Any], figures: ChipFigures
-) -> list[Case]:
+def released_config(model: Report) -> dict[str, Any]:
+    """The config in bench/configs of a measured model's architecture."""
+    architecture = model["described"].split(", ")[0]
+    for path in sorted(CONFIGS.glob("*/config.json")):
+        config: dict[str, Any] = json.loads(path.read_text())
+        if architecture in config["architectures"]:
+            return config
+    raise ValueError(f"bench/configs has no {architecture}")
+
+
+def layout_of(measured: dict[str, Any]) -> RankLayout:
+    """The layout that an engine of ours ran in."""
+    given = measured["options"]
+    sizes = [int(given.get(f"{name}_parallel_size", 1)) for name in ("tensor", "data", "pipeline")]
+    return RankLayout(*sizes, bool(given.get("enable_expert_parallel")))
+
+
+@contextlib.contextmanager
+def sliced(model: Report, released: dict[str, Any], measured: dict[str, Any]) -> Iterator[EngineConfig]:
+    """The config of a measured model: the first layers of a released one, with the types of the run."""
     options = {key: measured["options"][key] for key in ("state_dtype", "kv_cache_dtype") if key in measured["options"]}
     if options.get("kv_cache_dtype") == "fp8_scaled":
         # Its name when the file was written.
         options["kv_cache_dtype"] = "fp8_ds_mla"
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(with_layers(released, layers)))
-        config = EngineConfig(model=folder, load_format="dummy", **options)
+        Path(folder, "config.json").write_text(json.dumps(with_layers(released, layers_of(model))))
+        yield EngineConfig(model=folder, load_format="dummy", **options)
+
+
+def layers_of(model: Report) -> int:
+    """How many layers a measured model has, as its description says."""
+    return int(model["described"].split(", ")[1].partition(" ")[0])
+
+
+def seconds_of(times: dict[str, Any]) -> dict[str, float]:
+    """Medians of a case, by kind of step."""
+    return {DECODE: statistics.median(times["tpot_ms"]) / 1e3, PROMPTS: statistics.median(times["prefill_s"])}
+
+
+def batches(requests: int, inputs: int) -> list[int]:
+    """Prompts of each step that reads `requests` prompts."""
+    whole, rest = divmod(requests, max(STEP_TOKENS // inputs, 1))
+    return [max(STEP_TOKENS // inputs, 1)] * whole + [rest] * bool(rest)
+
+
+def _cases(
+    name: str, model: Report, released: dict[str, Any], measured: dict[str, Any], figures: ChipFigures
+) -> list[Case]:
+    with sliced(model, released, measured) as config:
         cost = ModelCost(resolve_load_plan(config, chip=figures.chip, available=int(figures.memory.value)))
     found = []
     for case, times in measured["cases"].items():
         inputs, outputs, requests = map(int, case.split("/"))
-        whole, rest = divmod(requests, STEP_TOKENS // inputs)
-        steps = [cost.work((inputs,) * n, (inputs,) * n) for n in [STEP_TOKENS // inputs] * whole + [rest] * bool(rest)]
+        steps = tuple(cost.work((inputs,) * n, (inputs,) * n) for n in batches(requests, inputs))
         decode = cost.work((1,) * requests, (inputs + outputs // 2,) * requests)
-        seconds = {
-            DECODE: statistics.median(times["tpot_ms"]) / 1e3,
-            PROMPTS: statistics.median(times["prefill_s"]),
-        }
-        found.append(Case(name, layers, case, requests, decode, tuple(steps), seconds))
+        found.append(Case(name, layers_of(model), case, requests, decode, steps, seconds_of(times)))
     return found
 
 
