@@ -38,6 +38,8 @@ def compare_layouts(
     machines = check_machines(figures, config.layout.size if gpus is None else gpus, hosts)
     if context < 1:
         raise ConfigError(f"context={context}; at least 1 is needed.")
+    if config.speculation is not None:
+        raise ConfigError("speculative_config: layouts are compared without drafts. Leave it out.")
     if not has_weights(config):
         # Those of a hub id need not be downloaded for this.
         config = dataclasses.replace(config, load_format="dummy")

@@ -185,8 +185,8 @@ class StageCost:
             if count and groups[group][0] > 1
         ]
         if layout.pipeline > 1:
-            # The residual stream and what is added to it; behind the last stage, the rows to sample alone.
-            size = rows.logits // data * self._hidden if self.last else 2 * own
+            # The residual stream; behind the last stage, the rows to sample alone.
+            size = rows.logits // data * self._hidden if self.last else own
             exchanges.append(Exchange(SEND, "rows to the next stage", 1, size, 2, hosts.of_pipeline))
         return tuple(exchanges)
 

@@ -190,6 +190,9 @@ def test_sizes_that_are_given_choose_among_layouts(run: Run, tmp_path: Path) -> 
     if gpu_count() == 0:
         with pytest.raises(ConfigError, match=r"layouts are planned for a chip, .* give --chip, one of a100, "):
             run("plan", model, "-dp", "2")
+    drafts = '{"method": "ngram", "num_speculative_tokens": 2}'
+    with pytest.raises(ConfigError, match="layouts are compared without drafts"):
+        run("plan", model, "--chip", "h200", "--gpus", "4", "--speculative-config", drafts)
     with pytest.raises(ConfigError, match="hosts=3 do not share gpus=4 evenly"):
         run("plan", model, "--chip", "h200", "--gpus", "4", "--hosts", "3")
 
