@@ -288,3 +288,31 @@ def test_a_plan_is_the_same_each_time_and_longer_contexts_take_longer(tmp_path: 
         tpots = [one.tpot for one in report.decode]
         assert tpots == sorted(tpots)
         assert all(sum(one.parts.values()) == pytest.approx(one.tpot) for one in report.decode)
+
+
+@pytest.mark.parametrize("chip", sorted(FIGURES))
+def test_every_chip_has_a_plan(chip: str, tmp_path: Path) -> None:
+    wanted = config(tmp_path, "Qwen3MoeForCausalLM", dtype="bfloat16")
+    plan = LayoutPlanner(wanted, Machines(FIGURES[chip], 2, 1), 64)
+    reports = [plan.plan(one) for one in layouts(2)]
+    assert all(one.refusal is None and len(one.decode) == len(REQUESTS) for one in reports)
+    assert proposed(reports, REQUESTS) in reports
+
+
+CONFIGS = Path(__file__).parents[2] / "bench" / "configs"
+
+
+@pytest.mark.parametrize(
+    ("model", "chip", "gpus", "fits"),
+    [("deepseek_v32", "h200", 8, True), ("deepseek_v32", "h200", 4, False), ("kimi_k2", "h200", 8, False)],
+)
+def test_whole_models_are_planned_as_a_gpu_keeps_them(model: str, chip: str, gpus: int, fits: bool) -> None:
+    """In FP8: 671 and 1026 billion weights, nearly a byte each."""
+    wanted = EngineConfig(model=str(CONFIGS / model), load_format="dummy")
+    report = LayoutPlanner(wanted, Machines(FIGURES[chip], gpus, 1), 8192).plan(RankLayout(gpus))
+    assert 0.95 < report.weight_bytes * gpus / {"deepseek_v32": 671e9, "kimi_k2": 1026e9}[model] < 1.07
+    assert (report.refusal is None) == fits
+    if fits:
+        # 576 numbers of a latent and 128 of an index key in two bytes each, on every rank.
+        assert report.entries == {"paged": 61 * 2 * (512 + 64 + 128)}
+        assert 450_000 < report.tokens < 550_000
