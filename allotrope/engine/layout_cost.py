@@ -20,7 +20,7 @@ from allotrope.attention.cost import StepCost
 from allotrope.cache.groups import CacheGroup, group_caches
 from allotrope.engine.exchange import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Exchange
 from allotrope.engine.load_plan import LoadPlan
-from allotrope.engine.rank_report import KINDS, has_part_of_sum, modules_by_kind
+from allotrope.engine.rank_report import KINDS, has_part_of_sum, modules_by_kind, quantized_modules
 from allotrope.engine.step_cost import EXPERTS, LayersCost, StepWork, counted_modules
 from allotrope.layers.embedding import Embedding
 from allotrope.layers.moe import Experts
@@ -84,7 +84,7 @@ def host_layout(layout: RankLayout, per_host: int) -> HostLayout:
 
 class RankModel:
     """The parts of the model that a rank would load with all layers, read once. `load_plan`: its plan. `sums`: by
-    layer, what of it is summed over ranks."""
+    layer, what of it is summed over ranks. `quantized`: the kind of each module with a quantized weight, by name."""
 
     def __init__(self, load_plan: LoadPlan) -> None:
         model = load_plan.meta_model()
@@ -95,6 +95,7 @@ class RankModel:
         embeddings = (part for part in model.modules() if isinstance(part, Embedding))
         self.embedded = Counter(part.hidden for part in embeddings if not part.whole)
         self.sums = [_sums(layer) for layer in model.layers]
+        self.quantized = quantized_modules(model)
         # Module, layer, kind and bytes of weights; a head may share the table of an embedding.
         self.weights: list[tuple[nn.Module, int | None, str, int]] = []
         seen = set[int]()

@@ -20,6 +20,7 @@ from allotrope.engine.exchange import Exchange, total_seconds, total_sent
 from allotrope.engine.layout_cost import HostLayout, RankModel, StageCost, StepRows, host_layout, split_layers
 from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.memory import utilization
+from allotrope.engine.rank_report import KINDS
 from allotrope.engine.report import numbered
 from allotrope.engine.report_text import size_text
 from allotrope.engine.step_limits import GPU_TOKENS, MIN_TOKENS, StepRoom
@@ -84,13 +85,16 @@ class PromptTime:
 @dataclass(frozen=True, kw_only=True)
 class LayoutReport:
     """One layout. `weights`: bytes by kind, of the rank that holds most. `entries`: of its caches, by group: bytes of
-    one entry (or state) of all its layers. `tokens`: of context that fit, over all data-parallel ranks, in sequences of
-    the plan's context. `refusal`: why it cannot serve even one; then there are no times. `decode`: of the numbers of
-    requests whose caches fit. `exchanges`: of a decode step of the most of them."""
+    one entry (or state) of all its layers. `dequantized`: kinds of weights that one rank keeps quantized and these do
+    not, for a rank's share of their inputs is no whole number of groups or blocks. `tokens`: of context that fit, over
+    all data-parallel ranks, in sequences of the plan's context. `refusal`: why it cannot serve even one; then there are
+    no times. `decode`: of the numbers of requests whose caches fit. `exchanges`: of a decode step of the most of them.
+    """
 
     layout: RankLayout
     weights: dict[str, int]
     entries: dict[str, int] = field(default_factory=dict)
+    dequantized: tuple[str, ...] = ()
     tokens: int = 0
     refusal: str | None = None
     decode: tuple[DecodeTime, ...] = ()
@@ -157,7 +161,10 @@ class LayoutPlanner:
         most = max(stages, key=lambda stage: stage.weight_bytes)
         labels = numbered([group.label for group in most.groups])
         entries = {label: group.row_bytes for label, group in zip(labels, most.groups, strict=True)}
-        found = LayoutReport(layout=layout, weights=most.weights, entries=entries)
+        alone, here = self._model(RankLayout()).quantized, self._model(layout).quantized
+        lost = {kind for name, kind in alone.items() if name not in here}
+        plain = tuple(kind for kind in KINDS if kind in lost)
+        found = LayoutReport(layout=layout, weights=most.weights, entries=entries, dequantized=plain)
         rooms = [self._room(layout, stage) for stage in stages]
         if (refusal := self._refusal(stages, rooms)) is not None:
             return dataclasses.replace(found, refusal=refusal)

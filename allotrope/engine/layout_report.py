@@ -63,6 +63,7 @@ class LayoutComparison:
                     "weight_bytes": one.weight_bytes,
                     "weights": one.weights,
                     "entries": one.entries,
+                    "dequantized": list(one.dequantized),
                     "tokens": one.tokens,
                     "refusal": one.refusal,
                     "reason": self.reason(one),
@@ -104,6 +105,12 @@ class LayoutComparison:
 
     def reason(self, report: LayoutReport) -> str:
         """Why a layout is proposed, or why it is not."""
+        text = self._reason(report)
+        if report.dequantized:
+            text += f"; no longer quantized: {', '.join(report.dequantized)}"
+        return text
+
+    def _reason(self, report: LayoutReport) -> str:
         proposal = self.proposal
         if report.refusal is not None:
             return report.refusal
@@ -133,7 +140,7 @@ class LayoutComparison:
             return f"{text}; no other holds {count} requests"
         nearest = min(others, key=lambda one: _tpot(one, count))
         ahead = [str(one) for one in self.requests if self.best(one) is report]
-        first = f", and is the fastest with {' and '.join(ahead)} requests" if ahead else ""
+        first = f", and is the fastest with {', '.join(ahead)} requests" if ahead else ""
         rest = _compared(nearest, report, (report.decode[0].requests, count))
         return f"{text}{first}; {name(nearest.layout)}, the nearest with {count}, is {rest}"
 

@@ -231,9 +231,9 @@ def rank_sizes(
             continue
         checkpoint = load_plan.checkpoint
         model = load_plan.meta_model()
-        quantized = _quantized(model)
+        quantized = quantized_modules(model)
         if (draft := load_plan.meta_draft(model)) is not None:
-            quantized |= {f"draft.{name}": DRAFT for name in _quantized(draft)}
+            quantized |= {f"draft.{name}": DRAFT for name in quantized_modules(draft)}
         on_one_rank = quantized if ranks == 1 else on_one_rank
         plain = {kind for name, kind in on_one_rank.items() if name not in quantized}
         replicated = sum(share.replicated for share in _weights(model, load_plan).values())
@@ -307,7 +307,7 @@ def modules_by_kind(model: Decoder | DraftModel) -> Iterator[tuple[str, nn.Modul
         yield name, module, kind
 
 
-def _quantized(model: Decoder | DraftModel) -> dict[str, str]:
+def quantized_modules(model: Decoder | DraftModel) -> dict[str, str]:
     """The modules with a quantized weight: name -> kind."""
     return {
         name: kind

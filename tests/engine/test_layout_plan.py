@@ -299,6 +299,17 @@ def test_every_chip_has_a_plan(chip: str, tmp_path: Path) -> None:
     assert proposed(reports, REQUESTS) in reports
 
 
+def test_experts_that_stay_quantized_when_they_are_whole(tmp_path: Path) -> None:
+    """Groups of 32 inputs have one scale: of a width of 64, four ranks have half a group each."""
+    more = {"quantization_config": {"quant_method": "mxfp4"}, "intermediate_size": 64}
+    tiny = find_architecture({"architectures": ["GptOssForCausalLM"]}, "").tiny() | more
+    (tmp_path / "config.json").write_text(json.dumps(tiny))
+    plan = LayoutPlanner(EngineConfig(model=str(tmp_path), load_format="dummy"), Machines(H200, 4, 1), 64)
+    cut, whole = plan.plan(RankLayout(4)), plan.plan(RankLayout(4, 1, 1, True))
+    assert cut.dequantized == ("routed experts",) and whole.dequantized == ()
+    assert cut.weights["routed experts"] > 1.5 * whole.weights["routed experts"]
+
+
 CONFIGS = Path(__file__).parents[2] / "bench" / "configs"
 
 
