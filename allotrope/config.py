@@ -105,6 +105,15 @@ class EngineConfig:
     expert_load_file: str | None = option(
         "Count the tokens that each expert of each layer gets, and write the counts to this JSON file at the end.", None
     )
+    distributed_executor_backend: Literal["mp", "ray"] = option(
+        "Where the ranks run: 'mp' in processes of this host, 'ray' on the hosts of a Ray cluster, which RAY_ADDRESS "
+        "names or this host is a part of.",
+        "mp",
+    )
+    distributed_address: str | None = option(
+        "Address of this host at which the ranks meet; default: 127.0.0.1, with Ray that of this host in the cluster.",
+        None,
+    )
     max_model_len: int | None = option("Longest prompt plus output in tokens; default: the model's own.", None)
     max_num_seqs: int | None = option(
         "Most sequences in one step of a data-parallel rank; default: what a GPU's memory serves, up to 512, and 64 on "

@@ -325,7 +325,7 @@ def test_the_engine_uses_only_declared_members_of_its_executor() -> None:
     from allotrope.engine.executor import Executor
 
     declared = {*Executor.__annotations__, *vars(Executor)}
-    for file in ("engine", "step_loop", "step_log"):
+    for file in ("engine", "step_loop", "pipeline_loop", "step_log"):
         for node in ast.walk(ast.parse((PACKAGE / "engine" / f"{file}.py").read_text())):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self._executor":
                 assert node.attr in declared, f"engine/{file}.py uses Executor.{node.attr}"

@@ -73,20 +73,37 @@ class DeepseekV4Layer(nn.Module):
 class DeepseekV4Decoder(Decoder):
     layer_class = DeepseekV4Layer
     one_stream = False
+    last_parts = ("norm", "join")
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__(spec, build)
         assert isinstance(spec.extra, Shared)
         self.hyper = spec.extra.hyper
-        self.join = HyperHead(self.hyper, build)
+        if self.stage.is_last:
+            self.join = HyperHead(self.hyper, build)
         # Drafts read the streams. Without drafts, nobody keeps them until the step is over.
         self.keeps_streams = build.max_drafts > 0
 
-    def forward(self, step: Step) -> torch.Tensor:
-        """Hidden states [T, hidden] of the step's tokens. Every stream starts as the embedding."""
-        streams = self.embedding(step.ids)[:, None].repeat(1, self.hyper.streams, 1)
+    def begin(self, step: Step) -> torch.Tensor:
+        """Every stream starts as the embedding."""
+        streams: torch.Tensor = self.embedding(step.ids)[:, None].repeat(1, self.hyper.streams, 1)
+        return streams
+
+    def resume(self, received: torch.Tensor, step: Step) -> torch.Tensor:
+        return received.unflatten(1, (self.hyper.streams, -1))
+
+    def hand_on(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        return x.flatten(1)
+
+    def border_width(self, layer: int) -> int:
+        return self.hyper.streams * self.spec.hidden
+
+    def through_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        streams = x
         for layer, ctx in zip(self.layers, step.layers, strict=True):
             streams = layer(streams, ctx)
+        if not self.stage.is_last:
+            return self.hand_on(streams, step)
         if self.keeps_streams:
             step.features = streams.flatten(1)
         return self.norm(self.join(streams))

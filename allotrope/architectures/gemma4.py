@@ -108,7 +108,9 @@ class Gemma4Layer(SandwichLayer):
         super().__init__(spec, model, build)
         extra = spec.extra
         assert isinstance(extra, Gemma4Extra)
-        self.index, self.per_layer, self.parallel = extra.index, extra.per_layer, build.parallel
+        # Within the stage: a later one has no inputs of the layers before it.
+        self.index = extra.index - (0 if build.stage is None else build.stage.first)
+        self.per_layer, self.parallel = extra.per_layer, build.parallel
         self.scalar = build.parameter((1,), Placement((Section("", 1),)))
         self.parallel_experts = (
             ParallelExperts(extra.experts, model, build.at("parallel_experts")) if extra.experts is not None else None
@@ -156,20 +158,37 @@ class PerLayerEmbedding(nn.Module):
 
 class Gemma4Decoder(Decoder):
     layer_class = Gemma4Layer
+    first_parts = ("embedding", "head", "per_layer")
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__(spec, build)
         extra = spec.extra
-        self.per_layer = (
-            PerLayerEmbedding(extra, spec, build.at("per_layer")) if isinstance(extra, PerLayerInputs) else None
-        )
+        self.per_layer_width = extra.width if isinstance(extra, PerLayerInputs) else 0
+        self.per_layer = None
+        if isinstance(extra, PerLayerInputs) and self.stage.is_first:
+            self.per_layer = PerLayerEmbedding(extra, spec, build.at("per_layer"))
 
-    def forward(self, step: Step) -> torch.Tensor:
-        """Hidden states [T, hidden] of the step's tokens, after the final norm."""
-        x = self.embedding(step.ids)
+    def begin(self, step: Step) -> torch.Tensor:
+        x: torch.Tensor = self.embedding(step.ids)
         if self.per_layer is not None:
             step.per_layer_inputs = self.per_layer(step.ids, x)
-        return self.through_layers(x, step)
+        return x
+
+    def resume(self, received: torch.Tensor, step: Step) -> torch.Tensor:
+        if not self.per_layer_width:
+            return received
+        x, inputs = received.split([self.spec.hidden, received.shape[1] - self.spec.hidden], dim=1)
+        step.per_layer_inputs = inputs.unflatten(1, (-1, self.per_layer_width))
+        return x.contiguous()
+
+    def hand_on(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """The residual stream, and the inputs of the layers behind."""
+        if step.per_layer_inputs is None:
+            return x
+        return torch.cat([x, step.per_layer_inputs[:, len(self.stage) :].flatten(1)], dim=1)
+
+    def border_width(self, layer: int) -> int:
+        return self.spec.hidden + (self.stage.count - layer) * self.per_layer_width
 
 
 def read_gemma4(config: ConfigReader) -> ModelSpec:

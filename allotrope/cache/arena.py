@@ -43,6 +43,9 @@ class Arena:
         """Copy pages (or state slots) in all pools of their groups, in order. `copies`: (group, source, target)."""
         for group, source, target in copies:
             fields = self._by_group[group]
+            if not fields:
+                # The group's layers are on other ranks.
+                continue
             torch._foreach_copy_([field[target] for field in fields], [field[source] for field in fields])
 
 

@@ -7,8 +7,8 @@ so nothing is padded to a common size.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -62,6 +62,10 @@ class CacheGroup:
     def pages_for(self, tokens: int) -> int:
         """Pages of a table that reaches over `tokens` tokens."""
         return 1 if self.kind == "state" else -(-tokens // self.page_size)
+
+    def of_layers(self, layers: Container[int]) -> CacheGroup:
+        """The group as a rank has it that holds these layers: with the same pages, and perhaps no cache."""
+        return replace(self, members=tuple(member for member in self.members if member.layer in layers))
 
     def out_of_window_pages(self, computed: int) -> int:
         """Leading pages out of the window: no later query reads them once `computed` tokens are stored."""

@@ -91,9 +91,15 @@ class LoadReport:
 
 
 class Loader:
-    """Fills a module's parameters from a checkpoint and accounts for every name on both sides."""
+    """Fills a module's parameters from a checkpoint and accounts for every name on both sides.
 
-    def __init__(self, module: nn.Module, rules: Sequence[Rule]) -> None:
+    `is_elsewhere`: whether a parameter is on another pipeline stage, which reads it.
+    """
+
+    def __init__(
+        self, module: nn.Module, rules: Sequence[Rule], is_elsewhere: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        self._is_elsewhere = is_elsewhere
         self.parameters = dict(module.named_parameters())
         self.rules = [(rule.pattern(), rule) for rule in rules]
         # Per parameter, what is still to be filled: (section, expert) pairs.
@@ -116,7 +122,7 @@ class Loader:
             if reason is not None:
                 report.dropped[name] = reason
                 continue
-            mine = [(match, rule) for match, rule in matches if self._holds(match, rule)]
+            mine = [one for one in matches if not self._is_elsewhere(filled(one[1], one[0])) and self._holds(*one)]
             if mine:
                 report.tensors += 1
                 self._read(checkpoint, name, mine, report)

@@ -53,6 +53,7 @@ _DP_ATTENTION = (
     "--data-parallel-size D --tensor-parallel-size N/D, which shares the feed-forward layers among all N"
 )
 _EP_SIZE = "experts are on all ranks of a stage: write --enable-expert-parallel"
+_HOSTS = "Ray places ranks on several hosts: --distributed-executor-backend ray"
 _EAGER = "decode steps are captured at sizes of their own; --no-cuda-graphs turns that off"
 _NO_REMOTE_CODE = "code from a checkpoint is never run; leave it out"
 _NO_LORA = "adapters are not supported; merge them into the checkpoint"
@@ -80,11 +81,11 @@ UNSUPPORTED: dict[str, str] = {
     "-dcp": _PARALLEL,
     "--enable-eplb": _PARALLEL,
     "--all2all-backend": _PARALLEL,
-    "--distributed-executor-backend": "processes are started by the engine itself; leave it out",
-    "--nnodes": "one host is supported",
-    "--node-rank": "one host is supported",
-    "--master-addr": "one host is supported",
-    "--master-port": "one host is supported",
+    "--nnodes": _HOSTS,
+    "--node-rank": _HOSTS,
+    "--master-addr": f"{_HOSTS}; --distributed-address says where the ranks meet",
+    "--master-port": _HOSTS,
+    "--distributed-timeout-seconds": "see --watchdog-seconds for a step that does not end",
     "--disable-custom-all-reduce": "--op-backend all_reduce=reference turns our own all-reduce off",
     "--compilation-config": _EAGER,
     "-O": _EAGER,

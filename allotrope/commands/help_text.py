@@ -23,7 +23,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Ranks": (
         "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel",
-        "expert_placement", "num_redundant_experts", "expert_load_file", "watchdog_seconds",
+        "expert_placement", "num_redundant_experts", "expert_load_file", "distributed_executor_backend",
+        "distributed_address", "watchdog_seconds",
     ),
     "Memory and caches": (
         "max_model_len", "kv_cache_dtype", "state_dtype", "page_size", "kv_cache_memory_bytes", "memory_utilization",

@@ -39,8 +39,8 @@ _AS: dict[str, str] = {
         "--enable-two-batch-overlap --moe-a2a-backend --load-balance-method --attn-cp-size"
     ),
     "--nnodes": "-n -r --dist-init-addr --nccl-init-addr",
-    "--distributed-executor-backend": (
-        "--distributed-timeout-seconds --cpu-distributed-timeout-seconds --ray-workers-use-nsight "
+    "--distributed-timeout-seconds": (
+        "--cpu-distributed-timeout-seconds --ray-workers-use-nsight "
         "--worker-use-ray --engine-use-ray --disable-frontend-multiprocessing --dist-timeout --base-gpu-id "
         "--gpu-id-step"
     ),

@@ -21,6 +21,8 @@ def uses_async_scheduling(config: EngineConfig, device_type: str, *, observed: b
         reasons.append(f"device={device_type} (auto schedules the steps of a GPU asynchronously)")
     if config.speculation is not None and config.speculation.drafts_from_text:
         reasons.append("drafts are looked up in the tokens of the step before")
+    if config.pipeline_parallel_size > 1:
+        reasons.append("the steps in flight of several pipeline stages are of other sequences")
     if observed:
         reasons.append("an observer may replace tokens")
     if reasons:

@@ -5,6 +5,8 @@ Owns the refusal of a model that does not fit. Must not run a step: `profile` me
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from allotrope.cache.memory import Demand, MemoryPlan, make_plan, plan_memory
@@ -64,6 +66,15 @@ def plan_within(load_plan: LoadPlan, config: EngineConfig, room: int, available:
             f"a larger --memory-utilization, or a --max-num-batched-tokens below {load_plan.step_tokens}."
         )
     return plan_memory(load_plan.groups, _demand(load_plan, config), room)
+
+
+def equal_pages(
+    load_plan: LoadPlan, config: EngineConfig, planned: MemoryPlan, min_of_ranks: Callable[[int], int]
+) -> MemoryPlan:
+    """`planned` with the pages of the pipeline stage that has the fewest: all have one page table. `min_of_ranks`: the
+    smallest of the numbers that the ranks call it with."""
+    tokens, sequences = min_of_ranks(planned.tokens), min_of_ranks(planned.sequences)
+    return make_plan(load_plan.groups, _demand(load_plan, config), tokens, sequences)
 
 
 def _demand(load_plan: LoadPlan, config: EngineConfig) -> Demand:

@@ -58,6 +58,7 @@ class DecodeBuffers:
         verify: bool = False,
         most_sampled: int = 0,
         sequences: int = 0,
+        received: int = 0,
     ) -> None:
         self.groups, self.size, self.context, self.device = groups, size, context, device
         self.verify = verify
@@ -84,12 +85,13 @@ class DecodeBuffers:
         self._requests = torch.arange(size, device=device)
         self.prev_sampled = torch.zeros(max(size, most_sampled), dtype=torch.int64, device=device)
         self.hidden = torch.zeros(size, hidden, dtype=dtype, device=device)
+        self.received = torch.zeros(size, received, dtype=dtype, device=device)
 
     @property
     def bytes(self) -> int:
         """Bytes of the buffers on the device."""
         tables = [table for table in self._tables if table is not None]
-        tensors = [self._heads, self.hidden, self.prev_sampled, self.accepted, *tables]
+        tensors = [self._heads, self.hidden, self.received, self.prev_sampled, self.accepted, *tables]
         return sum(tensor.nbytes for tensor in tensors)
 
     def pack(

@@ -22,6 +22,7 @@ from allotrope.engine.expert_load import write_expert_load
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.multiprocess_executor import MultiprocessExecutor
 from allotrope.engine.observer import Observer
+from allotrope.engine.pipeline_loop import PipelineLoop
 from allotrope.engine.plan_report import ModelReport, describe
 from allotrope.engine.report import EngineLimits, EngineStats
 from allotrope.engine.requests import RequestTable
@@ -68,6 +69,7 @@ class Engine:
             copy_page=lambda *copy: copies.append(copy),
             max_decodes=load_plan.max_decodes,
             lookahead=load_plan.lookahead,
+            stages=self._executor.stages,
         )
         self._drafting = make_drafting(
             *(config.speculation, load_plan.max_drafts, load_plan.max_decodes * config.data_parallel_size, config.seed),
@@ -75,7 +77,8 @@ class Engine:
             on_gpu=self._device.type == "cuda",
         )
         seconds = config.step_log_seconds
-        self._loop = StepLoop(
+        loop = StepLoop if self._executor.stages == 1 else PipelineLoop
+        self._loop = loop(
             *(self._executor, self._requests, copies, load_plan.sampler(), self.limits.vocab_size, self._device),
             async_scheduling=uses_async_scheduling(config, self._device.type, observed=observer is not None),
             observer=observer,

@@ -70,6 +70,20 @@ class Executor(ABC):
         computed the logits.
         """
 
+    @property
+    @abstractmethod
+    def stages(self) -> int:
+        """Pipeline stages, each with a run of the layers; as many steps of different sequences may be under way."""
+
+    @abstractmethod
+    def launch(self, plan: StepPlan) -> None:
+        """With several stages, begin a step: run the layers of the first one. Rows with placeholders, and tokens for
+        every rank, are for models of one stage alone."""
+
+    @abstractmethod
+    def finish(self) -> torch.Tensor:
+        """As `run`, of the first step that was launched and is yet to be finished."""
+
     @abstractmethod
     def share_sampled(self, token_ids: torch.Tensor) -> None:
         """Let every rank have the tokens [m] that rank 0 sampled by the last plan, which announced them. Does not wait

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -21,10 +20,11 @@ from allotrope.cache.groups import CacheGroup, group_caches
 from allotrope.engine.exchange import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Exchange
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.rank_report import KINDS, has_part_of_sum, modules_by_kind, quantized_modules
-from allotrope.engine.step_cost import EXPERTS, LayersCost, StepWork, counted_modules
+from allotrope.engine.step_cost import EXPERTS, Counted, LayersCost, StepWork, counted_modules
 from allotrope.layers.embedding import Embedding
 from allotrope.layers.moe import Experts
-from allotrope.layers.norm import AllHeadsNorm, RMSNorm
+from allotrope.layers.norm import AllHeadsNorm
+from allotrope.layers.stage import cut
 from allotrope.layers.weights import packed_bytes
 from allotrope.rank_layout import RankLayout
 
@@ -96,26 +96,43 @@ class RankModel:
         self.embedded = Counter(part.hidden for part in embeddings if not part.whole)
         self.sums = [_sums(layer) for layer in model.layers]
         self.quantized = quantized_modules(model)
-        # Module, layer, kind and bytes of weights; a head may share the table of an embedding.
-        self.weights: list[tuple[nn.Module, int | None, str, int]] = []
+        # Numbers of a token that pass to a stage that begins with a layer.
+        self.border_widths = [model.border_width(layer) for layer in range(len(self.sums))]
+        # What no layer has goes with the first one, or with the last.
+        end = len(self.sums) - 1
+        last = {id(module) for name, module in model.named_modules() if name.partition(".")[0] in model.last_parts}
+        self._goes_with = {
+            id(one.module): one.layer if one.layer is not None else end if id(one.module) in last else 0
+            for one in self.counted
+        }
+        # Module, kind and bytes of weights; a head may share the table of an embedding.
+        self._weights: list[tuple[nn.Module, str, int]] = []
         seen = set[int]()
-        for name, module, kind in modules_by_kind(model):
-            parts = name.split(".")
-            layer = int(parts[1]) if parts[0] == "layers" and len(parts) > 1 else None
+        for _, module, kind in modules_by_kind(model):
             own = [one for one in module.parameters(recurse=False) if id(one) not in seen]
             seen |= {id(one) for one in own}
-            if own:
-                self.weights.append((module, layer, kind, sum(packed_bytes(one) for one in own)))
+            self._weights.append((module, kind, sum(packed_bytes(one) for one in own)))
 
-    def layer_bytes(self) -> tuple[list[int], int]:
-        """Bytes of each layer's weights, and of embedding and head."""
-        sizes, extra = [0] * len(self.sums), 0
-        for module, layer, _, size in self.weights:
-            if layer is not None:
-                sizes[layer] += size
-            elif not isinstance(module, RMSNorm):
-                extra += size
-        return sizes, extra
+    def of_stage(self, layers: range) -> list[Counted]:
+        """The modules of a pipeline stage with these layers."""
+        return [one for one in self.counted if self._goes_with[id(one.module)] in layers]
+
+    def weights(self, layers: range) -> dict[str, int]:
+        """Bytes of the weights of such a stage by kind, in the order of `KINDS`."""
+        found = Counter[str]()
+        for module, kind, size in self._weights:
+            found[kind] += size if self._goes_with[id(module)] in layers else 0
+        return {kind: found[kind] for kind in KINDS if found[kind]}
+
+    def stages(self, count: int) -> list[range]:
+        """The layers of `count` pipeline stages, as ranks cut them if this is the model of one rank. Raises ValueError
+        where it cannot be cut so."""
+        layer_of = {id(one.module): one.layer for one in self.counted}
+        sizes: dict[int | None, int] = Counter()
+        for module, _, size in self._weights:
+            sizes[layer_of[id(module)]] += size
+        of_layers = [sizes[layer] for layer in range(len(self.sums))]
+        return [range(one.first, one.last) for one in cut(self.load_plan.spec.layers, of_layers, sizes[None], count)]
 
 
 class StageCost:
@@ -127,12 +144,9 @@ class StageCost:
         self.first, self.last = layers.start == 0, layers.stop == count
         self._item = load_plan.build.dtype.itemsize
         self._hidden = load_plan.spec.hidden * self._item
-        weights = Counter[str]()
-        for module, layer, kind, size in model.weights:
-            weights[kind] += size if _of_stage(module, layer, layers, count) else 0
-        self.weights = {kind: weights[kind] for kind in KINDS if weights[kind]}
+        self.weights = model.weights(layers)
         self.groups = _groups(load_plan, layers, page_size)
-        modules = [one for one in model.counted if _of_stage(one.module, one.layer, layers, count)]
+        modules = model.of_stage(layers)
         self._cost = LayersCost([load_plan.specs[i] for i in layers], modules, self._item)
         # Experts of a layer on this rank, and the share of them that a row chooses.
         self._experts = {
@@ -140,6 +154,7 @@ class StageCost:
             for one in modules
             if isinstance(one.module, Experts) and one.router is not None
         }
+        self._sent = 0 if self.last else model.border_widths[layers.stop]
         self._embedded, self._head_cut = model.embedded if self.first else Counter[int](), self.first and model.head_cut
         self._sums = sum((model.sums[i] for i in layers), Counter[str]())
 
@@ -187,37 +202,9 @@ class StageCost:
         ]
         if layout.pipeline > 1:
             # The residual stream; behind the last stage, the rows to sample alone.
-            size = rows.logits // data * self._hidden if self.last else own
+            size = rows.logits // data * self._hidden if self.last else rows.own * self._sent * self._item
             exchanges.append(Exchange(SEND, "rows to the next stage", 1, size, 2, hosts.of_pipeline))
         return tuple(exchanges)
-
-
-def split_layers(sizes: Sequence[int], extra: int, stages: int) -> list[range]:
-    """Runs of layers for `stages` stages with the least bytes on the stage that has most. `sizes`: bytes of each layer.
-    `extra`: bytes that the first stage has beside its layers."""
-    low, high = max(sizes), sum(sizes) + extra
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _fits(sizes, extra, stages, middle) else (middle + 1, high)
-    return _runs(sizes, extra, stages, low)
-
-
-def _fits(sizes: Sequence[int], extra: int, stages: int, limit: int) -> bool:
-    runs = _runs(sizes, extra, stages, limit)
-    return len(runs) <= stages and extra + sum(sizes[i] for i in runs[0]) <= limit
-
-
-def _runs(sizes: Sequence[int], extra: int, stages: int, limit: int) -> list[range]:
-    """As many layers a stage as `limit` bytes hold, one at least, and one at least for each later stage."""
-    found: list[range] = []
-    start, used = 0, extra
-    for i, size in enumerate(sizes):
-        left = stages - len(found) - 1
-        if i > start and (used + size > limit or len(sizes) - i == left):
-            found.append(range(start, i))
-            start, used = i, 0
-        used += size
-    return [*found, range(start, len(sizes))]
 
 
 def _sums(layer: nn.Module) -> Counter[str]:
@@ -243,14 +230,6 @@ def _of_most(count: int, share: float, rows: int, ranks: int) -> float:
 
 def _times(cost: StepCost, factor: float) -> StepCost:
     return StepCost(*(round(factor * value) for value in (cost.bytes, cost.flops, cost.fp8)))
-
-
-def _of_stage(module: nn.Module, layer: int | None, layers: range, count: int) -> bool:
-    """Whether a stage has what belongs to `layer` of `count`. Embedding and head are on the first stage, and the norm
-    behind the last layer on the last."""
-    if layer is not None:
-        return layer in layers
-    return layers.stop == count if isinstance(module, RMSNorm) else layers.start == 0
 
 
 def _groups(load_plan: LoadPlan, layers: range, page_size: int) -> tuple[CacheGroup, ...]:

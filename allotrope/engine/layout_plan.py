@@ -17,7 +17,7 @@ from allotrope.cache.memory import Demand, make_plan
 from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.config import EngineConfig
 from allotrope.engine.exchange import Exchange, total_seconds, total_sent
-from allotrope.engine.layout_cost import HostLayout, RankModel, StageCost, StepRows, host_layout, split_layers
+from allotrope.engine.layout_cost import HostLayout, RankModel, StageCost, StepRows, host_layout
 from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.memory import utilization
 from allotrope.engine.rank_report import KINDS
@@ -187,12 +187,8 @@ class LayoutPlanner:
     def stages(self, layout: RankLayout) -> list[StageCost]:
         """What a rank of each stage holds and does. Raises ModelError or ValueError for a layout that cannot be."""
         model = self._model(layout)
-        count = len(model.sums)
-        if layout.pipeline > count:
-            raise ValueError(f"pipeline_parallel_size={layout.pipeline} is more than its {count} layers")
-        if layout.pipeline > 1 and model.load_plan.shares:
-            raise ValueError("pipeline_parallel_size: layers read the caches of earlier ones, which stages would part")
-        runs = split_layers(*model.layer_bytes(), layout.pipeline)
+        # Ranks cut the model by the bytes that one rank would hold.
+        runs = self._model(RankLayout()).stages(layout.pipeline)
         return [StageCost(model, layers, layout, self._config.page_size) for layers in runs]
 
     def _model(self, layout: RankLayout) -> RankModel:

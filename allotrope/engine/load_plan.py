@@ -33,6 +33,7 @@ from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.layers.moe import Experts
 from allotrope.layers.parallel import Parallel, ProcessGroups, map_peers
+from allotrope.layers.stage import Stage, cut
 from allotrope.loading.decoder import make_meta_decoder, only_kept, quantized_build
 from allotrope.loading.decoder_draft import decoder_draft_build, resolve_decoder_draft
 from allotrope.loading.draft import draft_build, make_meta_draft
@@ -99,6 +100,16 @@ class LoadPlan:
     def max_decodes(self) -> int:
         """Most rows of a decode step: a few sequences have as many drafts as they like."""
         return max(self.max_num_seqs, min(self.max_num_seqs * (1 + self.max_drafts), _DRAFTED_ROWS))
+
+    @property
+    def stage(self) -> Stage:
+        """The layers that this rank holds."""
+        return self.build.stage or Stage.whole(len(self.specs))
+
+    @property
+    def own_specs(self) -> tuple[Spec, ...]:
+        """The attention of these."""
+        return self.specs[self.stage.first : self.stage.last]
 
     @property
     def num_layers(self) -> int:
@@ -192,11 +203,10 @@ def resolve_load_plan(
                 f"quantized_activations={config.quantized_activations}: no weight of {checkpoint.source} is multiplied "
                 f"in blocks of GGUF on {build.chooser.chip.arch}, so it would do nothing. Leave it out."
             )
+        if parallel.layout.pipeline > 1:
+            build = replace(build, stage=cut_stages(architecture, spec, build)[parallel.position.stage])
         meta = make_meta_decoder(architecture, spec, build)
-        if parallel.layout.expert_parallel and not any(isinstance(one, Experts) for one in meta.modules()):
-            raise ValueError("enable_expert_parallel needs experts, and it has none")
-        if config.expert_placement is not None:
-            refuse_misplaced(meta, dict(build.expert_placements), config.expert_placement)
+        _refuse_experts(config, meta if build.stage is None else _whole(architecture, spec, build), build)
         weight_bytes = weight_bytes_of(meta)
         of_draft: Build | None = None
         if draft is not None:
@@ -211,6 +221,8 @@ def resolve_load_plan(
     owners = {i: owner for i, owner in shares.items() if owner is not None}
     caches = [{} if i in owners else one.caches() for i, one in enumerate((*specs, *draft_specs))]
     groups = group_caches(caches, config.page_size)
+    if build.stage is not None:
+        groups = tuple(group.of_layers(build.stage) for group in groups)
     max_model_len = config.max_model_len or spec.context
     limits = cpu_limits(config)
     if build.device.type == "cuda":
@@ -228,6 +240,28 @@ def resolve_load_plan(
         *(checkpoint, architecture, spec, build, specs, owners, groups, max_model_len, limits, weight_bytes),
         *(draft, draft_checkpoint, of_draft, draft_specs),
     )
+
+
+def _whole(architecture: Architecture, spec: ModelSpec, build: Build) -> Decoder:
+    """All layers, with parameters that take no memory. Its backends are nobody's choice."""
+    chooser = Chooser(build.chooser.chip, build.chooser.wanted)
+    return make_meta_decoder(architecture, spec, replace(build, stage=None, chooser=chooser))
+
+
+def _refuse_experts(config: EngineConfig, meta: Decoder, build: Build) -> None:
+    """Raise ValueError, or ConfigError, where options of experts do not fit a model. `meta`: all of its layers."""
+    if config.enable_expert_parallel and not any(isinstance(one, Experts) for one in meta.modules()):
+        raise ValueError("enable_expert_parallel needs experts, and it has none")
+    if config.expert_placement is not None:
+        refuse_misplaced(meta, dict(build.expert_placements), config.expert_placement)
+
+
+def cut_stages(architecture: Architecture, spec: ModelSpec, build: Build) -> tuple[Stage, ...]:
+    """The pipeline stages of a model, by the bytes of its weights. The same on every rank. Raises ValueError where it
+    cannot be cut so."""
+    meta = _whole(architecture, spec, replace(build, parallel=Parallel(), expert_placements={}))
+    layers = [weight_bytes_of(layer) for layer in meta.layers]
+    return cut(spec.layers, layers, weight_bytes_of(meta) - sum(layers), build.parallel.layout.pipeline)
 
 
 def _resolve_draft(

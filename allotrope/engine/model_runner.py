@@ -7,6 +7,7 @@ and every rank runs it.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -66,7 +67,10 @@ class ModelRunner:
         self.groups = groups
         tables = RopeTables(device, model.chooser)
         attention = list(zip(specs, model.backends, strict=True))
-        self._layers = LayerPlans(attention, 0, groups, arena, shares, tables)
+        self._layers = LayerPlans(attention, model.stage.first, groups, arena, shares, tables)
+        # To the other pipeline stages, and on the first of them the steps whose hidden states are yet to come back.
+        self._links = model.parallel.links
+        self._launched: deque[StepFacts] = deque()
         self.drafts: DraftRunner | None = None
         if draft_model is not None:
             layers = LayerPlans(draft_model.attention, len(specs), groups, arena, shares, tables)
@@ -80,9 +84,10 @@ class ModelRunner:
             self._make_static(decode)
 
     def _make_static(self, decode: DecodeShape) -> None:
-        dtype, data_ranks = self.model.embedding.dtype, self.model.parallel.layout.data
+        model, data_ranks = self.model, self.model.parallel.layout.data
         buffers = DecodeBuffers(
-            *(self.groups, decode.size, decode.context, self.model.spec.hidden, dtype, self.device),
+            *(self.groups, decode.size, decode.context, model.sent_width, model.dtype, self.device),
+            received=model.received_width,
             verify=self._verify,
             most_sampled=(1 + decode.max_drafts) * decode.sequences * data_ranks,
             sequences=decode.sequences * data_ranks,
@@ -93,7 +98,8 @@ class ModelRunner:
             if self._verify:
                 buffers.advance(size)
             inputs, prev_sampled = buffers.inputs(size)
-            hidden, features = self._run(inputs, prev_sampled, {}, self._rank_rows(size))
+            received = None if self._links is None or model.stage.is_first else buffers.received[:size]
+            hidden, features = self._run(inputs, prev_sampled, {}, self._rank_rows(size), received)
             buffers.hidden[:size].copy_(hidden)
             if drafts is not None:
                 drafts.keep(features)
@@ -135,40 +141,96 @@ class ModelRunner:
         draft model these are for its `next_tokens`.
 
         Returns the logits at the plan's `logits_indices`, see `Decoder.logits`, or their greedy tokens where the plan
-        says so: those of all data-parallel ranks.
+        says so: those of all data-parallel ranks. Nothing on a pipeline stage other than the first.
         """
+        if self._links is not None:
+            self.launch(packed)
+            return self.finish() if self.model.stage.is_first else torch.empty(0, device=self.device)
         facts = StepFacts.read(packed)
+        return self._score(self._hidden(packed, facts, prev_sampled), facts)
+
+    @torch.inference_mode()
+    def launch(self, packed: PackedStep) -> None:
+        """Run this pipeline stage's layers of a step, and send on what comes of them. Does not wait for other stages
+        but the one before."""
+        links, facts = self._links, StepFacts.read(packed)
+        assert links is not None, "a model of one stage runs a step at once"
+        hidden = self._hidden(packed, facts, None)
+        if self._static_size(facts) is not None:
+            # The next step writes to the buffers before this one is sent.
+            hidden = hidden.clone()
+        if self.model.stage.is_last:
+            links.send_back(hidden)
+        else:
+            links.send(hidden)
+        if self.model.stage.is_first:
+            self._launched.append(facts)
+
+    @torch.inference_mode()
+    def finish(self) -> torch.Tensor:
+        """On the first stage, as `run`, of the first step that was launched and is yet to be finished."""
+        assert self._links is not None, "a model of one stage runs a step at once"
+        facts = self._launched.popleft()
+        rows = self._static_size(facts) or len(facts.logits_indices)
+        if facts.of_ranks:
+            rows = sum(one.logits for one in facts.of_ranks)
+        hidden = torch.empty(rows, self.model.spec.hidden, dtype=self.model.dtype, device=self.device)
+        return self._score(self._links.receive_back(hidden), facts)
+
+    def _static_size(self, facts: StepFacts) -> int | None:
+        """The rows of a step that runs on the static buffers; None: it does not."""
+        if self.buffers is None or self.graphs is None or not facts.decodes_only:
+            return None
+        # Data-parallel ranks exchange rows: all of them run the same size.
+        return self.graphs.padded(max(facts.requests, *(one.tokens for one in facts.of_ranks), 1))
+
+    def _score(self, hidden: torch.Tensor, facts: StepFacts) -> torch.Tensor:
+        """What `run` returns. `hidden`: what `_hidden` returns on the last stage."""
+        out = self.model.greedy(hidden) if facts.greedy else self.model.logits(hidden)
         indices, requests = facts.logits_indices, facts.requests
+        if facts.of_ranks or self._static_size(facts) is None:
+            return out
+        # The padding rows stay: the same product runs whether or not a graph came before it.
+        return out[:requests] if len(indices) == requests else out[:requests][self._on_device(indices)]
+
+    def _hidden(self, packed: PackedStep, facts: StepFacts, prev_sampled: torch.Tensor | None) -> torch.Tensor:
+        """Run the layers: the hidden states at the plan's `logits_indices`, or of all rows of the static buffers; on a
+        stage that is not the last, what the next one receives."""
+        indices, requests, model = facts.logits_indices, facts.requests, self.model
         if self.drafts is not None:
             prev_sampled = self.drafts.next_tokens
         if len(facts.copies):
             self.arena.copy_pages(facts.copies.tolist())
-        scored = self.model.greedy if facts.greedy else self.model.logits
-        if self.buffers is not None and self.graphs is not None and facts.decodes_only:
-            # Data-parallel ranks exchange rows: all of them run the same size.
-            size = self.graphs.padded(max(requests, *(one.tokens for one in facts.of_ranks), 1))
+        size = self._static_size(facts)
+        if size is not None:
+            assert self.buffers is not None and self.graphs is not None
+            if self._links is not None and not model.stage.is_first:
+                self._links.receive(self.buffers.received[:size])
             self.buffers.refresh(packed, requests, prev_sampled, size)
             if self.drafts is not None and (accepted := self.drafts.accepted) is not None:
                 self.buffers.accepted[: len(accepted)].copy_(accepted)
             self.graphs.run(size)
             self._last = facts, size
-            if facts.of_ranks:
-                return scored(self._selected(self.buffers.hidden, facts))
-            # The padding rows stay: the same product runs whether or not a graph came before it.
-            out = scored(self.buffers.hidden[:size])[:requests]
-            return out if len(indices) == requests else out[self._on_device(indices)]
+            if facts.of_ranks and model.stage.is_last:
+                return self._selected(self.buffers.hidden, facts)
+            return self.buffers.hidden[:size]
         inputs, plans = unpack(packed, facts, self.groups, self.device), Plans()
         if inputs.prev_sampled_indices is not None and prev_sampled is not None:
             ids = known_ids(inputs.ids, inputs.prev_sampled_indices, prev_sampled)
             inputs = replace(inputs, ids=ids, prev_sampled_indices=None)
-        hidden, features = self._run(inputs, None, plans, self._rank_rows(*(one.tokens for one in facts.of_ranks)))
+        received = None
+        if self._links is not None and not model.stage.is_first:
+            shape = len(inputs.ids), model.received_width
+            received = self._links.receive(torch.empty(shape, dtype=model.dtype, device=self.device))
+        rows = self._rank_rows(*(one.tokens for one in facts.of_ranks))
+        hidden, features = self._run(inputs, None, plans, rows, received)
         if self.drafts is not None:
             self._last = facts, (features, inputs, plans)
-        if facts.of_ranks:
-            return scored(self._selected(hidden, facts))
-        if len(indices) != len(hidden):
+        if facts.of_ranks and model.stage.is_last:
+            return self._selected(hidden, facts)
+        if model.stage.is_last and len(indices) != len(hidden):
             hidden = hidden[self._on_device(indices)]
-        return scored(hidden)
+        return hidden
 
     @torch.inference_mode()
     def run_drafts(self, sampled: torch.Tensor) -> None:
@@ -234,14 +296,19 @@ class ModelRunner:
         return gather_selected(data, own, [one.logits for one in facts.of_ranks])
 
     def _run(
-        self, inputs: Inputs, prev_sampled: torch.Tensor | None, plans: Plans, rows: RankRows | None
+        self,
+        inputs: Inputs,
+        prev_sampled: torch.Tensor | None,
+        plans: Plans,
+        rows: RankRows | None,
+        received: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The hidden states [T, hidden], and what a draft model reads of them."""
+        """The hidden states [T, hidden], and what a draft model reads of them. `received`: see `Decoder.forward`."""
         ids = inputs.ids
         if inputs.prev_sampled_indices is not None and prev_sampled is not None:
             ids = known_ids(ids, inputs.prev_sampled_indices, prev_sampled)
         step = self._layers.step(ids, inputs, plans, rows)
-        hidden: torch.Tensor = self.model(step)
+        hidden: torch.Tensor = self.model(step, received)
         return hidden, hidden if step.features is None else step.features
 
     def _on_device(self, indices: Words) -> torch.Tensor:

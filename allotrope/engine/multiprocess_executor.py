@@ -1,23 +1,23 @@
-"""The executor: rank 0 in the engine's process, each further rank in a worker process of its own.
+"""The executor: rank 0 in the engine's process, each further rank in a process of its own.
 
-Rank 0 decides everything. A worker process gets each step as plain integers, through shared memory, runs the same pass
-on its share of the weights, and decides nothing: the tokens that rank 0 samples reach it over the device, so that rank
-0's host may be steps ahead. A rank that fails takes the engine with it (`WorkerProcesses`). Tensor parallel size 1 is
-the case without worker processes.
+Rank 0 decides everything. Another rank gets each step as plain integers, runs the same pass on its share of the
+weights, and decides nothing: the tokens that rank 0 samples reach it over the device, so that rank 0's host may be
+steps ahead. A rank that fails takes the engine with it (`Workers`). The others are worker processes on this host, or
+actors that Ray places on several. Tensor parallel size 1 is the case without them.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import signal
-import socket
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Self, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,15 @@ from allotrope.engine.cache_plan import plan_caches
 from allotrope.engine.executor import DraftedTokens, Executor, OnDeath
 from allotrope.engine.inputs import StepPlan
 from allotrope.engine.load_plan import LoadPlan
+from allotrope.engine.packed_step import PackedStep
 from allotrope.engine.rank_board import JOINING, LOADED, RankBoard
-from allotrope.engine.rank_group import RankGroup
+from allotrope.engine.rank_group import LOOPBACK, RankGroup
 from allotrope.engine.rank_monitor import RankMonitor, reported, watch_from_worker
-from allotrope.engine.step_channel import Ring, StepReceiver, StepSender
+from allotrope.engine.step_channel import Command, Ring, StepReceiver
 from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.worker import Worker, prepare_rank
 from allotrope.engine.worker_processes import WorkerProcesses
+from allotrope.engine.workers import Workers
 from allotrope.errors import ConfigError, InvalidRequest
 from allotrope.kernels.chip import gpu_count
 from allotrope.layers.decoder import Decoder
@@ -51,36 +53,59 @@ class MultiprocessExecutor(Executor):
         if size > 1 and dist.is_initialized():
             raise ConfigError(f"{config.layout} needs a process of its own, but torch.distributed is in use here.")
         refuse_layout(config)
+        if config.distributed_executor_backend == "ray":
+            return cls._start_on_ray(config, on_death, preferred_tokens)
         refuse_devices(config)
         # Every rank can be planned before any process is: a head count that does not divide is refused at once.
         load_plan = prepare_rank(config, 0, preferred_tokens)
+        return cls._start(config, load_plan, lambda shared: WorkerProcesses(shared, size, on_death), LOOPBACK)
+
+    @classmethod
+    def _start_on_ray(cls, config: EngineConfig, on_death: OnDeath | None, preferred_tokens: int) -> Self:
+        from allotrope.engine.ray_placement import RayPlacement
+        from allotrope.engine.ray_workers import RayWorkers
+
+        placement = RayPlacement.reserve(config, config.layout.size)
+        try:
+            load_plan = prepare_rank(replace(config, device=placement.device), 0, preferred_tokens)
+            return cls._start(
+                config, load_plan, lambda shared: RayWorkers(shared, placement, on_death), placement.address
+            )
+        except BaseException:
+            placement.release()
+            raise
+
+    @classmethod
+    def _start(
+        cls, config: EngineConfig, load_plan: LoadPlan, make_workers: Callable[[EngineConfig], Workers], address: str
+    ) -> Self:
+        """`address`: at which the ranks meet, where no option names one."""
         on_gpu = load_plan.build.device.type == "cuda"
         # A CPU's memory is planned while it is still free, a GPU's when it is known what a step takes of it.
         planned = None if on_gpu else plan_caches(load_plan, config)
         # The other ranks take the limits of a step from here: each would choose by the memory of its own GPU.
         limits = load_plan.limits
         shared = replace(config, max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.step_tokens)
-        return cls(load_plan, shared if size > 1 else config, planned, on_death)
+        if load_plan.build.parallel.layout.size == 1:
+            shared = config
+        return cls(load_plan, shared, planned, make_workers(shared), config.distributed_address or address)
 
     def __init__(
-        self, load_plan: LoadPlan, config: EngineConfig, planned: MemoryPlan | None, on_death: OnDeath | None
+        self, load_plan: LoadPlan, config: EngineConfig, planned: MemoryPlan | None, workers: Workers, address: str
     ) -> None:
-        """Start the worker processes and rank 0. `planned`: the memory plan, where it is made before loading."""
+        """Start the other ranks and rank 0. `planned`: the memory plan, where it is made before loading. `address`: at
+        which the ranks meet."""
         self.load_plan = load_plan
-        self._connections: list[Connection] = []
-        self._ranks = RankGroup.open(config.layout.size)
-        self._workers = WorkerProcesses(config, on_death)
+        self._workers = workers
+        try:
+            self._ranks = RankGroup.open(workers.size, address)
+        except BaseException:
+            workers.close()
+            raise
         self._workers.aborts.append(self._ranks.abort)
-        self._ring: Ring | None = None
-        self._steps: StepSender | None = None
         try:
             with self._workers.loading():
-                if config.layout.size > 1:
-                    readers = config.layout.size - 1
-                    self._ring = Ring(Ring.create(readers), readers)
-                    self._steps = StepSender(self._ring, self._connections)
-                for rank in range(1, config.layout.size):
-                    self._start_worker(rank, config)
+                self._workers.start(config, self._ranks)
                 self._workers.wait_until_joining()
                 self.worker = Worker.start(load_plan, config, self._ranks, self._share_memory_plan, planned)
         except BaseException:
@@ -94,8 +119,7 @@ class MultiprocessExecutor(Executor):
     def _share_memory_plan(self, memory: MemoryPlan | None) -> MemoryPlan:
         assert memory is not None, "rank 0 plans the memory"
         self.memory = memory
-        for connection in self._connections:
-            connection.send(memory)
+        self._workers.share_memory_plan(memory)
         return memory
 
     @property
@@ -115,9 +139,21 @@ class MultiprocessExecutor(Executor):
 
     def run(self, plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
         packed = self.worker.pack(plan)
-        if self._steps is not None:
-            self._steps.send(packed, self._workers.raise_fault)
+        self._workers.send(packed)
         return self.worker.run(packed, prev_sampled)
+
+    @property
+    def stages(self) -> int:
+        return self.load_plan.build.parallel.layout.pipeline
+
+    def launch(self, plan: StepPlan) -> None:
+        packed = self.worker.pack(plan)
+        self._workers.send(packed)
+        self.worker.launch(packed)
+
+    def finish(self) -> torch.Tensor:
+        self._workers.command(Command.FINISH)
+        return self.worker.finish()
 
     def share_sampled(self, token_ids: torch.Tensor) -> None:
         self.worker.share_sampled(token_ids)
@@ -133,8 +169,8 @@ class MultiprocessExecutor(Executor):
 
     def capture_next(self) -> bool:
         with self._workers.step():
-            if self._steps is not None and self.worker.captures:
-                self._steps.send_capture()
+            if self.worker.captures:
+                self._workers.command(Command.CAPTURE)
             return self.worker.capture_next()
 
     def sleep(self) -> None:
@@ -152,26 +188,13 @@ class MultiprocessExecutor(Executor):
         return self._workers.process_ids
 
     def close(self) -> None:
-        """End the worker processes and let go of the model. May be called again."""
+        """End the other ranks and let go of the model. May be called again."""
         if self._closed:
             return
         self._closed = True
         self._workers.close()
-        for connection in self._connections:
-            connection.close()
-        if self._ring is not None:
-            self._ring.close()
         self.worker.close()
         self._ranks.leave()
-
-    def _start_worker(self, rank: int, config: EngineConfig) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            assert self._ring is not None, "there are no other ranks"
-            self._workers.start(rank, theirs.fileno(), self._ring.descriptor)
-        connection = Connection(ours.detach())
-        connection.send((self._ranks.port, config))
-        self._connections.append(connection)
 
 
 def _close_at_exit(executor: weakref.ref[MultiprocessExecutor], process: int) -> None:
@@ -197,25 +220,42 @@ def run_worker_process(rank: int, messages: int, steps: int, board: int) -> None
         port, config = _or_end(connection.recv)
         monitor = RankMonitor(rank, shown, config.watchdog_seconds, watch_from_worker)
         monitor.start()
-        load_plan = prepare_rank(config, rank, GPU_TOKENS)
-        monitor.row.phase = JOINING
-        ranks = RankGroup.connect(rank, config.layout.size, port)
-        worker = Worker.start(load_plan, config, ranks, lambda planned: _or_end(connection.recv))
-        monitor.row.phase = LOADED
-        ring = Ring(steps, config.layout.size - 1)
-        receiver = StepReceiver(ring, rank - 1, connection, pinned=load_plan.build.device.type == "cuda")
-        _worker_loop(worker, receiver, monitor)
+        address = config.distributed_address or LOOPBACK
+
+        def receiver(pinned: bool) -> Callable[[], PackedStep | Command]:
+            ring = Ring(steps, config.layout.size - 1)
+            return functools.partial(_or_end, StepReceiver(ring, rank - 1, connection, pinned=pinned).receive)
+
+        run_rank(
+            config,
+            monitor,
+            lambda: RankGroup.connect(rank, config.layout.size, address, port),
+            lambda: _or_end(connection.recv),
+            receiver,
+        )
 
 
-def _worker_loop(worker: Worker, receiver: StepReceiver, monitor: RankMonitor) -> None:
-    """Run each step of rank 0 as it comes."""
+def run_rank(
+    config: EngineConfig,
+    monitor: RankMonitor,
+    connect: Callable[[], RankGroup],
+    receive_memory_plan: Callable[[], MemoryPlan],
+    receiver: Callable[[bool], Callable[[], PackedStep | Command]],
+) -> NoReturn:
+    """Load a rank other than 0 and do what rank 0 says, in the thread that `monitor` was made in.
+
+    `connect`: meets the other ranks. `receiver`: told whether steps are sent on to a GPU, returns what waits for the
+    next step or command.
+    """
+    load_plan = prepare_rank(config, monitor.rank, GPU_TOKENS)
+    monitor.row.phase = JOINING
+    worker = Worker.start(load_plan, config, connect(), lambda planned: receive_memory_plan())
+    monitor.row.phase = LOADED
+    receive = receiver(load_plan.build.device.type == "cuda")
     while True:
-        packed = _or_end(receiver.receive)
+        sent = receive()
         with monitor.step():
-            if packed is None:
-                worker.capture_next()
-            else:
-                worker.follow(packed)
+            worker.follow(sent)
 
 
 def _or_end(receive: Callable[[], T]) -> T:
@@ -228,12 +268,23 @@ def _or_end(receive: Callable[[], T]) -> T:
 
 
 def refuse_layout(config: EngineConfig) -> None:
-    """Raise ConfigError, with every reason, for a layout of ranks that is not served yet."""
-    layout, reasons = config.layout, []
-    if layout.pipeline > 1:
-        reasons.append(f"pipeline_parallel_size={layout.pipeline} (needs 1: there are no stages yet)")
+    """Raise ConfigError, with every reason, for options that do not go with several pipeline stages."""
+    if config.layout.pipeline == 1:
+        return
+    reasons = []
+    if config.speculation is not None and not config.speculation.drafts_from_text:
+        reasons.append(
+            f"speculative_config: method={config.speculation.method!r} (needs ngram or suffix: a draft model reads "
+            f"what the last stage computes)"
+        )
+    if config.expert_load_file is not None:
+        reasons.append("expert_load_file (needs to be absent: the first stage sees its own layers alone)")
+    if config.step_log_seconds is not None:
+        reasons.append("step_log_seconds (needs to be absent: several steps run at a time)")
     if reasons:
-        raise ConfigError("this layout of ranks cannot be served: " + "; ".join(reasons) + ".")
+        raise ConfigError(
+            f"pipeline_parallel_size={config.pipeline_parallel_size} does not go with " + "; ".join(reasons) + "."
+        )
 
 
 def refuse_devices(config: EngineConfig) -> None:

@@ -34,7 +34,7 @@ def measure_peak(model: Decoder, draft_model: DraftModel | None, load_plan: Load
     rows, memory = _rows(load_plan.groups, lengths)
     arena = Arena(memory, load_plan.num_layers, load_plan.shares, device)
     model_runner = ModelRunner(
-        *(model, load_plan.specs, load_plan.groups, arena, load_plan.shares, device),
+        *(model, load_plan.own_specs, load_plan.groups, arena, load_plan.shares, device),
         max_drafts=load_plan.max_drafts,
         draft_model=draft_model,
     )
@@ -46,8 +46,9 @@ def measure_peak(model: Decoder, draft_model: DraftModel | None, load_plan: Load
         model_runner.run_drafts(torch.zeros(len(rows) * data_ranks, dtype=torch.int64, device=device))
     # Every rank computes its part of the logits of all data-parallel ranks.
     sampled = load_plan.max_decodes * data_ranks
-    hidden = torch.zeros(sampled, model.spec.hidden, dtype=model.embedding.dtype, device=device)
-    load_plan.sampler()(model.logits(hidden), largest_sampling_step(sampled, device))
+    hidden = torch.zeros(sampled, model.spec.hidden, dtype=model.dtype, device=device)
+    if model.stage.is_first:
+        load_plan.sampler()(model.logits(hidden), largest_sampling_step(sampled, device))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del model_runner, arena, hidden

@@ -10,12 +10,27 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from allotrope.engine.shared_memory import create_shared_memory
 
 STARTING, JOINING, LOADED = range(3)
 _WORDS = ("process", "heartbeat", "progress", "phase", "compiling", "waits", "failed_at", "follows")
+_SIGNS = ("process", "heartbeat", "progress", "phase", "compiling", "waits")
+
+
+@dataclass(frozen=True)
+class Signs:
+    """The signs of life of a rank, for a board on another host: words of its `RankRow`."""
+
+    process: int
+    heartbeat: int
+    progress: int
+    phase: int
+    compiling: int
+    waits: int
+    place: str
 
 
 class RankRow(ctypes.Structure):
@@ -25,12 +40,13 @@ class RankRow(ctypes.Structure):
     it ends, so it is odd within a step. `phase`: `STARTING`, `JOINING` or `LOADED`. `compiling`: 1 while a kernel
     compiles. `waits`: 1 where a long step waits in a collective or for a GPU. `failed_at`: when the rank failed, 0
     before. `follows`: 1 where it failed in a collective, which may be another rank's fault. `place`: where a long step
-    is. `error`: why the rank failed.
+    is. `host`: the address of the rank's host, empty for this one. `error`: why the rank failed.
     """
 
     _fields_ = (
         *((word, ctypes.c_uint64) for word in _WORDS),
         ("_place", ctypes.c_char * 256),
+        ("_host", ctypes.c_char * 256),
         ("_error", ctypes.c_char * 8192),
     )
 
@@ -43,6 +59,7 @@ class RankRow(ctypes.Structure):
     failed_at: int
     follows: int
     _place: bytes
+    _host: bytes
     _error: bytes
 
     @property
@@ -54,6 +71,14 @@ class RankRow(ctypes.Structure):
         self._place = _cut(text, 255)
 
     @property
+    def host(self) -> str:
+        return self._host.decode(errors="replace")
+
+    @host.setter
+    def host(self, text: str) -> None:
+        self._host = _cut(text, 255)
+
+    @property
     def error(self) -> str:
         return self._error.decode(errors="replace")
 
@@ -62,6 +87,16 @@ class RankRow(ctypes.Structure):
         self._error, self.follows = _cut(error, 8191), int(follows)
         # Last: who sees the time sees the text.
         self.failed_at = time.monotonic_ns()
+
+    @property
+    def signs(self) -> Signs:
+        """What other ranks watch."""
+        return Signs(*(getattr(self, word) for word in (*_SIGNS, "place")))
+
+    @signs.setter
+    def signs(self, signs: Signs) -> None:
+        for word in (*_SIGNS, "place"):
+            setattr(self, word, getattr(signs, word))
 
     @property
     def in_step(self) -> bool:

@@ -157,7 +157,8 @@ def describe_error(error: BaseException) -> str:
 
 def name_rank(rank: int, row: RankRow) -> str:
     """A rank as messages name it."""
-    return f"rank {rank} (process {row.process})"
+    host = f" on {row.host}" if row.host else ""
+    return f"rank {rank} (process {row.process}{host})"
 
 
 def _looks(seconds: float) -> int:
@@ -178,6 +179,8 @@ def _doing_now(row: RankRow) -> str:
 
 def _state(row: RankRow) -> str:
     """What the system says of a process that is stopped."""
+    if row.host:
+        return ""
     with contextlib.suppress(OSError, IndexError):
         state = Path(f"/proc/{row.process}/stat").read_text().rpartition(")")[2].split()[0]
         if state in "Tt":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
@@ -27,7 +27,7 @@ class RequestTable:
     data-parallel rank, with caches of its own.
 
     `step_tokens`: most of a rank's step. `copy_page(dp_rank, group, source, target)` copies a state slot on the devices
-    of that rank. `max_decodes`, `lookahead`: as in `Scheduler`.
+    of that rank. `max_decodes`, `lookahead`, `stages`: as in `Scheduler`.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class RequestTable:
         *,
         max_decodes: int = 0,
         lookahead: int = 0,
+        stages: int = 1,
     ) -> None:
         self.open: dict[str, list[Sequence]] = {}
         self.schedulers = tuple(
@@ -49,6 +50,7 @@ class RequestTable:
                 max_tokens=step_tokens,
                 max_decodes=max_decodes,
                 lookahead=lookahead,
+                stages=stages,
             )
             for dp_rank in range(config.data_parallel_size)
         )
@@ -134,9 +136,10 @@ class RequestTable:
         """That of the data-parallel rank which a sequence is on."""
         return self.schedulers[seq.dp_rank]
 
-    def plan(self) -> list[Row]:
-        """The next step: the rows of each data-parallel rank, one rank's after another's; empty if nothing can run."""
-        return [row for scheduler in self.schedulers for row in scheduler.plan()]
+    def plan(self, in_flight: Container[Sequence] = ()) -> list[Row]:
+        """The next step: the rows of each data-parallel rank, one rank's after another's; empty if nothing can run.
+        `in_flight`: as in `Scheduler.plan`."""
+        return [row for scheduler in self.schedulers for row in scheduler.plan(in_flight)]
 
     @property
     def only_decodes(self) -> bool:

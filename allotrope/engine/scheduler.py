@@ -9,6 +9,7 @@ preempt nobody. The plan depends on the requests and their order alone.
 from __future__ import annotations
 
 from collections import abc, deque
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from allotrope.engine.kv_cache_manager import KVCacheManager
@@ -41,7 +42,8 @@ class Row:
 
 class Scheduler:
     """`max_sequences`, `max_tokens`: limits of one step. `max_decodes`: rows with one token, drafts among them.
-    `lookahead`: tokens behind the sampled one that a draft model stores before the next step.
+    `lookahead`: tokens behind the sampled one that a draft model stores before the next step. `stages`: as many steps
+    may be in flight, each with its part of the sequences.
     """
 
     def __init__(
@@ -52,15 +54,17 @@ class Scheduler:
         max_tokens: int,
         max_decodes: int = 0,
         lookahead: int = 0,
+        stages: int = 1,
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
-        self.max_sequences, self.max_tokens = max_sequences, max_tokens
+        self.max_sequences, self.max_tokens, self._stages = max_sequences, max_tokens, stages
         self.max_decodes, self.lookahead = max(max_decodes, max_sequences), lookahead
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.preemptions = 0
         # Sequences with pages for the drafts of the step before.
         self._looked_ahead: list[Sequence] = []
+        self._in_flight: Container[Sequence] = ()
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
@@ -86,20 +90,27 @@ class Scheduler:
         full = len(self.running) >= self.max_sequences
         return all(seq.uncomputed <= 1 for seq in self.running) and (full or not self.waiting)
 
-    def plan(self) -> list[Row]:
-        """The next step, sequences with a single token first; empty if nothing can run."""
+    def plan(self, in_flight: Container[Sequence] = ()) -> list[Row]:
+        """The next step, sequences with a single token first; empty if nothing can run. `in_flight`: sequences of other
+        steps, which keep all that they have."""
+        self._in_flight = in_flight
         # Pages of drafts that were rejected are anyone's again, before somebody is preempted for want of them.
-        while self._looked_ahead:
-            self.kv_cache_manager.trim(self._looked_ahead.pop())
+        looked_ahead, self._looked_ahead = self._looked_ahead, []
+        for seq in looked_ahead:
+            if seq in in_flight:
+                self._looked_ahead.append(seq)
+            else:
+                self.kv_cache_manager.trim(seq)
         preemptions = self.preemptions
-        prompts = sum(seq.uncomputed > 1 for seq in self.running) + len(self.waiting)
+        running = [seq for seq in self.running if seq not in in_flight]
+        prompts = sum(seq.uncomputed > 1 for seq in running) + len(self.waiting)
         share = self.max_tokens if prompts <= 1 else max(1, self.max_tokens // 2)
         rows: dict[Sequence, int] = {}
-        drafts = min(sum(len(seq.drafts) for seq in self.running), (self.max_tokens - len(self.running)) // 2)
+        drafts = min(sum(len(seq.drafts) for seq in running), (self.max_tokens - len(running)) // 2)
         budget = _Budget(self.max_tokens - drafts)
         # In order of arrival, but those with one token ahead: a long prompt never holds up a decoding sequence.
-        for seq in sorted(self.running, key=lambda seq: seq.uncomputed > 1):
-            tokens = budget.chunk(seq, share)
+        for seq in sorted(running, key=lambda seq: seq.uncomputed > 1):
+            tokens = budget.chunk(seq, share) if len(rows) < self._max_rows else 0
             if not tokens or seq.done or seq not in self.running:
                 continue
             budget.spend(seq, tokens)
@@ -111,6 +122,11 @@ class Scheduler:
         if drafts or self.lookahead:
             planned = self._with_drafts(planned, budget.tokens + drafts)
         return sorted(planned, key=lambda row: row.tokens > 1)
+
+    @property
+    def _max_rows(self) -> int:
+        """Most sequences of a step: its part of all that may run, where several steps are in flight."""
+        return -(-min(self.max_sequences, len(self.running) + len(self.waiting)) // self._stages)
 
     def _with_drafts(self, rows: abc.Sequence[Row], tokens: int) -> list[Row]:
         """Add as many drafts as `tokens`, the rows of a step and the pages leave room for."""
@@ -137,7 +153,11 @@ class Scheduler:
         """Put `seq` into the step, preempting later arrivals until there are pages. Returns the budget it takes."""
         used = tokens
         while not self.kv_cache_manager.reserve(seq, tokens):
-            last = self.running.pop()
+            last = next(one for one in reversed(self.running) if one not in self._in_flight)
+            if last is seq and any(one in self._in_flight for one in self.running):
+                # Room may come of the steps in flight.
+                return used - tokens
+            self.running.remove(last)
             self.kv_cache_manager.free(last)
             self.waiting.appendleft(last)
             self.preemptions += 1
@@ -150,7 +170,8 @@ class Scheduler:
     def _admit(self, rows: dict[Sequence, int], budget: _Budget, share: int) -> None:
         """Start waiting sequences in order, while tokens, sequences and pages last."""
         blocked: list[Sequence] = []
-        while self.waiting and budget.tokens > 0 and len(self.running) < self.max_sequences:
+        most = self._max_rows
+        while self.waiting and budget.tokens > 0 and len(self.running) < self.max_sequences and len(rows) < most:
             seq = self.waiting.popleft()
             if seq.blocked:
                 blocked.append(seq)

@@ -5,6 +5,7 @@ Owns the ring and the order in which it is written and read. Must not know what 
 
 from __future__ import annotations
 
+import enum
 import mmap
 import os
 import struct
@@ -22,10 +23,17 @@ RING_WORDS = 1 << 23
 """Words of the ring, 64 MiB: several steps of many requests. Longer steps go through it in parts."""
 
 _HEADER = struct.Struct("<qq")
-_CAPTURE = -1
 _POLL_SECONDS = 50e-6
 # Words before the ring itself: one for each rank, apart by a cache line.
 _STRIDE = 8
+
+
+class Command(enum.Enum):
+    """What a rank is told beside steps, in their order: to capture its next graph; on the first of several pipeline
+    stages, to finish a step."""
+
+    CAPTURE = -1
+    FINISH = -2
 
 
 class Ring:
@@ -92,9 +100,9 @@ class StepSender:
             self._written += len(chunk)
             self._announce(len(words) - start, len(chunk))
 
-    def send_capture(self) -> None:
-        """Let every reader capture its next graph, in the order of the steps."""
-        self._announce(_CAPTURE, 0)
+    def command(self, command: Command) -> None:
+        """Tell every reader, in the order of the steps."""
+        self._announce(command.value, 0)
 
     def _announce(self, left: int, words: int) -> None:
         # A system call on either side orders what was written before with what is read after.
@@ -110,11 +118,11 @@ class StepReceiver:
         self._ring, self._reader, self._connection, self._pinned = ring, reader, connection, pinned
         self._read = 0
 
-    def receive(self) -> PackedStep | None:
-        """Wait for the next step; None: a graph is to be captured. Raises EOFError once rank 0 has let go."""
+    def receive(self) -> PackedStep | Command:
+        """Wait for the next step or command. Raises EOFError once rank 0 has let go."""
         left, count = self._next()
-        if left == _CAPTURE:
-            return None
+        if left < 0:
+            return Command(left)
         words = torch.empty(left, dtype=torch.int64, pin_memory=self._pinned)
         target, start = words.numpy(), 0
         while True:

@@ -79,7 +79,7 @@ class ModelCost:
 
     def __init__(self, load_plan: LoadPlan) -> None:
         item, model = load_plan.build.dtype.itemsize, load_plan.meta_model()
-        self._model = LayersCost(load_plan.specs, counted_modules(model), item)
+        self._model = LayersCost(load_plan.own_specs, counted_modules(model), item)
         self._draft: LayersCost | None = None
         # The first pass of its draft model makes no draft.
         self._chains_alone = load_plan.reads_tokens_alone

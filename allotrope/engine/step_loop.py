@@ -110,9 +110,9 @@ class StepLoop:
             self._commit(rows, {one.seq: one.num_accepted for one in sampled})
             outputs = [self._output(one) for one in sampled]
             if self._lookups is not None:
-                self._lookups.record_time(_decode_rows(rows), time.perf_counter() - started)
+                self._lookups.record_time(decode_rows(rows), time.perf_counter() - started)
                 having = {one.seq for one in sampled if not one.seq.done}
-                self._lookups.propose(_wanted([row for row in rows if row.seq in having]))
+                self._lookups.propose(wanted_drafts([row for row in rows if row.seq in having]))
         else:
             self._in_flight = launched
             if outputs is None:
@@ -149,7 +149,7 @@ class StepLoop:
         forced = [self._forced(row) for row in ready]
         steps: list[list[StepRow]] = [[] for _ in self._requests.schedulers]
         for row, count in zip(rows, num_logits, strict=True):
-            steps[row.seq.dp_rank] += _step_rows(row, count, row_of.get(row.seq, -1))
+            steps[row.seq.dp_rank] += step_rows(row, count, row_of.get(row.seq, -1))
         prev_sampled = None if before is None else before.prev_sampled
         run = self._executor.run if self._step_log is None else self._step_log.run
         greedy = self._chosen_by_ranks(ready, sum(num_logits))
@@ -164,7 +164,7 @@ class StepLoop:
         passes, model = 0, self._draft_model
         if model is not None:
             verified_tokens = model.tokens
-            model.choose(_wanted(ready, model.unstored))
+            model.choose(wanted_drafts(ready, model.unstored))
             passes, accepts = model.passes, iter(forced)
             for dp_rank in range(len(steps)):
                 own = [row for row in rows if row.seq.dp_rank == dp_rank]
@@ -180,7 +180,7 @@ class StepLoop:
             self._requests.start(row.seq)
         outputs: list[SequenceOutput] | None = None
         if greedy:
-            launched: InFlightStep | None = start_copy(ready, self._batch(_sampling_rows(ready)), Sampled(out, None))
+            launched: InFlightStep | None = start_copy(ready, self._batch(sampling_rows(ready)), Sampled(out, None))
         else:
             last_logits = [
                 own[-1 - len(row.drafts) :] for row, own in zip(rows, logits_of_rows, strict=True) if row.samples
@@ -191,7 +191,7 @@ class StepLoop:
                 mask = self._start_mask(ready)
             launched = self._sample(ready, last_logits, out, mask, before)
         if launched is not None:
-            launched = replace(launched, forced=tuple(forced), rows=_decode_rows(rows))
+            launched = replace(launched, forced=tuple(forced), rows=decode_rows(rows))
         if model is not None:
             model.start_passes()
             none = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -233,7 +233,7 @@ class StepLoop:
         """Begin to fill the masks of the sequences that follow grammars, in a thread; None if none does."""
         if all(row.seq.sampling.constraint is None for row in ready):
             return None
-        return self._masks.start(_sampling_rows(ready))
+        return self._masks.start(sampling_rows(ready))
 
     def _chosen_by_ranks(self, ready: abc.Sequence[Row], num_logits: int) -> bool:
         """Whether the ranks choose the step's tokens together: nobody needs its logits whole. `num_logits`: without
@@ -304,7 +304,7 @@ class StepLoop:
         """Sample a token behind the last of each row and behind each draft. `last_logits`: theirs, of `logits`."""
         if not ready:
             return None
-        records = _sampling_rows(ready)
+        records = sampling_rows(ready)
         batch = self._batch(records)
         if len(logits) != len(records):
             logits = torch.cat(list(last_logits))
@@ -465,7 +465,7 @@ def _finish(seq: Sequence, output_len: int, token: int) -> tuple[FinishReason | 
     return ("length", None) if output_len >= seq.max_output_len else (None, None)
 
 
-def _step_rows(row: Row, num_logits: int, prev: int) -> Iterator[StepRow]:
+def step_rows(row: Row, num_logits: int, prev: int) -> Iterator[StepRow]:
     """The row's own, then one for each draft. `prev`: the place of the sequence in the step before, whose tokens are
     yet to be read, or -1."""
     seq = row.seq
@@ -478,12 +478,12 @@ def _step_rows(row: Row, num_logits: int, prev: int) -> Iterator[StepRow]:
         yield StepRow((draft,), row.end + i, *own, 1, index, i + 1, prev_sequence=prev_sequence)
 
 
-def _decode_rows(rows: abc.Sequence[Row]) -> int:
+def decode_rows(rows: abc.Sequence[Row]) -> int:
     """The rows of a step where all have one token, drafts among them, else 0."""
     return sum(1 + len(row.drafts) for row in rows) if all(row.tokens == 1 for row in rows) else 0
 
 
-def _wanted(rows: abc.Sequence[Row], unstored: int | None = None) -> list[Wanted]:
+def wanted_drafts(rows: abc.Sequence[Row], unstored: int | None = None) -> list[Wanted]:
     """The most drafts of each sequence behind the tokens that a step samples from `rows`. `unstored`: those for which
     a draft model stores no token of its own; None where no model makes them."""
     found = []
@@ -507,7 +507,7 @@ def _sampled_sequences(rows: abc.Sequence[Row], forced: Iterator[int | None]) ->
         start += row.tokens + len(row.drafts)
 
 
-def _sampling_rows(ready: abc.Sequence[Row]) -> list[RowSampling]:
+def sampling_rows(ready: abc.Sequence[Row]) -> list[RowSampling]:
     """Per row, its sequence as sampling sees it, and behind each of its drafts."""
     records = []
     for row in ready:

@@ -66,7 +66,7 @@ def _warm_up(
     memory = MemoryPlan(tuple(GroupPlan(group, 2, group_bytes(group, 2)) for group in groups), 0, 0)
     arena = Arena(memory, load_plan.num_layers, load_plan.shares, device)
     model_runner = ModelRunner(
-        *(model, load_plan.specs, groups, arena, load_plan.shares, device, decode),
+        *(model, load_plan.own_specs, groups, arena, load_plan.shares, device, decode),
         max_drafts=load_plan.max_drafts,
         draft_model=draft_model,
     )
@@ -88,6 +88,9 @@ def _warm_up(
         for row in (token, _row(groups, min(_CHUNK, load_plan.step_tokens, load_plan.max_model_len), 0)):
             model_runner.run_on_all_ranks(StepPlan((row,)))
             model_runner.run_drafts(torch.zeros(data_ranks, dtype=torch.int64, device=device))
+    if not model.stage.is_first:
+        # Sampling is the first stage's.
+        return
     truncated = largest_sampling_step(load_plan.max_num_seqs, device)
     processors = LogitsProcessors(bits=_mask(logits))
     load_plan.sampler()(logits, replace(truncated, untruncated=truncated.truncated, processors=processors))

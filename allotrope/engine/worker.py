@@ -14,7 +14,7 @@ import torch
 from allotrope.cache.arena import Arena
 from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
-from allotrope.engine.cache_plan import plan_caches
+from allotrope.engine.cache_plan import equal_pages, plan_caches
 from allotrope.engine.executor import DraftedTokens
 from allotrope.engine.expert_load import reset_expert_load
 from allotrope.engine.inputs import StepFacts, StepPlan
@@ -25,6 +25,7 @@ from allotrope.engine.packed_step import PackedStep
 from allotrope.engine.profile import measure_peak, plan_device
 from allotrope.engine.rank_group import RankGroup
 from allotrope.engine.sleep import SleepingMemory, tensors_of
+from allotrope.engine.step_channel import Command
 from allotrope.engine.warmup import warm_up
 from allotrope.env import cpu_quota, keep_freed_memory, thread_count
 from allotrope.kernels.chip import free_memory
@@ -65,14 +66,22 @@ class Worker:
         if device.type == "cuda":
             # Triton launches on the current device, whatever device its arguments are on.
             torch.cuda.set_device(device)
-        load_plan = load_plan.with_peers(ranks.join(device, load_plan.build.parallel.layout))
+        layout = load_plan.build.parallel.layout
+        load_plan = load_plan.with_peers(ranks.join(device, layout))
         if (workspace := load_plan.build.parallel.workspace) is not None:
             ranks.aborts.append(workspace.abort)
+        if layout.pipeline > 1 and device.type == "cpu" and planned is None:
+            # Each stage has caches of its own.
+            planned = plan_caches(load_plan, config)
         worker = cls(load_plan, config, ranks)
         if device.type == "cuda":
             # The step by which rank 0 plans takes every rank.
             planned = worker.plan_memory()
-        worker.allocate(agree(planned))
+        if layout.pipeline > 1:
+            assert planned is not None
+            planned = equal_pages(load_plan, config, planned, ranks.min)
+        agreed = agree(planned)
+        worker.allocate(agreed if planned is None or layout.pipeline == 1 else planned)
         reset_expert_load(worker.model)
         ranks.barrier()
         return worker
@@ -138,7 +147,7 @@ class Worker:
         arena = Arena(memory, load_plan.num_layers, load_plan.shares, device)
         groups = [entry.group for entry in memory.groups]
         self._model_runner = ModelRunner(
-            *(self.model, load_plan.specs, groups, arena, load_plan.shares, device, self._decode),
+            *(self.model, load_plan.own_specs, groups, arena, load_plan.shares, device, self._decode),
             max_drafts=load_plan.max_drafts,
             draft_model=self.draft_model,
         )
@@ -161,9 +170,31 @@ class Worker:
         data = self.load_plan.build.parallel.data
         return packed if data is None else packed.part(data.rank)
 
+    def launch(self, packed: PackedStep) -> None:
+        """As `Executor.launch`, on this rank's stage."""
+        self.model_runner.launch(self._own(packed))
+
+    def finish(self) -> torch.Tensor:
+        """As `Executor.finish`, on the first stage."""
+        return self.model_runner.finish()
+
     @torch.inference_mode()
-    def follow(self, packed: PackedStep) -> None:
-        """Run a step on a rank other than 0, and keep the tokens that come of it where the next step may need them."""
+    def follow(self, sent: PackedStep | Command) -> None:
+        """Do what rank 0 does, on another rank."""
+        if sent is Command.CAPTURE:
+            self.capture_next()
+        elif sent is Command.FINISH:
+            if self.load_plan.stage.is_first:
+                self.finish()
+        else:
+            assert isinstance(sent, PackedStep)
+            self._follow_step(sent)
+
+    def _follow_step(self, packed: PackedStep) -> None:
+        """Run a step, and keep the tokens that come of it where the next step may need them."""
+        if self.load_plan.build.parallel.layout.pipeline > 1:
+            self.launch(packed)
+            return
         packed = self._own(packed)
         out, facts = self.model_runner.run(packed, self._prev_sampled), StepFacts.read(packed)
         sampled = out if facts.greedy else torch.empty(facts.sampled, dtype=torch.int64, device=self._device)

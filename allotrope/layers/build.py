@@ -12,6 +12,7 @@ from allotrope.kernels.backend import Chooser
 from allotrope.kernels.chip import NONE, chip_of
 from allotrope.layers.expert_placement import ExpertPlacement, ExpertPlacements
 from allotrope.layers.parallel import Parallel, Placement, parameter
+from allotrope.layers.stage import Stage
 from allotrope.ops.matmul.plain import PLAIN
 from allotrope.ops.matmul.weight import Format
 
@@ -29,7 +30,7 @@ class Build:
     `max_drafts`: draft tokens of a sequence in one step (speculative decoding). `formats`: of the weights that stay
     quantized. `draft_head`: format that the head of a draft model is quantized to on load. `expert_placements`: who
     holds which experts, where these do not lie in runs. `counts_experts`: count the tokens of each. `name`: of the
-    module that is built, dots between its parts.
+    module that is built, dots between its parts. `stage`: the layers of the model that this rank holds; None: all.
     """
 
     dtype: torch.dtype = torch.float32
@@ -45,6 +46,7 @@ class Build:
     expert_placements: ExpertPlacements = field(default_factory=dict)
     counts_experts: bool = False
     name: str = ""
+    stage: Stage | None = None
 
     def __post_init__(self) -> None:
         if self.chooser is _OF_DEVICE:

@@ -17,6 +17,7 @@ from allotrope.layers.embedding import Embedding, Head
 from allotrope.layers.model_spec import LayerSpec, ModelSpec
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.parallel import Parallel
+from allotrope.layers.stage import Stage, StageLayers
 from allotrope.layers.step import LayerStep, Step
 from allotrope.ops.all_reduce import ALL_REDUCE
 
@@ -44,12 +45,15 @@ class Decoder(nn.Module):
     """Embedding, layers, final norm, head.
 
     `layer_class`: what a layer of this architecture is. `one_stream`: whether the residual stream of its layers is one
-    tensor [T, hidden]. `aux_layers`: see `keep_aux_hidden_states`.
+    tensor [T, hidden]. `aux_layers`: see `keep_aux_hidden_states`. A pipeline stage has a run of the layers;
+    `first_parts` are on the first stage alone, `last_parts` on the last.
     """
 
     layer_class: type[nn.Module] = DecoderLayer
     one_stream: bool = True
     aux_layers: tuple[int, ...] = ()
+    first_parts: tuple[str, ...] = ("embedding", "head")
+    last_parts: tuple[str, ...] = ("norm",)
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__()
@@ -61,13 +65,22 @@ class Decoder(nn.Module):
         if spec.tied and of_head.parallel is not build.parallel:
             # Cut among other ranks than the embedding, the head could not share its table.
             vocabulary, of_head = (dataclasses.replace(one, parallel=Parallel()) for one in (vocabulary, of_head))
-        self.embedding = Embedding(spec.vocab_size, spec.hidden, vocabulary, scale=spec.embedding_scale)
-        self.layers = nn.ModuleList(
-            self.layer_class(layer, spec, build.at(f"layers.{i}")) for i, layer in enumerate(spec.layers)
+        self.stage = build.stage or Stage.whole(len(spec.layers))
+        self.dtype = build.dtype
+        if self.stage.is_first:
+            self.embedding = Embedding(spec.vocab_size, spec.hidden, vocabulary, scale=spec.embedding_scale)
+        numbers = range(self.stage.first, self.stage.last)
+        self.layers = StageLayers(
+            [self.layer_class(spec.layers[i], spec, build.at(f"layers.{i}")) for i in numbers], self.stage.first
         )
-        self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, offset=spec.norm_offset)
-        tied = self.embedding if spec.tied else None
-        self.head = Head(spec.vocab_size, spec.hidden, of_head, tied=tied, softcap=spec.softcap)
+        if self.stage.is_last:
+            self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, offset=spec.norm_offset)
+        else:
+            # The last sum of the stage is made with a norm, whose weight would be that of the next stage.
+            self.border = RMSNorm(spec.hidden, spec.norm_eps, build, weighted=False)
+        if self.stage.is_first:
+            tied = self.embedding if spec.tied else None
+            self.head = Head(spec.vocab_size, spec.hidden, of_head, tied=tied, softcap=spec.softcap)
 
     @property
     def backends(self) -> list[AttentionBackend]:
@@ -90,13 +103,54 @@ class Decoder(nn.Module):
         refuse_aux_layers(layers, len(self.layers), self.one_stream)
         self.aux_layers = layers
 
-    def forward(self, step: Step) -> torch.Tensor:
-        """Hidden states [T, hidden] of the step's tokens, after the final norm."""
-        return self.through_layers(self.embedding(step.ids), step)
+    def forward(self, step: Step, received: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states [T, hidden] of the step's tokens, after the final norm.
+
+        Of a pipeline stage that is not the last, [T, `sent_width`], what the stage behind it receives. `received`: [T,
+        `received_width`] what the stage before it returned; None for the first.
+        """
+        x = self.begin(step) if received is None else self.resume(received, step)
+        return self.through_layers(x, step)
+
+    def begin(self, step: Step) -> torch.Tensor:
+        """The residual stream before the first layer."""
+        x: torch.Tensor = self.embedding(step.ids)
+        return x
+
+    def resume(self, received: torch.Tensor, step: Step) -> torch.Tensor:
+        """The residual stream that `hand_on` of the stage before handed on."""
+        return received
+
+    def hand_on(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, `sent_width`] what the stage behind needs. `x`: the residual stream after the last layer of this one."""
+        return x
+
+    def border_width(self, layer: int) -> int:
+        """Numbers of a token that pass from the stage before `layer` to the one that begins with it."""
+        return self.spec.hidden
+
+    @property
+    def received_width(self) -> int:
+        """Numbers of a token that this stage receives; 0 for the first."""
+        return 0 if self.stage.is_first else self.border_width(self.stage.first)
+
+    @property
+    def sent_width(self) -> int:
+        """Numbers of a token that this stage returns."""
+        return self.spec.hidden if self.stage.is_last else self.border_width(self.stage.last)
+
+    def is_elsewhere(self, parameter: str) -> bool:
+        """Whether another stage has the parameter of this name."""
+        part, _, rest = parameter.partition(".")
+        if part == "layers":
+            return int(rest.partition(".")[0]) not in self.stage
+        elsewhere = () if self.stage.is_first else self.first_parts
+        return part in (elsewhere if self.stage.is_last else (*elsewhere, *self.last_parts))
 
     def through_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """From the embeddings [T, hidden] to after the final norm."""
-        norms: list[Any] = [*(layer.mixer_norm for layer in self.layers), self.norm]
+        """From the residual stream [T, hidden] before the first layer to what `forward` returns."""
+        following = self.norm if self.stage.is_last else self.border
+        norms: list[Any] = [*(layer.mixer_norm for layer in self.layers), following]
         normed = norms[0](x)
         # A pass without a draft model that reads them keeps none.
         aux: list[torch.Tensor] = []
@@ -108,7 +162,7 @@ class Decoder(nn.Module):
             if len(self.layers) in self.aux_layers:
                 aux.append(x)
             step.features = torch.cat(aux, dim=-1)
-        return normed
+        return normed if self.stage.is_last else self.hand_on(x, step)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden`: [n, hidden]. Returns [n, vocabulary] fp32, whole on the ranks that sample."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from allotrope.kernels.backend import Chooser
 from allotrope.kernels.symmetric_memory import Communicator, map_workspace
 from allotrope.kernels.warmup import warming_up
+from allotrope.layers.stage_links import StageLinks
 from allotrope.ops.all_reduce import ALL_REDUCE, AllReduceSpec, reference
 from allotrope.ops.all_reduce.protocol import FLAT_BYTES
 from allotrope.rank_layout import RankLayout, RankPosition
@@ -35,6 +36,8 @@ class ProcessGroups:
     tensor: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
     stage: dist.ProcessGroup | None = None
+    forward: dist.ProcessGroup | None = None
+    back: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Parallel(Communicator):
     every rank needs the logits whole, or only rank 0. `sum`: the backend of `ALL_REDUCE`. `layout`: of all ranks;
     default: these alone. `world_rank`: this one's number among all; default: `rank`. `stage`: the ranks that share its
     feed-forward blocks and vocabulary, None where they are the same. `data`: those with the same share of attention,
-    for other requests; None where there are none. `sized_by`: the options that set `size`, for errors.
+    for other requests; None where there are none. `sized_by`: the options that set `size`, for errors. `links`: to the
+    other pipeline stages, once the ranks have joined; None where there are none.
     """
 
     all_ranks_sample: bool = False
@@ -55,6 +59,7 @@ class Parallel(Communicator):
     stage: Parallel | None = None
     data: Communicator | None = None
     sized_by: str = "tensor_parallel_size"
+    links: StageLinks | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.layout is _SHARE_LAYERS:
@@ -78,7 +83,10 @@ class Parallel(Communicator):
         """The same rank once the ranks have joined."""
         stage = None if self.stage is None else dataclasses.replace(self.stage, group=groups.stage)
         data = None if self.data is None else dataclasses.replace(self.data, group=groups.data)
-        return dataclasses.replace(self, group=groups.tensor, stage=stage, data=data)
+        links = None
+        if self.layout.pipeline > 1:
+            links = StageLinks(self.layout, self.world_rank, groups.forward, groups.back)
+        return dataclasses.replace(self, group=groups.tensor, stage=stage, data=data, links=links)
 
     @property
     def position(self) -> RankPosition:

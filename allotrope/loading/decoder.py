@@ -105,7 +105,10 @@ def load_decoder(
     warn_without_kernels(build)
     for line in backend_choices(decoder, build):
         log(line)
-    if line := set_kv_scales(decoder.layers, [layer.mixer.shares_cache_of for layer in decoder.spec.layers], source):
+    stage = decoder.stage
+    owners = [layer.mixer.shares_cache_of for layer in decoder.spec.layers[stage.first : stage.last]]
+    shares = [None if owner is None else owner - stage.first for owner in owners]
+    if line := set_kv_scales(decoder.layers, shares, source, stage.first):
         log(line)
     decoder.eval()
     return decoder
@@ -151,7 +154,8 @@ def _fill(
         fill_random(model, seed)
     else:
         started = time.monotonic()
-        report = Loader(model, rules).load(dequantized(source))
+        is_elsewhere = model.is_elsewhere if isinstance(model, Decoder) else lambda name: False
+        report = Loader(model, rules, is_elsewhere).load(dequantized(source))
         lines = _read_lines(report, build, time.monotonic() - started, quantized_weights)
     finish(model)
     return lines

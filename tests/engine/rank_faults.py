@@ -73,7 +73,8 @@ def patch(worker):
 
     worker.prepare_rank, worker.load_model = prepare_faulty_rank, load_faulty_model
     worker.Worker.capture_next = capture_faulty
-    worker.Worker.run, worker.Worker.follow = faulty(worker.Worker.run), faulty(worker.Worker.follow)
+    for name in ("run", "launch", "_follow_step"):
+        setattr(worker.Worker, name, faulty(getattr(worker.Worker, name)))
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):

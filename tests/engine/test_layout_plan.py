@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from allotrope.architectures.registry import ARCHITECTURES, find_architecture
 from allotrope.config import EngineConfig
 from allotrope.engine.exchange import Exchange
-from allotrope.engine.layout_cost import HostLayout, StepRows, host_layout, split_layers
+from allotrope.engine.layout_cost import HostLayout, StepRows, host_layout
 from allotrope.engine.layout_plan import (
     REQUESTS,
     DecodeTime,
@@ -42,7 +42,7 @@ from allotrope.rank_layout import RankLayout
 H200 = FIGURES["h200"]
 # Ranks of a CPU, with the figures of a GPU.
 CPUS = dataclasses.replace(H200, chip=CPU)
-BUILT = [RankLayout(2), RankLayout(1, 2), RankLayout(2, 1, 1, True), RankLayout(1, 2, 1, True)]
+BUILT = [RankLayout(2), RankLayout(1, 2), RankLayout(1, 1, 2), RankLayout(2, 1, 1, True), RankLayout(1, 2, 1, True)]
 # One of each family, with experts, without, and with other feed-forward blocks.
 NAMES = (
     "LlamaForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM",
@@ -67,6 +67,7 @@ def rank_bytes(wanted: EngineConfig, layout: RankLayout, rank: int) -> int:
         wanted,
         tensor_parallel_size=layout.tensor,
         data_parallel_size=layout.data,
+        pipeline_parallel_size=layout.pipeline,
         enable_expert_parallel=layout.expert_parallel,
     )
     load_plan = resolve_load_plan(wanted, Parallel.of(layout, rank))
@@ -164,12 +165,14 @@ def test_rows_of_steps() -> None:
     assert StepRows.prompts(8192, 16384, 4) == StepRows((2048,), ((16384 + 2048) // 2,), 8192, 4)
 
 
-def test_layers_are_split_by_bytes() -> None:
-    assert split_layers([10] * 6, 0, 3) == [range(2), range(2, 4), range(4, 6)]
-    # Embedding and head count as two layers here.
-    assert split_layers([10] * 6, 20, 2) == [range(2), range(2, 6)]
-    assert split_layers([10, 1, 1, 1], 0, 4) == [range(1), range(1, 2), range(2, 3), range(3, 4)]
-    assert split_layers([1, 1, 1, 30], 5, 2) == [range(3), range(3, 4)]
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "DeepseekV4ForCausalLM"])
+def test_stages_send_what_the_next_one_needs(name: str, tmp_path: Path) -> None:
+    plan, hosts = planner(tmp_path, name), HostLayout(1, 1, 1, 2)
+    first, last = plan.stages(RankLayout(1, 1, 2))
+    sent = [stage.exchanges(StepRows.decode(6, 64, 1), hosts)[-1] for stage in (first, last)]
+    assert [(one.name, one.hosts, one.count) for one in sent] == [("send", 2, 1)] * 2
+    streams = 4 if name == "DeepseekV4ForCausalLM" else 1
+    assert [one.bytes for one in sent] == [6 * 64 * 4 * streams, 6 * 64 * 4]
 
 
 def test_every_layout_is_tried_once() -> None:
@@ -195,7 +198,7 @@ def test_hosts_that_groups_are_spread_over() -> None:
 def test_layouts_that_a_model_does_not_allow_have_their_reasons(tmp_path: Path) -> None:
     plan = planner(tmp_path / "a", "Qwen3MoeForCausalLM", 8)
     assert plan.plan(RankLayout(8)).refusal == "num_attention_heads=4 is not a multiple of tensor_parallel_size=8"
-    assert "pipeline_parallel_size=8 is more than its 3 layers" in str(plan.plan(RankLayout(1, 1, 8)).refusal)
+    assert "pipeline_parallel_size=8 (needs 3 or fewer: 3 layers)" in str(plan.plan(RankLayout(1, 1, 8)).refusal)
     dense = planner(tmp_path / "b", "LlamaForCausalLM")
     assert "needs experts, and it has none" in str(dense.plan(RankLayout(2, 1, 1, True)).refusal)
     small = LayoutPlanner(

@@ -77,6 +77,21 @@ def test_a_step_that_is_launched_and_not_collected_ends_too(fault: str, tmp_path
     assert_ended(FaultyEngine(tmp_path, "decode", fault, async_scheduling="on").wait(), fault)
 
 
+@pytest.mark.parametrize("fault", ["raise", pytest.param("SIGKILL", marks=pytest.mark.slow), "hang"])
+def test_a_fault_of_a_later_stage_ends_the_engine_with_its_message(fault: str, tmp_path: Path) -> None:
+    stages = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+    assert_ended(FaultyEngine(tmp_path, "decode", fault, **stages).wait(), fault)
+
+
+@pytest.mark.parametrize("fault", ["raise", pytest.param("SIGSTOP", marks=pytest.mark.slow)])
+def test_a_fault_of_the_first_stage_ends_the_later_ones(fault: str, tmp_path: Path) -> None:
+    stages = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+    ended = FaultyEngine(tmp_path, "decode", fault, rank=0, **stages).wait()
+    assert ended.left == [], ended
+    assert ended.seconds < KNOWN_SECONDS[fault] + END_SECONDS
+    assert re.search(said(fault, rank=0), ended.said), ended
+
+
 def test_a_model_error_of_rank_1_keeps_its_text(tmp_path: Path) -> None:
     ended = FaultyEngine(tmp_path, "start", "refuse").wait()
     assert (ended.status, ended.left, ended.errors) == (1, [], "")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from allotrope.engine.packed_step import PackedStep
-from allotrope.engine.step_channel import Ring, StepReceiver, StepSender
+from allotrope.engine.step_channel import Command, Ring, StepReceiver, StepSender
 
 WORDS = 64
 
@@ -46,7 +46,7 @@ def test_every_reader_gets_every_step() -> None:
     )
     ring = Ring(Ring.create(readers, WORDS), readers, WORDS)
     ends = [Pipe() for _ in range(readers)]
-    got: list[list[list[int] | None]] = [[] for _ in range(readers)]
+    got: list[list[list[int] | Command]] = [[] for _ in range(readers)]
 
     def read(reader: int, connection: Connection) -> None:
         own = Ring(os.dup(ring.descriptor), readers, WORDS)
@@ -54,8 +54,8 @@ def test_every_reader_gets_every_step() -> None:
         for i in range(len(steps) + 1):
             if reader == 1 and i % 7 == 0:
                 time.sleep(0.01)
-            packed = receiver.receive()
-            got[reader].append(None if packed is None else packed.words.tolist())
+            sent = receiver.receive()
+            got[reader].append(sent.words.tolist() if isinstance(sent, PackedStep) else sent)
 
     threads = [threading.Thread(target=read, args=(i, theirs)) for i, (_, theirs) in enumerate(ends)]
     for thread in threads:
@@ -63,12 +63,12 @@ def test_every_reader_gets_every_step() -> None:
     sender = StepSender(ring, [ours for ours, _ in ends])
     for i, step in enumerate(steps):
         if i == 30:
-            sender.send_capture()
+            sender.command(Command.CAPTURE)
         sender.send(step, lambda: None)
     for thread in threads:
         thread.join(timeout=30)
     want = [step.words.tolist() for step in steps]
-    assert got == [[*want[:30], None, *want[30:]]] * readers
+    assert got == [[*want[:30], Command.CAPTURE, *want[30:]]] * readers
 
 
 def test_a_reader_that_stops_reading_does_not_hold_up_the_sender_for_ever() -> None:

@@ -35,6 +35,11 @@ class DsaMixerSpec:
     index_norm_eps: float = 1e-6
     shares_cache_of: int | None = None
 
+    @property
+    def reads_topk_indices(self) -> bool:
+        """Whether it needs those of an earlier layer."""
+        return self.indexer is None
+
     def __post_init__(self) -> None:
         if self.mla.q_rank is None:
             raise ValueError("q_lora_rank is absent; an indexer needs the latent that queries are made from")
