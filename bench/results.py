@@ -1,4 +1,4 @@
-"""Writes the tables of `docs/results.md` and `docs/accuracy.md` from the JSON files in `bench/results`.
+"""Writes the tables of `docs/results.md`, `accuracy.md` and `distributed.md` from the JSON files in `bench/results`.
 
     python bench/results.py            writes the tables
     python bench/results.py --check    writes nothing; ends with 1 if a table is not that of its file
@@ -24,28 +24,31 @@ if __name__ == "__main__":
 from bench import agent_trace, all_reduce  # noqa: E402
 from bench.accuracy import report as accuracy_report  # noqa: E402
 from bench.cpu.report import architectures_page, gguf_page, peers_page  # noqa: E402
+from bench.engine import cost_model, layouts  # noqa: E402
 from bench.engine import report as engine_report  # noqa: E402
 from bench.engine.server import report as server_page  # noqa: E402
 from bench.kernels import report as kernel_report  # noqa: E402
 
-PAGES = (ROOT / "docs" / "results.md", ROOT / "docs" / "accuracy.md")
+PAGES = tuple(ROOT / "docs" / name for name in ("results.md", "accuracy.md", "distributed.md"))
 RESULTS = ROOT / "bench" / "results"
 # By the beginning of a file's name.
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "accuracy": accuracy_report.page,
     "agent_trace": agent_trace.page,
     "all_reduce": all_reduce.page,
+    "cost_model": cost_model.page,
     "cpu_architectures": architectures_page,
     "cpu_gguf": gguf_page,
     "cpu_peers": peers_page,
     "engine": engine_report.page,
     "kernels": kernel_report.page,
+    "layouts": layouts.page,
     "products": kernel_report.products_page,
     "roofline": engine_report.roofline_page,
     "server": server_page,
 }
 # Sections that most readers skip.
-FOLDED = ("Commands", "Every product", "Kernels of each case")
+FOLDED = ("Commands", "Errors by case", "Every product", "Kernels of each case")
 BLOCK = re.compile(r"(<!-- table of (\w+\.json) -->\n).*?(<!-- end of table -->\n)", re.DOTALL)
 
 

@@ -111,7 +111,12 @@ OF_DEVICES = {
 }
 CHIP_NAMES = ("a100", "l40s", "h100", "h200", "b200", "mi300", "mi355", "rtx")
 # Launches that were measured are kept by the name of the chip.
-NAMES_CHIPS = ("allotrope.kernels.chip", "allotrope.ops.matmul.launch", "allotrope.ops.matmul.triton")
+NAMES_CHIPS = (
+    "allotrope.kernels.chip",
+    "allotrope.kernels.chip_figures",
+    "allotrope.ops.matmul.launch",
+    "allotrope.ops.matmul.triton",
+)
 
 
 def _device_questions(tree: ast.AST) -> Iterator[str]:

@@ -75,7 +75,7 @@ class Family:
     entries and states. `scale_names`: the inputs that plain FP8 entries were divided by; none where the family stores
     no FP8 entries. `block_scaled(spec)`: whether entries hold the scales of their blocks. `cache_kinds`: the kinds of
     cache beside keys and values of each token: "latent" entries of all heads, "compressed" entries of several tokens,
-    a "state".
+    a "state". `matmul_share`: of the rate of a large matrix product, what prompts reach.
     """
 
     name: str
@@ -88,6 +88,7 @@ class Family:
     scale_names: tuple[str, ...] = ()
     block_scaled: Callable[[Any], bool] = lambda spec: False
     cache_kinds: frozenset[str] = frozenset()
+    matmul_share: float = 1.0
 
 
 OutputShape = tuple[tuple[int, ...], torch.dtype | None]

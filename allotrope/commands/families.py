@@ -29,7 +29,9 @@ def _engine_option(name: str) -> Any:
 class FamiliesOptions:
     """Of which chip, under which options of the engine, and how it is shown."""
 
-    chip: str | None = option("Of a model: architecture of the chip, such as sm_90 or gfx942; default: this one.", None)
+    chip: str | None = option(
+        "Of a model: the chip, by its name or its architecture, such as sm_90 or gfx942; default: this one.", None
+    )
     json: bool = option("Print JSON.", False)
     device: str = _engine_option("device")
     dtype: DType = _engine_option("dtype")

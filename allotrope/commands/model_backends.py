@@ -10,7 +10,8 @@ from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.plan_report import has_weights
 from allotrope.engine.planned_backends import planned_backends
 from allotrope.errors import ConfigError
-from allotrope.kernels.chip import CHIPS, CPU, Chip
+from allotrope.kernels.chip import CPU, Chip
+from allotrope.kernels.chip_figures import figures_of, known_chips
 from allotrope.layers.backend_report import ChoiceReport
 from allotrope.layers.parallel import Parallel
 
@@ -27,27 +28,30 @@ class ModelBackends:
     remarks: list[str]
 
 
-def chip_named(name: str) -> Chip:
-    """The chip of an architecture. Raises ConfigError if there is none."""
-    chips = {**CHIPS, CPU.arch: CPU}
-    if name not in chips:
-        raise ConfigError(f"chip={name!r} is not known; allowed: {', '.join(chips)}.")
-    return chips[name]
+def chip_named(name: str) -> tuple[Chip, int | None]:
+    """The chip of a name or architecture, and the bytes of its memory, None for a CPU. Raises ConfigError if there is
+    none."""
+    if name == CPU.arch:
+        return CPU, None
+    figures = figures_of(name)
+    if figures is None:
+        raise ConfigError(f"chip={name!r} is not known; allowed: {', '.join((*known_chips(), CPU.arch))}.")
+    return figures.chip, int(figures.memory.value)
 
 
 def model_backends(config: EngineConfig, chip: str | None = None) -> ModelBackends:
     """What runs each distinct attention and operation of `config.model` on one rank. Reads no weight.
 
-    `chip`: an architecture; default: of the device that `config` names. Raises ConfigError, ModelError or BackendError.
+    `chip`: a name or an architecture; default: of the device that `config` names. Raises ConfigError, ModelError or
+    BackendError.
     """
-    named = None if chip is None else chip_named(chip)
-    if named is not None:
-        # A chip that is not here has no memory to ask for.
+    named, memory = (None, None) if chip is None else chip_named(chip)
+    if named is CPU:
         config = dataclasses.replace(config, device="cpu")
     if not has_weights(config):
         # Those of a hub id need not be downloaded for this.
         config = dataclasses.replace(config, load_format="dummy")
-    load_plan = resolve_load_plan(config, Parallel.of(config.layout), chip=named)
+    load_plan = resolve_load_plan(config, Parallel.of(config.layout), chip=named, available=memory)
     backends, unused = planned_backends(load_plan)
     return ModelBackends(
         model=config.model,

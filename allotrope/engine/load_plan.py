@@ -169,8 +169,9 @@ def resolve_load_plan(
     """Read the config; choose types, device and limits of a step; group the caches. Raises ModelError or ConfigError.
 
     `preferred_tokens`: tokens of a step on a GPU, where the options name none and memory serves them. `available`:
-    bytes for weights, steps and caches; default: the bytes that are free on the device now. `checkpoint`: that of
-    `config`, where it is open already.
+    bytes for weights, steps and caches; default: the bytes that are free on the device now. `chip`: plan for this one,
+    and not for the device that `config` names; of a GPU that is not here, `available` has to be given. `checkpoint`:
+    that of `config`, where it is open already.
     """
     parallel = parallel or Parallel()
     checkpoint = checkpoint or open_checkpoint(
@@ -228,7 +229,8 @@ def resolve_load_plan(
         free = free_memory(build.device) if available is None else available
         room = StepRoom(
             bytes=int(free * utilization(config, build.device)) - weight_bytes,
-            hidden=spec.hidden * build.dtype.itemsize,
+            # Feed-forward blocks have the rows of all data-parallel ranks.
+            hidden=spec.hidden * build.dtype.itemsize * parallel.layout.data,
             vocabulary=spec.vocab_size,
             context=max_model_len,
             groups=groups,
@@ -411,7 +413,11 @@ def _draft_head(config: EngineConfig, build: Build) -> Format:
 
 
 def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint, chip: Chip | None) -> Build:
-    device = device_named(config.device, parallel.world_rank)
+    if chip is not None and chip.is_gpu:
+        # It need not be here.
+        device = torch.device("cuda", parallel.world_rank)
+    else:
+        device = device_named(config.device, parallel.world_rank)
     chip = chip_of(device) if chip is None else chip
     dtype, _ = resolve_dtype(config.dtype, checkpoint, on_gpu=chip.is_gpu)
     wanted = parse_wanted("attention_backend", config.attention_backend, FAMILIES)

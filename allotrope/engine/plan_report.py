@@ -24,9 +24,13 @@ from allotrope.engine.rank_report import RankReport, drafts_of_step, rank_sizes,
 from allotrope.engine.report import CacheGroupSummary, ModelSummary, numbered
 from allotrope.engine.report_text import size_text, table
 from allotrope.engine.step_cost import ModelCost
+from allotrope.engine.step_time import StepTime
 from allotrope.errors import AllotropeError, ConfigError, ModelError
+from allotrope.kernels.chip import Chip
+from allotrope.kernels.chip_figures import ChipFigures
 from allotrope.layers.parallel import Parallel
 from allotrope.loading.kv_scales import attention_specs
+from allotrope.rank_layout import RankLayout
 
 _MAX_RANKS = 64
 
@@ -56,12 +60,14 @@ class GroupReport:
 @dataclass(frozen=True)
 class DecodeReport:
     """The roofline cost for one rank, by class, of decoding a token of each of `requests` requests that see `context`
-    tokens; with speculative decoding, of verifying `drafts` drafts beside these and of making as many."""
+    tokens; with speculative decoding, of verifying `drafts` drafts beside these and of making as many. `least`: seconds
+    that the ceilings of the chip of the plan allow for it, None where no chip was named."""
 
     requests: int
     drafts: int
     context: int
     classes: dict[str, StepCost]
+    least: float | None = None
 
     def lines(self) -> list[str]:
         """The same for people, one line each."""
@@ -69,7 +75,10 @@ class DecodeReport:
         rows = [(kind, size_text(work.bytes), f"{work.flops / 1e9:.3f}") for kind, work in shown]
         drafts = f" with {self.drafts} drafts" if self.drafts else ""
         title = f"a decode step of {self.requests} requests{drafts} that see {self.context} tokens, at least:"
-        return [title, *table([("work", "bytes", "GFLOP"), *rows])]
+        text = [title, *table([("work", "bytes", "GFLOP"), *rows])]
+        if self.least is not None:
+            text.append(f"at the ceilings of the chip that takes {self.least * 1e3:.2f} ms")
+        return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,8 +229,9 @@ class ModelReport:
         return [f"of these for speculative decoding: {'; '.join(parts)}"] if parts else []
 
 
-def report_model(config: EngineConfig, memory: int | None = None) -> ModelReport:
+def report_model(config: EngineConfig, memory: int | None = None, figures: ChipFigures | None = None) -> ModelReport:
     """The memory that `config` takes on a device with `memory` bytes; default: what is free on the device now.
+    `figures`: plan for this chip, and by default for its memory; no device is asked then.
 
     Raises ModelError or ConfigError if the model cannot be served at all, whatever the memory. Where it cannot have so
     many ranks, the error says how many it can have.
@@ -229,21 +239,27 @@ def report_model(config: EngineConfig, memory: int | None = None) -> ModelReport
     if not has_weights(config):
         # Those of a hub id need not be downloaded for this.
         config = dataclasses.replace(config, load_format="dummy")
+    chip = None if figures is None else figures.chip
+    if figures is not None and memory is None:
+        memory = int(figures.memory.value)
     try:
-        report = _try(config, config.tensor_parallel_size, memory)
+        report = _try(config, config.layout, memory, chip)
     except ModelError as error:
-        if config.tensor_parallel_size == 1:
+        if config.layout.size == 1:
             raise
-        allowed = ", ".join(str(one.ranks) for one in rank_sizes(config, memory)[0])
+        allowed = ", ".join(str(one.ranks) for one in rank_sizes(config, memory, chip=chip)[0])
         advice = f"numbers of ranks that the model allows: {allowed}"
         raise ModelError(config.model, [*error.reasons, advice]) from error
-    report = dataclasses.replace(report, tensor_parallel=report_ranks(config, memory))
+    if figures is not None:
+        least = StepTime(figures).least(report.decode.classes)
+        report = dataclasses.replace(report, decode=dataclasses.replace(report.decode, least=least))
+    report = dataclasses.replace(report, tensor_parallel=report_ranks(config, memory, chip))
     if report.refusal is None:
         return report
     ranks = config.tensor_parallel_size * 2
-    while ranks <= _MAX_RANKS:
+    while ranks * config.layout.size // config.tensor_parallel_size <= _MAX_RANKS:
         try:
-            more = _try(config, ranks, memory)
+            more = _try(config, dataclasses.replace(config.layout, tensor=ranks), memory, chip)
         except AllotropeError:
             # Its heads cannot be shared by so many; there is nothing to advise.
             break
@@ -284,7 +300,7 @@ def describe(
         layers=len(load_plan.spec.layers),
         dtype=str(load_plan.build.dtype).removeprefix("torch."),
         kv_cache_dtype=str(load_plan.build.kv_dtype).removeprefix("torch."),
-        ranks=load_plan.build.parallel.size,
+        ranks=load_plan.build.parallel.layout.size,
         max_model_len=load_plan.max_model_len,
         max_num_seqs=load_plan.max_num_seqs,
         memory_bytes=available,
@@ -363,9 +379,9 @@ def _padded_bytes(load_plan: LoadPlan, length: int) -> int:
     return pages * largest
 
 
-def _try(config: EngineConfig, ranks: int, memory: int | None) -> ModelReport:
-    """The report for `ranks` ranks, with the reason if it does not fit."""
-    load_plan = resolve_load_plan(config, Parallel(size=ranks), available=memory)
+def _try(config: EngineConfig, layout: RankLayout, memory: int | None, chip: Chip | None) -> ModelReport:
+    """The report for the ranks of a layout, with the reason if it does not fit."""
+    load_plan = resolve_load_plan(config, Parallel.of(layout), available=memory, chip=chip)
     available = free_memory(load_plan.build.device) if memory is None else memory
     try:
         plan = plan_caches(load_plan, config, available)

@@ -21,6 +21,7 @@ from allotrope.engine.async_scheduling import uses_async_scheduling
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.report_text import size_text, table
 from allotrope.errors import ModelError
+from allotrope.kernels.chip import Chip
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.draft import DraftModel
 from allotrope.layers.embedding import Embedding, Head
@@ -184,14 +185,14 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def report_ranks(config: EngineConfig, memory: int | None = None) -> RankReport:
-    """The report of the ranks that `config` asks for. `memory`: as `resolve_load_plan` has it.
+def report_ranks(config: EngineConfig, memory: int | None = None, chip: Chip | None = None) -> RankReport:
+    """The report of the ranks that `config` asks for. `memory`, `chip`: as `resolve_load_plan` has them.
 
     Raises ModelError or ConfigError if the model cannot have so many, or cannot be served at all.
     """
-    load_plan = resolve_load_plan(config, Parallel.of(config.layout), available=memory)
+    load_plan = resolve_load_plan(config, Parallel.of(config.layout), available=memory, chip=chip)
     model, parallel = load_plan.meta_model(), load_plan.build.parallel
-    sizes, refused = rank_sizes(config, memory, load_plan.checkpoint)
+    sizes, refused = rank_sizes(config, memory, load_plan.checkpoint, chip)
     async_scheduling = uses_async_scheduling(config, load_plan.build.device.type, observed=False)
     return RankReport(
         ranks=parallel.size,
@@ -206,17 +207,22 @@ def report_ranks(config: EngineConfig, memory: int | None = None) -> RankReport:
 
 
 def rank_sizes(
-    config: EngineConfig, memory: int | None = None, checkpoint: Checkpoint | None = None
+    config: EngineConfig,
+    memory: int | None = None,
+    checkpoint: Checkpoint | None = None,
+    chip: Chip | None = None,
 ) -> tuple[tuple[RankSize, ...], tuple[RefusedSizes, ...]]:
-    """Which of `SIZES` a model allows, and for the others why not. `memory`, `checkpoint`: as `resolve_load_plan` has
-    them. Raises ModelError if the model cannot be served at all."""
+    """Which of `SIZES` a model allows, and for the others why not. `memory`, `checkpoint`, `chip`: as
+    `resolve_load_plan` has them. Raises ModelError if the model cannot be served at all."""
     allowed: list[RankSize] = []
     refused: dict[str, list[int]] = {}
     on_one_rank: dict[str, str] = {}
     for ranks in SIZES:
         try:
             layout = dataclasses.replace(config.layout, tensor=ranks)
-            load_plan = resolve_load_plan(config, Parallel.of(layout), available=memory, checkpoint=checkpoint)
+            load_plan = resolve_load_plan(
+                config, Parallel.of(layout), available=memory, checkpoint=checkpoint, chip=chip
+            )
         except ModelError as error:
             if ranks == 1:
                 raise
@@ -225,9 +231,9 @@ def rank_sizes(
             continue
         checkpoint = load_plan.checkpoint
         model = load_plan.meta_model()
-        quantized = _quantized(model)
+        quantized = quantized_modules(model)
         if (draft := load_plan.meta_draft(model)) is not None:
-            quantized |= {f"draft.{name}": DRAFT for name in _quantized(draft)}
+            quantized |= {f"draft.{name}": DRAFT for name in quantized_modules(draft)}
         on_one_rank = quantized if ranks == 1 else on_one_rank
         plain = {kind for name, kind in on_one_rank.items() if name not in quantized}
         replicated = sum(share.replicated for share in _weights(model, load_plan).values())
@@ -253,7 +259,7 @@ def weight_shares(model: Decoder | DraftModel) -> dict[str, WeightShare]:
     """Bytes of a rank's weights by kind, in the order of `KINDS`. `model`: made without memory for this rank."""
     found: dict[str, WeightShare] = {}
     seen: set[int] = set()
-    for _, module, kind in _modules(model):
+    for _, module, kind in modules_by_kind(model):
         if isinstance(module, Experts):
             found[kind] = found.get(kind, WeightShare()) + WeightShare(sharded=module.copied_bytes())
         for parameter in module.parameters(recurse=False):
@@ -287,7 +293,7 @@ def _parameter_shares(module: nn.Module, kind: str, parameter: nn.Parameter) -> 
         start = end
 
 
-def _modules(model: Decoder | DraftModel) -> Iterator[tuple[str, nn.Module, str]]:
+def modules_by_kind(model: Decoder | DraftModel) -> Iterator[tuple[str, nn.Module, str]]:
     """Every module with its name and the kind of its own parameters."""
     roots = {f"layers.{i}.mixer": ATTENTION for i in range(len(model.layers))}
     roots |= {f"layers.{i}.ffn": FEED_FORWARD for i in range(len(model.layers))}
@@ -301,11 +307,11 @@ def _modules(model: Decoder | DraftModel) -> Iterator[tuple[str, nn.Module, str]
         yield name, module, kind
 
 
-def _quantized(model: Decoder | DraftModel) -> dict[str, str]:
+def quantized_modules(model: Decoder | DraftModel) -> dict[str, str]:
     """The modules with a quantized weight: name -> kind."""
     return {
         name: kind
-        for name, module, kind in _modules(model)
+        for name, module, kind in modules_by_kind(model)
         if any(format_of(parameter) is not PLAIN for parameter in module.parameters(recurse=False))
     }
 
@@ -375,7 +381,7 @@ def _of_pass(model: Decoder | DraftModel, load_plan: LoadPlan, rows: int, hidden
             found["all-reduce", "embeddings", rows * module.hidden * item] += 1
     layers: list[nn.Module] = list(model.layers)
     for layer in layers:
-        partial = [name for name, block in layer.named_children() if _has_part_of_sum(block)]
+        partial = [name for name, block in layer.named_children() if has_part_of_sum(block)]
         for of, blocks in (("mixers", partial.count("mixer")), ("feed-forward blocks", len({*partial} - {"mixer"}))):
             found["all-reduce", of, rows * hidden * item * blocks] += bool(blocks)
     # Sums of squares in fp32, one for each token.
@@ -406,7 +412,8 @@ def _of_drafts(draft: DraftModel, target: Decoder, load_plan: LoadPlan) -> Count
     return Counter({(name, f"{of} of the draft model", size): count for (name, of, size), count in found.items()})
 
 
-def _has_part_of_sum(block: nn.Module) -> bool:
+def has_part_of_sum(block: nn.Module) -> bool:
+    """Whether what `block` returns on this rank is a part of a sum over ranks: some weight is cut along its inputs."""
     placed = [(placement_of(parameter), parallel_of(parameter)) for parameter in block.parameters()]
     cut = ((section, parallel) for one, parallel in placed if one.dim == 1 for section in one.sections)
     held = any(placement.held is not None for placement, _ in placed)

@@ -8,8 +8,10 @@ count their own attention. Must not know models' names, kernels, times.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from allotrope.engine.load_plan import LoadPlan
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.draft import DraftModel
 from allotrope.layers.embedding import Embedding, Head
+from allotrope.layers.hyper_connection import HyperConnection
 from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.mixers.csa import GroupedLinear
 from allotrope.layers.moe import Experts
@@ -31,6 +34,44 @@ from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.weights import SCALES, format_of, packed_bytes
 
 EXPERTS, DENSE, HEAD, REST, DRAFT = "experts", "dense", "head", "rest", "draft"
+# To route, to group, two products, and to combine.
+_EXPERT_LAUNCHES = 5
+# Rows of the smallest and the largest tile of a product of experts.
+_TILES = (16, 128)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A module, and how its own parameters and kernels are counted.
+
+    `layer`: that it belongs to; None for the embedding, the last norm and the head. `router`: who chooses among these
+    experts. `in_ffn`: whether it is part of a feed-forward block, whose rows are those of all ranks that share it.
+    `launches`: kernels of a step, if they are not one for each of its products.
+    """
+
+    module: nn.Module
+    kind: str
+    layer: int | None
+    router: RouterSpec | None = None
+    in_ffn: bool = False
+    launches: int = 0
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a rank does in a step. `classes`: the roofline cost, by class. The rest takes time and is no part of that
+    cost, since other kernels could do without it: `launches` kernels, `passed` bytes between them, `padding` of tiles
+    of experts that have fewer rows."""
+
+    classes: dict[str, StepCost]
+    launches: int
+    passed: int
+    padding: StepCost
+
+    @property
+    def cost(self) -> StepCost:
+        """The roofline cost of all classes."""
+        return _sum(self.classes.values())
 
 
 class ModelCost:
@@ -38,16 +79,16 @@ class ModelCost:
 
     def __init__(self, load_plan: LoadPlan) -> None:
         item, model = load_plan.build.dtype.itemsize, load_plan.meta_model()
-        self._model = _LayersCost(load_plan.own_specs, modules_by_class(model), _routers(model), item)
-        self._draft: _LayersCost | None = None
+        self._model = LayersCost(load_plan.own_specs, counted_modules(model), item)
+        self._draft: LayersCost | None = None
         # The first pass of its draft model makes no draft.
         self._chains_alone = load_plan.reads_tokens_alone
         if (draft := load_plan.meta_draft(model)) is not None:
-            modules = modules_by_class(draft)
-            if not any(kind == HEAD for _, kind in modules):
+            modules = counted_modules(draft)
+            if not any(one.kind == HEAD for one in modules):
                 # It shares that of the model.
-                modules.append((model.head, HEAD))
-            self._draft = _LayersCost(load_plan.draft_specs, modules, _routers(draft), item)
+                modules.append(Counted(model.head, HEAD, None))
+            self._draft = LayersCost(load_plan.draft_specs, modules, item)
 
     def __call__(
         self, query_lens: Sequence[int], seq_lens: Sequence[int], logits: int | None = None
@@ -59,6 +100,10 @@ class ModelCost:
         are read once, as they are stored; of E experts of which each token takes k, those that T tokens are expected
         to choose, E (1 - (1 - k/E)^T).
         """
+        return self.work(query_lens, seq_lens, logits).classes
+
+    def work(self, query_lens: Sequence[int], seq_lens: Sequence[int], logits: int | None = None) -> StepWork:
+        """The same, and what else takes time. The arguments are those of `__call__`."""
         return self._model(query_lens, seq_lens, len(query_lens) if logits is None else logits)
 
     def drafted(self, context: int, drafts: Sequence[int]) -> dict[str, StepCost]:
@@ -69,46 +114,91 @@ class ModelCost:
         found = self(*lens, sum(lens[0]))
         if self._draft is not None:
             chosen = 0 if self._chains_alone else 1
-            found[DRAFT] = _sum(self._draft(*lens, chosen * sum(count > 0 for count in drafts)).values())
+            found[DRAFT] = self._draft(*lens, chosen * sum(count > 0 for count in drafts)).cost
             for step in range(1, max(drafts, default=0) + 1 - chosen):
                 rows = sum(count >= step + chosen for count in drafts)
-                found[DRAFT] += _sum(self._draft((1,) * rows, (context + step,) * rows, rows).values())
+                found[DRAFT] += self._draft((1,) * rows, (context + step,) * rows, rows).cost
         return found
 
 
-class _LayersCost:
-    """The roofline cost of layers of attention and other modules. `routers`: of experts, by their id. `itemsize`:
-    bytes of an activation."""
+@dataclass(frozen=True)
+class _Rows:
+    """Which rows of a step some weights multiply: those of the class `kind`, of a feed-forward block or not, and of E
+    experts the `topk` that each row takes."""
 
-    def __init__(
-        self,
-        specs: Sequence[Spec],
-        modules: Iterable[tuple[nn.Module, str]],
-        routers: dict[int, RouterSpec],
-        itemsize: int,
-    ) -> None:
+    kind: str
+    in_ffn: bool
+    topk: int = 1
+    experts: int = 1
+
+
+@dataclass
+class _Weights:
+    """Weights with equal rows. `whole`: all of them read once, and their products with one row. `width`: inputs and
+    outputs of these products. `groups`: of experts on this rank, over all layers. `launches`: kernels of a step."""
+
+    whole: StepCost = StepCost()
+    width: int = 0
+    groups: int = 0
+    launches: int = 0
+
+
+class LayersCost:
+    """The roofline cost of layers of attention and other modules. `itemsize`: bytes of an activation."""
+
+    def __init__(self, specs: Sequence[Spec], modules: Iterable[Counted], itemsize: int) -> None:
         # Layers are mostly of few kinds.
         self._specs, self._item = Counter(specs), itemsize
-        # By class, and the share of it that a token takes: of weights read whole, and products with one token.
-        self._weights: dict[tuple[str, float], StepCost] = {}
-        for module, kind in modules:
-            router = routers.get(id(module))
-            key = (kind, 1.0 if router is None else router.topk / router.experts)
-            self._weights[key] = self._weights.get(key, StepCost()) + _weights(module, kind)
+        self._weights: dict[_Rows, _Weights] = {}
+        for one in modules:
+            rows = _Rows(one.kind, one.in_ffn)
+            if one.router is not None:
+                rows = dataclasses.replace(rows, topk=one.router.topk, experts=one.router.experts)
+            found = self._weights.setdefault(rows, _Weights())
+            cost, products, width, groups = _weights(one.module, one.kind)
+            found.whole += cost
+            found.width += width
+            found.groups += groups
+            found.launches += one.launches or (0 if one.kind == HEAD else products)
 
-    def __call__(self, query_lens: Sequence[int], seq_lens: Sequence[int], logits: int) -> dict[str, StepCost]:
-        """As `ModelCost.__call__`."""
+    def __call__(
+        self, query_lens: Sequence[int], seq_lens: Sequence[int], logits: int, gathered: int | None = None
+    ) -> StepWork:
+        """As `ModelCost.work`. `gathered`: rows of feed-forward blocks; default: the new tokens."""
         new, kv = (torch.tensor(tuple(lens), dtype=torch.int64) for lens in (query_lens, seq_lens))
         lengths = Lengths(new, kv, self._item)
         classes = [spec.family for spec in self._specs] + [EXPERTS, DENSE, HEAD, REST]
         found = dict.fromkeys(classes, StepCost())
+        launches = passed = 0
+        padding = StepCost()
         for spec, count in self._specs.items():
             found[spec.family] += FAMILIES[spec.family].cost(spec, lengths) * count
-        for (kind, used), whole in self._weights.items():
-            tokens = logits if kind == HEAD else lengths.tokens
-            read = round((1 - (1 - used) ** tokens) * whole.bytes)
-            found[kind] += StepCost(read, *(round(tokens * used * flops) for flops in (whole.flops, whole.fp8)))
-        return {kind: cost for kind, cost in found.items() if cost != StepCost()}
+            # To store what each cache keeps, to read it, and to finish.
+            launches += count * (2 * len(spec.caches()) + 1)
+        for rows, weights in self._weights.items():
+            tokens = logits if rows.kind == HEAD else lengths.tokens
+            if rows.in_ffn and gathered is not None:
+                tokens = gathered
+            used = rows.topk / rows.experts
+            chosen = 1 - (1 - used) ** tokens
+            products = StepCost(
+                0, *(round(tokens * used * flops) for flops in (weights.whole.flops, weights.whole.fp8))
+            )
+            found[rows.kind] += StepCost(round(chosen * weights.whole.bytes)) + products
+            launches += weights.launches
+            # Each row goes to the products of the experts that it takes.
+            passed += round(tokens * used * weights.width * self._item)
+            if weights.groups and tokens:
+                share = _padding(tokens * used, chosen)
+                padding += StepCost(0, round(products.flops * share), round(products.fp8 * share))
+        return StepWork({kind: cost for kind, cost in found.items() if cost != StepCost()}, launches, passed, padding)
+
+
+def _padding(rows: float, chosen: float) -> float:
+    """Rows of half a tile that each chosen expert computes in vain, for each row that counts. `rows`: of an expert, in
+    the mean. `chosen`: the share of experts that have any."""
+    tile = min(max(rows / chosen, _TILES[0]), _TILES[1])
+    return tile / 2 * chosen / rows
 
 
 def step_cost(load_plan: LoadPlan, query_lens: Sequence[int], seq_lens: Sequence[int]) -> dict[str, StepCost]:
@@ -118,6 +208,36 @@ def step_cost(load_plan: LoadPlan, query_lens: Sequence[int], seq_lens: Sequence
 
 def _sum(costs: Iterable[StepCost]) -> StepCost:
     return sum(costs, StepCost())
+
+
+def counted_modules(model: Decoder | DraftModel) -> list[Counted]:
+    """Every module of a model, and how it is counted."""
+    layers: list[Any] = list(model.layers)
+    layer_of = {id(part): i for i, layer in enumerate(layers) for part in layer.modules()}
+    in_mixer = {id(part) for layer in layers for part in layer.mixer.modules()}
+    in_ffn = {id(part) for layer in layers for block in _feed_forward(layer) for part in block.modules()}
+    routers = _routers(model)
+    found = []
+    for module, kind in modules_by_class(model):
+        number, inside = layer_of.get(id(module)), id(module) in in_mixer or id(module) in in_ffn
+        launches = 0
+        if isinstance(module, Experts):
+            launches = _EXPERT_LAUNCHES
+        elif isinstance(module, HyperConnection):
+            launches = 2
+        elif isinstance(module, RMSNorm) and number is not None and not inside:
+            # Norms of a mixer are part of the kernels around them.
+            launches = 1
+        elif number is not None and module is layers[number]:
+            launches = 1
+        found.append(Counted(module, kind, number, routers.get(id(module)), id(module) in in_ffn, launches))
+    return found
+
+
+def _feed_forward(layer: Any) -> list[nn.Module]:
+    """The feed-forward blocks of a layer: some have experts beside a dense one."""
+    others = (block for block in layer.children() if block not in (layer.mixer, layer.ffn))
+    return [layer.ffn, *(block for block in others if any(isinstance(part, Experts) for part in block.modules()))]
 
 
 def modules_by_class(model: Decoder | DraftModel) -> list[tuple[nn.Module, str]]:
@@ -154,12 +274,13 @@ def _routers(model: nn.Module) -> dict[int, RouterSpec]:
     return found
 
 
-def _weights(module: nn.Module, kind: str) -> StepCost:
-    """What a module's own parameters take, and their products with one row."""
-    total = StepCost()
+def _weights(module: nn.Module, kind: str) -> tuple[StepCost, int, int, int]:
+    """What a module's own parameters take, and their products with one row; how many products, their inputs and
+    outputs, and how many experts the module has."""
+    total, products, width, groups = StepCost(), 0, 0, 0
     if isinstance(module, Embedding):
         # A few rows of it.
-        return total
+        return total, products, width, groups
     experts = isinstance(module, Experts)
     for name, parameter in module.named_parameters(recurse=False):
         if placement_of(parameter).below:
@@ -172,4 +293,7 @@ def _weights(module: nn.Module, kind: str) -> StepCost:
             format = format_of(parameter)
             flops = 2 * parameter.numel() // format.elements * format.pack_factor
             total += StepCost(0, flops, flops if format.name == "fp8" else 0)
-    return total
+            inputs = parameter.shape[-1] // format.elements * format.pack_factor
+            groups = parameter.shape[0] if experts else 0
+            products, width = products + 1, width + max(groups, 1) * (inputs + parameter.shape[-2])
+    return total, products, width, groups

@@ -19,9 +19,11 @@ CPU_TOKENS = 2048
 GPU_TOKENS = 8192
 """So many tokens fill a GPU's matrix products; more of them make running requests wait longer."""
 
+MIN_TOKENS = 1024
+"""So many tokens a step has on a GPU, however little memory there is."""
+
 # What is tried on a GPU, largest first.
 _SEQUENCES = (512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1)
-_MIN_TOKENS = 1024
 # Each sequence of a full batch has room for so many tokens of context, or for the model's longest.
 _CONTEXT = 2048
 # A step's activations may take an eighth of what weights leave, sampling a sixteenth.
@@ -46,7 +48,8 @@ class StepLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRoom:
-    """The memory of a GPU for steps and caches. `bytes`: free beside the weights. `hidden`: bytes of a hidden vector.
+    """The memory of a GPU for steps and caches. `bytes`: free beside the weights. `hidden`: bytes of a hidden vector,
+    for each data-parallel rank whose rows it has.
 
     `vocabulary`: logits of a token. `context`: longest sequence.
     """
@@ -99,7 +102,7 @@ def gpu_limits(config: EngineConfig, room: StepRoom, preferred_tokens: int = GPU
 
 def _tokens(room: StepRoom, preferred: int) -> int:
     tokens = preferred
-    while tokens > _MIN_TOKENS and tokens * room.token_bytes > room.bytes // _STEP_SHARE:
+    while tokens > MIN_TOKENS and tokens * room.token_bytes > room.bytes // _STEP_SHARE:
         tokens //= 2
     return tokens
 

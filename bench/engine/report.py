@@ -231,11 +231,14 @@ def write_report(out: Path, report: Report) -> list[Path]:
 
 def write_json(out: Path, report: Report) -> Path:
     """Write `out`.json alone: what is found so far, summarized."""
+    return write_json_alone(out, summarize(report))
+
+
+def write_json_alone(out: Path, report: Report) -> Path:
+    """Write `out`.json, with the numbers of a list side by side: a line for each of them would be thousands."""
     out.parent.mkdir(parents=True, exist_ok=True)
     path = out.with_name(out.name + ".json")
-    # Numbers side by side: a line for each of them would be thousands.
-    text = _NUMBERS.sub(lambda found: " ".join(found[0].split()), json.dumps(summarize(report), indent=1))
-    path.write_text(text + "\n")
+    path.write_text(_NUMBERS.sub(lambda found: " ".join(found[0].split()), json.dumps(report, indent=1)) + "\n")
     return path
 
 

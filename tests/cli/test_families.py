@@ -21,6 +21,12 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_chip_has_its_name_too(run: Run, model: Path) -> None:
+    for name, arch in (("b200", "sm_100"), ("mi300x", "gfx942")):
+        by_name, by_arch = (run("families", "--model", str(model), "--chip", one, "--json") for one in (name, arch))
+        assert by_name.stdout == by_arch.stdout and json.loads(by_name.stdout)["chip"] == arch
+
+
 @pytest.mark.parametrize("chip", sorted(CHIPS))
 def test_every_chip_has_backends_for_everything(run: Run, model: Path, chip: str) -> None:
     found = json.loads(run("families", "--model", str(model), "--chip", chip, "--json").stdout)

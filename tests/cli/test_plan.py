@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 from command_run import Run
 
+from allotrope.architectures.registry import find_architecture
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
 from allotrope.engine.plan_report import report_model
 from allotrope.errors import ConfigError, ModelError
+from allotrope.kernels.chip import gpu_count
+from allotrope.kernels.chip_figures import FIGURES
 
 # Of the tiny model: embedding and head, two layers (q, k, v, o; gate, up, down; two norms), the last norm; float32.
 WEIGHTS = 4 * (2 * 320 * 64 + 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64) + 64)
@@ -123,3 +126,80 @@ def test_weights_too_large_for_any_cache_ask_for_ranks_alone(run: Run, dummy: li
     assert "--kv-cache-memory-bytes" not in found["refusal"]
     roomy = plan(run, *dummy, "--memory", str(WEIGHTS + (1 << 19)), "--kv-cache-memory-bytes", str(1 << 20))[1]
     assert f"Try --kv-cache-memory-bytes {1 << 19}." in roomy["refusal"]
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def quantized(directory: Path) -> str:
+    """A model of which a GPU keeps the experts in FP8, and a CPU does not."""
+    tiny = find_architecture({"architectures": ["Qwen3MoeForCausalLM"]}, "").tiny()
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256, "torch_dtype": "bfloat16"}
+    (directory / "config.json").write_text(json.dumps(tiny | sizes | {"quantization_config": FP8}))
+    return str(directory)
+
+
+def test_a_chip_has_its_memory_and_its_way_of_keeping_weights(run: Run, tmp_path: Path) -> None:
+    model = quantized(tmp_path)
+    _, here = plan(run, model, "--memory", "1GiB", "--device", "cpu", "--dtype", "bfloat16")
+    status, there = plan(run, model, "--chip", "h200")
+    assert (status, there["fits"], there["quantized"], here["quantized"]) == (0, True, True, False)
+    assert there["memory_bytes"] == FIGURES["h200"].memory.value
+    assert there["weight_bytes"] < 0.7 * here["weight_bytes"]
+    # An architecture stands for its chip; less memory may be given.
+    assert plan(run, model, "--chip", "sm_90")[1] == there
+    assert plan(run, model, "--chip", "mi355x", "--memory", "1GiB")[1]["memory_bytes"] == 1 << 30
+    # Each as its own kernels read them.
+    kept = [plan(run, model, "--chip", name)[1]["weight_bytes"] for name in FIGURES]
+    assert max(kept) < 0.7 * here["weight_bytes"]
+    least = there["decode"]["least"]
+    classes = there["decode"]["classes"].values()
+    assert least == pytest.approx(sum(one["bytes"] for one in classes) / FIGURES["h200"].bandwidth.value, rel=0.2)
+    assert f"at the ceilings of the chip that takes {least * 1e3:.2f} ms" in run("plan", model, "--chip", "h200").stdout
+    with pytest.raises(ConfigError, match=r"chip='h900' is not known; allowed: a100, .*gfx950\."):
+        run("plan", model, "--chip", "h900")
+
+
+def test_layouts_are_compared_and_one_is_proposed(run: Run, tmp_path: Path) -> None:
+    model = quantized(tmp_path)
+    status, found = plan(run, model, "--chip", "h200", "--gpus", "4", "--context", "64")
+    assert (status, found["fits"], found["gpus"], found["hosts"]) == (0, True, 4, 1)
+    shown = {one["options"]: one for one in found["layouts"]}
+    assert len(shown) == 11 and all(one["reason"] for one in found["layouts"])
+    refused = {options for options, one in shown.items() if one["refusal"] is not None}
+    assert refused == {"--pipeline-parallel-size 4"} and "3 layers" in shown["--pipeline-parallel-size 4"]["reason"]
+    proposed = [one for one in found["layouts"] if {key: one[key] for key in found["proposed"]} == found["proposed"]]
+    assert len(proposed) == 1 and len(proposed[0]["decode"]) == 4
+    assert set(found["best"]) == {"4", "16", "64", "256"}
+    assert [one["requests"] for one in proposed[0]["decode"]] == found["requests"]
+    text = run("plan", model, "--chip", "h200", "--gpus", "4", "--context", "64").stdout
+    assert "\nlayout " in text and f"\nproposed: {proposed[0]['options']}: it holds" in text
+    assert "\nbest with 4 requests: TP4, " in text and "\n  PP4: pipeline_parallel_size=4 (needs 3 or fewer" in text
+
+
+def test_sizes_that_are_given_choose_among_layouts(run: Run, tmp_path: Path) -> None:
+    model = quantized(tmp_path)
+    some = plan(run, model, "--chip", "h200", "--gpus", "4", "-dp", "2")[1]["layouts"]
+    assert {(one["tensor"], one["data"], one["pipeline"], one["expert_parallel"]) for one in some} == {
+        (2, 2, 1, False), (2, 2, 1, True), (1, 2, 2, False), (1, 2, 2, True),
+    }  # fmt: skip
+    (one,) = plan(run, model, "--chip", "h200", "-dp", "2", "-ep")[1]["layouts"]
+    assert one["options"] == "--data-parallel-size 2 --enable-expert-parallel"
+    with pytest.raises(ConfigError, match="gpus=4 have no layout with tensor_parallel_size=1, data_parallel_size=3"):
+        run("plan", model, "--chip", "h200", "--gpus", "4", "-dp", "3")
+    if gpu_count() == 0:
+        with pytest.raises(ConfigError, match=r"layouts are planned for a chip, .* give --chip, one of a100, "):
+            run("plan", model, "-dp", "2")
+    drafts = '{"method": "ngram", "num_speculative_tokens": 2}'
+    with pytest.raises(ConfigError, match="layouts are compared without drafts"):
+        run("plan", model, "--chip", "h200", "--gpus", "4", "--speculative-config", drafts)
+    with pytest.raises(ConfigError, match="hosts=3 do not share gpus=4 evenly"):
+        run("plan", model, "--chip", "h200", "--gpus", "4", "--hosts", "3")
+
+
+def test_layouts_that_do_not_fit_end_with_one(run: Run, tmp_path: Path) -> None:
+    model = quantized(tmp_path)
+    status, found = plan(run, model, "--chip", "h200", "--gpus", "2", "--memory", "1MiB")
+    assert (status, found["fits"], found["proposed"]) == (1, False, None)
+    assert all(one["refusal"].startswith("does not fit: ") for one in found["layouts"])
+    assert run("plan", model, "--chip", "h200", "--gpus", "2", "--memory", "1MiB").stdout.count("does not fit") == 5

@@ -6,6 +6,10 @@ from allotrope.attention.cache_layout import row_bytes
 from allotrope.attention.cost import Lengths, StepCost
 from allotrope.attention.csa.spec import CsaSpec
 
+MATMUL_SHARE = 0.15
+"""Of the rate of a large matrix product, what prompts reach on an H200: 0.11 with all entries, 0.22 with the top-k
+(`python bench/kernels.py --family csa --case prefill`)."""
+
 
 def cost(spec: CsaSpec, lengths: Lengths) -> StepCost:
     """The cost of one step. Window entries and visible or top-k compressed entries are read once each. Index keys are

@@ -6,7 +6,7 @@ import torch
 
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.csa import reference
-from allotrope.attention.csa.cost import cost
+from allotrope.attention.csa.cost import MATMUL_SHARE, cost
 from allotrope.attention.csa.inputs import ready_inputs
 from allotrope.attention.csa.naive import naive
 from allotrope.attention.csa.plan import build_plan
@@ -49,6 +49,7 @@ CSA = Family(
     naive=naive,
     ready_inputs=ready_inputs,
     cost=cost,
+    matmul_share=MATMUL_SHARE,
     output_shapes=lambda spec: (((spec.num_heads, spec.head_dim), None),),
     with_cache=formatted_entries,
     scale_names=("kv_scale",),

@@ -9,6 +9,10 @@ from allotrope.attention.cost import Lengths, StepCost, causal_pairs
 from allotrope.attention.dsa.spec import DsaSpec
 from allotrope.attention.mla.cost import flops, width
 
+MATMUL_SHARE = 0.61
+"""Of the rate of a large matrix product, what prompts reach on an H200: of sparse attention; index scores reach 0.73
+(`python bench/kernels.py --family dsa --case picked`)."""
+
 
 def cost(spec: DsaSpec, lengths: Lengths) -> StepCost:
     """The cost of one step. Queries that see at most `topk` entries cost as in latent attention. The others score all

@@ -9,7 +9,7 @@ import torch
 
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.dsa import reference
-from allotrope.attention.dsa.cost import cost
+from allotrope.attention.dsa.cost import MATMUL_SHARE, cost
 from allotrope.attention.dsa.inputs import ready_inputs
 from allotrope.attention.dsa.naive import naive
 from allotrope.attention.dsa.plan import build_plan
@@ -64,6 +64,7 @@ DSA = Family(
     naive=naive,
     ready_inputs=ready_inputs,
     cost=cost,
+    matmul_share=MATMUL_SHARE,
     # The second output is the top-k indices, -1 for none.
     output_shapes=lambda spec: (((spec.mla.num_heads, spec.mla.v_head_dim), None), ((spec.topk,), torch.int64)),
     with_cache=lambda spec, cache: dataclasses.replace(spec, mla=formatted_entries(spec.mla, cache)),

@@ -7,6 +7,10 @@ import torch
 from allotrope.attention.cost import Lengths, StepCost
 from allotrope.attention.gdn.spec import KERNEL_CHUNK, GdnSpec
 
+MATMUL_SHARE = 0.12
+"""Of the rate of a large matrix product, what prompts reach on an H200: 0.11 to 0.15
+(`python bench/kernels.py --family gdn --case prefill`)."""
+
 
 def cost(spec: GdnSpec, lengths: Lengths) -> StepCost:
     """The cost of one step. States are read, unless a sequence begins, and written. Decodes run the recurrence, and

@@ -10,7 +10,7 @@ import torch
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.family import Family
 from allotrope.attention.gdn import chunked, compiled, reference
-from allotrope.attention.gdn.cost import cost
+from allotrope.attention.gdn.cost import MATMUL_SHARE, cost
 from allotrope.attention.gdn.inputs import ready_inputs
 from allotrope.attention.gdn.naive import naive
 from allotrope.attention.gdn.plan import build_plan
@@ -53,6 +53,7 @@ GDN = Family(
     naive=naive,
     ready_inputs=ready_inputs,
     cost=cost,
+    matmul_share=MATMUL_SHARE,
     output_shapes=lambda spec: (((spec.num_v_heads, spec.v_head_dim), None),),
     with_cache=lambda spec, cache: dataclasses.replace(
         spec, state_dtype=cache.state_dtype, max_drafts=cache.max_drafts

@@ -9,7 +9,7 @@ import torch
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.family import Family, plain_entries
 from allotrope.attention.mha import compiled, cpu, reference
-from allotrope.attention.mha.cost import cost
+from allotrope.attention.mha.cost import MATMUL_SHARE, cost
 from allotrope.attention.mha.inputs import ready_inputs
 from allotrope.attention.mha.naive import naive
 from allotrope.attention.mha.plan import build_plan
@@ -61,6 +61,7 @@ MHA = Family(
     naive=naive,
     ready_inputs=ready_inputs,
     cost=cost,
+    matmul_share=MATMUL_SHARE,
     output_shapes=lambda spec: (((spec.num_heads, spec.value_dim), None),),
     with_cache=plain_entries,
     scale_names=("k_scale", "v_scale"),

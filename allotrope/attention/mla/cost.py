@@ -8,6 +8,10 @@ from allotrope.attention.cache_layout import row_bytes
 from allotrope.attention.cost import Lengths, StepCost, causal_pairs
 from allotrope.attention.mla.spec import MlaSpec
 
+MATMUL_SHARE = 0.57
+"""Of the rate of a large matrix product, what prompts reach on an H200: 0.46 to 0.65
+(`python bench/kernels.py --family mla --case prefill`)."""
+
 
 def cost(spec: MlaSpec, lengths: Lengths) -> StepCost:
     """Each cache entry is read once; see `flops`."""

@@ -7,7 +7,7 @@ from typing import Any
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.family import Family, formatted_entries
 from allotrope.attention.mla import compiled, reference
-from allotrope.attention.mla.cost import cost
+from allotrope.attention.mla.cost import MATMUL_SHARE, cost
 from allotrope.attention.mla.inputs import ready_inputs
 from allotrope.attention.mla.naive import naive
 from allotrope.attention.mla.plan import build_plan
@@ -53,6 +53,7 @@ MLA = Family(
     naive=naive,
     ready_inputs=ready_inputs,
     cost=cost,
+    matmul_share=MATMUL_SHARE,
     output_shapes=lambda spec: (((spec.num_heads, spec.v_head_dim), None),),
     with_cache=formatted_entries,
     scale_names=("kv_scale",),

@@ -43,9 +43,9 @@ def fits(protocol: Protocol, layout: Layout, rows: int, row_bytes: int) -> bool:
     return (ranks * cdiv(count, ranks) + count) * row_bytes <= layout.arena
 
 
-def estimate(protocol: Protocol, ranks: int, size: int) -> float:
-    """Microseconds that `size` bytes take beyond what all protocols share."""
-    sent = (ranks - 1) * size / BYTES_PER_US
+def estimate(protocol: Protocol, ranks: int, size: int, bytes_per_us: float = BYTES_PER_US) -> float:
+    """Microseconds that `size` bytes take beyond what all protocols share. `bytes_per_us`: of the links, one way."""
+    sent = (ranks - 1) * size / bytes_per_us
     if protocol is Protocol.LL:
         return 2 * sent
     if protocol is Protocol.ONE_SHOT:
