@@ -23,12 +23,9 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from allotrope.architectures.registry import Architecture, read_spec
 from allotrope.attention.batch import BatchLayout
 from allotrope.attention.cache_layout import CacheLayout, Field, StateSlots, row_bytes
-from allotrope.attention.registry import FAMILIES
 from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.checkpoint.weight_formats import quantization_of, weight_formats
 from allotrope.errors import ConfigError, ModelError
-from allotrope.kernels.backend import Chooser, parse_wanted
-from allotrope.kernels.chip import chip_of
 from allotrope.kernels.warmup import warm_up_steps
 from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.build import Build
@@ -38,19 +35,14 @@ from allotrope.layers.step import LayerStep, Step
 from allotrope.loading.decoder import load_decoder, make_decoder, only_kept, quantized_build
 from allotrope.loading.kv_scales import FP8, attention_specs
 from allotrope.ops.rope import RopeTables
+from allotrope.plugins.hosted_build import DTYPES, hosted_build, read_options
 from allotrope.plugins.steps import Order, arrange
 from allotrope.plugins.vllm.cache import HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
 from allotrope.plugins.vllm.speculation import speculation_reasons
 from allotrope.plugins.weights import StreamedWeights
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_KV_DTYPES = {
-    **_DTYPES,
-    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_ds_mla"), FP8),
-}
-_OPTIONS = {"attention_backend", "quantized_weights"}
-_UNREACHABLE = ("the ranks are those of vLLM, which owns their memory",)
+_KV_DTYPES = {**DTYPES, **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_ds_mla"), FP8)}
 # A name under vLLM's own, so that its handlers and levels hold.
 log = logging.getLogger("vllm.allotrope")
 
@@ -139,57 +131,21 @@ def _log_state_dtype(vllm_config: VllmConfig, keeps_states: bool) -> None:
         )
 
 
-def _build(vllm_config: VllmConfig) -> Build:
-    group, cache = get_tp_group(), vllm_config.cache_config.cache_dtype
-    dtype = vllm_config.model_config.dtype
+def _build(vllm_config: VllmConfig, options: dict[str, Any]) -> Build:
+    cache, dtype = vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype
     if cache != "auto" and cache not in _KV_DTYPES:
         allowed = ", ".join(["auto", *_KV_DTYPES])
         raise ConfigError(f"kv_cache_dtype={cache!r} is not supported by Allotrope's models (allowed: {allowed}).")
     device = torch.device(vllm_config.device_config.device_type)
-    return Build(
-        dtype,
-        _KV_DTYPES.get(cache, dtype),
-        device,
-        Parallel(
-            group.rank_in_group,
-            group.world_size,
-            group.device_group,
-            unreachable=_UNREACHABLE,
-            host_all_reduce=group.all_reduce,
-            all_ranks_sample=True,
-        ),
-        Chooser(
-            chip_of(device), parse_wanted("attention_backend", _options(vllm_config).get("attention_backend"), FAMILIES)
-        ),
-        # vLLM's name of rows with factors of their own.
-        "scaled" if cache == "fp8_ds_mla" else "plain",
-        _state_dtype(vllm_config),
-    )
+    types = (dtype, _KV_DTYPES.get(cache, dtype), _state_dtype(vllm_config))
+    # vLLM's name of rows with factors of their own.
+    row_format = "scaled" if cache == "fp8_ds_mla" else "plain"
+    return hosted_build("vLLM", get_tp_group(), options, device, types, row_format)
 
 
 def _state_dtype(vllm_config: VllmConfig) -> torch.dtype:
     """Of recurrent states: fp32, where vLLM's own models have that of the activations, unless it is named."""
-    return _DTYPES.get(vllm_config.cache_config.mamba_ssm_cache_dtype, torch.float32)
-
-
-def _options(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Ours among vLLM's additional options."""
-    found = (vllm_config.additional_config or {}).get("allotrope", {})
-    unknown = sorted(set(found) - _OPTIONS) if isinstance(found, dict) else [found]
-    if unknown:
-        allowed = ", ".join(sorted(_OPTIONS))
-        raise ConfigError(
-            f"additional_config: allotrope={found!r} is not understood: {unknown[0]!r} (allowed: {allowed})."
-        )
-    return dict(found)
-
-
-def _quantized_weights(vllm_config: VllmConfig) -> str:
-    """Our option of that name. Raises ConfigError for a value that it does not have."""
-    option: str = _options(vllm_config).get("quantized_weights", "auto")
-    if option not in ("auto", "keep", "dequantize"):
-        raise ConfigError(f"quantized_weights={option!r} is not understood; allowed: auto, keep, dequantize.")
-    return option
+    return DTYPES.get(vllm_config.cache_config.mamba_ssm_cache_dtype, torch.float32)
 
 
 class HostedLayers(nn.Module):
@@ -255,7 +211,8 @@ class HostedModel(HostedLayers):
     supports_mrope: ClassVar[bool] = True
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        quantized_weights = _quantized_weights(vllm_config)
+        options = read_options((vllm_config.additional_config or {}).get("allotrope", {}), "additional_config")
+        quantized_weights = options["quantized_weights"]
         keeps = quantized_weights != "dequantize"
         stored = keeps and vllm_config.load_config.load_format != "dummy"
         checkpoint, architecture, spec = open_config(vllm_config, stored)
@@ -263,7 +220,7 @@ class HostedModel(HostedLayers):
         self.quantized_weights = quantized_weights
         _refuse(vllm_config, self.checkpoint, spec)
         _say_what_is_unused(vllm_config)
-        self.build = _build(vllm_config)
+        self.build = _build(vllm_config, options)
         # What the mixers would refuse, in the words of our engine.
         specs = attention_specs(spec, self.build, self.checkpoint.source)
         _log_state_dtype(vllm_config, any(isinstance(one, StateSlots) for of in specs for one in of.caches().values()))
