@@ -11,7 +11,8 @@ is named with its reason.
 and equal options ask equal items. Exit status: 0 if all figures lie in the intervals of what they are held to, 1 if one
 does not or the host fails in a mode, 2 if nothing could be measured.
 
-Every mode but `warm` runs without prefix caching. `preempted` leaves memory for few requests.
+Every mode but `warm` runs without prefix caching. `preempted` holds vLLM's blocks but those of the longest request, and
+has SGLang retract a request every few steps.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def sglang_options(options: argparse.Namespace, mode: ModeName, device: str, lon
         plain["mamba_ssm_dtype"] = options.state_dtype
     if ours := our_options(options):
         plain["json_model_override_args"] = json.dumps({"allotrope": ours})
-    return [plain | one | options.options for one in settings(str(locate(options.model)), mode, longest)]
+    return [plain | one | options.options for one in settings(str(locate(options.model)), mode)]
 
 
 def our_options(options: argparse.Namespace) -> dict[str, str]:
@@ -177,7 +178,8 @@ def run_mode(options: argparse.Namespace, tokenizer: str, items: Items, mode: Mo
         else sglang_options(options, mode, device, items.longest)
     )
     for settings in tried:
-        job = Job(options.host, model, tokenizer, settings, items, mode, environment_of(options.host, device))
+        environment = environment_of(options.host, device, mode, settings.get("tp_size", 1))
+        job = Job(options.host, model, tokenizer, settings, items, mode, environment)
         ended = run_apart(job, options.limit)
         if ended.outcome != "not exercised":
             break

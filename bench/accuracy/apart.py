@@ -21,6 +21,7 @@ from allotrope.eval.options import ModeName
 from allotrope.text.tokenizer import load_tokenizer
 from allotrope.verify.execution_modes import NotExercised
 from bench.accuracy.ask import Host, Running, ask_running
+from bench.accuracy.in_sglang import RETRACTING
 
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds for a process to free what it has, once it has answered.
@@ -138,7 +139,7 @@ def run_apart(job: Job, limit: float) -> Ended:
         process.join()
 
 
-def environment_of(host: HostName, device: str) -> dict[str, str]:
+def environment_of(host: HostName, device: str, mode: ModeName = "cold", ranks: int = 1) -> dict[str, str]:
     """What a host reads before it starts: our packages in its ranks. Of vLLM also: its engine in our process, functions
     sent to its ranks.
 
@@ -149,7 +150,8 @@ def environment_of(host: HostName, device: str) -> dict[str, str]:
         # In place of what is set: without it, ranks would not find this folder.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, paths)])
     if host == "sglang":
-        return {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"} if device == "cpu" else {}
+        on_cpu = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * ranks)} if device == "cpu" else {}
+        return on_cpu | (RETRACTING if mode == "preempted" else {})
     plain = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",

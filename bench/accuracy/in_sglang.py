@@ -21,33 +21,22 @@ from bench.accuracy.ask import CHUNK, TIGHT, Generated, Host, NotOurs, Running, 
 
 # Tokens that a request may have beside its prompt and its answer.
 _SPARE = 16
-# Requests whose prompts fit where memory is short; each is tried until some are retracted.
-_FEW = (4, 8)
+# Of the mode `preempted`: SGLang retracts a request every so many steps, whether memory is short or not.
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
 
 
-def settings(model: str, mode: ModeName, longest: int) -> tuple[dict[str, Any], ...]:
-    """Options of SGLang's engine in a mode; each is tried until one exercises it. `longest`: tokens of a request."""
+def settings(model: str, mode: ModeName) -> tuple[dict[str, Any], ...]:
+    """Options of SGLang's engine in a mode; each is tried until one exercises it."""
     checkpoint = open_checkpoint(model, load_format="dummy")
     _, spec = read_spec(checkpoint.config, checkpoint.source)
     memory = CacheMemory(planned_layouts(spec, checkpoint.source))
     cold, chunk = {"disable_radix_cache": True}, math.lcm(CHUNK, memory.row_stride)
     small = cold | {"chunked_prefill_size": chunk, "max_running_requests": TIGHT}
-    # A page is full after few tokens, so that requests that began need more of them.
-    page = math.lcm(16, memory.row_stride)
-    tight = [
-        small
-        | {
-            "page_size": page,
-            "max_total_tokens": -(-few * longest // (2 * page)) * page,
-            "schedule_conservativeness": 0.0,
-        }
-        for few in _FEW
-    ]
     found: dict[ModeName, tuple[dict[str, Any], ...]] = {
         "cold": (cold,),
         "warm": ({"disable_radix_cache": False},),
         "chunked": (small,),
-        "preempted": tuple(tight),
+        "preempted": (small,),
         "two-ranks": (cold | {"tp_size": 2},),
     }
     return found[mode]
