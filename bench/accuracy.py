@@ -3,9 +3,9 @@
     python bench/accuracy.py train/models                              our engine on this machine's device
     python bench/accuracy.py train/models --host vllm --python path/to/venv/bin/python
 
-Every cell is a run of `allotrope eval` (of `bench/accuracy_vllm.py` inside vLLM) that is held to the reference of its
-model: our engine in float32 on a CPU, nothing cached, which is itself held to Transformers in float32. Reports of
-finished runs stay in --work, and a run that is called again does what is missing. See docs/accuracy.md.
+Every cell is a run of `allotrope eval` (of `bench/accuracy_host.py` inside vLLM or SGLang) that is held to the
+reference of its model: our engine in float32 on a CPU, nothing cached, which is itself held to Transformers in float32.
+Reports of finished runs stay in --work, and a run that is called again does what is missing. See docs/accuracy.md.
 """
 
 from __future__ import annotations
@@ -132,10 +132,10 @@ def plain_twin(folder: Path, options: argparse.Namespace) -> Path:
 
 def command_of(run: Run, options: argparse.Namespace) -> list[str]:
     command, folder = [sys.executable, "-m", "allotrope", "eval"], run.folder
-    if run.host == "vllm":
-        command = [str(options.python or sys.executable), str(ROOT / "bench" / "accuracy_vllm.py")]
+    if run.host != "allotrope":
+        command = [str(options.python or sys.executable), str(ROOT / "bench" / "accuracy_host.py"), run.host]
         if not run.dtype.stored:
-            # vLLM refuses most types of activations beside quantized weights.
+            # Hosts refuse most types of activations beside quantized weights.
             folder = plain_twin(folder, options)
     command += [shown(folder), *run.dtype.flags, *item_flags(options), "--modes", ",".join(options.modes)]
     if run.host == "allotrope":
@@ -215,8 +215,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("models", type=Path, help="folder of models, as `train/all.py` writes it")
-    parser.add_argument("--host", choices=("allotrope", "vllm"), default="allotrope")
-    parser.add_argument("--python", type=Path, help="of the environment that has vLLM; default: this one")
+    parser.add_argument("--host", choices=("allotrope", "vllm", "sglang"), default="allotrope")
+    parser.add_argument("--python", type=Path, help="of the environment that has the host; default: this one")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--modes", type=lambda text: text.split(","), default=list(MODES), help="with commas between")
     parser.add_argument(

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,8 @@ class BatchLayout:
         """The batch on the device: equal to the host's integers, unless these are upper bounds."""
         if self.static_tensors is not None:
             return self.static_tensors
-        seq_lens = torch.tensor(self.seq_lens, dtype=torch.int32, device=self.device)
-        query_start = torch.tensor(self.query_start, dtype=torch.int32, device=self.device)
+        seq_lens = on_device(self.seq_lens, torch.int32, self.device)
+        query_start = on_device(self.query_start, torch.int32, self.device)
         return BatchTensors(seq_lens, query_start, self.positions, self.request_of_token)
 
     @cached_property
@@ -164,25 +166,29 @@ class BatchLayout:
         if self.static_verify is not None or self.verify is None:
             return self.static_verify
         columns = (self.verify.first_row, self.verify.num_rows, self.verify.replay)
-        return VerifyTensors(*(torch.tensor(one, dtype=torch.int32, device=self.device) for one in columns))
+        return VerifyTensors(*(on_device(one, torch.int32, self.device) for one in columns))
 
     @cached_property
     def positions(self) -> torch.Tensor:
         """[T] int64 position of each token in its request."""
         if self.static_tensors is not None:
             return self.static_tensors.positions
-        flat: list[int] = []
-        for context, n in zip(self.context_lens, self.seq_lens, strict=True):
-            flat.extend(range(context, n))
-        return torch.tensor(flat, dtype=torch.int64, device=self.device)
+        # Each request counts on from its context.
+        shifts = np.subtract(self.context_lens, self.query_start[:-1], dtype=np.int64)
+        return on_device(np.arange(self.num_tokens) + np.repeat(shifts, self.query_lens), torch.int64, self.device)
 
     @cached_property
     def request_of_token(self) -> torch.Tensor:
         """[T] int64 request of each token."""
         if self.static_tensors is not None:
             return self.static_tensors.request_of_token
-        lens = torch.tensor(self.query_lens, dtype=torch.int64)
-        return torch.repeat_interleave(torch.arange(len(lens)), lens).to(self.device)
+        return on_device(np.repeat(np.arange(self.num_requests), self.query_lens), torch.int64, self.device)
+
+
+def on_device(values: ArrayLike, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Integers of the host as a tensor. A GPU gets them without waiting for the steps before: from pinned memory."""
+    tensor = torch.as_tensor(np.asarray(values), dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def index_pages(batch: BatchLayout, page_size: int, pages: Sequence[Sequence[int]], *, write: bool = True) -> PageIndex:

@@ -6,9 +6,10 @@ import itertools
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from allotrope.attention.batch import BatchLayout, BatchTensors, PageIndex
+from allotrope.attention.batch import BatchLayout, BatchTensors, PageIndex, on_device
 
 
 class HostBatch(Protocol):
@@ -68,9 +69,7 @@ def arrange(
     parts.sort(key=lambda part: part.end - part.start != 1)
     seq_lens = tuple(seen[part.request] - (starts[part.request + 1] - part.end) for part in parts)
     batch = BatchLayout(tuple(part.end - part.start for part in parts), seq_lens, device)
-    requests = [part.request for part in parts]
-    tokens = [token for part in parts for token in range(part.start, part.end)]
-    return batch, Order(_indices(requests, device), _indices(tokens, device))
+    return batch, _order(parts, device)
 
 
 @dataclass(frozen=True)
@@ -91,11 +90,17 @@ def _parts(request: int, start: int, end: int, max_tokens: int) -> list[_Part]:
     return [_Part(request, token, token + 1) for token in range(start, end)]
 
 
-def _indices(numbers: list[int], device: torch.device) -> slice | torch.Tensor:
-    """A slice, which copies nothing, where `numbers` count up from 0."""
-    if numbers == list(range(len(numbers))):
-        return slice(0, len(numbers))
-    return torch.tensor(numbers, device=device)
+def _order(parts: list[_Part], device: torch.device) -> Order:
+    """Slices, which copy nothing, where requests and tokens are in the host's order."""
+    requests = [part.request for part in parts]
+    starts = [0, *itertools.accumulate(part.end - part.start for part in parts)]
+    tokens = slice(0, starts[-1])
+    in_order = requests == list(range(len(parts)))
+    here = slice(0, len(parts)) if in_order else on_device(requests, torch.int64, device)
+    if [part.start for part in parts] == starts[:-1]:
+        return Order(here, tokens)
+    runs = [np.arange(part.start, part.end) for part in parts]
+    return Order(here, on_device(np.concatenate(runs), torch.int64, device))
 
 
 def _static(common: HostBatch, device: torch.device, numbers: torch.Tensor) -> tuple[BatchLayout, Order]:

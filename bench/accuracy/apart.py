@@ -1,8 +1,9 @@
-"""A vLLM in a process of its own, which may be refused, fail, end or hang: each is a result."""
+"""A host in a process of its own, which may be refused, fail, end or hang: each is a result."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -19,19 +20,23 @@ from allotrope.eval.items import Items
 from allotrope.eval.options import ModeName
 from allotrope.text.tokenizer import load_tokenizer
 from allotrope.verify.execution_modes import NotExercised
-from bench.accuracy.ask import Host, ask_vllm
+from bench.accuracy.ask import Host, Running, ask_running
+from bench.accuracy.in_sglang import RETRACTING
 
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds for a process to free what it has, once it has answered.
 _ENDING = 30.0
 
+HostName = Literal["vllm", "sglang"]
 Outcome = Literal["answered", "not exercised", "refused", "failed"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One start of vLLM. `options`: of `vllm.LLM`. `environment`: of its process, where it is not set already."""
+    """One start of a host. `options`: of `vllm.LLM` or of SGLang's engine. `environment`: of its process, where it is
+    not set already."""
 
+    host: HostName
     model: str
     tokenizer: str
     options: dict[str, Any]
@@ -52,7 +57,7 @@ class Ended:
 
 def run_job(job: Job, connection: Connection) -> None:
     """The whole life of a process."""
-    # What vLLM starts is of the same process group, and is killed with it.
+    # What the host starts is of the same process group, and is killed with it.
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Libraries print: the report has the output for itself.
@@ -60,7 +65,7 @@ def run_job(job: Job, connection: Connection) -> None:
     for name, value in job.environment.items():
         os.environ.setdefault(name, value)
     try:
-        answers, host = ask_vllm(job.model, job.options, load_tokenizer(job.tokenizer), job.items, job.mode)
+        answers, host = ask_running(functools.partial(_start, job), job.items, job.mode)
         connection.send(Ended("answered", answers=answers, host=host))
     except NotExercised as reason:
         connection.send(Ended("not exercised", str(reason)))
@@ -72,8 +77,20 @@ def run_job(job: Job, connection: Connection) -> None:
     connection.close()
 
 
+def _start(job: Job) -> Running:
+    """The host itself, whose packages are imported here alone."""
+    given = job.model, job.options, load_tokenizer(job.tokenizer), job.items.longest
+    if job.host == "vllm":
+        from bench.accuracy.in_vllm import RunningVllm
+
+        return RunningVllm(*given)
+    from bench.accuracy.in_sglang import RunningSglang
+
+    return RunningSglang(*given)
+
+
 def _end_with_parent() -> None:
-    """A parent that is killed cannot end us: a vLLM that nobody waits for would keep its device."""
+    """A parent that is killed cannot end us: a host that nobody waits for would keep its device."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -81,15 +98,15 @@ def _end_with_parent() -> None:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether vLLM or the plugin says that it cannot do what is asked, where anything else is a fault."""
+    """Whether the host or the plugin says that it cannot do what is asked, where anything else is a fault."""
     if isinstance(error, AllotropeError | NotImplementedError):
         return True
     if not isinstance(error, ValueError):
         return False
-    # Of a config of vLLM, whose class is pydantic's; or raised by a line of vLLM's own.
+    # Of a config of vLLM, whose class is pydantic's; or raised by a line of the host's own.
     frames = list(traceback.walk_tb(error.__traceback__))
     raised_in = str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
-    return raised_in.partition(".")[0] in ("vllm", "pydantic")
+    return raised_in.partition(".")[0] in ("vllm", "sglang", "pydantic")
 
 
 def _one_line(error: Exception) -> str:
@@ -100,7 +117,7 @@ def run_apart(job: Job, limit: float) -> Ended:
     """Run a job in a process of its own, for at most `limit` seconds."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    # vLLM starts ranks, which a daemon may not.
+    # Hosts start ranks, which a daemon may not.
     process = context.Process(target=run_job, args=(job, theirs), daemon=False)
     process.start()
     assert process.pid is not None
@@ -122,8 +139,9 @@ def run_apart(job: Job, limit: float) -> Ended:
         process.join()
 
 
-def environment_of(device: str) -> dict[str, str]:
-    """What vLLM reads before it starts: its engine in our process, functions sent to its ranks, our packages in them.
+def environment_of(host: HostName, device: str, mode: ModeName = "cold", ranks: int = 1) -> dict[str, str]:
+    """What a host reads before it starts: our packages in its ranks. Of vLLM also: its engine in our process, functions
+    sent to its ranks.
 
     On a CPU also: its caches' memory, no cores of their own for ranks, prompts of latent attention in chunks.
     """
@@ -131,6 +149,9 @@ def environment_of(device: str) -> dict[str, str]:
     if str(ROOT) not in paths:
         # In place of what is set: without it, ranks would not find this folder.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, paths)])
+    if host == "sglang":
+        on_cpu = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * ranks)} if device == "cpu" else {}
+        return on_cpu | (RETRACTING if mode == "preempted" else {})
     plain = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",

@@ -130,7 +130,8 @@ def _summary(results: dict[str, Any]) -> list[str]:
             ]
             compared = [cell for cell in cells if cell["state"] in ("green", "red")]
             green = sum(cell["state"] == "green" for cell in compared)
-            row.append(f"{green} of {len(compared)}" if green == len(compared) else f"**{green} of {len(compared)}**")
+            shown = f"{green} of {len(compared)}" if compared else "not run"
+            row.append(shown if green == len(compared) else f"**{shown}**")
         lines.append(f"| {' | '.join(row)} |")
     return lines
 

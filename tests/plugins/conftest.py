@@ -36,8 +36,6 @@ def in_vllm() -> Iterator[None]:
 
 
 SGLANG_ENVIRONMENT = {
-    # Several ranks on one processor.
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|0",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
 }

@@ -79,6 +79,8 @@ def ask(
         (Path(folder) / "sitecustomize.py").write_text(before)
         paths = [folder, str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
         env = os.environ | SGLANG_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)} | (environment or {})
+        # All ranks on one processor.
+        env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(["0"] * options.get("tp_size", 1)))
         out = Path(folder) / "found.json"
         command = [sys.executable, __file__, json.dumps(given), str(out)]
         with (Path(folder) / "log").open("w+") as log:

@@ -58,7 +58,8 @@ def asked(in_vllm: None, tokenizer: Tokenizer, items: Items) -> Iterator[Any]:
     """Asks vLLM in this process."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    from bench.accuracy.ask import FORCED_TOKENS, SETTINGS, ask_vllm
+    from bench.accuracy.ask import ask_running
+    from bench.accuracy.in_vllm import FORCED_TOKENS, SETTINGS, RunningVllm
 
     def ask(directory: Path, mode: ModeName, **options: Any) -> Any:
         plain: dict[str, Any] = {
@@ -68,7 +69,8 @@ def asked(in_vllm: None, tokenizer: Tokenizer, items: Items) -> Iterator[Any]:
             "disable_log_stats": False,
             "logits_processors": [FORCED_TOKENS],
         }
-        return ask_vllm(str(directory), plain | SETTINGS[mode][-1] | options, tokenizer, items, mode)
+        given = str(directory), plain | SETTINGS[mode][-1] | options, tokenizer, items.longest
+        return ask_running(lambda: RunningVllm(*given), items, mode)
 
     yield ask
     # What a start that was refused has left.
@@ -82,8 +84,8 @@ def test_report_is_that_of_our_engine(tiny: TinyCheckpoint, tmp_path: Path, capf
     reference, found = tmp_path / "ours.json", tmp_path / "vllm.json"
     write_json(reference, report)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    command = load_script("accuracy_vllm")
-    arguments = [str(tiny.directory), "--dtype=float32", *flags, f"--baseline={reference}", f"--json={found}"]
+    command = load_script("accuracy_host")
+    arguments = ["vllm", str(tiny.directory), "--dtype=float32", *flags, f"--baseline={reference}", f"--json={found}"]
     assert command.main(arguments) == 0, capfd.readouterr().err[-3000:]
     document = json.loads(found.read_text())
     assert document["items_sha256"] == report.items_sha256

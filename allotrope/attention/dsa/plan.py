@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
+from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex, on_device
 from allotrope.attention.dsa.spec import DsaSpec
 from allotrope.attention.mla.plan import MlaPlan, Span, Writes, bucket, page_rows, plan_spans, token_index, writes
 
@@ -112,4 +112,4 @@ def _sparse_queries(paged: PageIndex, spans: Sequence[Span]) -> SparseQueries | 
     tokens = [token for span in spans for token in range(span.token, span.token + span.queries)]
     request = [span.request for span in spans for _ in range(span.queries)]
     device = paged.table.device
-    return SparseQueries(token_index(tokens, device), torch.tensor(request, dtype=torch.int64, device=device), paged)
+    return SparseQueries(token_index(tokens, device), on_device(request, torch.int64, device), paged)

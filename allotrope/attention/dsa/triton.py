@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
+from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex, on_device
 from allotrope.attention.dsa import triton_index, triton_topk
 from allotrope.attention.dsa.inputs import DsaInputs
 from allotrope.attention.dsa.spec import DsaSpec
@@ -117,7 +117,7 @@ def _score_chunk(
 ) -> ScoreChunk:
     return ScoreChunk(
         mla.absorbed_queries(batch, kv_lens, token_index(tokens, batch.device), max_kv_len),
-        torch.tensor(tiles, dtype=torch.int32, device=batch.device),
+        on_device(tiles, torch.int32, batch.device),
     )
 
 

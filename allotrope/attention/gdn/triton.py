@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex, VerifyTensors
+from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex, VerifyTensors, on_device
 from allotrope.attention.family import CacheViews
 from allotrope.attention.gdn import triton_chunk_scan, triton_conv, triton_decode, triton_verify, triton_wy
 from allotrope.attention.gdn.inputs import GdnInputs
@@ -52,7 +52,7 @@ def build_plan(spec: GdnSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
         if length > 1:
             chunks += [(b, start) for start in range(0, length, CHUNK)]
     arrivals = batch.cleared(batch.num_decodes, spec.num_k_heads)
-    tables = [torch.tensor(rows, dtype=torch.int32, device=batch.device) for rows in (chunks, first)] if chunks else []
+    tables = [on_device(rows, torch.int32, batch.device) for rows in (chunks, first)] if chunks else []
     return GdnTritonPlan(
         batch.tensors.seq_lens,
         batch.tensors.query_start,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from allotrope.attention.batch import BatchLayout
+from allotrope.attention.batch import BatchLayout, on_device
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.attention.mha.triton_decode import NO_WINDOW
 from allotrope.kernels.chip import Chip
@@ -98,8 +98,8 @@ class Tiles:
 
 def tiles(batch: BatchLayout, window: int | None, tokens: int) -> Tiles:
     """Cut the prompts of a batch into tiles of at most `tokens` tokens."""
-    records: list[np.ndarray] = []
-    blocks: list[np.ndarray] = []
+    record_runs: list[np.ndarray] = []
+    block_runs: list[np.ndarray] = []
     rows = 0
     for b in range(batch.num_decodes, batch.num_requests):
         context, n, count = batch.context_lens[b], batch.seq_lens[b], batch.query_lens[b]
@@ -111,24 +111,20 @@ def tiles(batch: BatchLayout, window: int | None, tokens: int) -> Tiles:
         record[:, 2] = np.minimum(count - begin, tokens)
         record[:, 3] = context + begin
         record[:, 4] = rows - base
-        records.append(record)
+        record_runs.append(record)
         position = np.arange(base, n, GATHER_BLOCK)
         block = np.empty((len(position), 4), dtype=np.int32)
         block[:, 0] = b
         block[:, 1] = position
         block[:, 2] = rows + position - base
         block[:, 3] = n
-        blocks.append(block)
+        block_runs.append(block)
         rows += len(position) * GATHER_BLOCK
-    all_records, all_blocks = np.concatenate(records), np.concatenate(blocks)
+    all_records, all_blocks = np.concatenate(record_runs), np.concatenate(block_runs)
     last = all_records[:, 3] + all_records[:, 2]
     order = np.argsort(-(last if window is None else np.minimum(last, window)), kind="stable")
-    return Tiles(_to_device(all_records[order], batch.device), _to_device(all_blocks, batch.device), rows)
-
-
-def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    records, blocks = (on_device(one, torch.int32, batch.device) for one in (all_records[order], all_blocks))
+    return Tiles(records, blocks, rows)
 
 
 @pdl_jit

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
+from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex, on_device
 from allotrope.attention.mla.spec import MlaSpec
 
 # Keys of one request that are decompressed together, and queries scored together: H x 128 x 1024 scores at a time.
@@ -148,7 +148,7 @@ def token_index(tokens: Sequence[int], device: torch.device) -> slice | torch.Te
     """The tokens as a slice where they are consecutive, else as an index."""
     if tokens[-1] - tokens[0] + 1 == len(tokens):
         return slice(tokens[0], tokens[-1] + 1)
-    return torch.tensor(tokens, dtype=torch.int64, device=device)
+    return on_device(tokens, torch.int64, device)
 
 
 def bucket(spans: Sequence[Span]) -> Iterator[tuple[int, list[Span]]]:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from allotrope.attention.batch import PageIndex
+from allotrope.attention.batch import PageIndex, on_device
 from allotrope.attention.mla.plan import Span
 from allotrope.attention.mla.spec import MlaSpec
 from allotrope.attention.mla.triton_latent import load_latent
@@ -170,7 +170,7 @@ def _blocks(request: int, first: int, last: int, row: int) -> list[tuple[int, ..
 
 
 def _table(rows: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int32, device=device)
+    return on_device(rows, torch.int32, device)
 
 
 def _cudnn_supports(spec: MlaSpec, device: torch.device) -> bool:

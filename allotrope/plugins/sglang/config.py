@@ -21,13 +21,13 @@ from allotrope.architectures.registry import ARCHITECTURES, read_spec
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.errors import ConfigError, ModelError
 from allotrope.loading.kv_scales import FP8
+from allotrope.plugins.hosted_build import read_options
 from allotrope.plugins.sglang import NAME, PLAIN, STATEFUL
 from allotrope.plugins.sglang.memory import HEAD_DIM, CacheMemory, planned_layouts
 
 log = logging.getLogger("sglang.allotrope")
 # What SGLang reads of a checkpoint's config beside the shape of its caches.
 _KEPT = ("model_type", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
-_OPTIONS = {"attention_backend", "quantized_weights"}
 KV_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp8_e4m3": FP8}
 # On a GPU, kernels look a page up once for all keys that they read together.
 PAGE_SIZE = 64
@@ -136,17 +136,7 @@ def _refuse(args: Any) -> None:
 def read_overrides(args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """What overrides the checkpoint's config, and our options among it. Raises ConfigError for one that is not ours."""
     overrides = json.loads(args.json_model_override_args)
-    found = overrides.pop("allotrope", {})
-    unknown = sorted(set(found) - _OPTIONS) if isinstance(found, dict) else [found]
-    if unknown:
-        allowed = ", ".join(sorted(_OPTIONS))
-        raise ConfigError(
-            f"json_model_override_args: allotrope={found!r} is not understood: {unknown[0]!r} (allowed: {allowed})."
-        )
-    option = found.get("quantized_weights", "auto")
-    if option not in ("auto", "keep", "dequantize"):
-        raise ConfigError(f"quantized_weights={option!r} is not understood; allowed: auto, keep, dequantize.")
-    return overrides, dict(found)
+    return overrides, read_options(overrides.pop("allotrope", {}), "json_model_override_args")
 
 
 def declare_arguments(server_args: Any, hf_config: HostedConfig) -> dict[str, Any]:

@@ -66,7 +66,6 @@ SYMBOLS = (
     Symbol("sglang.srt.model_executor.forward_batch_info:ForwardBatch", accepts=_BATCH),
     Symbol("sglang.srt.platforms.cpu:CpuDeviceMixin"),
     Symbol("sglang.srt.platforms.device_mixin:PlatformEnum", has=("OOT",)),
-    Symbol("sglang.srt.platforms.interface:PlatformCapabilities"),
     Symbol("sglang.srt.platforms.interface:SRTPlatform", has=("apply_server_args_defaults", "get_dispatch_key_name")),
     Symbol("sglang.srt.runtime_context:get_server_args"),
     Symbol("sglang.srt.server_args:add_attention_backend_choices"),

@@ -22,49 +22,30 @@ from allotrope.architectures.registry import Architecture, read_spec
 from allotrope.attention.batch import BatchLayout, CacheIndex, SlotIndex
 from allotrope.attention.cache_layout import StateSlots
 from allotrope.attention.family import CacheViews
-from allotrope.attention.registry import FAMILIES
 from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.errors import ConfigError, ModelError
-from allotrope.kernels.backend import Chooser, parse_wanted
-from allotrope.kernels.chip import chip_of
 from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.build import Build
 from allotrope.layers.model_spec import ModelSpec
-from allotrope.layers.parallel import Parallel
 from allotrope.layers.step import LayerStep, Step
 from allotrope.loading.decoder import load_decoder, make_decoder, only_kept, quantized_build
 from allotrope.loading.kv_scales import attention_specs
 from allotrope.ops.rope import RopeTables
+from allotrope.plugins.hosted_build import DTYPES, hosted_build
 from allotrope.plugins.sglang import PLAIN, STATEFUL
 from allotrope.plugins.sglang.config import KV_DTYPES, HostedConfig, read_overrides
 from allotrope.plugins.sglang.memory import CacheMemory
 from allotrope.plugins.steps import Order, arrange, rows_index
 from allotrope.plugins.weights import StreamedWeights
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_UNREACHABLE = ("the ranks are those of SGLang, which owns their memory",)
 log = logging.getLogger("sglang.allotrope")
 
 
 def _build(args: Any, options: dict[str, Any]) -> Build:
     # SGLang builds models under their type and on their device.
-    group, dtype, device = get_tp_group(), torch.get_default_dtype(), torch.empty(0).device
-    state = args.mamba_ssm_dtype or "float32"
-    return Build(
-        dtype,
-        KV_DTYPES.get(args.kv_cache_dtype, dtype),
-        device,
-        Parallel(
-            group.rank_in_group,
-            group.world_size,
-            group.device_group,
-            unreachable=_UNREACHABLE,
-            host_all_reduce=group.all_reduce,
-            all_ranks_sample=True,
-        ),
-        Chooser(chip_of(device), parse_wanted("attention_backend", options.get("attention_backend"), FAMILIES)),
-        state_dtype=_DTYPES[state],
-    )
+    dtype, device = torch.get_default_dtype(), torch.empty(0).device
+    types = (dtype, KV_DTYPES.get(args.kv_cache_dtype, dtype), DTYPES[args.mamba_ssm_dtype or "float32"])
+    return hosted_build("SGLang", get_tp_group(), options, device, types)
 
 
 @dataclass
@@ -113,7 +94,7 @@ class HostedModel(nn.Module):
         super().__init__()
         args = get_server_args()
         overrides, options = read_overrides(args)
-        self.quantized_weights = options.get("quantized_weights", "auto")
+        self.quantized_weights = options["quantized_weights"]
         self.build = _build(args, options)
         keeps = self.quantized_weights != "dequantize"
         self.checkpoint, self.architecture, spec = _open(args, overrides, keeps and args.load_format != "dummy")

@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
-from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+from sglang.srt.platforms.interface import SRTPlatform
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -15,7 +15,6 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
-    capabilities = PlatformCapabilities()
 
     def get_device(self, device_id: int | None = None) -> Any:
         """Where SGLang gives no number it asks for the default of its option, which is a name."""

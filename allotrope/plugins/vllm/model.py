@@ -23,12 +23,10 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from allotrope.architectures.registry import Architecture, read_spec
 from allotrope.attention.batch import BatchLayout
 from allotrope.attention.cache_layout import CacheLayout, Field, StateSlots, row_bytes
-from allotrope.attention.registry import FAMILIES
+from allotrope.attention.family import Spec
 from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.checkpoint.weight_formats import quantization_of, weight_formats
 from allotrope.errors import ConfigError, ModelError
-from allotrope.kernels.backend import Chooser, parse_wanted
-from allotrope.kernels.chip import chip_of
 from allotrope.kernels.warmup import warm_up_steps
 from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.build import Build
@@ -38,19 +36,15 @@ from allotrope.layers.step import LayerStep, Step
 from allotrope.loading.decoder import load_decoder, make_decoder, only_kept, quantized_build
 from allotrope.loading.kv_scales import FP8, attention_specs
 from allotrope.ops.rope import RopeTables
+from allotrope.plugins.hosted_build import DTYPES, hosted_build, read_options
 from allotrope.plugins.steps import Order, arrange
-from allotrope.plugins.vllm.cache import HostedCache, HostedStep
+from allotrope.plugins.vllm.cache import CacheMember, HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
+from allotrope.plugins.vllm.pools import Member, pools_of
 from allotrope.plugins.vllm.speculation import speculation_reasons
 from allotrope.plugins.weights import StreamedWeights
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_KV_DTYPES = {
-    **_DTYPES,
-    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_ds_mla"), FP8),
-}
-_OPTIONS = {"attention_backend", "quantized_weights"}
-_UNREACHABLE = ("the ranks are those of vLLM, which owns their memory",)
+_KV_DTYPES = {**DTYPES, **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_ds_mla"), FP8)}
 # A name under vLLM's own, so that its handlers and levels hold.
 log = logging.getLogger("vllm.allotrope")
 
@@ -139,57 +133,21 @@ def _log_state_dtype(vllm_config: VllmConfig, keeps_states: bool) -> None:
         )
 
 
-def _build(vllm_config: VllmConfig) -> Build:
-    group, cache = get_tp_group(), vllm_config.cache_config.cache_dtype
-    dtype = vllm_config.model_config.dtype
+def _build(vllm_config: VllmConfig, options: dict[str, Any]) -> Build:
+    cache, dtype = vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype
     if cache != "auto" and cache not in _KV_DTYPES:
         allowed = ", ".join(["auto", *_KV_DTYPES])
         raise ConfigError(f"kv_cache_dtype={cache!r} is not supported by Allotrope's models (allowed: {allowed}).")
     device = torch.device(vllm_config.device_config.device_type)
-    return Build(
-        dtype,
-        _KV_DTYPES.get(cache, dtype),
-        device,
-        Parallel(
-            group.rank_in_group,
-            group.world_size,
-            group.device_group,
-            unreachable=_UNREACHABLE,
-            host_all_reduce=group.all_reduce,
-            all_ranks_sample=True,
-        ),
-        Chooser(
-            chip_of(device), parse_wanted("attention_backend", _options(vllm_config).get("attention_backend"), FAMILIES)
-        ),
-        # vLLM's name of rows with factors of their own.
-        "scaled" if cache == "fp8_ds_mla" else "plain",
-        _state_dtype(vllm_config),
-    )
+    types = (dtype, _KV_DTYPES.get(cache, dtype), _state_dtype(vllm_config))
+    # vLLM's name of rows with factors of their own.
+    row_format = "scaled" if cache == "fp8_ds_mla" else "plain"
+    return hosted_build("vLLM", get_tp_group(), options, device, types, row_format)
 
 
 def _state_dtype(vllm_config: VllmConfig) -> torch.dtype:
     """Of recurrent states: fp32, where vLLM's own models have that of the activations, unless it is named."""
-    return _DTYPES.get(vllm_config.cache_config.mamba_ssm_cache_dtype, torch.float32)
-
-
-def _options(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Ours among vLLM's additional options."""
-    found = (vllm_config.additional_config or {}).get("allotrope", {})
-    unknown = sorted(set(found) - _OPTIONS) if isinstance(found, dict) else [found]
-    if unknown:
-        allowed = ", ".join(sorted(_OPTIONS))
-        raise ConfigError(
-            f"additional_config: allotrope={found!r} is not understood: {unknown[0]!r} (allowed: {allowed})."
-        )
-    return dict(found)
-
-
-def _quantized_weights(vllm_config: VllmConfig) -> str:
-    """Our option of that name. Raises ConfigError for a value that it does not have."""
-    option: str = _options(vllm_config).get("quantized_weights", "auto")
-    if option not in ("auto", "keep", "dequantize"):
-        raise ConfigError(f"quantized_weights={option!r} is not understood; allowed: auto, keep, dequantize.")
-    return option
+    return DTYPES.get(vllm_config.cache_config.mamba_ssm_cache_dtype, torch.float32)
 
 
 class HostedLayers(nn.Module):
@@ -228,7 +186,7 @@ class HostedLayers(nn.Module):
         indices = {id(step): step.index(batch, order) for step in {id(step): step for step in steps.values()}.values()}
         made: dict[object, object] = {}
         for layer in self.layers:
-            homes = {name: id(steps[cache.name]) for name, cache in layer.caches.items()}
+            homes = {name: id(steps[member.cache.name]) for name, member in layer.caches.items()}
             key = (layer.spec.plan_key, layer.backend.name, tuple(homes.items()))
             if key not in made:
                 index = {name: indices[home] for name, home in homes.items()}
@@ -255,7 +213,8 @@ class HostedModel(HostedLayers):
     supports_mrope: ClassVar[bool] = True
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        quantized_weights = _quantized_weights(vllm_config)
+        options = read_options((vllm_config.additional_config or {}).get("allotrope", {}), "additional_config")
+        quantized_weights = options["quantized_weights"]
         keeps = quantized_weights != "dequantize"
         stored = keeps and vllm_config.load_config.load_format != "dummy"
         checkpoint, architecture, spec = open_config(vllm_config, stored)
@@ -263,7 +222,7 @@ class HostedModel(HostedLayers):
         self.quantized_weights = quantized_weights
         _refuse(vllm_config, self.checkpoint, spec)
         _say_what_is_unused(vllm_config)
-        self.build = _build(vllm_config)
+        self.build = _build(vllm_config, options)
         # What the mixers would refuse, in the words of our engine.
         specs = attention_specs(spec, self.build, self.checkpoint.source)
         _log_state_dtype(vllm_config, any(isinstance(one, StateSlots) for of in specs for one in of.caches().values()))
@@ -405,22 +364,35 @@ def _planned_layouts(vllm_config: VllmConfig, checkpoint: Checkpoint, spec: Mode
 def _host(
     decoder_layers: Sequence[Any], shares: Sequence[int | None], prefix: str, vllm_config: VllmConfig
 ) -> list[HostedLayer]:
-    """Give each layer's attention to vLLM: a cache in the static forward context, an operator in the mixer's place."""
-    context = vllm_config.compilation_config.static_forward_context
+    """Give each layer's attention to vLLM: caches in the static forward context, an operator in the mixer's place."""
     mixers = [layer.mixer for layer in decoder_layers]
-    owning = [mixer.spec for mixer, owner in zip(mixers, shares, strict=True) if owner is None]
-    layouts = tuple(layout for spec in owning for layout in spec.caches().values())
     in_graphs = all(mixer.backend.in_graphs for mixer in mixers)
+    caches = _host_caches([mixer.spec for mixer in mixers], shares, prefix, vllm_config, in_graphs)
     layers: list[HostedLayer] = []
     for number, (mixer, owner) in enumerate(zip(mixers, shares, strict=True)):
         name = f"{prefix}.layers.{number}.allotrope"
-        if owner is not None:
-            caches = layers[owner].caches
-        else:
-            own = mixer.spec.caches()
-            caches = {key: HostedCache(f"{name}_{key}", layout, layouts, in_graphs) for key, layout in own.items()}
-            context.update({cache.name: cache for cache in caches.values()})
-        hosted = HostedLayer(name, mixer.spec, mixer.backend, caches)
+        own = caches[number] if owner is None else layers[owner].caches
+        hosted = HostedLayer(name, mixer.spec, mixer.backend, own)
         mixer.backend = dataclasses.replace(mixer.backend, run=hosted.run)
         layers.append(hosted)
     return layers
+
+
+def _host_caches(
+    specs: Sequence[Spec], shares: Sequence[int | None], prefix: str, vllm_config: VllmConfig, in_graphs: bool
+) -> dict[int, dict[str, CacheMember]]:
+    """By layer and name, the caches of layers that have their own."""
+    own = [(layer, spec) for layer, (spec, owner) in enumerate(zip(specs, shares, strict=True)) if owner is None]
+    members = [Member(layer, name, layout) for layer, spec in own for name, layout in spec.caches().items()]
+    config = vllm_config.cache_config
+    pools = pools_of(members, config.block_size or 16, bool(config.enable_prefix_caching))
+    layouts = tuple(pool.layout for pool in pools)
+    found: dict[int, dict[str, CacheMember]] = {layer: {} for layer, _ in own}
+    for pool in pools:
+        first = pool.members[0]
+        cache = HostedCache(f"{prefix}.layers.{first.layer}.allotrope_{first.name}", pool, layouts, in_graphs)
+        vllm_config.compilation_config.static_forward_context[cache.name] = cache
+        for number, member in enumerate(pool.members):
+            found[member.layer][member.name] = CacheMember(cache, number)
+    # A family names its caches in an order of its own.
+    return {layer: {name: found[layer][name] for name in spec.caches()} for layer, spec in own}

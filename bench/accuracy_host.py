@@ -1,17 +1,18 @@
-"""The items of `allotrope eval`, asked of vLLM with the plugin; figures and report are the same.
+"""The items of `allotrope eval`, asked of vLLM or SGLang with the plugin; figures and report are the same.
 
-    PYTHONPATH=. path/to/vllm/bin/python bench/accuracy_vllm.py MODEL --dtype float32 --modes all --json vllm.json
-    ... bench/accuracy_vllm.py MODEL --dtype bfloat16 --kv-cache-dtype fp8 --baseline float32.json
+    PYTHONPATH=. path/to/host/bin/python bench/accuracy_host.py vllm MODEL --dtype float32 --modes all --json vllm.json
+    ... bench/accuracy_host.py sglang MODEL --dtype bfloat16 --kv-cache-dtype fp8 --baseline float32.json
 
-Runs in vLLM's Python environment, with the plugin in it. Each mode has a process of its own, which is killed after
---limit seconds: one that ends badly is a finding, and the others still run. A mode that vLLM or the plugin refuses is
-named with its reason.
+Runs in the host's Python environment, with the plugin in it. Each mode has a process of its own, which is killed after
+--limit seconds: one that ends badly is a finding, and the others still run. A mode that the host or the plugin refuses
+is named with its reason.
 
 --baseline is a report that `allotrope eval --json` or this command wrote; options of items mean what they mean there,
 and equal options ask equal items. Exit status: 0 if all figures lie in the intervals of what they are held to, 1 if one
-does not or vLLM fails in a mode, 2 if nothing could be measured.
+does not or the host fails in a mode, 2 if nothing could be measured.
 
-Every mode but `warm` runs without prefix caching. `preempted` holds vLLM's blocks but those of the longest request.
+Every mode but `warm` runs without prefix caching. `preempted` holds vLLM's blocks but those of the longest request, and
+has SGLang retract a request every few steps.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from allotrope.eval.run import describe_items, read_baseline  # noqa: E402
 from allotrope.layers.parallel import Parallel  # noqa: E402
 from allotrope.text.tokenizer import load_tokenizer  # noqa: E402
 from bench.accuracy.apart import Ended, Job, environment_of, run_apart  # noqa: E402
-from bench.accuracy.ask import FORCED_TOKENS, SETTINGS, Host  # noqa: E402
+from bench.accuracy.ask import Host  # noqa: E402
 
 # Options of an evaluation that are asked for in the same way.
 ITEM_OPTIONS = {
@@ -59,10 +60,14 @@ ITEM_OPTIONS = {
 }
 # Sequences that run together. vLLM's own number captures graphs of sizes that no item reaches.
 MAX_NUM_SEQS = 64
+# What SGLang calls the types of cache entries that have another name in vLLM.
+SGLANG_KV_DTYPES = {"fp8": "fp8_e4m3", "bfloat16": "bf16"}
 
 
 def vllm_options(options: argparse.Namespace, tokenizer: str, mode: ModeName, device: str) -> list[dict[str, Any]]:
-    """Options of `vllm.LLM` in a mode; each is tried until one exercises it. Those of --vllm come last."""
+    """Options of `vllm.LLM` in a mode; each is tried until one exercises it. Those of --options come last."""
+    from bench.accuracy.in_vllm import FORCED_TOKENS, SETTINGS
+
     plain: dict[str, Any] = {
         "dtype": options.dtype,
         "tokenizer": tokenizer,
@@ -78,16 +83,43 @@ def vllm_options(options: argparse.Namespace, tokenizer: str, mode: ModeName, de
     if device == "cuda":
         # Several vLLM share a GPU: none shall ask for most of it.
         plain |= {"kv_cache_memory_bytes": options.kv_cache_memory_bytes, "gpu_memory_utilization": 0.01}
-    ours = {name: getattr(options, name) for name in ("attention_backend", "quantized_weights")}
-    ours = {name: value for name, value in ours.items() if value is not None}
-    if ours:
+    if ours := our_options(options):
         plain["additional_config"] = {"allotrope": ours}
-    return [plain | settings | options.vllm for settings in SETTINGS[mode]]
+    return [plain | settings | options.options for settings in SETTINGS[mode]]
+
+
+def sglang_options(options: argparse.Namespace, mode: ModeName, device: str, longest: int) -> list[dict[str, Any]]:
+    """As `vllm_options`, of SGLang's engine. Text of answers is ours to make."""
+    from bench.accuracy.in_sglang import settings
+
+    plain: dict[str, Any] = {
+        "dtype": options.dtype,
+        "skip_tokenizer_init": True,
+        "kv_cache_dtype": SGLANG_KV_DTYPES.get(options.kv_cache_dtype, options.kv_cache_dtype),
+        "random_seed": options.seed,
+        "max_running_requests": MAX_NUM_SEQS,
+        # Room for all of them; on a CPU, SGLang takes a share of all memory otherwise.
+        "max_total_tokens": -(-MAX_NUM_SEQS * longest // 1024) * 1024,
+        "max_mamba_cache_size": 4 * MAX_NUM_SEQS,
+        # Plans of steps with prompts are made on the host.
+        "disable_prefill_cuda_graph": True,
+    }
+    if options.state_dtype != "auto":
+        plain["mamba_ssm_dtype"] = options.state_dtype
+    if ours := our_options(options):
+        plain["json_model_override_args"] = json.dumps({"allotrope": ours})
+    return [plain | one | options.options for one in settings(str(locate(options.model)), mode)]
+
+
+def our_options(options: argparse.Namespace) -> dict[str, str]:
+    """Those of the plugin itself."""
+    ours = {name: getattr(options, name) for name in ("attention_backend", "quantized_weights")}
+    return {name: value for name, value in ours.items() if value is not None}
 
 
 def evaluate(options: argparse.Namespace, wanted: EvalOptions) -> Report:
-    """Ask vLLM in every mode. Raises ConfigError or ModelError if nothing can be measured, EngineDead if it
-    failed in a mode and was measured in none."""
+    """Ask the host in every mode. Raises ConfigError or ModelError if nothing can be measured, EngineDead if it failed
+    in a mode and was measured in none."""
     started = time.monotonic()
     checkpoint = open_checkpoint(options.model)
     _, spec = read_spec(checkpoint.config, checkpoint.source)
@@ -115,7 +147,7 @@ def evaluate(options: argparse.Namespace, wanted: EvalOptions) -> Report:
     return Report(
         model=options.model,
         architecture=str(next(iter(checkpoint.config.get("architectures") or ["?"]))),
-        engine=f"vLLM {host.version} with allotrope: {host.model}",
+        engine=f"{host.version} with allotrope: {host.model}",
         items=describe_items(wanted, items),
         items_sha256=items.sha256,
         baseline=baseline,
@@ -132,16 +164,23 @@ def run_mode(options: argparse.Namespace, tokenizer: str, items: Items, mode: Mo
         config = EngineConfig(model=options.model, device=device, tensor_parallel_size=2)
         try:
             refuse_devices(config)
-            # Whether layers can be shared by two. A refusal by vLLM's ranks would not say why.
+            # Whether layers can be shared by two. A refusal by the host's ranks would not say why.
             resolve_load_plan(dataclasses.replace(config, device="cpu", dtype="float32"), Parallel(0, 2))
         except (ConfigError, ModelError) as error:
             return Ended("refused", str(error))
-    if mode not in SETTINGS:
-        return Ended("refused", "no drafts are asked of vLLM here")
+    if mode == "speculated":
+        return Ended("refused", "no drafts are asked of a host here")
     model = str(locate(options.model))
     ended = Ended("not exercised", "no settings")
-    for settings in vllm_options(options, tokenizer, mode, device):
-        ended = run_apart(Job(model, tokenizer, settings, items, mode, environment_of(device)), options.limit)
+    tried = (
+        vllm_options(options, tokenizer, mode, device)
+        if options.host == "vllm"
+        else sglang_options(options, mode, device, items.longest)
+    )
+    for settings in tried:
+        environment = environment_of(options.host, device, mode, settings.get("tp_size", 1))
+        job = Job(options.host, model, tokenizer, settings, items, mode, environment)
+        ended = run_apart(job, options.limit)
         if ended.outcome != "not exercised":
             break
     return ended
@@ -149,6 +188,7 @@ def run_mode(options: argparse.Namespace, tokenizer: str, items: Items, mode: Mo
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("host", choices=("vllm", "sglang"), help="whose Python environment this is")
     parser.add_argument("model", help="directory of safetensors files")
     parser.add_argument("--tokenizer", help="tokenizer directory or file, where it is not the model's own")
     parser.add_argument("--dtype", default="auto", help="type of weights and activations (auto)")
@@ -160,7 +200,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--attention-backend", help="as of `allotrope serve`, such as mha=reference")
     parser.add_argument("--quantized-weights", help="auto, keep or dequantize")
     parser.add_argument("--seed", type=int, default=0, help="of the items (0)")
-    parser.add_argument("--vllm", type=json.loads, default={}, help="JSON object of further options of vllm.LLM")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="JSON object of further options of vllm.LLM or SGLang's Engine"
+    )
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds of a mode (1800)")
     parser.add_argument("--baseline", help="report to hold the figures to (the first mode)")
     for field in dataclasses.fields(EvalOptions):
@@ -170,8 +212,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.baseline == "transformers":
         parser.error("--baseline transformers: give a report of `allotrope eval --baseline transformers --json`")
-    if not isinstance(options.vllm, dict):
-        parser.error(f"--vllm {options.vllm!r}: give a JSON object")
+    if not isinstance(options.options, dict):
+        parser.error(f"--options {options.options!r}: give a JSON object")
     return options
 
 
@@ -181,7 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
         asked = {name: getattr(options, name) for name in ITEM_OPTIONS}
         report = evaluate(options, EvalOptions(baseline=options.baseline, **asked))
     except AllotropeError as error:
-        print(f"accuracy_vllm: error: {error}", file=sys.stderr)
+        print(f"accuracy_host: error: {error}", file=sys.stderr)
         return 1 if isinstance(error, EngineDead) else 2
     print("\n".join([*report.heading(), *figure_lines(report), *report.notes()]))
     if options.json is not None:
