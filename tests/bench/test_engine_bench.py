@@ -14,6 +14,7 @@ import torch
 from bench_scripts import BENCH, load_script
 
 from allotrope import LLM, SamplingParams
+from allotrope.architectures.eagle3 import is_eagle3
 from allotrope.architectures.registry import find_architecture, read_spec
 from allotrope.errors import ConfigError
 
@@ -97,10 +98,18 @@ def test_quantized_values_have_the_size_of_plain_ones(weights: Any) -> None:
 
 def test_released_configs_shrink_to_whole_patterns(weights: Any) -> None:
     """Every config under bench/configs is one that we read, and names what its release leaves unquantized."""
-    periods = {"qwen3_next_80b_fp8": 4, "gpt_oss_120b": 2, "gemma4_31b": 6, "deepseek_v4_flash": 2}
+    periods = {
+        "qwen3_next_80b_fp8": 4,
+        "qwen3_5_27b_fp8": 4,
+        "gpt_oss_120b": 2,
+        "gemma4_31b": 6,
+        "deepseek_v4_flash": 2,
+    }
     found = {file.parent.name: json.loads(file.read_text()) for file in BENCH.glob("configs/*/config.json")}
     assert periods.keys() <= found.keys()
     for name, config in found.items():
+        if is_eagle3(config):
+            continue
         weights.read_quantization(config)
         period = periods.get(name, 1)
         cut = weights.with_layers(config, 2 * period)
@@ -109,6 +118,21 @@ def test_released_configs_shrink_to_whole_patterns(weights: Any) -> None:
         if period > 1:
             with pytest.raises(ConfigError, match=f"multiple of {period}"):
                 weights.with_layers(config, period + 1)
+
+
+def test_a_random_eagle3_head_drafts_for_its_model(weights: Any, tmp_path: Path) -> None:
+    """Its released config, made small, beside the model's. Tokens are those without drafts."""
+    from bench import random_eagle3
+
+    model = tiny("GptOssForCausalLM", num_hidden_layers=8, layer_types=["sliding_attention", "full_attention"] * 4)
+    weights.write_checkpoint(model, tmp_path / "model")
+    head = json.loads((BENCH / "configs" / "gpt_oss_120b_eagle3" / "config.json").read_text())
+    head |= {key: model[key] for key in ("vocab_size", "hidden_size", "max_position_embeddings")}
+    head |= {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    head["draft_vocab_size"] = model["vocab_size"] // 2
+    random_eagle3.write_head(head, model, tmp_path / "head", seed=0, device="cpu")
+    drafts = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 2}
+    assert tokens(tmp_path / "model", speculative_config=drafts) == tokens(tmp_path / "model")
 
 
 def test_shards_are_indexed_and_written_once(weights: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
