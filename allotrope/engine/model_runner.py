@@ -21,6 +21,7 @@ from allotrope.engine.graphs import DecodeGraphs
 from allotrope.engine.inputs import Inputs, StepFacts, StepPlan, known_ids, pack, unpack
 from allotrope.engine.layer_plans import LayerPlans, Plans
 from allotrope.engine.packed_step import PackedStep, Words
+from allotrope.engine.recorded_steps import RecordedSteps
 from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.draft import DraftModel
@@ -44,8 +45,9 @@ class DecodeShape:
 class ModelRunner:
     """One rank's model, caches and plans. `specs`: per layer, its attention as this rank sees it.
 
-    `decode`: None keeps every step's tensors its own, with exact lengths. `max_drafts`: rows of a sequence that may be
-    drafts. `draft_model`: its caches are those of the layers behind the model's own.
+    `decode`: None keeps every step's tensors its own, with exact lengths. `record`: such decode steps may be recorded.
+    `max_drafts`: rows of a sequence that may be drafts. `draft_model`: its caches are those of the layers behind the
+    model's own.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ModelRunner:
         device: torch.device,
         decode: DecodeShape | None = None,
         *,
+        record: bool = False,
         max_drafts: int = 0,
         draft_model: DraftModel | None = None,
     ) -> None:
@@ -72,6 +75,9 @@ class ModelRunner:
             self.drafts = DraftRunner(draft_model, layers, max_drafts)
         self.buffers: DecodeBuffers | None = None
         self.graphs: DecodeGraphs | None = None
+        self.recorded: RecordedSteps | None = None
+        if record and decode is None and draft_model is None and not self._verify and device.type == "cpu":
+            self.recorded = RecordedSteps(model)
         # Of the last step, for the draft model: its facts, and its size on static buffers, or its features, inputs and
         # plans.
         self._last: tuple[StepFacts, int | tuple[torch.Tensor, Inputs, Plans]] | None = None
@@ -140,7 +146,10 @@ class ModelRunner:
         if inputs.prev_sampled_indices is not None and prev_sampled is not None:
             ids = known_ids(inputs.ids, inputs.prev_sampled_indices, prev_sampled)
             inputs = replace(inputs, ids=ids, prev_sampled_indices=None)
-        hidden, features = self._run(inputs, None, plans)
+        if self.recorded is not None and facts.decodes_only:
+            hidden = features = self.recorded.run(self._layers.step(inputs.ids, inputs, plans))
+        else:
+            hidden, features = self._run(inputs, None, plans)
         if self.drafts is not None:
             self._last = facts, (features, inputs, plans)
         if len(indices) != len(hidden):
@@ -187,6 +196,8 @@ class ModelRunner:
         """Let go of all graphs, and capture them anew: what they read has moved."""
         for graphs in self._all_graphs:
             graphs.reset()
+        if self.recorded is not None:
+            self.recorded.reset()
 
     def close(self) -> None:
         """Let go of graphs and buffers."""

@@ -37,6 +37,11 @@ class Step:
         for layer in self.layers:
             layer.belongs_to(self)
 
+    @property
+    def rotations(self) -> list[tuple[RopeSpec, torch.dtype]]:
+        """Those that were asked for."""
+        return list(self._rotations)
+
     def rotation(self, spec: RopeSpec, dtype: torch.dtype) -> Rotation:
         """cos and sin of the step's positions, computed once per step, spec and type."""
         key = (spec, dtype)
