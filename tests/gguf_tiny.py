@@ -1,0 +1,1 @@
+"""Tiny models in every shape that GGUF files have, and their files in blocks."""
