@@ -49,6 +49,9 @@ class GgufCheckpoint:
         dtype = self._weight_dtype()
         if dtype is not None:
             self.config["torch_dtype"] = dtype
+        # A vocabulary is larger than everything else here, and who reads texts opens the file anew.
+        for key in [key for key, value in self._file.metadata.items() if isinstance(value, list)]:
+            del self._file.metadata[key]
         self.generation_config: dict[str, Any] = {
             key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in self.config
         }

@@ -127,6 +127,11 @@ class Recorder(TorchDispatchMode):
         self._words: list[int] = []
         self._moved: list[tuple[int, int, int]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing here is compiled by PyTorch; to be left out of that would import its compiler, 130 MB.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
