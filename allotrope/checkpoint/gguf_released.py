@@ -48,7 +48,7 @@ def _sources(name: str, known: set[str]) -> list[str]:
     """The names that `name` stands for: one of each expert, or itself; none where one is missing."""
     if "{e}" not in name:
         return [name] if name in known else []
-    found = []
+    found: list[str] = []
     while (expert := name.replace("{e}", str(len(found)))) in known:
         found.append(expert)
     return found

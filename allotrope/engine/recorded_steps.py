@@ -53,8 +53,7 @@ class RecordedSteps:
         known = self._recordings.get(key)
         if known is not None:
             self.replays += 1
-            hidden = known.replay(inputs)
-            return hidden
+            return known.replay(inputs)
         with record(self._arena, inputs) as recorder:
             hidden = model.through_layers(x, step)
         if recorder.reason:

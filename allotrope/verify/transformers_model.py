@@ -139,7 +139,8 @@ def load_transformers(path: Path, config: Mapping[str, Any], dtype: torch.dtype,
     """Load `path`, a directory or a .gguf file, with `config` in place of its config.json.
 
     Quantized weights become plain ones in `dtype`. A GGUF file that Transformers does not read, or whose factors of
-    rotation it overlooks, is written out plain for it. Raises ModelError if Transformers refuses the model, or would fill in a weight that it did not find.
+    rotation it overlooks, is written out plain for it. Raises ModelError if Transformers refuses the model, or would
+    fill in a weight that it did not find.
     """
     if path.is_file():
         if ROPE_FACTORS not in GgufFile(str(path)).tensors:

@@ -1,8 +1,8 @@
 """Recording the C calls of a computation, and replaying them without Python.
 
-A small model's decode step is some hundred calls of C, each of which takes less time than Python needs to make it. Inside
-`record` the computation runs as ever, and each `CFunction` notes its arguments. Tensors that are made
-meanwhile lie in an `Arena`, which keeps their addresses; those of `inputs` may lie elsewhere in each replay.
+A small model's decode step is some hundred calls of C, each of which takes less time than Python needs to make it.
+Inside `record` the computation runs as ever, and each `CFunction` notes its arguments. Tensors that are made meanwhile
+lie in an `Arena`, which keeps their addresses; those of `inputs` may lie elsewhere in each replay.
 
 Owns: what may be recorded. Memory is read and written by C functions alone; any other operation of PyTorch but views
 ends the recording with a reason, and the computation goes on. Must not know: what is computed.
@@ -97,7 +97,11 @@ class Recording:
     """Recorded calls. `out`: the result that every replay writes."""
 
     def __init__(
-        self, calls: np.ndarray[Any, Any], words: np.ndarray[Any, Any], moved: Sequence[tuple[int, int, int]], out: Any
+        self,
+        calls: np.ndarray[Any, Any],
+        words: np.ndarray[Any, Any],
+        moved: Sequence[tuple[int, int, int]],
+        out: torch.Tensor,
     ) -> None:
         """`moved`: (index in `words`, which input, bytes behind its beginning) of addresses inside inputs."""
         self.out = out
@@ -107,7 +111,7 @@ class Recording:
         self._run = _replay()
         self._fixed = self._calls.ctypes.data, len(self._calls), self._words.ctypes.data
 
-    def replay(self, inputs: Iterable[torch.Tensor]) -> Any:
+    def replay(self, inputs: Iterable[torch.Tensor]) -> torch.Tensor:
         """Run the calls with other inputs, which are like those that were recorded, and return `out`."""
         addresses = np.array([one.data_ptr() for one in inputs], dtype=np.int64)
         self._words[self._at] = addresses[self._input] + self._offset
@@ -119,7 +123,7 @@ class Recorder(TorchDispatchMode):
     """What `record` gives. `reason`: why it cannot be replayed; empty if it can."""
 
     def __init__(self, arena: Arena, inputs: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.reason = ""
         self._arena = arena
         self._ranges = [(one.data_ptr(), one.data_ptr() + one.nbytes) for one in inputs]
@@ -148,7 +152,7 @@ class Recorder(TorchDispatchMode):
             self.reason = self.reason or f"it runs {name} of PyTorch"
         return out
 
-    def recording(self, out: Any) -> Recording:
+    def recording(self, out: torch.Tensor) -> Recording:
         """What was recorded. `out`: the result, which lies in the arena."""
         assert not self.reason, self.reason
         return Recording(np.array(self._calls), np.array(self._words), self._moved, out)
