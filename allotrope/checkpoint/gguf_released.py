@@ -58,7 +58,7 @@ def _stacked(names: list[str], read: Callable[[str], torch.Tensor]) -> torch.Ten
     return read(names[0]) if re.search(r"experts\.\d", names[0]) is None else torch.stack([read(one) for one in names])
 
 
-def gate_beside_up(_: Config, parts: Parts) -> torch.Tensor:
+def gate_then_up(_: Config, parts: Parts) -> torch.Tensor:
     """[E, 2 * width, hidden] of gate and up, [E, width, hidden] each."""
     return torch.cat(parts, dim=1)
 
@@ -103,7 +103,7 @@ def stacked_experts(prefix: str) -> tuple[Merge, ...]:
         Merge(
             f"{prefix}gate_up_proj",
             (f"{prefix}{{e}}.gate_proj.weight", f"{prefix}{{e}}.up_proj.weight"),
-            gate_beside_up,
+            gate_then_up,
         ),
         Merge(f"{prefix}down_proj", (f"{prefix}{{e}}.down_proj.weight",), alone),
     )

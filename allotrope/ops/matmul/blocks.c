@@ -341,6 +341,9 @@ static void panels_in_tiles(const target *to, const uint8_t *x, long stride, lon
 #define THREAD_MEMORY (BLOCK_ROWS * BLOCK_PANELS * PANEL * 4 + BLOCK_PANELS * BLOCK_INPUTS * 2 * PANEL)
 #endif
 
+// Of activations, what the cache of a core holds beside a panel.
+#define CACHED_BYTES (1 << 20)
+
 // From so many rows on, matrix units are faster than products of bytes.
 #define MANY_ROWS 17
 
@@ -399,6 +402,10 @@ void product(void *y, long y_stride, long y_exact, const element *x, long x_stri
     const long units = way == TILES ? (panels + block - 1) / block : panels;
     // Few enough for threads to end together, whatever else they are kept by.
     const long chunk = units * experts / 64 + 1;
+    // Rounded rows that stay in the second cache while every panel meets them; those of experts are few.
+    const long fitting = CACHED_BYTES / inputs / ROWS * ROWS;
+    const long many = way == ROUNDED && !ends ? (fitting > ROWS ? fitting : ROWS) : rows;
+    const long blocks = rows ? (rows + many - 1) / many : 0;
 #pragma omp parallel
     {
         if (!alone) {
@@ -412,10 +419,12 @@ void product(void *y, long y_stride, long y_exact, const element *x, long x_stri
             begin_tiles();
         }
 #endif
-#pragma omp for collapse(2) schedule(dynamic, chunk)
+#pragma omp for collapse(3) schedule(dynamic, chunk)
         for (long e = 0; e < experts; e++)
+        for (long b = 0; b < blocks; b++)
             for (long u = 0; u < units; u++) {
-                const long begin = ends && e ? ends[e - 1] : 0, end = ends ? ends[e] : rows;
+                const long begin = ends ? (e ? ends[e - 1] : 0) : b * many;
+                const long end = ends ? ends[e] : begin + many < rows ? begin + many : rows;
                 if (begin == end) continue;
                 const long p = way == TILES ? u * block : u;
                 const uint8_t *from = packed + (e * panels + p) * size;
