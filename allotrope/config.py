@@ -145,7 +145,9 @@ class EngineConfig:
     structured_outputs_backend: Literal["llguidance", "xgrammar"] = option(
         "Library that holds answers to schemas and grammars.", "llguidance"
     )
-    cuda_graphs: bool = option("Capture decode steps as CUDA graphs, while requests are served.", True)
+    cuda_graphs: bool = option(
+        "Capture decode steps as CUDA graphs, while requests are served; on a CPU, record their calls of C.", True
+    )
     async_scheduling: Literal["auto", "on", "off"] = option(
         "Launch a step before the tokens of the one before it are read; 'auto': on a GPU.", "auto"
     )

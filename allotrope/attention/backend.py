@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,12 @@ class AttentionBackend(Backend):
     be captured and replayed. `fallbacks(spec, dtype, chip)`: which steps of such a layer go to another backend, with
     activations of `dtype`, and why; none for most backends. `store(spec, plan, caches, inputs)`: the part of `run` that
     stores the step's entries, for a layer whose output nobody reads; None where no part of `run` does that alone.
+    `recorded(plan)`: what a recording of the C calls of a decode step must know of a plan: a key, and tensors. Plans of
+    one key make the same calls, but for the addresses of these tensors. None where a step cannot be recorded.
     """
 
     plan: Callable[..., Any]
     in_graphs: bool = False
     fallbacks: Callable[[Any, torch.dtype, Chip], list[str]] = lambda spec, dtype, chip: []
     store: Callable[..., None] | None = None
+    recorded: Callable[[Any], tuple[Hashable, tuple[torch.Tensor, ...]]] | None = None

@@ -7,6 +7,7 @@ where the values of a tensor are. Only this module imports the `gguf` package, s
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from allotrope.checkpoint.checkpoint import TensorHeader
 from allotrope.checkpoint.gguf_architectures import hf_config, read_architecture
 from allotrope.checkpoint.gguf_keys import ROPE_FACTORS
+from allotrope.checkpoint.gguf_released import RELEASED, merged
 from allotrope.checkpoint.gguf_tensors import GgufNames, GgufView, views
 from allotrope.errors import ModelError
 from allotrope.gguf_file import GgufFile, GgufTensor
@@ -47,6 +49,9 @@ class GgufCheckpoint:
         dtype = self._weight_dtype()
         if dtype is not None:
             self.config["torch_dtype"] = dtype
+        # A vocabulary is larger than everything else here, and who reads texts opens the file anew.
+        for key in [key for key, value in self._file.metadata.items() if isinstance(value, list)]:
+            del self._file.metadata[key]
         self.generation_config: dict[str, Any] = {
             key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in self.config
         }
@@ -89,6 +94,11 @@ class GgufCheckpoint:
             whole = rows.reshape(len(rows), -1, size)[:, view.columns[::values] // values]
             rows = whole.reshape(len(rows), -1)
         return _as_tensor(rows)
+
+    def released(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and plain value of each tensor as the released checkpoint has it."""
+        merges = RELEASED.get(self._file.metadata["general.architecture"], ())
+        return merged(list(self._views), self.read, merges, self.config)
 
     def _view(self, name: str) -> GgufView:
         if not self.has_weights or name not in self._views:

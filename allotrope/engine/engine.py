@@ -34,6 +34,7 @@ from allotrope.errors import EngineDead, InvalidRequest
 from allotrope.grammars.compiler import GrammarCompiler
 from allotrope.grammars.constraint import Constraints
 from allotrope.grammars.vocabulary import Vocabulary
+from allotrope.kernels import host_memory
 from allotrope.kernels.c.waiting import Waiting
 from allotrope.layers.decoder import Decoder
 from allotrope.loading.vocabulary import load_vocabulary
@@ -88,6 +89,8 @@ class Engine:
         self._grammars = GrammarCompiler(config.structured_outputs_backend, self._vocabulary)
         self._thread_waiting = Waiting() if self._device.type == "cpu" else None
         self._log_start()
+        if self._device.type == "cpu":
+            host_memory.give_back()
 
     def _log_start(self) -> None:
         load_plan, unit = self._load_plan, self._requests.kv_cache_manager.prefix.unit
@@ -151,7 +154,10 @@ class Engine:
         if self._thread_waiting is not None:
             self._thread_waiting.look()
         with self._executor.step():
-            return self._loop.step()
+            outputs = self._loop.step()
+        if self._device.type == "cpu" and not self.has_work():
+            host_memory.give_back()
+        return outputs
 
     def capture_next(self) -> bool:
         """Capture one more CUDA graph, where there are some to come. Returns whether there was one."""

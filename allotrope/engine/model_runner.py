@@ -22,6 +22,7 @@ from allotrope.engine.graphs import DecodeGraphs
 from allotrope.engine.inputs import Inputs, StepFacts, StepPlan, pack, padding_row, unpack
 from allotrope.engine.layer_plans import LayerPlans, Plans
 from allotrope.engine.packed_step import PackedStep, Words
+from allotrope.engine.recorded_steps import RecordedSteps
 from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.data_parallel import RankRows, gather_selected
 from allotrope.layers.decoder import Decoder
@@ -47,8 +48,9 @@ class DecodeShape:
 class ModelRunner:
     """One rank's model, caches and plans. `specs`: per layer, its attention as this rank sees it.
 
-    `decode`: None keeps every step's tensors its own, with exact lengths. `max_drafts`: rows of a sequence that may be
-    drafts. `draft_model`: its caches are those of the layers behind the model's own.
+    `decode`: None keeps every step's tensors its own, with exact lengths. `record`: such decode steps may be recorded.
+    `max_drafts`: rows of a sequence that may be drafts. `draft_model`: its caches are those of the layers behind the
+    model's own.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ModelRunner:
         device: torch.device,
         decode: DecodeShape | None = None,
         *,
+        record: bool = False,
         max_drafts: int = 0,
         draft_model: DraftModel | None = None,
     ) -> None:
@@ -78,6 +81,10 @@ class ModelRunner:
             self.drafts = DraftRunner(draft_model, layers, max_drafts, model.chooser, model.parallel.data)
         self.buffers: DecodeBuffers | None = None
         self.graphs: DecodeGraphs | None = None
+        self.recorded: RecordedSteps | None = None
+        alone = model.parallel.layout.size == 1
+        if record and alone and decode is None and not self._verify and device.type == "cpu":
+            self.recorded = RecordedSteps(model)
         # Of the last step, for the draft model: its facts, and its size on static buffers, or its features, inputs and
         # plans.
         self._last: tuple[StepFacts, int | tuple[torch.Tensor, Inputs, Plans]] | None = None
@@ -227,7 +234,10 @@ class ModelRunner:
             shape = len(inputs.ids), model.received_width
             received = self._links.receive(torch.empty(shape, dtype=model.dtype, device=self.device))
         rows = self._rank_rows(*(one.tokens for one in facts.of_ranks))
-        hidden, features = self._run(inputs, None, plans, rows, received)
+        if self.recorded is not None and facts.decodes_only:
+            hidden = features = self.recorded.run(self._layers.step(inputs.ids, inputs, plans))
+        else:
+            hidden, features = self._run(inputs, None, plans, rows, received)
         if self.drafts is not None:
             self._last = facts, (features, inputs, plans)
         if facts.of_ranks and model.stage.is_last:
@@ -276,6 +286,8 @@ class ModelRunner:
         """Let go of all graphs, and capture them anew: what they read has moved."""
         for graphs in self._all_graphs:
             graphs.reset()
+        if self.recorded is not None:
+            self.recorded.reset()
 
     def close(self) -> None:
         """Let go of graphs and buffers."""

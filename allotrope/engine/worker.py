@@ -148,6 +148,7 @@ class Worker:
         groups = [entry.group for entry in memory.groups]
         self._model_runner = ModelRunner(
             *(self.model, load_plan.own_specs, groups, arena, load_plan.shares, device, self._decode),
+            record=self.config.cuda_graphs,
             max_drafts=load_plan.max_drafts,
             draft_model=self.draft_model,
         )

@@ -57,6 +57,11 @@ class Step:
             self._counted = own if self.rows is None else self.rows.gather(own)
         return self._counted
 
+    @property
+    def rotations(self) -> list[tuple[RopeSpec, torch.dtype]]:
+        """Those that were asked for."""
+        return list(self._rotations)
+
     def rotation(self, spec: RopeSpec, dtype: torch.dtype) -> Rotation:
         """cos and sin of the step's positions, computed once per step, spec and type."""
         key = (spec, dtype)

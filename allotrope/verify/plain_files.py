@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.checkpoint.dequantize import dequantized
+from allotrope.checkpoint.gguf import GgufCheckpoint
 from allotrope.checkpoint.weight_formats import FP8_METHODS, quantization_of
 from allotrope.errors import ModelError
 
@@ -51,14 +52,18 @@ def plain_files(path: Path, config: Mapping[str, Any]) -> Iterator[tuple[Path, d
 
 @contextmanager
 def dequantized_file(path: Path, config: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """A directory with the plain weights of a GGUF file under Hugging Face names, and its config. It goes at the end.
+    """A directory with the plain weights of a GGUF file as its released checkpoint has them, and its config. It goes at
+    the end.
 
     Raises ModelError if there is no room for it.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        _write(open_checkpoint(str(path)), Path(scratch))
-        (Path(scratch) / "config.json").write_text(json.dumps(dict(config)))
-        yield Path(scratch), dict(config)
+        checkpoint = GgufCheckpoint(str(path))
+        _write(checkpoint, Path(scratch), checkpoint.released())
+        # A token that the file does not name would be that of another vocabulary.
+        plain = {"pad_token_id": None, **config}
+        (Path(scratch) / "config.json").write_text(json.dumps(plain))
+        yield Path(scratch), plain
 
 
 def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,8 +72,8 @@ def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept | {"text_config": _unquantized(text)} if isinstance(text, Mapping) else kept
 
 
-def _write(checkpoint: Checkpoint, directory: Path) -> None:
-    """Write every tensor, in files of about `_SHARD` bytes."""
+def _write(checkpoint: Checkpoint, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
+    """Write every tensor, in files of about `_SHARD` bytes. `tensors`: in place of those of the checkpoint's names."""
     headers = checkpoint.headers()
     need = sum(math.prod(header.shape) * header.dtype.itemsize for header in headers.values())
     free = shutil.disk_usage(directory).free
@@ -79,8 +84,8 @@ def _write(checkpoint: Checkpoint, directory: Path) -> None:
         )
     places: dict[str, str] = {}
     held: dict[str, torch.Tensor] = {}
-    for name in headers:
-        held[name] = checkpoint.read(name).contiguous()
+    for name, tensor in tensors or ((name, checkpoint.read(name)) for name in headers):
+        held[name] = tensor.contiguous()
         if sum(tensor.nbytes for tensor in held.values()) >= _SHARD:
             _flush(held, directory, places)
     _flush(held, directory, places)

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from allotrope.checkpoint.gguf_keys import ROPE_FACTORS
 from allotrope.errors import ModelError
+from allotrope.gguf_file import GgufFile
 from allotrope.verify.hooks import Place, TopkSelection, hooked
 from allotrope.verify.plain_files import dequantized_file, plain_files
 
@@ -136,17 +138,18 @@ def quiet() -> Iterator[None]:
 def load_transformers(path: Path, config: Mapping[str, Any], dtype: torch.dtype, layers: int) -> TransformersModel:
     """Load `path`, a directory or a .gguf file, with `config` in place of its config.json.
 
-    Quantized weights become plain ones in `dtype`. A GGUF file that Transformers does not read is written out plain
-    for it. Raises ModelError if Transformers refuses the model, or would fill in a weight that it did not find.
+    Quantized weights become plain ones in `dtype`. A GGUF file that Transformers does not read, or whose factors of
+    rotation it overlooks, is written out plain for it. Raises ModelError if Transformers refuses the model, or would
+    fill in a weight that it did not find.
     """
     if path.is_file():
-        try:
-            return _load(path, config, dtype, layers)
-        except ModelError:
-            with dequantized_file(path, config) as (directory, plain):
-                model = _load(directory, plain, dtype, layers)
-            model.dequantized = True
-            return model
+        if ROPE_FACTORS not in GgufFile(str(path)).tensors:
+            with contextlib.suppress(ModelError):
+                return _load(path, config, dtype, layers)
+        with dequantized_file(path, config) as (directory, plain):
+            model = _load(directory, plain, dtype, layers)
+        model.dequantized = True
+        return model
     return _load(path, config, dtype, layers)
 
 

@@ -200,7 +200,7 @@ def test_without_a_compiler_everything_runs_and_says_so(
     monkeypatch.setenv("ALLOTROPE_CC", "no-such-compiler")
     monkeypatch.setattr(compiler, "_load", compiler._load.__wrapped__)
     monkeypatch.setattr(
-        "allotrope.attention.mha.compiled._library", lambda spec: compiler.load(Path("none.c"), torch.float32)
+        "allotrope.attention.mha.compiled._decode", lambda spec: compiler.load(Path("none.c"), torch.float32)
     )
     assert any("no-such-compiler" in reason for reason in rejects(spec, CPU_CHIP))
     assert choose(MHA, spec, CPU_CHIP).backend.name == "cpu"

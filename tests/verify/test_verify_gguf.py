@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_tiny import CONFIGS, write_blocks
 from gguf_twins import write_gguf_twin
 from tiny_checkpoints import write_tiny
 
@@ -33,6 +34,21 @@ def test_a_file_of_an_architecture_that_transformers_reads(tmp_path: Path) -> No
     write_tiny(config, tmp_path / "model")
     report = verify(EngineConfig(model=write_gguf_twin(tmp_path / "model", tmp_path / "m.gguf")), OPTIONS)
     assert report.passed and "written out plain" not in report.origin
+
+
+FAST = ("GptOssForCausalLM", "LlamaForCausalLM", "Qwen3NextForCausalLM")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in (*CONFIGS, "mistral3")]
+)
+def test_every_architecture_passes(name: str, tmp_path: Path, write_gguf: Callable[..., str]) -> None:
+    torch.set_num_threads(1)
+    config = CONFIGS["MistralForCausalLM" if name == "mistral3" else name]()
+    file = write_blocks(config, tmp_path, write_gguf, named="mistral3" if name == "mistral3" else "")
+    report = verify(EngineConfig(model=file, device="cpu"), OPTIONS)
+    assert report.passed, report
+    assert any(line.startswith("activations in int8 put logits off by") for line in report.remarks)
 
 
 def test_another_file_is_written_out_and_its_blocks_are_measured(

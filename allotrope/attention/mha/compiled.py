@@ -8,7 +8,7 @@ the instructions of `prefill.c`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from allotrope.attention.mha.inputs import MhaInputs, normed_and_rotated
 from allotrope.attention.mha.plan import SubBatch, build_plan, plan_of, prefill_sub_batches
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.kernels.c.compiler import UNSUITED, CannotCompile, load
+from allotrope.kernels.c.function import CFunction
 from allotrope.kernels.chip import Chip
 
 _LANES = 16
@@ -29,6 +30,8 @@ _LANES = 16
 _CHUNK = 64
 # Query tokens of one block of a prompt: the unit of work of a thread.
 _BLOCK = 64
+# The least number of chunks for which there is scratch in a decode step.
+_MIN_CAPACITY = 8
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 
 
@@ -46,7 +49,7 @@ def rejects(spec: MhaSpec, chip: Chip) -> list[str]:
         reasons.append(f"kv_dtype={spec.kv_dtype} (needs float32 or bfloat16)")
     if not reasons:
         try:
-            _library(spec)
+            _decode(spec)
         except CannotCompile as reason:
             reasons.append(str(reason))
     return reasons
@@ -75,6 +78,11 @@ class CompiledPlan:
     chunk_starts: torch.Tensor
     blocks: torch.Tensor
     _scratch: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def capacity(self) -> int:
+        """Chunks for which there is scratch: more than there are, so that steps to come need no more."""
+        return max(_MIN_CAPACITY, 1 << (len(self.chunks) - 1).bit_length()) if len(self.chunks) else 0
 
     @cached_property
     def prompts(self) -> tuple[SubBatch, ...]:
@@ -109,6 +117,13 @@ def plan(spec: MhaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> 
     )
 
 
+def recorded(plan: CompiledPlan) -> tuple[Hashable, tuple[torch.Tensor, ...]]:
+    """As `AttentionBackend.recorded`."""
+    paged = plan.paged
+    key = plan.capacity, paged.table.shape[1], len(plan.blocks)
+    return key, (plan.chunks, plan.chunk_starts, paged.table, paged.slots)
+
+
 def run(spec: MhaSpec, plan: CompiledPlan, caches: CacheViews, inputs: MhaInputs) -> torch.Tensor:
     """As `reference.run`. Where the queries have another dtype than the KV cache, `cpu` runs the whole step."""
     if inputs.projected.dtype != spec.kv_dtype:
@@ -132,7 +147,7 @@ def store_and_attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """As `reference.store_and_attend`, of queries that have the dtype of the KV cache."""
-    library, partial_bytes = _library(spec)
+    decode, partial_bytes = _decode(spec)
     keys = caches["kv"]["k"]
     values = keys if spec.values_are_keys else caches["kv"]["v"]
     if keys.stride(3) != 1 or values.stride(3) != 1:
@@ -143,14 +158,11 @@ def store_and_attend(
     stores = k is not None and v is not None
     k, v = (_contiguous_heads(k), _contiguous_heads(v)) if k is not None and v is not None else (q, q)
     fp32_sinks = None if sinks is None else sinks.float()
-    scratch = plan.scratch(len(plan.chunks) * spec.num_kv_heads * partial_bytes)
-    library.store_and_decode(
-        out.data_ptr(), q.data_ptr(), q.stride(0),
-        k.data_ptr() if stores else None, k.stride(0), v.data_ptr(), v.stride(0), paged.slots.data_ptr(), len(q),
-        keys.data_ptr(), _Strides(*keys.stride()[:3]), values.data_ptr(), _Strides(*values.stride()[:3]),
-        spec.num_kv_heads, paged.page_size,
-        plan.chunks.data_ptr(), plan.chunk_starts.data_ptr(), requests, paged.table.data_ptr(), paged.table.shape[1],
-        spec.scale, None if fp32_sinks is None else fp32_sinks.data_ptr(), scratch.data_ptr(),
+    scratch = plan.scratch(plan.capacity * spec.num_kv_heads * partial_bytes)
+    decode(
+        out, q, q.stride(0), k if stores else None, k.stride(0), v, v.stride(0), paged.slots, len(q),
+        keys, *keys.stride()[:3], values, *values.stride()[:3], spec.num_kv_heads, paged.page_size,
+        plan.chunks, plan.chunk_starts, requests, paged.table, paged.table.shape[1], fp32_sinks, scratch, spec.scale,
     )  # fmt: skip
     if not len(plan.blocks):
         return out
@@ -172,16 +184,13 @@ def _contiguous_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _library(spec: MhaSpec) -> tuple[ctypes.CDLL, int]:
-    """The layer's decode library, and the bytes of one partial result. Raises CannotCompile."""
-    library = load(Path(__file__).with_name("decode.c"), spec.kv_dtype, CHUNK=_CHUNK, **_sizes(spec))
-    library.partial_bytes.restype = _LONG
-    library.store_and_decode.restype = None
-    library.store_and_decode.argtypes = [
-        _POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _Strides, _POINTER,
-        _Strides, _LONG, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _FLOAT, _POINTER, _POINTER,
-    ]  # fmt: skip
-    return library, library.partial_bytes()
+def _decode(spec: MhaSpec) -> tuple[CFunction, int]:
+    """The layer's decode function, and the bytes of one partial result. Raises CannotCompile."""
+    source, defines = Path(__file__).with_name("decode.c"), {"CHUNK": _CHUNK, **_sizes(spec)}
+    partial_bytes = load(source, spec.kv_dtype, **defines).partial_bytes
+    partial_bytes.restype = _LONG
+    signature = "pplplplplplllplllllpplplppf"
+    return CFunction(source, "store_and_decode", spec.kv_dtype, signature, **defines), partial_bytes()
 
 
 @cache

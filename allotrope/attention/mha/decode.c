@@ -141,9 +141,11 @@ static void write(element *pool, strides stride, long slot, long page, const ele
 // scratch: n * kv_heads partials.
 void store_and_decode(element *out, const element *q, long q_stride, const element *k, long k_stride,
                       const element *v, long v_stride, const int64_t *slot_mapping, long tokens, element *keys,
-                      strides key_strides, element *values, strides value_strides, long kv_heads, long page,
-                      const int64_t *chunks, const int64_t *chunk_starts, long requests, const int64_t *table,
-                      long width, float scale, const float *sinks, partial *scratch) {
+                      long key_page, long key_row, long key_head, element *values, long value_page, long value_row,
+                      long value_head, long kv_heads, long page, const int64_t *chunks, const int64_t *chunk_starts,
+                      long requests, const int64_t *table, long width, const float *sinks, partial *scratch,
+                      float scale) {
+    const strides key_strides = {key_page, key_row, key_head}, value_strides = {value_page, value_row, value_head};
     const long count = chunk_starts[requests];
 #pragma omp parallel if (count > 1 || tokens > 64)
     {

@@ -48,6 +48,7 @@ MHA = Family(
             plan=compiled.plan,
             fallbacks=compiled.fallbacks,
             store=compiled.store_only,
+            recorded=compiled.recorded,
         ),
         AttentionBackend(
             "cpu",

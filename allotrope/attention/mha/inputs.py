@@ -55,13 +55,16 @@ def normed_and_rotated(inputs: MhaInputs) -> Heads:
         v = qk[:, spec.heads :] if spec.values_from_keys else values.view(-1, spec.kv_heads, spec.v_dim)
         v = v if inputs.v_norm is None else inputs.v_norm(v)
         v = v if spec.value_scale == 1.0 else v * spec.value_scale
+    parts = [qk]
     if inputs.q_norm is not None and inputs.k_norm is not None:
-        qk = torch.cat((inputs.q_norm(qk[:, : spec.heads]), inputs.k_norm(qk[:, spec.heads :])), dim=1)
+        parts = [inputs.q_norm(qk[:, : spec.heads]), inputs.k_norm(qk[:, spec.heads :])]
     elif inputs.q_norm is not None:
-        qk = inputs.q_norm(qk)
+        parts = [inputs.q_norm(qk)]
     if inputs.rotation is not None and inputs.apply_rope is not None:
-        qk = inputs.apply_rope(qk, inputs.rotation)
-    return qk[:, : spec.heads], qk[:, spec.heads :] if spec.kv_heads else None, v
+        parts = [inputs.apply_rope(part, inputs.rotation) for part in parts]
+    if len(parts) == 1:
+        parts = [parts[0][:, : spec.heads], parts[0][:, spec.heads :]]
+    return parts[0], parts[1] if spec.kv_heads else None, v
 
 
 def ready_inputs(

@@ -109,6 +109,11 @@ static inline vf floats_of(const uint8_t *from, long part) {
 }
 
 static inline vf integers_of(const uint8_t *from, long part, int is_signed) {
+#if W == 16
+    // Compilers widen bytes in several steps otherwise.
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)from);
+    return (vf)_mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#endif
     if (is_signed) {
         narrow_signed stored;
         memcpy(&stored, from + part * W, sizeof stored);

@@ -8,6 +8,10 @@ typedef struct {
     float slope, limit, offset;
 } gating;
 
+// The last arguments of functions that take one.
+#define GATING_ARGUMENTS long gelu, float slope, float limit, float offset
+#define GATING {gelu, slope, limit, offset}
+
 static inline lanes gated(lanes gate, lanes up, const gating *how) {
     const float limit = how->limit;
     gate = choose((bits)(gate > limit), all(limit), gate);

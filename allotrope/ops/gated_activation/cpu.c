@@ -5,7 +5,8 @@
 #define WORTH_THREADS 32768
 
 // A row of x is gate and up side by side: x: [tokens, 2 width], y: [tokens, width]. The width is a multiple of LANES.
-void gated_activation(element *y, const element *x, long tokens, long width, long token_stride, gating how) {
+void gated_activation(element *y, const element *x, long tokens, long width, long token_stride, GATING_ARGUMENTS) {
+    const gating how = GATING;
 #pragma omp parallel for if (tokens * width > WORTH_THREADS) schedule(static)
     for (long token = 0; token < tokens; token++) {
         const element *gates = x + token * token_stride, *ups = gates + width;

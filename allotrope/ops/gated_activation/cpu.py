@@ -10,7 +10,7 @@ import torch
 from allotrope.kernels.c.function import CFunction, c_reasons
 from allotrope.kernels.chip import Chip
 from allotrope.ops.gated_activation import reference
-from allotrope.ops.gated_activation.spec import CGatedActivation, GatedActivation, GatedActivationSpec
+from allotrope.ops.gated_activation.spec import GatedActivation, GatedActivationSpec
 
 SOURCE = Path(__file__).with_name("cpu.c")
 # Numbers of a vector in C; widths that are no multiple of it go to the reference.
@@ -23,7 +23,7 @@ def rejects(spec: GatedActivationSpec, chip: Chip) -> list[str]:
 
 @functools.cache
 def _gated_activation(dtype: torch.dtype) -> CFunction:
-    return CFunction(SOURCE, "gated_activation", dtype, "ppllls", CGatedActivation)
+    return CFunction(SOURCE, "gated_activation", dtype, "ppllllfff")
 
 
 def gated_activation(gate_up: torch.Tensor, activation: GatedActivation) -> torch.Tensor:
@@ -32,5 +32,5 @@ def gated_activation(gate_up: torch.Tensor, activation: GatedActivation) -> torc
         return reference.gated_activation(gate_up, activation)
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, width)
-    _gated_activation(gate_up.dtype)(out, gate_up, tokens, width, gate_up.stride(0), activation.compiled)
+    _gated_activation(gate_up.dtype)(out, gate_up, tokens, width, gate_up.stride(0), *activation.compiled)
     return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 from dataclasses import dataclass
@@ -11,17 +10,6 @@ from typing import Literal
 import torch
 
 Activation = Literal["silu", "gelu_tanh"]
-
-
-class CGatedActivation(ctypes.Structure):
-    """`GatedActivation` as `kernels/c/gated_activation.h` takes it."""
-
-    _fields_ = (
-        ("gelu", ctypes.c_long),
-        ("slope", ctypes.c_float),
-        ("limit", ctypes.c_float),
-        ("offset", ctypes.c_float),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +25,10 @@ class GatedActivation:
     offset: float = 0.0
 
     @functools.cached_property
-    def compiled(self) -> CGatedActivation:
-        """The argument of C functions."""
+    def compiled(self) -> tuple[int, float, float, float]:
+        """The last arguments of C functions, see `kernels/c/gated_activation.h`."""
         gelu = self.activation == "gelu_tanh" and self.slope == 1.0
-        return CGatedActivation(gelu, self.slope, math.inf if self.limit is None else self.limit, self.offset)
+        return int(gelu), self.slope, math.inf if self.limit is None else self.limit, self.offset
 
 
 @dataclass(frozen=True)

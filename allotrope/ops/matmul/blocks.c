@@ -28,31 +28,54 @@ long scratch_size(long rows, long inputs) {
     return (as_bytes > as_floats ? as_bytes : as_floats) + 64;
 }
 
+// Of 32 numbers a and b the largest size; whether all of them are numbers.
+static inline float largest_of(lanes a, lanes b, int *known) {
+    const bits positive = (bits){} + 0x7fffffffu;
+    const lanes a_size = (lanes)((bits)a & positive), b_size = (lanes)((bits)b & positive);
+    const lanes larger = choose((bits)(a_size > b_size), a_size, b_size);
+#if W == 16
+    *known = !_mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_UNORD_Q);
+    return _mm512_reduce_max_ps((__m512)larger);
+#else
+    const bits unknown = (bits)(a != a) | (bits)(b != b);
+    uint32_t any = 0;
+    float largest = 0;
+    for (int i = 0; i < LANES; i++) any |= unknown[i];
+    for (int i = 0; i < LANES; i++) largest = larger[i] > largest ? larger[i] : largest;
+    *known = !any;
+    return largest;
+#endif
+}
+
+// Stores the bytes of whole numbers, and returns their sum.
+static inline int32_t store_bytes(int8_t *to, bits whole) {
+#if W == 16
+    const __m512i numbers = _mm512_srai_epi32(_mm512_slli_epi32((__m512i)whole, 24), 24);
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8(numbers));
+    return _mm512_reduce_add_epi32(numbers);
+#else
+    typedef int8_t bytes __attribute__((vector_size(LANES)));
+    const bytes narrowed = __builtin_convertvector(whole, bytes);
+    memcpy(to, &narrowed, LANES);
+    int32_t sum = 0;
+    for (int i = 0; i < LANES; i++) sum += to[i];
+    return sum;
+#endif
+}
+
 static void round_row(const element *x, const rounded *to, long row) {
     const long inputs = to->inputs;
     int8_t *numbers = to->numbers + row * inputs;
     for (long g = 0; g < inputs / STEP; g++, x += STEP, numbers += STEP) {
         const lanes a = load(x), b = load(x + LANES);
-        const bits positive = (bits){} + 0x7fffffffu;
-        const lanes a_size = (lanes)((bits)a & positive), b_size = (lanes)((bits)b & positive);
-        const lanes larger = choose((bits)(a_size > b_size), a_size, b_size);
-        float largest = 0;
-        for (int i = 0; i < LANES; i++) largest = larger[i] > largest ? larger[i] : largest;
+        int known;
+        const float largest = largest_of(a, b, &known);
         // Not a number, which is no larger than another one, is no integer either: the scale becomes it.
-        const bits unknown = (bits)(a != a) | (bits)(b != b);
-        uint32_t any = 0;
-        for (int i = 0; i < LANES; i++) any |= unknown[i];
-        const float inverse = largest > 0 ? 127 / largest : 0, scale = any ? __builtin_nanf("") : largest / 127;
+        const float inverse = largest > 0 ? 127 / largest : 0, scale = known ? largest / 127 : __builtin_nanf("");
         // Adding this rounds to the nearest integer, ties to even, which is then in the lowest bits.
         const float shift = 12582912.0f;
-        const bits a_whole = (bits)(a * inverse + shift), b_whole = (bits)(b * inverse + shift);
-        typedef int8_t bytes __attribute__((vector_size(LANES)));
-        const bytes a_bytes = __builtin_convertvector(a_whole, bytes), b_bytes = __builtin_convertvector(b_whole, bytes);
-        memcpy(numbers, &a_bytes, LANES);
-        memcpy(numbers + LANES, &b_bytes, LANES);
-        int32_t halves[2] = {0, 0};
-        for (int i = 0; i < LANES; i++) halves[0] += numbers[i];
-        for (int i = 0; i < LANES; i++) halves[1] += numbers[LANES + i];
+        const int32_t halves[2] = {store_bytes(numbers, (bits)(a * inverse + shift)),
+                                   store_bytes(numbers + LANES, (bits)(b * inverse + shift))};
         to->scales[row * (inputs / STEP) + g] = scale;
         for (int h = 0; h < STEP / GROUP; h++) {
             const int32_t sum = GROUP == STEP ? halves[0] + halves[1] : halves[h];
@@ -101,20 +124,28 @@ static inline __attribute__((always_inline)) void multiply_rounded(float sums[][
 #pragma GCC unroll 2
             for (int h = 0; h < STEP / GROUP; h++) {
                 const factors of = group_factors(of_span, scales, step * (STEP / GROUP) + h, part);
+                const long sums_at = first * (inputs / GROUP) + at * (STEP / GROUP) + h;
+                const int8_t *numbers = x->numbers + first * inputs + at * STEP + h * GROUP;
+                // Sums of several rows, or two of one row, are under way at a time: one alone waits for itself.
+                vi whole[8], other = {};
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++)
+                    whole[r] = ZERO ? (vi){} + x->shifts[sums_at + r * (inputs / GROUP)] : (vi){};
+#pragma GCC unroll 8
+                for (int s = 0; s < GROUP / 4; s++)
+#pragma GCC unroll 8
+                    for (int r = 0; r < rows; r++) {
+                        int32_t four;
+                        memcpy(&four, numbers + r * inputs + 4 * s, 4);
+                        vi *to = rows == 1 && s % 2 ? &other : whole + r;
+                        *to = dots(*to, unpacked[h * (GROUP / 4) + s], (vi){} + four);
+                    }
+                if (rows == 1) whole[0] += other;
 #pragma GCC unroll 8
                 for (int r = 0; r < rows; r++) {
-                    const long sum_at = (first + r) * (inputs / GROUP) + at * (STEP / GROUP) + h;
-                    const int8_t *numbers = x->numbers + (first + r) * inputs + at * STEP + h * GROUP;
-                    vi whole = ZERO ? (vi){} + x->shifts[sum_at] : (vi){};
-#pragma GCC unroll 8
-                    for (int s = 0; s < GROUP / 4; s++) {
-                        int32_t four;
-                        memcpy(&four, numbers + 4 * s, 4);
-                        whole = dots(whole, unpacked[h * (GROUP / 4) + s], (vi){} + four);
-                    }
-                    total[r] += __builtin_convertvector(whole, vf) * (of.scale * x->scales[(first + r) * steps + at]);
+                    total[r] += __builtin_convertvector(whole[r], vf) * (of.scale * x->scales[(first + r) * steps + at]);
 #if MINIMUM
-                    total[r] -= of.minimum * x->sums[sum_at];
+                    total[r] -= of.minimum * x->sums[sums_at + r * (inputs / GROUP)];
 #endif
                 }
             }
@@ -310,6 +341,9 @@ static void panels_in_tiles(const target *to, const uint8_t *x, long stride, lon
 #define THREAD_MEMORY (BLOCK_ROWS * BLOCK_PANELS * PANEL * 4 + BLOCK_PANELS * BLOCK_INPUTS * 2 * PANEL)
 #endif
 
+// Of activations, what the cache of a core holds beside a panel.
+#define CACHED_BYTES (1 << 20)
+
 // From so many rows on, matrix units are faster than products of bytes.
 #define MANY_ROWS 17
 
@@ -368,6 +402,10 @@ void product(void *y, long y_stride, long y_exact, const element *x, long x_stri
     const long units = way == TILES ? (panels + block - 1) / block : panels;
     // Few enough for threads to end together, whatever else they are kept by.
     const long chunk = units * experts / 64 + 1;
+    // Rounded rows that stay in the second cache while every panel meets them; those of experts are few.
+    const long fitting = CACHED_BYTES / inputs / ROWS * ROWS;
+    const long many = way == ROUNDED && !ends ? (fitting > ROWS ? fitting : ROWS) : rows;
+    const long blocks = rows ? (rows + many - 1) / many : 0;
 #pragma omp parallel
     {
         if (!alone) {
@@ -381,10 +419,12 @@ void product(void *y, long y_stride, long y_exact, const element *x, long x_stri
             begin_tiles();
         }
 #endif
-#pragma omp for collapse(2) schedule(dynamic, chunk)
+#pragma omp for collapse(3) schedule(dynamic, chunk)
         for (long e = 0; e < experts; e++)
+        for (long b = 0; b < blocks; b++)
             for (long u = 0; u < units; u++) {
-                const long begin = ends && e ? ends[e - 1] : 0, end = ends ? ends[e] : rows;
+                const long begin = ends ? (e ? ends[e - 1] : 0) : b * many;
+                const long end = ends ? ends[e] : begin + many < rows ? begin + many : rows;
                 if (begin == end) continue;
                 const long p = way == TILES ? u * block : u;
                 const uint8_t *from = packed + (e * panels + p) * size;

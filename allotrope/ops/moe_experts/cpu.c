@@ -22,7 +22,9 @@ static inline float dot(const element *a, const float *b, long size) {
 // Biases may be NULL. scratch: [pairs, 2 padded] with `padded` the width rounded up to LANES, + [tokens, hidden].
 void moe_experts(element *y, const element *x, long stride, const element *gate_up, const element *gate_up_bias,
                  const element *down, const element *down_bias, const float *weights, const long *experts,
-                 float *scratch, long tokens, long topk, long hidden, long width, gating how) {
+                 float *scratch, long tokens, long topk, long hidden, long width,
+                 GATING_ARGUMENTS) {
+    const gating how = GATING;
     const long pairs = tokens * topk, padded = (width + LANES - 1) / LANES * LANES;
     float *exact = scratch + pairs * 2 * padded;
     for (long t = 0; t < tokens; t++)

@@ -11,7 +11,6 @@ import torch
 from allotrope.kernels.c.function import CFunction, c_reasons
 from allotrope.kernels.chip import Chip
 from allotrope.ops.gated_activation import GatedActivation
-from allotrope.ops.gated_activation.spec import CGatedActivation
 from allotrope.ops.moe_experts import reference
 from allotrope.ops.moe_experts.reference import Weights
 
@@ -26,7 +25,7 @@ def rejects(spec: Any, chip: Chip) -> list[str]:
 
 @functools.cache
 def _moe_experts(dtype: torch.dtype) -> CFunction:
-    return CFunction(SOURCE, "moe_experts", dtype, "pplppppppplllls", CGatedActivation)
+    return CFunction(SOURCE, "moe_experts", dtype, "pplppppppplllllfff")
 
 
 def moe_experts(
@@ -47,6 +46,6 @@ def moe_experts(
     scratch = torch.empty(2 * tokens * topk * padded + tokens * hidden, dtype=torch.float32)
     _moe_experts(x.dtype)(
         *(out, x, x.stride(0), *gate_up, *down, weights.contiguous(), experts.contiguous(), scratch),
-        *(tokens, topk, hidden, width, activation.compiled),
+        *(tokens, topk, hidden, width, *activation.compiled),
     )
     return out

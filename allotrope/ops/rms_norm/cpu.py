@@ -29,7 +29,12 @@ def _rms_norm(dtype: torch.dtype) -> CFunction:
 
 @functools.cache
 def _gated(dtype: torch.dtype) -> CFunction:
-    return CFunction(SOURCE, "gated_rms_norm", dtype, "ppppllllfl")
+    return CFunction(SOURCE, "gated_rms_norm", dtype, "pppplllllf")
+
+
+@functools.cache
+def _add_norm(dtype: torch.dtype) -> CFunction:
+    return CFunction(SOURCE, "add_rms_norm", dtype, "pppppppllllf")
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, floor: float) -> torch.Tensor:
@@ -51,11 +56,14 @@ def add_rms_norm(
     inner: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `reference.add_rms_norm`; PyTorch adds."""
-    residual_out = residual + (x if inner is None else rms_norm(x, inner, floor))
-    if scale is not None:
-        residual_out = residual_out * scale
-    return residual_out, rms_norm(residual_out, weight, floor)
+    """As `reference.add_rms_norm`, which runs other than two dimensions, strided ones, and mixed types."""
+    mixed = residual.dtype != x.dtype or (scale is not None and scale.dtype != x.dtype)
+    if x.dim() != 2 or residual.dim() != 2 or mixed or x.stride(1) != 1 or residual.stride(1) != 1:
+        return reference.add_rms_norm(x, residual, weight, floor, inner, scale)
+    (tokens, size), strides = x.shape, (x.stride(0), residual.stride(0))
+    residual_out, out = x.new_empty(tokens, size), x.new_empty(tokens, size)
+    _add_norm(x.dtype)(residual_out, out, x, residual, weight, inner, scale, tokens, size, *strides, floor)
+    return residual_out, out
 
 
 def gated_rms_norm(
@@ -68,5 +76,5 @@ def gated_rms_norm(
     assert weight.dtype == torch.float32, weight.dtype
     out = x.new_empty(tokens, heads * size)
     silu = activation == "silu"
-    _gated(x.dtype)(out, x, weight, gate, tokens, heads, size, gate.stride(0), floor, silu)
+    _gated(x.dtype)(out, x, weight, gate, tokens, heads, size, gate.stride(0), silu, floor)
     return out
