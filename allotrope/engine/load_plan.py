@@ -231,7 +231,8 @@ def resolve_load_plan(
             bytes=int(free * utilization(config, build.device)) - weight_bytes,
             # Feed-forward blocks have the rows of all data-parallel ranks.
             hidden=spec.hidden * build.dtype.itemsize * parallel.layout.data,
-            vocabulary=spec.vocab_size,
+            # Rank 0 samples for all of them.
+            vocabulary=spec.vocab_size * parallel.layout.data,
             context=max_model_len,
             groups=groups,
         )

@@ -51,7 +51,7 @@ class StepRoom:
     """The memory of a GPU for steps and caches. `bytes`: free beside the weights. `hidden`: bytes of a hidden vector,
     for each data-parallel rank whose rows it has.
 
-    `vocabulary`: logits of a token. `context`: longest sequence.
+    `vocabulary`: logits of a token, of one from each data-parallel rank. `context`: longest sequence.
     """
 
     bytes: int
