@@ -143,7 +143,8 @@ class Decoder(nn.Module):
         """Whether another stage has the parameter of this name."""
         part, _, rest = parameter.partition(".")
         if part == "layers":
-            return int(rest.partition(".")[0]) not in self.stage
+            number = int(rest.partition(".")[0])
+            return number < self.stage.count and number not in self.stage
         elsewhere = () if self.stage.is_first else self.first_parts
         return part in (elsewhere if self.stage.is_last else (*elsewhere, *self.last_parts))
 

@@ -49,12 +49,12 @@ def test_a_model_with_its_trained_head_passes(name: str, accepted: list[int]) ->
 
 
 def test_a_state_without_its_accepted_drafts_fails(monkeypatch: pytest.MonkeyPatch, accepted: list[int]) -> None:
-    inner = step_loop._step_rows
+    inner = step_loop.step_rows
 
     def forgetting(*args: Any) -> Iterator[StepRow]:
         return (replace(row, replay=0) for row in inner(*args))
 
-    monkeypatch.setattr(step_loop, "_step_rows", forgetting)
+    monkeypatch.setattr(step_loop, "step_rows", forgetting)
     report = verified("qwen3_next")
     assert not report.passed and sum(accepted)
     assert {result.verdict for result in report.modes} == {"wrong"}
