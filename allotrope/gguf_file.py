@@ -14,6 +14,8 @@ from __future__ import annotations
 import mmap
 import re
 import struct
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,18 +52,19 @@ class GgufFile:
     """The parsed header of a model. `metadata`: key → value. `tensors`: name → `GgufTensor`, in file order.
 
     `path`: the file, or any one of those that a model is split into. `sizes`: bytes of each file, by its path.
-    Raises `ModelError` if a file is not GGUF, has an unsupported version or byte order, is truncated, or is missing.
+    `without`: arrays whose keys begin so are read and left empty. Raises `ModelError` if a file is not GGUF, has an
+    unsupported version or byte order, is truncated, or is missing.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, without: str | None = None) -> None:
         self.path = path
-        self.metadata, self.tensors, size = _read_header(path)
+        self.metadata, self.tensors, size = _read_header(path, without)
         self.sizes = {path: size}
         parts = self.metadata.get("split.count", 1)
         if parts > 1:
-            self._add_parts(parts)
+            self._add_parts(parts, without)
 
-    def _add_parts(self, parts: int) -> None:
+    def _add_parts(self, parts: int, without: str | None) -> None:
         """Read the other files of a split model."""
         name = _PART.fullmatch(Path(self.path).name)
         if name is None or int(name[3]) != parts:
@@ -71,7 +74,7 @@ class GgufFile:
         self.tensors = {}
         for number in range(1, parts + 1):
             path = str(Path(self.path).with_name(f"{name[1]}-{number:05d}-of-{parts:05d}.gguf"))
-            metadata, tensors, self.sizes[path] = _read_header(path)
+            metadata, tensors, self.sizes[path] = _read_header(path, without)
             if number == 1 != given:
                 self.metadata = metadata
             if metadata.get("split.no") != number - 1 or metadata.get("split.count") != parts:
@@ -97,11 +100,11 @@ class GgufFile:
         return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
 
 
-def _read_header(path: str) -> tuple[dict[str, Any], dict[str, GgufTensor], int]:
+def _read_header(path: str, without: str | None) -> tuple[dict[str, Any], dict[str, GgufTensor], int]:
     """Metadata, tensors and bytes of one file."""
     try:
         with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
-            return *_Reader(path, mapping).header(), len(mapping)
+            return *_Reader(path, mapping).header(without), len(mapping)
     except (OSError, ValueError) as error:
         # An empty file cannot be mapped (ValueError).
         raise ModelError(f"cannot read {path}", [str(error)]) from error
@@ -115,7 +118,7 @@ class _Reader:
         self._data = data
         self._at = 0
 
-    def header(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    def header(self, without: str | None) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         if self._data[:4] != _MAGIC:
             raise self._bad(f"it begins with {bytes(self._data[:4])!r}; a GGUF file begins with {_MAGIC!r}")
         self._at = 4
@@ -128,7 +131,7 @@ class _Reader:
         metadata: dict[str, Any] = {}
         for _ in range(key_count):
             key = self._string()
-            metadata[key] = self._value(self._scalar("I"))
+            metadata[key] = self._value(self._scalar("I"), without is None or not key.startswith(without))
         relative = [self._tensor() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
@@ -147,26 +150,27 @@ class _Reader:
         shape = tuple(self._scalar("Q") for _ in range(dims))[::-1]
         return GgufTensor(name, shape, self._scalar("I"), self._scalar("Q"), self._path)
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, keeps_arrays: bool) -> Any:
         if kind == _STRING:
             return self._string()
         if kind == _ARRAY:
             inner, count = self._scalar("I"), self._scalar("Q")
             if inner in _SCALARS:
                 dtype = np.dtype(_SCALARS[inner]).newbyteorder("<")
-                return np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
+                raw = self._take(count * dtype.itemsize)
+                return np.frombuffer(raw, dtype).tolist() if keeps_arrays else []
             if inner == _STRING:
-                return self._strings(count)
+                strings = self._strings(count)
+                return list(strings) if keeps_arrays else list(deque(strings, maxlen=0))
             raise self._bad(f"metadata array of type {inner} at byte {self._at}; only numbers and strings are read")
         if kind not in _SCALARS:
             raise self._bad(f"metadata value of type {kind} at byte {self._at}; allowed: 0 to 12")
         return self._scalar(_SCALARS[kind])
 
-    def _strings(self, count: int) -> list[str]:
+    def _strings(self, count: int) -> Iterator[str]:
         # This is the hot loop of the header: a vocabulary and its merges have some hundred thousand strings.
         data, at, end = self._data, self._at, len(self._data)
         length_at = struct.Struct("<Q").unpack_from
-        strings = []
         for _ in range(count):
             self._at = at
             if at + 8 > end:
@@ -175,9 +179,8 @@ class _Reader:
             at += 8 + length
             if at > end:
                 raise self._short(8 + length)
-            strings.append(data[at - length : at])
+            yield self._text(data[at - length : at])
         self._at = at
-        return [self._text(raw) for raw in strings]
 
     def _string(self) -> str:
         return self._text(self._take(self._scalar("Q")))

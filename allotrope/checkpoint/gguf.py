@@ -36,7 +36,8 @@ class GgufCheckpoint:
     """See `Checkpoint` for the members. Raises `ModelError` for a damaged file and for unknown metadata or tensors."""
 
     def __init__(self, path: str, *, with_weights: bool = True) -> None:
-        self._file = GgufFile(path)
+        # A vocabulary is larger than everything else here, and who reads texts opens the file anew.
+        self._file = GgufFile(path, without="tokenizer.")
         self.source = path
         self.has_weights = with_weights
         self.tokenizer_path: str | None = path if "tokenizer.ggml.tokens" in self._file.metadata else None
@@ -49,9 +50,6 @@ class GgufCheckpoint:
         dtype = self._weight_dtype()
         if dtype is not None:
             self.config["torch_dtype"] = dtype
-        # A vocabulary is larger than everything else here, and who reads texts opens the file anew.
-        for key in [key for key, value in self._file.metadata.items() if isinstance(value, list)]:
-            del self._file.metadata[key]
         self.generation_config: dict[str, Any] = {
             key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in self.config
         }

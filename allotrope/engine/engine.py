@@ -91,6 +91,8 @@ class Engine:
         self._log_start()
         if self._device.type == "cpu":
             host_memory.give_back()
+            host_memory.unmap_code()
+        self._was_idle = False
 
     def _log_start(self) -> None:
         load_plan, unit = self._load_plan, self._requests.kv_cache_manager.prefix.unit
@@ -157,6 +159,10 @@ class Engine:
             outputs = self._loop.step()
         if self._device.type == "cpu" and not self.has_work():
             host_memory.give_back()
+            if not self._was_idle:
+                # The first request has chosen backends and compiled what it needed.
+                host_memory.unmap_code()
+                self._was_idle = True
         return outputs
 
     def capture_next(self) -> bool:

@@ -1,13 +1,18 @@
-"""Memory that a process has freed goes back to the system.
+"""Memory that a process no longer needs goes back to the system.
 
-The C library keeps what large tensors leave, and loading and long prompts leave much. Must not know who freed it.
+The C library keeps what large tensors leave, and loading and long prompts leave much. Of the libraries' code, most of
+what start-up ran is never run again. Must not know who used it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+import mmap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_SMAPS = Path("/proc/self/smaps")
 
 
 @functools.cache
@@ -22,3 +27,27 @@ def give_back() -> None:
     trim = _trim()
     if trim is not None:
         trim(0)
+
+
+def unmap_code() -> None:
+    """Take the pages of libraries out of this process; what is needed again is mapped at its next use, from the
+    system's copy of the file. Does nothing where the system does not list them."""
+    if not _SMAPS.exists():
+        return
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for start, end in _unwritten(_SMAPS.read_text()):
+        advise(start, end - start, mmap.MADV_DONTNEED)
+
+
+def _unwritten(smaps: str) -> Iterator[tuple[int, int]]:
+    """Where files are mapped that the process can only read, and of which no page is a copy of its own."""
+    span: tuple[int, int] | None = None
+    for line in smaps.splitlines():
+        key, _, rest = line.partition(" ")
+        if not key.endswith(":"):
+            start, _, end = key.partition("-")
+            access, _, _, inode = rest.split()[:4]
+            span = (int(start, 16), int(end, 16)) if access in ("r-xp", "r--p") and inode != "0" else None
+        elif key == "Anonymous:" and span is not None and rest.split()[0] == "0":
+            yield span
