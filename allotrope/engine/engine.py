@@ -91,8 +91,7 @@ class Engine:
         self._log_start()
         if self._device.type == "cpu":
             host_memory.give_back()
-            host_memory.unmap_code()
-        self._was_idle = False
+            host_memory.unmap_code("loading")
 
     def _log_start(self) -> None:
         load_plan, unit = self._load_plan, self._requests.kv_cache_manager.prefix.unit
@@ -159,10 +158,8 @@ class Engine:
             outputs = self._loop.step()
         if self._device.type == "cpu" and not self.has_work():
             host_memory.give_back()
-            if not self._was_idle:
-                # The first request has chosen backends and compiled what it needed.
-                host_memory.unmap_code()
-                self._was_idle = True
+            # It has chosen backends and compiled what it needed.
+            host_memory.unmap_code("the first request")
         return outputs
 
     def capture_next(self) -> bool:

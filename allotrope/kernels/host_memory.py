@@ -29,9 +29,10 @@ def give_back() -> None:
         trim(0)
 
 
-def unmap_code() -> None:
-    """Take the pages of libraries out of this process; what is needed again is mapped at its next use, from the
-    system's copy of the file. Does nothing where the system does not list them."""
+@functools.cache
+def unmap_code(after: str) -> None:
+    """Take the pages of libraries out of this process, once for each name of what has run; what is needed again is
+    mapped at its next use, from the system's copy of the file. Does nothing where the system does not list them."""
     if not _SMAPS.exists():
         return
     advise = ctypes.CDLL(None).madvise

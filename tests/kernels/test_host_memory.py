@@ -42,7 +42,7 @@ def test_pages_of_files_come_back_when_they_are_read(tmp_path: Path) -> None:
     found, address = mapped(tmp_path / "file")
     protect(address)
     assert resident(address) == SIZE // 1024
-    host_memory.unmap_code()
+    host_memory.unmap_code("test 1")
     assert resident(address) == 0
     assert found[:] == bytes(range(256)) * (SIZE // 256)
 
@@ -52,12 +52,23 @@ def test_what_was_written_stays(tmp_path: Path) -> None:
     found, address = mapped(tmp_path / "file")
     found[5000] = 7
     protect(address)
-    host_memory.unmap_code()
+    host_memory.unmap_code("test 2")
     assert found[5000] == 7 and resident(address) == SIZE // 1024
 
 
 def test_memory_without_a_file_stays() -> None:
     numbers = bytearray(range(256)) * 4096
     host_memory.give_back()
-    host_memory.unmap_code()
+    host_memory.unmap_code("test 3")
     assert numbers == bytearray(range(256)) * 4096
+
+
+def test_it_is_done_once_for_a_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(SIZE))
+    found, address = mapped(tmp_path / "file")
+    protect(address)
+    host_memory.unmap_code("once")
+    assert found[SIZE - 1] == 0
+    left = resident(address)
+    host_memory.unmap_code("once")
+    assert resident(address) == left > 0
