@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from allotrope.attention.csa import rotary
+from allotrope.ops.grouped_matmul import reference as grouped_matmul_reference
 from allotrope.ops.matmul.gguf import GGUF_BLOCKS
 
 if not torch.cuda.is_available():
@@ -41,6 +43,17 @@ def smollm2_path() -> str:
     if not found or not found[0].is_file():
         pytest.skip(f"no real model: ALLOTROPE_SMOLLM2={named!r}, and {folder} has none (`make demo` fetches it)")
     return str(found[0])
+
+
+@pytest.fixture
+def own_choices() -> Iterator[None]:
+    """For tests that change what is chosen: choices that a process keeps for its life are made anew, then forgotten."""
+    choices = (rotary._apply_rope, grouped_matmul_reference._activation)
+    for one in choices:
+        one.cache_clear()
+    yield
+    for one in choices:
+        one.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ LAST_PART = {
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU kernels are not interpreted")
+@pytest.mark.usefixtures("own_choices")
 @pytest.mark.parametrize("variant", LAST_PART)
 def test_a_layer_ends_in_one_kernel(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)

@@ -55,7 +55,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def kernels(own_choices: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Kernels run on this CPU, in Triton's interpreter; filled with the names of those that are launched."""
     if torch.cuda.is_available():
         pytest.skip("with a GPU kernels are not interpreted")

@@ -20,7 +20,7 @@ from allotrope.ops.registry import registered_cases, registered_ops
 
 
 @pytest.fixture(autouse=True)
-def triton_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def triton_runs(own_choices: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU, the interpreter runs Triton's kernels."""
     if DEVICE == "cpu" and importlib.util.find_spec("triton") is not None:
         monkeypatch.setattr("allotrope.kernels.triton_version.triton_reasons", lambda chip: [])

@@ -19,7 +19,7 @@ from allotrope.architectures.registry import find_architecture
 from allotrope.kernels.warmup import warming_up
 from allotrope.verify.random_checkpoint import write_random
 
-pytestmark = [pytest.mark.usefixtures("in_vllm"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.usefixtures("in_vllm", "own_choices"), pytest.mark.timeout(900)]
 
 ASKED = prompts((3, 9), vocab_size=300)
 
