@@ -91,7 +91,6 @@ class Engine:
         self._log_start()
         if self._device.type == "cpu":
             host_memory.give_back()
-            host_memory.unmap_code("loading")
 
     def _log_start(self) -> None:
         load_plan, unit = self._load_plan, self._requests.kv_cache_manager.prefix.unit
@@ -158,8 +157,6 @@ class Engine:
             outputs = self._loop.step()
         if self._device.type == "cpu" and not self.has_work():
             host_memory.give_back()
-            # It has chosen backends and compiled what it needed.
-            host_memory.unmap_code("the first request")
         return outputs
 
     def capture_next(self) -> bool:

@@ -128,6 +128,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--starts", type=int, default=3, help="starts of each engine; 0: leave out")
     parser.add_argument("--threads", type=int, default=cores, help="CPU threads of each engine")
     parser.add_argument("--results", type=Path, default=HERE.parent / "results")
+    parser.add_argument("--merge", action="store_true", help="keep what the results say of other models")
     parser.add_argument("--verbose", action="store_true", help="show what the engines say")
     options = parser.parse_args()
     options.vllm_python = None
@@ -137,6 +138,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    left_out = ("llama_python", "folder", "results", "merge", "models")
+    asked = {key: str(value) for key, value in vars(options).items() if key not in left_out}
     found: dict[str, Any] = {}
     for name in options.models:
         path = model_file(name, options)
@@ -144,14 +147,11 @@ def main() -> None:
         print(f"\n{path.name}: {path.stat().st_size / 1e6:.0f} MB", flush=True)
         rows = measure(path, options)
         print(f"\n{path.name}, {options.input} in / {options.output} out, {options.threads} threads")
-        found[path.name] = {"rows": rows, "ratios": peers.table(rows, options.engines)}
-    asked = {
-        key: str(value) for key, value in vars(options).items() if key not in ("llama_python", "folder", "results")
-    }
-    asked["models"] = ", ".join(found)
+        found[path.name] = {"options": asked, "rows": rows, "ratios": peers.table(rows, options.engines)}
     machine = {"processor": platform.processor(), "system": platform.platform(), "cores": os.cpu_count()}
-    report = {"options": asked, "machine": machine, "models": found}
     path = options.results / "cpu_gguf.json"
+    before = json.loads(path.read_text())["models"] if options.merge and path.exists() else {}
+    report = {"machine": machine, "models": before | found}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"wrote {path}")

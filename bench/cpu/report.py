@@ -29,10 +29,10 @@ def peers_page(report: dict[str, Any]) -> str:
 
 def gguf_page(report: dict[str, Any]) -> str:
     """Medians of `bench/cpu/gguf_peers.py`, a table for each model."""
-    lines = ["# GGUF files", "", _turns(report["options"])]
+    lines = ["# GGUF files"]
     for name, of_model in report["models"].items():
         engines = list(next(iter(of_model["rows"].values())))
-        lines += ["", f"## {name}", "", *_rows(of_model, engines)]
+        lines += ["", f"## {name}", "", _turns(of_model["options"]), "", *_rows(of_model, engines)]
     return "\n".join(lines) + "\n"
 
 
