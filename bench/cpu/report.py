@@ -39,7 +39,7 @@ def gguf_page(report: dict[str, Any]) -> str:
 def _turns(asked: dict[str, Any]) -> str:
     return (
         f"{asked['threads']} threads; {asked['input']} prompt tokens and {asked['output']} output tokens per request; "
-        f"median of {asked['repetitions']} turns."
+        + ("one turn." if int(asked["repetitions"]) == 1 else f"median of {asked['repetitions']} turns.")
     )
 
 
