@@ -11,6 +11,7 @@ import functools
 import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 _MAPS = Path("/proc/self/maps")
 
@@ -18,10 +19,10 @@ _MAPS = Path("/proc/self/maps")
 @functools.cache
 def _function(name: str, *argtypes: type) -> Callable[..., int] | None:
     """A function of the C library; None where it has none of this name."""
-    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
+    found: Any = getattr(ctypes.CDLL(None), name, None)
     if found is not None:
-        found.argtypes = argtypes  # type: ignore[attr-defined]
-    return found
+        found.argtypes = argtypes
+    return cast(Callable[..., int] | None, found)
 
 
 def give_back() -> None:
