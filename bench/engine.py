@@ -7,7 +7,8 @@
     python bench/engine.py /tmp/gpt_oss --roofline
     python bench/engine.py /tmp/qwen3_next --peers vllm --speculate 1 3 --accept 1.8 2.8
 
-Each engine has a process of its own, ours first; the GPUs are free again before the next one. `vllm+allotrope` is the
+Each engine has a process of its own, ours first; the GPUs are free again before the next one. Columns that differ in
+the acceptance that is forced share one, one after the other: no engine is compiled for it. `vllm+allotrope` is the
 peer's vLLM with our plugin, which has to be installed beside it. With several numbers of ranks each engine is measured
 with each of them; "vllm TP2" is vLLM with two. start: seconds from starting the process to the first
 token after a prompt of 8. prefill: seconds until all prompts of a batch have one token. TPOT: (seconds for all tokens -
@@ -49,7 +50,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,35 +198,69 @@ def distinct_share(ids: list[list[int]]) -> float:
 
 
 def measure_engine(
-    name: str, directory: Path, options: argparse.Namespace, found: Report, save: Callable[[], object]
+    names: list[str], directory: Path, options: argparse.Namespace, engines: Report, save: Callable[[], object]
 ) -> None:
-    """Fill `found`, saving after each step, up to the first failure, which it names. `name`: of the engine's column."""
-    vocabulary, found["error"], engine = vocabulary_of(directory), None, found["engine"]
+    """Fill in the columns `names` of `engines`, which one process measures, saving after each step, up to the first
+    failure, which is named."""
+    vocabulary, engine = vocabulary_of(directory), engines[names[0]]["engine"]
+    for name in names:
+        engines[name]["error"] = None
     python = sys.executable if engine == OURS else of_peer(options.peer_python, engine) or sys.executable
     worker = Worker(engine, python, environment_of(engine, options), options.limit, options.verbose)
+    left = list(names)
     try:
-        head = None if options.draft_model is None else str(options.draft_model.resolve())
-        load_options = engine_options(Column.of(name), options, head)
-        found.update(worker.ask(load={"directory": str(directory), "options": load_options}))
-        worker.run(random_prompts(f"{options.seed} start", 1, START_PROMPT, vocabulary), 1)
-        found["start_s"].append(time.perf_counter() - worker.began)
-        print(f"{directory.name}, {name}: first token after {found['start_s'][-1]:.1f} s", flush=True)
-        if Column.of(name).has_own_tokens:
-            compare_tokens(worker, vocabulary, options, found)
-        if options.signal is not None:
-            await_signal(options.signal, re.sub(r"\W", "_", f"{directory.name} {name}"), worker)
-        for case in options.cases:
-            found["cases"][case] = numbers = measure_case(worker, case, vocabulary, options)
-            found["memory"] = worker.ask(memory={})
-            save()
-            shown = ", ".join(f"{key} {min(values):.4g}-{max(values):.4g}" for key, values in numbers.items())
-            print(f"{directory.name}, {name}, {case}: {shown}", flush=True)
+        start_engine(worker, names, directory, options, engines)
+        for name in names:
+            found, speculation = engines[name], Column.of(name).speculation
+            if name != names[0]:
+                assert speculation is not None
+                worker.ask(accept={"length": speculation.length})
+            for case in options.cases:
+                found["cases"][case] = numbers = measure_case(worker, case, vocabulary, options)
+                found["memory"] = worker.ask(memory={})
+                save()
+                shown = ", ".join(f"{key} {min(values):.4g}-{max(values):.4g}" for key, values in numbers.items())
+                print(f"{directory.name}, {name}, {case}: {shown}", flush=True)
+            left.remove(name)
     except EngineFailed as error:
-        found["error"] = str(error)
-        print(f"{directory.name}, {name}: FAILED: {error}", flush=True)
+        for name in left:
+            engines[name]["error"] = str(error)
+        print(f"{directory.name}, {', '.join(left)}: FAILED: {error}", flush=True)
     finally:
         worker.close()
         save()
+
+
+def start_engine(
+    worker: Worker, names: list[str], directory: Path, options: argparse.Namespace, engines: Report
+) -> None:
+    """Load an engine for its first column, up to its first token and, where it awaits one, the signal."""
+    vocabulary, first = vocabulary_of(directory), engines[names[0]]
+    head = None if options.draft_model is None else str(options.draft_model.resolve())
+    load_options = engine_options(Column.of(names[0]), options, head)
+    loaded = worker.ask(load={"directory": str(directory), "options": load_options})
+    for name in names:
+        engines[name].update(loaded)
+    worker.run(random_prompts(f"{options.seed} start", 1, START_PROMPT, vocabulary), 1)
+    first["start_s"].append(time.perf_counter() - worker.began)
+    print(f"{directory.name}, {names[0]}: first token after {first['start_s'][-1]:.1f} s", flush=True)
+    if Column.of(names[0]).has_own_tokens:
+        compare_tokens(worker, vocabulary, options, first)
+    if options.signal is not None:
+        await_signal(options.signal, re.sub(r"\W", "_", f"{directory.name} {names[0]}"), worker)
+
+
+def processes(names: Iterable[str]) -> list[list[str]]:
+    """The columns that one process measures each: they differ in the acceptance that is forced alone."""
+    found: dict[Column, list[str]] = {}
+    for name in names:
+        column = Column.of(name)
+        if not column.has_own_tokens:
+            assert column.speculation is not None
+            # Any length stands for all that are forced.
+            column = replace(column, speculation=replace(column.speculation, length=1.0))
+        found.setdefault(column, []).append(name)
+    return list(found.values())
 
 
 def compare_tokens(worker: Worker, vocabulary: int, options: argparse.Namespace, found: Report) -> None:
@@ -523,12 +559,13 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         sys.exit(f"--merge: {error}")
     for directory in options.models:
-        for name, found in report["models"][directory.name]["engines"].items():
-            measure_engine(name, directory.resolve(), options, found, lambda: write_json(options.out, joined()))
+        engines = report["models"][directory.name]["engines"]
+        for names in processes(engines):
+            measure_engine(names, directory.resolve(), options, engines, lambda: write_json(options.out, joined()))
     for path in write_report(options.out, joined()):
         print(f"wrote {path}")
-    engines = [found for model in report["models"].values() for found in model["engines"].values()]
-    return int(any(found["error"] for found in engines))
+    columns = [found for model in report["models"].values() for found in model["engines"].values()]
+    return int(any(found["error"] for found in columns))
 
 
 if __name__ == "__main__":

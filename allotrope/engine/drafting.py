@@ -17,6 +17,7 @@ from allotrope.engine.drafts.policy import DraftPolicy, StepTimes, shared_out
 from allotrope.engine.graphs import decode_sizes, padded_size
 from allotrope.engine.in_flight import HostCopy
 from allotrope.engine.sequence import PLACEHOLDER, Sequence
+from allotrope.errors import ConfigError
 from allotrope.speculative_config import SpeculativeConfig
 
 # Passes that the time of one is averaged over.
@@ -48,6 +49,12 @@ class Drafting:
         if self._forced is None or not num_drafts:
             return None
         return self._forced.accepted(seq, num_drafts)
+
+    def set_acceptance_length(self, length: float) -> None:
+        """Force another mean acceptance from the next step on. Raises ConfigError where none is forced."""
+        if self._forced is None:
+            raise ConfigError("an acceptance length needs rejection_sample_method='synthetic'")
+        self._forced.set_length(length)
 
     def record(self, seqs: Seq[Sequence], drafted: Seq[int], accepted: Seq[int]) -> None:
         """Count a step: the drafts of `seqs` that it verified, and how many of them were accepted."""

@@ -30,7 +30,7 @@ from allotrope.engine.sampling_defaults import Defaults, eos_ids, read_sampling_
 from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.step_log import StepLog
 from allotrope.engine.step_loop import PageCopy, StepLoop
-from allotrope.errors import EngineDead, InvalidRequest
+from allotrope.errors import ConfigError, EngineDead, InvalidRequest
 from allotrope.grammars.compiler import GrammarCompiler
 from allotrope.grammars.constraint import Constraints
 from allotrope.grammars.vocabulary import Vocabulary
@@ -173,6 +173,13 @@ class Engine:
         if self._thread_waiting is not None:
             self._thread_waiting.close()
             self._thread_waiting = None
+
+    def set_acceptance_length(self, length: float) -> None:
+        """Force another `synthetic_acceptance_length` from now on, for benchmarks. Raises ConfigError where drafts are
+        accepted for what they are."""
+        if self._drafting is None:
+            raise ConfigError("an acceptance length needs speculative decoding")
+        self._drafting.set_acceptance_length(length)
 
     @property
     def graph_replays(self) -> int:

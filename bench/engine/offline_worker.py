@@ -5,6 +5,7 @@ Runs in the Python of the engine that it stands for: at the top it may import no
     {"load": {"directory": ..., "options": {...}}}     ->  {"environment": {...}, "kv_tokens": n, "forced_by": ...}
     {"run": {"prompts": [[ids], ...], "tokens": n}}    ->  {"seconds": s, "ids": [[...], ...], "drafts": {...} or None}
     {"forced": {"prompts": [[ids], ...], "tokens": n}} ->  {"logprobs": [[{id: logprob}, ...], ...]}
+    {"accept": {"length": mean}}                       ->  {}
     {"memory": {}}                                     ->  {"device_used_gb": ..., "peak_reserved_gb": ...} or {}
 
 A command that fails is answered by {"error": ...}.
@@ -56,6 +57,10 @@ class Engine(Protocol):
         are its last token again."""
         ...
 
+    def accept(self, length: float) -> None:
+        """Force so many tokens of a sequence in a step from now on, in the mean; it was loaded with another number."""
+        ...
+
     def drafts(self) -> Drafts | None:
         """Counts of speculative decoding since the start; None where it is off."""
         ...
@@ -92,6 +97,9 @@ class Allotrope:
         found = [output.outputs[0].logprobs or () for output in self.llm.generate(prompts, params)]
         return [[{id: round(value, 4) for id, value in step.top} for step in steps] for steps in found]
 
+    def accept(self, length: float) -> None:
+        self.llm.engine.set_acceptance_length(length)
+
     def drafts(self) -> Drafts | None:
         counts = self.llm.engine.stats().speculation
         return None if counts is None else Drafts(counts.drafts, counts.accepted_tokens)
@@ -120,6 +128,18 @@ class Vllm:
         return [
             [{id: round(one.logprob, 4) for id, one in step.items()} for step in output.logprobs] for output in outputs
         ]
+
+    def accept(self, length: float) -> None:
+        def set_rates(worker: Any) -> None:
+            import torch
+            from vllm.config import SpeculativeConfig
+            from vllm.v1.spec_decode.utils import unconditional_to_conditional_rates
+
+            rates = worker.model_runner.rejection_sampler.synthetic_conditional_rates
+            own = SpeculativeConfig._acceptance_length_to_rates(length, len(rates))
+            rates.copy_(torch.tensor(unconditional_to_conditional_rates(own)))
+
+        self.llm.collective_rpc(set_rates)
 
     def drafts(self) -> Drafts | None:
         counts: dict[str, int] = {}
@@ -172,6 +192,9 @@ class Sglang:
         # The token at the start has none, and each later one those after the token before it.
         steps = [output["meta_info"]["input_top_logprobs"][1:] for output in outputs]
         return [[{id: round(value, 4) for value, id, _ in step} for step in one] for one in steps]
+
+    def accept(self, length: float) -> None:
+        raise NotImplementedError("SGLang is not measured with drafts")
 
     def drafts(self) -> Drafts | None:
         return None
@@ -241,6 +264,10 @@ def main() -> None:
                 }
             elif "memory" in command:
                 answer = gpu_memory()
+            elif "accept" in command:
+                assert engine is not None
+                engine.accept(**command["accept"])
+                answer = {}
             else:
                 assert engine is not None
                 if "run" in command:

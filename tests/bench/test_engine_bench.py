@@ -213,34 +213,47 @@ def test_a_run_leaves_numbers_a_table_and_what_failed(engine: Any, weights: Any,
 
 
 VLLM = """
-import json, os, pathlib, types
+import json, os, pathlib, sys, torch, types
 __version__ = "0.0"
 SamplingParams = lambda **params: types.SimpleNamespace(**params)
+# The mean number of accepted drafts stands for all rates.
+rates_of = types.SimpleNamespace(_acceptance_length_to_rates=lambda length, drafts: [length - 1] + [0] * (drafts - 1))
+sys.modules["vllm.config"] = types.SimpleNamespace(SpeculativeConfig=rates_of)
+sys.modules["vllm.v1.spec_decode.utils"] = types.SimpleNamespace(unconditional_to_conditional_rates=list)
 
 
 class LLM:
     def __init__(self, directory, **options):
         log = pathlib.Path(__file__).with_name("vllm.json")
         log.write_text(json.dumps([options, os.environ["ALLOTROPE_VLLM"]]))
+        drafts = options.get("speculative_config", {"num_speculative_tokens": 1})
+        self.rates = torch.zeros(drafts["num_speculative_tokens"])
+        self.rates[0] = drafts.get("synthetic_acceptance_length", 1) - 1
         cache = types.SimpleNamespace(num_gpu_blocks=3, block_size=16)
-        self.drafted = 0
+        self.drafted = self.accepted = 0
         self.llm_engine = types.SimpleNamespace(vllm_config=types.SimpleNamespace(cache_config=cache))
 
     def generate(self, prompts, params, use_tqdm):
-        self.drafted += 1
+        self.drafted += 2
+        self.accepted += 2 * self.rates.sum().item()
         step = {id: types.SimpleNamespace(logprob=-id) for id in range(8)}
         made = lambda one: types.SimpleNamespace(token_ids=range(one.max_tokens), logprobs=[step] * one.max_tokens)
         return [types.SimpleNamespace(outputs=[made(one)]) for one in params]
 
     def get_metrics(self):
         # As its counters: of two engines, and others beside them.
-        counts = {"drafts": 2, "draft_tokens": 6, "accepted_tokens": 3}
+        counts = {"drafts": self.drafted, "draft_tokens": 3 * self.drafted, "accepted_tokens": self.accepted}
         counter = lambda name, value: types.SimpleNamespace(name=f"vllm:spec_decode_num_{name}", value=value)
-        found = [counter(name, each * self.drafted) for name, each in counts.items()]
+        found = [counter(*count) for count in counts.items()]
         return [*found, *found, types.SimpleNamespace(name="vllm:kv_cache_usage_perc", value=0.5)]
 
     def collective_rpc(self, what):
-        return ["allotrope.plugins.vllm.model"] * 2
+        sampler = types.SimpleNamespace(synthetic_conditional_rates=self.rates)
+        model = type("Model", (), {"__module__": "allotrope.plugins.vllm.model"})()
+        worker = types.SimpleNamespace(
+            model_runner=types.SimpleNamespace(rejection_sampler=sampler), get_model=lambda: model
+        )
+        return [what(worker)] * 2
 """
 SGLANG = """
 import json, pathlib
@@ -554,6 +567,8 @@ def test_drafts_are_compared_with_none(engine: Any, weights: Any, tmp_path: Path
     kinds = ["mtp 1/1.5", "mtp 3/1.5", "mtp 3/3"]
     names = [f"{engine} {kind}".strip() for kind in ("", *kinds) for engine in ("allotrope", "vllm")]
     assert list(found) == names and not any(one["error"] for one in found.values())
+    # What differs in the length alone is measured in one process.
+    assert [name for name in names if not found[name]["start_s"]] == ["allotrope mtp 3/3", "vllm mtp 3/3"]
 
     # Equal drafts and equal acceptance in both.
     asked = {"method": "mtp", "num_speculative_tokens": 3}
@@ -564,7 +579,7 @@ def test_drafts_are_compared_with_none(engine: Any, weights: Any, tmp_path: Path
     assert "disable_log_stats" not in found["vllm"]["options"]
     for kind, length in zip(kinds, (1.5, 1.5, 3.0), strict=True):
         ours, theirs = (found[f"{name} {kind}"]["cases"]["8/24/2"]["accepted"] for name in ("allotrope", "vllm"))
-        assert ours == [pytest.approx(length, abs=0.3)] and theirs == [2.5]
+        assert ours == [pytest.approx(length, abs=0.3)] and theirs == [length]
         # Their tokens mean nothing.
         assert found[f"allotrope {kind}"]["parity_ids"] == []
     assert "accepted" not in found["allotrope"]["cases"]["8/24/2"]

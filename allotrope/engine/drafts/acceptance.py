@@ -191,6 +191,10 @@ class SyntheticAcceptance:
             rates = rates_of_length(config.synthetic_acceptance_length, config.num_speculative_tokens)
         return cls(rates, seed)
 
+    def set_length(self, length: float) -> None:
+        """Accept drafts as `synthetic_acceptance_length` asks for, from the next step on."""
+        self._rates = rates_of_length(length, len(self._rates))
+
     def accepted(self, key: Hashable, k: int) -> int:
         """How many of the `k` drafts of a sequence hold in its next step."""
         u = self._next.get(key)
