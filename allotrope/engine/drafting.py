@@ -51,10 +51,12 @@ class Drafting:
         return self._forced.accepted(seq, num_drafts)
 
     def set_acceptance_length(self, length: float) -> None:
-        """Force another mean acceptance from the next step on. Raises ConfigError where none is forced."""
+        """Force another mean acceptance from the next step on, and expect what is expected at the start. Raises
+        ConfigError where none is forced."""
         if self._forced is None:
             raise ConfigError("an acceptance length needs rejection_sample_method='synthetic'")
         self._forced.set_length(length)
+        self.stats.forget()
 
     def record(self, seqs: Seq[Sequence], drafted: Seq[int], accepted: Seq[int]) -> None:
         """Count a step: the drafts of `seqs` that it verified, and how many of them were accepted."""

@@ -361,7 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             close = [one for one in runs if fastest < ROUGH or one[0] < 1.1 * fastest]
             times = [(recorder.time(run, 10).median, launch) for _, launch, run in close]
             extra = NO_PDL_US if rows * topk <= FEW_PLAIN_ROWS else 0.0
-            times.sort(key=lambda pair: pair[0] + extra * pair[1].library)
+            times.sort(key=lambda pair: pair[0] + extra * (pair[1].provider == "pytorch"))
             best[str(bucket(rows * topk))] = times[0][1]
             moved = (
                 prepared.nbytes

@@ -22,8 +22,10 @@ MIN_ACCEPTANCE_RATE = 0.1
 WARNING_WINDOW_SECONDS = 60.0
 WARNING_WINDOW_TOKENS = 300
 WARNING_INTERVAL_SECONDS = 600.0
-# What an observation weighs after one more of the same position.
+# What an observation weighs after one more of the same position, and after a step without one: what was seen of drafts
+# that are no longer made is forgotten, so that they are tried again some hundred steps later.
 _DECAY = 0.9
+_FADE = 0.99
 # The rate of all sequences counts in a sequence's own rate as so many observations.
 _PRIOR_WEIGHT = 2.0
 # Before anything is observed.
@@ -59,10 +61,13 @@ class AcceptanceStats:
         """Count a step: sequence `keys[i]` had `drafted[i]` drafts verified, of which the first `accepted[i]` hold."""
         counts = np.array([drafted, accepted], np.int64).reshape(2, -1)
         took_part = counts[0] > 0
-        if not took_part.any():
-            return
         counts = counts[:, took_part]
         rows = [self._row(key) for key, drafts in zip(keys, drafted, strict=True) if drafts > 0]
+        trials, hits = self._trials[rows], self._hits[rows]
+        all_trials, all_hits = self._all_trials, self._all_hits
+        self._fade()
+        if not rows:
+            return
         hit = self._positions < counts[1][:, None]
         reached = self._positions < np.minimum(counts[0], counts[1] + 1)[:, None]
         self._drafts += len(rows)
@@ -70,14 +75,29 @@ class AcceptanceStats:
         self._accepted += int(counts[1].sum())
         self._by_position += hit.sum(0)
         self._reached += reached.sum(0)
-        keep = np.where(reached, _DECAY, 1.0)
-        self._trials[rows] = self._trials[rows] * keep + reached
-        self._hits[rows] = self._hits[rows] * keep + hit
+        self._trials[rows] = np.where(reached, trials * _DECAY + 1.0, self._trials[rows])
+        self._hits[rows] = np.where(reached, hits * _DECAY + hit, self._hits[rows])
         observed = reached.any(0)
         # The mean of a step counts once, however many sequences took part.
         total = np.maximum(reached.sum(0), 1)
-        self._all_trials = np.where(observed, self._all_trials * _DECAY + 1.0, self._all_trials)
-        self._all_hits = np.where(observed, self._all_hits * _DECAY + hit.sum(0) / total, self._all_hits)
+        self._all_trials = np.where(observed, all_trials * _DECAY + 1.0, self._all_trials)
+        self._all_hits = np.where(observed, all_hits * _DECAY + hit.sum(0) / total, self._all_hits)
+
+    def forget(self) -> None:
+        """Expect what was expected before any draft. The counts stay."""
+        self._trials[:] = self._hits[:] = 0.0
+        self._all_trials[:] = _PRIOR_WEIGHT
+        self._all_hits[:] = _PRIOR_WEIGHT * _FIRST_GUESS
+
+    def _fade(self) -> None:
+        """A step has passed: of a sequence, what is known of all sequences counts more, and of those, the first guess.
+
+        Whether a sequence's first draft is worth making again is left to the policy.
+        """
+        self._trials[:, 1:] *= _FADE
+        self._hits[:, 1:] *= _FADE
+        self._all_trials = self._all_trials * _FADE + _PRIOR_WEIGHT * (1 - _FADE)
+        self._all_hits = self._all_hits * _FADE + _PRIOR_WEIGHT * _FIRST_GUESS * (1 - _FADE)
 
     def end(self, key: Hashable) -> None:
         """Forget a sequence. Its drafts stay in the counts."""
