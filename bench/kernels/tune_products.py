@@ -58,7 +58,7 @@ ROUGH = 150.0
 # Microseconds that a kernel of PyTorch's costs a decode step beyond its own: it begins when the one before it has
 # ended, and the one behind it when it has (`bench/engine.py` with and without ALLOTROPE_PDL=0, by kernel).
 NO_PDL_US = 1.3
-ROWS = (4, 16, 64, 512, 2048, 8192)
+ROWS = (4, 16, 64, 128, 256, 512, 2048, 8192)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,22 @@ def test_the_next_larger_measured_number_of_rows_counts(tmp_path: Path, monkeypa
         launch.forget()
 
 
+def test_rows_of_experts_go_as_the_nearest_measured_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 experts, 256 rows are nearer to 128 than to 2048; one weight's rows would fill the larger tiles."""
+    monkeypatch.setattr(launch, "FOLDER", tmp_path)
+    launch.forget()
+    small, large = Launch(8, 64), Launch(32, 128)
+    experts = Shape("fp8", 64, 512, 2048, True)
+    for shape in (experts, SHAPE):
+        write_tuned("chip", {shape.key: {"128": small, "2048": large}})
+    try:
+        rows = (1, 128, 129, 256, 257, 512, 513, 1024, 2048)
+        assert [launch_for(experts, count, "chip") for count in rows] == [small] * 4 + [large] * 5
+        assert [launch_for(SHAPE, count, "chip") for count in rows] == [small] * 2 + [large] * 7
+    finally:
+        launch.forget()
+
+
 def test_a_chip_of_the_same_architecture_starts_from_what_the_h200_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,14 +84,19 @@ def bucket(rows: int) -> int:
 @functools.lru_cache(maxsize=1 << 14)
 def launch_for(shape: Shape, rows: int, chip: str) -> Launch:
     """`rows`: of the product, the pairs of token and expert where there are experts. More rows than were measured go as
-    the most that were, where that were many: their tiles are full.
+    the most that were, where that were many: their tiles are full. Fewer go as the next larger number that was; rows of
+    experts as the nearest one, as each expert has its share of them, and tiles above it read weights at a lower rate.
     """
-    found = tuned(chip).get(shape.key, {})
-    above = [measured for measured in map(int, found) if measured >= bucket(rows)]
+    found, wanted = tuned(chip).get(shape.key, {}), bucket(rows)
+    above = [measured for measured in map(int, found) if measured >= wanted]
     many = [measured for measured in map(int, found) if measured >= _MANY]
     if not above and not many:
         return rule_of_thumb(shape, rows, chip)
-    return found[str(min(above) if above else max(many))]
+    nearest = min(above) if above else max(many)
+    below = max((measured for measured in map(int, found) if measured < wanted), default=0)
+    if shape.experts and above and wanted * wanted < nearest * below:
+        nearest = below
+    return found[str(nearest)]
 
 
 @functools.cache
