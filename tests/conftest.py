@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from allotrope.attention.csa import rotary
-from allotrope.ops.grouped_matmul import reference as grouped_matmul_reference
+from allotrope.kernels.backend import best_backend
 from allotrope.ops.matmul.gguf import GGUF_BLOCKS
 
 if not torch.cuda.is_available():
@@ -48,12 +47,9 @@ def smollm2_path() -> str:
 @pytest.fixture
 def own_choices() -> Iterator[None]:
     """For tests that change what is chosen: choices that a process keeps for its life are made anew, then forgotten."""
-    choices = (rotary._apply_rope, grouped_matmul_reference._activation)
-    for one in choices:
-        one.cache_clear()
+    best_backend.cache_clear()
     yield
-    for one in choices:
-        one.cache_clear()
+    best_backend.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -6,14 +6,17 @@ operations there are.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from allotrope.errors import BackendError
-from allotrope.kernels.chip import Chip
+from allotrope.kernels.chip import Chip, chip_of
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,13 @@ def choose(op: Operation, spec: Any, chip: Chip, wanted: str | None = None) -> C
     option = "--op-backend" if isinstance(op, Op) else "--attention-backend"
     advice = f" Try {option} {op.name}={others[0]}." if others else ""
     raise BackendError(". ".join(refused) + "." + advice)
+
+
+@functools.cache
+def best_backend(op: Operation, spec: Any, device: torch.device) -> Any:
+    """The first backend that runs `spec` on a device, for operations within others, which no option names. A process
+    chooses it once."""
+    return choose(op, spec, chip_of(device)).backend
 
 
 def _passed_over(op: Operation, spec: Any, chip: Chip, chosen: Backend, wanted: str | None) -> dict[str, list[str]]:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from allotrope.kernels.backend import choose
-from allotrope.kernels.chip import chip_of
+from allotrope.kernels.backend import best_backend
 from allotrope.ops.rope import APPLY_ROPE, ApplyRopeSpec, RopeSpec, RopeTable, Rotation
 
 
@@ -16,13 +15,6 @@ from allotrope.ops.rope import APPLY_ROPE, ApplyRopeSpec, RopeSpec, RopeTable, R
 def table(spec: RopeSpec, device: torch.device) -> RopeTable:
     """The table that all layers share."""
     return RopeTable(spec, device)
-
-
-@functools.cache
-def _apply_rope(device: torch.device) -> Callable[..., torch.Tensor]:
-    """The backend for fp32 heads on a device."""
-    run: Callable[..., torch.Tensor] = choose(APPLY_ROPE, ApplyRopeSpec(torch.float32), chip_of(device)).backend.run
-    return run
 
 
 def rotation_at(spec: RopeSpec, positions: torch.Tensor) -> Rotation:
@@ -34,5 +26,6 @@ def rotate_tail(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotate the last R dims, in fp32. `x`: [T, ..., D]. Returns the same shape and type."""
     border = x.shape[-1] - rotation.cos.shape[-1]
     tail = x[..., border:]
-    rotated = _apply_rope(x.device)(tail.float() if x.dim() == 3 else tail.float()[:, None], rotation)
+    run: Callable[..., torch.Tensor] = best_backend(APPLY_ROPE, ApplyRopeSpec(torch.float32), x.device).run
+    rotated = run(tail.float() if x.dim() == 3 else tail.float()[:, None], rotation)
     return torch.cat((x[..., :border], rotated.view(tail.shape).to(x.dtype)), dim=-1)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 
-from allotrope.kernels.backend import choose
-from allotrope.kernels.chip import chip_of
+from allotrope.kernels.backend import best_backend
 from allotrope.ops.gated_activation import GATED_ACTIVATION, GatedActivation, GatedActivationSpec
 from allotrope.ops.matmul.plain import PlainWeight
 from allotrope.ops.matmul.tile_tables import TileTables
@@ -69,12 +67,6 @@ def biased_and_gated(
 
 def activated(y: torch.Tensor, gating: GatedActivation) -> torch.Tensor:
     """act of gates and ups `y` [n, 2 * width], by the best backend of `gated_activation`."""
-    return _activation(gating, y.dtype, y.device)(y, gating)
-
-
-@functools.cache
-def _activation(gating: GatedActivation, dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:
-    run: Callable[..., torch.Tensor] = choose(
-        GATED_ACTIVATION, GatedActivationSpec(gating, dtype), chip_of(device)
-    ).backend.run
-    return run
+    backend = best_backend(GATED_ACTIVATION, GatedActivationSpec(gating, y.dtype), y.device)
+    run: Callable[..., torch.Tensor] = backend.run
+    return run(y, gating)
