@@ -40,6 +40,11 @@ class Row:
         return self.end == len(self.seq.ids)
 
 
+# Steps after which a sequence that found no pages looks for them again, where others draft and none has ended. These
+# need not wait for the host while it is known that the next step has no prompt.
+_ADMISSION_STEPS = 16
+
+
 class Scheduler:
     """`max_sequences`, `max_tokens`: limits of one step. `max_decodes`: rows with one token, drafts among them.
     `lookahead`: tokens behind the sampled one that a draft model stores before the next step. `stages`: as many steps
@@ -65,6 +70,10 @@ class Scheduler:
         # Sequences with pages for the drafts of the step before.
         self._looked_ahead: list[Sequence] = []
         self._in_flight: Container[Sequence] = ()
+        self._admission_steps = _ADMISSION_STEPS if self.max_decodes > max_sequences else 1
+        # The sequence that found no pages, and the step in which it looks for them again.
+        self._without_pages: tuple[Sequence, int] | None = None
+        self._step = 0
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
@@ -76,6 +85,7 @@ class Scheduler:
         if seq in self.running:
             self.running.remove(seq)
             self.kv_cache_manager.free(seq, evict=evict)
+            self._without_pages = None
         else:
             self.waiting.remove(seq)
 
@@ -88,7 +98,14 @@ class Scheduler:
     def only_decodes(self) -> bool:
         """Whether no sequence with more than one token ahead can be a part of the next step."""
         full = len(self.running) >= self.max_sequences
-        return all(seq.uncomputed <= 1 for seq in self.running) and (full or not self.waiting)
+        return all(seq.uncomputed <= 1 for seq in self.running) and (full or not self.waiting or self._lacks_pages)
+
+    @property
+    def _lacks_pages(self) -> bool:
+        """Whether the first waiting sequence found no pages, and there is no reason yet to look for them again."""
+        return self._without_pages is not None and (
+            self.waiting[0] is self._without_pages[0] and self._step < self._without_pages[1]
+        )
 
     def plan(self, in_flight: Container[Sequence] = ()) -> list[Row]:
         """The next step, sequences with a single token first; empty if nothing can run. `in_flight`: sequences of other
@@ -116,8 +133,9 @@ class Scheduler:
             budget.spend(seq, tokens)
             # A sequence that is preempted for it gives its tokens back.
             budget.tokens += tokens - self._make_room(seq, tokens, rows)
-        if self.preemptions == preemptions:
+        if self.preemptions == preemptions and not (self.waiting and self._lacks_pages):
             self._admit(rows, budget, share)
+        self._step += 1
         planned = [Row(seq, tokens, seq.computed + tokens) for seq, tokens in rows.items()]
         if drafts or self.lookahead:
             planned = self._with_drafts(planned, budget.tokens + drafts)
@@ -159,6 +177,7 @@ class Scheduler:
                 return used - tokens
             self.running.remove(last)
             self.kv_cache_manager.free(last)
+            self._without_pages = None
             self.waiting.appendleft(last)
             self.preemptions += 1
             used -= rows.pop(last, 0)
@@ -176,14 +195,17 @@ class Scheduler:
             if seq.blocked:
                 blocked.append(seq)
                 continue
-            room = budget.prompt_logprobs > 0 or not seq.computes_prompt_logprobs
-            room = room and self.kv_cache_manager.allocate(seq)
+            if budget.prompt_logprobs <= 0 and seq.computes_prompt_logprobs:
+                self.waiting.appendleft(seq)
+                break
+            room = self.kv_cache_manager.allocate(seq)
             tokens = budget.chunk(seq, share)
             # A page for each running sequence stays free, or the newcomer would soon be preempted.
             if room and not self.kv_cache_manager.reserve(seq, tokens, spare=len(self.running)):
                 self.kv_cache_manager.free(seq)
                 room = False
             if not room:
+                self._without_pages = (seq, self._step + self._admission_steps)
                 self.waiting.appendleft(seq)
                 break
             self.running.append(seq)

@@ -120,6 +120,40 @@ def test_drafts_stop_at_the_longest_output(monkeypatch: pytest.MonkeyPatch) -> N
     assert_idle(running)
 
 
+def test_drafts_do_not_wait_for_the_host_while_a_request_waits_for_pages() -> None:
+    """Steps are launched before tokens are read, and the request begins once another has ended."""
+    torch.set_num_threads(1)
+    model = directory(HEAD)
+    speculation = {"speculative_config": '{"method": "mtp", "num_speculative_tokens": 2}'}
+    options: dict[str, Any] = {"page_size": 4, "max_model_len": 96, "enable_prefix_caching": False}
+    asked = [request(f"r{i}", ids, replace(GREEDY, max_tokens=48)) for i, ids in enumerate(prompts((8, 8, 88)))]
+    asked[2] = replace(asked[2], params=replace(GREEDY, max_tokens=4))
+    want = run(engine(model, load_format="dummy", **options), asked)
+    options["kv_cache_memory_bytes"] = page_bytes(model, **options, **speculation) * 30
+    running = speculating(model, "mtp", 2, want, async_scheduling="on", **options)
+    static_steps(running)
+    reads: list[bool] = []
+    must_read = running._loop._must_read
+    running._loop._must_read = lambda before: reads.append(must_read(before)) or reads[-1]  # type: ignore
+    for one in asked[:2]:
+        running.add(one)
+    found: dict[str, list[int]] = {one.request_id: [] for one in asked}
+    waited, launched = 0, 0
+    running.step()
+    running.add(asked[2])
+    while running.has_work():
+        count, waiting = len(reads), running.stats().waiting
+        for output in running.step():
+            found[output.request_id] += output.token_ids
+        if waiting and len(reads) > count:
+            waited, launched = waited + reads[-1], launched + (not reads[-1])
+    assert_same(found, want)
+    # Of its steps without pages, those are read in which it looks for some.
+    assert launched > 20 and waited <= launched // 8
+    assert_idle(running)
+    running.close()
+
+
 def test_padding_rows_of_draft_passes_behind_prompts_read_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though a former step had a sequence in their place."""
     torch.set_num_threads(1)
