@@ -184,7 +184,7 @@ def rows_of_heads(heads: int, rows: slice) -> Callable[[torch.Tensor], torch.Ten
     return lambda weight: weight.unflatten(0, (heads, -1))[:, rows]
 
 
-def latent_draft(spec: ModelSpec, prefix: str = "model.") -> DraftSpec | None:
+def latent_draft(spec: ModelSpec, prefix: str = "model.") -> MtpSpec | None:
     """The first multi-token-prediction layer behind the layers of a DeepSeek model: it makes all drafts.
 
     Its mixer is that of the first layer, which has an indexer where any has one, and its FFN that of the last layer.

@@ -5,6 +5,7 @@ Source: `modeling_glm_moe_dsa.py` of Transformers.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from allotrope.architectures.deepseek_v2 import latent_draft
@@ -25,16 +26,20 @@ from allotrope.layers.model_spec import ModelSpec
 def read_glm_moe_dsa(config: ConfigReader) -> ModelSpec:
     """Reads GLM-5's config.json. The indexer's rope is interleaved by default, as the main rope is."""
     kinds = _indexer_kinds(config, config.get("num_hidden_layers", int))
-    # The key lets later drafts of a step reuse the top-k indices of the first, which saves the indexer's work. Here
-    # each draft has top-k indices of its own. Behind more than `index_topk` tokens, drafts may differ for that;
-    # verification keeps the output the same.
+    # The draft's.
     config.ignore("index_share_for_mtp_iteration")
     return read_sparse(config, kinds, interleaved=config.get("indexer_rope_interleave", bool, True))
 
 
 def glm_moe_dsa_draft(config: ConfigReader) -> DraftSpec | None:
-    """The multi-token-prediction layer, which has an indexer of its own. The checkpoint has no copy of the head."""
-    return latent_draft(read_glm_moe_dsa(config))
+    """The multi-token-prediction layer, which has an indexer of its own. The checkpoint has no copy of the head.
+
+    Later drafts of a step attend to the tokens that the indexer selected for the first, where the config says so.
+    """
+    draft = latent_draft(read_glm_moe_dsa(config))
+    if draft is None or not config.get("index_share_for_mtp_iteration", bool, False):
+        return draft
+    return dataclasses.replace(draft, shared_topk=config.get("index_topk", int))
 
 
 def _indexer_kinds(config: ConfigReader, count: int) -> list[str]:
@@ -91,5 +96,5 @@ GLM_MOE_DSA = Architecture(
     tiny_glm_moe_dsa,
     draft=glm_moe_dsa_draft,
     draft_rules=sparse_draft_rules,
-    tiny_draft=lambda: tiny_glm_moe_dsa() | {"num_nextn_predict_layers": 1},
+    tiny_draft=lambda: tiny_glm_moe_dsa() | {"num_nextn_predict_layers": 1, "index_share_for_mtp_iteration": True},
 )

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex, VerifyRows, VerifyTensors
 from allotrope.engine.decode_buffers import DecodeBuffers
@@ -31,6 +32,16 @@ from allotrope.ops.draft_rows import (
     DraftRowsSpec,
     PagedSlots,
 )
+
+
+@dataclass(frozen=True)
+class FirstPass:
+    """What chains begin with. `hidden`: [T, W] states, or the tokens [T, 1] behind the rows of a model that reads these
+    alone. `topk_indices`: [T, K] that later passes reuse, where they do."""
+
+    hidden: torch.Tensor
+    topk_indices: torch.Tensor | None = None
+
 
 AdvanceChain = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, Sequence[PagedSlots]], ChainRows]
 """`ADVANCE_CHAIN`."""
@@ -143,21 +154,23 @@ class DraftRunner:
         rows: RankRows | None,
         *,
         store_only: bool,
-    ) -> torch.Tensor:
+    ) -> FirstPass:
         """The first pass. `next_ids`: [T] as for `count_accepted`. `rows`: of each data-parallel rank. `store_only`: no
-        chain follows. Returns what chains begin with, [T, W]: its hidden states, or the tokens [T, 1] behind the rows
-        of a model that reads these alone.
-        """
+        chain follows."""
         model = self.model
         if model.reads_tokens_alone:
             model.store(features, self.layers.step(inputs.ids, inputs, plans, rows))
-            return next_ids[:, None]
+            return FirstPass(next_ids[:, None])
         step, hidden = self.layers.step(next_ids.clamp(min=0), inputs, plans, rows), model.from_target(features)
         if store_only:
             model.store(hidden, step)
-            return hidden
-        found: torch.Tensor = model(hidden, step)
-        return found
+            return FirstPass(hidden)
+        found = model(hidden, step)
+        if model.shared_topk is None:
+            return FirstPass(found)
+        # As wide as those of the longest context: later passes see more tokens.
+        missing = model.shared_topk - step.topk_indices.shape[1]
+        return FirstPass(found, F.pad(step.topk_indices, (0, missing), value=-1))
 
     def count_accepted(self, ids: torch.Tensor, next_ids: torch.Tensor, sequences: torch.Tensor) -> AcceptedDrafts:
         """As `COUNT_ACCEPTED`. `ids`, `next_ids`: [T] of the step. `sequences`: [4, S] as in `Inputs`."""
@@ -166,7 +179,7 @@ class DraftRunner:
 
     def run_chain(
         self,
-        first: torch.Tensor,
+        first: FirstPass,
         inputs: Inputs,
         tokens: torch.Tensor,
         reserved: torch.Tensor,
@@ -174,7 +187,7 @@ class DraftRunner:
         context: int | None = None,
         rows: RankRows | None = None,
     ) -> torch.Tensor:
-        """The passes behind the first one. `first`: [T, W] of `run_first`. `inputs`: of the step that it ran on.
+        """The passes behind the first one. `inputs`: of the step that `first` ran on.
 
         `tokens`: [S] index of the last token of each sequence that counts, -1 for a padding row. `reserved`: [S] its
         tokens that have pages: later passes stay at the last of these. `context`: most tokens of a sequence, in steps
@@ -182,7 +195,7 @@ class DraftRunner:
         all data-parallel ranks.
         """
         model = self.model
-        hidden = first[tokens.clamp(min=0)]
+        hidden = first.hidden[tokens.clamp(min=0)]
         every: Callable[[torch.Tensor], torch.Tensor] = (lambda one: one) if rows is None else rows.gather
         # Token j stands j + 1 behind that of `tokens`. The sampled one is no draft.
         sampled = int(model.reads_tokens_alone)
@@ -190,12 +203,18 @@ class DraftRunner:
         if len(drafts) == passes + sampled:
             return torch.stack(drafts)
         last = _rows_at(inputs, tokens, context, self.layers.groups)
+        topk_indices = first.topk_indices
+        if topk_indices is not None:
+            # A padding row has no pages.
+            topk_indices = topk_indices[tokens.clamp(min=0)].masked_fill((tokens < 0)[:, None], -1)
         room = (reserved - 1 - last.batch.tensors.positions).clamp(min=0)
         on_host = None if context is not None else room.tolist()
         while len(drafts) < passes + sampled:
             moved = self._advanced(last, room, len(drafts), on_host)
             own = drafts[-1] if rows is None else rows.own_of(drafts[-1])
-            hidden = model(hidden, self.layers.step(own.clamp(min=0), moved, {}, rows))
+            step = self.layers.step(own.clamp(min=0), moved, {}, rows)
+            step.topk_indices, step.reuses_topk = topk_indices, topk_indices is not None
+            hidden = model(hidden, step)
             drafts.append(model.greedy(every(hidden)))
         return torch.stack(drafts[sampled:])
 
@@ -279,7 +298,7 @@ class _StaticPasses:
     ) -> None:
         self._runner, self._buffers, self._sequences = runner, buffers, sequences
         device, max_drafts = buffers.device, runner.max_drafts
-        self.features, self._first = _Rows(buffers.size), _Rows(buffers.size)
+        self.features, self._first, self._topk_indices = (_Rows(buffers.size) for _ in range(3))
         self._next_ids = torch.zeros(buffers.size, dtype=torch.int64, device=device)
         # The token that counts as the last of each sequence, its row, and its tokens that have pages.
         self._last, self._tokens, self._reserved = torch.zeros(3, sequences, dtype=torch.int64, device=device)
@@ -316,7 +335,7 @@ class _StaticPasses:
 
     def take(
         self,
-        first: torch.Tensor,
+        first: FirstPass,
         inputs: Inputs,
         tokens: torch.Tensor,
         reserved: torch.Tensor,
@@ -326,7 +345,7 @@ class _StaticPasses:
         """Make the rows of the static buffers those of `tokens` [S] of another step than a decode."""
         count = len(tokens)
         self._buffers.take(inputs, tokens)
-        self._first.copy_in(first[tokens])
+        self._keep_first(first, tokens)
         self._tokens.fill_(-1)[:count] = torch.arange(count, device=tokens.device)
         # A padding row with tokens left over from a former step would read keys.
         self._reserved.zero_()[:count] = reserved
@@ -351,13 +370,18 @@ class _StaticPasses:
         self._buffers.clear()
         self._tokens.fill_(-1)
 
+    def _keep_first(self, first: FirstPass, rows: torch.Tensor | slice) -> None:
+        self._first.copy_in(first.hidden[rows])
+        if first.topk_indices is not None:
+            self._topk_indices.copy_in(first.topk_indices[rows])
+
     def _run_first(self, size: int) -> None:
-        self._first.copy_in(self._pass_first(size, store_only=False))
+        self._keep_first(self._pass_first(size, store_only=False), slice(None))
 
     def _run_store(self, size: int) -> None:
         self._pass_first(size, store_only=True)
 
-    def _pass_first(self, size: int, *, store_only: bool) -> torch.Tensor:
+    def _pass_first(self, size: int, *, store_only: bool) -> FirstPass:
         """The first pass, once the accepted drafts are counted. As `DraftRunner.run_first`."""
         inputs, _ = self._buffers.inputs(size)
         features, sequences = self.features.rows, self._buffers.sequences
@@ -375,7 +399,8 @@ class _StaticPasses:
         inputs, _ = self._buffers.inputs(self._buffers.size)
         assert self._first.rows is not None, "no first pass has run"
         drafts = self._runner.run_chain(
-            *(self._first.rows, inputs, self._tokens[:size], self._reserved[:size], passes),
+            FirstPass(self._first.rows, self._topk_indices.rows),
+            *(inputs, self._tokens[:size], self._reserved[:size], passes),
             context=self._buffers.context,
             rows=self._runner.rank_rows((size,) * self._data_ranks),
         )

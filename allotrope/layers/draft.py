@@ -37,10 +37,13 @@ class DraftModel(nn.Module, ABC):
 
     `reads_tokens_alone`: row i of a pass stands for the token at position i, and reads no hidden state. The first pass
     then only stores, and a chain begins with the token that was sampled: it has as many passes as drafts.
+
+    `shared_topk`: K where later passes attend to the top-k indices that the first one leaves in `Step.topk_indices`.
     """
 
     layers: nn.ModuleList
     reads_tokens_alone: bool = False
+    shared_topk: int | None = None
 
     @property
     def attention(self) -> list[tuple[Spec, AttentionBackend]]:

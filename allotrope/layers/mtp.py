@@ -23,10 +23,12 @@ from allotrope.layers.step import Step
 
 @dataclass(frozen=True, kw_only=True)
 class MtpSpec:
-    """`layers`: the one decoder layer. `prefix`: of its tensors' names in the target's checkpoint."""
+    """`layers`: the one decoder layer. `prefix`: of its tensors' names in the target's checkpoint. `shared_topk`: as in
+    `DraftModel`."""
 
     layers: tuple[LayerSpec]
     prefix: str
+    shared_topk: int | None = None
 
     def build(self, target: Decoder, spec: ModelSpec, build: Build) -> MtpModel:
         return MtpModel(self, target, spec, build)
@@ -43,6 +45,7 @@ class MtpModel(DraftModel):
     def __init__(self, own: MtpSpec, target: Decoder, spec: ModelSpec, build: Build) -> None:
         super().__init__()
         hidden, eps, offset = spec.hidden, spec.norm_eps, spec.norm_offset
+        self.shared_topk = own.shared_topk
         self.head = copied_head(target.head, hidden, build)
         # In a tuple: the target owns modules that it shares, and loads them.
         self._shared = (target.embedding, self.head or target.head)

@@ -21,8 +21,9 @@ class Step:
     outlive the step; None builds them for this step. `rows`: those of each data-parallel rank; None: there is one.
 
     Results that later layers read, None until a layer sets them: `topk_indices`: [T, K] those of the last layer with an
-    indexer, in the backend's form. `per_layer_inputs`: [T, layers, width] input of each layer beside the hidden states.
-    `features`: [T, F] hidden states for a draft model, where it reads others than those of the head.
+    indexer, in the backend's form; `reuses_topk`: layers with an indexer reuse them as well. `per_layer_inputs`:
+    [T, layers, width] input of each layer beside the hidden states. `features`: [T, F] hidden states for a draft model,
+    where it reads others than those of the head.
     """
 
     ids: torch.Tensor
@@ -31,6 +32,7 @@ class Step:
     tables: RopeTables | None = None
     rows: RankRows | None = None
     topk_indices: Any = None
+    reuses_topk: bool = False
     per_layer_inputs: torch.Tensor | None = None
     features: torch.Tensor | None = None
     _rotations: dict[tuple[RopeSpec, torch.dtype], Rotation] = field(default_factory=dict)

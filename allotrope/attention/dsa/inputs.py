@@ -34,12 +34,20 @@ class IndexInputs:
 
 @dataclass(frozen=True)
 class DsaInputs:
-    """`latent`: as in latent attention. `index`: of a layer with an indexer. `topk_indices`: for a layer without one,
-    [T, K] int64 positions that the last layer with an indexer returned in this step, -1 for none."""
+    """`latent`: as in latent attention. `index`: of a layer with an indexer. `topk_indices`: without it, [T, K] int64
+    positions that an indexer returned, -1 for none: the last layer with one in this step, or, for a draft, the layer's
+    own in the first pass."""
 
     latent: MlaInputs
     index: IndexInputs | None = None
     topk_indices: torch.Tensor | None = None
+
+
+def missing_inputs(spec: DsaSpec) -> str:
+    """What is wrong where there is neither `index` nor `topk_indices`."""
+    if spec.indexer is not None:
+        return "dsa: a layer with an indexer needs index_q, index_k and index_weights"
+    return "dsa: a layer without an indexer needs the top-k indices of an earlier layer"
 
 
 def ready_inputs(

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import torch
 
 from allotrope.attention.dsa.indexer import encode_keys, select_topk
-from allotrope.attention.dsa.inputs import DsaInputs
+from allotrope.attention.dsa.inputs import DsaInputs, missing_inputs
 from allotrope.attention.dsa.plan import DsaPlan, SparseQueries
 from allotrope.attention.dsa.spec import DsaSpec
 from allotrope.attention.family import CacheViews
@@ -31,7 +31,7 @@ GATHERED_ROWS = 1 << 16
 
 
 def run(spec: DsaSpec, plan: DsaPlan, caches: CacheViews, inputs: DsaInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Store the step's latents and index keys, select top-k indices (or reuse an earlier layer's), then attend.
+    """Store the step's latents and index keys, select top-k indices (or reuse given ones), then attend.
 
     Returns [T, H, Dv] in the queries' type, and the top-k indices. Raises ValueError if a tensor that the layer needs
     is missing.
@@ -39,14 +39,12 @@ def run(spec: DsaSpec, plan: DsaPlan, caches: CacheViews, inputs: DsaInputs) -> 
     latent, index, topk_indices = inputs.latent, inputs.index, inputs.topk_indices
     heads, w_uk, w_uv, kv_scale = normed_and_rotated(spec.mla, latent), latent.w_uk, latent.w_uv, latent.kv_scale
     out = mla.store_and_attend(spec.mla, plan.dense, caches, *heads, w_uk, w_uv, kv_scale)
-    if spec.indexer is not None:
-        if index is None or plan.index_writes is None:
-            raise ValueError("dsa: a layer with an indexer needs index_q, index_k and index_weights")
+    if index is not None and spec.indexer is not None and plan.index_writes is not None:
         index_q, index_k = index.normed_and_rotated()
         mla.store(plan.index_writes, caches["index"], encode_keys(spec.indexer, spec.mla.kv_dtype, index_k))
         topk_indices = select_topk(spec, plan, caches["index"], index_q, index.weights)
     elif topk_indices is None:
-        raise ValueError("dsa: a layer without an indexer needs the top-k indices of an earlier layer")
+        raise ValueError(missing_inputs(spec))
     if plan.sparse_queries is not None:
         tokens = plan.sparse_queries.tokens
         q = mla.absorb(heads.q_nope[tokens], heads.q_pe[tokens], w_uk)

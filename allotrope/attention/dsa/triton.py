@@ -16,7 +16,7 @@ import torch
 
 from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex, on_device
 from allotrope.attention.dsa import triton_index, triton_topk
-from allotrope.attention.dsa.inputs import DsaInputs
+from allotrope.attention.dsa.inputs import DsaInputs, missing_inputs
 from allotrope.attention.dsa.spec import DsaSpec
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mla import triton as mla
@@ -129,14 +129,12 @@ def run(spec: DsaSpec, plan: TritonPlan, caches: CacheViews, inputs: DsaInputs) 
     q_nope, q_pe, c, k_pe = normed_and_rotated(spec.mla, latent)
     rotated = None if spec.indexer is None or index is None else index.normed_and_rotated()
     triton_store.store(spec.mla, pools, paged.slots, c, k_pe, kv_scale)
-    if spec.indexer is not None:
-        if index is None or rotated is None or plan.keys is None:
-            raise ValueError("dsa: a layer with an indexer needs index_q, index_k and index_weights")
+    if index is not None and rotated is not None and spec.indexer is not None and plan.keys is not None:
         index_q, index_k = rotated
         triton_index.store(spec.indexer, caches["index"], plan.keys.slots, index_k)
         topk_indices = select_topk(spec, plan, caches["index"], index_q, index.weights)
     elif topk_indices is None:
-        raise ValueError("dsa: a layer without an indexer needs the top-k indices of an earlier layer")
+        raise ValueError(missing_inputs(spec))
     out = q_nope.new_empty(len(q_nope), spec.mla.num_heads, spec.mla.v_head_dim)
     mla.attend_planned(spec.mla, plan.dense, pools, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
     sparse_queries = [chunk.absorbed for chunk in plan.chunks]

@@ -76,7 +76,7 @@ class DsaMixer(nn.Module):
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""
         projected, step = self.latent(x, ctx, self.kv_scales), ctx.step
-        if self.indexer is None:
+        if self.indexer is None or step.reuses_topk:
             inputs = DsaInputs(projected.inputs, topk_indices=step.topk_indices)
         else:
             inputs = DsaInputs(projected.inputs, self.indexer(projected, ctx))
