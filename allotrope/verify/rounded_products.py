@@ -1,8 +1,8 @@
 """The rounding that an engine with FP8 weights cannot do without, done to another library's model.
 
-FP8 products of a GPU round their activations to e4m3. How far that alone takes a right engine from the truth is measured
-by running the reference with it. Weights are recognized by their values: whatever a library calls them and however it
-stacks them, the first row of a matrix is the first row of a tensor.
+FP8 products of a GPU round their activations to e4m3. How far that alone takes a right engine from the truth is
+measured by running the reference with it. Weights are recognized by their values: whatever a library calls them and
+however it stacks them, the first row of a matrix is the first row of a tensor.
 """
 
 from __future__ import annotations
