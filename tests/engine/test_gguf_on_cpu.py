@@ -100,7 +100,7 @@ def test_logits_are_those_of_plain_weights(
     ],
     ids=["on a GPU", "on a CPU in float16"],
 )
-def test_each_type_that_is_unpacked_has_a_line_with_the_reasons(
+def test_each_type_that_is_dequantized_has_a_line_with_the_reasons(
     chip: str, dtype: str, reasons: str, tmp_path: Path, write_gguf: WriteGguf
 ) -> None:
     """Loaded as for another chip, here."""
