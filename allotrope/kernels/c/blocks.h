@@ -3,8 +3,9 @@
 //
 //     w = scale * (code - ZERO) - minimum
 //
-// with floats of one group of GROUP inputs; of E4M3 it is scale * (the FP8 number that the code is). A panel holds the scales of all its inputs, then the codes. Lanes are
-// outputs: 32 bits of a vector hold four inputs of one output, as dot products of bytes want them.
+// with floats of one group of GROUP inputs; of E4M3 it is scale * (the FP8 number that the code is). A panel holds the
+// scales of all its inputs, then the codes. Lanes are outputs: 32 bits of a vector hold four inputs of one output, as
+// dot products of bytes want them.
 #pragma once
 #include "element.h"
 
