@@ -505,9 +505,9 @@ void product(void *y, long y_stride, long y_exact, const element *x, long x_stri
     const long units = way == TILES ? (panels + block - 1) / block : panels;
     // Few enough for threads to end together, whatever else they are kept by.
     const long chunk = units * experts / 64 + 1;
-    // Rounded rows that stay in the second cache while every panel meets them; those of experts are few.
-    const long fitting = CACHED_BYTES / inputs / ROWS * ROWS;
-    const long many = way == ROUNDED && !ends ? (fitting > ROWS ? fitting : ROWS) : rows;
+    // Rows that stay in the second cache while every panel meets them; those of experts are few.
+    const long fitting = CACHED_BYTES / (way == ROUNDED ? inputs : 4 * inputs) / ROWS * ROWS;
+    const long many = way != TILES && !ends ? (fitting > ROWS ? fitting : ROWS) : rows;
     const long blocks = rows ? (rows + many - 1) / many : 0;
 #pragma omp parallel
     {
