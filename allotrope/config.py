@@ -58,12 +58,12 @@ class EngineConfig:
     )
     quantized_weights: Literal["auto", "keep", "dequantize"] = option(
         "Weights that are stored quantized: 'keep' multiplies them so, 'dequantize' makes them plain on load; 'auto' "
-        "keeps them on a GPU, and blocks of GGUF, MXFP4 and INT4 on a CPU.",
+        "keeps those that products of the device read as they are.",
         "auto",
     )
     quantization: Quantization | None = option(
         "Quantize the weights of a plain checkpoint as they are loaded: those of attention, feed-forward layers and "
-        "experts. A GPU takes 'fp8' and 'int4', a CPU 'int8' and 'int4'.",
+        "experts. A GPU takes 'fp8' and 'int4', a CPU those and 'int8'.",
         None,
     )
     quantized_activations: Literal["auto", "int8", "keep"] = option(

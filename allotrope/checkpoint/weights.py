@@ -23,7 +23,7 @@ from allotrope.layers.parallel import parallel_of, placement_of
 from allotrope.layers.weights import SCALES, VALUES, format_of, kept_names, scales_of_blocks
 from allotrope.ops.matmul.gguf import GgufBlocks
 from allotrope.ops.matmul.int4 import Int4
-from allotrope.ops.matmul.weight import SHARED_ROWS
+from allotrope.ops.matmul.weight import SHARED_ROWS, Format
 from allotrope.progress import report_bytes
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -81,13 +81,14 @@ def filled(rule: Rule, match: re.Match[str]) -> str:
 class LoadReport:
     """What loading did: tensors read, bytes, and tensors dropped with their reasons.
 
-    `dequantized`: weights that are stored quantized and were not kept so, with `*` for numbers.
+    `dequantized`: weights that are stored quantized and were not kept so, with `*` for numbers, by the format that they
+    could be kept in; None: none.
     """
 
     tensors: int = 0
     bytes: int = 0
     dropped: dict[str, str] = field(default_factory=dict)
-    dequantized: set[str] = field(default_factory=set)
+    dequantized: dict[Format | None, set[str]] = field(default_factory=dict)
 
 
 class Loader:
@@ -171,7 +172,7 @@ class Loader:
                 plain = checkpoint.read(name)
                 report.bytes += plain.nbytes
             if view is not None and name in view.made:
-                report.dequantized.add(re.sub(r"\d+", "*", target))
+                report.dequantized.setdefault(format, set()).add(re.sub(r"\d+", "*", target))
             self._place(name, plain, target, match, rule)
 
     def _kept(self, target: str, section: str) -> str | None:

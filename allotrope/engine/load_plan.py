@@ -397,7 +397,7 @@ def _refuse_unkept(config: EngineConfig, quantized: Build, build: Build) -> None
             f"whole number of groups or blocks. Leave --quantization out."
         )
     chip = build.chooser.chip
-    allowed = "fp8, int4" if chip.is_gpu else "int8, int4"
+    allowed = "fp8, int4" if chip.is_gpu else "fp8, int8, int4"
     raise ConfigError(
         f"quantization={config.quantization} on {chip.arch} with dtype={build.dtype}: no product reads such weights as "
         f"they are stored. Try --quantization with one of {allowed}, another --dtype, or --quantized-weights keep, "

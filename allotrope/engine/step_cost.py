@@ -32,6 +32,7 @@ from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import placement_of
 from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.weights import SCALES, format_of, packed_bytes
+from allotrope.ops.matmul.fp8 import Fp8
 
 EXPERTS, DENSE, HEAD, REST, DRAFT = "experts", "dense", "head", "rest", "draft"
 # To route, to group, two products, and to combine.
@@ -292,7 +293,7 @@ def _weights(module: nn.Module, kind: str) -> tuple[StepCost, int, int, int]:
         if product and not name.endswith(SCALES):
             format = format_of(parameter)
             flops = 2 * parameter.numel() // format.elements * format.pack_factor
-            total += StepCost(0, flops, flops if format.name == "fp8" else 0)
+            total += StepCost(0, flops, flops if isinstance(format, Fp8) and format.fp8_activations else 0)
             inputs = parameter.shape[-1] // format.elements * format.pack_factor
             groups = parameter.shape[0] if experts else 0
             products, width = products + 1, width + max(groups, 1) * (inputs + parameter.shape[-2])

@@ -25,7 +25,8 @@ from allotrope.layers.draft import DraftModel
 from allotrope.layers.model_spec import ModelSpec
 from allotrope.loading.kv_scales import WithoutKvScales, set_kv_scales
 from allotrope.loading.quantized_formats import formats_kept_quantized
-from allotrope.ops.matmul import multiplied_as_stored
+from allotrope.ops.matmul import multiplied_as_stored, unstored_reasons
+from allotrope.ops.matmul.fp8 import Fp8
 from allotrope.ops.matmul.gguf import GgufBlocks
 from allotrope.ops.matmul.weight import Format
 
@@ -35,14 +36,18 @@ def only_kept(build: Build, option: str, activations: str = "auto") -> Build:
     "auto", "int8" or "keep".
 
     "auto" leaves to a CPU what its products read, such as blocks of GGUF, and everything but these to a GPU; it rounds
-    activations to int8 where they are not in float32.
+    activations to int8 where they are not in float32. Activations that meet FP8 are rounded to it where a CPU's
+    products do not read it, as a GPU's round them.
     """
     rounds = activations == "int8" or (activations == "auto" and build.dtype != torch.float32)
     kept: dict[tuple[str, str], Format] = {}
     for place, format in build.formats.items():
+        if isinstance(format, GgufBlocks):
+            format = dataclasses.replace(format, int8_activations=rounds)
+        elif isinstance(format, Fp8):
+            exact = dataclasses.replace(format, fp8_activations=False)
+            format = exact if multiplied_as_stored(exact, build.dtype, build.chooser.chip) else format
         if option == "keep" or (option == "auto" and _fits(format, build)):
-            if isinstance(format, GgufBlocks):
-                format = dataclasses.replace(format, int8_activations=rounds)
             kept[place] = format
     return dataclasses.replace(build, formats=kept)
 
@@ -165,16 +170,25 @@ def _read_lines(report: LoadReport, build: Build, seconds: float, quantized_weig
     lines = [
         f"read {report.tensors} tensors, {report.bytes / 1e6:.1f} MB in {seconds:.1f} s; dropped {len(report.dropped)}"
     ]
-    if report.dequantized:
-        names = ", ".join(sorted(report.dequantized))
-        lines.append(f"dequantized on load, kept as {build.dtype}: {names}: {_why(quantized_weights, build.device)}")
+    of_kind: dict[tuple[str, str], set[str]] = {}
+    for format, names in report.dequantized.items():
+        kind = "another type" if format is None else format.name
+        of_kind.setdefault((kind, _why(format, build, quantized_weights)), set()).update(names)
+    lines += [
+        f"dequantized on load, kept as {build.dtype}: {kind}: {', '.join(sorted(names))}: {why}"
+        for (kind, why), names in sorted(of_kind.items())
+    ]
     return lines
 
 
-def _why(quantized_weights: str, device: torch.device) -> str:
-    """The reason that weights which are stored quantized do not stay so."""
+def _why(format: Format | None, build: Build, quantized_weights: str) -> str:
+    """The reason that weights which are stored in a format do not stay so."""
     if quantized_weights == "dequantize":
         return "quantized_weights=dequantize"
-    if quantized_weights == "auto":
-        return f"no product of device={device.type} reads them as they are stored"
+    if quantized_weights == "auto" and format is not None:
+        if isinstance(format, Fp8) and not build.chooser.chip.is_gpu:
+            format = dataclasses.replace(format, fp8_activations=False)
+        reasons = unstored_reasons(format, build.dtype, build.chooser.chip)
+        if reasons:
+            return "; ".join(reasons)
     return "their layers or their formats cannot be kept quantized"

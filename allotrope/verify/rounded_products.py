@@ -1,8 +1,8 @@
 """The rounding that an engine with FP8 weights cannot do without, done to another library's model.
 
-FP8 products round their activations to e4m3. How far that alone takes a right engine from the truth is measured by
-running the reference with it. Weights are recognized by their values: whatever a library calls them and however it
-stacks them, the first row of a matrix is the first row of a tensor.
+FP8 products of a GPU round their activations to e4m3. How far that alone takes a right engine from the truth is
+measured by running the reference with it. Weights are recognized by their values: whatever a library calls them and
+however it stacks them, the first row of a matrix is the first row of a tensor.
 """
 
 from __future__ import annotations
@@ -24,16 +24,27 @@ from allotrope.checkpoint.weight_formats import ONLINE, quantization_of
 from allotrope.checkpoint.weights import filled
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.layers.parallel import placement_of
-from allotrope.layers.weights import VALUES
+from allotrope.layers.weights import VALUES, format_of
 from allotrope.ops.matmul.fp8 import Fp8
 from allotrope.ops.matmul.gguf import GgufBlocks
 
 
 def keeps_fp8(load_plan: LoadPlan) -> bool:
-    """Whether the engine has products with FP8 weights that the checkpoint has, too."""
+    """Whether the engine has products with FP8 weights that the checkpoint has, too, and rounds their activations."""
+    return any(format.fp8_activations for format in _kept_fp8(load_plan))
+
+
+def fp8_words(load_plan: LoadPlan) -> str:
+    """What a report says of FP8 weights that are kept; empty where there are none."""
+    if keeps_fp8(load_plan):
+        return " (FP8 weights kept, activations rounded)"
+    return " (FP8 weights kept)" if _kept_fp8(load_plan) else ""
+
+
+def _kept_fp8(load_plan: LoadPlan) -> list[Fp8]:
     if quantization_of(load_plan.checkpoint.config).get("quant_method") == ONLINE:
-        return False
-    return any(format.name == "fp8" for format in load_plan.build.formats.values())
+        return []
+    return [format for format in load_plan.build.formats.values() if isinstance(format, Fp8)]
 
 
 def keeps_blocks(load_plan: LoadPlan) -> bool:
@@ -42,7 +53,7 @@ def keeps_blocks(load_plan: LoadPlan) -> bool:
 
 
 def fp8_tensors(load_plan: LoadPlan) -> list[str]:
-    """Names of the checkpoint's tensors that the engine multiplies as FP8."""
+    """Names of the checkpoint's tensors that the engine multiplies as FP8, rounding their activations."""
     view = dequantized(load_plan.checkpoint)
     if not isinstance(view, QuantizedView):
         return []
@@ -57,7 +68,11 @@ def fp8_tensors(load_plan: LoadPlan) -> list[str]:
         for pattern, rule in rules:
             match = pattern.fullmatch(name)
             codes = parameters.get(filled(rule, match) + VALUES) if match else None
-            if codes is not None and any(one.name == rule.section for one in placement_of(codes).sections):
+            if codes is None:
+                continue
+            kept = format_of(codes)
+            rounds = isinstance(kept, Fp8) and kept.fp8_activations
+            if rounds and any(one.name == rule.section for one in placement_of(codes).sections):
                 found.append(name)
                 break
     return found

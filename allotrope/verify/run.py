@@ -25,7 +25,7 @@ from allotrope.verify.layers import UNSEEN_TIE, LayerRecorder, LayerReport, read
 from allotrope.verify.logits_recorder import LogitsRecorder
 from allotrope.verify.options import VerifyOptions
 from allotrope.verify.report import ModeResult, Report, Verdict
-from allotrope.verify.rounded_products import keeps_blocks, keeps_fp8
+from allotrope.verify.rounded_products import fp8_words, keeps_blocks, keeps_fp8
 from allotrope.verify.sample import Sample
 from allotrope.verify.stored import MANIFEST, Stored, has_stored, read_stored
 from allotrope.verify.tolerance import Limits, Score, as_measured, measured, score_samples, with_fp8_rows
@@ -290,7 +290,7 @@ def _report(
     found, unused = planned_backends(load_plan)
     asked = [option for option in (config.attention_backend, config.op_backend) if option]
     backends = f", {', '.join(asked)}" if asked else ""
-    kept = " (FP8 weights kept, activations rounded)" if keeps_fp8(load_plan) else ""
+    kept = fp8_words(load_plan)
     build = load_plan.build
     dtype, kv_dtype, state_dtype = (
         str(kind).removeprefix("torch.") for kind in (build.dtype, build.kv_dtype, build.state_dtype)

@@ -2,7 +2,8 @@
 
     python bench/cpu/blocks.py [KIND ...] [--shape 2048x4096] [--rows 1,8,128,512]
 
-A KIND is a type of GGUF blocks (`q4_k`), or a product of PyTorch: `bf16` by oneDNN, `int4pack`
+A KIND is a type of GGUF blocks (`q4_k`), `fp8` (128 x 128 numbers share a scale), `panels` (bf16 by our own product,
+where the processor has no AMX), or a product of PyTorch: `bf16` by oneDNN, `int4pack`
 (`_weight_int4pack_mm_for_cpu`, bf16 activations, groups of 32), `int8pack` (`_weight_int8pack_mm`, a scale for each
 row), `int_mm` (`_int_mm`, integers alone, without the rounding of activations). Figures are the least CPU time of the
 calling thread over calls that take turns, each with a copy of the weight that is in no near cache: run it with
@@ -17,7 +18,8 @@ from collections.abc import Callable
 
 import torch
 
-from allotrope.ops.matmul import cpu_blocks, onednn
+from allotrope.ops.matmul import cpu, cpu_blocks, onednn
+from allotrope.ops.matmul.fp8 import Fp8
 from allotrope.ops.matmul.gguf import GGUF_BLOCKS
 from allotrope.ops.matmul.plain import PlainWeight
 
@@ -32,6 +34,9 @@ def product(kind: str, plain: torch.Tensor) -> tuple[Product, int]:
     if kind == "bf16":
         reordered = onednn.pack(PlainWeight(plain.bfloat16()))
         return lambda x: onednn.matmul(x, reordered), reordered.nbytes
+    if kind == "panels":
+        in_panels = cpu.pack(PlainWeight(plain.bfloat16()))
+        return lambda x: cpu.matmul(x, in_panels), in_panels.nbytes
     if kind == "int4pack":
         codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.int32)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
@@ -44,7 +49,8 @@ def product(kind: str, plain: torch.Tensor) -> tuple[Product, int]:
     if kind == "int_mm":
         columns = torch.randint(-127, 128, plain.shape, dtype=torch.int8).t()
         return lambda x: torch._int_mm(x.to(torch.int8), columns), columns.nbytes
-    weight = cpu_blocks.pack(GGUF_BLOCKS[kind].quantize(plain))
+    fp8 = Fp8(128, rows=128, fp8_activations=False)
+    weight = cpu_blocks.pack(fp8.quantize(plain, 128) if kind == "fp8" else GGUF_BLOCKS[kind].quantize(plain))
     return lambda x: cpu_blocks.matmul(x, weight), weight.nbytes
 
 

@@ -77,7 +77,7 @@ def test_penalties_are_said_once_to_pause_async_scheduling(model: Path, caplog: 
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ("auto", "no product of device=cpu reads them as they are stored"),
+        ("auto", "group_size=16 (needs multiples of 32)"),
         ("dequantize", "quantized_weights=dequantize"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from tiny_checkpoints import prompts
 from allotrope.config import EngineConfig
 from allotrope.engine.load import load_model
 from allotrope.engine.load_plan import resolve_load_plan
-from allotrope.kernels.chip import chip_of
+from allotrope.kernels.chip import CHIPS, chip_of
 from allotrope.layers.linear import Linear
+from allotrope.loading.decoder import load_decoder
 from allotrope.ops.matmul import MatmulSpec, cpu_blocks
 from allotrope.ops.matmul.cpu_blocks import BlockWeight
 from allotrope.ops.matmul.gguf import GGUF_BLOCKS
@@ -88,6 +90,39 @@ def test_logits_are_those_of_plain_weights(
         assert_same(run(engine(path, plain, quantized_weights="dequantize", **OPTIONS), asked), tokens)
         assert any(line.startswith("dequantized on load") for line in caplog.messages)
     assert_same_logits(kept, plain, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "reasons"),
+    [
+        ("sm_90", "bfloat16", "triton: format={} (allowed: plain, fp8, mxfp4 and int4); cpu_blocks: chip=sm_90"),
+        ("", "float16", "cpu_blocks: dtype=torch.float16 (needs torch.float32 or torch.bfloat16)"),
+    ],
+    ids=["on a GPU", "on a CPU in float16"],
+)
+def test_each_type_that_is_dequantized_has_a_line_with_the_reasons(
+    chip: str, dtype: str, reasons: str, tmp_path: Path, write_gguf: WriteGguf
+) -> None:
+    """Loaded as for another chip, here."""
+    path = write(tmp_path, write_gguf, tied=False)
+    asked = EngineConfig(model=path, dtype=dtype, device="auto" if chip else "cpu")
+    load_plan = resolve_load_plan(asked, available=1 << 32, chip=CHIPS[chip] if chip else None)
+    build = replace(load_plan.build, device=torch.device("cpu"))
+    decoder = load_plan.architecture.decoder(load_plan.spec, build)
+    lines: list[str] = []
+    load_decoder(
+        *(decoder, load_plan.architecture, build, load_plan.checkpoint),
+        seed=0,
+        quantized_weights="auto",
+        log=lines.append,
+    )
+    found = dict(line.split(": ", 3)[1:3] for line in lines if line.startswith("dequantized on load, kept as"))
+    kinds = ("q4_1", "q4_k", "q5_0", "q5_k", "q6_k")
+    assert tuple(found) == kinds
+    assert found["q4_1"] == "layers.*.mixer.out.weight" and found["q5_0"] == "embedding.weight"
+    for kind in kinds:
+        (line,) = (line for line in lines if line.startswith(f"dequantized on load, kept as torch.{dtype}: {kind}: "))
+        assert reasons.format(kind) in line
 
 
 def test_rounded_activations_are_near(tmp_path: Path, write_gguf: WriteGguf) -> None:

@@ -21,6 +21,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.plan_report import report_model
 from allotrope.engine.step_cost import ModelCost, step_cost
+from allotrope.kernels.chip import CHIPS, chip_of
 from allotrope.layers.embedding import Embedding
 from allotrope.layers.moe import Experts
 from allotrope.layers.parallel import Parallel, placement_of
@@ -147,17 +148,23 @@ def test_compressed_rows_by_counting(kind: str) -> None:
 def test_quantized_weights_count_as_stored(tmp_path: Path) -> None:
     def found(name: str, quantization: dict[str, Any], keep: str) -> dict[str, StepCost]:
         more = {"quantization_config": quantization}
-        return step_cost(drawn(tmp_path, name, more, quantized_weights=keep, dtype="bfloat16"), (1,) * 8, (9,) * 8)
+        options = config(tmp_path, name, more, quantized_weights=keep, dtype="bfloat16")
+        return step_cost(resolve_load_plan(options, available=1 << 32, chip=chip), (1,) * 8, (9,) * 8)
 
+    chip = chip_of(torch.device("cpu"))
     kept, plain = (found("Qwen3MoeForCausalLM", FP8, keep) for keep in ("keep", "dequantize"))
     for kind in ("experts", "dense"):
         assert plain[kind].bytes / 2 < kept[kind].bytes < plain[kind].bytes
         assert kept[kind].flops == plain[kind].flops and plain[kind].fp8 == 0
-    assert kept["experts"].fp8 == kept["experts"].flops and 0 < kept["dense"].fp8 < kept["dense"].flops
+        # A CPU rounds no activations to FP8.
+        assert kept[kind].fp8 == 0
     kept, plain = (found("GptOssForCausalLM", {"quant_method": "mxfp4"}, keep) for keep in ("keep", "dequantize"))
     # 4-bit rows of 64 inputs are padded to 128.
     assert plain["experts"].bytes / 4 < kept["experts"].bytes < plain["experts"].bytes / 1.8
     assert kept["experts"].flops == plain["experts"].flops and kept["experts"].fp8 == 0
+    chip = CHIPS["sm_90"]
+    kept = found("Qwen3MoeForCausalLM", FP8, "keep")
+    assert kept["experts"].fp8 == kept["experts"].flops and 0 < kept["dense"].fp8 < kept["dense"].flops
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))

@@ -79,20 +79,20 @@ def rounded_twin(model: Path, view: PlainCheckpoint, into: Path) -> Path:
     [
         pytest.param("int8", "dense", 0.04, marks=ON_CPU),
         ("int4", "dense", 0.04),
-        ("fp8", "dense", 0.12),
+        ("fp8", "dense", 1e-4 if DEVICE == "cpu" else 0.12),
         ("int4", "sparse", 0.3),
     ],
 )
 def test_the_engine_multiplies_the_rounded_weights(
     scheme: str, kind: str, limit: float, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """`limit`: products round activations, too, by which near-ties of a router fall otherwise."""
+    """`limit`: products round activations, too, by which near-ties of a router fall otherwise; FP8 ones of a CPU do
+    not."""
     torch.set_num_threads(1)
     model: Path = request.getfixturevalue(kind)
-    options = {"quantized_weights": "keep"} if scheme == "fp8" else {}
     # A CPU keeps blocks of GGUF, a GPU the form of compressed-tensors.
     twin = rounded_twin(model, online(model, scheme, blocks=scheme != "fp8" and DEVICE == "cpu"), tmp_path / "twin")
-    got, want, plain = logits(model, quantization=scheme, **options), logits(twin), logits(model)
+    got, want, plain = logits(model, quantization=scheme), logits(twin), logits(model)
     assert (got - want).norm() < limit * want.norm()
     # Rounding to four bits is far from nothing.
     assert (got - plain).norm() > (1.5 * limit if scheme == "int4" else 1e-3) * plain.norm()
@@ -146,7 +146,8 @@ def test_what_cannot_be_is_refused(sparse: Path, tmp_path: Path) -> None:
             resolve_load_plan(EngineConfig(model=str(model), **options), chip=chip)
         return str(caught.value)
 
-    assert "no product reads such weights" in refused(sparse, quantization="fp8", device="cpu")
+    none = refused(sparse, quantization="fp8", device="cpu", dtype="float16")
+    assert "no product reads such weights" in none and "one of fp8, int8, int4" in none
     assert "one of fp8, int4" in refused(sparse, quantization="int8", device="cpu", chip=CHIPS["sm_90"])
     assert "quantized_weights=dequantize makes plain" in refused(
         sparse, quantization="int8", quantized_weights="dequantize"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from compiled_blocks import compile_blocks, compile_for_tiles, run_blocks
 
-from allotrope.kernels.c.compiler import HEADERS
 from allotrope.kernels.chip import chip_of
 from allotrope.ops.grouped_matmul.cpu_blocks import grouped_matmul
 from allotrope.ops.matmul import MatmulSpec, cpu_blocks, reference
@@ -22,7 +20,6 @@ from allotrope.ops.matmul.mxfp4 import MXFP4
 from allotrope.ops.matmul.plain import PLAIN
 from allotrope.ops.matmul.weight import Format, QuantizedWeight
 
-HERE = Path(__file__).parent
 KINDS = [pytest.param(format, id=kind) for kind, format in GGUF_BLOCKS.items()]
 # Of bytes that packing may add.
 MOST_BYTES = 1.25
@@ -186,26 +183,24 @@ def test_an_arm_processor_finds_the_same(kind: str, architecture: str, tmp_path:
     if compiler is None or emulator is None:
         pytest.skip("needs Debian's gcc-aarch64-linux-gnu and qemu-user")
     format = GGUF_BLOCKS[kind]
-    outputs, inputs, rows = 21, 512, 5
-    stored, x = made(format, outputs, inputs), torch.randn(rows, inputs)
-    (tmp_path / "in").write_bytes(stored.values.numpy().tobytes() + x.numpy().tobytes())
-    macros = [f"-D{name}={value}" for name, value in cpu_blocks.defines(format.layout).items()]
-    flags = ["-O2", "-std=gnu11", "-static", "-fopenmp", "-Wno-psabi", f"-march={architecture}", "-DELEMENT_BFLOAT16=0"]
-    folders = [f"-I{HEADERS}", f"-I{cpu_blocks.SOURCE.parent}"]
-    program = tmp_path / "program"
-    command = [compiler, *flags, *folders, *macros, str(HERE / "blocks_main.c"), "-o", str(program)]
-    subprocess.run(command, check=True, capture_output=True)
-    for exact in (0, 1):
-        sizes = [str(number) for number in (outputs, inputs, rows, exact)]
-        subprocess.run(
-            [emulator, str(program), str(tmp_path / "in"), str(tmp_path / "out"), *sizes],
-            check=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        found = torch.from_numpy(np.fromfile(tmp_path / "out", np.float32))
-        y, weight = found[: rows * outputs].view(rows, outputs), found[rows * outputs :].view(outputs, inputs)
+    stored, x = made(format, 21, 512), torch.randn(5, 512)
+    program = compile_blocks(format.layout, tmp_path, compiler, [f"-march={architecture}"])
+    for exact in (False, True):
+        y, weight = run_blocks([emulator, str(program)], tmp_path, stored.values, x, exact)
         wanted = reference.matmul(
             x, QuantizedWeight(replace(format, int8_activations=not exact), stored.values, stored.scales)
         )
         assert off(y, wanted) < EXACT
         assert torch.allclose(weight, stored.dequantize(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q4_k", "q6_k", "iq4_nl", "q8_0"])
+def test_matrix_units_find_the_same(kind: str, tmp_path: Path) -> None:
+    """Their instructions are emulated, so that processors without them test what surrounds these; with two threads."""
+    format = GGUF_BLOCKS[kind]
+    stored, x = made(format, 150, 768), torch.randn(530, 768).bfloat16()
+    program = compile_for_tiles(format.layout, tmp_path)
+    for rows in (17, 33, 530):
+        y, _ = run_blocks([str(program)], tmp_path, stored.values, x[:rows], exact=True, threads=2)
+        # The units were used: weights become bf16 for them.
+        assert EXACT < off(y, x[:rows].float() @ stored.dequantize().t()) < ROUNDED_WEIGHTS

@@ -20,8 +20,10 @@ from allotrope.checkpoint.dequantize import dequantized
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.errors import ModelError
+from allotrope.kernels.chip import chip_of
 from allotrope.layers.weights import pop_weights
-from allotrope.ops.matmul import StoredWeight
+from allotrope.ops.matmul import StoredWeight, cpu_blocks, unstored_reasons
+from allotrope.ops.matmul.fp8 import Fp8
 from allotrope.ops.matmul.weight import Format, QuantizedWeight
 from allotrope.verify.options import MODES, VerifyOptions
 from allotrope.verify.plain_files import plain_files
@@ -81,6 +83,35 @@ def test_kept_weights_have_the_tolerance_of_their_rounding(twin: Twin, name: str
     assert report.layers is not None
     for layer, most in zip(report.layers.layers, report.layers.limits, strict=True):
         assert most / 6 < layer.error < 0.75 * most
+
+
+@pytest.fixture
+def of_32(twin: Twin, tmp_path: Path) -> Path:
+    """Blocks that a CPU's products read as they are stored."""
+    reasons = unstored_reasons(Fp8(32, fp8_activations=False), torch.float32, chip_of(torch.device("cpu")))
+    if reasons:
+        pytest.skip("; ".join(reasons))
+    return write_twin(twin("Qwen3MoeForCausalLM").parent / "plain", tmp_path / "twin", block=32)
+
+
+def test_weights_that_a_cpu_keeps_are_exact(of_32: Path) -> None:
+    """Nothing is rounded, so nothing is allowed for."""
+    report = run(of_32, "auto", modes="whole,chunked-64,cached,batched")
+    assert report.passed, report.verdict()
+    assert report.engine.endswith("(FP8 weights kept)")
+    assert report.limits.exact and "float64" in report.limits.origin
+    assert report.layers is not None and all(layer.error < 5e-6 for layer in report.layers.layers)
+    report = run(of_32, "auto", engine={"dtype": "bfloat16"}, modes="whole")
+    assert report.passed, report.verdict()
+    assert "activations rounded" not in report.limits.origin
+
+
+def test_a_small_fault_of_such_weights_is_found(of_32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = cpu_blocks.multiply
+    monkeypatch.setattr(cpu_blocks, "multiply", lambda *given: multiply(*given).mul_(1.001))
+    report = run(of_32, "auto", modes="whole")
+    assert not report.passed
+    assert report.layers is not None and report.layers.first is not None and report.layers.first.index == 0
 
 
 def test_rows_that_round_as_well(twin: Twin) -> None:

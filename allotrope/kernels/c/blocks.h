@@ -3,8 +3,9 @@
 //
 //     w = scale * (code - ZERO) - minimum
 //
-// with floats of one group of GROUP inputs. A panel holds the scales of all its inputs, then the codes. Lanes are
-// outputs: 32 bits of a vector hold four inputs of one output, as dot products of bytes want them.
+// with floats of one group of GROUP inputs; of E4M3 it is scale * (the FP8 number that the code is). A panel holds the
+// scales of all its inputs, then the codes. Lanes are outputs: 32 bits of a vector hold four inputs of one output, as
+// dot products of bytes want them.
 #pragma once
 #include "element.h"
 
@@ -42,18 +43,19 @@ typedef uint8_t narrow_unsigned __attribute__((vector_size(W), aligned(1), may_a
 #define STEP 32
 // How far ahead codes are fetched.
 #define AHEAD_BYTES 2048
-#define SPAN (INTEGER_SCALES ? 256 : STEP)
+// Inputs of an output that have floats of their own.
+#define SPAN NUMBERS
 #define GROUPS (SPAN / GROUP)
 #define BITS (P0_BITS + P1_BITS)
 // Bytes of 32 inputs of a panel: their lower bits, then their upper ones.
 #define LOW_BYTES (STEP * PANEL * P0_BITS / 8)
 #define CODE_BYTES (LOW_BYTES + STEP * PANEL * P1_BITS / 8)
 // Floats of a span, and the integer scales of its groups.
-#define FLOAT_BYTES (POWER ? PANEL : 2 * PANEL)
+#define FLOAT_BYTES (POWER ? PANEL : SINGLE ? 4 * PANEL : 2 * PANEL)
 #define SCALE_BYTES (FLOAT_BYTES * (1 + MINIMUM) + (INTEGER_SCALES ? GROUPS * PANEL * (1 + MINIMUM) : 0))
 // Codes that reach 128 are signed where the processor multiplies no unsigned bytes by signed ones.
-#define SIGNED (SIGNED_CODES && (BITS == 8 || TABLE))
-#define ZERO (SIGNED ? 0 : TABLE == 1 ? 128 : TABLE == 2 ? 12 : OFFSET)
+#define SIGNED (SIGNED_CODES && (BITS == 8 || TABLE) && !E4M3)
+#define ZERO (SIGNED || E4M3 ? 0 : TABLE == 1 ? 128 : TABLE == 2 ? 12 : OFFSET)
 
 #if TABLE == 1
 static const int8_t table[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
@@ -90,6 +92,10 @@ static inline vf floats_of(const uint8_t *from, long part) {
     memcpy(&stored, from + part * W, sizeof stored);
     vi bits = __builtin_convertvector(stored, vi) - 1;
     return (vf)((bits & ~(bits >> 31)) << 23);
+#elif SINGLE
+    vf stored;
+    memcpy(&stored, from + 4 * part * W, sizeof stored);
+    return stored;
 #elif BRAIN
     typedef uint16_t halves __attribute__((vector_size(2 * W)));
     halves stored;
@@ -203,9 +209,15 @@ static inline __attribute__((always_inline)) void unpack(vi codes[8], const uint
     }
 }
 
+#if E4M3
+#include "e4m3.h"
+#endif
+
 // Input 4 s + b of the codes as numbers.
 static inline vf numbers_of(vi codes, int b) {
-#if SIGNED
+#if E4M3
+    return e4m3_of(codes, b);
+#elif SIGNED
     return __builtin_convertvector(codes << (24 - 8 * b) >> 24, vf);
 #else
     return __builtin_convertvector((vi)((vu)codes >> 8 * b) & 255, vf) - (float)ZERO;

@@ -99,8 +99,17 @@ MATMUL = Op(
 )
 
 
-def multiplied_as_stored(format: Format, dtype: torch.dtype, chip: Chip) -> bool:
-    """Whether some backend multiplies weights of a format without dequantizing them for each product."""
+def unstored_reasons(format: Format, dtype: torch.dtype, chip: Chip) -> list[str]:
+    """Why no backend for a chip multiplies weights of a format without dequantizing them for each product; empty where
+    one does."""
     spec = MatmulSpec(format, dtype, 256, 256)
     backends = [one for one in MATMUL.backends if isinstance(one, MatmulBackend) and one.own_layout]
-    return any(not one.rejects(spec, chip) for one in backends)
+    rejected = {one.name: one.rejects(spec, chip) for one in backends}
+    if not all(rejected.values()):
+        return []
+    return [f"{name}: {', '.join(reasons)}" for name, reasons in rejected.items()]
+
+
+def multiplied_as_stored(format: Format, dtype: torch.dtype, chip: Chip) -> bool:
+    """Whether some backend multiplies weights of a format without dequantizing them for each product."""
+    return not unstored_reasons(format, dtype, chip)

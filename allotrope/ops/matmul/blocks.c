@@ -1,6 +1,20 @@
 // y = x W^T + bias of weights in panels of blocks, which are never unpacked whole.
 #include "blocks.h"
-#include <stdlib.h>
+#ifdef _OPENMP
+#include <omp.h>
+#else
+#define omp_get_max_threads() 1
+#define omp_get_thread_num() 0
+#endif
+
+// Whether codes become pairs of bf16 for an instruction that multiplies two of them: it takes as long as one product of
+// fp32 on AMD's processors (compilers older than these call them Zen 3), and four times as long on Intel's.
+#if E4M3 && ELEMENT_BFLOAT16 && defined(__AVX512BF16__) \
+    && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__))
+#define PAIRS_MULTIPLY E4M3_PAIRS
+#else
+#define PAIRS_MULTIPLY 0
+#endif
 
 // Activations as products see them. numbers: [rows, inputs] int8. scales: [rows, inputs / 32]. shifts: [rows, inputs /
 // GROUP], what stands for -ZERO of every code. sums: [rows, inputs / GROUP], of the rounded activations.
@@ -21,11 +35,11 @@ static rounded place(void *scratch, long rows, long inputs) {
     return x;
 }
 
-// Bytes of activations of so many rows, in the form that takes most.
-long scratch_size(long rows, long inputs) {
+// Bytes of activations of so many rows, in the form that takes most; whole lines of the cache.
+static long prepared_size(long rows, long inputs) {
     const long as_bytes = rows * (inputs + inputs / STEP * 4 + inputs / GROUP * 8);
     const long as_floats = (rows + 32) * (inputs * 4 + 128);
-    return (as_bytes > as_floats ? as_bytes : as_floats) + 64;
+    return ((as_bytes > as_floats ? as_bytes : as_floats) + 63) / 64 * 64;
 }
 
 // Of 32 numbers a and b the largest size; whether all of them are numbers.
@@ -159,30 +173,86 @@ static inline __attribute__((always_inline)) void multiply_exact(float sums[][PA
                                                                  const uint8_t *panel, long inputs, long part,
                                                                  const int rows) {
     const uint8_t *scales = panel, *codes = panel + scales_size(inputs);
-    vf total[8];
-    for (int r = 0; r < rows; r++) total[r] = (vf){};
+    // Two sums of a row are under way at a time: one alone waits for itself.
+    vf total[2][8], whole[8];
+    for (int r = 0; r < rows; r++) total[0][r] = total[1][r] = whole[r] = (vf){};
     for (long span = 0; span < inputs / SPAN; span++, scales += SCALE_BYTES) {
         const factors of_span = span_factors(scales, part);
         for (long step = 0; step < SPAN / STEP; step++, codes += CODE_BYTES) {
             vi unpacked[8];
             unpack(unpacked, codes, part);
+#if W == 16
+#pragma GCC unroll 8
+            for (int line = 0; line < CODE_BYTES / 64; line++) __builtin_prefetch(codes + AHEAD_BYTES + line * 64);
+#endif
+            // Copied: compilers keep an address of every row in memory otherwise, and load it for each product.
+            float near[8][STEP];
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) memcpy(near[r], x + r * stride + (span * (SPAN / STEP) + step) * STEP, 4 * STEP);
+#pragma GCC unroll 2
             for (int h = 0; h < STEP / GROUP; h++) {
                 const factors of = group_factors(of_span, scales, step * (STEP / GROUP) + h, part);
-                const float *from = x + (span * (SPAN / STEP) + step) * STEP + h * GROUP;
 #pragma GCC unroll 8
                 for (int s = 0; s < GROUP / 4; s++)
 #pragma GCC unroll 4
                     for (int b = 0; b < 4; b++) {
                         const vf number = numbers_of(unpacked[h * (GROUP / 4) + s], b);
-                        const vf w = MINIMUM ? number * of.scale - of.minimum : scaled(number, of.scale);
+                        const vf w = E4M3 ? number : MINIMUM ? number * of.scale - of.minimum : scaled(number, of.scale);
 #pragma GCC unroll 8
-                        for (int r = 0; r < rows; r++) total[r] += w * from[r * stride + 4 * s + b];
+                        for (int r = 0; r < rows; r++) total[b % 2][r] += w * near[r][h * GROUP + 4 * s + b];
                     }
             }
         }
+        // One scale of a whole span multiplies its sums.
+        if (E4M3)
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                whole[r] += (total[0][r] + total[1][r]) * of_span.scale;
+                total[0][r] = total[1][r] = (vf){};
+            }
     }
-    for (int r = 0; r < rows; r++) memcpy(sums[r] + part * W, &total[r], sizeof(vf));
+    for (int r = 0; r < rows; r++) {
+        const vf both = E4M3 ? whole[r] : total[0][r] + total[1][r];
+        memcpy(sums[r] + part * W, &both, sizeof both);
+    }
 }
+
+#if PAIRS_MULTIPLY
+// The same with activations in bf16, which are multiplied by the codes' numbers, and the sums of a span by its scale.
+static inline __attribute__((always_inline)) void multiply_pairs(float sums[][PANEL], const element *x, long stride,
+                                                                 const uint8_t *panel, long inputs, const int rows) {
+    const uint8_t *scales = panel, *codes = panel + scales_size(inputs);
+    vf total[8];
+    for (int r = 0; r < rows; r++) total[r] = (vf){};
+    for (long span = 0; span < inputs / SPAN; span++, scales += SCALE_BYTES) {
+        // Two sums of a row are under way at a time: one alone waits for itself.
+        __m512 of_span[2][8];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) of_span[0][r] = of_span[1][r] = _mm512_setzero_ps();
+        for (long step = 0; step < SPAN / STEP; step++, codes += CODE_BYTES, x += STEP) {
+#pragma GCC unroll 8
+            for (int s = 0; s < STEP / 4; s++) {
+                __builtin_prefetch(codes + AHEAD_BYTES + s * 64);
+                vu pairs[2];
+                pairs_of(pairs, load_bytes(codes + s * 64, 0));
+#pragma GCC unroll 2
+                for (int p = 0; p < 2; p++)
+#pragma GCC unroll 8
+                    for (int r = 0; r < rows; r++) {
+                        int32_t two;
+                        memcpy(&two, x + r * stride + 4 * s + 2 * p, 4);
+                        of_span[p][r] = _mm512_dpbf16_ps(of_span[p][r], (__m512bh)pairs[p],
+                                                         (__m512bh)_mm512_set1_epi32(two));
+                    }
+            }
+        }
+        const vf scale = floats_of(scales, 0);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) total[r] += (vf)_mm512_add_ps(of_span[0][r], of_span[1][r]) * scale;
+    }
+    for (int r = 0; r < rows; r++) memcpy(sums[r], &total[r], sizeof(vf));
+}
+#endif
 
 // Rows that share a pass over a panel.
 #define ROWS (W == 16 ? 8 : 4)
@@ -223,6 +293,23 @@ static void panel_exact(const target *to, const float *x, long stride, long inpu
     }
 }
 
+#if PAIRS_MULTIPLY
+static void panel_pairs(const target *to, const element *x, long stride, long inputs, const uint8_t *panel, long output,
+                        long kept, long begin, long end) {
+    for (long t = begin; t < end; t += ROWS) {
+        const long rows = end - t < ROWS ? end - t : ROWS;
+        float sums[8][PANEL];
+        switch (rows) {
+#define MANY(n) \
+    case n: multiply_pairs(sums, x + t * stride, stride, panel, inputs, n); break;
+            EACH(MANY)
+#undef MANY
+        }
+        for (long r = 0; r < rows; r++) put(to, t + r, output, kept, sums[r]);
+    }
+}
+#endif
+
 #if MATRIX_UNITS
 // Rows, and inputs, whose sums and weights stay in the cache; panels that share the rows' way there.
 #define BLOCK_ROWS 512
@@ -260,15 +347,23 @@ static void unpack_bf16(uint32_t *to, const uint8_t *panel, long inputs, long fi
 #pragma GCC unroll 2
         for (int h = 0; h < STEP / GROUP; h++) {
             const factors of = group_factors(of_span, scales, at % SPAN / GROUP + h, 0);
+#if !E4M3
             // Of codes as they are stored.
             const vf minimum = MINIMUM ? of.minimum : of.scale * (float)ZERO;
+#endif
 #pragma GCC unroll 8
             for (int s = 0; s < GROUP / 4; s++)
 #pragma GCC unroll 2
                 for (int pair = 0; pair < 2; pair++, to += PANEL) {
+#if E4M3
+                    const vi four = unpacked[h * (GROUP / 4) + s];
+                    const vf even = numbers_of(four, 2 * pair) * of.scale;
+                    const vf odd = numbers_of(four, 2 * pair + 1) * of.scale;
+#else
                     const vu four = (vu)unpacked[h * (GROUP / 4) + s] >> 16 * pair;
                     const vf even = __builtin_convertvector((vi)(four & 255), vf) * of.scale - minimum;
                     const vf odd = __builtin_convertvector((vi)(four >> 8 & 255), vf) * of.scale - minimum;
+#endif
                     const __m256i low = (__m256i)_mm512_cvtneps_pbh((__m512)even);
                     const __m256i high = (__m256i)_mm512_cvtneps_pbh((__m512)odd);
                     _mm512_storeu_si512(to, _mm512_or_si512(_mm512_cvtepu16_epi32(low),
@@ -339,6 +434,8 @@ static void panels_in_tiles(const target *to, const uint8_t *x, long stride, lon
 }
 
 #define THREAD_MEMORY (BLOCK_ROWS * BLOCK_PANELS * PANEL * 4 + BLOCK_PANELS * BLOCK_INPUTS * 2 * PANEL)
+#else
+#define THREAD_MEMORY 0
 #endif
 
 // Of activations, what the cache of a core holds beside a panel.
@@ -347,14 +444,19 @@ static void panels_in_tiles(const target *to, const uint8_t *x, long stride, lon
 // From so many rows on, matrix units are faster than products of bytes.
 #define MANY_ROWS 17
 
-enum { ROUNDED, EXACT, TILES };
+// Bytes that a product of so many rows needs: its activations, and of many rows memory of each thread.
+long scratch_size(long rows, long inputs) {
+    return 64 + prepared_size(rows, inputs) + (rows < MANY_ROWS ? 0 : (long)omp_get_max_threads() * THREAD_MEMORY);
+}
+
+enum { ROUNDED, EXACT, PAIRS, TILES };
 
 static int way_of(long rows, long exact) {
 #if MATRIX_UNITS
     // Activations that are not to be rounded are bf16 already.
     if (rows >= MANY_ROWS && (!exact || sizeof(element) == 2) && matrix_units()) return TILES;
 #endif
-    return exact ? EXACT : ROUNDED;
+    return PAIRS_MULTIPLY ? PAIRS : exact || E4M3 ? EXACT : ROUNDED;
 }
 
 // Rows `stride` bytes apart, which are of no use as a power of two: they would share the cache's lines.
@@ -363,7 +465,7 @@ static long tile_stride(long inputs) { return (inputs * 2 + 63) / 128 * 128 + 64
 // One row of x as `way` wants it.
 static void prepare(int way, const element *x, const rounded *to, void *scratch, long row) {
     const long inputs = to->inputs;
-    if (way == ROUNDED) {
+    if (!E4M3 && way == ROUNDED) {
         round_row(x, to, row);
     } else if (way == EXACT) {
         float *exact = (float *)scratch + row * inputs;
@@ -391,8 +493,9 @@ void product(void *y, long y_stride, long y_exact, const element *x, long x_stri
     const int way = way_of(rows / (experts ? experts : 1), x_exact);
     const rounded small = place(scratch, rows, inputs);
     const target whole = {y, y_stride, y_exact, bias};
-    const int alone = rows == 1;
-    if (alone) prepare(way, x, &small, scratch, 0);
+    // Pairs are read from where they are.
+    const int alone = rows == 1 || way == PAIRS;
+    if (rows == 1 && way != PAIRS) prepare(way, x, &small, scratch, 0);
 #if MATRIX_UNITS
     long block = 2;
     while (block < BLOCK_PANELS && panels * experts / block > 8) block += 2;
@@ -402,9 +505,9 @@ void product(void *y, long y_stride, long y_exact, const element *x, long x_stri
     const long units = way == TILES ? (panels + block - 1) / block : panels;
     // Few enough for threads to end together, whatever else they are kept by.
     const long chunk = units * experts / 64 + 1;
-    // Rounded rows that stay in the second cache while every panel meets them; those of experts are few.
-    const long fitting = CACHED_BYTES / inputs / ROWS * ROWS;
-    const long many = way == ROUNDED && !ends ? (fitting > ROWS ? fitting : ROWS) : rows;
+    // Rows that stay in the second cache while every panel meets them; those of experts are few.
+    const long fitting = CACHED_BYTES / (way == ROUNDED ? inputs : 4 * inputs) / ROWS * ROWS;
+    const long many = way != TILES && !ends ? (fitting > ROWS ? fitting : ROWS) : rows;
     const long blocks = rows ? (rows + many - 1) / many : 0;
 #pragma omp parallel
     {
@@ -413,11 +516,9 @@ void product(void *y, long y_stride, long y_exact, const element *x, long x_stri
             for (long row = 0; row < rows; row++) prepare(way, x + row * x_stride, &small, scratch, row);
         }
 #if MATRIX_UNITS
-        uint8_t *memory = 0;
-        if (way == TILES) {
-            memory = aligned_alloc(64, THREAD_MEMORY);
-            begin_tiles();
-        }
+        uint8_t *memory = (uint8_t *)(((uintptr_t)scratch + 63) / 64 * 64);
+        memory += prepared_size(rows, inputs) + omp_get_thread_num() * THREAD_MEMORY;
+        if (way == TILES) begin_tiles();
 #endif
 #pragma omp for collapse(3) schedule(dynamic, chunk)
         for (long e = 0; e < experts; e++)
@@ -431,10 +532,14 @@ void product(void *y, long y_stride, long y_exact, const element *x, long x_stri
                 target to = whole;
                 if (bias) to.bias = bias + e * panels * PANEL;
                 const long kept = outputs - p * PANEL < PANEL ? outputs - p * PANEL : PANEL;
-                if (way == ROUNDED)
+                if (!E4M3 && way == ROUNDED)
                     panel_rounded(&to, &small, from, p * PANEL, kept, begin, end);
                 else if (way == EXACT)
                     panel_exact(&to, scratch, inputs, inputs, from, p * PANEL, kept, begin, end);
+#if PAIRS_MULTIPLY
+                else if (way == PAIRS)
+                    panel_pairs(&to, x, x_stride, inputs, from, p * PANEL, kept, begin, end);
+#endif
 #if MATRIX_UNITS
                 else
                     panels_in_tiles(&to, scratch, tile_stride(inputs), inputs, from, p * PANEL, outputs,
@@ -442,10 +547,7 @@ void product(void *y, long y_stride, long y_exact, const element *x, long x_stri
 #endif
             }
 #if MATRIX_UNITS
-        if (way == TILES) {
-            _tile_release();
-            free(memory);
-        }
+        if (way == TILES) _tile_release();
 #endif
     }
 }

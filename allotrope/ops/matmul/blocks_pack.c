@@ -16,7 +16,7 @@ static inline __attribute__((always_inline)) void read_plane(uint8_t *codes, con
 static void read_block(uint8_t codes[NUMBERS], uint8_t scales[64], const uint8_t *block) {
     memset(codes, 0, NUMBERS);
 #if P0_BITS == 8
-    for (int i = 0; i < NUMBERS; i++) codes[i] = block[P0_AT + i] ^ (SIGNED ? 0 : 128);
+    for (int i = 0; i < NUMBERS; i++) codes[i] = block[P0_AT + i] ^ (SIGNED || E4M3 ? 0 : 128);
 #else
     read_plane(codes, block + P0_AT, NUMBERS, P0_BITS, P0_RUN, 0);
 #endif
@@ -45,8 +45,14 @@ static void read_block(uint8_t codes[NUMBERS], uint8_t scales[64], const uint8_t
 #endif
 }
 
-// Where the codes of 32 inputs of an output go.
-static void pack_codes(uint8_t *to, const uint8_t *codes) {
+// Where the codes of 32 inputs of output `lane` of a panel go.
+static void pack_codes(uint8_t *to, const uint8_t *codes, long lane) {
+#if E4M3 && E4M3_PAIRS
+    to += lane / 4 * 16 + lane % 4 * 2;
+    for (int pair = 0; pair < 16; pair++) memcpy(to + pair / 2 * 64 + pair % 2 * 8, codes + 2 * pair, 2);
+    return;
+#endif
+    to += 4 * lane;
 #if P0_BITS == 8
     for (int s = 0; s < 8; s++) memcpy(to + s * 64, codes + 4 * s, 4);
 #elif P0_BITS == 4
@@ -91,18 +97,15 @@ void pack(uint8_t *packed, const uint8_t *stored, long experts, long outputs, lo
                 uint8_t codes[NUMBERS], whole[64];
                 read_block(codes, whole, block);
                 uint8_t *scales = panel + at / SPAN * SCALE_BYTES;
-                if (POWER)
-                    scales[lane] = block[SCALE_AT];
-                else
-                    memcpy(scales + 2 * lane, block + SCALE_AT, 2);
+                memcpy(scales + FLOAT_BYTES / PANEL * lane, block + SCALE_AT, FLOAT_BYTES / PANEL);
 #if MINIMUM
                 memcpy(scales + FLOAT_BYTES + 2 * lane, block + MINIMUM_AT, 2);
                 if (MINIMUM_SIGN < 0) scales[FLOAT_BYTES + 2 * lane + 1] ^= 128;
 #endif
                 for (int i = 0; i < NUMBERS_OF_SCALES; i++)
                     scales[FLOAT_BYTES * (1 + MINIMUM) + i * PANEL + lane] = whole[i];
-                uint8_t *to = panel + scales_size(inputs) + at / STEP * CODE_BYTES + 4 * lane;
-                for (int i = 0; i < NUMBERS; i += STEP, to += CODE_BYTES) pack_codes(to, codes + i);
+                uint8_t *to = panel + scales_size(inputs) + at / STEP * CODE_BYTES;
+                for (int i = 0; i < NUMBERS; i += STEP, to += CODE_BYTES) pack_codes(to, codes + i, lane);
             }
         }
     }

@@ -21,6 +21,8 @@ FORMATS: dict[str, tuple[Format, int]] = {
     "plain": (PLAIN, 1),
     "fp8 blocks": (Fp8(128, rows=128), 128),
     "fp8 rows": (Fp8(0), 1),
+    "fp8 blocks exact": (Fp8(128, rows=128, fp8_activations=False), 128),
+    "fp8 rows exact": (Fp8(0, fp8_activations=False), 1),
     "mxfp4": (MXFP4, 1),
     "int4 by 32": (Int4(32), 1),
     "int4 by 128": (Int4(128), 1),
@@ -41,7 +43,8 @@ def draw_weight(draw: Draw, format: Format, block_rows: int, dtype: torch.dtype,
 
 def tolerance_of(format: Format) -> torch.dtype | None:
     """Values that activations are rounded to may fall the other way: that shows in fp32."""
-    return torch.bfloat16 if isinstance(format, Fp8 | GgufBlocks) else None
+    rounds = isinstance(format, GgufBlocks) or (isinstance(format, Fp8) and format.fp8_activations)
+    return torch.bfloat16 if rounds else None
 
 
 def dtypes_of(format: Format) -> tuple[torch.dtype, ...]:

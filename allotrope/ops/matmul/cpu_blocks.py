@@ -1,5 +1,5 @@
 """Products with weights in blocks of few bits on a CPU, which are never unpacked whole (`blocks.c`): those of GGUF, and
-MXFP4 and INT4 as blocks.
+MXFP4, INT4 and FP8 as blocks.
 
 A weight is packed once into panels of 16 outputs: its codes keep their number of bits, scales are as exact as they are
 stored. A few rows are rounded to int8 by groups of 32, where the format lets them be, and multiplied in integers. For
@@ -20,17 +20,24 @@ from allotrope.kernels.c.compiler import load
 from allotrope.kernels.c.function import CFunction, c_reasons
 from allotrope.kernels.chip import Chip
 from allotrope.ops.matmul.cpu import WeightInPanels
+from allotrope.ops.matmul.fp8 import Fp8
 from allotrope.ops.matmul.gguf import FP4_DOUBLED, IQ4_VALUES, PANEL, GgufBlocks, Layout, Plane, panel_bytes
 from allotrope.ops.matmul.weight import Format, QuantizedWeight
 
 # Inputs of a step, as in C.
 STEP = 32
 SOURCE, PACK_SOURCE = (Path(__file__).with_name(name) for name in ("blocks.c", "blocks_pack.c"))
-# Other formats as blocks: their scales are put before 32 of their codes, whose order stays as it is.
+# Other formats as blocks: their scales are put before so many of their codes, whose order stays as it is.
+_FP8_SPANS = (128, 64, STEP)
 _STORED_BLOCKS = {
     "mxfp4": Layout("mxfp4", 17, 32, (Plane(1, 4, 1),), table=FP4_DOUBLED, scale_type="power"),
     "int4": Layout("int4", 18, 32, (Plane(2, 4, 1),), offset=8, scale_type="bf16", rounded=True),
+    **{
+        f"fp8 by {span}": Layout(f"fp8 by {span}", 4 + span, span, (Plane(4, 8, 1),), scale_type="fp32", e4m3=True)
+        for span in _FP8_SPANS
+    },
 }
+_STORED = ("mxfp4", "int4", "fp8")
 _TABLES = {(): 0, IQ4_VALUES: 1, FP4_DOUBLED: 2}
 
 
@@ -43,7 +50,7 @@ class BlockWeight(WeightInPanels):
         super().__init__(panels, shape)
         self.format = format
         self.exact_activations = not isinstance(format, GgufBlocks) or not format.int8_activations
-        self.layout = layout_of(format)
+        self.layout = layout_of(format, shape[-1])
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """As `Weight.dequantize`."""
@@ -61,32 +68,42 @@ def rejects(spec: Any, chip: Chip) -> list[str]:
     if chip.vendor != "cpu":
         return [f"chip={chip.arch} (needs cpu)"]
     format: Format = spec.format
-    if not isinstance(format, GgufBlocks) and format.name not in _STORED_BLOCKS:
-        return [f"format={format.name} (needs blocks of GGUF, {' or '.join(_STORED_BLOCKS)})"]
+    if not isinstance(format, GgufBlocks) and format.name not in _STORED:
+        return [f"format={format.name} (needs blocks of GGUF, {', '.join(_STORED[:-1])} or {_STORED[-1]})"]
+    if isinstance(format, Fp8) and format.fp8_activations:
+        return ["fp8 activations (needs them as they are)"]
     if not isinstance(format, GgufBlocks) and (spec.inputs % STEP or format.group_size % STEP):
         return [f"inputs={spec.inputs}, group_size={format.group_size} (needs multiples of {STEP})"]
-    return c_reasons(SOURCE, spec.dtype, chip, **defines(layout_of(format)))
+    return c_reasons(SOURCE, spec.dtype, chip, **defines(layout_of(format, spec.inputs)))
 
 
-def layout_of(format: Format) -> Layout:
-    """The blocks that a weight of a format is packed from."""
-    return format.layout if isinstance(format, GgufBlocks) else _STORED_BLOCKS[format.name]
+def layout_of(format: Format, inputs: int) -> Layout:
+    """The blocks that a weight of a format is packed from. `inputs`: of the weight."""
+    if isinstance(format, GgufBlocks):
+        return format.layout
+    if not isinstance(format, Fp8):
+        return _STORED_BLOCKS[format.name]
+    # As few scales as there may be.
+    span = next(size for size in _FP8_SPANS if inputs % size == 0 == format.group_size % size)
+    return _STORED_BLOCKS[f"fp8 by {span}"]
 
 
 def packed_bytes(format: Format, shape: tuple[int, ...], shared: bool) -> tuple[int, int]:
     """As `Format.packed_bytes`, of what `pack` makes: all of it counts as values."""
     *outer, outputs, inputs = shape
     panels = torch.Size(outer).numel() * -(-outputs // PANEL)
-    return panels * panel_bytes(layout_of(format), inputs), 0
+    return panels * panel_bytes(layout_of(format, inputs), inputs), 0
 
 
-def _blocks(weight: QuantizedWeight) -> torch.Tensor:
+def _blocks(weight: QuantizedWeight, layout: Layout) -> torch.Tensor:
     """uint8 [outputs, bytes]: one weight as its layout has it."""
     if isinstance(weight.format, GgufBlocks):
         return weight.values.contiguous()
-    codes = weight.values.contiguous().view(torch.uint8).unflatten(-1, (-1, STEP // 2))
-    group = weight.format.group_size or weight.shape[-1]
-    scales = weight.scales.repeat_interleave(group // STEP, dim=-1)[:, : codes.shape[1]].contiguous()
+    outputs, inputs = weight.shape
+    codes = weight.values.contiguous().view(torch.uint8).unflatten(-1, (inputs // layout.numbers, -1))
+    group = weight.format.group_size or inputs
+    scales = weight.scales.repeat_interleave(group // layout.numbers, dim=-1)[:, : codes.shape[1]]
+    scales = scales.repeat_interleave(weight.rows_per_scale, dim=0)[:outputs].contiguous()
     return torch.cat((scales.view(torch.uint8).unflatten(-1, (codes.shape[1], -1)), codes), dim=-1).flatten(-2)
 
 
@@ -109,6 +126,8 @@ def _defines(layout: Layout) -> tuple[tuple[str, int], ...]:
         "MIXED": int(layout.mixed_scales),
         "POWER": int(layout.scale_type == "power"),
         "BRAIN": int(layout.scale_type == "bf16"),
+        "SINGLE": int(layout.scale_type == "fp32"),
+        "E4M3": int(layout.e4m3),
         "ROUNDED_WEIGHTS": int(layout.rounded),
     }
     for name, plane in planes.items():
@@ -142,12 +161,12 @@ def _scratch_size(layout: Layout, dtype: torch.dtype) -> Callable[[int, int], in
 
 def pack(weight: QuantizedWeight) -> BlockWeight:
     """`MatmulBackend.pack`."""
-    layout = layout_of(weight.format)
     outputs, inputs = weight.shape[-2:]
+    layout = layout_of(weight.format, inputs)
     each = [weight[expert] for expert in range(weight.shape[0])] if len(weight.shape) == 3 else [weight]
     panels = torch.empty(len(each), -(-outputs // PANEL), panel_bytes(layout, inputs), dtype=torch.uint8)
     for packed, one in zip(panels, each, strict=True):
-        _packing(layout, "pack", "pplll")(packed, _blocks(one), 1, outputs, inputs)
+        _packing(layout, "pack", "pplll")(packed, _blocks(one, layout), 1, outputs, inputs)
     return BlockWeight(weight.format, panels, weight.shape)
 
 

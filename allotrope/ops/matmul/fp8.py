@@ -1,12 +1,12 @@
 """FP8 weights: values e4m3 [.., outputs, inputs], scales fp32.
 
-Products round their activations to e4m3 as well, each group of 128 numbers of a row with a scale of its own: the
-largest of the group becomes the largest e4m3.
+On a GPU products round their activations to e4m3 as well, each group of 128 numbers of a row with a scale of its own:
+the largest of the group becomes the largest e4m3. On a CPU they leave them as they are.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,9 @@ SMALLEST_SCALE = 1e-12
 
 @dataclass(frozen=True)
 class Fp8(Format):
-    """Blocks of `rows` by `group_size` numbers share a scale."""
+    """Blocks of `rows` by `group_size` numbers share a scale. `fp8_activations`: whether products round these, too."""
+
+    fp8_activations: bool = field(default=True, kw_only=True)
 
     name = "fp8"
     value_dtype = torch.float8_e4m3fn
@@ -54,6 +56,8 @@ class Fp8(Format):
         reasons = e4m3fn_reasons("weights", self.value_dtype, chip)
         if self.group_size not in (0, ACTIVATION_GROUP):
             reasons.append(f"fp8 group_size={self.group_size} (needs {ACTIVATION_GROUP} or the whole row)")
+        if not self.fp8_activations:
+            reasons.append("fp8 weights with activations as they are (needs them rounded to e4m3)")
         return reasons
 
     def pack(self, weight: QuantizedWeight) -> PackedWeight:
@@ -88,6 +92,8 @@ class Fp8(Format):
 
     def activations(self, x: torch.Tensor) -> torch.Tensor:
         """As `Format.activations`."""
+        if not self.fp8_activations:
+            return x.float()
         values, scales = quantize_rows(x)
         plain = values.float().unflatten(1, (scales.shape[1], -1)) * scales[..., None]
         return plain.flatten(1)[:, : x.shape[1]]

@@ -69,7 +69,7 @@ class Layout:
     `scales`: planes of the groups' integer scales, followed by their minima where there are such, () where the block
     has one scale; `scale_offset`: what these are more than their number. `mixed_scales`: they are the 12 bytes of Q4_K
     and Q5_K. `scale_type`: of the block's floats; "power" is one byte, an exponent of two plus 128. `rounded`: numbers
-    are rounded to bf16.
+    are rounded to bf16. `e4m3`: codes are such floats.
     """
 
     kind: str
@@ -85,8 +85,9 @@ class Layout:
     scales: tuple[Plane, ...] = ()
     scale_offset: int = 0
     mixed_scales: bool = False
-    scale_type: Literal["fp16", "bf16", "power"] = "fp16"
+    scale_type: Literal["fp16", "bf16", "fp32", "power"] = "fp16"
     rounded: bool = False
+    e4m3: bool = False
 
     @property
     def bits(self) -> int:
@@ -238,7 +239,7 @@ GGUF_BLOCKS = {layout.kind: GgufBlocks(layout=layout) for layout in LAYOUTS}
 
 def panel_bytes(layout: Layout, inputs: int) -> int:
     """Bytes of a panel of `PANEL` outputs as `blocks.c` has it: scales, up to a whole line of the cache, then codes."""
-    floats, per_span = 1 if layout.scale_type == "power" else 2, 1 + (layout.minimum_at >= 0)
+    floats, per_span = {"power": 1, "fp32": 4}.get(layout.scale_type, 2), 1 + (layout.minimum_at >= 0)
     scales = inputs // layout.numbers * floats
     if layout.has_scales:
         scales += inputs // layout.group

@@ -1,0 +1,64 @@
+"""`blocks_main.c` compiled for a processor of another kind, and run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from allotrope.kernels.c.compiler import HEADERS
+from allotrope.ops.matmul import cpu_blocks
+from allotrope.ops.matmul.gguf import Layout
+
+HERE = Path(__file__).parent
+
+
+def compile_blocks(
+    layout: Layout, folder: Path, compiler: str, flags: Sequence[str], dtype: torch.dtype = torch.float32
+) -> Path:
+    """The program in `folder`."""
+    macros = [f"-D{name}={value}" for name, value in cpu_blocks.defines(layout).items()]
+    macros.append(f"-DELEMENT_BFLOAT16={int(dtype == torch.bfloat16)}")
+    folders = [f"-I{HEADERS}", f"-I{cpu_blocks.SOURCE.parent}"]
+    program = folder / "program"
+    command = [compiler, "-O2", "-std=gnu11", "-static", "-fopenmp", "-Wno-psabi", *flags, *folders, *macros]
+    subprocess.run([*command, str(HERE / "blocks_main.c"), "-o", str(program)], check=True, capture_output=True)
+    return program
+
+
+def compile_for_tiles(layout: Layout, folder: Path) -> Path:
+    """The program with emulated matrix units, of bf16 activations. Skips where a processor lacks what these need."""
+    compiler = need("avx512_bf16", "avx512vbmi", "avx512_vnni")
+    tiles = ["-march=native", "-mamx-tile", "-mamx-bf16", "-include", str(HERE / "emulated_tiles.h")]
+    return compile_blocks(layout, folder, compiler, tiles, torch.bfloat16)
+
+
+def need(*features: str) -> str:
+    """The C compiler. Skips where there is none, or a processor that lacks `features`."""
+    compiler = shutil.which("cc")
+    facts = Path("/proc/cpuinfo")
+    flags = facts.read_text().split() if facts.exists() else []
+    lacking = [name for name in features if name not in flags]
+    if compiler is None or lacking:
+        pytest.skip("needs a C compiler" if compiler is None else f"the processor lacks {', '.join(lacking)}")
+    return compiler
+
+
+def run_blocks(
+    command: Sequence[str], folder: Path, blocks: torch.Tensor, x: torch.Tensor, exact: bool, threads: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Products and the unpacked weight, both in fp32. `command`: that runs the program. `blocks`: uint8
+    [outputs, bytes]."""
+    outputs, (rows, inputs) = len(blocks), x.shape
+    (folder / "in").write_bytes(blocks.numpy().tobytes() + x.contiguous().view(torch.uint8).numpy().tobytes())
+    sizes = [str(number) for number in (outputs, inputs, rows, int(exact))]
+    given = [*command, str(folder / "in"), str(folder / "out"), *sizes]
+    subprocess.run(given, check=True, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
+    found = torch.from_numpy(np.fromfile(folder / "out", np.float32))
+    return found[: rows * outputs].view(rows, outputs), found[rows * outputs :].view(outputs, inputs)
