@@ -115,8 +115,15 @@ def compare(model: Path, **layout: Any) -> None:
     try:
         found = answer(several)
         assert_same(tokens(found), tokens(want))
-        # Prompts are cut elsewhere: the sums of a recurrence are made in other chunks.
-        torch.testing.assert_close(logprobs(found), logprobs(want), atol=2e-4, rtol=0.0)
+        apart = (logprobs(found) - logprobs(want)).abs()
+        if apart.max() > 2e-5:
+            # Prompts are cut elsewhere, and the sums of a recurrence are made in other chunks. So they are on one rank
+            # with other limits of a step, which shows how much each number depends on that.
+            spread = torch.zeros_like(apart)
+            for tokens_of_step in (12, 32, 64):
+                cut = answer(engine(model, **OPTIONS | {"max_num_batched_tokens": tokens_of_step}))
+                spread = spread.maximum((logprobs(cut) - logprobs(want)).abs())
+            assert (apart <= 2e-5 + 2 * spread).all(), (apart, spread)
         # Once more, with what is cached.
         assert_same(tokens(answer(several)), tokens(want))
         assert several.stats().prefix_hits > 0 or not alone.stats().prefix_hits
