@@ -84,6 +84,7 @@ LIMITS = (
     Limit("LoRA, embeddings of texts, pipeline, context and expert parallelism are refused"),
     Limit("layers with windows keep the entries of all tokens"),
     Limit("with the radix cache, pages have one token and steps do not overlap", frozenset({"state"})),
+    Limit("prefixes are shared up to the end of a prompt or of a chunk of one", frozenset({"state"})),
     Limit("pages and chunks of prompts are multiples of 128 tokens", frozenset({"compressed"})),
 )
 CONTRACT = Contract("SGLang", DISTRIBUTIONS, KNOWN, SYMBOLS, LIMITS, OPTIONAL)
