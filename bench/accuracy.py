@@ -251,7 +251,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     called = " ".join(["python bench/accuracy.py", *(sys.argv[1:] if arguments is None else arguments)])
     place = f"{options.host}, {options.device}"
     known = environment(torch.device(options.device))
-    about = {"place": place, "modes": options.modes, "command": called, "seconds": time.perf_counter() - begun}
+    # Reports of runs that were done before took their time as well.
+    spent = sum(json.loads((options.work / f"{run.name}.json").read_text()).get("seconds", 0.0) for run in runs)
+    seconds = max(time.perf_counter() - begun, spent / options.jobs)
+    about = {"place": place, "modes": options.modes, "command": called, "seconds": seconds}
     about |= {key: known[key] for key in ("device", "torch", "date")}
     old = json.loads(options.out.read_text()) if options.out.is_file() else {}
     results = merged(old, {"references": references, "cells": cells, "runs": [about]})

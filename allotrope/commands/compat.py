@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from allotrope.config import option
+from allotrope.plugins.registration import is_switched_off
 
-# One module for each host. It has `HOST`, `LIMITS`, `installed()`, `probe()` and `refusals()`.
-CONTRACTS = ("allotrope.plugins.vllm.contract", "allotrope.plugins.sglang.contract")
+if TYPE_CHECKING:
+    from allotrope.plugins.contract import Contract
+
+# One package for each host. It has `SWITCH`, and a module `contract` with `HOST` and `CONTRACT`.
+PLUGINS = ("allotrope.plugins.vllm", "allotrope.plugins.sglang")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +25,11 @@ class CompatOptions:
 
 
 def compat(options: CompatOptions) -> None:
-    """Show hosts, the host symbols in use, and the models taken over. Exit status 1 if an installed host is refused."""
+    """Show hosts, the host symbols in use, the families and models that run. Exit status 1 if an installed host is
+    refused."""
     import json
 
-    reports = [report(name) for name in CONTRACTS]
+    reports = [report(name) for name in PLUGINS]
     if options.json:
         print(json.dumps(reports, indent=1))
     else:
@@ -35,25 +40,37 @@ def compat(options: CompatOptions) -> None:
 
 
 def report(name: str) -> dict[str, Any]:
-    """The report of one host. `name`: module of its contract."""
+    """The report of one host. `name`: package of its plugin."""
     from importlib import import_module
 
     from allotrope.commands.catalogue import catalogue
 
-    contract: Any = import_module(name)
-    version = contract.installed()
-    refusals = contract.refusals()
-    models, found = [], catalogue()
-    kinds_of = {family.name: family.cache_kinds for family in found.families}
-    for architecture, families in found.architectures.items():
-        kinds = sorted({kind for family in families for kind in kinds_of[family]})
-        limits = [contract.LIMITS[kind] for kind in kinds if kind in contract.LIMITS]
-        models.append({"architecture": architecture, "families": families, "taken": not refusals, "limits": limits})
+    plugin, module = import_module(name), import_module(f"{name}.contract")
+    contract: Contract = module.CONTRACT
+    version, refusals = contract.installed(), contract.refusals()
+    found, switched_off = catalogue(), False
+    try:
+        switched_off = is_switched_off(plugin.SWITCH)
+    except ValueError as error:
+        refusals = [str(error), *refusals]
+    taken = not refusals and not switched_off
+    families = [
+        {"family": one.name, "runs": taken, "limits": contract.limits_of(one.cache_kinds)} for one in found.families
+    ]
+    kinds_of = {one.name: one.cache_kinds for one in found.families}
+    models = []
+    for architecture, names in found.architectures.items():
+        limits = contract.limits_of([kind for family in names for kind in kinds_of[family]])
+        models.append({"architecture": architecture, "families": names, "taken": taken, "limits": limits})
     return {
-        "host": contract.HOST,
+        "host": module.HOST,
         "version": version,
+        "switched_off": f"{plugin.SWITCH}=0" if switched_off else "",
         "refusals": refusals,
         "symbols": [] if version is None else [vars(finding) for finding in contract.probe()],
+        "optional": [] if version is None else [vars(finding) for finding in contract.probe_optional()],
+        "limits": contract.limits_of_all(),
+        "families": families,
         "models": models,
     }
 
@@ -66,13 +83,28 @@ def _show(host: dict[str, Any]) -> None:
     console.print(f"{host['host']}: {host['version'] or 'not installed'}", highlight=False)
     if host["version"] is None:
         return
+    if host["switched_off"]:
+        console.print(f"  off: {host['switched_off']}", highlight=False)
     for reason in host["refusals"]:
         console.print(f"  refused: {reason}", highlight=False)
+    # Some symbols are probed more than once, each time for other members.
+    states: dict[str, list[str]] = {}
+    for kind, lacking in (("symbols", ""), ("optional", "the plugin runs without: ")):
+        for finding in host[kind]:
+            reason = finding["reason"] and lacking + finding["reason"]
+            states.setdefault(finding["path"], []).extend(filter(None, [reason]))
     symbols = Table("host symbol", "state")
-    for finding in host["symbols"]:
-        symbols.add_row(finding["path"], finding["reason"] or "holds")
-    models = Table("architecture", "families", "taken over", "limits")
+    for path, reasons in states.items():
+        symbols.add_row(path, "; ".join(reasons) or "holds")
+    families = Table("family", "runs", "limits")
+    families.add_row("all", "", "\n".join(host["limits"]), end_section=True)
+    for one in host["families"]:
+        families.add_row(one["family"], "yes" if one["runs"] else "no", "\n".join(one["limits"]))
+    of_family = {one["family"]: one["limits"] for one in host["families"]}
+    models = Table("architecture", "families", "taken over", "limits of the families together")
     for model in host["models"]:
         taken_over = "yes" if model["taken"] else "no"
-        models.add_row(model["architecture"], ", ".join(model["families"]), taken_over, "; ".join(model["limits"]))
-    console.print(symbols, models)
+        known = {limit for family in model["families"] for limit in of_family[family]}
+        further = "\n".join(limit for limit in model["limits"] if limit not in known)
+        models.add_row(model["architecture"], ", ".join(model["families"]), taken_over, further)
+    console.print(symbols, families, models)

@@ -1,4 +1,5 @@
-"""What a plugin needs of its host: symbols with what is called of them, and versions; how both are probed.
+"""What a plugin needs of its host: symbols with what is called of them, and versions; how both are probed. And what the
+host limits of our models.
 
 Must not know: which host it is, what is done with its symbols.
 """
@@ -6,7 +7,7 @@ Must not know: which host it is, what is done with its symbols.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib import import_module, metadata
 
@@ -31,14 +32,26 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """`what`: of our own engine's functions, one that a host lacks for models that have caches of all `kinds`, the
+    kinds of `Family.cache_kinds`. Without kinds it holds of every model."""
+
+    what: str
+    kinds: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Contract:
     """`host`: its name. `distributions`: its builds on package indexes. `known`: the releases, such as 0.25 or 0.5.23,
-    whose behaviour the tests have seen. `symbols`: everything that the plugin imports, subclasses or calls."""
+    whose behaviour the tests have seen. `symbols`: everything that the plugin imports, subclasses or calls. `optional`:
+    symbols without which the plugin runs, but for one command. `limits`: in the order in which they are shown."""
 
     host: str
     distributions: tuple[str, ...]
     known: tuple[str, ...]
     symbols: tuple[Symbol, ...]
+    limits: tuple[Limit, ...] = ()
+    optional: tuple[Symbol, ...] = ()
 
     def installed(self) -> str | None:
         """Version of the installed host, None if there is none."""
@@ -64,6 +77,19 @@ class Contract:
             reason = _reason(symbol)
             holds = symbol.instead is not None and not _reason(symbol.instead)
             yield Finding(symbol.path, "" if holds else reason)
+
+    def probe_optional(self) -> Iterator[Finding]:
+        """The same of the symbols without which the plugin runs."""
+        for symbol in self.optional:
+            yield Finding(symbol.path, _reason(symbol))
+
+    def limits_of(self, kinds: Collection[str]) -> list[str]:
+        """Of models that have caches of these kinds, beside what is limited of every model."""
+        return [limit.what for limit in self.limits if limit.kinds and limit.kinds <= set(kinds)]
+
+    def limits_of_all(self) -> list[str]:
+        """What is limited of every model."""
+        return [limit.what for limit in self.limits if not limit.kinds]
 
     def refusals(self) -> list[str]:
         """Every reason not to plug into the installed host; empty if there is none."""

@@ -15,11 +15,8 @@ def register_unless(
     `switch`: an environment variable. `log`: takes the line that says why the host runs its own models.
     """
     try:
-        wanted = os.environ.get(switch) or "1"
-        if wanted == "0":
+        if is_switched_off(switch):
             return
-        if wanted != "1":
-            raise ValueError(f"{switch}={wanted!r} is not understood; allowed: 0, 1")
         reasons = refusals()
         if reasons:
             raise RuntimeError("; ".join(reasons))
@@ -27,3 +24,11 @@ def register_unless(
     except Exception as error:
         text = " ".join(str(error).split()) or type(error).__name__
         log.warning("allotrope: plugin off, %s runs its own models: %s. See `allotrope compat`.", host, text)
+
+
+def is_switched_off(switch: str) -> bool:
+    """Whether the user leaves the host as it is. Raises ValueError for a value of the variable that says neither."""
+    wanted = os.environ.get(switch) or "1"
+    if wanted not in ("0", "1"):
+        raise ValueError(f"{switch}={wanted!r} is not understood; allowed: 0, 1")
+    return wanted == "0"

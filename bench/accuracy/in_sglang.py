@@ -59,14 +59,14 @@ class RunningSglang(Running):
         model_words = f"{info['dtype']} with {info['kv_cache_dtype']} caches{f', {ranks} ranks' if ranks > 1 else ''}"
         self.host = Host(f"SGLang {sglang.__version__}", model_words, ())
         self._retractions = 0
-        (self._newline,) = tokenizer.encode("\n")
+        self._newlines = tokens_with(tokenizer, b"\n")
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[Generated]:
-        params = [{"temperature": 0, "max_new_tokens": most, "stop_token_ids": [self._newline]} for most in max_tokens]
+        params = [{"temperature": 0, "max_new_tokens": most, "stop_token_ids": self._newlines} for most in max_tokens]
         found = []
         for output in self._generate(prompts, params):
             ids, reason = list(output["output_ids"]), output["meta_info"]["finish_reason"]
-            ended = reason["type"] == "stop" and ids[-1:] != [self._newline]
+            ended = reason["type"] == "stop" and not set(ids[-1:]).intersection(self._newlines)
             found.append(Generated(ids, ended, output["meta_info"]["cached_tokens"]))
         return found
 
@@ -89,7 +89,7 @@ class RunningSglang(Running):
         before = self._retractions
         found = run()
         if self._retractions == before:
-            raise NotExercised("no request was retracted: what this model keeps of a prompt does not grow enough")
+            raise NotExercised("no request was retracted: SGLang retracts requests that decode, and no others")
         return found, f"{self._retractions - before} retractions"
 
     def close(self) -> None:
@@ -104,6 +104,12 @@ class RunningSglang(Running):
         outputs: list[dict[str, Any]] = self.engine.generate(input_ids=ids, sampling_params=params, **wanted)
         self._retractions += sum(output["meta_info"]["num_retractions"] for output in outputs)
         return outputs
+
+
+def tokens_with(tokenizer: Tokenizer, part: bytes) -> list[int]:
+    """All tokens of text that have `part` in it. SGLang knows stop tokens alone, where no tokenizer is given to it."""
+    texts = (token for token in range(tokenizer.vocab_size) if token not in tokenizer.special_ids)
+    return [token for token in texts if part in tokenizer.token_bytes(token)]
 
 
 def _loss(logprob: float) -> float:

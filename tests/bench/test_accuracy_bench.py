@@ -109,7 +109,7 @@ def test_what_ran_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def execute(command: list[str], out: Path, options: Any) -> str:
         if not out.is_file():
             asked.append(out)
-            out.write_text(json.dumps(report(0.9, inside=True)))
+            out.write_text(json.dumps(report(0.9, inside=True) | {"seconds": 100.0}))
         return "done"
 
     monkeypatch.setattr(accuracy, "execute", execute)
@@ -118,6 +118,9 @@ def test_what_ran_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert accuracy.main(arguments) == 0
     # The reference, and each dtype that any model has.
     assert len(asked) == 4
+    # The time of runs is that of their reports, whichever call ran them.
+    (told,) = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert told["seconds"] == 300.0
     assert accuracy.main(arguments) == 0 and len(asked) == 4
     assert len(json.loads((tmp_path / "out.json").read_text())["cells"]) == 6
 

@@ -19,7 +19,7 @@ from allotrope.eval.run import evaluate
 
 pytestmark = [pytest.mark.usefixtures("in_sglang"), pytest.mark.timeout(900)]
 
-SMALL: dict[str, Any] = {"items": 6, "lengths": "160", "text_length": 96, "tasks": "text,recall,tool_call"}
+SMALL: dict[str, Any] = {"items": 6, "lengths": "160", "text_length": 192, "tasks": "text,recall,tool_call"}
 
 
 def test_report_is_that_of_our_engine(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

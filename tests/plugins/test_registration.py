@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from allotrope.architectures.registry import ARCHITECTURES
+from allotrope.attention.registry import FAMILIES
 from allotrope.plugins.contract import Contract
 from allotrope.plugins.sglang import contract as sglang_contract
 from allotrope.plugins.vllm import contract
@@ -166,7 +167,7 @@ def test_the_contract_lists_every_host_symbol(name: str) -> None:
                 used |= {f"{node.module}:{alias.name}" for alias in node.names}
             if isinstance(node, ast.Import):
                 assert not any(alias.name.split(".")[0] == name for alias in node.names), path
-    symbols = (*HOSTS[name].SYMBOLS, *getattr(HOSTS[name], "UNPROBED", ()))
+    symbols = (*HOSTS[name].SYMBOLS, *HOSTS[name].CONTRACT.optional, *getattr(HOSTS[name], "UNPROBED", ()))
     listed = {one.path for symbol in symbols for one in (symbol, symbol.instead or symbol)}
     # Read, never named: what `get_forward_context` returns, what builders are given, a config of `VllmConfig`.
     read = {"vllm.forward_context:ForwardContext", "vllm.config:SpeculativeConfig"}
@@ -178,7 +179,7 @@ def test_the_contract_lists_every_host_symbol(name: str) -> None:
 )
 def test_compat_reports_the_host(name: str, version: str, without: str, tmp_path: Path) -> None:
     code = "from allotrope.commands.compat import report\nimport json\nprint(json.dumps(report({!r})))".format(
-        f"allotrope.plugins.{name}.contract"
+        f"allotrope.plugins.{name}"
     )
     import json
 
@@ -188,3 +189,26 @@ def test_compat_reports_the_host(name: str, version: str, without: str, tmp_path
     assert {one["architecture"] for one in good["models"] if one["taken"]} == set(ARCHITECTURES)
     bad = json.loads(run(host(tmp_path / "bad", without=without, **of_host), code).stdout)
     assert len(bad["refusals"]) == 1 and not any(one["taken"] for one in bad["models"])
+    assert {one["family"] for one in good["families"] if one["runs"]} == set(FAMILIES)
+    assert not any(one["runs"] for one in bad["families"])
+    # A symbol of one command alone is named, and refuses nothing.
+    assert all("No module named" in one["reason"] for one in good["optional"])
+    switch = f"ALLOTROPE_{name.upper()}"
+    off = json.loads(run(host(tmp_path / "off", **of_host), code, **{switch: "0"}).stdout)
+    assert off["switched_off"] == f"{switch}=0" and not off["refusals"]
+    assert not any(one["taken"] for one in off["models"]) and not any(one["runs"] for one in off["families"])
+    unclear = json.loads(run(host(tmp_path / "unclear", **of_host), code, **{switch: "yes"}).stdout)
+    assert unclear["refusals"] == [f"{switch}='yes' is not understood; allowed: 0, 1"]
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_limits_are_of_kinds_of_caches_that_there_are(name: str) -> None:
+    """And a model of several families has those of each, and those of its kinds of caches together."""
+    contract = HOSTS[name].CONTRACT
+    kinds = frozenset[str]().union(*(family.cache_kinds for family in FAMILIES.values()))
+    assert all(limit.kinds <= kinds for limit in contract.limits)
+    assert contract.limits_of(()) == []
+    both = contract.limits_of({"latent", "state"})
+    assert {*contract.limits_of({"latent"}), *contract.limits_of({"state"})} <= set(both)
+    every = [*contract.limits_of_all(), *contract.limits_of(kinds)]
+    assert set(every) == {limit.what for limit in contract.limits}

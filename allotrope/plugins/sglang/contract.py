@@ -5,7 +5,7 @@ Owns which host versions are known. A symbol that another file of this folder us
 
 from __future__ import annotations
 
-from allotrope.plugins.contract import Contract, Symbol
+from allotrope.plugins.contract import Contract, Limit, Symbol
 
 HOST = "sglang"
 DISTRIBUTIONS = ("sglang",)
@@ -71,19 +71,21 @@ SYMBOLS = (
     Symbol("sglang.srt.server_args:add_attention_backend_choices"),
     Symbol("sglang.srt.utils.hf_transformers.config:HfModelConfigParser", has=("parse",)),
 )
-# Not probed. The plugin runs without `sglang serve`; and the registry, which the plugin calls where the user names
-# another package of models, imports all of SGLang's models.
-UNPROBED = (
-    Symbol("sglang.srt.models.registry:ModelRegistry", has=("register",)),
+# Not probed: it imports all of SGLang's models. The plugin calls it where the user names another package of models.
+UNPROBED = (Symbol("sglang.srt.models.registry:ModelRegistry", has=("register",)),)
+# Of `sglang serve --model-type allotrope` alone.
+OPTIONAL = (
     Symbol("sglang.cli.serve_backends:SERVE_BACKEND_API_VERSION"),
     Symbol("sglang.cli.serve_backends:ServeBackend", accepts=("api_version", "run")),
     Symbol("sglang.cli.serve_backends:ServeRequest", accepts=("argv", "model_path", "model_path_is_positional")),
 )
-CONTRACT = Contract("SGLang", DISTRIBUTIONS, KNOWN, SYMBOLS)
+LIMITS = (
+    Limit("speculative decoding is refused"),
+    Limit("LoRA, embeddings of texts, pipeline, context and expert parallelism are refused"),
+    Limit("layers with windows keep the entries of all tokens"),
+    Limit("with the radix cache, pages have one token and steps do not overlap", frozenset({"state"})),
+    Limit("prefixes are shared up to the end of a prompt or of a chunk of one", frozenset({"state"})),
+    Limit("pages and chunks of prompts are multiples of 128 tokens", frozenset({"compressed"})),
+)
+CONTRACT = Contract("SGLang", DISTRIBUTIONS, KNOWN, SYMBOLS, LIMITS, OPTIONAL)
 installed, probe, refusals = CONTRACT.installed, CONTRACT.probe, CONTRACT.refusals
-
-# What SGLang does not let a kind of cache do as in our own engine; by the kinds of `Family.cache_kinds`.
-LIMITS = {
-    "state": "prefix caching takes pages of one token, and steps do not overlap",
-    "compressed": "pages have 128 tokens, and prefixes are shared in runs of them",
-}

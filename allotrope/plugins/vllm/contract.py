@@ -5,7 +5,7 @@ Owns which host versions are known. A symbol that another file of this folder us
 
 from __future__ import annotations
 
-from allotrope.plugins.contract import Contract, Symbol, release
+from allotrope.plugins.contract import Contract, Limit, Symbol, release
 
 HOST = "vllm"
 # The builds of vLLM on package indexes, and the releases whose behaviour the tests have seen.
@@ -75,7 +75,26 @@ SYMBOLS = (
 )
 
 
-CONTRACT = Contract("vLLM", DISTRIBUTIONS, KNOWN, SYMBOLS)
+_LATENT, _COMPRESSED, _STATE = frozenset({"latent"}), frozenset({"compressed"}), frozenset({"state"})
+# vLLM's CPU platform takes models for latent attention by their configs.
+_NO_CHUNKS = "on a CPU without AMX, vLLM turns chunked prefill and prefix caching off (not with VLLM_MLA_DISABLE=1)"
+LIMITS = (
+    Limit("speculative decoding by ngram, suffix, custom_class, draft_model (without windows) and mtp alone"),
+    Limit("mtp: for DeepSeek V3 and V3.2 and GLM-5 alone, in vLLM 0.32"),
+    Limit("LoRA, pipeline, context and expert parallelism are refused"),
+    Limit(_NO_CHUNKS, _LATENT),
+    Limit(
+        "on a CPU without AMX, vLLM refuses its own block size without VLLM_MLA_DISABLE=1 or"
+        " --no-enable-prefix-caching",
+        _LATENT | _STATE,
+    ),
+    Limit("states are padded to vLLM's one page size", _STATE),
+    Limit("speculative decoding is refused", _STATE),
+    Limit(_NO_CHUNKS, _COMPRESSED),
+    Limit("prefixes are shared in long runs: vLLM has one page size for all caches", _COMPRESSED),
+    Limit("speculative decoding by draft_model is refused", _COMPRESSED),
+)
+CONTRACT = Contract("vLLM", DISTRIBUTIONS, KNOWN, SYMBOLS, LIMITS)
 installed, probe, refusals = CONTRACT.installed, CONTRACT.probe, CONTRACT.refusals
 
 
@@ -83,11 +102,3 @@ def serves_draft_heads() -> bool:
     """Whether our draft heads take the names of vLLM's MTP models in the installed vLLM."""
     version = installed() or ""
     return any(release(version, known) == known for known in DRAFT_HEADS_IN)
-
-
-# What vLLM does not let a kind of cache do as in our own engine; by the kinds of `Family.cache_kinds`.
-LIMITS = {
-    "latent": "vLLM's CPU platform turns chunked prefill and prefix caching off (not with AMX or VLLM_MLA_DISABLE=1)",
-    "state": "states are padded to vLLM's one page size; no speculative decoding",
-    "compressed": "prefixes are shared in long runs: vLLM has one page size for all caches",
-}
