@@ -141,7 +141,7 @@ def quantized(directory: Path) -> str:
 
 def test_a_chip_has_its_memory_and_its_way_of_keeping_weights(run: Run, tmp_path: Path) -> None:
     model = quantized(tmp_path)
-    _, here = plan(run, model, "--memory", "1GiB", "--device", "cpu", "--dtype", "bfloat16")
+    _, here = plan(run, model, "--memory", "1GiB", "--device", "cpu", "--dtype", "float16")
     status, there = plan(run, model, "--chip", "h200")
     assert (status, there["fits"], there["quantized"], here["quantized"]) == (0, True, True, False)
     assert there["memory_bytes"] == FIGURES["h200"].memory.value
