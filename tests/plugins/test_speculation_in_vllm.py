@@ -106,10 +106,14 @@ def test_our_draft_heads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
 def test_our_draft_heads_with_sparse_attention(architecture: str, tmp_path: Path) -> None:
-    """Their layer has index keys of its own. Random heads are seldom right."""
+    """Their layer has index keys of its own. Random heads are seldom right.
+
+    Inside vLLM, which runs one draft's pass like another, each of GLM-5's selects its tokens.
+    """
     made = find_architecture({"architectures": [architecture]}, architecture).tiny_draft
     assert made is not None
-    _assert_drafts_as_ours(write(architecture, tmp_path, **made()), ASKED, accepted=0.0)
+    config = {key: value for key, value in made().items() if key != "index_share_for_mtp_iteration"}
+    _assert_drafts_as_ours(write(architecture, tmp_path, **config), ASKED, accepted=0.0)
 
 
 def _dequantized(path: Path, directory: Path) -> Path:
