@@ -83,11 +83,15 @@ class Scheduler:
         """Take a sequence out, running or waiting. `evict`: no later request may reuse its pages."""
         seq.done = True
         if seq in self.running:
-            self.running.remove(seq)
-            self.kv_cache_manager.free(seq, evict=evict)
-            self._without_pages = None
+            self._stop(seq, evict=evict)
         else:
             self.waiting.remove(seq)
+
+    def _stop(self, seq: Sequence, *, evict: bool = False) -> None:
+        """Take a running sequence out. Its pages may be what a waiting one lacks."""
+        self.running.remove(seq)
+        self.kv_cache_manager.free(seq, evict=evict)
+        self._without_pages = None
 
     @property
     def load(self) -> int:
@@ -103,9 +107,10 @@ class Scheduler:
     @property
     def _lacks_pages(self) -> bool:
         """Whether the first waiting sequence found no pages, and there is no reason yet to look for them again."""
-        return self._without_pages is not None and (
-            self.waiting[0] is self._without_pages[0] and self._step < self._without_pages[1]
-        )
+        if self._without_pages is None or not self.waiting:
+            return False
+        seq, retried = self._without_pages
+        return self.waiting[0] is seq and self._step < retried
 
     def plan(self, in_flight: Container[Sequence] = ()) -> list[Row]:
         """The next step, sequences with a single token first; empty if nothing can run. `in_flight`: sequences of other
@@ -133,7 +138,7 @@ class Scheduler:
             budget.spend(seq, tokens)
             # A sequence that is preempted for it gives its tokens back.
             budget.tokens += tokens - self._make_room(seq, tokens, rows)
-        if self.preemptions == preemptions and not (self.waiting and self._lacks_pages):
+        if self.preemptions == preemptions and not self._lacks_pages:
             self._admit(rows, budget, share)
         self._step += 1
         planned = [Row(seq, tokens, seq.computed + tokens) for seq, tokens in rows.items()]
@@ -175,9 +180,7 @@ class Scheduler:
             if last is seq and any(one in self._in_flight for one in self.running):
                 # Room may come of the steps in flight.
                 return used - tokens
-            self.running.remove(last)
-            self.kv_cache_manager.free(last)
-            self._without_pages = None
+            self._stop(last)
             self.waiting.appendleft(last)
             self.preemptions += 1
             used -= rows.pop(last, 0)

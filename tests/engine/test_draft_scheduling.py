@@ -16,6 +16,7 @@ from tiny_checkpoints import prompts
 from allotrope.engine import drafting, in_flight
 from allotrope.engine.drafting import ModelDrafting
 from allotrope.engine.engine import Engine
+from allotrope.engine.in_flight import InFlightStep
 from allotrope.engine.inputs import StepPlan
 from allotrope.ops.draft_rows import ChainRows
 from allotrope.speculative_config import SpeculativeConfig
@@ -120,7 +121,7 @@ def test_drafts_stop_at_the_longest_output(monkeypatch: pytest.MonkeyPatch) -> N
     assert_idle(running)
 
 
-def test_drafts_do_not_wait_for_the_host_while_a_request_waits_for_pages() -> None:
+def test_drafts_do_not_wait_for_the_host_while_a_request_waits_for_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are launched before tokens are read, and the request begins once another has ended."""
     torch.set_num_threads(1)
     model = directory(HEAD)
@@ -133,8 +134,13 @@ def test_drafts_do_not_wait_for_the_host_while_a_request_waits_for_pages() -> No
     running = speculating(model, "mtp", 2, want, async_scheduling="on", **options)
     static_steps(running)
     reads: list[bool] = []
-    must_read = running._loop._must_read
-    running._loop._must_read = lambda before: reads.append(must_read(before)) or reads[-1]  # type: ignore
+    inner = running._loop._must_read
+
+    def noted(before: InFlightStep) -> bool:
+        reads.append(inner(before))
+        return reads[-1]
+
+    monkeypatch.setattr(running._loop, "_must_read", noted)
     for one in asked[:2]:
         running.add(one)
     found: dict[str, list[int]] = {one.request_id: [] for one in asked}

@@ -28,8 +28,9 @@ _DECAY = 0.9
 _FADE = 0.99
 # The rate of all sequences counts in a sequence's own rate as so many observations.
 _PRIOR_WEIGHT = 2.0
-# Before anything is observed.
+# Before anything is observed, and so many of its observations are right.
 _FIRST_GUESS = 0.7
+_PRIOR_HITS = _PRIOR_WEIGHT * _FIRST_GUESS
 
 Rates = npt.NDArray[np.float64]
 
@@ -52,7 +53,7 @@ class AcceptanceStats:
         self._trials = np.zeros((0, max_drafts))
         self._hits = np.zeros((0, max_drafts))
         self._all_trials = np.full(max_drafts, _PRIOR_WEIGHT)
-        self._all_hits = np.full(max_drafts, _PRIOR_WEIGHT * _FIRST_GUESS)
+        self._all_hits = np.full(max_drafts, _PRIOR_HITS)
         self._positions = np.arange(max_drafts)
         self._window = (window_start, 0, 0)
         self._warned_at: float | None = None
@@ -87,7 +88,7 @@ class AcceptanceStats:
         """Expect what was expected before any draft. The counts stay."""
         self._trials[:] = self._hits[:] = 0.0
         self._all_trials[:] = _PRIOR_WEIGHT
-        self._all_hits[:] = _PRIOR_WEIGHT * _FIRST_GUESS
+        self._all_hits[:] = _PRIOR_HITS
 
     def _fade(self) -> None:
         """A step has passed: of a sequence, what is known of all sequences counts more, and of those, the first guess.
@@ -97,7 +98,7 @@ class AcceptanceStats:
         self._trials[:, 1:] *= _FADE
         self._hits[:, 1:] *= _FADE
         self._all_trials = self._all_trials * _FADE + _PRIOR_WEIGHT * (1 - _FADE)
-        self._all_hits = self._all_hits * _FADE + _PRIOR_WEIGHT * _FIRST_GUESS * (1 - _FADE)
+        self._all_hits = self._all_hits * _FADE + _PRIOR_HITS * (1 - _FADE)
 
     def end(self, key: Hashable) -> None:
         """Forget a sequence. Its drafts stay in the counts."""

@@ -88,14 +88,16 @@ def launch_for(shape: Shape, rows: int, chip: str) -> Launch:
     experts as the nearest one, as each expert has its share of them, and tiles above it read weights at a lower rate.
     """
     found, wanted = tuned(chip).get(shape.key, {}), bucket(rows)
+    below = [measured for measured in map(int, found) if measured < wanted]
     above = [measured for measured in map(int, found) if measured >= wanted]
-    many = [measured for measured in map(int, found) if measured >= _MANY]
-    if not above and not many:
+    if above:
+        nearest = min(above)
+        if shape.experts and below and wanted * wanted < nearest * max(below):
+            nearest = max(below)
+    elif below and max(below) >= _MANY:
+        nearest = max(below)
+    else:
         return rule_of_thumb(shape, rows, chip)
-    nearest = min(above) if above else max(many)
-    below = max((measured for measured in map(int, found) if measured < wanted), default=0)
-    if shape.experts and above and wanted * wanted < nearest * below:
-        nearest = below
     return found[str(nearest)]
 
 
