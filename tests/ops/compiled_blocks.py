@@ -1,4 +1,4 @@
-"""`blocks_main.c` compiled for a processor of another kind, and run."""
+"""Weights in blocks, packed for this CPU, and `blocks_main.c` compiled for a processor of another kind, and run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,25 @@ import pytest
 import torch
 
 from allotrope.kernels.c.compiler import HEADERS
-from allotrope.ops.matmul import cpu_blocks
+from allotrope.kernels.chip import chip_of
+from allotrope.ops.matmul import MatmulSpec, cpu_blocks
 from allotrope.ops.matmul.gguf import Layout
+from allotrope.ops.matmul.weight import QuantizedWeight
 
 HERE = Path(__file__).parent
+
+
+def packed(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> cpu_blocks.BlockWeight:
+    """Skips where this CPU has no products of that type with such weights."""
+    reasons = cpu_blocks.rejects(MatmulSpec(weight.format, dtype, *weight.shape[-2:]), chip_of(torch.device("cpu")))
+    if reasons:
+        pytest.skip("; ".join(reasons))
+    return cpu_blocks.pack(weight)
+
+
+def off(y: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The difference relative to the whole."""
+    return float((y.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def compile_blocks(

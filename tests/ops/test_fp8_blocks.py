@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_blocks import compile_blocks, compile_for_tiles, need, run_blocks
+from compiled_blocks import compile_blocks, compile_for_tiles, need, off, packed, run_blocks
 
 from allotrope.kernels.chip import CHIPS, chip_of
 from allotrope.ops.gated_activation import GatedActivation
@@ -46,18 +46,6 @@ def every_code(format: Fp8, outputs: int, inputs: int) -> QuantizedWeight:
     codes |= torch.randint(0, 2, codes.shape, generator=generator) << 7
     scales = torch.rand(outputs, format.groups(inputs), generator=generator) / 1000
     return QuantizedWeight(format, codes.to(torch.uint8).view(torch.float8_e4m3fn), scales)
-
-
-def packed(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> cpu_blocks.BlockWeight:
-    spec = MatmulSpec(weight.format, dtype, *weight.shape[-2:])
-    reasons = cpu_blocks.rejects(spec, chip_of(torch.device("cpu")))
-    if reasons:
-        pytest.skip("; ".join(reasons))
-    return cpu_blocks.pack(weight)
-
-
-def off(y: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((y.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from compiled_blocks import compile_blocks, compile_for_tiles, run_blocks
+from compiled_blocks import compile_blocks, compile_for_tiles, off, packed, run_blocks
 
 from allotrope.kernels.chip import chip_of
 from allotrope.ops.grouped_matmul.cpu_blocks import grouped_matmul
@@ -30,18 +30,6 @@ EXACT, ROUNDED_WEIGHTS = 2e-6, 4e-3
 def made(format: GgufBlocks, outputs: int, inputs: int, *experts: int) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(0)
     return format.quantize(torch.randn(*experts, outputs, inputs, generator=generator) / inputs**0.5)
-
-
-def packed(weight: QuantizedWeight) -> cpu_blocks.BlockWeight:
-    spec = MatmulSpec(weight.format, torch.float32, *weight.shape[-2:])
-    reasons = cpu_blocks.rejects(spec, chip_of(torch.device("cpu")))
-    if reasons:
-        pytest.skip("; ".join(reasons))
-    return cpu_blocks.pack(weight)
-
-
-def off(y: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((y.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 @pytest.mark.parametrize("format", KINDS)
