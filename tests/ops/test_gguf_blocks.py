@@ -163,6 +163,15 @@ def test_a_gpu_and_other_formats_are_refused() -> None:
     assert "needs blocks of GGUF" in plain and "dtype=torch.float16" in half and "needs cpu" in gpu
 
 
+def test_activations_near_a_tie_round_as_the_reference_says() -> None:
+    """So many that rounding products first, then to integers, would find others in some rows."""
+    stored = made(GGUF_BLOCKS["q8_0"], 16, 512)
+    x = torch.randn(2048, 512, generator=torch.Generator().manual_seed(0))
+    found = torch.cat([cpu_blocks.matmul(rows, packed(stored)) for rows in x.split(8)])
+    wanted = reference.matmul(x, stored)
+    assert float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()) < EXACT
+
+
 @pytest.mark.parametrize("architecture", ["armv8-a", "armv8.2-a+dotprod"])
 @pytest.mark.parametrize("kind", ["q4_k", "q6_k", "q8_0", "iq4_nl", "q3_k", "mxfp4_gguf"])
 def test_an_arm_processor_finds_the_same(kind: str, architecture: str, tmp_path: Path) -> None:

@@ -86,7 +86,8 @@ static void round_row(const element *x, const rounded *to, long row) {
         const float largest = largest_of(a, b, &known);
         // Not a number, which is no larger than another one, is no integer either: the scale becomes it.
         const float inverse = largest > 0 ? 127 / largest : 0, scale = known ? largest / 127 : __builtin_nanf("");
-        // Adding this rounds to the nearest integer, ties to even, which is then in the lowest bits.
+        // Adding this rounds to the nearest integer, ties to even, which is then in the lowest bits. Compilers fuse it
+        // with the product.
         const float shift = 12582912.0f;
         const int32_t halves[2] = {store_bytes(numbers, (bits)(a * inverse + shift)),
                                    store_bytes(numbers + LANES, (bits)(b * inverse + shift))};

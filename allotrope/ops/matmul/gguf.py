@@ -252,11 +252,16 @@ def no_scales(values: torch.Tensor) -> torch.Tensor:
 
 
 def round_activations(x: torch.Tensor) -> torch.Tensor:
-    """`x` [T, inputs] rounded to int8, in fp32: the largest of each 32 becomes 127."""
+    """`x` [T, inputs] rounded to int8, in fp32: the largest of each 32 becomes 127.
+
+    Of exact products, as a fused multiply-add rounds them: near a tie, rounding twice would find another integer.
+    """
     groups = x.float().unflatten(-1, (-1, ACTIVATION_GROUP))
     largest = groups.abs().amax(-1, keepdim=True)
-    inverse = torch.where(largest == 0, 0, ACTIVATION_MAX / largest)
-    return ((groups * inverse).round() * (largest / ACTIVATION_MAX)).flatten(-2)
+    # PyTorch divides a number by a tensor through its reciprocal, which rounds twice.
+    inverse = torch.where(largest == 0, 0, torch.full_like(largest, ACTIVATION_MAX) / largest)
+    whole = (groups.double() * inverse.double()).round().float()
+    return (whole * (largest / ACTIVATION_MAX)).flatten(-2)
 
 
 def _fields(layout: Layout, blocks: torch.Tensor) -> _Fields:
