@@ -1,13 +1,12 @@
 // Packs blocks and multiplies, for processors of other kinds. Arguments: a file of stored blocks and rows of activations,
-// a file for the products and the unpacked weight, then outputs, inputs, rows, and whether
-// activations stay exact.
+// a file for the products and the unpacked weight, then outputs, inputs and rows.
 #include "blocks.c"
 #include "blocks_pack.c"
 #include <stdio.h>
 
 int main(int count, char **given) {
-    if (count != 7) return 1;
-    const long outputs = atol(given[3]), inputs = atol(given[4]), tokens = atol(given[5]), exact = atol(given[6]);
+    if (count != 6) return 1;
+    const long outputs = atol(given[3]), inputs = atol(given[4]), tokens = atol(given[5]);
     const long stored_bytes = outputs * (inputs / NUMBERS * BYTES);
     uint8_t *stored = malloc(stored_bytes), *scratch = malloc(scratch_size(tokens, inputs));
     uint8_t *packed = aligned_alloc(64, (outputs + PANEL - 1) / PANEL * panel_size(inputs));
@@ -19,7 +18,7 @@ int main(int count, char **given) {
     if (!from || !to || fread(stored, 1, stored_bytes, from) != (size_t)stored_bytes) return 2;
     if (fread(x, sizeof(element), tokens * inputs, from) != (size_t)(tokens * inputs)) return 3;
     pack(packed, stored, 1, outputs, inputs);
-    product(y, outputs, 1, x, inputs, exact, packed, 0, 0, 1, tokens, inputs, outputs, scratch);
+    product(y, outputs, 1, x, inputs, packed, 0, 0, 1, tokens, inputs, outputs, scratch);
     rows(w, packed, ids, outputs, inputs);
     fwrite(y, 4, tokens * outputs, to);
     fwrite(w, 4, outputs * inputs, to);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +15,15 @@ import torch
 from allotrope.kernels.c.compiler import HEADERS
 from allotrope.kernels.chip import chip_of
 from allotrope.ops.matmul import MatmulSpec, cpu_blocks
-from allotrope.ops.matmul.gguf import Layout
 from allotrope.ops.matmul.weight import QuantizedWeight
 
 HERE = Path(__file__).parent
+PROCESSORS = {
+    "no vectors": (("sse2",), "-march=x86-64"),
+    "AVX2": (("avx2", "fma", "f16c"), "-march=haswell"),
+    "AVX-512 without look-ups of bytes": (("avx512_vnni",), "-march=cascadelake"),
+}
+"""Lesser than this one may be: what they need of it, and flags of a compiler."""
 
 
 def packed(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> cpu_blocks.BlockWeight:
@@ -35,10 +40,10 @@ def off(y: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def compile_blocks(
-    layout: Layout, folder: Path, compiler: str, flags: Sequence[str], dtype: torch.dtype = torch.float32
+    defines: Mapping[str, int], folder: Path, compiler: str, flags: Sequence[str], dtype: torch.dtype = torch.float32
 ) -> Path:
-    """The program in `folder`."""
-    macros = [f"-D{name}={value}" for name, value in cpu_blocks.defines(layout).items()]
+    """The program in `folder`. `defines`: as `cpu_blocks.defines` has them."""
+    macros = [f"-D{name}={value}" for name, value in defines.items()]
     macros.append(f"-DELEMENT_BFLOAT16={int(dtype == torch.bfloat16)}")
     folders = [f"-I{HEADERS}", f"-I{cpu_blocks.SOURCE.parent}"]
     program = folder / "program"
@@ -47,11 +52,21 @@ def compile_blocks(
     return program
 
 
-def compile_for_tiles(layout: Layout, folder: Path) -> Path:
+def compile_for_tiles(defines: Mapping[str, int], folder: Path) -> Path:
     """The program with emulated matrix units, of bf16 activations. Skips where a processor lacks what these need."""
     compiler = need("avx512_bf16", "avx512vbmi", "avx512_vnni")
     tiles = ["-march=native", "-mamx-tile", "-mamx-bf16", "-include", str(HERE / "emulated_tiles.h")]
-    return compile_blocks(layout, folder, compiler, tiles, torch.bfloat16)
+    return compile_blocks(defines, folder, compiler, tiles, torch.bfloat16)
+
+
+def compile_for_arm(
+    defines: Mapping[str, int], folder: Path, architecture: str, dtype: torch.dtype = torch.float32
+) -> list[str]:
+    """The program for Arm64, and the emulator that runs it. Skips where there is none."""
+    compiler, emulator = (shutil.which(name) for name in ("aarch64-linux-gnu-gcc", "qemu-aarch64"))
+    if compiler is None or emulator is None:
+        pytest.skip("needs Debian's gcc-aarch64-linux-gnu and qemu-user")
+    return [emulator, str(compile_blocks(defines, folder, compiler, [f"-march={architecture}"], dtype))]
 
 
 def need(*features: str) -> str:
@@ -66,13 +81,13 @@ def need(*features: str) -> str:
 
 
 def run_blocks(
-    command: Sequence[str], folder: Path, blocks: torch.Tensor, x: torch.Tensor, exact: bool, threads: int = 1
+    command: Sequence[str], folder: Path, blocks: torch.Tensor, x: torch.Tensor, threads: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Products and the unpacked weight, both in fp32. `command`: that runs the program. `blocks`: uint8
     [outputs, bytes]."""
     outputs, (rows, inputs) = len(blocks), x.shape
     (folder / "in").write_bytes(blocks.numpy().tobytes() + x.contiguous().view(torch.uint8).numpy().tobytes())
-    sizes = [str(number) for number in (outputs, inputs, rows, int(exact))]
+    sizes = [str(number) for number in (outputs, inputs, rows)]
     given = [*command, str(folder / "in"), str(folder / "out"), *sizes]
     subprocess.run(given, check=True, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
     found = torch.from_numpy(np.fromfile(folder / "out", np.float32))

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from compiled_blocks import compile_blocks, compile_for_tiles, off, packed, run_blocks
+from compiled_blocks import (
+    PROCESSORS,
+    compile_blocks,
+    compile_for_arm,
+    compile_for_tiles,
+    need,
+    off,
+    packed,
+    run_blocks,
+)
 
 from allotrope.kernels.chip import chip_of
 from allotrope.ops.grouped_matmul.cpu_blocks import grouped_matmul
@@ -98,11 +106,17 @@ def test_exact_activations_stay_exact() -> None:
     assert off(cpu_blocks.matmul(x, packed(stored)), x @ stored.dequantize().t()) < EXACT
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
-    weight = packed(made(GGUF_BLOCKS["q4_k"], 40, 512))
-    x = torch.randn(13, 512)
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("format", KINDS)
+def test_a_row_does_not_depend_on_the_others(format: GgufBlocks, exact: bool) -> None:
+    """Bit for bit: alone, with a few, and with so many that inputs are unpacked once for all of them."""
+    stored = made(format, 40, 768)
+    weight = packed(QuantizedWeight(replace(format, int8_activations=not exact), stored.values, stored.scales))
+    x = torch.randn(270, 768)
     whole = cpu_blocks.matmul(x, weight)
-    assert torch.equal(torch.cat([cpu_blocks.matmul(x[i : i + 1], weight) for i in range(13)]), whole)
+    for few in (1, 5):
+        assert torch.equal(torch.cat([cpu_blocks.matmul(part, weight) for part in x[:23].split(few)]), whole[:23])
+    assert torch.equal(cpu_blocks.matmul(x[200:], weight), whole[200:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -172,23 +186,37 @@ def test_activations_near_a_tie_round_as_the_reference_says() -> None:
     assert float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()) < EXACT
 
 
+def defines(format: GgufBlocks) -> dict[str, int]:
+    return cpu_blocks.defines(format.layout, format.int8_activations)
+
+
+def assert_the_same(format: GgufBlocks, command: list[str], folder: Path) -> None:
+    """Of few rows, and of so many that inputs are unpacked once for all of them."""
+    stored = made(format, 37, 768)
+    for rows in (5, 23):
+        x = torch.randn(rows, 768, generator=torch.Generator().manual_seed(rows))
+        y, weight = run_blocks(command, folder, stored.values, x)
+        assert off(y, reference.matmul(x, stored)) < EXACT
+        assert torch.allclose(weight, stored.dequantize(), rtol=1e-6, atol=1e-7)
+
+
+FORMATS = {kind: GGUF_BLOCKS[kind] for kind in ("q4_k", "q6_k", "q8_0", "iq4_nl", "q3_k", "mxfp4_gguf")}
+FORMATS |= {f"{kind} exact": replace(GGUF_BLOCKS[kind], int8_activations=False) for kind in ("q4_k", "q6_k", "iq4_nl")}
+
+
+@pytest.mark.parametrize("processor", ["no vectors", "AVX2"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_lesser_processors_find_the_same(kind: str, processor: str, tmp_path: Path) -> None:
+    features, flags = PROCESSORS[processor]
+    program = compile_blocks(defines(FORMATS[kind]), tmp_path, need(*features), flags.split())
+    assert_the_same(FORMATS[kind], [str(program)], tmp_path)
+
+
 @pytest.mark.parametrize("architecture", ["armv8-a", "armv8.2-a+dotprod"])
-@pytest.mark.parametrize("kind", ["q4_k", "q6_k", "q8_0", "iq4_nl", "q3_k", "mxfp4_gguf"])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_an_arm_processor_finds_the_same(kind: str, architecture: str, tmp_path: Path) -> None:
     """Compiled for Arm64 with and without dot products, and run by an emulator."""
-    compiler, emulator = (shutil.which(name) for name in ("aarch64-linux-gnu-gcc", "qemu-aarch64"))
-    if compiler is None or emulator is None:
-        pytest.skip("needs Debian's gcc-aarch64-linux-gnu and qemu-user")
-    format = GGUF_BLOCKS[kind]
-    stored, x = made(format, 21, 512), torch.randn(5, 512)
-    program = compile_blocks(format.layout, tmp_path, compiler, [f"-march={architecture}"])
-    for exact in (False, True):
-        y, weight = run_blocks([emulator, str(program)], tmp_path, stored.values, x, exact)
-        wanted = reference.matmul(
-            x, QuantizedWeight(replace(format, int8_activations=not exact), stored.values, stored.scales)
-        )
-        assert off(y, wanted) < EXACT
-        assert torch.allclose(weight, stored.dequantize(), rtol=1e-6, atol=1e-7)
+    assert_the_same(FORMATS[kind], compile_for_arm(defines(FORMATS[kind]), tmp_path, architecture), tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["q4_0", "q4_k", "q6_k", "iq4_nl", "q8_0"])
@@ -196,8 +224,8 @@ def test_matrix_units_find_the_same(kind: str, tmp_path: Path) -> None:
     """Their instructions are emulated, so that processors without them test what surrounds these; with two threads."""
     format = GGUF_BLOCKS[kind]
     stored, x = made(format, 150, 768), torch.randn(530, 768).bfloat16()
-    program = compile_for_tiles(format.layout, tmp_path)
+    program = compile_for_tiles(defines(format), tmp_path)
     for rows in (17, 33, 530):
-        y, _ = run_blocks([str(program)], tmp_path, stored.values, x[:rows], exact=True, threads=2)
+        y, _ = run_blocks([str(program)], tmp_path, stored.values, x[:rows], threads=2)
         # The units were used: weights become bf16 for them.
         assert EXACT < off(y, x[:rows].float() @ stored.dequantize().t()) < ROUNDED_WEIGHTS

@@ -49,7 +49,7 @@ class BlockWeight(WeightInPanels):
     def __init__(self, format: Format, panels: torch.Tensor, shape: tuple[int, ...]) -> None:
         super().__init__(panels, shape)
         self.format = format
-        self.exact_activations = not isinstance(format, GgufBlocks) or not format.int8_activations
+        self.int8_activations = _int8_activations(format)
         self.layout = layout_of(format, shape[-1])
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -74,7 +74,12 @@ def rejects(spec: Any, chip: Chip) -> list[str]:
         return ["fp8 activations (needs them as they are)"]
     if not isinstance(format, GgufBlocks) and (spec.inputs % STEP or format.group_size % STEP):
         return [f"inputs={spec.inputs}, group_size={format.group_size} (needs multiples of {STEP})"]
-    return c_reasons(SOURCE, spec.dtype, chip, **defines(layout_of(format, spec.inputs)))
+    layout = layout_of(format, spec.inputs)
+    return c_reasons(SOURCE, spec.dtype, chip, **defines(layout, _int8_activations(format)))
+
+
+def _int8_activations(format: Format) -> bool:
+    return isinstance(format, GgufBlocks) and format.int8_activations
 
 
 def layout_of(format: Format, inputs: int) -> Layout:
@@ -137,24 +142,24 @@ def _defines(layout: Layout) -> tuple[tuple[str, int], ...]:
     return tuple(found.items())
 
 
-def defines(layout: Layout) -> dict[str, int]:
+def defines(layout: Layout, int8_activations: bool) -> dict[str, int]:
     """The macros of `blocks.c` for one type of blocks."""
-    return dict(_defines(layout))
+    return {**dict(_defines(layout)), "INT8_ACTIVATIONS": int(int8_activations)}
 
 
 @functools.cache
-def _product(layout: Layout, dtype: torch.dtype) -> CFunction:
-    return CFunction(SOURCE, "product", dtype, "pllpllpppllllp", **defines(layout))
+def _product(layout: Layout, int8_activations: bool, dtype: torch.dtype) -> CFunction:
+    return CFunction(SOURCE, "product", dtype, "pllplpppllllp", **defines(layout, int8_activations))
 
 
 @functools.cache
 def _packing(layout: Layout, name: str, signature: str) -> CFunction:
-    return CFunction(PACK_SOURCE, name, torch.float32, signature, **defines(layout))
+    return CFunction(PACK_SOURCE, name, torch.float32, signature, **dict(_defines(layout)))
 
 
 @functools.cache
-def _scratch_size(layout: Layout, dtype: torch.dtype) -> Callable[[int, int], int]:
-    function = load(SOURCE, dtype, **defines(layout)).scratch_size
+def _scratch_size(layout: Layout, int8_activations: bool, dtype: torch.dtype) -> Callable[[int, int], int]:
+    function = load(SOURCE, dtype, **defines(layout, int8_activations)).scratch_size
     function.argtypes, function.restype = [ctypes.c_long] * 2, ctypes.c_long
     return cast(Callable[[int, int], int], function)
 
@@ -192,10 +197,11 @@ def multiply(
     if x.shape[1] != inputs:
         raise ValueError(f"rows of {x.shape[1]} numbers for a weight of {inputs} inputs")
     y = x.new_empty(len(x), outputs) if out is None or out.stride(1) != 1 else out
-    scratch = torch.empty(_scratch_size(weight.layout, x.dtype)(len(x), inputs), dtype=torch.uint8)
-    _product(weight.layout, x.dtype)(
-        *(y, y.stride(0), y.dtype != x.dtype or x.dtype == torch.float32, x, x.stride(0), weight.exact_activations),
-        *(weight.panels, bias, expert_offsets, len(weight.panels), len(x), inputs, outputs, scratch),
+    variant = weight.layout, weight.int8_activations, x.dtype
+    scratch = torch.empty(_scratch_size(*variant)(len(x), inputs), dtype=torch.uint8)
+    _product(*variant)(
+        *(y, y.stride(0), y.dtype != x.dtype or x.dtype == torch.float32, x, x.stride(0), weight.panels),
+        *(bias, expert_offsets, len(weight.panels), len(x), inputs, outputs, scratch),
     )
     return y if out is None or y is out else out.copy_(y)
 

@@ -1,0 +1,131 @@
+// Products of panels and activations in bf16 by matrix units (AMX).
+#pragma once
+#include "blocks_products.h"
+
+#if MATRIX_UNITS
+// Rows, and inputs, whose sums and weights stay in the cache; panels that share the rows' way there.
+#define BLOCK_ROWS 512
+#define BLOCK_INPUTS 256
+#define BLOCK_PANELS 8
+
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} tile_shapes;
+
+// Whether the system lets this process use the matrix units.
+static int matrix_units(void) {
+    static int allowed = -1;
+    // ARCH_REQ_XCOMP_PERM of the tiles' data.
+    if (allowed < 0) allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+    return allowed;
+}
+
+static void begin_tiles(void) {
+    tile_shapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) shapes.rows[i] = 16, shapes.row_bytes[i] = 64;
+    _tile_loadconfig(&shapes);
+}
+
+// Inputs `first` to `first + count` of a panel as bf16, two inputs of each output side by side: [count / 2, PANEL, 2].
+static void unpack_bf16(uint32_t *to, const uint8_t *panel, long inputs, long first, long count) {
+    const uint8_t *codes = panel + scales_size(inputs) + first / STEP * CODE_BYTES;
+    for (long at = first; at < first + count; at += STEP, codes += CODE_BYTES) {
+        const uint8_t *scales = panel + at / SPAN * SCALE_BYTES;
+        const factors of_span = span_factors(scales, 0);
+        vi unpacked[8];
+        unpack(unpacked, codes, 0);
+#pragma GCC unroll 2
+        for (int h = 0; h < STEP / GROUP; h++) {
+            const factors of = group_factors(of_span, scales, at % SPAN / GROUP + h, 0);
+#if !E4M3
+            // Of codes as they are stored.
+            const vf minimum = MINIMUM ? of.minimum : of.scale * (float)ZERO;
+#endif
+#pragma GCC unroll 8
+            for (int s = 0; s < GROUP / 4; s++)
+#pragma GCC unroll 2
+                for (int pair = 0; pair < 2; pair++, to += PANEL) {
+#if E4M3
+                    const vi four = unpacked[h * (GROUP / 4) + s];
+                    const vf even = numbers_of(four, 2 * pair) * of.scale;
+                    const vf odd = numbers_of(four, 2 * pair + 1) * of.scale;
+#else
+                    const vu four = (vu)unpacked[h * (GROUP / 4) + s] >> 16 * pair;
+                    const vf even = __builtin_convertvector((vi)(four & 255), vf) * of.scale - minimum;
+                    const vf odd = __builtin_convertvector((vi)(four >> 8 & 255), vf) * of.scale - minimum;
+#endif
+                    const __m256i low = (__m256i)_mm512_cvtneps_pbh((__m512)even);
+                    const __m256i high = (__m256i)_mm512_cvtneps_pbh((__m512)odd);
+                    _mm512_storeu_si512(to, _mm512_or_si512(_mm512_cvtepu16_epi32(low),
+                                                            _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16)));
+                }
+        }
+    }
+}
+
+// 32 rows times two panels, added to `sums` unless `first`. x: bf16, `stride` bytes apart. w: as `unpack_bf16` leaves
+// it, `apart` bytes from one panel to the next. sums: rows `sums_stride` floats apart.
+static inline void multiply_tiles(float *sums, long sums_stride, const uint8_t *x, long stride, const uint8_t *w,
+                                  long apart, long count, int first, int both) {
+    const long bytes = 4 * sums_stride;
+    if (first) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums, bytes);
+        _tile_loadd(1, sums + PANEL, bytes);
+        if (both) _tile_loadd(2, sums + 16 * sums_stride, bytes);
+        if (both) _tile_loadd(3, sums + 16 * sums_stride + PANEL, bytes);
+    }
+    for (long k = 0; k < count; k += 32, x += 64, w += 1024) {
+        _tile_loadd(6, w, 64);
+        _tile_loadd(7, w + apart, 64);
+        _tile_loadd(4, x, stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (both) {
+            _tile_loadd(5, x + 16 * stride, stride);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, bytes);
+    _tile_stored(1, sums + PANEL, bytes);
+    if (both) _tile_stored(2, sums + 16 * sums_stride, bytes);
+    if (both) _tile_stored(3, sums + 16 * sums_stride + PANEL, bytes);
+}
+
+// `panels` panels, at most BLOCK_PANELS, and rows `begin` to `end` of x in bf16, rows `stride` bytes apart. memory: of
+// this thread. output: of the first panel.
+static void panels_in_tiles(const target *to, const uint8_t *x, long stride, long inputs, const uint8_t *packed,
+                            long output, long outputs, long panels, long begin, long end, uint8_t *memory) {
+    const long size = panel_size(inputs), apart = BLOCK_INPUTS * 2 * PANEL;
+    float *sums = (float *)memory;
+    uint8_t *w = memory + BLOCK_ROWS * BLOCK_PANELS * PANEL * 4;
+    for (long t = begin; t < end; t += BLOCK_ROWS) {
+        const long rows = end - t < BLOCK_ROWS ? end - t : BLOCK_ROWS;
+        for (long k = 0; k < inputs; k += BLOCK_INPUTS) {
+            const long count = inputs - k < BLOCK_INPUTS ? inputs - k : BLOCK_INPUTS;
+            for (long p = 0; p < panels; p++)
+                unpack_bf16((uint32_t *)(w + p * apart), packed + p * size, inputs, k, count);
+            for (long r = 0; r < rows; r += 32)
+                for (long p = 0; p < panels; p += 2)
+                    multiply_tiles(sums + r * BLOCK_PANELS * PANEL + p * PANEL, BLOCK_PANELS * PANEL,
+                                   x + (t + r) * stride + 2 * k, stride, w + p * apart, apart, count, k == 0,
+                                   rows - r > 16);
+        }
+        for (long r = 0; r < rows; r++) {
+            const long kept = outputs - output < panels * PANEL ? outputs - output : panels * PANEL;
+            put(to, t + r, output, kept, sums + r * BLOCK_PANELS * PANEL);
+        }
+    }
+}
+
+#define THREAD_MEMORY (BLOCK_ROWS * BLOCK_PANELS * PANEL * 4 + BLOCK_PANELS * BLOCK_INPUTS * 2 * PANEL)
+#else
+#define THREAD_MEMORY 0
+#endif
