@@ -16,15 +16,10 @@ import torch
 
 from allotrope.engine.in_flight import start_copy
 from allotrope.engine.inputs import StepRow
+from allotrope.engine.sampled_tokens import SampledTokens
 from allotrope.engine.scheduler import Row
-from allotrope.engine.step_loop import (
-    SampledTokens,
-    StepLoop,
-    decode_rows,
-    sampling_rows,
-    step_rows,
-    wanted_drafts,
-)
+from allotrope.engine.step_loop import StepLoop
+from allotrope.engine.step_rows import decode_rows, sampling_rows, step_rows, wanted_drafts
 from allotrope.ops.sampling.spec import Sampled
 from allotrope.ops.token_mask import BitMask
 from allotrope.request import SequenceOutput

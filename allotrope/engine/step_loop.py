@@ -8,53 +8,33 @@ from __future__ import annotations
 import logging
 import time
 from collections import abc
-from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from allotrope.engine.drafting import LookupDrafting, ModelDrafting, Wanted
+from allotrope.engine.drafting import LookupDrafting, ModelDrafting
 from allotrope.engine.executor import Executor
 from allotrope.engine.grammar_masks import GrammarMasks
 from allotrope.engine.in_flight import InFlightStep, start_copy
 from allotrope.engine.inputs import SampledSequence, StepPlan, StepRow
 from allotrope.engine.observer import Observer
 from allotrope.engine.requests import RequestTable
+from allotrope.engine.sampled_tokens import SampledTokens, keep_tokens
 from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_logprobs
 from allotrope.engine.scheduler import Row
 from allotrope.engine.sequence import PLACEHOLDER, Sequence
 from allotrope.engine.step_log import StepLog
+from allotrope.engine.step_rows import decode_rows, sampled_sequences, sampling_rows, step_rows, wanted_drafts
 from allotrope.ops.sampling.sampler import Sampler
 from allotrope.ops.sampling.spec import Sampled
 from allotrope.ops.token_mask import BitMask
-from allotrope.request import FinishReason, SequenceOutput, TokenLogprobs
+from allotrope.request import SequenceOutput, TokenLogprobs
 
 log = logging.getLogger("allotrope.engine")
 
-_NO_TOKEN = "the model's scores for the next token are not numbers, or every token is masked"
-
-
 PageCopy = tuple[int, int, int, int]
 """Data-parallel rank, group, and the pages to copy from and to."""
-
-
-@dataclass(frozen=True)
-class SampledTokens:
-    """The new tokens of a sequence from output token `index` on: accepted drafts, and the one sampled behind them.
-
-    The last is -1 where there is no distribution. `logprobs`: per token. `num_drafts`: drafts that were verified.
-    """
-
-    seq: Sequence
-    index: int
-    tokens: abc.Sequence[int]
-    logprobs: abc.Sequence[TokenLogprobs | None]
-    num_drafts: int
-
-    @property
-    def num_accepted(self) -> int:
-        return len(self.tokens) - 1
 
 
 class StepLoop:
@@ -168,7 +148,7 @@ class StepLoop:
             passes, accepts = model.passes, iter(forced)
             for dp_rank in range(len(steps)):
                 own = [row for row in rows if row.seq.dp_rank == dp_rank]
-                sequences[dp_rank] = tuple(_sampled_sequences(own, accepts))
+                sequences[dp_rank] = tuple(sampled_sequences(own, accepts))
         shared = num_sampled if self._async or model is not None else 0
         plan = self._step_plan(steps, sequences)
         plan = replace(plan, sampled=shared, greedy=greedy, passes=passes)
@@ -407,25 +387,9 @@ class StepLoop:
 
     def _output(self, sampled: SampledTokens) -> SequenceOutput:
         """End the sequence if one of its new tokens is the last, or if there is none, and return the output."""
-        seq, constraint = sampled.seq, sampled.seq.sampling.constraint
-        tokens: list[int] = []
-        reason: FinishReason | None = None
-        stopped_by: int | None = None
-        error: str | None = None
-        for index, token in enumerate(sampled.tokens, sampled.index):
-            if token < 0:
-                error = (None if constraint is None else constraint.failure) or _NO_TOKEN
-                break
-            tokens.append(token)
-            if constraint is not None:
-                constraint.take(token)
-                if constraint.failure is not None and not constraint.ended:
-                    error = constraint.failure
-                    tokens.pop()
-                    break
-            reason, stopped_by = _finish(seq, index + 1, token)
-            if reason is not None:
-                break
+        seq = sampled.seq
+        kept = keep_tokens(sampled)
+        tokens, error, reason = kept.tokens, kept.error, kept.reason
         prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         first = sampled.index == 0
         if first and seq.wants_prompt_logprobs and tokens:
@@ -440,7 +404,7 @@ class StepLoop:
             seq.index,
             tuple(tokens),
             reason if error is None else "error",
-            stopped_by,
+            kept.stopped_by,
             tuple(one for one in sampled.logprobs[: len(tokens)] if one is not None) if scored and tokens else None,
             prompt_logprobs,
             seq.cached_tokens,
@@ -450,68 +414,3 @@ class StepLoop:
             num_draft_tokens=sampled.num_drafts,
             num_accepted_tokens=min(sampled.num_accepted, len(tokens)),
         )
-
-
-def _finish(seq: Sequence, output_len: int, token: int) -> tuple[FinishReason | None, int | None]:
-    """Why `token`, number `output_len` of the output, is the last of `seq`, and its stop id; None: it is not."""
-    params = seq.request.params
-    if output_len > params.min_tokens:
-        if token in seq.sampling.stop_ids:
-            return "stop", token
-        if token in seq.sampling.eos_ids:
-            return "stop", None
-    if seq.sampling.constraint is not None and seq.sampling.constraint.ended:
-        return "stop", None
-    return ("length", None) if output_len >= seq.max_output_len else (None, None)
-
-
-def step_rows(row: Row, num_logits: int, prev: int) -> Iterator[StepRow]:
-    """The row's own, then one for each draft. `prev`: the place of the sequence in the step before, whose tokens are
-    yet to be read, or -1."""
-    seq = row.seq
-    ids, prev_sequence = tuple(seq.ids[seq.computed : row.end]), prev if seq.unread_drafts else -1
-    index, next_id = prev if ids[-1] == PLACEHOLDER else -1, -1 if row.samples else seq.ids[row.end]
-    own = seq.pages, seq.slots
-    yield StepRow(ids, seq.computed, *own, num_logits, index, 0, seq.replay, next_id, prev_sequence)
-    for i, draft in enumerate(row.drafts):
-        index = row.draft_indices[i] if draft == PLACEHOLDER else -1
-        yield StepRow((draft,), row.end + i, *own, 1, index, i + 1, prev_sequence=prev_sequence)
-
-
-def decode_rows(rows: abc.Sequence[Row]) -> int:
-    """The rows of a step where all have one token, drafts among them, else 0."""
-    return sum(1 + len(row.drafts) for row in rows) if all(row.tokens == 1 for row in rows) else 0
-
-
-def wanted_drafts(rows: abc.Sequence[Row], unstored: int | None = None) -> list[Wanted]:
-    """The most drafts of each sequence behind the tokens that a step samples from `rows`. `unstored`: those for which
-    a draft model stores no token of its own; None where no model makes them."""
-    found = []
-    for row in rows:
-        seq = row.seq
-        # The token that the step samples may be there already.
-        output_len = seq.output_len + seq.unread_drafts + int(row.end == len(seq.ids))
-        left = seq.max_output_len - output_len - 1
-        found.append((seq, left if unstored is None else min(left, unstored + row.lookahead)))
-    return found
-
-
-def _sampled_sequences(rows: abc.Sequence[Row], forced: Iterator[int | None]) -> Iterator[SampledSequence]:
-    """The sequences that a rank samples from in a step. `forced`: of each of them, as in `InFlightStep`."""
-    start = 0
-    for row in rows:
-        if row.samples:
-            count, drafts = next(forced), len(row.drafts)
-            reserved = row.end + row.seq.unread_drafts + drafts + row.lookahead
-            yield SampledSequence(start + row.tokens - 1, drafts, reserved, -1 if count is None else count)
-        start += row.tokens + len(row.drafts)
-
-
-def sampling_rows(ready: abc.Sequence[Row]) -> list[RowSampling]:
-    """Per row, its sequence as sampling sees it, and behind each of its drafts."""
-    records = []
-    for row in ready:
-        sampling = row.seq.sampling
-        sampling.drafts = row.drafts
-        records += [sampling.after_drafts(count) for count in range(len(row.drafts) + 1)]
-    return records

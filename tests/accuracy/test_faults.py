@@ -51,18 +51,24 @@ class Fault:
         return self.name
 
 
-TEXT = ("--tasks", "text", "--items", "64")
-RECALL = ("--tasks", "recall", "--items", "64", "--lengths", "320")
+# As few items as keep what a fault changes well outside of the interval, which widens as they become fewer.
+RECALL = ("--tasks", "recall", "--items", "32", "--lengths", "320")
 # Whose plans and masks every CPU runs, whatever it can compile.
 REFERENCE = ("--attention-backend", "mha=reference")
 # All drafts of every step: their number must not depend on the time that they take.
 DRAFTS = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3, "adaptive": false}')
 RESIDUES = tuple(f"recall, tokens = {residue} mod 4" for residue in range(4))
 
+
+
+def _text(items: int, length: int = 0) -> tuple[str, ...]:
+    return ("--tasks", "text", "--items", str(items), *(("--text-length", str(length)) if length else ()))
+
+
 FAULTS = (
-    Fault("compressed_rope_position", "deepseek_v4", (*TEXT, "--text-length", "1024"), ("text",), text="copy"),
-    Fault("window_off_by_one", "llama_window", TEXT, ("text",), text="arithmetic", cell=REFERENCE),
-    Fault("sink_dropped", "gpt_oss", (*TEXT, "--text-length", "128"), ("text",), text="letters"),
+    Fault("compressed_rope_position", "deepseek_v4", _text(40, 1024), ("text",), text="copy"),
+    Fault("window_off_by_one", "llama_window", _text(16), ("text",), text="arithmetic", cell=REFERENCE),
+    Fault("sink_dropped", "gpt_oss", _text(24, 128), ("text",), text="letters"),
     Fault(
         "length_3_mod_4",
         "qwen3_moe",
@@ -71,7 +77,7 @@ FAULTS = (
         cell=REFERENCE,
         green=tuple(("cold", name) for name in RESIDUES[:3]),
     ),
-    Fault("swapped_b_a", "qwen3_next", TEXT, ("text",)),
+    Fault("swapped_b_a", "qwen3_next", _text(40), ("text",)),
     Fault(
         "stale_state_after_preemption",
         "qwen3_next",
@@ -88,13 +94,13 @@ FAULTS = (
     Fault(
         "topk_ties_by_rank",
         "qwen3_moe",
-        (*TEXT, "--text-length", "256"),
+        _text(40, 256),
         ("text",),
         mode="two-ranks",
         text="arithmetic",
         green=(("cold", "text"),),
     ),
-    Fault("fp8_scale_of_wrong_block", "deepseek_v3", TEXT, ("text",)),
+    Fault("fp8_scale_of_wrong_block", "deepseek_v3", _text(24), ("text",)),
     Fault(
         "recycled_target_hidden",
         "qwen3_next",

@@ -17,6 +17,10 @@ from allotrope import LLM, SamplingParams
 from allotrope.architectures.eagle3 import is_eagle3
 from allotrope.architectures.registry import find_architecture, read_spec
 from allotrope.errors import ConfigError
+from bench.engine.measuring import await_signal, distinct_share, random_prompts
+from bench.engine.options import engine_options, parse, speculations
+from bench.engine.report import Column
+from bench.engine.worker_process import EngineFailed
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 KEPT = {"modules_to_not_convert": ["lm_head", "model.layers.*.mlp.gate"]}
@@ -149,9 +153,9 @@ def test_shards_are_indexed_and_written_once(weights: Any, tmp_path: Path, monke
         weights.write_checkpoint(config, tmp_path)
 
 
-def test_share_of_tokens_that_differ(engine: Any) -> None:
-    assert engine.distinct_share([[1, 2, 3, 4]]) == 1
-    assert engine.distinct_share([[1, 2], [1, 3], [1, 3], [1, 4]]) == (1 / 4 + 3 / 4) / 2
+def test_share_of_tokens_that_differ() -> None:
+    assert distinct_share([[1, 2, 3, 4]]) == 1
+    assert distinct_share([[1, 2], [1, 3], [1, 3], [1, 4]]) == (1 / 4 + 3 / 4) / 2
 
 
 def test_a_run_leaves_numbers_a_table_and_what_failed(engine: Any, weights: Any, tmp_path: Path) -> None:
@@ -318,7 +322,7 @@ def test_each_peer_has_its_own_packages_options_and_ranks(engine: Any, weights: 
     assert "| vllm / vllm+allotrope | vllm TP2 / vllm+allotrope TP2 |" in out.with_suffix(".md").read_text()
 
 
-def test_ranks_and_peers_are_compared_with_ours(engine: Any) -> None:
+def test_ranks_and_peers_are_compared_with_ours() -> None:
     from bench.engine import report as engine_report
 
     found: dict[str, Any] = {
@@ -376,9 +380,9 @@ def test_an_engine_that_takes_too_long_is_killed(engine: Any, weights: Any, tmp_
     assert report["models"]["tiny"]["engines"]["allotrope"]["error"] == "killed after --limit 0.3 s"
 
 
-def test_engines_wait_for_the_signal_to_be_measured(engine: Any, tmp_path: Path) -> None:
+def test_engines_wait_for_the_signal_to_be_measured(tmp_path: Path) -> None:
     signal = tmp_path / "go"
-    waiting = threading.Thread(target=engine.await_signal, args=(signal, "model.vllm", SimpleNamespace(late=False)))
+    waiting = threading.Thread(target=await_signal, args=(signal, "model.vllm", SimpleNamespace(late=False)))
     waiting.start()
     while not (tmp_path / "go.model.vllm").exists():
         assert waiting.is_alive()
@@ -386,8 +390,8 @@ def test_engines_wait_for_the_signal_to_be_measured(engine: Any, tmp_path: Path)
     waiting.join(timeout=10)
     assert not waiting.is_alive()
     signal.unlink()
-    with pytest.raises(engine.EngineFailed, match="killed after --limit 7 s, waiting for go"):
-        engine.await_signal(signal, "model.vllm", SimpleNamespace(late=True, limit=7.0))
+    with pytest.raises(EngineFailed, match="killed after --limit 7 s, waiting for go"):
+        await_signal(signal, "model.vllm", SimpleNamespace(late=True, limit=7.0))
 
 
 def test_a_roofline_needs_a_gpu_and_one_model(
@@ -442,7 +446,7 @@ def test_a_roofline_of_a_synthetic_profile(engine: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("architecture", "family"), [("Qwen3MoeForCausalLM", "mha"), ("DeepseekV4ForCausalLM", "csa")])
-def test_a_profiled_step_names_every_class(architecture: str, family: str, engine: Any, tmp_path: Path) -> None:
+def test_a_profiled_step_names_every_class(architecture: str, family: str, tmp_path: Path) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     from allotrope.config import EngineConfig
@@ -468,7 +472,7 @@ def test_a_profiled_step_names_every_class(architecture: str, family: str, engin
     running.close()
 
 
-def test_roofline_steps_are_what_was_asked_for(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roofline_steps_are_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, where no kernel is seen: what the steps read, and their least work."""
     from allotrope.config import EngineConfig
     from allotrope.engine.load_plan import resolve_load_plan
@@ -487,7 +491,7 @@ def test_roofline_steps_are_what_was_asked_for(engine: Any, tmp_path: Path, monk
     sizes = roofline.Sizes(requests=3, context=20, prefill=50, runs=2)
 
     def prompts(what: str, count: int, length: int) -> list[list[int]]:
-        return engine.random_prompts(what, count, length, 320)
+        return random_prompts(what, count, length, 320)
 
     found = roofline.profile_steps(str(tmp_path), sizes, prompts, options)
     decode, prefill = found["decode"], found["prefill"]
@@ -536,7 +540,7 @@ def test_a_config_without_an_mtp_layer_has_none(weights: Any, tmp_path: Path) ->
         weights.write_checkpoint(tiny("LlamaForCausalLM"), tmp_path, mtp=True)
 
 
-def test_columns_are_named_and_read_back(engine: Any) -> None:
+def test_columns_are_named_and_read_back() -> None:
     from bench.engine.report import Column, Speculation
 
     for column, name in [
@@ -547,8 +551,8 @@ def test_columns_are_named_and_read_back(engine: Any) -> None:
     ]:
         assert str(column) == name and Column.of(name) == column
         assert column.has_own_tokens == ("/" not in name)
-    none, *measured = engine.speculations("mtp", [1, 3], [1.8, 2.8])
-    assert none is None and engine.speculations("mtp", [1, 3], [1.8, 2.8], only=True) == measured
+    none, *measured = speculations("mtp", [1, 3], [1.8, 2.8])
+    assert none is None and speculations("mtp", [1, 3], [1.8, 2.8], only=True) == measured
     assert [(one.drafts, one.length) for one in measured] == [(1, 1.8), (3, 1.8), (3, 2.8)]
 
 
@@ -597,12 +601,12 @@ def test_drafts_are_compared_with_none(engine: Any, weights: Any, tmp_path: Path
     assert f"| {gain:.2f}× |" in row and row.count("×") == 3
 
 
-def test_drafts_that_are_right_keep_the_tokens(engine: Any, tmp_path: Path) -> None:
+def test_drafts_that_are_right_keep_the_tokens(tmp_path: Path) -> None:
     """Without --accept, and with a draft model: what the engines are asked for, and what is compared."""
     head = tmp_path / "head"
-    options = engine.parse(["model", "--speculate", "2", "--draft-model", str(head), "--adaptive"])
-    (column,) = (engine.Column("allotrope", 1, one) for one in engine.speculations("eagle3", [2], []) if one)
-    asked = engine.engine_options(column, options, str(head))["speculative_config"]
+    options = parse(["model", "--speculate", "2", "--draft-model", str(head), "--adaptive"], "")
+    (column,) = (Column("allotrope", 1, one) for one in speculations("eagle3", [2], []) if one)
+    asked = engine_options(column, options, str(head))["speculative_config"]
     assert asked == {"method": "eagle3", "num_speculative_tokens": 2, "model": str(head), "adaptive": True}
     assert column.has_own_tokens
 
