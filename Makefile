@@ -18,7 +18,8 @@ FETCH := $(BIN)/python scripts/fetch_smollm2.py
 # One process per core, each with one thread; the tests of a file stay together, for what they share is slow to make.
 # A process that dies ends the run: what it had left to do would be waited for in vain.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	--max-worker-restart=0
 # Inside vLLM, tests share next to nothing, and those of one file take most of the time.
 PYTEST_VLLM := OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/plugins -p no:logging \
 	-n $(WORKERS) --dist worksteal --max-worker-restart=0

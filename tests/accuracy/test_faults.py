@@ -66,7 +66,7 @@ def _text(items: int, length: int = 0) -> tuple[str, ...]:
 
 
 FAULTS = (
-    Fault("compressed_rope_position", "deepseek_v4", _text(40, 1024), ("text",), text="copy"),
+    Fault("compressed_rope_position", "deepseek_v4", _text(64, 1024), ("text",), text="copy"),
     Fault("window_off_by_one", "llama_window", _text(16), ("text",), text="arithmetic", cell=REFERENCE),
     Fault("sink_dropped", "gpt_oss", _text(24, 128), ("text",), text="letters"),
     Fault(
@@ -88,13 +88,13 @@ FAULTS = (
     Fault(
         "indexer_without_scale",
         "deepseek_v32",
-        ("--tasks", "recall", "--items", "16", "--lengths", "1024"),
+        ("--tasks", "recall", "--items", "10", "--lengths", "1024"),
         ("recall",),
     ),
     Fault(
         "topk_ties_by_rank",
         "qwen3_moe",
-        _text(40, 256),
+        _text(64, 256),
         ("text",),
         mode="two-ranks",
         text="arithmetic",

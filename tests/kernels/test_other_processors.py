@@ -50,7 +50,7 @@ def test_compiled_code(kind: str, tmp_path: Path) -> None:
     files = [str(TESTS / name) for name in FILES]
     chosen = (
         "test_c_kernels or (any_schedule and mha and (grouped_8-compiled or window_and_sinks-compiled))"
-        " or (test_gguf_blocks and (q4_k or q6_k or activations) and not processor and not units)"
+        " or (test_gguf_blocks and (q4_k or q6_k or tie) and not processor and not units)"
     )
     command = [sys.executable, "-m", "pytest", *files, "-k", chosen, "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=880, cwd=TESTS.parent)
