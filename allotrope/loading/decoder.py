@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -40,16 +41,23 @@ def only_kept(build: Build, option: str, activations: str = "auto") -> Build:
     products do not read it, as a GPU's round them.
     """
     rounds = activations == "int8" or (activations == "auto" and build.dtype != torch.float32)
-    kept: dict[tuple[str, str], Format] = {}
-    for place, format in build.formats.items():
+
+    def as_multiplied(format: Format) -> Format:
         if isinstance(format, GgufBlocks):
-            format = dataclasses.replace(format, int8_activations=rounds)
-        elif isinstance(format, Fp8):
+            return dataclasses.replace(format, int8_activations=rounds)
+        if isinstance(format, Fp8):
             exact = dataclasses.replace(format, fp8_activations=False)
-            format = exact if multiplied_as_stored(exact, build.dtype, build.chooser.chip) else format
-        if option == "keep" or (option == "auto" and _fits(format, build)):
-            kept[place] = format
-    return dataclasses.replace(build, formats=kept)
+            return exact if multiplied_as_stored(exact, build.dtype, build.chooser.chip) else format
+        return format
+
+    formats = {place: as_multiplied(format) for place, format in build.formats.items()}
+    if option != "auto":
+        return dataclasses.replace(build, formats=formats if option == "keep" else {})
+    each = list(dict.fromkeys(formats.values()))
+    # The first time on a machine, products of each are compiled for it.
+    with ThreadPoolExecutor() as pool:
+        fits = dict(zip(each, pool.map(lambda format: _fits(format, build), each), strict=True))
+    return dataclasses.replace(build, formats={place: format for place, format in formats.items() if fits[format]})
 
 
 def _fits(format: Format, build: Build) -> bool:
