@@ -2,8 +2,9 @@
 MXFP4, INT4 and FP8 as blocks.
 
 A weight is packed once into panels of 16 outputs: its codes keep their number of bits, scales are as exact as they are
-stored. A few rows are rounded to int8 by groups of 32, where the format lets them be, and multiplied in integers. For
-many rows, matrix units (AMX), where there are such, multiply bf16 that a panel is unpacked to in the cache.
+stored. Rows are rounded to int8 by groups of 32, where the format lets them be, and multiplied in integers. Many rows
+meet blocks that are unpacked in the cache once for all of them: to codes of a byte, to fp32, or to bf16 for matrix
+units (AMX).
 """
 
 from __future__ import annotations
