@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(
     path.relative_to(ROOT)
     for path in (ROOT / "bench").rglob("*.py")
-    if "__main__" in (text := path.read_text()) and "ArgumentParser" in text
+    if "__main__" in (text := path.read_text()) and "argparse" in text
 )
 
 
