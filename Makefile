@@ -16,6 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 FETCH := $(BIN)/python scripts/fetch_smollm2.py
 # One process per core, each with one thread; the tests of a file stay together, for what they share is slow to make.
+# Files come in order of their names: those of most tests first would leave the longest tests to the end.
 # A process that dies ends the run: what it had left to do would be waited for in vain.
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
