@@ -1,14 +1,12 @@
 """Memory of one size on every rank that all ranks may write into, and what a collective over it keeps beside it.
 
-Owns: where each thing lies in it, how the ranks map it, and why they cannot. It is `torch.distributed`'s symmetric
-memory, without multicast. Must not know: what is sent. All calls that use a workspace follow one another, on one stream
-or in an order that streams wait for.
+Owns: where each thing lies in it, how the ranks map it, and why they cannot. Must not know: what is sent. All calls
+that use a workspace follow one another, on one stream or in an order that streams wait for.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from allotrope.kernels import device_ipc
 from allotrope.kernels.chip import chip_of, peer_access
 from allotrope.kernels.tiles import cdiv
 
@@ -80,11 +79,19 @@ class Workspace:
 
     `peers`: [ranks] int64 addresses of the ranks' memory, as this device sees them. `counters`: [2, programs] calls of
     each program so far, of LL and of Simple. `abort`: [1] in the host's memory; not 0: no call waits any longer.
+    `mappings`: what keeps the addresses good.
     """
 
-    def __init__(self, rank: int, layout: Layout, buffer: torch.Tensor, addresses: Sequence[int]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        layout: Layout,
+        buffer: torch.Tensor,
+        addresses: Sequence[int],
+        mappings: Sequence[device_ipc.Mapping] = (),
+    ) -> None:
         device = buffer.device
-        self.rank, self.layout, self.buffer = rank, layout, buffer
+        self.rank, self.layout, self.buffer, self.mappings = rank, layout, buffer, mappings
         self.peers = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.counters = torch.zeros(2, max(layout.slots, layout.programs), dtype=torch.int32, device=device)
         self.abort_flag = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -128,17 +135,11 @@ def map_workspace(
 
     `row_bytes`: of the longest row of a message.
     """
-    own = _Facts(device.index, chip_of(device).num_sms, _Mapped.count, tuple(symmetric_memory_reasons(size)), _host())
+    own = _Facts(device.index, chip_of(device).num_sms, tuple(symmetric_memory_reasons(size)), _host())
     facts: list[_Facts] = _exchange(own, size, group, device)
     reasons = [f"rank {i}: {reason}" for i, one in enumerate(facts) for reason in one.reasons]
     if (hosts := len({one.host for one in facts})) > 1:
         reasons.append(f"hosts={hosts} (needs 1: memory is mapped within a host)")
-    if len({one.mapped for one in facts}) > 1:
-        counts = ", ".join(str(one.mapped) for one in facts)
-        reasons.append(
-            f"the ranks' processes have mapped memory {counts} times before, and PyTorch numbers the calls of a "
-            f"process: one process can map it for one engine of several ranks"
-        )
     if not reasons:
         others = [one.device for i, one in enumerate(facts) if i != rank]
         lost = [
@@ -158,34 +159,28 @@ def map_workspace(
             own.append(f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0])
         return out, tuple(_agreed(own, size, group, device))
 
-    # A rank that has no memory left must not let the others wait for it in the mapping.
-    buffer, failed = together(lambda: _allocated(layout, device))
-    if buffer is None or failed:
+    # A rank that has no memory left must not let the others wait for it in the exchange of handles.
+    exported, failed = together(lambda: _exported(layout, device))
+    if exported is None or failed:
         return None, failed
-    workspace, failed = together(lambda: _mapped(rank, layout, group, buffer))
+    buffer, handle = exported
+    handles = _exchange(handle, size, group, device)
+    workspace, failed = together(lambda: _mapped(rank, layout, buffer, handles))
     return (None, failed) if failed else (workspace, ())
 
 
 def symmetric_memory_reasons(size: int) -> list[str]:
     """Why `size` ranks on GPUs cannot map each other's memory, as far as one of them knows."""
-    reasons = []
-    if size > MAX_RANKS:
-        reasons.append(f"ranks={size} (needs {MAX_RANKS} or fewer)")
-    try:
-        import torch.distributed._symmetric_memory
-    except ImportError as error:
-        reasons.append(f"PyTorch {torch.__version__} has no symmetric memory: {error}")
-    return reasons
+    return [f"ranks={size} (needs {MAX_RANKS} or fewer)"] if size > MAX_RANKS else []
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What ranks tell each other: the index of a rank's device, its multiprocessors, how often its process has mapped
-    memory before, why it can map none, and what only ranks of one host say alike."""
+    """What ranks tell each other: the index of a rank's device, its multiprocessors, why it can map no memory, and what
+    only ranks of one host say alike."""
 
     device: int | None
     num_sms: int
-    mapped: int
     reasons: tuple[str, ...]
     host: str
 
@@ -195,33 +190,17 @@ def _host() -> str:
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
-class _Mapped:
-    """How often this process has mapped its peers' memory."""
-
-    count = 0
-
-
-def _allocated(layout: Layout, device: torch.device) -> torch.Tensor:
-    from torch.distributed import _symmetric_memory as symmetric
-
-    # Objects of multicast are never used, and making them fails on machines that forbid them.
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    with torch.cuda.device(device):
-        return symmetric.empty(layout.bytes, dtype=torch.uint8, device=device)
+def _exported(layout: Layout, device: torch.device) -> tuple[torch.Tensor, bytes]:
+    """This rank's memory, zeroed, and the handle by which its peers map it."""
+    buffer = device_ipc.allocate(layout.bytes, device)
+    torch.cuda.synchronize(device)
+    return buffer, device_ipc.export(buffer)
 
 
-def _mapped(rank: int, layout: Layout, group: dist.ProcessGroup | None, buffer: torch.Tensor) -> Workspace:
-    from torch.distributed import _symmetric_memory as symmetric
-
-    group = dist.group.WORLD if group is None else group
-    assert group is not None, "the ranks have joined"
-    with torch.cuda.device(buffer.device):
-        _Mapped.count += 1
-        handle = symmetric.rendezvous(buffer, group)
-        buffer.zero_()
-        # The ranks agree on what came of it after this: by then all memory is zeroed.
-        torch.cuda.synchronize(buffer.device)
-        return Workspace(rank, layout, buffer, handle.buffer_ptrs)
+def _mapped(rank: int, layout: Layout, buffer: torch.Tensor, handles: Sequence[bytes]) -> Workspace:
+    others = {i: device_ipc.Mapping(handle, buffer.device) for i, handle in enumerate(handles) if i != rank}
+    addresses = [others[i].address if i in others else buffer.data_ptr() for i in range(len(handles))]
+    return Workspace(rank, layout, buffer, addresses, list(others.values()))
 
 
 def _agreed(own: list[str], size: int, group: dist.ProcessGroup | None, device: torch.device) -> list[str]:

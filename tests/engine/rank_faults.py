@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -239,16 +241,21 @@ def session_members(session: int) -> list[int]:
     return found
 
 
-def table() -> str:
-    """Phases, faults and ranks, and what came of each, as a table of Markdown."""
+def table(jobs: int = 1) -> str:
+    """Phases, faults and ranks, and what came of each, as a table of Markdown. `jobs`: engines at once."""
     phases = ("start", "loading", *(["capture"] if DEVICE == "cuda" else []), "prefill", "decode")
     cases = [(phase, fault, 1) for phase in phases for fault in FAULTS if (phase, fault) not in UNLIMITED]
     cases += [(phase, fault, 1) for phase in ("idle", "close") for fault in ("SIGKILL", "SIGSTOP")]
     cases += [("loading", "SIGKILL", 0), ("idle", "SIGKILL", 0), *(("decode", fault, 0) for fault in FAULTS)]
     lines = ["| phase | rank | fault | seconds | status | said |", "|---|---|---|---|---|---|"]
-    for phase, fault, rank in cases:
+
+    def end_of(case: tuple[str, str, int]) -> Ended:
         with tempfile.TemporaryDirectory() as directory:
-            ended = FaultyEngine(Path(directory), phase, fault, rank).wait()
+            return FaultyEngine(Path(directory), *case).wait()
+
+    with ThreadPoolExecutor(jobs) as pool:
+        ends = list(pool.map(end_of, cases))
+    for (phase, fault, rank), ended in zip(cases, ends, strict=True):
         said = ended.said.removeprefix("EngineDead: ").replace("; the engine cannot go on.", "")
         left = f" ({len(ended.left)} processes left)" if ended.left else ""
         lines.append(f"| {phase} | {rank} | {fault} | {ended.seconds:.1f}{left} | {ended.status} | {said or '-'} |")
@@ -259,4 +266,6 @@ def table() -> str:
 UNLIMITED = {("start", "hang"), ("loading", "hang")}
 
 if __name__ == "__main__":
-    print(table())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=1, help="engines at once")
+    print(table(parser.parse_args().jobs))

@@ -1,0 +1,118 @@
+"""Memory of a GPU that processes of one host have in common: IPC handles of CUDA's driver or of HIP.
+
+Owns: the calls of the library. Must not know: what lies in the memory. PyTorch's own symmetric memory numbers the
+mappings of a process, so that a process whose peers are new ones cannot map a second time; its shared tensors open a
+peer's memory in the peer's context, which costs each rank some 500 MB on every other GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+HANDLE_BYTES = 64
+# cudaIpcMemLazyEnablePeerAccess and hipIpcMemLazyEnablePeerAccess.
+_ENABLE_PEER_ACCESS = 1
+# hipDeviceMallocUncached: other GPUs see a write before the kernel ends.
+_UNCACHED = 3
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_char * HANDLE_BYTES)]
+
+
+@dataclass(frozen=True)
+class _Library:
+    """The calls, named alike for CUDA and HIP; each returns 0 or an error's number."""
+
+    allocate: Callable[[Any, int], int]
+    free: Callable[[Any], int]
+    export: Callable[[Any, Any], int]
+    open: Callable[[Any, _Handle, int], int]
+    close: Callable[[Any], int]
+
+
+@functools.cache
+def _library() -> _Library:
+    hip = torch.version.hip is not None
+    lib = ctypes.CDLL("libamdhip64.so" if hip else "libcuda.so.1")
+    if hip:
+        names = ("hipFree", "hipIpcGetMemHandle", "hipIpcOpenMemHandle", "hipIpcCloseMemHandle")
+        uncached = _typed(lib.hipExtMallocWithFlags, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+        allocate = functools.partial(_allocate_uncached, uncached)
+    else:
+        names = ("cuMemFree_v2", "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2", "cuIpcCloseMemHandle")
+        allocate = _typed(lib.cuMemAlloc_v2, ctypes.c_void_p, ctypes.c_size_t)
+    free, export, opened, close = (getattr(lib, name) for name in names)
+    return _Library(
+        allocate,
+        _typed(free, ctypes.c_void_p),
+        _typed(export, ctypes.c_void_p, ctypes.c_void_p),
+        _typed(opened, ctypes.c_void_p, _Handle, ctypes.c_uint),
+        _typed(close, ctypes.c_void_p),
+    )
+
+
+def _typed(function: Any, *arguments: Any) -> Any:
+    function.argtypes, function.restype = arguments, ctypes.c_int
+    return function
+
+
+def _allocate_uncached(function: Any, into: Any, size: int) -> int:
+    return int(function(into, size, _UNCACHED))
+
+
+def _checked(what: str, status: int) -> None:
+    if status:
+        raise RuntimeError(f"{what} failed with error {status} of the driver")
+
+
+class _Allocation:
+    """Some bytes, freed when nothing refers to this any longer."""
+
+    def __init__(self, size: int) -> None:
+        address = ctypes.c_void_p()
+        _checked("allocating memory for other processes", _library().allocate(ctypes.byref(address), size))
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address.value, False),
+            "version": 2,
+        }
+        weakref.finalize(self, _library().free, address).atexit = False
+
+
+def allocate(size: int, device: torch.device) -> torch.Tensor:
+    """`size` zeroed bytes on `device` that `export` takes."""
+    with torch.cuda.device(device):
+        # The driver's calls are of the current context, which PyTorch makes at first use.
+        torch.cuda.synchronize(device)
+        return torch.as_tensor(_Allocation(size), device=device).zero_()
+
+
+def export(memory: torch.Tensor) -> bytes:
+    """The handle by which another process of this host maps what `allocate` gave."""
+    handle = _Handle()
+    with torch.cuda.device(memory.device):
+        _checked("exporting memory", _library().export(ctypes.byref(handle), memory.data_ptr()))
+    return ctypes.string_at(ctypes.addressof(handle), HANDLE_BYTES)
+
+
+class Mapping:
+    """Another process's memory as `device` sees it, from `address` on, until nothing refers to this any longer."""
+
+    def __init__(self, handle: bytes, device: torch.device) -> None:
+        address = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.synchronize(device)
+            opened = _Handle.from_buffer_copy(handle)
+            _checked("mapping memory", _library().open(ctypes.byref(address), opened, _ENABLE_PEER_ACCESS))
+        assert address.value is not None, "the driver says that it is mapped"
+        self.address = address.value
+        weakref.finalize(self, _library().close, address).atexit = False
