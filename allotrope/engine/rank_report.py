@@ -285,7 +285,7 @@ def _parameter_shares(module: nn.Module, kind: str, parameter: nn.Parameter) -> 
             share = WeightShare(sharded=end - start)
         elif not section.unit:
             share = WeightShare(replicated=end - start)
-        elif section.size // section.unit < parallel.size:
+        elif not section.room and section.size // section.unit < parallel.size:
             share = WeightShare(copied=end - start)
         else:
             share = WeightShare(sharded=end - start)
@@ -417,4 +417,4 @@ def has_part_of_sum(block: nn.Module) -> bool:
     placed = [(placement_of(parameter), parallel_of(parameter)) for parameter in block.parameters()]
     cut = ((section, parallel) for one, parallel in placed if one.dim == 1 for section in one.sections)
     held = any(placement.held is not None for placement, _ in placed)
-    return held or any(section.local(parallel) < section.size for section, parallel in cut)
+    return held or any(section.is_cut(parallel) for section, parallel in cut)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -11,7 +11,9 @@ from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
 from allotrope.layers.parallel import Section
 from allotrope.layers.step import LayerStep
+from allotrope.layers.weights import in_groups
 from allotrope.ops.gated_activation import GATED_ACTIVATION, Activation, GatedActivation, GatedActivationSpec
+from allotrope.ops.matmul.plain import PLAIN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +35,14 @@ class Mlp(nn.Module):
         super().__init__()
         self.activation = GatedActivation(activation=spec.activation, limit=spec.limit)
         self._activate = build.chooser.choose(GATED_ACTIVATION, GatedActivationSpec(self.activation, build.dtype)).run
-        sections = (Section("gate", spec.width, 1), Section("up", spec.width, 1))
-        build.parallel.shard("intermediate_size", spec.width)
-        self.gate_up = Linear(spec.hidden, sections, build.at("gate_up"), bias=spec.bias)
-        self.down = RowLinear(Section("", spec.width, 1), spec.hidden, build.at("down"), bias=spec.bias)
+        first, second = build.at("gate_up"), build.at("down")
+        formats = [first.format("weight", "gate"), first.format("weight", "up"), second.format("weight", "")]
+        section = in_groups(Section("", spec.width, 1), [one or PLAIN for one in formats], build)
+        if not section.room:
+            build.parallel.shard("intermediate_size", spec.width)
+        sections = tuple(replace(section, name=name) for name in ("gate", "up"))
+        self.gate_up = Linear(spec.hidden, sections, first, bias=spec.bias)
+        self.down = RowLinear(section, spec.hidden, second, bias=spec.bias)
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""

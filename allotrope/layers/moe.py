@@ -21,7 +21,7 @@ from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep
-from allotrope.layers.weights import WeightMatmul, create_weights, pop_weights, shardable
+from allotrope.layers.weights import WeightMatmul, create_weights, in_groups, pop_weights
 from allotrope.ops.gated_activation import GATED_ACTIVATION, GatedActivation, GatedActivationSpec
 from allotrope.ops.grouped_matmul import GROUPED_MATMUL
 from allotrope.ops.matmul import MatmulSpec
@@ -66,16 +66,18 @@ class Experts(nn.Module):
         # Of the layer, where they are on several ranks.
         self.experts_of_layer = None if held is None else count
         self._activate = build.chooser.choose(GATED_ACTIVATION, GatedActivationSpec(gating, build.dtype)).run
-        local = build.parallel.shard("moe_intermediate_size", width)
-        inner = Placement((Section("gate", width, 1), Section("up", width, 1)), experts=count, held=held)
-        outer = Placement((Section("", width, 1),), dim=1, experts=count, held=held)
         kind = build.dtype
         formats = build.format("gate_up", "gate") or PLAIN, build.format("down", "") or PLAIN
-        if build.format("gate_up", "up") != build.format("gate_up", "gate"):
-            formats = PLAIN, PLAIN
-        if PLAIN in formats or not all(shardable(format, outer.sections[0], build) for format in formats):
+        if PLAIN in formats or build.format("gate_up", "up") != build.format("gate_up", "gate"):
             formats = PLAIN, PLAIN
         self.formats: tuple[Format, Format] = formats
+        section = in_groups(Section("", width, 1), formats, build)
+        if not section.room:
+            build.parallel.shard("moe_intermediate_size", width)
+        local = section.local(build.parallel)
+        gates = tuple(dataclasses.replace(section, name=name) for name in ("gate", "up"))
+        inner = Placement(gates, experts=count, held=held)
+        outer = Placement((section,), dim=1, experts=count, held=held)
         shapes = (self.count, 2 * local, hidden), (self.count, hidden, local)
         specs = [
             MatmulSpec(format, kind, *shape[1:], self.count) for format, shape in zip(formats, shapes, strict=True)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from allotrope.kernels.backend import Chooser
 from allotrope.kernels.symmetric_memory import Communicator, map_workspace
+from allotrope.kernels.tiles import cdiv
 from allotrope.kernels.warmup import warming_up
 from allotrope.layers.stage_links import StageLinks
 from allotrope.ops.all_reduce import ALL_REDUCE, AllReduceSpec, reference
@@ -176,26 +177,37 @@ def map_peers(parallel: Parallel, chooser: Chooser, dtype: torch.dtype, size: in
 class Section:
     """A run of rows (or columns) of a parameter that comes from one checkpoint tensor.
 
-    `size`: rows of the full tensor. `unit`: rows that stay together (a head); 0 means every rank holds all of it.
+    `size`: rows of the full tensor. `unit`: rows that stay together (a head, a quantization group); 0 means every rank
+    holds all of it. `room`: rows that each rank's parameter has for its share, which need not be as long as that of
+    another rank, and zeros behind it; 0: shares are equal.
     """
 
     name: str
     size: int
     unit: int = 0
+    room: int = 0
 
     def bounds(self, parallel: Parallel) -> tuple[int, int]:
         """First and last row (exclusive) that this rank holds."""
         if not self.unit or parallel.size == 1:
             return 0, self.size
+        if self.room:
+            units = cdiv(self.size, self.unit)
+            first, last = (units * rank // parallel.size * self.unit for rank in (parallel.rank, parallel.rank + 1))
+            return first, min(last, self.size)
         units = self.size // self.unit
         count = parallel.split(self.name or "units", units)
         first = parallel.rank * count if units >= parallel.size else parallel.rank * units // parallel.size
         return first * self.unit, (first + count) * self.unit
 
     def local(self, parallel: Parallel) -> int:
-        """Rows that this rank holds."""
+        """Rows of this rank's parameter."""
         start, end = self.bounds(parallel)
-        return end - start
+        return self.room if self.room and parallel.size > 1 else end - start
+
+    def is_cut(self, parallel: Parallel) -> bool:
+        """Whether this rank holds a part of it."""
+        return self.bounds(parallel) != (0, self.size)
 
 
 @dataclass(frozen=True)
@@ -244,8 +256,10 @@ class Placement:
 def parameter(
     shape: Sequence[int], placement: Placement, dtype: torch.dtype, device: torch.device, parallel: Parallel
 ) -> torch.nn.Parameter:
-    """An uninitialised parameter that remembers its placement, and `parallel`: among which ranks it is cut."""
-    result = torch.nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device=device), requires_grad=False)
+    """A parameter that remembers its placement, and `parallel`: among which ranks it is cut. Uninitialised, but for
+    zeros where there is more room than any tensor fills."""
+    make = torch.zeros if any(section.room for section in placement.sections) else torch.empty
+    result = torch.nn.Parameter(make(tuple(shape), dtype=dtype, device=device), requires_grad=False)
     setattr(result, "placement", placement)  # noqa: B010
     setattr(result, "parallel", parallel)  # noqa: B010
     return result

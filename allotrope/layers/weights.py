@@ -8,13 +8,15 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from allotrope.kernels.backend import Op
+from allotrope.kernels.tiles import cdiv
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section
 from allotrope.ops.matmul import MatmulBackend, MatmulSpec, StoredWeight
@@ -37,6 +39,8 @@ def kept_names(name: str) -> Iterator[str]:
 _PACKED_BYTES, _FORMAT, _BLOCKS = "packed_bytes", "format", "scales_of_blocks"
 # Rows of a plain weight that are quantized at a time.
 _QUANTIZED_ROWS = 8192
+# Kernels that take many rows take as many outputs at a time.
+_TILE_OUTPUTS = 64
 
 log = logging.getLogger("allotrope.layers")
 
@@ -143,7 +147,11 @@ def quantized(weight: Weight, format: Format) -> QuantizedWeight:
 
 def _counted(sections: tuple[Section, ...], by: int, elements: int = 1) -> tuple[Section, ...]:
     """Sections of inputs in groups of `by`, of `elements` each."""
-    return tuple(replace(s, size=-(-s.size // by) * elements, unit=elements if s.unit else 0) for s in sections)
+    found = []
+    for one in sections:
+        unit = (one.unit // by if one.room else min(one.unit, 1)) * elements
+        found.append(replace(one, size=cdiv(one.size, by) * elements, unit=unit, room=one.room // by * elements))
+    return tuple(found)
 
 
 def scales_of_blocks(parameter: torch.Tensor) -> bool:
@@ -168,6 +176,16 @@ def shardable(format: Format, section: Section, build: Build) -> bool:
     """Whether a rank's share of the inputs `section` is a whole number of groups, so that it can stay quantized."""
     whole = format.group_size or format.pack_factor
     return build.parallel.size == 1 or section.local(build.parallel) % whole == 0
+
+
+def in_groups(section: Section, formats: Sequence[Format], build: Build) -> Section:
+    """`section`, outputs of one weight and inputs of another, as ranks share it if both are to stay quantized: whole
+    groups of either format, as evenly as they come, with room for the most that a rank gets in whole tiles."""
+    unit = math.lcm(*(format.group_size or format.pack_factor for format in formats))
+    if build.parallel.size == 1 or unit == 1:
+        return section
+    most = cdiv(cdiv(section.size, unit), build.parallel.size) * unit
+    return replace(section, unit=unit, room=cdiv(most, _TILE_OUTPUTS) * _TILE_OUTPUTS)
 
 
 def pop_weights(module: nn.Module, name: str, format: Format) -> StoredWeight:

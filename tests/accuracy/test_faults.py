@@ -60,7 +60,6 @@ DRAFTS = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3
 RESIDUES = tuple(f"recall, tokens = {residue} mod 4" for residue in range(4))
 
 
-
 def _text(items: int, length: int = 0) -> tuple[str, ...]:
     return ("--tasks", "text", "--items", str(items), *(("--text-length", str(length)) if length else ()))
 

@@ -14,12 +14,16 @@ from allotrope.kernels.backend import Chooser
 from allotrope.kernels.chip import CPU
 from allotrope.layers.build import Build
 from allotrope.layers.expert_placement import ExpertPlacement
-from allotrope.layers.mlp import MlpSpec
+from allotrope.layers.mlp import Mlp, MlpSpec
 from allotrope.layers.moe import Moe, MoeSpec
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.router import RouterSpec
 from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.matmul import onednn
+from allotrope.ops.matmul.fp8 import Fp8
+from allotrope.ops.matmul.gguf import GGUF_BLOCKS
+from allotrope.ops.matmul.mxfp4 import MXFP4
+from allotrope.ops.matmul.weight import Format
 from allotrope.ops.moe_route import reference
 from allotrope.rank_layout import RankLayout
 
@@ -228,6 +232,40 @@ def test_ranks_with_whole_experts_add_up_to_the_whole(ranks: int, copies: int | 
         total += run(module, x, ids)
     assert held == EXPERTS + (copies or 0)
     torch.testing.assert_close(total, run(whole, x, ids), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("format", [MXFP4, Fp8(128), GGUF_BLOCKS["q8_0"]], ids=lambda one: one.name)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_quantized_experts_by_whole_groups(ranks: int, format: Format) -> None:
+    """Five groups are no multiple of the ranks: one rank has more of them, all have room for as many, and the rest of
+    it changes nothing."""
+    group = format.group_size or format.pack_factor
+    shared = MlpSpec(hidden=128, width=5 * group)
+    spec = MoeSpec(
+        hidden=128,
+        width=5 * group,
+        router=ROUTERS["softmax"],
+        bias=True,
+        gating=GatedActivation(offset=1),
+        shared=shared,
+    )
+    sections = (("gate_up", "gate"), ("gate_up", "up"), ("down", ""))
+    formats = {(f"experts.{weight}", section): format for weight, section in sections}
+    formats |= {(f"shared.{weight}.weight", section): format for weight, section in sections}
+    whole, x, ids = None, torch.randn(9, 128, generator=torch.Generator().manual_seed(2)), torch.zeros(9).long()
+    total = torch.zeros(9, 128)
+    for parallel in (Parallel(), *(Parallel(rank, ranks) for rank in range(ranks))):
+        module = Moe(spec, replace(build(parallel), formats=formats))
+        fill_random(module, 3)
+        finish(module)
+        assert module.experts.formats == (format, format)
+        assert isinstance(module.shared, Mlp) and module.shared.down.format == format
+        if whole is None:
+            whole = run(module, x, ids)
+        else:
+            total += run(module, x, ids)
+    assert whole is not None and bool(whole.isfinite().all()) and float(whole.std()) > 0
+    torch.testing.assert_close(total / whole.std(), whole / whole.std(), atol=1e-2, rtol=1e-2)
 
 
 def test_routers_that_cannot_be_are_refused_with_every_reason() -> None:
