@@ -20,7 +20,6 @@ from multiprocessing.connection import Connection
 from typing import NoReturn, Self, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
@@ -50,7 +49,7 @@ class MultiprocessExecutor(Executor):
     @classmethod
     def start(cls, config: EngineConfig, on_death: OnDeath | None, preferred_tokens: int) -> Self:
         size = config.layout.size
-        if size > 1 and dist.is_initialized():
+        if size > 1 and not RankGroup.settled():
             raise ConfigError(f"{config.layout} needs a process of its own, but torch.distributed is in use here.")
         refuse_layout(config)
         if config.distributed_executor_backend == "ray":

@@ -5,6 +5,7 @@ Owns the process groups. A model of one rank has a group of its own, in which no
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -28,6 +29,8 @@ from allotrope.rank_layout import RankLayout, group_of
 # Longer than any load or step should take; a rank that hangs that long is as good as dead.
 _TIMEOUT = timedelta(minutes=30)
 _LEAVE_SECONDS = 1.5
+# What leaving may take in the background, where all processors are busy: for the next group, and for the process's end.
+_SETTLE_SECONDS, _EXIT_SECONDS = 60.0, 3.0
 _ABORTING = threading.Lock()
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
@@ -148,13 +151,23 @@ class RankGroup:
             if self._uses_nccl():
                 distributed_c10d._abort_process_group()
 
+    @staticmethod
+    def settled(seconds: float = _SETTLE_SECONDS) -> bool:
+        """Whether this process is in no process group. Waits as long for one that is being left."""
+        if _ABORTING.acquire(timeout=seconds):
+            _ABORTING.release()
+        return not dist.is_initialized()
+
     def leave(self) -> None:
-        """Let go of the process group, within seconds and without the other ranks. CUDA graphs must be gone: NCCL waits
-        for those that hold its collectives.
+        """Let go of the process group, within seconds and without the other ranks; what takes longer goes on in the
+        background. CUDA graphs must be gone: NCCL waits for those that hold its collectives.
         """
         if self._uses_nccl():
             # To destroy the group would wait for the other ranks. To abort it is quick, but that is not ours to say.
             start_thread(self.abort, "abort", _LEAVE_SECONDS)
+            if dist.is_initialized():
+                # An abort that meets the end of CUDA's driver would end the process with a core dump.
+                atexit.register(RankGroup.settled, _EXIT_SECONDS)
         elif self.store is not None and dist.is_initialized():
             dist.destroy_process_group()
 

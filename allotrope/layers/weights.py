@@ -180,12 +180,13 @@ def shardable(format: Format, section: Section, build: Build) -> bool:
 
 def in_groups(section: Section, formats: Sequence[Format], build: Build) -> Section:
     """`section`, outputs of one weight and inputs of another, as ranks share it if both are to stay quantized: whole
-    groups of either format, as evenly as they come, with room for the most that a rank gets in whole tiles."""
+    groups of either format, as evenly as they come, with room for the most that a rank gets in whole tiles. Where there
+    are fewer groups than ranks, equal shares."""
     unit = math.lcm(*(format.group_size or format.pack_factor for format in formats))
-    if build.parallel.size == 1 or unit == 1:
+    units, ranks = cdiv(section.size, unit), build.parallel.size
+    if ranks == 1 or unit == 1 or units < ranks:
         return section
-    most = cdiv(cdiv(section.size, unit), build.parallel.size) * unit
-    return replace(section, unit=unit, room=cdiv(most, _TILE_OUTPUTS) * _TILE_OUTPUTS)
+    return replace(section, unit=unit, room=cdiv(cdiv(units, ranks) * unit, _TILE_OUTPUTS) * _TILE_OUTPUTS)
 
 
 def pop_weights(module: nn.Module, name: str, format: Format) -> StoredWeight:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import prompts
 
 from allotrope.architectures.registry import ARCHITECTURES, find_architecture
+from allotrope.engine import rank_group
+from allotrope.engine.rank_group import RankGroup
 from allotrope.errors import ConfigError, EngineDead, ModelError
 from allotrope.request import SamplingParams
 from allotrope.verify.random_checkpoint import write_random
@@ -117,6 +120,25 @@ def test_ties_of_index_scores_break_equally_on_every_rank(tied: str, tmp_path: P
         two.close()
 
 
+def test_a_process_group_that_is_being_left_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL may still be letting go of one engine's group when the next engine starts."""
+    inside, leave = threading.Event(), threading.Event()
+    monkeypatch.setattr(rank_group.dist, "is_initialized", lambda: not leave.is_set())
+
+    def abort() -> None:
+        with rank_group._ABORTING:
+            inside.set()
+            leave.wait(10)
+
+    leaving = threading.Thread(target=abort)
+    leaving.start()
+    assert inside.wait(10)
+    assert not RankGroup.settled(0.05)
+    threading.Timer(0.2, leave.set).start()
+    assert RankGroup.settled()
+    leaving.join()
+
+
 def test_one_gpu_for_several_ranks_is_refused(tmp_path: Path) -> None:
     model = write("LlamaForCausalLM", tmp_path)
     with pytest.raises(ConfigError, match=r"device='cuda:1' names one GPU, but tensor_parallel_size=2"):
@@ -126,7 +148,7 @@ def test_one_gpu_for_several_ranks_is_refused(tmp_path: Path) -> None:
 def test_heads_that_cannot_be_shared_are_refused_with_the_numbers(tmp_path: Path) -> None:
     model = write("LlamaForCausalLM", tmp_path)
     with pytest.raises(ModelError, match=r"num_attention_heads=4 is not a multiple of tensor_parallel_size=3"):
-        engine(model, load_format="dummy", tensor_parallel_size=3)
+        engine(model, load_format="dummy", tensor_parallel_size=3, device="cpu")
 
 
 def test_a_dead_rank_is_named_at_the_next_step(tmp_path: Path) -> None:

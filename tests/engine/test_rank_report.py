@@ -297,13 +297,14 @@ def test_too_many_ranks_are_refused_with_the_numbers(name: str, tmp_path: Path) 
 
 
 def test_weights_that_ranks_cannot_keep_quantized_are_named(tmp_path: Path) -> None:
-    """Blocks of 128 inputs have one scale; of what 4 heads of 64 make, four ranks have half a block each. Feed-forward
-    blocks are cut between groups."""
-    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    more = {"quantization_config": fp8, "head_dim": 64, "intermediate_size": 384}
-    wanted = config(tmp_path, "LlamaForCausalLM", more, quantized_weights="keep")
+    """Groups of 32 inputs have one scale; a width of 64 has two of them, for four ranks too few. Three ranks or more
+    share five groups as they come."""
+    more = {"quantization_config": MXFP4, "intermediate_size": 64}
+    wanted = config(tmp_path, "GptOssForCausalLM", more, quantized_weights="keep")
     sizes = {one.ranks: one for one in rank_sizes(wanted)[0]}
     assert sizes[1].dequantized == sizes[2].dequantized == ()
-    assert sizes[4].dequantized == ("projections",)
-    wanted = config(tmp_path, "GptOssForCausalLM", {"quantization_config": MXFP4}, quantized_weights="keep")
-    assert not any(one.dequantized for one in rank_sizes(wanted)[0])
+    assert sizes[4].dequantized == ("routed experts",)
+    assert sizes[4].weight_bytes > sizes[2].weight_bytes
+    wanted = config(tmp_path, "GptOssForCausalLM", more | {"intermediate_size": 160}, quantized_weights="keep")
+    sizes = {one.ranks: one for one in rank_sizes(wanted)[0]}
+    assert sizes[2].dequantized == sizes[4].dequantized == ()

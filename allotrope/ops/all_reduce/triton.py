@@ -39,8 +39,8 @@ from allotrope.ops.all_reduce import reference
 from allotrope.ops.all_reduce.protocol import FLAT_BYTES, Protocol, choose_protocol, fits
 from allotrope.ops.all_reduce.reference import AddNorm
 
-# Polls between two looks at the abort flag, a power of two: some 50 ms. It lies in the host's memory, where the reads of
-# all threads of all programs take 2 ms: looks after 1 ms made ranks that were apart by as much stay apart.
+# Polls between two looks at the abort flag, a power of two: some 50 ms. It lies in the host's memory, where the reads
+# of all threads of all programs take 2 ms: looks after 1 ms made ranks that were apart by as much stay apart.
 POLLS = tl.constexpr(1 << 16)
 # Numbers of a thread.
 _PER_THREAD = 8
