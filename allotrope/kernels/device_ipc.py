@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from allotrope.kernels.chip import chip_of
+
 HANDLE_BYTES = 64
 # cudaIpcMemLazyEnablePeerAccess and hipIpcMemLazyEnablePeerAccess.
 _ENABLE_PEER_ACCESS = 1
@@ -39,24 +41,28 @@ class _Library:
 
 
 @functools.cache
-def _library() -> _Library:
-    hip = torch.version.hip is not None
-    lib = ctypes.CDLL("libamdhip64.so" if hip else "libcuda.so.1")
-    if hip:
+def _library(vendor: str) -> _Library:
+    amd = vendor == "amd"
+    lib = ctypes.CDLL("libamdhip64.so" if amd else "libcuda.so.1")
+    if amd:
         names = ("hipFree", "hipIpcGetMemHandle", "hipIpcOpenMemHandle", "hipIpcCloseMemHandle")
         uncached = _typed(lib.hipExtMallocWithFlags, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
         allocate = functools.partial(_allocate_uncached, uncached)
     else:
         names = ("cuMemFree_v2", "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2", "cuIpcCloseMemHandle")
         allocate = _typed(lib.cuMemAlloc_v2, ctypes.c_void_p, ctypes.c_size_t)
-    free, export, opened, close = (getattr(lib, name) for name in names)
+    free, get_handle, open_handle, close_handle = (getattr(lib, name) for name in names)
     return _Library(
         allocate,
         _typed(free, ctypes.c_void_p),
-        _typed(export, ctypes.c_void_p, ctypes.c_void_p),
-        _typed(opened, ctypes.c_void_p, _Handle, ctypes.c_uint),
-        _typed(close, ctypes.c_void_p),
+        _typed(get_handle, ctypes.c_void_p, ctypes.c_void_p),
+        _typed(open_handle, ctypes.c_void_p, _Handle, ctypes.c_uint),
+        _typed(close_handle, ctypes.c_void_p),
     )
+
+
+def _library_of(device: torch.device) -> _Library:
+    return _library(chip_of(device).vendor)
 
 
 def _typed(function: Any, *arguments: Any) -> Any:
@@ -76,16 +82,16 @@ def _checked(what: str, status: int) -> None:
 class _Allocation:
     """Some bytes, freed when nothing refers to this any longer."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, library: _Library) -> None:
         address = ctypes.c_void_p()
-        _checked("allocating memory for other processes", _library().allocate(ctypes.byref(address), size))
+        _checked("allocating memory for other processes", library.allocate(ctypes.byref(address), size))
         self.__cuda_array_interface__ = {
             "shape": (size,),
             "typestr": "|u1",
             "data": (address.value, False),
             "version": 2,
         }
-        weakref.finalize(self, _library().free, address).atexit = False
+        weakref.finalize(self, library.free, address).atexit = False
 
 
 def allocate(size: int, device: torch.device) -> torch.Tensor:
@@ -93,14 +99,14 @@ def allocate(size: int, device: torch.device) -> torch.Tensor:
     with torch.cuda.device(device):
         # The driver's calls are of the current context, which PyTorch makes at first use.
         torch.cuda.synchronize(device)
-        return torch.as_tensor(_Allocation(size), device=device).zero_()
+        return torch.as_tensor(_Allocation(size, _library_of(device)), device=device).zero_()
 
 
 def export(memory: torch.Tensor) -> bytes:
     """The handle by which another process of this host maps what `allocate` gave."""
     handle = _Handle()
     with torch.cuda.device(memory.device):
-        _checked("exporting memory", _library().export(ctypes.byref(handle), memory.data_ptr()))
+        _checked("exporting memory", _library_of(memory.device).export(ctypes.byref(handle), memory.data_ptr()))
     return ctypes.string_at(ctypes.addressof(handle), HANDLE_BYTES)
 
 
@@ -108,11 +114,11 @@ class Mapping:
     """Another process's memory as `device` sees it, from `address` on, until nothing refers to this any longer."""
 
     def __init__(self, handle: bytes, device: torch.device) -> None:
-        address = ctypes.c_void_p()
+        library, address = _library_of(device), ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.synchronize(device)
-            opened = _Handle.from_buffer_copy(handle)
-            _checked("mapping memory", _library().open(ctypes.byref(address), opened, _ENABLE_PEER_ACCESS))
+            given = _Handle.from_buffer_copy(handle)
+            _checked("mapping memory", library.open(ctypes.byref(address), given, _ENABLE_PEER_ACCESS))
         assert address.value is not None, "the driver says that it is mapped"
         self.address = address.value
-        weakref.finalize(self, _library().close, address).atexit = False
+        weakref.finalize(self, library.close, address).atexit = False

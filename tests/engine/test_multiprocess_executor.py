@@ -49,6 +49,9 @@ def compare(name: str, directory: Path, size: int = 2, **layout: Any) -> None:
     model = write(name, directory)
     want = run(engine(model, **options), ASKED)
     several = engine(model, threads=1, **options, **({"tensor_parallel_size": size} | layout))
+    if options["device"] == "cuda":
+        # In the first engine of a process and in every other one.
+        assert several._executor.worker.load_plan.build.parallel.workspace is not None
     try:
         assert_same(run(several, ASKED), want)
     finally:
