@@ -18,6 +18,8 @@ from allotrope.ops.matmul import MatmulSpec, cpu_blocks
 from allotrope.ops.matmul.weight import QuantizedWeight
 
 HERE = Path(__file__).parent
+MATRIX_UNITS = Path("/proc/cpuinfo").exists() and "amx_bf16" in Path("/proc/cpuinfo").read_text()
+"""Whether this processor has them (AMX)."""
 PROCESSORS = {
     "no vectors": (("sse2",), "-march=x86-64"),
     "AVX2": (("avx2", "fma", "f16c"), "-march=haswell"),

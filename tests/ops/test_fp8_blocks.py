@@ -172,7 +172,7 @@ def assert_the_same(command: list[str], folder: Path, dtype: torch.dtype, rows: 
 
 
 DEFINES = cpu_blocks.defines(cpu_blocks.layout_of(BLOCKS, 640), int8_activations=False)
-PAIRS = (("avx512_bf16", "avx512vbmi"), "-march=native -D__znver4__=1")
+PAIRS = (("avx512_bf16", "avx512vbmi"), "-march=native -mno-amx-tile -mno-amx-bf16 -mno-amx-int8 -D__znver4__=1")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

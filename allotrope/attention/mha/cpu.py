@@ -15,7 +15,7 @@ from allotrope.kernels.chip import Chip
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 # Queries of one block: small enough that a block's logits stay in the cache.
-_BLOCK = 64
+_BLOCK = 128
 
 
 def rejects(spec: MhaSpec, chip: Chip) -> list[str]:

@@ -5,7 +5,7 @@
 #if MATRIX_UNITS
 // Rows, and inputs, whose sums and weights stay in the cache; panels that share the rows' way there.
 #define BLOCK_ROWS 512
-#define BLOCK_INPUTS 256
+#define BLOCK_INPUTS 768
 #define BLOCK_PANELS 8
 
 typedef struct {
@@ -31,6 +31,10 @@ static void begin_tiles(void) {
 // Inputs `first` to `first + count` of a panel as bf16, two inputs of each output side by side: [count / 2, PANEL, 2].
 static void unpack_bf16(uint32_t *to, const uint8_t *panel, long inputs, long first, long count) {
     const uint8_t *codes = panel + scales_size(inputs) + first / STEP * CODE_BYTES;
+    // An even input and an odd one of each output.
+    const __m512i in_turn = _mm512_or_si512(
+        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+        _mm512_slli_epi32(_mm512_setr_epi32(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31), 16));
     for (long at = first; at < first + count; at += STEP, codes += CODE_BYTES) {
         const uint8_t *scales = panel + at / SPAN * SCALE_BYTES;
         const factors of_span = span_factors(scales, 0);
@@ -56,10 +60,8 @@ static void unpack_bf16(uint32_t *to, const uint8_t *panel, long inputs, long fi
                     const vf even = __builtin_convertvector((vi)(four & 255), vf) * of.scale - minimum;
                     const vf odd = __builtin_convertvector((vi)(four >> 8 & 255), vf) * of.scale - minimum;
 #endif
-                    const __m256i low = (__m256i)_mm512_cvtneps_pbh((__m512)even);
-                    const __m256i high = (__m256i)_mm512_cvtneps_pbh((__m512)odd);
-                    _mm512_storeu_si512(to, _mm512_or_si512(_mm512_cvtepu16_epi32(low),
-                                                            _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16)));
+                    const __m512i apart = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+                    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(in_turn, apart));
                 }
         }
     }
