@@ -110,8 +110,8 @@ def test_exact_activations_stay_exact() -> None:
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("format", KINDS)
 def test_a_row_does_not_depend_on_the_others(format: GgufBlocks, exact: bool) -> None:
-    """Bit for bit: alone, with a few, and with so many that inputs are unpacked once for all of them. Matrix units round
-    otherwise, from 17 rows on."""
+    """Bit for bit: alone, with a few, and with so many that inputs are unpacked once for all of them. Matrix units
+    round otherwise, from 17 rows on."""
     stored = made(format, 40, 768)
     weight = packed(QuantizedWeight(replace(format, int8_activations=not exact), stored.values, stored.scales))
     x = torch.randn(270, 768)
