@@ -18,7 +18,7 @@ import torch
 
 from allotrope.kernels.chip import chip_of
 
-HANDLE_BYTES = 64
+_HANDLE_BYTES = 64
 # cudaIpcMemLazyEnablePeerAccess and hipIpcMemLazyEnablePeerAccess.
 _ENABLE_PEER_ACCESS = 1
 # hipDeviceMallocUncached: other GPUs see a write before the kernel ends.
@@ -26,7 +26,7 @@ _UNCACHED = 3
 
 
 class _Handle(ctypes.Structure):
-    _fields_ = [("bytes", ctypes.c_char * HANDLE_BYTES)]
+    _fields_ = [("bytes", ctypes.c_char * _HANDLE_BYTES)]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def export(memory: torch.Tensor) -> bytes:
     handle = _Handle()
     with torch.cuda.device(memory.device):
         _checked("exporting memory", _library_of(memory.device).export(ctypes.byref(handle), memory.data_ptr()))
-    return ctypes.string_at(ctypes.addressof(handle), HANDLE_BYTES)
+    return ctypes.string_at(ctypes.addressof(handle), _HANDLE_BYTES)
 
 
 class Mapping:

@@ -9,9 +9,8 @@ from torch import nn
 
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
-from allotrope.layers.parallel import Section
 from allotrope.layers.step import LayerStep
-from allotrope.layers.weights import in_groups
+from allotrope.layers.weights import inner_section
 from allotrope.ops.gated_activation import GATED_ACTIVATION, Activation, GatedActivation, GatedActivationSpec
 from allotrope.ops.matmul.plain import PLAIN
 
@@ -37,9 +36,7 @@ class Mlp(nn.Module):
         self._activate = build.chooser.choose(GATED_ACTIVATION, GatedActivationSpec(self.activation, build.dtype)).run
         first, second = build.at("gate_up"), build.at("down")
         formats = [first.format("weight", "gate"), first.format("weight", "up"), second.format("weight", "")]
-        section = in_groups(Section("", spec.width, 1), [one or PLAIN for one in formats], build)
-        if not section.room:
-            build.parallel.shard("intermediate_size", spec.width)
+        section = inner_section("intermediate_size", spec.width, [one or PLAIN for one in formats], build)
         sections = tuple(replace(section, name=name) for name in ("gate", "up"))
         self.gate_up = Linear(spec.hidden, sections, first, bias=spec.bias)
         self.down = RowLinear(section, spec.hidden, second, bias=spec.bias)

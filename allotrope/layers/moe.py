@@ -21,7 +21,7 @@ from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.router import Router, RouterSpec
 from allotrope.layers.step import LayerStep
-from allotrope.layers.weights import WeightMatmul, create_weights, in_groups, pop_weights, shardable
+from allotrope.layers.weights import WeightMatmul, create_weights, inner_section, pop_weights, shardable
 from allotrope.ops.gated_activation import GATED_ACTIVATION, GatedActivation, GatedActivationSpec
 from allotrope.ops.grouped_matmul import GROUPED_MATMUL
 from allotrope.ops.matmul import MatmulSpec
@@ -70,9 +70,7 @@ class Experts(nn.Module):
         formats = build.format("gate_up", "gate") or PLAIN, build.format("down", "") or PLAIN
         if PLAIN in formats or build.format("gate_up", "up") != build.format("gate_up", "gate"):
             formats = PLAIN, PLAIN
-        section = in_groups(Section("", width, 1), formats, build)
-        if not section.room:
-            build.parallel.shard("moe_intermediate_size", width)
+        section = inner_section("moe_intermediate_size", width, formats, build)
         if not all(shardable(format, section, build) for format in formats):
             formats = PLAIN, PLAIN
         self.formats: tuple[Format, Format] = formats

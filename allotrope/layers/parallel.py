@@ -202,12 +202,16 @@ class Section:
 
     def local(self, parallel: Parallel) -> int:
         """Rows of this rank's parameter."""
+        return self.room if self.room and parallel.size > 1 else self.filled(parallel)
+
+    def filled(self, parallel: Parallel) -> int:
+        """Rows of them that come from the tensor."""
         start, end = self.bounds(parallel)
-        return self.room if self.room and parallel.size > 1 else end - start
+        return end - start
 
     def is_cut(self, parallel: Parallel) -> bool:
         """Whether this rank holds a part of it."""
-        return self.bounds(parallel) != (0, self.size)
+        return self.filled(parallel) < self.size
 
 
 @dataclass(frozen=True)
@@ -258,7 +262,8 @@ def parameter(
 ) -> torch.nn.Parameter:
     """A parameter that remembers its placement, and `parallel`: among which ranks it is cut. Uninitialised, but for
     zeros where there is more room than any tensor fills."""
-    make = torch.zeros if any(section.room for section in placement.sections) else torch.empty
+    spare = any(section.local(parallel) > section.filled(parallel) for section in placement.sections)
+    make = torch.zeros if spare else torch.empty
     result = torch.nn.Parameter(make(tuple(shape), dtype=dtype, device=device), requires_grad=False)
     setattr(result, "placement", placement)  # noqa: B010
     setattr(result, "parallel", parallel)  # noqa: B010

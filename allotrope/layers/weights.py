@@ -172,21 +172,28 @@ def packed_bytes(parameter: torch.Tensor) -> int:
     return int(getattr(parameter, _PACKED_BYTES, parameter.numel() * parameter.element_size()))
 
 
+def _group(format: Format) -> int:
+    """Inputs that stay together."""
+    return format.group_size or format.pack_factor
+
+
 def shardable(format: Format, section: Section, build: Build) -> bool:
     """Whether a rank's share of the inputs `section` is a whole number of groups, so that it can stay quantized."""
-    whole = format.group_size or format.pack_factor
-    return build.parallel.size == 1 or section.local(build.parallel) % whole == 0
+    return build.parallel.size == 1 or section.local(build.parallel) % _group(format) == 0
 
 
-def in_groups(section: Section, formats: Sequence[Format], build: Build) -> Section:
-    """`section`, outputs of one weight and inputs of another, as ranks share it if both are to stay quantized: whole
-    groups of either format, as evenly as they come, with room for the most that a rank gets in whole tiles. Where there
-    are fewer groups than ranks, equal shares."""
-    unit = math.lcm(*(format.group_size or format.pack_factor for format in formats))
-    units, ranks = cdiv(section.size, unit), build.parallel.size
+def inner_section(what: str, width: int, formats: Sequence[Format], build: Build) -> Section:
+    """The `width` of a feed-forward block, outputs of its first weights and inputs of its last one, as ranks share it
+    if all are to stay quantized: whole groups of every format, as evenly as they come, with room for the most that a
+    rank gets in whole tiles. Where there are fewer groups than ranks, equal shares; raises ValueError, with the name
+    `what`, if there are none."""
+    unit, ranks = math.lcm(*map(_group, formats)), build.parallel.size
+    units = cdiv(width, unit)
     if ranks == 1 or unit == 1 or units < ranks:
-        return section
-    return replace(section, unit=unit, room=cdiv(cdiv(units, ranks) * unit, _TILE_OUTPUTS) * _TILE_OUTPUTS)
+        build.parallel.shard(what, width)
+        return Section("", width, 1)
+    tile = math.lcm(unit, _TILE_OUTPUTS)
+    return Section("", width, unit, cdiv(cdiv(units, ranks) * unit, tile) * tile)
 
 
 def pop_weights(module: nn.Module, name: str, format: Format) -> StoredWeight:

@@ -297,8 +297,8 @@ def test_too_many_ranks_are_refused_with_the_numbers(name: str, tmp_path: Path) 
 
 
 def test_weights_that_ranks_cannot_keep_quantized_are_named(tmp_path: Path) -> None:
-    """Groups of 32 inputs have one scale; a width of 64 has two of them, for four ranks too few. Three ranks or more
-    share five groups as they come."""
+    """Groups of 32 inputs have one scale; a width of 64 has two of them, for four ranks too few. Five groups
+    are shared as they come."""
     more = {"quantization_config": MXFP4, "intermediate_size": 64}
     wanted = config(tmp_path, "GptOssForCausalLM", more, quantized_weights="keep")
     sizes = {one.ranks: one for one in rank_sizes(wanted)[0]}

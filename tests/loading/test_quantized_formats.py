@@ -92,8 +92,7 @@ def cut(parameter: nn.Parameter, section: str) -> torch.Tensor:
     placement, parallel = placement_of(parameter), parallel_of(parameter)
     one, index = placement.section(section)
     first = sum(before.local(parallel) for before in placement.sections[:index])
-    start, end = one.bounds(parallel)
-    return parameter.data.narrow(placement.dim + bool(placement.experts), first, end - start)
+    return parameter.data.narrow(placement.dim + bool(placement.experts), first, one.filled(parallel))
 
 
 @pytest.mark.parametrize("size", [1, 2])

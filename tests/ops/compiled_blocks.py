@@ -18,7 +18,10 @@ from allotrope.ops.matmul import MatmulSpec, cpu_blocks
 from allotrope.ops.matmul.weight import QuantizedWeight
 
 HERE = Path(__file__).parent
-MATRIX_UNITS = Path("/proc/cpuinfo").exists() and "amx_bf16" in Path("/proc/cpuinfo").read_text()
+_FACTS = Path("/proc/cpuinfo")
+FEATURES = frozenset(_FACTS.read_text().split() if _FACTS.exists() else ())
+"""Of this processor, as Linux names them."""
+MATRIX_UNITS = "amx_bf16" in FEATURES
 """Whether this processor has them (AMX)."""
 PROCESSORS = {
     "no vectors": (("sse2",), "-march=x86-64"),
@@ -74,9 +77,7 @@ def compile_for_arm(
 def need(*features: str) -> str:
     """The C compiler. Skips where there is none, or a processor that lacks `features`."""
     compiler = shutil.which("cc")
-    facts = Path("/proc/cpuinfo")
-    flags = facts.read_text().split() if facts.exists() else []
-    lacking = [name for name in features if name not in flags]
+    lacking = [name for name in features if name not in FEATURES]
     if compiler is None or lacking:
         pytest.skip("needs a C compiler" if compiler is None else f"the processor lacks {', '.join(lacking)}")
     return compiler
