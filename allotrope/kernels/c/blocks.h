@@ -42,7 +42,7 @@ typedef uint8_t narrow_unsigned __attribute__((vector_size(W), aligned(1), may_a
 #define PANEL 16
 #define STEP 32
 // How far ahead codes are fetched.
-#define AHEAD_BYTES 2048
+#define AHEAD_BYTES 4096
 // Inputs of an output that have floats of their own.
 #define SPAN NUMBERS
 #define GROUPS (SPAN / GROUP)
