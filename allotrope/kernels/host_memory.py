@@ -1,4 +1,4 @@
-"""Memory that an idle process does not need goes back to the system.
+"""What a process asks of the system for its memory: huge pages for weights, and to take back what is not needed.
 
 The C library keeps what large tensors leave, and loading and long prompts leave much. Of the libraries' code, most of
 what was run once is never run again. Must not know who used it.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 _MAPS = Path("/proc/self/maps")
+_HUGE_PAGE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 
 
 @functools.cache
@@ -23,6 +26,23 @@ def _function(name: str, *argtypes: type) -> Callable[..., int] | None:
     if found is not None:
         found.argtypes = argtypes
     return cast(Callable[..., int] | None, found)
+
+
+def empty_weight(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor as of `torch.empty`, on huge pages where the system lends them: weights are read from end to end at
+    every step, and need fewer translations of addresses then. A mapping of its own: what the C library hands out has
+    been in use, in small pages."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    advise = _function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    page = int(_HUGE_PAGE.read_text()) if _HUGE_PAGE.exists() else 0
+    if not page or size < page or advise is None:
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, size + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    found = torch.frombuffer(memory, dtype=torch.uint8)
+    offset = -found.data_ptr() % page
+    # Of the last page others may have the rest.
+    advise(found.data_ptr() + offset, size // page * page, mmap.MADV_HUGEPAGE)
+    return found[offset : offset + size].view(dtype).view(torch.Size(shape))
 
 
 def give_back() -> None:

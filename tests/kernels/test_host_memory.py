@@ -7,10 +7,12 @@ import mmap
 from pathlib import Path
 
 import pytest
+import torch
 
 from allotrope.kernels import host_memory
 
 SMAPS = Path("/proc/self/smaps")
+HUGE_PAGE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 SIZE = 1 << 20
 BYTES = bytes(range(256)) * (SIZE // 256)
 CODE = mmap.PROT_READ | mmap.PROT_EXEC
@@ -50,3 +52,17 @@ def test_memory_without_a_file_stays() -> None:
     assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(SIZE), CODE) == 0
     host_memory.give_back()
     assert found[:] == numbers == BYTES
+
+
+@pytest.mark.parametrize("shape", [(3, 1000), (3, 1 << 20), (1 << 22,)])
+def test_weights_lie_in_huge_pages(shape: tuple[int, ...]) -> None:
+    """Aligned to them, and as long as they are used."""
+    found = host_memory.empty_weight(shape, torch.bfloat16)
+    assert found.shape == shape and found.dtype == torch.bfloat16 and found.is_contiguous()
+    numbers = torch.arange(found.numel()) % 251
+    found.copy_(numbers.view(shape))
+    part = found[-1]
+    del found
+    assert torch.equal(part.flatten(), numbers[-part.numel() :].bfloat16())
+    if HUGE_PAGE.exists() and part.nbytes > 2 * int(HUGE_PAGE.read_text()):
+        assert host_memory.empty_weight(shape, torch.bfloat16).data_ptr() % int(HUGE_PAGE.read_text()) == 0

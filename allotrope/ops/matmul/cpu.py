@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from allotrope.kernels.c.compiler import UNSUITED, CannotCompile, load
 from allotrope.kernels.c.function import CFunction
 from allotrope.kernels.chip import Chip
+from allotrope.kernels.host_memory import empty_weight
 from allotrope.ops.matmul.onednn import plain_reasons, small_reasons
 from allotrope.ops.matmul.plain import PLAIN, PlainWeight
 from allotrope.ops.matmul.weight import Format, Weight
@@ -93,8 +94,8 @@ def pack(weight: PlainWeight) -> PanelWeight:
     values = weight.values
     pair = 4 // values.element_size()
     padded = F.pad(values, (0, 0, 0, -values.shape[-2] % _PANEL))
-    panels = padded.unflatten(-1, (-1, pair)).unflatten(-3, (-1, _PANEL)).transpose(-3, -2).contiguous()
-    return PanelWeight(panels, weight.shape)
+    in_panels = padded.unflatten(-1, (-1, pair)).unflatten(-3, (-1, _PANEL)).transpose(-3, -2)
+    return PanelWeight(empty_weight(in_panels.shape, values.dtype).copy_(in_panels), weight.shape)
 
 
 def panel_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -20,6 +20,7 @@ import torch
 from allotrope.kernels.c.compiler import load
 from allotrope.kernels.c.function import CFunction, c_reasons
 from allotrope.kernels.chip import Chip
+from allotrope.kernels.host_memory import empty_weight
 from allotrope.ops.matmul.cpu import WeightInPanels
 from allotrope.ops.matmul.fp8 import Fp8
 from allotrope.ops.matmul.gguf import FP4_DOUBLED, IQ4_VALUES, PANEL, GgufBlocks, Layout, Plane, panel_bytes
@@ -170,7 +171,7 @@ def pack(weight: QuantizedWeight) -> BlockWeight:
     outputs, inputs = weight.shape[-2:]
     layout = layout_of(weight.format, inputs)
     each = [weight[expert] for expert in range(weight.shape[0])] if len(weight.shape) == 3 else [weight]
-    panels = torch.empty(len(each), -(-outputs // PANEL), panel_bytes(layout, inputs), dtype=torch.uint8)
+    panels = empty_weight((len(each), -(-outputs // PANEL), panel_bytes(layout, inputs)), torch.uint8)
     for packed, one in zip(panels, each, strict=True):
         _packing(layout, "pack", "pplll")(packed, _blocks(one, layout), 1, outputs, inputs)
     return BlockWeight(weight.format, panels, weight.shape)
