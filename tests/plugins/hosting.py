@@ -1,8 +1,9 @@
-"""One checkpoint inside vLLM, in this process: what it answers, and what of vLLM's objects is ours."""
+"""One checkpoint inside vLLM: what it answers and, in this process, what of vLLM's objects is ours."""
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from plugins.conftest import ENVIRONMENT
 
+from allotrope import LLM, SamplingParams
 from allotrope.attention.cache_layout import CacheLayout, PagedRows, StateSlots, WindowRows, row_bytes
 
 # Logits of Transformers, our engine and vLLM differ by rounding alone; the same bound as for the engine's own tests.
@@ -154,6 +156,77 @@ def model_of(worker: Any) -> tuple[str, int, int]:
     """Of a rank's worker: where its model's class is from, which rank it is and of how many."""
     parallel = worker.model_runner.model.build.parallel
     return type(worker.model_runner.model).__module__, parallel.rank, parallel.size
+
+
+# The checkpoint is written before vLLM is imported, which teaches Transformers other classes of configs.
+_APART = """
+import json
+from pathlib import Path
+if __name__ == "__main__":
+    given = json.loads({given!r})
+    if not list(Path(given["path"]).iterdir()):
+        from allotrope.architectures.registry import find_architecture
+        from allotrope.verify.random_checkpoint import write_random
+        names = dict(architectures=[given["architecture"]])
+        write_random(find_architecture(names, "").tiny() | names, Path(given["path"]), None, 0)
+    from vllm import LLM, SamplingParams
+    from plugins.hosting import model_of
+    llm = LLM(
+        given["path"], distributed_executor_backend="mp", skip_tokenizer_init=True, dtype="float32",
+        max_model_len=256, max_num_seqs=8, **given["options"]
+    )
+    wanted = SamplingParams(max_tokens=given["count"], temperature=0, ignore_eos=True, detokenize=False, logprobs=0)
+    asked = [dict(prompt_token_ids=prompt) for prompt in given["prompts"]]
+    answers = [output.outputs[0] for output in llm.generate(asked, wanted, use_tqdm=False)]
+    found = dict(
+        ids=[list(answer.token_ids) for answer in answers],
+        logprobs=[[step[id].logprob for step, id in zip(answer.logprobs, answer.token_ids)] for answer in answers],
+        models=llm.collective_rpc(model_of),
+    )
+    print("FOUND" + json.dumps(found), flush=True)
+"""
+# A core for each rank is not asked for; functions may be sent to the ranks.
+_APART_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+
+
+@dataclass(frozen=True)
+class Apart:
+    """What vLLM in a process of its own answered. `models`: of each rank, as `model_of`."""
+
+    ids: list[list[int]]
+    logprobs: list[list[float]]
+    models: list[list[Any]]
+
+
+def answers_apart(architecture: str, path: Path, prompts: Sequence[Sequence[int]], count: int, **options: Any) -> Apart:
+    """`count` greedy tokens after each prompt, in fp32 with `options`. An empty `path` gets random weights first."""
+    named = {"architecture": architecture, "path": str(path), "options": options}
+    given = json.dumps(named | {"prompts": [list(prompt) for prompt in prompts], "count": count})
+    done = run_apart(_APART.format(given=given), _APART_ENVIRONMENT)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("FOUND")), None)
+    assert line is not None, done.stderr[-3000:]
+    return Apart(**json.loads(line.removeprefix("FOUND")))
+
+
+def assert_all_ours(found: Apart, ranks: int) -> None:
+    """Rank by rank."""
+    assert [module for module, _, _ in found.models] == ["allotrope.plugins.vllm.model"] * ranks
+    assert [(rank, size) for _, rank, size in found.models] == [(rank, ranks) for rank in range(ranks)]
+
+
+def assert_answers_as_engine(found: Apart, path: Path, prompts: Sequence[Sequence[int]], device: str) -> None:
+    """Tokens are those of our engine, logprobs differ by rounding."""
+    count = len(found.ids[0])
+    llm = LLM(str(path), device=device, dtype="float32", max_model_len=256, kv_cache_memory_bytes=1 << 26)
+    try:
+        wanted = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=0)
+        engine = [output.outputs[0] for output in llm.generate(prompts, wanted)]
+    finally:
+        llm.close()
+    assert found.ids == [list(one.token_ids) for one in engine]
+    for got, one in zip(found.logprobs, engine, strict=True):
+        want = torch.tensor([step.logprob for step in one.logprobs or ()])
+        torch.testing.assert_close(torch.tensor(got), want, atol=ATOL, rtol=0.0)
 
 
 def run_apart(code: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
