@@ -28,6 +28,22 @@ def _function(name: str, *argtypes: type) -> Callable[..., int] | None:
     return cast(Callable[..., int] | None, found)
 
 
+class _Trim:
+    """Returns free pages of the C library to the system, once for each `every` bytes that it is told of."""
+
+    def __init__(self, every: int) -> None:
+        self.every, self._bytes = every, 0
+
+    def after(self, size: int) -> None:
+        self._bytes += size
+        if self._bytes >= self.every and (trim := _function("malloc_trim", ctypes.c_size_t)):
+            trim(0)
+            self._bytes = 0
+
+
+_trim = _Trim(1 << 27)
+
+
 def empty_weight(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor as of `torch.empty`, on huge pages where the system lends them: weights are read from end to end at
     every step, and need fewer translations of addresses then. A mapping of its own: what the C library hands out has
@@ -37,6 +53,8 @@ def empty_weight(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     page = int(_HUGE_PAGE.read_text()) if _HUGE_PAGE.exists() else 0
     if not page or size < page or advise is None:
         return torch.empty(shape, dtype=dtype)
+    # What weights are packed from is freed as they are, and would not be used again.
+    _trim.after(size)
     memory = mmap.mmap(-1, size + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     found = torch.frombuffer(memory, dtype=torch.uint8)
     offset = -found.data_ptr() % page
