@@ -19,14 +19,14 @@
 #define _tile_stored(t, to, stride) store_tile(tiles[t], (uint8_t *)(to), stride)
 #define _tile_dpbf16ps(t, a, b) multiply_tile(tiles[t], tiles[a], tiles[b])
 
-typedef uint32_t tile[16][16];
-static _Thread_local tile tiles[8];
+typedef uint32_t emulated_tile[16][16];
+static _Thread_local emulated_tile tiles[8];
 
-static inline void load_tile(tile t, const uint8_t *from, long stride) {
+static inline void load_tile(emulated_tile t, const uint8_t *from, long stride) {
     for (int i = 0; i < 16; i++) memcpy(t[i], from + i * stride, 64);
 }
 
-static inline void store_tile(tile t, uint8_t *to, long stride) {
+static inline void store_tile(emulated_tile t, uint8_t *to, long stride) {
     for (int i = 0; i < 16; i++) memcpy(to + i * stride, t[i], 64);
 }
 
@@ -36,7 +36,7 @@ static inline float number(uint32_t bits) {
     return x;
 }
 
-static inline void multiply_tile(tile sums, tile a, tile b) {
+static inline void multiply_tile(emulated_tile sums, emulated_tile a, emulated_tile b) {
     for (int i = 0; i < 16; i++)
         for (int j = 0; j < 16; j++) {
             float sum = number(sums[i][j]);

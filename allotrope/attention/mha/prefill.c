@@ -6,6 +6,7 @@
 // a masked key weighs exactly 0. So the result of a row follows from its own position alone.
 #include <math.h>
 
+#define LEFT_TO_MATRIX_UNITS ELEMENT_BFLOAT16
 #include "panel.h"
 
 #if SUITS

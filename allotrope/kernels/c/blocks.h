@@ -25,14 +25,6 @@
 #define W 4
 #define SIGNED_CODES 1
 #endif
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && W == 16 && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#define MATRIX_UNITS 1
-#else
-#define MATRIX_UNITS 0
-#endif
-
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));

@@ -1,32 +1,13 @@
 // Products of panels and activations in bf16 by matrix units (AMX).
 #pragma once
 #include "blocks_products.h"
+#include "tiles.h"
 
 #if MATRIX_UNITS
 // Rows, and inputs, whose sums and weights stay in the cache; panels that share the rows' way there.
 #define BLOCK_ROWS 512
 #define BLOCK_INPUTS 768
 #define BLOCK_PANELS 8
-
-typedef struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} tile_shapes;
-
-// Whether the system lets this process use the matrix units.
-static int matrix_units(void) {
-    static int allowed = -1;
-    // ARCH_REQ_XCOMP_PERM of the tiles' data.
-    if (allowed < 0) allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-    return allowed;
-}
-
-static void begin_tiles(void) {
-    tile_shapes shapes = {.palette = 1};
-    for (int i = 0; i < 8; i++) shapes.rows[i] = 16, shapes.row_bytes[i] = 64;
-    _tile_loadconfig(&shapes);
-}
 
 // Inputs `first` to `first + count` of a panel as bf16, two inputs of each output side by side: [count / 2, PANEL, 2].
 static void unpack_bf16(uint32_t *to, const uint8_t *panel, long inputs, long first, long count) {
@@ -67,40 +48,6 @@ static void unpack_bf16(uint32_t *to, const uint8_t *panel, long inputs, long fi
     }
 }
 
-// 32 rows times two panels, added to `sums` unless `first`. x: bf16, `stride` bytes apart. w: as `unpack_bf16` leaves
-// it, `apart` bytes from one panel to the next. sums: rows `sums_stride` floats apart.
-static inline void multiply_tiles(float *sums, long sums_stride, const uint8_t *x, long stride, const uint8_t *w,
-                                  long apart, long count, int first, int both) {
-    const long bytes = 4 * sums_stride;
-    if (first) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    } else {
-        _tile_loadd(0, sums, bytes);
-        _tile_loadd(1, sums + PANEL, bytes);
-        if (both) _tile_loadd(2, sums + 16 * sums_stride, bytes);
-        if (both) _tile_loadd(3, sums + 16 * sums_stride + PANEL, bytes);
-    }
-    for (long k = 0; k < count; k += 32, x += 64, w += 1024) {
-        _tile_loadd(6, w, 64);
-        _tile_loadd(7, w + apart, 64);
-        _tile_loadd(4, x, stride);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (both) {
-            _tile_loadd(5, x + 16 * stride, stride);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-    }
-    _tile_stored(0, sums, bytes);
-    _tile_stored(1, sums + PANEL, bytes);
-    if (both) _tile_stored(2, sums + 16 * sums_stride, bytes);
-    if (both) _tile_stored(3, sums + 16 * sums_stride + PANEL, bytes);
-}
-
 // `panels` panels, at most BLOCK_PANELS, and rows `begin` to `end` of x in bf16, rows `stride` bytes apart. memory: of
 // this thread. output: of the first panel.
 static void panels_in_tiles(const target *to, const uint8_t *x, long stride, long inputs, const uint8_t *packed,
@@ -115,10 +62,11 @@ static void panels_in_tiles(const target *to, const uint8_t *x, long stride, lon
             for (long p = 0; p < panels; p++)
                 unpack_bf16((uint32_t *)(w + p * apart), packed + p * size, inputs, k, count);
             for (long r = 0; r < rows; r += 32)
-                for (long p = 0; p < panels; p += 2)
-                    multiply_tiles(sums + r * BLOCK_PANELS * PANEL + p * PANEL, BLOCK_PANELS * PANEL,
-                                   x + (t + r) * stride + 2 * k, stride, w + p * apart, apart, count, k == 0,
-                                   rows - r > 16);
+                for (long p = 0; p < panels; p += 2) {
+                    const tile_sums to = {sums + (r * BLOCK_PANELS + p) * PANEL, BLOCK_PANELS * PANEL};
+                    multiply_tiles(to, k ? to : (tile_sums){}, x + (t + r) * stride + 2 * k, stride, w + p * apart,
+                                   4 * PANEL, apart, count, rows - r > 16);
+                }
         }
         for (long r = 0; r < rows; r++) {
             const long kept = outputs - output < panels * PANEL ? outputs - output : panels * PANEL;

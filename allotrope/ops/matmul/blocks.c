@@ -37,9 +37,6 @@ static int way_of(long rows) {
     return PAIRS_MULTIPLY ? PAIRS : INT8_ACTIVATIONS ? ROUNDED : EXACT;
 }
 
-// Rows `stride` bytes apart, which are of no use as a power of two: they would share the cache's lines.
-static long tile_stride(long inputs) { return (inputs * 2 + 63) / 128 * 128 + 64; }
-
 // One row of x as `way` wants it.
 static void prepare(int way, const element *x, const rounded *to, void *scratch, long row) {
     const long inputs = to->inputs;
@@ -49,7 +46,7 @@ static void prepare(int way, const element *x, const rounded *to, void *scratch,
         float *exact = (float *)scratch + row * inputs;
         for (long i = 0; i < inputs; i++) exact[i] = widen(x[i]);
     } else {
-        uint16_t *bf16 = (uint16_t *)((uint8_t *)scratch + row * tile_stride(inputs));
+        uint16_t *bf16 = (uint16_t *)((uint8_t *)scratch + row * padded(2 * inputs));
 #if ELEMENT_BFLOAT16
         memcpy(bf16, x, inputs * 2);
 #elif MATRIX_UNITS
@@ -119,7 +116,7 @@ void product(void *y, long y_stride, long y_exact, const element *x, long x_stri
 #endif
 #if MATRIX_UNITS
                 else
-                    panels_in_tiles(&to, scratch, tile_stride(inputs), inputs, from, p * PANEL, outputs,
+                    panels_in_tiles(&to, scratch, padded(2 * inputs), inputs, from, p * PANEL, outputs,
                                     several, begin, end, memory);
 #endif
             }
