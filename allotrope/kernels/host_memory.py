@@ -28,16 +28,32 @@ def _function(name: str, *argtypes: type) -> Callable[..., int] | None:
     return cast(Callable[..., int] | None, found)
 
 
+@functools.cache
+def _huge_page() -> int:
+    """Bytes of a huge page; 0 where there are none."""
+    return int(_HUGE_PAGE.read_text()) if _HUGE_PAGE.exists() else 0
+
+
+def _advise() -> Callable[..., int] | None:
+    return _function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def _trim_heap() -> None:
+    """Return whole free pages of the C library to the system."""
+    if trim := _function("malloc_trim", ctypes.c_size_t):
+        trim(0)
+
+
 class _Trim:
-    """Returns free pages of the C library to the system, once for each `every` bytes that it is told of."""
+    """`_trim_heap`, once for each `every` bytes that it is told of."""
 
     def __init__(self, every: int) -> None:
         self.every, self._bytes = every, 0
 
     def after(self, size: int) -> None:
         self._bytes += size
-        if self._bytes >= self.every and (trim := _function("malloc_trim", ctypes.c_size_t)):
-            trim(0)
+        if self._bytes >= self.every:
+            _trim_heap()
             self._bytes = 0
 
 
@@ -49,8 +65,7 @@ def empty_weight(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     every step, and need fewer translations of addresses then. A mapping of its own: what the C library hands out has
     been in use, in small pages."""
     size = torch.Size(shape).numel() * dtype.itemsize
-    advise = _function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    page = int(_HUGE_PAGE.read_text()) if _HUGE_PAGE.exists() else 0
+    page, advise = _huge_page(), _advise()
     if not page or size < page or advise is None:
         return torch.empty(shape, dtype=dtype)
     # What weights are packed from is freed as they are, and would not be used again.
@@ -66,9 +81,8 @@ def empty_weight(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def give_back() -> None:
     """Return whole free pages to the system, and those of code. The next large tensors get new ones; code that runs
     again is mapped anew, from the system's copy of its file."""
-    if trim := _function("malloc_trim", ctypes.c_size_t):
-        trim(0)
-    if _MAPS.exists() and (advise := _function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)):
+    _trim_heap()
+    if _MAPS.exists() and (advise := _advise()):
         for start, end in _code(_MAPS.read_text()):
             advise(start, end - start, mmap.MADV_DONTNEED)
 

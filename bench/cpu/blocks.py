@@ -2,12 +2,11 @@
 
     python bench/cpu/blocks.py [KIND ...] [--shape 2048x4096] [--rows 1,8,128,512]
 
-A KIND is a type of GGUF blocks (`q4_k`), `fp8` (128 x 128 numbers share a scale), `panels` (bf16 by our own
-product), or a product of PyTorch: `bf16` by oneDNN, `int4pack`
-(`_weight_int4pack_mm_for_cpu`, bf16 activations, groups of 32), `int8pack` (`_weight_int8pack_mm`, a scale for each
-row), `int_mm` (`_int_mm`, integers alone, without the rounding of activations). Figures are the least CPU time of the
-calling thread over calls that take turns, each with a copy of the weight that is in no near cache: run it with
-OMP_NUM_THREADS=1, and other load hardly counts.
+A KIND is a type of GGUF blocks (`q4_k`), `fp8` (128 x 128 numbers share a scale), `panels` (bf16 by our own product),
+or a product of PyTorch: `bf16` by oneDNN, `int4pack` (`_weight_int4pack_mm_for_cpu`, bf16 activations, groups of 32),
+`int8pack` (`_weight_int8pack_mm`, a scale for each row), `int_mm` (`_int_mm`, integers alone, without the rounding of
+activations). Figures are the least CPU time of the calling thread over calls that take turns, each with a copy of the
+weight that is in no near cache: run it with OMP_NUM_THREADS=1, and other load hardly counts.
 """
 
 from __future__ import annotations

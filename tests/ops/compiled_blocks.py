@@ -23,6 +23,9 @@ FEATURES = frozenset(_FACTS.read_text().split() if _FACTS.exists() else ())
 """Of this processor, as Linux names them."""
 MATRIX_UNITS = "amx_bf16" in FEATURES
 """Whether this processor has them (AMX)."""
+USUAL_FLAGS = ("-O2", "-std=gnu11", "-fopenmp", "-Wno-psabi")
+WITH_TILES = ("-march=native", "-mamx-tile", "-mamx-bf16")
+EMULATED_TILES = ("-include", str(HERE / "emulated_tiles.h"))
 PROCESSORS = {
     "no vectors": (("sse2",), "-march=x86-64"),
     "AVX2": (("avx2", "fma", "f16c"), "-march=haswell"),
@@ -52,7 +55,7 @@ def compile_blocks(
     macros.append(f"-DELEMENT_BFLOAT16={int(dtype == torch.bfloat16)}")
     folders = [f"-I{HEADERS}", f"-I{cpu_blocks.SOURCE.parent}"]
     program = folder / "program"
-    command = [compiler, "-O2", "-std=gnu11", "-static", "-fopenmp", "-Wno-psabi", *flags, *folders, *macros]
+    command = [compiler, *USUAL_FLAGS, "-static", *flags, *folders, *macros]
     subprocess.run([*command, str(HERE / "blocks_main.c"), "-o", str(program)], check=True, capture_output=True)
     return program
 
@@ -60,8 +63,7 @@ def compile_blocks(
 def compile_for_tiles(defines: Mapping[str, int], folder: Path) -> Path:
     """The program with emulated matrix units, of bf16 activations. Skips where a processor lacks what these need."""
     compiler = need("avx512_bf16", "avx512vbmi", "avx512_vnni")
-    tiles = ["-march=native", "-mamx-tile", "-mamx-bf16", "-include", str(HERE / "emulated_tiles.h")]
-    return compile_blocks(defines, folder, compiler, tiles, torch.bfloat16)
+    return compile_blocks(defines, folder, compiler, [*WITH_TILES, *EMULATED_TILES], torch.bfloat16)
 
 
 def compile_for_arm(

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 import torch
-from compiled_blocks import HERE, MATRIX_UNITS, need
+from compiled_blocks import EMULATED_TILES, MATRIX_UNITS, USUAL_FLAGS, WITH_TILES, need
 
 from allotrope.attention.check import compare
 from allotrope.kernels.c.compiler import HEADERS
@@ -25,12 +25,11 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     emulated = request.param == "emulated"
     if not emulated and not MATRIX_UNITS:
         pytest.skip("the processor lacks amx_bf16")
-    compiler = need("avx512_bf16")
+    compiler = need("avx512_bf16", "avx512_vnni")
     made = tmp_path_factory.mktemp("tiles") / "library.so"
-    flags = ["-march=native", "-mamx-tile", "-mamx-bf16", "-DELEMENT_BFLOAT16=1", f"-I{HEADERS}"]
-    flags += ["-include", str(HERE / "emulated_tiles.h")] if emulated else []
-    command = [compiler, "-O2", "-std=gnu11", "-shared", "-fPIC", "-fopenmp", "-Wno-psabi", *flags]
-    subprocess.run([*command, str(SOURCE), "-o", str(made)], check=True, capture_output=True)
+    flags = [*USUAL_FLAGS, *WITH_TILES, *(EMULATED_TILES if emulated else ()), "-DELEMENT_BFLOAT16=1", f"-I{HEADERS}"]
+    command = [compiler, "-shared", "-fPIC", *flags, str(SOURCE), "-o", str(made)]
+    subprocess.run(command, check=True, capture_output=True)
     return ctypes.CDLL(str(made))
 
 

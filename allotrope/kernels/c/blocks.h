@@ -25,6 +25,7 @@
 #define W 4
 #define SIGNED_CODES 1
 #endif
+
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));

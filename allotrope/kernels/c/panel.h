@@ -19,7 +19,8 @@
 
 // Whether this machine should use it: with the registers and instructions that it is made for. Elsewhere nothing but
 // this answer is compiled: emulating the rest takes the compiler 20 s.
-#if defined(__AVX512F__) && !(defined(__AMX_TILE__) && LEFT_TO_MATRIX_UNITS) && (!ELEMENT_BFLOAT16 || defined(__AVX512BF16__))
+#if defined(__AVX512F__) && !(defined(__AMX_TILE__) && LEFT_TO_MATRIX_UNITS) && \
+    (!ELEMENT_BFLOAT16 || defined(__AVX512BF16__))
 #define SUITS 1
 #else
 #define SUITS 0

@@ -5,7 +5,9 @@
 // Bytes from a row to the next: a power of two would put all of them into the same lines of the cache.
 static inline long padded(long bytes) { return (bytes + 63) / 128 * 128 + 64; }
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+// With the vectors of 512 bits that `blocks.h` wants.
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__) && \
+    defined(__linux__)
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>

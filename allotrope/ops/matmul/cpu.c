@@ -1,5 +1,5 @@
-// y = x W^T + bias, for weights packed once into panels: at memory speed where tokens are few, by matrix units (AMX)
-// where they are many and the machine has them.
+// y = x W^T + bias, for weights packed once into panels: at memory speed where tokens are few. Of bf16 by matrix units
+// (AMX) where the machine has them.
 #include "panel.h"
 #include "tiles.h"
 #include <stdlib.h>
@@ -8,6 +8,14 @@
 
 // Tokens whose inputs stay in the cache while a panel meets them.
 #define BLOCK 96
+
+// Stores the first `kept` outputs of a panel.
+static inline void put(element *y, const lanes total[COLUMNS], long kept) {
+    element row[PANEL];
+    element *to = kept == PANEL ? y : row;
+    for (int c = 0; c < COLUMNS; c++) store(to + c * LANES, total[c]);
+    if (kept < PANEL) memcpy(y, row, kept * sizeof(element));
+}
 
 // One panel for `rows` tokens, a constant of each caller. Of the panel's outputs the first `kept` are stored.
 static inline __attribute__((always_inline)) void tile(element *y, long y_stride, const element *x, long x_stride,
@@ -20,12 +28,7 @@ static inline __attribute__((always_inline)) void tile(element *y, long y_stride
             if (bias) memcpy(&total[r][c], bias + c * LANES, sizeof(lanes));
         }
     multiply(total, x, x_stride, w, inputs, rows);
-    for (int r = 0; r < rows; r++) {
-        element row[PANEL];
-        element *to = kept == PANEL ? y + r * y_stride : row;
-        for (int c = 0; c < COLUMNS; c++) store(to + c * LANES, total[r][c]);
-        if (kept < PANEL) memcpy(y + r * y_stride, row, kept * sizeof(element));
-    }
+    for (int r = 0; r < rows; r++) put(y + r * y_stride, total[r], kept);
 }
 
 // One panel for any number of tokens.
@@ -47,7 +50,7 @@ static void panel(element *y, long y_stride, const element *x, long x_stride, co
 #define TILE_INPUTS 768
 
 // x as tiles read it, rows `padded(2 * inputs)` apart, with room behind the last one; 0 where it is to be multiplied
-// without tiles: never for some numbers of tokens alone, whose sums would have another order.
+// without tiles. Never by the number of tokens: sums would have another order.
 static uint8_t *rows_for_tiles(const element *x, long x_stride, long tokens, long inputs) {
     if (inputs % 32 || !matrix_units()) return 0;
     const long stride = padded(2 * inputs);
@@ -59,17 +62,16 @@ static uint8_t *rows_for_tiles(const element *x, long x_stride, long tokens, lon
 }
 
 // `rows` rows of the sums of a panel, with the bias.
-static void put(element *y, long y_stride, const float *sums, const float *bias, long kept, long rows) {
+static void put_rows(element *y, long y_stride, const float *sums, const float *bias, long kept, long rows) {
     for (long r = 0; r < rows; r++, y += y_stride, sums += PANEL) {
-        element row[PANEL];
-        element *to = kept == PANEL ? y : row;
+        lanes total[COLUMNS];
         for (int c = 0; c < COLUMNS; c++) {
-            lanes total, added = {};
-            memcpy(&total, sums + c * LANES, sizeof total);
+            lanes added = {};
+            memcpy(&total[c], sums + c * LANES, sizeof(lanes));
             if (bias) memcpy(&added, bias + c * LANES, sizeof added);
-            store(to + c * LANES, total + added);
+            total[c] += added;
         }
-        if (kept < PANEL) memcpy(y, row, kept * sizeof(element));
+        put(y, total, kept);
     }
 }
 
@@ -88,8 +90,8 @@ static void panels_in_tiles(element *y, long y_stride, const uint8_t *x, const e
                 multiply_tiles(last ? whole : so_far, k ? so_far : (tile_sums){}, x + t * stride + 2 * k, stride,
                                (const uint8_t *)(w + (p * inputs + k) * PANEL), 4 * PANEL, 64, count, tokens - t > 16);
                 if (last)
-                    put(y + t * y_stride + p * PANEL, y_stride, finished[0], bias ? bias + p * PANEL : 0,
-                        kept - p * PANEL < PANEL ? kept - p * PANEL : PANEL, tokens - t < 32 ? tokens - t : 32);
+                    put_rows(y + t * y_stride + p * PANEL, y_stride, finished[0], bias ? bias + p * PANEL : 0,
+                             kept - p * PANEL < PANEL ? kept - p * PANEL : PANEL, tokens - t < 32 ? tokens - t : 32);
             }
     }
 }
