@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -19,6 +19,14 @@ from allotrope.attention.cost import Lengths, StepCost
 
 CacheViews = Mapping[str, Mapping[str, torch.Tensor]]
 """The caches of one layer: cache name -> field name -> tensor."""
+
+
+class TokenInputs(Protocol):
+    """The inputs of a family's `run`."""
+
+    def map_tokens(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """The same inputs with `change` of every tensor that has a row for each token."""
+        ...
 
 
 class Spec(Protocol):

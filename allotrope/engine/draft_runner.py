@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex, VerifyRows, VerifyTensors
-from allotrope.engine.decode_buffers import DecodeBuffers
+from allotrope.engine.decode_buffers import DecodeBuffers, StaticRows
 from allotrope.engine.graphs import DecodeGraphs
 from allotrope.engine.inputs import Inputs, StepFacts
 from allotrope.engine.layer_plans import LayerPlans, Plans
@@ -276,19 +276,6 @@ def _rows_at(inputs: Inputs, tokens: torch.Tensor, context: int | None, groups: 
     return replace(inputs, batch=batch, index=index)
 
 
-class _Rows:
-    """A static buffer as wide as the first rows that are copied into it."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self.rows: torch.Tensor | None = None
-
-    def copy_in(self, values: torch.Tensor) -> torch.Tensor:
-        if self.rows is None:
-            self.rows = values.new_zeros(self._size, values.shape[1])
-        return self.rows[: len(values)].copy_(values)
-
-
 class _StaticPasses:
     """The passes of decode steps. `features`: of the target's rows. They read the target's buffers, which hold its last
     step, or the rows of one on tensors of its own that `take` put there."""
@@ -298,7 +285,7 @@ class _StaticPasses:
     ) -> None:
         self._runner, self._buffers, self._sequences = runner, buffers, sequences
         device, max_drafts = buffers.device, runner.max_drafts
-        self.features, self._first, self._topk_indices = (_Rows(buffers.size) for _ in range(3))
+        self.features, self._first, self._topk_indices = (StaticRows(buffers.size) for _ in range(3))
         self._next_ids = torch.zeros(buffers.size, dtype=torch.int64, device=device)
         # The token that counts as the last of each sequence, its row, and its tokens that have pages.
         self._last, self._tokens, self._reserved = torch.zeros(3, sequences, dtype=torch.int64, device=device)

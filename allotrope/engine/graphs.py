@@ -1,23 +1,28 @@
-"""Captured decode steps: one CUDA graph per batch size, captured one by one while requests are served eagerly.
+"""Captured steps: by size, captured one by one while requests are served eagerly.
 
-Owns sizes, capture and replay. Must not know a step: its body reads and writes static buffers.
+Owns when a size is captured, and decode steps, one CUDA graph each. Must not know a step: its body reads and writes
+static buffers.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from allotrope.kernels.chip import free_memory
 
 log = logging.getLogger("allotrope.engine")
+
+Captured = TypeVar("Captured")
 
 
 def decode_sizes(max_size: int) -> list[int]:
@@ -37,39 +42,38 @@ def padded_size(sizes: Sequence[int], requests: int) -> int:
     return sizes[min(bisect.bisect_left(sizes, requests), len(sizes) - 1)]
 
 
-class DecodeGraphs:
-    """Runs `body(size)` for the sizes of `decode_sizes(max_size)`: as a captured graph once there is one.
+class Graphs(ABC, Generic[Captured]):
+    """Steps of some `sizes`, ascending; of each, once it is captured, what replays it.
 
-    `idle()` makes the static buffers those of a step without requests. `alone`: no other rank runs the body with this
-    one. `name`: of what the body runs, for the log.
+    `alone`: no other rank runs the steps with this one. `name`: of the steps, `unit`: of what sizes count, for the log.
     """
 
     def __init__(
-        self,
-        body: Callable[[int], None],
-        idle: Callable[[], None],
-        max_size: int,
-        device: torch.device,
-        *,
-        capture: bool,
-        alone: bool = True,
-        name: str = "decode steps",
+        self, sizes: Sequence[int], device: torch.device, *, capture: bool, alone: bool, name: str, unit: str
     ) -> None:
-        self.sizes = decode_sizes(max_size)
-        self._body, self._idle, self._device = body, idle, device
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.sizes = sizes
+        self._device = device
+        self._graphs: dict[int, Captured] = {}
         # Largest first: smaller ones then fit into the memory that it took.
-        self._wanted = self.sizes[::-1] if capture else []
+        self._wanted = list(sizes[::-1]) if capture else []
         self._pending = [*self._wanted]
-        self._alone, self._name = alone, name
+        self._alone, self._name, self._unit = alone, name, unit
         self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None
         self._seconds, self._bytes = 0.0, 0
         self.replays = self.eager = 0
 
-    def padded(self, requests: int) -> int:
-        """The size at which a step of `requests` requests runs."""
-        return self.sizes[bisect.bisect_left(self.sizes, requests)]
+    @abstractmethod
+    def _prepare(self, size: int) -> None:
+        """Run a step of `size` once for real on the capture's stream: kernels are compiled and libraries take their
+        workspaces. Other ranks run it too."""
+
+    @abstractmethod
+    def _capture(self, size: int) -> Captured:
+        """Capture a step that is prepared."""
+
+    def padded(self, count: int) -> int:
+        """The size at which a step of `count` requests or tokens runs."""
+        return self.sizes[bisect.bisect_left(self.sizes, count)]
 
     @property
     def captured(self) -> Sequence[int]:
@@ -80,16 +84,6 @@ class DecodeGraphs:
     def pending(self) -> bool:
         """Whether there is a size left to capture."""
         return bool(self._pending)
-
-    def run(self, size: int) -> None:
-        """Run the body at one of the sizes."""
-        graph = self._graphs.get(size)
-        if graph is None:
-            self.eager += 1
-            self._body(size)
-        else:
-            self.replays += 1
-            graph.replay()
 
     def capture_next(self) -> bool:
         """Capture one more size. Returns whether there was one to capture.
@@ -103,22 +97,24 @@ class DecodeGraphs:
         started, free = time.monotonic(), free_memory(self._device)
         prepared = False
         try:
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
             self._prepare(size)
             prepared = True
             self._graphs[size] = self._capture(size)
         except RuntimeError as error:
             if not (prepared or self._alone):
-                # The other ranks wait in a collective of the body: this is no failure to capture.
+                # The other ranks wait in a collective of the step: this is no failure to capture.
                 raise
             self._pending.clear()
-            log.warning("%s of %d requests cannot be captured, they run eager: %s", self._name, size, error)
+            log.warning("%s of %d %s cannot be captured, they run eager: %s", self._name, size, self._unit, error)
             return False
         self._seconds += time.monotonic() - started
         self._bytes += free - free_memory(self._device)
         if not self._pending:
             log.info(
-                "captured %s of %s requests in %.1f s; their graphs take %.2f GB beside weights and caches",
-                *(self._name, self._listed(), self._seconds, self._bytes / 1e9),
+                "captured %s of %s %s in %.1f s; their graphs take %.2f GB beside weights and caches",
+                *(self._name, ", ".join(map(str, self.captured)), self._unit, self._seconds, self._bytes / 1e9),
             )
         return True
 
@@ -126,38 +122,18 @@ class DecodeGraphs:
         """Leave the sizes that have no graph eager."""
         self._pending.clear()
 
-    def _listed(self) -> str:
-        return ", ".join(map(str, self.captured))
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Run on the capture's stream, behind and before what runs on the current one."""
+        stream, current = _capture_stream(self._device), torch.cuda.current_stream(self._device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+        current.wait_stream(stream)
 
-    def _prepare(self, size: int) -> None:
-        """Run the body once for real: kernels are compiled and libraries take their workspaces."""
-        if self._stream is None:
-            self._stream = _capture_stream(self._device)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        self._idle()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._body(size)
-
-    def _capture(self, size: int) -> torch.cuda.CUDAGraph:
-        """The body as a graph, once it is prepared."""
-        assert self._stream is not None
+    def _begin(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        collecting = gc.isenabled()
-        # Memory that is freed by a collection in the middle of a capture would break it.
-        gc.disable()
-        try:
-            with torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    self._body(size)
-                finally:
-                    graph.capture_end()
-        finally:
-            if collecting:
-                gc.enable()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         return graph
 
     def reset(self) -> None:
@@ -170,3 +146,60 @@ class DecodeGraphs:
         """Let go of all graphs."""
         self._pending.clear()
         self._graphs.clear()
+
+
+class DecodeGraphs(Graphs[torch.cuda.CUDAGraph]):
+    """Runs `body(size)` for the sizes of `decode_sizes(max_size)`: as a captured graph once there is one.
+
+    `idle()` makes the static buffers those of a step without requests. The rest as in `Graphs`.
+    """
+
+    def __init__(
+        self,
+        body: Callable[[int], None],
+        idle: Callable[[], None],
+        max_size: int,
+        device: torch.device,
+        *,
+        capture: bool,
+        alone: bool = True,
+        name: str = "decode steps",
+    ) -> None:
+        super().__init__(decode_sizes(max_size), device, capture=capture, alone=alone, name=name, unit="requests")
+        self._body, self._idle = body, idle
+
+    def run(self, size: int) -> None:
+        """Run the body at one of the sizes."""
+        graph = self._graphs.get(size)
+        if graph is None:
+            self.eager += 1
+            self._body(size)
+        else:
+            self.replays += 1
+            graph.replay()
+
+    def _prepare(self, size: int) -> None:
+        self._idle()
+        with self._on_stream():
+            self._body(size)
+
+    def _capture(self, size: int) -> torch.cuda.CUDAGraph:
+        with self._on_stream(), collector_paused():
+            graph = self._begin()
+            try:
+                self._body(size)
+            finally:
+                graph.capture_end()
+        return graph
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Memory that is freed by a collection in the middle of a capture would break it."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -18,15 +19,18 @@ from allotrope.cache.arena import Arena
 from allotrope.cache.groups import CacheGroup
 from allotrope.engine.decode_buffers import DecodeBuffers
 from allotrope.engine.draft_runner import DraftRunner
-from allotrope.engine.graphs import DecodeGraphs
+from allotrope.engine.graphs import DecodeGraphs, Graphs
 from allotrope.engine.inputs import Inputs, StepFacts, StepPlan, pack, padding_row, unpack
 from allotrope.engine.layer_plans import LayerPlans, Plans
 from allotrope.engine.packed_step import PackedStep, Words
+from allotrope.engine.piecewise_graphs import PiecewiseGraphs, prefill_sizes
+from allotrope.engine.prefill_buffers import PrefillBuffers
 from allotrope.engine.recorded_steps import RecordedSteps
 from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.data_parallel import RankRows, gather_selected
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.draft import DraftModel
+from allotrope.layers.step import Attend, Step
 from allotrope.ops.draft_rows import ADVANCE_ROWS, DraftRowsSpec, known_ids
 from allotrope.ops.rope import RopeTables
 
@@ -34,21 +38,23 @@ log = logging.getLogger("allotrope.engine")
 
 
 @dataclass(frozen=True)
-class DecodeShape:
+class GraphShapes:
     """Decode steps of up to `size` requests of up to `context` tokens run on static buffers; `capture`: as graphs.
-    `sequences`: most of a step; its requests may be more where drafts are verified, `max_drafts` of each."""
+    `sequences`: most of a step; its requests may be more where drafts are verified, `max_drafts` of each. So do
+    prefill steps of up to `prefill_tokens` tokens, but for their attention; 0: none."""
 
     size: int
     context: int
     sequences: int
     max_drafts: int
     capture: bool
+    prefill_tokens: int = 0
 
 
 class ModelRunner:
     """One rank's model, caches and plans. `specs`: per layer, its attention as this rank sees it.
 
-    `decode`: None keeps every step's tensors its own, with exact lengths. `record`: such decode steps may be recorded.
+    `shapes`: None keeps every step's tensors its own, with exact lengths. `record`: such decode steps may be recorded.
     `max_drafts`: rows of a sequence that may be drafts. `draft_model`: its caches are those of the layers behind the
     model's own.
     """
@@ -61,7 +67,7 @@ class ModelRunner:
         arena: Arena,
         shares: Mapping[int, int],
         device: torch.device,
-        decode: DecodeShape | None = None,
+        shapes: GraphShapes | None = None,
         *,
         record: bool = False,
         max_drafts: int = 0,
@@ -69,7 +75,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.arena, self.device, self._verify = model, arena, device, max_drafts > 0
         self.groups = groups
-        tables = RopeTables(device, model.chooser)
+        tables = self._tables = RopeTables(device, model.chooser)
         attention = list(zip(specs, model.backends, strict=True))
         self._layers = LayerPlans(attention, model.stage.first, groups, arena, shares, tables)
         # To the other pipeline stages, and on the first of them the steps whose hidden states are yet to come back.
@@ -81,17 +87,21 @@ class ModelRunner:
             self.drafts = DraftRunner(draft_model, layers, max_drafts, model.chooser, model.parallel.data)
         self.buffers: DecodeBuffers | None = None
         self.graphs: DecodeGraphs | None = None
+        self.prefill_buffers: PrefillBuffers | None = None
+        self.prefill_graphs: PiecewiseGraphs | None = None
         self.recorded: RecordedSteps | None = None
         alone = model.parallel.layout.size == 1
-        if record and alone and decode is None and not self._verify and device.type == "cpu":
+        if record and alone and shapes is None and not self._verify and device.type == "cpu":
             self.recorded = RecordedSteps(model)
         # Of the last step, for the draft model: its facts, and its size on static buffers, or its features, inputs and
         # plans.
         self._last: tuple[StepFacts, int | tuple[torch.Tensor, Inputs, Plans]] | None = None
-        if decode is not None:
-            self._make_static(decode)
+        if shapes is not None:
+            self._make_static(shapes)
+            if shapes.prefill_tokens:
+                self._make_pieces(shapes)
 
-    def _make_static(self, decode: DecodeShape) -> None:
+    def _make_static(self, decode: GraphShapes) -> None:
         model, data_ranks = self.model, self.model.parallel.layout.data
         buffers = DecodeBuffers(
             *(self.groups, decode.size, decode.context, model.sent_width, model.dtype, self.device),
@@ -119,6 +129,26 @@ class ModelRunner:
         self.graphs = DecodeGraphs(body, buffers.clear, decode.size, self.device, capture=decode.capture, alone=alone)
         if drafts is not None:
             drafts.make_static(buffers, decode.sequences, capture=decode.capture, alone=alone)
+
+    def _make_pieces(self, shapes: GraphShapes) -> None:
+        model, alone = self.model, self.model.parallel.layout.size == 1
+        most = prefill_sizes(shapes.prefill_tokens)[-1]
+        buffers = PrefillBuffers(most, self.device, self._tables)
+
+        def body(size: int, attend: Attend) -> None:
+            step = buffers.step(size, len(model.layers), attend)
+            buffers.keep(model(step), step.features)
+
+        def idle() -> Step:
+            plan = StepPlan((padding_row(self.groups),))
+            facts = StepFacts.of(plan)
+            packed = pack(plan, facts, self.groups, pinned=self.device.type == "cuda", verify=self._verify)
+            inputs = unpack(packed, facts, self.groups, self.device)
+            buffers.refresh(inputs, most)
+            return self._layers.step(inputs.ids, inputs, Plans())
+
+        self.prefill_buffers = buffers
+        self.prefill_graphs = PiecewiseGraphs(body, idle, most, self.device, capture=shapes.capture, alone=alone)
 
     def pack(self, plan: StepPlan) -> PackedStep:
         """The plan as integers for the ranks. With several data-parallel ranks, `run` takes the part of one."""
@@ -236,6 +266,8 @@ class ModelRunner:
         rows = self._rank_rows(*(one.tokens for one in facts.of_ranks))
         if self.recorded is not None and facts.decodes_only:
             hidden = features = self.recorded.run(self._layers.step(inputs.ids, inputs, plans))
+        elif self.prefill_graphs is not None and len(inputs.ids) <= self.prefill_graphs.sizes[-1]:
+            hidden, features = self._run_pieces(self._layers.step(inputs.ids, inputs, plans), inputs)
         else:
             hidden, features = self._run(inputs, None, plans, rows, received)
         if self.drafts is not None:
@@ -260,10 +292,9 @@ class ModelRunner:
         self._last = None
 
     @property
-    def _all_graphs(self) -> Sequence[DecodeGraphs]:
-        if self.graphs is None:
-            return ()
-        return (self.graphs,) if self.drafts is None else (self.graphs, *self.drafts.graphs)
+    def _all_graphs(self) -> Sequence[Graphs[Any]]:
+        drafts = () if self.drafts is None else self.drafts.graphs
+        return [one for one in (self.graphs, *drafts, self.prefill_graphs) if one is not None]
 
     @property
     def pending(self) -> bool:
@@ -327,13 +358,22 @@ class ModelRunner:
         hidden: torch.Tensor = self.model(step, received)
         return hidden, hidden if step.features is None else step.features
 
+    def _run_pieces(self, step: Step, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `_run`, on the static buffers of prefill steps."""
+        assert self.prefill_buffers is not None and self.prefill_graphs is not None
+        tokens = len(inputs.ids)
+        size = self.prefill_graphs.padded(tokens)
+        self.prefill_buffers.refresh(inputs, size)
+        self.prefill_graphs.run(size, step)
+        return self.prefill_buffers.kept(tokens)
+
     def _on_device(self, indices: Words) -> torch.Tensor:
         host = torch.empty(len(indices), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         host.numpy()[:] = indices
         return host.to(self.device, non_blocking=True)
 
 
-def decode_shape(
+def graph_shapes(
     models: Sequence[Decoder | DraftModel],
     size: int,
     context: int,
@@ -342,13 +382,14 @@ def decode_shape(
     device: torch.device,
     *,
     capture: bool,
-) -> DecodeShape | None:
-    """How decode steps of a model, and of its draft model if there is one, run on `device`; None, with a line in the
-    log that says why, where they are like any other."""
+    prefill_tokens: int,
+) -> GraphShapes | None:
+    """How decode steps of a model, and of its draft model if there is one, and its prefill steps run on `device`; None,
+    with a line in the log that says why, where each has tensors of its own."""
     if device.type != "cuda":
         return None
     reasons = uncaptured(layer for model in models for layer in model.attention)
     if reasons:
-        log.info("decode steps run without CUDA graphs: %s", "; ".join(reasons))
+        log.info("decode and prefill steps run without CUDA graphs: %s", "; ".join(reasons))
         return None
-    return DecodeShape(size, context, sequences, max_drafts, capture)
+    return GraphShapes(size, context, sequences, max_drafts, capture, prefill_tokens)

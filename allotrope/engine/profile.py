@@ -58,9 +58,10 @@ def measure_peak(model: Decoder, draft_model: DraftModel | None, load_plan: Load
 
 
 def plan_device(
-    load_plan: LoadPlan, config: EngineConfig, free: int, peak: int, min_of_ranks: Callable[[int], int]
+    load_plan: LoadPlan, config: EngineConfig, free: int, peak: int, graphs: int, min_of_ranks: Callable[[int], int]
 ) -> MemoryPlan:
-    """The memory plan of a GPU that had `free` bytes before the model was loaded; `peak`: see `measure_peak`.
+    """The memory plan of a GPU that had `free` bytes before the model was loaded; `peak`: see `measure_peak`. `graphs`:
+    bytes that steps need again in CUDA graphs.
 
     `min_of_ranks`: the smallest of the numbers that the ranks call it with. Raises ConfigError where no sequence of
     full length fits.
@@ -69,11 +70,11 @@ def plan_device(
     free_now = free_memory(device)
     share = utilization(config, device)
     used = free - free_now
-    room = int(free * share) - used - peak
+    room = int(free * share) - used - peak - graphs
     log.info(
         "memory of %s: %.2f GB were free, of which %.0f%% may be used; weights and libraries take %.2f GB, the largest "
-        "step %.2f GB for a while; %.2f GB are left for caches",
-        *(device, free / 1e9, 100 * share, used / 1e9, peak / 1e9, max(0, room) / 1e9),
+        "step %.2f GB for a while, CUDA graphs of prefill steps %.2f GB; %.2f GB are left for caches",
+        *(device, free / 1e9, 100 * share, used / 1e9, peak / 1e9, graphs / 1e9, max(0, room) / 1e9),
     )
     return plan_within(load_plan, config, min_of_ranks(room), free)
 

@@ -17,7 +17,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine.graphs import decode_sizes
 from allotrope.engine.inputs import SampledSequence, StepPlan, StepRow
 from allotrope.engine.load_plan import LoadPlan
-from allotrope.engine.model_runner import DecodeShape, ModelRunner
+from allotrope.engine.model_runner import GraphShapes, ModelRunner
 from allotrope.engine.profile import largest_sampling_step, longest_prompts
 from allotrope.grammars.backend import words
 from allotrope.kernels.warmup import warm_up_steps
@@ -40,14 +40,14 @@ def warm_up(
     draft_model: DraftModel | None,
     load_plan: LoadPlan,
     config: EngineConfig,
-    decode: DecodeShape | None,
+    shapes: GraphShapes | None,
 ) -> None:
     """Compile the kernels of prompts, decode steps, draft passes and sampling; nothing else remains.
 
-    `decode`: how decode steps will run.
+    `shapes`: how decode and prefill steps will run.
     """
     device, ranks = load_plan.build.device, load_plan.build.parallel.layout.size
-    warm_up_steps(functools.partial(_warm_up, model, draft_model, load_plan, config, decode), device, ranks, log)
+    warm_up_steps(functools.partial(_warm_up, model, draft_model, load_plan, config, shapes), device, ranks, log)
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -59,14 +59,14 @@ def _warm_up(
     draft_model: DraftModel | None,
     load_plan: LoadPlan,
     config: EngineConfig,
-    decode: DecodeShape | None,
+    shapes: GraphShapes | None,
 ) -> None:
     device, groups, data_ranks = load_plan.build.device, load_plan.groups, load_plan.build.parallel.layout.data
     # Beside the null page, one that all rows share.
     memory = MemoryPlan(tuple(GroupPlan(group, 2, group_bytes(group, 2)) for group in groups), 0, 0)
     arena = Arena(memory, load_plan.num_layers, load_plan.shares, device)
     model_runner = ModelRunner(
-        *(model, load_plan.own_specs, groups, arena, load_plan.shares, device, decode),
+        *(model, load_plan.own_specs, groups, arena, load_plan.shares, device, shapes),
         max_drafts=load_plan.max_drafts,
         draft_model=draft_model,
     )

@@ -17,10 +17,11 @@ from allotrope.config import EngineConfig
 from allotrope.engine.cache_plan import equal_pages, plan_caches
 from allotrope.engine.executor import DraftedTokens
 from allotrope.engine.expert_load import reset_expert_load
+from allotrope.engine.host_bound import host_bound_tokens
 from allotrope.engine.inputs import StepFacts, StepPlan
 from allotrope.engine.load import load_draft_model, load_model
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
-from allotrope.engine.model_runner import ModelRunner, decode_shape
+from allotrope.engine.model_runner import ModelRunner, graph_shapes
 from allotrope.engine.packed_step import PackedStep
 from allotrope.engine.profile import measure_peak, plan_device
 from allotrope.engine.rank_group import RankGroup
@@ -95,7 +96,7 @@ class Worker:
         models: list[Decoder | DraftModel] = [self.model]
         if self.draft_model is not None:
             models.append(self.draft_model)
-        self._decode = decode_shape(
+        self._shapes = graph_shapes(
             *(
                 models,
                 load_plan.max_decodes,
@@ -105,6 +106,8 @@ class Worker:
                 self._device,
             ),
             capture=config.cuda_graphs,
+            # Shares of unequal ranks cost unequal times, and all ranks run one size.
+            prefill_tokens=ranks.min(host_bound_tokens(load_plan)) if self._device.type == "cuda" else 0,
         )
         self._model_runner: ModelRunner | None = None
         self._prev_sampled: torch.Tensor | None = None
@@ -132,13 +135,17 @@ class Worker:
         The warm-up comes first, so that the kernels of that step are compiled.
         """
         config, load_plan = self.config, self.load_plan
-        warm_up(self.model, self.draft_model, load_plan, config, self._decode)
+        warm_up(self.model, self.draft_model, load_plan, config, self._shapes)
         if config.kv_cache_memory_bytes is not None:
             return plan_caches(load_plan, config)
         started = time.monotonic()
         peak = measure_peak(self.model, self.draft_model, load_plan, config)
         log.info("measured the largest step in %.1f s", time.monotonic() - started)
-        return plan_device(load_plan, config, self._free, peak, self._ranks.min)
+        graphs = 0
+        if self._shapes is not None and self._shapes.capture:
+            # Their memory is not shared with steps that no graph holds.
+            graphs = peak * self._shapes.prefill_tokens // load_plan.step_tokens
+        return plan_device(load_plan, config, self._free, peak, graphs, self._ranks.min)
 
     def allocate(self, memory: MemoryPlan) -> None:
         """Make the caches."""
@@ -147,7 +154,7 @@ class Worker:
         arena = Arena(memory, load_plan.num_layers, load_plan.shares, device)
         groups = [entry.group for entry in memory.groups]
         self._model_runner = ModelRunner(
-            *(self.model, load_plan.own_specs, groups, arena, load_plan.shares, device, self._decode),
+            *(self.model, load_plan.own_specs, groups, arena, load_plan.shares, device, self._shapes),
             record=self.config.cuda_graphs,
             max_drafts=load_plan.max_drafts,
             draft_model=self.draft_model,

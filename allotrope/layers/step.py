@@ -5,14 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from allotrope.attention.batch import BatchLayout
-from allotrope.attention.family import CacheViews
+from allotrope.attention.family import CacheViews, TokenInputs
 from allotrope.layers.data_parallel import RankRows
 from allotrope.ops.rope import RopeSpec, RopeTables, Rotation
+
+Inputs = TypeVar("Inputs", bound=TokenInputs)
 
 
 @dataclass
@@ -94,6 +96,10 @@ class LayerStep:
         assert step is not None, "a layer's step is over, or has not begun"
         return step
 
+    def attend(self, run: Callable[[LayerStep, Inputs], torch.Tensor], inputs: Inputs) -> torch.Tensor:
+        """What the layer's attention, `run`, makes of its `inputs` in this step."""
+        return run(self, inputs)
+
     def shared(self, block: Callable[[torch.Tensor, LayerStep], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """What `block`, which all ranks of a stage share, makes of `x`: [T, hidden], the rows of this rank.
 
@@ -102,3 +108,19 @@ class LayerStep:
         """
         rows = self.step.rows
         return block(x, self) if rows is None else rows.reduce_scatter(block(rows.gather(x), self))
+
+
+Attend = Callable[[int, Callable[[LayerStep, Any], torch.Tensor], Any], torch.Tensor]
+"""The index of a layer, its attention, and the inputs of that, of padded rows; returns as many rows."""
+
+
+class PaddedLayerStep(LayerStep):
+    """A layer of a step with padding rows. Its attention is that of another step, which has the true rows alone:
+    `attend` runs it."""
+
+    def __init__(self, index: int, attend: Attend) -> None:
+        super().__init__(None, {})
+        self._index, self._attend = index, attend
+
+    def attend(self, run: Callable[[LayerStep, Inputs], torch.Tensor], inputs: Inputs) -> torch.Tensor:
+        return self._attend(self._index, run, inputs)

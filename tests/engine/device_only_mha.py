@@ -14,7 +14,7 @@ from allotrope.attention.mha import MhaInputs, MhaSpec, reference
 from allotrope.attention.mha.inputs import normed_and_rotated
 from allotrope.attention.mha.plan import build_plan
 from allotrope.engine.engine import Engine
-from allotrope.engine.model_runner import DecodeShape, ModelRunner
+from allotrope.engine.model_runner import GraphShapes, ModelRunner
 from allotrope.kernels.backend import runs_anywhere
 
 
@@ -66,14 +66,24 @@ def static(running: Engine, size: int) -> ModelRunner:
     return on_buffers(running, size, lambda spec: BACKEND)
 
 
-def on_buffers(running: Engine, size: int, backend: Callable[[Any], AttentionBackend]) -> ModelRunner:
-    """As `static`, each layer attended to by the `backend` of its spec, those of a draft model too."""
+def on_buffers(
+    running: Engine, size: int, backend: Callable[[Any], AttentionBackend], prefill_tokens: int = 48
+) -> ModelRunner:
+    """As `static`, each layer attended to by the `backend` of its spec, those of a draft model too. Prefill steps of up
+    to `prefill_tokens` tokens run on static buffers as well."""
     worker: Any = running._executor.worker  # type: ignore[attr-defined]
     models = [worker.model] if worker.draft_model is None else [worker.model, worker.draft_model]
     for layer in (layer for model in models for layer in model.layers):
         layer.mixer.backend = backend(layer.mixer.spec)
     old, load_plan = worker.model_runner, worker.load_plan
-    shape = DecodeShape(size, load_plan.max_model_len, load_plan.max_num_seqs, load_plan.max_drafts, capture=False)
+    shape = GraphShapes(
+        size,
+        load_plan.max_model_len,
+        load_plan.max_num_seqs,
+        load_plan.max_drafts,
+        capture=False,
+        prefill_tokens=prefill_tokens,
+    )
     worker.model_runner = ModelRunner(
         *(worker.model, load_plan.own_specs, old.groups, old.arena, load_plan.shares, torch.device("cpu"), shape),
         max_drafts=load_plan.max_drafts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from allotrope.cache.groups import CacheGroup
 from allotrope.engine.decode_buffers import DecodeBuffers
 from allotrope.engine.graphs import decode_sizes
 from allotrope.engine.inputs import StepFacts, StepPlan, StepRow, pack, unpack
+from allotrope.engine.piecewise_graphs import prefill_sizes
 from allotrope.ops.draft_rows.reference import advance_rows
 from allotrope.request import SamplingParams
 
@@ -51,6 +53,7 @@ def test_static_steps_equal_exact_ones(model: Path) -> None:
             view[1:] = torch.nan
     assert_same(run(running, requests), tokens)
     assert model_runner.graphs is not None and model_runner.graphs.eager > 8
+    assert model_runner.prefill_graphs is not None and model_runner.prefill_graphs.eager
     for name, positions in want.seen.items():
         for position, logits in positions.items():
             assert torch.allclose(got.seen[name][position], logits, atol=1e-4, rtol=0), (name, position)
@@ -63,6 +66,16 @@ def test_sizes() -> None:
     assert decode_sizes(3) == [1, 2, 3]
     assert decode_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
     assert decode_sizes(100) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100]
+
+
+def test_prefill_sizes() -> None:
+    assert prefill_sizes(1) == [16]
+    assert prefill_sizes(40) == [16, 32, 48]
+    assert prefill_sizes(256) == [16, 32, 48, 64, 128, 192, 256]
+    longest = prefill_sizes(100_000)
+    assert longest[-1] == 4096 and not any(size % 16 for size in longest)
+    # However long a step is, little of it is padding.
+    assert all(larger <= 1.25 * smaller for smaller, larger in itertools.pairwise(longest) if smaller >= 256)
 
 
 def test_refresh_forgets_the_step_before() -> None:

@@ -85,12 +85,13 @@ def test_graphs_give_the_bits_of_eager_steps(model: Path, dtype: str) -> None:
     assert_idle(captured)
     # Again with every size captured, and none left out.
     captured.capture_all()
-    made = captured._executor.worker.model_runner.graphs  # type: ignore[attr-defined]
-    assert made.captured == made.sizes
-    eager_steps = made.eager
+    runner = captured._executor.worker.model_runner  # type: ignore[attr-defined]
+    every = (runner.graphs, runner.prefill_graphs)
+    assert all(made.captured == made.sizes for made in every)
+    eager_steps = [made.eager for made in every]
     again = [request(f"again {i}", ids) for i, ids in enumerate(prompts(LENGTHS))]
     assert_same(run(captured, again), {f"again {name[1:]}": tokens for name, tokens in want.items()})
-    assert made.eager == eager_steps
+    assert [made.eager for made in every] == eager_steps and runner.prefill_graphs.replays
 
 
 def decodes_by_kernels(spec: Any) -> AttentionBackend:
@@ -124,9 +125,10 @@ def test_decode_steps_on_static_buffers_give_the_logits_of_exact_ones(model: Pat
     want, got = Watch(), Watch()
     tokens = run(tiny(model, want, **options), asked)
     running = tiny(model, got, **options)
-    model_runner = on_buffers(running, 4, decodes_by_kernels)
+    model_runner = on_buffers(running, 4, decodes_by_kernels, prefill_tokens=160)
     assert_same(run(running, asked), tokens)
     assert model_runner.graphs is not None and model_runner.graphs.eager == 3
+    assert model_runner.prefill_graphs is not None and model_runner.prefill_graphs.eager == 2
     assert_same_logits(got, want, atol=5e-4)
     assert_idle(running)
 

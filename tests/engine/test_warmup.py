@@ -25,7 +25,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine import warmup as warmup_module
 from allotrope.engine.engine import Engine
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
-from allotrope.engine.model_runner import DecodeShape
+from allotrope.engine.model_runner import GraphShapes
 from allotrope.engine.rank_group import RankGroup
 from allotrope.engine.warmup import warm_up
 from allotrope.engine.worker import Worker
@@ -76,7 +76,7 @@ def kernels(own_choices: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
     yield launched
 
 
-def warmed_up(running: Engine, decode: DecodeShape | None = None) -> None:
+def warmed_up(running: Engine, decode: GraphShapes | None = None) -> None:
     worker: Any = running._executor.worker  # type: ignore[attr-defined]
     warm_up(worker.model, worker.draft_model, worker.load_plan, worker.config, decode)
 
@@ -144,7 +144,7 @@ def test_static_steps_are_warmed_up_on_buffers_of_their_own(tmp_path: Path, here
     tokens = run(plain, ASKED)
     running = engine(model, **OPTIONS)
     model_runner = static(running, 5)
-    warmed_up(running, DecodeShape(5, 96, 5, 0, capture=False))
+    warmed_up(running, GraphShapes(5, 96, 5, 0, capture=False))
     assert model_runner.graphs is not None and model_runner.buffers is not None
     assert (model_runner.graphs.eager, model_runner.graphs.replays) == (0, 0)
     assert not model_runner.buffers._heads.any() and not model_runner.buffers.hidden.any()

@@ -13,7 +13,8 @@ and biased score before it pools, so that the steps in which tokens come do not 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,6 +33,10 @@ class Compression:
     kv_score: torch.Tensor
     position_bias: torch.Tensor
     norm: torch.Tensor
+
+    def map_tokens(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Compression:
+        """As in `TokenInputs`."""
+        return replace(self, kv_score=change(self.kv_score))
 
 
 def compress(compressor: CompressorPlan, states: torch.Tensor, new: Compression, eps: float) -> torch.Tensor | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +19,10 @@ class IndexInputs:
     q: torch.Tensor
     weights: torch.Tensor
     compressor: Compression
+
+    def map_tokens(self, change: Callable[[torch.Tensor], torch.Tensor]) -> IndexInputs:
+        """As in `TokenInputs`."""
+        return IndexInputs(change(self.q), change(self.weights), self.compressor.map_tokens(change))
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,12 @@ class CsaInputs:
         """Queries [T, H, D] and window entries [T, D]."""
         q = self.q if self.q_norm is None else self.q_norm(self.q)
         return q, self.kv if self.kv_norm is None else self.kv_norm(self.kv)
+
+    def map_tokens(self, change: Callable[[torch.Tensor], torch.Tensor]) -> CsaInputs:
+        """As in `TokenInputs`."""
+        compressor = None if self.compressor is None else self.compressor.map_tokens(change)
+        index = None if self.index is None else self.index.map_tokens(change)
+        return replace(self, q=change(self.q), kv=change(self.kv), compressor=compressor, index=index)
 
 
 def ready_inputs(

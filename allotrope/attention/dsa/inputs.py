@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,6 +32,12 @@ class IndexInputs:
         both = self.apply_rope(self.q, self.k, self.rotation, self.k_norm)
         return both[:, :-1], both[:, -1]
 
+    def map_tokens(self, change: Callable[[torch.Tensor], torch.Tensor]) -> IndexInputs:
+        """As in `TokenInputs`."""
+        rotation = None if self.rotation is None else self.rotation.map_tokens(change)
+        parts = change(self.q), change(self.k), change(self.weights)
+        return IndexInputs(*parts, self.k_norm, rotation, self.apply_rope)
+
 
 @dataclass(frozen=True)
 class DsaInputs:
@@ -41,6 +48,12 @@ class DsaInputs:
     latent: MlaInputs
     index: IndexInputs | None = None
     topk_indices: torch.Tensor | None = None
+
+    def map_tokens(self, change: Callable[[torch.Tensor], torch.Tensor]) -> DsaInputs:
+        """As in `TokenInputs`."""
+        index = None if self.index is None else self.index.map_tokens(change)
+        topk_indices = None if self.topk_indices is None else change(self.topk_indices)
+        return replace(self, latent=self.latent.map_tokens(change), index=index, topk_indices=topk_indices)
 
 
 def missing_inputs(spec: DsaSpec) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +22,10 @@ class GdnInputs:
     conv_bias: torch.Tensor | None
     A_log: torch.Tensor
     dt_bias: torch.Tensor
+
+    def map_tokens(self, change: Callable[[torch.Tensor], torch.Tensor]) -> GdnInputs:
+        """As in `TokenInputs`."""
+        return replace(self, qkv=change(self.qkv), b=change(self.b), a=change(self.a))
 
 
 def ready_inputs(spec: GdnSpec, **tensors: torch.Tensor) -> GdnInputs:

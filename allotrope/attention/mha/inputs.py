@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,6 +41,11 @@ class MhaInputs:
     def normed_by_head(self) -> bool:
         """Whether one kernel can norm, rotate and store: no norm spans more than one head."""
         return all(norm is None or norm.weight is not None for norm in (self.q_norm, self.k_norm))
+
+    def map_tokens(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MhaInputs:
+        """As in `TokenInputs`."""
+        rotation = None if self.rotation is None else self.rotation.map_tokens(change)
+        return replace(self, projected=change(self.projected), rotation=rotation)
 
 
 def normed_and_rotated(inputs: MhaInputs) -> Heads:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,11 @@ class MlaInputs:
     rotation: Rotation | None = None
     apply_rope: MlaRope = mla_rope
     kv_scale: float = 1.0
+
+    def map_tokens(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MlaInputs:
+        """As in `TokenInputs`."""
+        rotation = None if self.rotation is None else self.rotation.map_tokens(change)
+        return replace(self, q=change(self.q), latent=change(self.latent), rotation=rotation)
 
 
 class LatentHeads(NamedTuple):

@@ -104,8 +104,10 @@ class CsaMixer(nn.Module):
             index,
             **self.kv_scales,
         )
-        attended = self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
-        return self.out(self.grouped(attended.flatten(1)))
+        return self.out(self.grouped(ctx.attend(self._attend, inputs).flatten(1)))
+
+    def _attend(self, ctx: LayerStep, inputs: CsaInputs) -> torch.Tensor:
+        return self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
 
 
 class Compressor(nn.Module):

@@ -75,13 +75,17 @@ class DsaMixer(nn.Module):
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""
-        projected, step = self.latent(x, ctx, self.kv_scales), ctx.step
-        if self.indexer is None or step.reuses_topk:
-            inputs = DsaInputs(projected.inputs, topk_indices=step.topk_indices)
-        else:
-            inputs = DsaInputs(projected.inputs, self.indexer(projected, ctx))
+        projected = self.latent(x, ctx, self.kv_scales)
+        index = None if self.indexer is None or ctx.step.reuses_topk else self.indexer(projected, ctx)
+        return self.out(ctx.attend(self._attend, DsaInputs(projected.inputs, index)).flatten(1))
+
+    def _attend(self, ctx: LayerStep, inputs: DsaInputs) -> torch.Tensor:
+        """Top-k indices pass from layer to layer of the step that attends."""
+        step = ctx.step
+        if inputs.index is None:
+            inputs = dataclasses.replace(inputs, topk_indices=step.topk_indices)
         attended, step.topk_indices = self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
-        return self.out(attended.flatten(1))
+        return attended
 
     def store(self, x: torch.Tensor, ctx: LayerStep) -> None:
         """The part of `forward` that stores latents and index keys; the backend has a `store`."""

@@ -105,6 +105,9 @@ class GdnMixer(nn.Module):
     def mix(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """The rule. Arguments as the family's; returns [T, Hv, Dv]."""
         inputs = GdnInputs(qkv, b, a, self.conv_weight, None, self.A_log, self.dt_bias)
+        return ctx.attend(self._attend, inputs)
+
+    def _attend(self, ctx: LayerStep, inputs: GdnInputs) -> torch.Tensor:
         return self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
 
     def gated_norm(self, mixed: torch.Tensor, gate: torch.Tensor, kind: Literal["silu", "sigmoid"]) -> torch.Tensor:

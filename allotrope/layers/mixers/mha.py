@@ -120,7 +120,10 @@ class MhaMixer(nn.Module):
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, inputs]. Returns [T, hidden], this rank's part of the sum over the ranks."""
         inputs, gate = self._inputs(x, ctx)
-        return self._out(self.backend.run(self.spec, ctx.plan, ctx.caches, inputs), gate)
+        return self._out(ctx.attend(self._attend, inputs), gate)
+
+    def _attend(self, ctx: LayerStep, inputs: MhaInputs) -> torch.Tensor:
+        return self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
 
     def store(self, x: torch.Tensor, ctx: LayerStep) -> None:
         """The part of `forward` that stores keys and values; the backend has a `store`."""

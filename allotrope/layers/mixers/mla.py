@@ -132,8 +132,10 @@ class MlaMixer(nn.Module):
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""
         inputs = self.latent(x, ctx, self.kv_scales).inputs
-        attended = self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
-        return self.out(attended.flatten(1))
+        return self.out(ctx.attend(self._attend, inputs).flatten(1))
+
+    def _attend(self, ctx: LayerStep, inputs: MlaInputs) -> torch.Tensor:
+        return self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
 
     def store(self, x: torch.Tensor, ctx: LayerStep) -> None:
         """The part of `forward` that stores latents; the backend has a `store`."""

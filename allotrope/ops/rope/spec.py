@@ -6,6 +6,7 @@ Sources: Su et al. 2021; Peng et al. 2023 (YaRN); the llama3 rule is Meta's rele
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -97,6 +98,10 @@ class Rotation:
     def inverse(self) -> Rotation:
         """The rotation by the negative angle."""
         return Rotation(self.cos, -self.sin, self.interleaved)
+
+    def map_tokens(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Rotation:
+        """`change` of cos and of sin."""
+        return Rotation(change(self.cos), change(self.sin), self.interleaved)
 
     def select(self, tokens: torch.Tensor) -> Rotation:
         """The rotation of some tokens. `tokens`: [n] indices."""

@@ -1,0 +1,32 @@
+"""Which prefill steps wait for the host: those whose kernels run faster than a host can launch them."""
+
+from __future__ import annotations
+
+from allotrope.engine.load_plan import LoadPlan
+from allotrope.engine.piecewise_graphs import prefill_sizes
+from allotrope.engine.step_cost import ModelCost
+from allotrope.engine.step_time import StepTime
+from allotrope.kernels.chip_figures import figures_of
+
+# Where nothing is known of the chip.
+_USUAL_TOKENS = 1024
+
+
+def host_bound_tokens(load_plan: LoadPlan) -> int:
+    """The most tokens of a prefill step that waits for the host, so that CUDA graphs of it gain more than padding
+    loses; 0 where steps run without graphs."""
+    layout = load_plan.build.parallel.layout
+    if layout.data > 1 or layout.pipeline > 1:
+        # Ranks exchange rows of as many tokens as each has; stages wait for each other.
+        return 0
+    figures = figures_of(load_plan.build.chooser.chip.arch)
+    if figures is None:
+        return min(_USUAL_TOKENS, load_plan.step_tokens)
+    cost, time = ModelCost(load_plan), StepTime(figures)
+    found = 0
+    for size in prefill_sizes(load_plan.step_tokens):
+        work = cost.work((size,), (size,))
+        if time.kernels(work) > time.fitted.host_launch * work.launches:
+            break
+        found = size
+    return found

@@ -1,0 +1,148 @@
+"""Captured prefill steps: CUDA graphs of all that lies between the attention of one layer and that of the next.
+
+A step of n tokens, whatever its requests are, runs at the next size: what projections, experts and norms compute
+depends on the number of rows alone, and is replayed. Attention runs between the pieces as ever, on the n true rows,
+with the step's own plan. Steps that no graph holds go the same way, so that they compute exactly what a graph does.
+
+Owns sizes, padding and pieces. Must not know requests, models, or what attention computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from allotrope.engine.graphs import Graphs, collector_paused
+from allotrope.layers.step import Attend, LayerStep, Step
+
+# Ever wider apart: padding is a quarter of a step at most, and an eighth of a long one.
+_SIZES = (*range(16, 64, 16), *range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256))
+_SIZES += tuple(range(2048, 4097, 512))
+
+
+def prefill_sizes(max_tokens: int) -> list[int]:
+    """Numbers of tokens that prefill steps are padded to, up to `max_tokens` or the next multiple of 16."""
+    most = -(-min(max_tokens, _SIZES[-1]) // 16) * 16
+    return [*(size for size in _SIZES if size < most), most]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A graph, and the attention behind it: `run` of layer `layer`, from `inputs` to `out`, both of padded rows, in
+    memory that graphs share."""
+
+    graph: torch.cuda.CUDAGraph
+    layer: int
+    run: Callable[[LayerStep, Any], torch.Tensor]
+    inputs: Any
+    out: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """The pieces of a step, and what is behind its last attention."""
+
+    pieces: tuple[_Piece, ...]
+    last: torch.cuda.CUDAGraph
+
+
+class PiecewiseGraphs(Graphs[_Pieces]):
+    """Runs `body(size, attend)`, a step on static buffers that calls `attend` in place of each layer's attention.
+
+    `idle()`: the step of one padding row, with the static buffers made its own. The rest as in `Graphs`.
+    """
+
+    def __init__(
+        self,
+        body: Callable[[int, Attend], None],
+        idle: Callable[[], Step],
+        max_tokens: int,
+        device: torch.device,
+        *,
+        capture: bool,
+        alone: bool = True,
+    ) -> None:
+        sizes = prefill_sizes(max_tokens)
+        super().__init__(sizes, device, capture=capture, alone=alone, name="prefill steps", unit="tokens")
+        self._body, self._idle = body, idle
+        # Dimensions after the tokens, and type, of what each layer's attention returns.
+        self._returned: dict[int, tuple[torch.Size, torch.dtype]] = {}
+
+    def run(self, size: int, step: Step) -> None:
+        """Run the body at one of the sizes. `step`: of the true rows, at most `size`, which the static buffers hold."""
+        found = self._graphs.get(size)
+        if found is None:
+            self.eager += 1
+            self._body(size, self._attending(size, step))
+            return
+        self.replays += 1
+        tokens = len(step.ids)
+        for piece in found.pieces:
+            piece.graph.replay()
+            piece.out[:tokens].copy_(piece.run(step.layers[piece.layer], _first(piece.inputs, tokens, size)))
+            if tokens < size:
+                piece.out[tokens:].zero_()
+        found.last.replay()
+
+    def _attending(self, size: int, step: Step) -> Attend:
+        """Attention of the true rows, at once."""
+        tokens = len(step.ids)
+
+        def attend(layer: int, run: Callable[[LayerStep, Any], torch.Tensor], inputs: Any) -> torch.Tensor:
+            attended = run(step.layers[layer], _first(inputs, tokens, size))
+            self._returned[layer] = attended.shape[1:], attended.dtype
+            out = attended.new_zeros(size, *attended.shape[1:])
+            out[:tokens].copy_(attended)
+            return out
+
+        return attend
+
+    def _prepare(self, size: int) -> None:
+        step = self._idle()
+        with self._on_stream():
+            self._body(size, self._attending(size, step))
+
+    def _capture(self, size: int) -> _Pieces:
+        pieces: list[_Piece] = []
+        with self._on_stream(), collector_paused():
+            graph = self._begin()
+
+            def attend(layer: int, run: Callable[[LayerStep, Any], torch.Tensor], inputs: Any) -> torch.Tensor:
+                nonlocal graph
+                shape, dtype = self._returned[layer]
+                out = torch.empty(size, *shape, dtype=dtype, device=self._device)
+                graph.capture_end()
+                # Their memory goes on to later pieces, as it would if the attention between were a part of them.
+                pieces.append(_Piece(graph, layer, run, inputs.map_tokens(_unowned), _unowned(out)))
+                graph = self._begin()
+                return out
+
+            try:
+                self._body(size, attend)
+            finally:
+                graph.capture_end()
+        return _Pieces(tuple(pieces), graph)
+
+
+def _first(inputs: Any, tokens: int, size: int) -> Any:
+    """The inputs of the first `tokens` of `size` rows."""
+    return inputs if tokens == size else inputs.map_tokens(lambda rows: rows[:tokens])
+
+
+class _Memory:
+    """Memory of a GPU that others own."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
+
+
+def _unowned(x: torch.Tensor) -> torch.Tensor:
+    """A tensor at the address of `x` that does not keep its memory."""
+    if not x.numel():
+        return x
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    memory = torch.as_tensor(_Memory(x.data_ptr(), extent * x.itemsize), device=x.device)
+    return memory.view(x.dtype).as_strided(x.shape, x.stride())
