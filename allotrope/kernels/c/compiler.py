@@ -38,9 +38,7 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 # Why a library whose `suits()` says no is not used; see `panel.h`.
-UNSUITED = (
-    "the processor lacks AVX-512 (for bfloat16: AVX-512 BF16), or has AMX, with which PyTorch's own products are faster"
-)
+UNSUITED = "the processor lacks AVX-512 (for bfloat16: AVX-512 BF16)"
 
 
 class CannotCompile(Exception):

@@ -12,20 +12,13 @@
 // How far ahead a panel is fetched, in steps of PAIR inputs.
 #define AHEAD 32
 
-// Whether PyTorch, which uses matrix units, is faster where there are any.
-#ifndef LEFT_TO_MATRIX_UNITS
-#define LEFT_TO_MATRIX_UNITS 0
-#endif
-
 // Whether this machine should use it: with the registers and instructions that it is made for. Elsewhere nothing but
-// this answer is compiled: emulating the rest takes the compiler 20 s.
-#if defined(__AVX512F__) && !(defined(__AMX_TILE__) && LEFT_TO_MATRIX_UNITS) && \
-    (!ELEMENT_BFLOAT16 || defined(__AVX512BF16__))
+// a `suits` that says so is compiled: emulating the rest takes the compiler 20 s.
+#if defined(__AVX512F__) && (!ELEMENT_BFLOAT16 || defined(__AVX512BF16__))
 #define SUITS 1
 #else
 #define SUITS 0
 #endif
-int suits(void) { return SUITS; }
 
 #if SUITS
 static inline lanes multiply_add(lanes total, uint32_t x, bits w) {

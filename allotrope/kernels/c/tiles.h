@@ -43,6 +43,8 @@ typedef struct {
 // bytes apart, for 16 outputs, and for the others `apart` bytes behind.
 static inline void multiply_tiles(tile_sums to, tile_sums from, const uint8_t *x, long stride, const uint8_t *w,
                                   long w_stride, long apart, long count, int both) {
+    // Compilers do not see that tiles read memory: what was stored there must be.
+    __asm__ volatile("" ::: "memory");
     if (!from.sums) {
         _tile_zero(0);
         _tile_zero(1);

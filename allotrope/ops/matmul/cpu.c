@@ -4,6 +4,8 @@
 #include "tiles.h"
 #include <stdlib.h>
 
+int suits(void) { return SUITS; }
+
 #if SUITS
 
 // Tokens whose inputs stay in the cache while a panel meets them.
