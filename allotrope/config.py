@@ -146,7 +146,8 @@ class EngineConfig:
         "Library that holds answers to schemas and grammars.", "llguidance"
     )
     cuda_graphs: bool = option(
-        "Capture decode steps as CUDA graphs, while requests are served; on a CPU, record their calls of C.", True
+        "Capture steps as CUDA graphs, while requests are served; on a CPU, record decode steps' calls of C.",
+        True,
     )
     async_scheduling: Literal["auto", "on", "off"] = option(
         "Launch a step before the tokens of the one before it are read; 'auto': on a GPU.", "auto"

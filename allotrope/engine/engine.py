@@ -183,7 +183,7 @@ class Engine:
 
     @property
     def graph_replays(self) -> int:
-        """Decode steps that ran as captured graphs so far."""
+        """Steps that ran as captured graphs so far."""
         return self._executor.graph_replays
 
     @property

@@ -56,7 +56,7 @@ class Executor(ABC):
     @property
     @abstractmethod
     def graph_replays(self) -> int:
-        """Decode steps that ran as captured graphs so far."""
+        """Steps that ran as captured graphs so far."""
 
     @abstractmethod
     def step(self) -> AbstractContextManager[None]:
@@ -101,7 +101,7 @@ class Executor(ABC):
 
     @abstractmethod
     def capture_next(self) -> bool:
-        """Capture one more CUDA graph of decode steps. Returns whether there was one to capture."""
+        """Capture the CUDA graphs of one more size of steps. Returns whether there was one to capture."""
 
     @abstractmethod
     def sleep(self) -> None:

@@ -14,11 +14,7 @@ _USUAL_TOKENS = 1024
 
 def host_bound_tokens(load_plan: LoadPlan) -> int:
     """The most tokens of a prefill step that waits for the host, so that CUDA graphs of it gain more than padding
-    loses; 0 where steps run without graphs."""
-    layout = load_plan.build.parallel.layout
-    if layout.data > 1 or layout.pipeline > 1:
-        # Ranks exchange rows of as many tokens as each has; stages wait for each other.
-        return 0
+    loses."""
     figures = figures_of(load_plan.build.chooser.chip.arch)
     if figures is None:
         return min(_USUAL_TOKENS, load_plan.step_tokens)

@@ -98,7 +98,9 @@ class ModelRunner:
         self._last: tuple[StepFacts, int | tuple[torch.Tensor, Inputs, Plans]] | None = None
         if shapes is not None:
             self._make_static(shapes)
-            if shapes.prefill_tokens:
+            layout = model.parallel.layout
+            # Where ranks exchange rows, each has its own number of them, and stages wait for each other.
+            if shapes.prefill_tokens and layout.data == layout.pipeline == 1:
                 self._make_pieces(shapes)
 
     def _make_static(self, decode: GraphShapes) -> None:
@@ -145,6 +147,7 @@ class ModelRunner:
             packed = pack(plan, facts, self.groups, pinned=self.device.type == "cuda", verify=self._verify)
             inputs = unpack(packed, facts, self.groups, self.device)
             buffers.refresh(inputs, most)
+            buffers.clear()
             return self._layers.step(inputs.ids, inputs, Plans())
 
         self.prefill_buffers = buffers
@@ -295,6 +298,11 @@ class ModelRunner:
     def _all_graphs(self) -> Sequence[Graphs[Any]]:
         drafts = () if self.drafts is None else self.drafts.graphs
         return [one for one in (self.graphs, *drafts, self.prefill_graphs) if one is not None]
+
+    @property
+    def graph_replays(self) -> int:
+        """Steps that ran as captured graphs so far."""
+        return sum(one.replays for one in (self.graphs, self.prefill_graphs) if one is not None)
 
     @property
     def pending(self) -> bool:

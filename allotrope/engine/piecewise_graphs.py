@@ -18,9 +18,9 @@ import torch
 from allotrope.engine.graphs import Graphs, collector_paused
 from allotrope.layers.step import Attend, LayerStep, Step
 
-# Ever wider apart: padding is a quarter of a step at most, and an eighth of a long one.
-_SIZES = (*range(16, 64, 16), *range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256))
-_SIZES += tuple(range(2048, 4097, 512))
+# Ever wider apart: from 128 tokens on, padding is a fifth of a step at most.
+_STEPS = ((16, 64, 16), (64, 256, 32), (256, 512, 64), (512, 1024, 128), (1024, 2048, 256), (2048, 4097, 512))
+_SIZES = tuple(size for step in _STEPS for size in range(*step))
 
 
 def prefill_sizes(max_tokens: int) -> list[int]:
@@ -107,24 +107,33 @@ class PiecewiseGraphs(Graphs[_Pieces]):
 
     def _capture(self, size: int) -> _Pieces:
         pieces: list[_Piece] = []
+        # The graph that is being captured.
+        graph: torch.cuda.CUDAGraph | None = None
+
+        def end() -> torch.cuda.CUDAGraph:
+            nonlocal graph
+            assert graph is not None, "nothing is being captured"
+            ended, graph = graph, None
+            ended.capture_end()
+            return ended
+
+        def attend(layer: int, run: Callable[[LayerStep, Any], torch.Tensor], inputs: Any) -> torch.Tensor:
+            nonlocal graph
+            shape, dtype = self._returned[layer]
+            out = torch.empty(size, *shape, dtype=dtype, device=self._device)
+            # Their memory goes on to later pieces, as it would if the attention between were a part of them.
+            pieces.append(_Piece(end(), layer, run, inputs.map_tokens(_unowned), _unowned(out)))
+            graph = self._begin()
+            return out
+
         with self._on_stream(), collector_paused():
             graph = self._begin()
-
-            def attend(layer: int, run: Callable[[LayerStep, Any], torch.Tensor], inputs: Any) -> torch.Tensor:
-                nonlocal graph
-                shape, dtype = self._returned[layer]
-                out = torch.empty(size, *shape, dtype=dtype, device=self._device)
-                graph.capture_end()
-                # Their memory goes on to later pieces, as it would if the attention between were a part of them.
-                pieces.append(_Piece(graph, layer, run, inputs.map_tokens(_unowned), _unowned(out)))
-                graph = self._begin()
-                return out
-
             try:
                 self._body(size, attend)
+                return _Pieces(tuple(pieces), end())
             finally:
-                graph.capture_end()
-        return _Pieces(tuple(pieces), graph)
+                if graph is not None:
+                    graph.capture_end()
 
 
 def _first(inputs: Any, tokens: int, size: int) -> Any:

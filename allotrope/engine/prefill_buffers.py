@@ -35,6 +35,10 @@ class PrefillBuffers:
                 buffer[tokens:size].zero_()
         torch.ge(self._rows[:size], tokens, out=self._is_padding[:size])
 
+    def clear(self) -> None:
+        """Make all rows padding rows."""
+        self._is_padding.fill_(1)
+
     def step(self, size: int, layers: int, attend: Attend) -> Step:
         """The first `size` rows as a model of so many layers gets them."""
         tensors = BatchTensors(self._seq_lens, self._query_start, self._positions[:size], self._is_padding[:size])

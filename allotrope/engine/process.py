@@ -108,7 +108,7 @@ class EngineProcess:
         engine = Engine(config, self._end)
         if engine.device.type == "cuda":
             # A capture between two steps would hold up whoever waits for the second one.
-            self._send(Progress("capturing decode graphs"))
+            self._send(Progress("capturing CUDA graphs"))
             engine.capture_all()
         report_late_kernels(engine.device, log)
         log.info(

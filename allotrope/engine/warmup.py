@@ -70,7 +70,7 @@ def _warm_up(
         max_drafts=load_plan.max_drafts,
         draft_model=draft_model,
     )
-    for step in _prompts(load_plan):
+    for step in _prompts(load_plan, 0 if shapes is None else shapes.prefill_tokens):
         model_runner.run_on_all_ranks(StepPlan(tuple(_row(groups, *lengths) for lengths in step)))
         if draft_model is not None:
             model_runner.run_drafts(torch.zeros(len(step) * data_ranks, dtype=torch.int64, device=device))
@@ -98,14 +98,16 @@ def _warm_up(
         torch.cuda.synchronize(device)
 
 
-def _prompts(load_plan: LoadPlan) -> Iterator[list[tuple[int, int]]]:
-    """The largest step, shorter prompts, late chunks of a long one, and prompts beside decoding sequences: tokens and
-    context of each row.
+def _prompts(load_plan: LoadPlan, prefill_tokens: int) -> Iterator[list[tuple[int, int]]]:
+    """The largest step, the largest of those that are padded, shorter prompts, late chunks of a long one, and prompts
+    beside decoding sequences: tokens and context of each row. `prefill_tokens`: as in `GraphShapes`.
     """
     longest = load_plan.max_model_len
     largest = longest_prompts(load_plan.step_tokens, longest)
     yield [(tokens, 0) for tokens in sorted(largest, key=lambda tokens: tokens > 1)]
     max_tokens = largest[0]
+    if 0 < prefill_tokens < max_tokens:
+        yield [(prefill_tokens, 0)]
     yield from ([(tokens, 0)] for tokens in _shorter(max_tokens))
     chunk = min(_CHUNK, max_tokens)
     yield from ([(chunk, prefix)] for prefix in _PREFIXES if prefix + chunk <= longest)

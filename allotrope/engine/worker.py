@@ -115,8 +115,8 @@ class Worker:
 
     @property
     def graph_replays(self) -> int:
-        """Decode steps that ran as captured graphs so far."""
-        return 0 if self.model_runner.graphs is None else self.model_runner.graphs.replays
+        """Steps that ran as captured graphs so far."""
+        return self.model_runner.graph_replays
 
     @property
     def model_runner(self) -> ModelRunner:

@@ -70,7 +70,8 @@ class Fitted:
 
     `step`: of a decode step beside its kernels. `launch`: of each kernel of a step. `bytes`, `flops`: factors of the
     time of weights and caches, and of products. `passed`: factor of the time of what passes between kernels. `prompts`:
-    of a batch of prompts beside its steps. `host_launch`: of the host for each kernel of a step with prompts.
+    of a batch of prompts beside its steps. `host_launch`: of the host for each kernel of an eager step with
+    prompts.
     """
 
     step: float

@@ -92,7 +92,7 @@ def warn_without_kernels(build: Build) -> None:
 
 
 def uncaptured(attention: Iterable[tuple[Spec, AttentionBackend]]) -> list[str]:
-    """Why decode steps of a model's layers cannot be captured as CUDA graphs, empty if they can."""
+    """Why steps with a model's layers cannot be captured as CUDA graphs, empty if they can."""
     found = {(spec.family, backend.name) for spec, backend in attention if not backend.in_graphs}
     return [f"{family}/{name} cannot be captured" for family, name in sorted(found)]
 

@@ -19,8 +19,9 @@ Inputs = TypeVar("Inputs", bound=TokenInputs)
 
 @dataclass
 class Step:
-    """One forward pass. `ids`: [T] token ids. `layers`: plan and caches of each layer. `tables`: rotation tables that
-    outlive the step; None builds them for this step. `rows`: those of each data-parallel rank; None: there is one.
+    """One forward pass. `ids`: [T] token ids. `layers`: plan and caches of each layer, or where to find them. `tables`:
+    rotation tables that outlive the step; None builds them for this step. `rows`: those of each data-parallel rank;
+    None: there is one.
 
     Results that later layers read, None until a layer sets them: `topk_indices`: [T, K] those of the last layer with an
     indexer, in the backend's form; `reuses_topk`: layers with an indexer reuse them as well. `per_layer_inputs`:

@@ -196,15 +196,14 @@ def _batched(bench: Bench[ForcedTokens], observer: Observer) -> str:
 
 
 class _Recorder:
-    """An `Observer` that passes all on to another one, and keeps the logits of decode steps."""
+    """An `Observer` that passes all on to another one, and keeps the logits."""
 
     def __init__(self, inner: Observer) -> None:
         self.inner = inner
         self.rows: dict[tuple[str, int, int], torch.Tensor] = {}
 
     def logits(self, request_id: str, index: int, start: int, logits: torch.Tensor) -> None:
-        if len(logits) == 1:
-            self.rows[request_id, index, start] = logits.clone()
+        self.rows[request_id, index, start] = logits.clone()
         self.inner.logits(request_id, index, start, logits)
 
     def token(self, request_id: str, index: int, chosen: int) -> int:
@@ -225,16 +224,16 @@ def _graphs(bench: Bench[ForcedTokens], observer: Observer) -> str:
             if captures:
                 replays = engine.graph_replays
     if not replays:
-        raise NotExercised("no decode step is captured here: that takes a GPU, and backends that can be captured")
+        raise NotExercised("no step is captured here: that takes a GPU, and backends that can be captured")
     names = {key: (key[0].replace("/graphs", "/eager"), *key[1:]) for key in graphs.rows}
     differ = [key for key, other in names.items() if not torch.equal(graphs.rows[key], eager.rows[other])]
     if differ:
         name, _, position = differ[0]
         raise RuntimeError(
-            f"{len(differ)} of {len(names)} logits differ between graph and eager steps, the first after token "
+            f"logits of {len(differ)} of {len(names)} steps differ between graphs and eager, the first after token "
             f"{position} of {name.partition('/')[0]}"
         )
-    return f"{replays} steps replayed, {len(names)} rows of logits equal to eager ones bit for bit"
+    return f"{replays} steps replayed, logits of {len(names)} steps equal to eager ones bit for bit"
 
 
 def _preempted(bench: Bench[ForcedTokens], observer: Observer) -> str:

@@ -148,22 +148,27 @@ def micros_by_class(launches: Sequence[Launch], spans: Sequence[Span], ours: fro
 
 
 @contextlib.contextmanager
-def lengths_of(model: Any) -> Iterator[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """Per pass, as the device had them when it ended: new and visible tokens of each request."""
-    found = []
+def lengths_of(layers: Any) -> Iterator[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """Per pass, as the device has them in the end: new and visible tokens of each request. `layers`: the `LayerPlans`
+    that make the steps of a model."""
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    passes = []
+    step = layers.step
 
-    def hook(_: Any, given: tuple[Any, ...], __: Any) -> None:
-        tensors = given[0].batch.tensors
-        starts, seen = tensors.query_start.tolist(), tensors.seq_lens.tolist()
-        # Requests that see nothing only fill up a captured size.
-        rows = [(end - start, n) for start, end, n in zip(starts, starts[1:], seen, strict=False) if n]
-        found.append((tuple(new for new, _ in rows), tuple(n for _, n in rows)))
+    def kept(ids: Any, inputs: Any, *rest: Any) -> Any:
+        passes.append(inputs.batch.tensors)
+        return step(ids, inputs, *rest)
 
-    handle = model.register_forward_hook(hook)
+    layers.step = kept
     try:
         yield found
     finally:
-        handle.remove()
+        del layers.step
+        for tensors in passes:
+            starts, seen = tensors.query_start.tolist(), tensors.seq_lens.tolist()
+            # Requests that see nothing only fill up a captured size.
+            rows = [(end - start, n) for start, end, n in zip(starts, starts[1:], seen, strict=False) if n]
+            found.append((tuple(new for new, _ in rows), tuple(n for _, n in rows)))
 
 
 def record(

@@ -118,7 +118,7 @@ def least(load_plan: Any, new: Sequence[int], seen: Sequence[int]) -> dict[str, 
 
 
 def _profile(engine: Any, ours: frozenset[str]) -> Profiled:
-    with lengths_of(engine.model) as passes:
+    with lengths_of(engine._executor.worker.model_runner._layers) as passes:
         launches, spans = record(engine, classes_of)
     # There is none where all requests have ended.
     new, seen = passes[0] if passes else ((), ())

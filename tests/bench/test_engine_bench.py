@@ -460,7 +460,8 @@ def test_a_profiled_step_names_every_class(architecture: str, family: str, tmp_p
     running = decoding(config, [[5, 6, 7], [8, 9, 10, 11]], params)
     before = running.model.backends
     profiler = profile(activities=[ProfilerActivity.CPU])
-    with classes_of(running.model), lengths_of(running.model) as passes, profiler as profiled:
+    plans: Any = running._executor.worker.model_runner._layers  # type: ignore[attr-defined]
+    with classes_of(running.model), lengths_of(plans) as passes, profiler as profiled:
         running.step()
     assert running.model.backends == before
     ((new, seen),) = passes

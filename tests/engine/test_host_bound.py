@@ -14,7 +14,6 @@ from allotrope.engine import host_bound
 from allotrope.engine.host_bound import host_bound_tokens
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.kernels.chip_figures import FIGURES
-from allotrope.layers.parallel import Parallel
 
 LARGER = {"hidden_size": 8192, "intermediate_size": 32768, "num_attention_heads": 64, "num_key_value_heads": 8}
 
@@ -22,8 +21,7 @@ LARGER = {"hidden_size": 8192, "intermediate_size": 32768, "num_attention_heads"
 def planned(folder: Path, config: dict[str, Any], **options: Any) -> LoadPlan:
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16384}))
     given = EngineConfig(model=str(folder), load_format="dummy", dtype="bfloat16", **options)
-    parallel = Parallel.of(given.layout, 0)
-    return resolve_load_plan(given, parallel, chip=FIGURES["h200"].chip, available=10**12)
+    return resolve_load_plan(given, chip=FIGURES["h200"].chip, available=10**12)
 
 
 def test_small_layers_wait_for_the_host_in_every_step(tmp_path: Path) -> None:
@@ -34,10 +32,6 @@ def test_small_layers_wait_for_the_host_in_every_step(tmp_path: Path) -> None:
 def test_large_layers_wait_in_short_steps_alone(tmp_path: Path) -> None:
     config = tiny_llama() | LARGER | {"head_dim": 128}
     assert 16 <= host_bound_tokens(planned(tmp_path, config)) < 1024
-
-
-def test_ranks_that_exchange_rows_have_none(tmp_path: Path) -> None:
-    assert host_bound_tokens(planned(tmp_path, tiny_llama(), data_parallel_size=2)) == 0
 
 
 def test_an_unknown_chip_has_what_is_usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
