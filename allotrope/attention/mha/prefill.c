@@ -103,7 +103,8 @@ static void pack_values(workspace *to, const element *const *rows, long count) {
 
 // 2^x, where 2^-126 and less may be 0: x = n + r, |r| at most a half. The polynomial is that of Cephes' exp2f.
 static inline __m512 power_of_two(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-1e4f));
+    // Of two numbers of which one is none, the second is returned: not a number stays so.
+    x = _mm512_max_ps(_mm512_set1_ps(-1e4f), x);
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 r = _mm512_sub_ps(x, n);
     __m512 p = _mm512_set1_ps(1.535336188e-4f);
