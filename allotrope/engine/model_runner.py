@@ -33,6 +33,7 @@ from allotrope.layers.draft import DraftModel
 from allotrope.layers.step import Attend, Step
 from allotrope.ops.draft_rows import ADVANCE_ROWS, DraftRowsSpec, known_ids
 from allotrope.ops.rope import RopeTables
+from allotrope.rank_layout import RankLayout
 
 log = logging.getLogger("allotrope.engine")
 
@@ -98,9 +99,7 @@ class ModelRunner:
         self._last: tuple[StepFacts, int | tuple[torch.Tensor, Inputs, Plans]] | None = None
         if shapes is not None:
             self._make_static(shapes)
-            layout = model.parallel.layout
-            # Where ranks exchange rows, each has its own number of them, and stages wait for each other.
-            if shapes.prefill_tokens and layout.data == layout.pipeline == 1:
+            if shapes.prefill_tokens and runs_in_pieces(model.parallel.layout):
                 self._make_pieces(shapes)
 
     def _make_static(self, decode: GraphShapes) -> None:
@@ -146,7 +145,6 @@ class ModelRunner:
             facts = StepFacts.of(plan)
             packed = pack(plan, facts, self.groups, pinned=self.device.type == "cuda", verify=self._verify)
             inputs = unpack(packed, facts, self.groups, self.device)
-            buffers.refresh(inputs, most)
             buffers.clear()
             return self._layers.step(inputs.ids, inputs, Plans())
 
@@ -379,6 +377,12 @@ class ModelRunner:
         host = torch.empty(len(indices), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         host.numpy()[:] = indices
         return host.to(self.device, non_blocking=True)
+
+
+def runs_in_pieces(layout: RankLayout) -> bool:
+    """Whether prefill steps may run in pieces. Where ranks exchange rows each has its own number of them, and pipeline
+    stages wait for each other."""
+    return layout.data == layout.pipeline == 1
 
 
 def graph_shapes(

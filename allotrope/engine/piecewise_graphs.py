@@ -52,7 +52,8 @@ class _Pieces:
 class PiecewiseGraphs(Graphs[_Pieces]):
     """Runs `body(size, attend)`, a step on static buffers that calls `attend` in place of each layer's attention.
 
-    `idle()`: the step of one padding row, with the static buffers made its own. The rest as in `Graphs`.
+    `idle()`: a step of one row that stores nothing, with padding rows alone in the static buffers. The rest as in
+    `Graphs`.
     """
 
     def __init__(

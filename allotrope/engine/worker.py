@@ -21,7 +21,7 @@ from allotrope.engine.host_bound import host_bound_tokens
 from allotrope.engine.inputs import StepFacts, StepPlan
 from allotrope.engine.load import load_draft_model, load_model
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
-from allotrope.engine.model_runner import ModelRunner, graph_shapes
+from allotrope.engine.model_runner import ModelRunner, graph_shapes, runs_in_pieces
 from allotrope.engine.packed_step import PackedStep
 from allotrope.engine.profile import measure_peak, plan_device
 from allotrope.engine.rank_group import RankGroup
@@ -96,6 +96,10 @@ class Worker:
         models: list[Decoder | DraftModel] = [self.model]
         if self.draft_model is not None:
             models.append(self.draft_model)
+        prefill_tokens = 0
+        if self._device.type == "cuda" and runs_in_pieces(load_plan.build.parallel.layout):
+            # Shares of unequal ranks cost unequal times, and all ranks run one size.
+            prefill_tokens = ranks.min(host_bound_tokens(load_plan))
         self._shapes = graph_shapes(
             *(
                 models,
@@ -106,8 +110,7 @@ class Worker:
                 self._device,
             ),
             capture=config.cuda_graphs,
-            # Shares of unequal ranks cost unequal times, and all ranks run one size.
-            prefill_tokens=ranks.min(host_bound_tokens(load_plan)) if self._device.type == "cuda" else 0,
+            prefill_tokens=prefill_tokens,
         )
         self._model_runner: ModelRunner | None = None
         self._prev_sampled: torch.Tensor | None = None

@@ -103,11 +103,11 @@ def test_a_step_is_a_graph_before_each_attention_and_one_behind(captures: Captur
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_a_capture_that_fails_is_ended_and_says_why(
-    captures: Captures, caplog: pytest.LogCaptureFixture, layer: int
+    captures: Captures, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, layer: int
 ) -> None:
     body = Body()
     made = PiecewiseGraphs(body, lambda: step(1), 32, CPU, capture=True)
-    made._prepare = lambda size: None  # type: ignore[method-assign]
+    monkeypatch.setattr(made, "_prepare", lambda size: None)
     made._returned = dict.fromkeys(range(LAYERS), (torch.Size([2]), torch.float32))
     body.fails_at = layer
     with caplog.at_level("WARNING"):

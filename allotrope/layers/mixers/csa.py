@@ -12,7 +12,7 @@ from allotrope.attention.csa import IndexerSpec as IndexerSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
-from allotrope.layers.mixers.mixer import attention_of, head_norm
+from allotrope.layers.mixers.mixer import Mixer, attention_of, head_norm
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.step import LayerStep
@@ -58,7 +58,7 @@ class CsaMixerSpec:
         return CsaMixer(self, build)
 
 
-class CsaMixer(nn.Module):
+class CsaMixer(Mixer):
     def __init__(self, spec: CsaMixerSpec, build: Build) -> None:
         super().__init__()
         self.spec = attention_of(spec, build)
@@ -105,9 +105,6 @@ class CsaMixer(nn.Module):
             **self.kv_scales,
         )
         return self.out(self.grouped(ctx.attend(self._attend, inputs).flatten(1)))
-
-    def _attend(self, ctx: LayerStep, inputs: CsaInputs) -> torch.Tensor:
-        return self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
 
 
 class Compressor(nn.Module):

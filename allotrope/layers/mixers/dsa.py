@@ -13,7 +13,7 @@ from allotrope.attention.dsa import IndexerSpec as IndexerSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
 from allotrope.layers.linear import RowLinear
-from allotrope.layers.mixers.mixer import attention_of
+from allotrope.layers.mixers.mixer import Mixer, attention_of
 from allotrope.layers.mixers.mla import LatentProjection, MlaMixerSpec, Projected
 from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.step import LayerStep
@@ -55,7 +55,7 @@ class DsaMixerSpec:
         return DsaMixer(self, build)
 
 
-class DsaMixer(nn.Module):
+class DsaMixer(Mixer):
     def __init__(self, spec: DsaMixerSpec, build: Build) -> None:
         super().__init__()
         self.spec = attention_of(spec, build)

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
 
 from allotrope.attention.gdn import GdnInputs, GdnSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
-from allotrope.layers.mixers.mixer import attention_of
+from allotrope.layers.mixers.mixer import Mixer, attention_of
 from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.step import LayerStep
 from allotrope.ops.rms_norm import GATED_RMS_NORM, RMSNormSpec
@@ -71,7 +70,7 @@ class GdnMixerSpec:
         return GdnMixer(self, build)
 
 
-class GdnMixer(nn.Module):
+class GdnMixer(Mixer):
     def __init__(self, spec: GdnMixerSpec, build: Build) -> None:
         super().__init__()
         self.spec = attention_of(spec, build)
@@ -106,9 +105,6 @@ class GdnMixer(nn.Module):
         """The rule. Arguments as the family's; returns [T, Hv, Dv]."""
         inputs = GdnInputs(qkv, b, a, self.conv_weight, None, self.A_log, self.dt_bias)
         return ctx.attend(self._attend, inputs)
-
-    def _attend(self, ctx: LayerStep, inputs: GdnInputs) -> torch.Tensor:
-        return self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
 
     def gated_norm(self, mixed: torch.Tensor, gate: torch.Tensor, kind: Literal["silu", "sigmoid"]) -> torch.Tensor:
         """The norm of each head times silu or sigmoid of its gate. `mixed`: [T, Hv, Dv]. `gate`: [T, value_dim].

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
 
 from allotrope.attention.mha import MhaInputs, MhaSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
-from allotrope.layers.mixers.mixer import attention_of, head_norm
+from allotrope.layers.mixers.mixer import Mixer, attention_of, head_norm
 from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.step import LayerStep
@@ -71,7 +70,7 @@ class MhaMixerSpec:
         return MhaMixer(self, build)
 
 
-class MhaMixer(nn.Module):
+class MhaMixer(Mixer):
     def __init__(self, spec: MhaMixerSpec, build: Build) -> None:
         super().__init__()
         self.rope = spec.rope
@@ -121,9 +120,6 @@ class MhaMixer(nn.Module):
         """`x`: [T, inputs]. Returns [T, hidden], this rank's part of the sum over the ranks."""
         inputs, gate = self._inputs(x, ctx)
         return self._out(ctx.attend(self._attend, inputs), gate)
-
-    def _attend(self, ctx: LayerStep, inputs: MhaInputs) -> torch.Tensor:
-        return self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
 
     def store(self, x: torch.Tensor, ctx: LayerStep) -> None:
         """The part of `forward` that stores keys and values; the backend has a `store`."""

@@ -7,12 +7,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.family import CacheFormat, Spec
 from allotrope.attention.head_norm import HeadNorm
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
 from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import Parallel
+from allotrope.layers.step import LayerStep
 
 
 class MixerSpec(Protocol):
@@ -31,6 +33,18 @@ class MixerSpec(Protocol):
         """The module: `forward(x [T, hidden], ctx: LayerStep) -> [T, hidden]`, this rank's part of the sum over the
         ranks."""
         ...
+
+
+class Mixer(nn.Module):
+    """A mixer around the attention `spec`, which `backend` runs."""
+
+    spec: Any
+    backend: AttentionBackend
+
+    def _attend(self, ctx: LayerStep, inputs: Any) -> torch.Tensor:
+        """The attention of a step. `inputs`: of the family."""
+        attended: torch.Tensor = self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
+        return attended
 
 
 def attention_of(spec: MixerSpec, build: Build) -> Any:

@@ -13,7 +13,7 @@ from allotrope.attention.mla import MlaInputs, MlaSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
-from allotrope.layers.mixers.mixer import attention_of, head_norm
+from allotrope.layers.mixers.mixer import Mixer, attention_of, head_norm
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.step import LayerStep
@@ -118,7 +118,7 @@ class LatentProjection(nn.Module):
         return Projected(inputs, from_x, from_q)
 
 
-class MlaMixer(nn.Module):
+class MlaMixer(Mixer):
     def __init__(self, spec: MlaMixerSpec, build: Build) -> None:
         super().__init__()
         self.spec = attention_of(spec, build)
@@ -133,9 +133,6 @@ class MlaMixer(nn.Module):
         """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""
         inputs = self.latent(x, ctx, self.kv_scales).inputs
         return self.out(ctx.attend(self._attend, inputs).flatten(1))
-
-    def _attend(self, ctx: LayerStep, inputs: MlaInputs) -> torch.Tensor:
-        return self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)
 
     def store(self, x: torch.Tensor, ctx: LayerStep) -> None:
         """The part of `forward` that stores latents; the backend has a `store`."""
