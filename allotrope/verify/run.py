@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from allotrope.architectures.registry import ARCHITECTURES, find_architecture
-from allotrope.checkpoint.checkpoint import locate, open_checkpoint
+from allotrope.checkpoint.checkpoint import locate, open_checkpoint, override_config
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.planned_backends import planned_backends
@@ -80,6 +80,8 @@ def _write_random(config: EngineConfig, options: VerifyOptions, scratch: Path) -
 
     if config.model in ARCHITECTURES and not Path(config.model).exists():
         wanted = find_architecture({"architectures": [config.model]}, config.model).tiny()
+        if config.hf_overrides is not None:
+            wanted = override_config(wanted, config.hf_overrides)
     else:
         wanted = open_checkpoint(
             config.model, revision=config.revision, load_format="dummy", hf_overrides=config.hf_overrides

@@ -93,6 +93,15 @@ def test_an_architecture_by_name(name: str) -> None:
     assert (report.model, report.architecture) == (name, name)
 
 
+def test_overrides_of_an_architecture_by_name() -> None:
+    overrides = json.dumps({"head_dim": 128, "num_hidden_layers": 1})
+    options = VerifyOptions(random=True, lengths="1,18", modes="whole", new_tokens=2)
+    report = verify(EngineConfig(model="LlamaForCausalLM", hf_overrides=overrides), options)
+    assert report.passed, report.verdict()
+    assert report.layers is not None and len(report.layers.layers) == 1
+    assert any("mha" in backend and "head_dim=128" in backend for backend in report.backends), report.backends
+
+
 def test_a_config_without_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_llama() | {"quantization_config": {"quant_method": "fp8"}}))
     options = VerifyOptions(random=True, lengths="5", modes="whole")
