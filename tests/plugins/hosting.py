@@ -154,8 +154,10 @@ def assert_matches(answers: Sequence[Answer], prompts: Sequence[Sequence[int]], 
 
 def model_of(worker: Any) -> tuple[str, int, int]:
     """Of a rank's worker: where its model's class is from, which rank it is and of how many."""
-    parallel = worker.model_runner.model.build.parallel
-    return type(worker.model_runner.model).__module__, parallel.rank, parallel.size
+    # With graphs of whole steps, the runner holds the model in a wrapper.
+    model = worker.model_runner.get_model()
+    parallel = model.build.parallel
+    return type(model).__module__, parallel.rank, parallel.size
 
 
 # The checkpoint is written before vLLM is imported, which teaches Transformers other classes of configs.
