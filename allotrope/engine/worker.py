@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -285,13 +286,28 @@ def _free(device: torch.device) -> int:
     return free_memory(device) if device.type == "cuda" else 0
 
 
+@dataclass
+class _Threads:
+    """Compute threads of this process: `chosen` by an engine, and how many there were `before`."""
+
+    before: int = 0
+    chosen: int = 0
+
+
+_threads = _Threads()
+
+
 def _share_threads(config: EngineConfig) -> None:
     """Give each rank on a CPU its part of the cores that this process may use, or the number that the options give."""
-    threads = config.threads
+    current = torch.get_num_threads()
+    if current != _threads.chosen:
+        # Of the process, or set by its user since; an engine before this one has taken its part of them.
+        _threads.before = current
+    available, threads = _threads.before, config.threads
     if threads is None:
-        available = torch.get_num_threads()
         threads = max(1, thread_count(available) // config.layout.size)
         if thread_count(available) < available:
             log.info("%d threads, not %d: the control group may use %.3g CPUs", threads, available, cpu_quota())
-    if threads != torch.get_num_threads():
+    _threads.chosen = threads
+    if threads != current:
         torch.set_num_threads(threads)
