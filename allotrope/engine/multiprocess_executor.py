@@ -9,9 +9,12 @@ actors that Ray places on several. Tensor parallel size 1 is the case without th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import gc
 import os
 import signal
+import socket
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -34,6 +37,7 @@ from allotrope.engine.rank_monitor import RankMonitor, reported, watch_from_work
 from allotrope.engine.step_channel import Command, Ring, StepReceiver
 from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.worker import Worker, prepare_rank
+from allotrope.engine.worker_process import Assignment, announce_release
 from allotrope.engine.worker_processes import WorkerProcesses
 from allotrope.engine.workers import Workers
 from allotrope.errors import ConfigError, InvalidRequest
@@ -203,35 +207,47 @@ def _close_at_exit(executor: weakref.ref[MultiprocessExecutor], process: int) ->
         found.close()
 
 
-def run_worker_process(rank: int, messages: int, steps: int, board: int) -> None:
-    """Run one rank other than 0: the entry point of its process. Ends when rank 0 does, see `end_with_parent`.
+def run_worker_process(control: int) -> NoReturn:
+    """Run ranks other than 0, one engine's after the other: the entry point of a worker process. Ends when the parent
+    does, see `end_with_parent`.
 
-    `messages`: descriptor of the socket to rank 0. `steps`: that of the ring of steps. `board`: of the rank board.
+    `control`: descriptor of the socket from which assignments come.
     """
     # A terminal's Ctrl-C reaches the whole group; rank 0 decides when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    for descriptor in (messages, steps, board):
-        os.set_inheritable(descriptor, False)
-    shown = RankBoard(board)
-    with reported(rank, shown):
-        connection = Connection(messages)
+    os.set_inheritable(control, False)
+    with socket.socket(fileno=control) as parent:
+        while (assignment := _or_end(lambda: Assignment.receive(parent))) is not None:
+            _run_assignment(assignment)
+            # What referred to the model in circles, and the memory of all of it.
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            announce_release(parent)
+    os._exit(0)
+
+
+def _run_assignment(assignment: Assignment) -> None:
+    """Run a rank until rank 0 releases it."""
+    rank, shown = assignment.rank, RankBoard(assignment.board)
+    with reported(rank, shown), contextlib.closing(Connection(assignment.messages)) as connection:
         port, config = _or_end(connection.recv)
+        address = config.distributed_address or LOOPBACK
         monitor = RankMonitor(rank, shown, config.watchdog_seconds, watch_from_worker)
         monitor.start()
-        address = config.distributed_address or LOOPBACK
-
-        def receiver(pinned: bool) -> Callable[[], PackedStep | Command]:
-            ring = Ring(steps, config.layout.size - 1)
-            return functools.partial(_or_end, StepReceiver(ring, rank - 1, connection, pinned=pinned).receive)
-
-        run_rank(
-            config,
-            monitor,
-            lambda: RankGroup.connect(rank, config.layout.size, address, port),
-            lambda: _or_end(connection.recv),
-            receiver,
-        )
+        with contextlib.closing(Ring(assignment.steps, config.layout.size - 1)) as ring:
+            run_rank(
+                config,
+                monitor,
+                lambda: RankGroup.connect(rank, config.layout.size, address, port),
+                lambda: _or_end(connection.recv),
+                lambda pinned: functools.partial(
+                    _or_end, StepReceiver(ring, rank - 1, connection, pinned=pinned).receive
+                ),
+            )
+        monitor.stop()
+    shown.close()
 
 
 def run_rank(
@@ -240,21 +256,26 @@ def run_rank(
     connect: Callable[[], RankGroup],
     receive_memory_plan: Callable[[], MemoryPlan],
     receiver: Callable[[bool], Callable[[], PackedStep | Command]],
-) -> NoReturn:
-    """Load a rank other than 0 and do what rank 0 says, in the thread that `monitor` was made in.
+) -> None:
+    """Load a rank other than 0 and do what rank 0 says, until it releases the rank, in the thread that `monitor` was
+    made in.
 
     `connect`: meets the other ranks. `receiver`: told whether steps are sent on to a GPU, returns what waits for the
     next step or command.
     """
     load_plan = prepare_rank(config, monitor.rank, GPU_TOKENS)
     monitor.row.phase = JOINING
-    worker = Worker.start(load_plan, config, connect(), lambda planned: receive_memory_plan())
+    ranks = connect()
+    worker = Worker.start(load_plan, config, ranks, lambda planned: receive_memory_plan())
     monitor.row.phase = LOADED
     receive = receiver(load_plan.build.device.type == "cuda")
-    while True:
-        sent = receive()
+    while (sent := receive()) is not Command.RELEASE:
         with monitor.step():
             worker.follow(sent)
+    worker.close()
+    ranks.leave()
+    # Another engine's group can be joined once this one is left.
+    RankGroup.settled()
 
 
 def _or_end(receive: Callable[[], T]) -> T:

@@ -115,6 +115,7 @@ class RayWorker:
             self._memory_plan,
             lambda pinned: functools.partial(self._receive, pinned),
         )
+        raise AssertionError("an actor's rank is released by nobody")
 
     def _receive(self, pinned: bool) -> PackedStep | Command:
         sent = self._sent.get()

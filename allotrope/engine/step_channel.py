@@ -30,10 +30,11 @@ _STRIDE = 8
 
 class Command(enum.Enum):
     """What a rank is told beside steps, in their order: to capture its next graph; on the first of several pipeline
-    stages, to finish a step."""
+    stages, to finish a step; to let go of the model, and wait for the next engine."""
 
     CAPTURE = -1
     FINISH = -2
+    RELEASE = -3
 
 
 class Ring:

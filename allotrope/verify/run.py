@@ -16,6 +16,7 @@ from allotrope.checkpoint.checkpoint import locate, open_checkpoint, override_co
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.planned_backends import planned_backends
+from allotrope.engine.worker_process import keep_worker_processes
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.loading.kv_scales import FP8
 from allotrope.verify import execution_modes as modes
@@ -49,6 +50,8 @@ def verify(config: EngineConfig, options: VerifyOptions, log: Log = lambda text:
             f"which has only some of them. Leave it out."
         )
     with ExitStack() as stack:
+        # Many engines, one after the other: only the first starts processes for its ranks.
+        stack.enter_context(keep_worker_processes())
         remarks: list[str] = []
         named = config.model
         if options.random:
