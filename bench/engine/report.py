@@ -201,14 +201,21 @@ def apart(ours: list[list[dict[str, float]]], theirs: list[list[dict[str, float]
     return {"places": len(found), "median": statistics.median(found), "most": max(found)}
 
 
+def holds(found: Report, case: str) -> bool:
+    """Whether the caches of an engine hold all requests of a case at once; if nobody says how much they hold, they
+    do."""
+    inputs, outputs, requests = map(int, case.split("/"))
+    return not found.get("kv_tokens") or requests * (inputs + outputs) <= found["kv_tokens"]
+
+
 def ratios(ours: Report, theirs: Report) -> Report:
-    """Medians of theirs over those of ours, of the start and of each case that both have."""
+    """Medians of theirs over those of ours, of the start and of each case that both have, and hold at once."""
     found: Report = {}
     if ours["start_s"] and theirs["start_s"]:
         found["start_s"] = statistics.median(theirs["start_s"]) / statistics.median(ours["start_s"])
     for case, mine in ours["cases"].items():
         other = theirs["cases"].get(case)
-        if other is not None:
+        if other is not None and holds(ours, case) and holds(theirs, case):
             found[case] = {
                 key: statistics.median(other[key]) / statistics.median(mine[key])
                 for key, (_, _, compared) in MEASURES.items()
@@ -386,6 +393,9 @@ def _remarks(model: Report, settings: Report) -> list[str]:
         ]
         parts.append(f"options {json.dumps(found['options'])}")
         lines.append(f"- {engine}: {'; '.join(parts)}.")
+        waited = [case for case in found["cases"] if not holds(found, case)]
+        if waited:
+            lines.append(f"- {engine}: requests of {', '.join(waited)} waited for others, as its caches hold no more.")
         if found["error"]:
             lines.append(f"- **{engine} did not finish**: {found['error']}")
     baseline = baselines(model["engines"])

@@ -17,6 +17,7 @@ from allotrope import LLM, SamplingParams
 from allotrope.architectures.eagle3 import is_eagle3
 from allotrope.architectures.registry import find_architecture, read_spec
 from allotrope.errors import ConfigError
+from bench.engine import report as engine_report
 from bench.engine.measuring import await_signal, distinct_share, random_prompts
 from bench.engine.options import engine_options, parse, speculations
 from bench.engine.report import Column
@@ -233,7 +234,7 @@ class LLM:
         drafts = options.get("speculative_config", {"num_speculative_tokens": 1})
         self.rates = torch.zeros(drafts["num_speculative_tokens"])
         self.rates[0] = drafts.get("synthetic_acceptance_length", 1) - 1
-        cache = types.SimpleNamespace(num_gpu_blocks=3, block_size=16)
+        cache = types.SimpleNamespace(num_gpu_blocks=4, block_size=16)
         self.drafted = self.accepted = 0
         self.llm_engine = types.SimpleNamespace(vllm_config=types.SimpleNamespace(cache_config=cache))
 
@@ -310,7 +311,7 @@ def test_each_peer_has_its_own_packages_options_and_ranks(engine: Any, weights: 
     vllm, plugin = json.loads((tmp_path / "vllm" / "vllm.json").read_text())
     assert vllm == found["vllm+allotrope TP2"]["options"] and plugin == "1"
     assert {"tensor_parallel_size": 2, "seed": 1}.items() <= vllm.items()
-    assert "tensor_parallel_size" not in found["vllm"]["options"] and found["vllm"]["kv_tokens"] == 48
+    assert "tensor_parallel_size" not in found["vllm"]["options"] and found["vllm"]["kv_tokens"] == 64
 
     # Of a prompt of 5 and 16 forced tokens: those of tokens 5 to 20, as the others have those of 16 decode steps.
     forced = found["sglang"]["forced"]
@@ -323,8 +324,6 @@ def test_each_peer_has_its_own_packages_options_and_ranks(engine: Any, weights: 
 
 
 def test_ranks_and_peers_are_compared_with_ours() -> None:
-    from bench.engine import report as engine_report
-
     found: dict[str, Any] = {
         name: {"start_s": [start], "parity_ids": [[1, 2, start]], "forced": [[{"5": -float(start)}]], "cases": {}}
         for name, start in [("allotrope", 2), ("vllm", 4), ("sglang", 6), ("allotrope TP2", 1), ("sglang TP2", 9)]
@@ -352,6 +351,23 @@ def test_ranks_and_peers_are_compared_with_ours() -> None:
     )
     assert "- allotrope and sglang (by a prefill), logprobs of forced texts: they differ by 4.000" in page
     assert "- allotrope TP2 and sglang TP2: equal leading tokens of 3, by prompt: 2." in page
+
+
+def test_cases_that_caches_do_not_hold_are_not_compared() -> None:
+    """Two requests of 24 tokens: their times have the wait of one for the other."""
+    times = {key: [2.0] for key in engine_report.MEASURES}
+    one = {"start_s": [1.0], "cases": {"16/8/1": times, "16/8/2": times}, "error": None, "parity_ids": []}
+    one |= {"environment": {}, "memory": {}, "options": {}}
+    holds, waits = one | {"kv_tokens": 48}, one | {"kv_tokens": 47}
+    for pair in ((holds, waits), (waits, holds)):
+        assert engine_report.ratios(*pair).keys() == {"start_s", "16/8/1"}
+    assert engine_report.ratios(holds, one | {"kv_tokens": None}).keys() == {"start_s", "16/8/1", "16/8/2"}
+    engines = {"allotrope": holds, "vllm": waits}
+    settings = {"prefix_caching": False, "runs": 1, "parity_tokens": 3}
+    model = {"engines": engines, "described": "Small."}
+    report = {"settings": settings, "date": "today", "commands": [], "models": {"tiny": model}}
+    page = engine_report.page(engine_report.summarize(report))
+    assert "- vllm: requests of 16/8/2 waited for others" in page and "- allotrope: requests of" not in page
 
 
 @pytest.mark.parametrize(
