@@ -1,4 +1,4 @@
-"""Which prefill steps wait for the host: those whose kernels run faster than a host can launch them."""
+"""Which prefill steps are replayed as piecewise graphs: those whose kernels run faster than a host can launch them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from allotrope.engine.piecewise_graphs import prefill_sizes
 from allotrope.engine.step_cost import ModelCost
 from allotrope.engine.step_time import StepTime
 from allotrope.kernels.chip_figures import figures_of
+from allotrope.rank_layout import RankLayout
 
 # Where nothing is known of the chip.
 _USUAL_TOKENS = 1024
@@ -26,3 +27,9 @@ def host_bound_tokens(load_plan: LoadPlan) -> int:
             break
         found = size
     return found
+
+
+def runs_in_pieces(layout: RankLayout) -> bool:
+    """Whether prefill steps may run in pieces. Where ranks exchange rows each has its own number of them, and pipeline
+    stages wait for each other."""
+    return layout.data == layout.pipeline == 1

@@ -20,6 +20,7 @@ from allotrope.cache.groups import CacheGroup
 from allotrope.engine.decode_buffers import DecodeBuffers
 from allotrope.engine.draft_runner import DraftRunner
 from allotrope.engine.graphs import DecodeGraphs, Graphs
+from allotrope.engine.host_bound import runs_in_pieces
 from allotrope.engine.inputs import Inputs, StepFacts, StepPlan, pack, padding_row, unpack
 from allotrope.engine.layer_plans import LayerPlans, Plans
 from allotrope.engine.packed_step import PackedStep, Words
@@ -33,7 +34,6 @@ from allotrope.layers.draft import DraftModel
 from allotrope.layers.step import Attend, Step
 from allotrope.ops.draft_rows import ADVANCE_ROWS, DraftRowsSpec, known_ids
 from allotrope.ops.rope import RopeTables
-from allotrope.rank_layout import RankLayout
 
 log = logging.getLogger("allotrope.engine")
 
@@ -377,12 +377,6 @@ class ModelRunner:
         host = torch.empty(len(indices), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         host.numpy()[:] = indices
         return host.to(self.device, non_blocking=True)
-
-
-def runs_in_pieces(layout: RankLayout) -> bool:
-    """Whether prefill steps may run in pieces. Where ranks exchange rows each has its own number of them, and pipeline
-    stages wait for each other."""
-    return layout.data == layout.pipeline == 1
 
 
 def graph_shapes(

@@ -18,12 +18,13 @@ from allotrope.config import EngineConfig
 from allotrope.engine.cache_plan import equal_pages, plan_caches
 from allotrope.engine.executor import DraftedTokens
 from allotrope.engine.expert_load import reset_expert_load
-from allotrope.engine.host_bound import host_bound_tokens
+from allotrope.engine.host_bound import host_bound_tokens, runs_in_pieces
 from allotrope.engine.inputs import StepFacts, StepPlan
 from allotrope.engine.load import load_draft_model, load_model
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
-from allotrope.engine.model_runner import ModelRunner, graph_shapes, runs_in_pieces
+from allotrope.engine.model_runner import ModelRunner, graph_shapes
 from allotrope.engine.packed_step import PackedStep
+from allotrope.engine.piecewise_graphs import expected_bytes
 from allotrope.engine.profile import measure_peak, plan_device
 from allotrope.engine.rank_group import RankGroup
 from allotrope.engine.sleep import SleepingMemory, tensors_of
@@ -148,7 +149,8 @@ class Worker:
         graphs = 0
         if self._shapes is not None and self._shapes.capture:
             # Their memory is not shared with steps that no graph holds.
-            graphs = peak * self._shapes.prefill_tokens // load_plan.step_tokens
+            tokens = self._shapes.prefill_tokens
+            graphs = expected_bytes(peak * tokens // load_plan.step_tokens, tokens, load_plan.num_layers)
         return plan_device(load_plan, config, self._free, peak, graphs, self._ranks.min)
 
     def allocate(self, memory: MemoryPlan) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from allotrope.engine import graphs, piecewise_graphs
-from allotrope.engine.piecewise_graphs import PiecewiseGraphs
+from allotrope.engine.piecewise_graphs import PiecewiseGraphs, expected_bytes
 from allotrope.layers.step import Attend
 
 CPU, LAYERS = torch.device("cpu"), 3
@@ -114,3 +114,10 @@ def test_a_capture_that_fails_is_ended_and_says_why(
         assert not made.capture_next()
     assert not captures.open and not made.pending
     assert "prefill steps of 32 tokens cannot be captured, they run eager: no room" in caplog.text
+
+
+def test_expected_memory_covers_what_was_measured() -> None:
+    """On two H200s: bytes of an eager step of so many tokens, layers, and what the graphs of all sizes took."""
+    for eager, tokens, layers, took in ((450_000_000, 3584, 94, 1.70e9), (450_000_000, 3584, 8, 1.12e9)):
+        assert took <= expected_bytes(eager, tokens, layers) < 1.2 * took
+    assert expected_bytes(450_000_000, 0, 94) == 0
