@@ -17,9 +17,11 @@ from allotrope.cache.memory import Demand, make_plan
 from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.config import EngineConfig
 from allotrope.engine.exchange import Exchange, total_seconds, total_sent
+from allotrope.engine.host_bound import runs_in_pieces
 from allotrope.engine.layout_cost import HostLayout, RankModel, StageCost, StepRows, host_layout
 from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.memory import utilization
+from allotrope.engine.piecewise_graphs import MOST_TOKENS
 from allotrope.engine.rank_report import KINDS
 from allotrope.engine.report import numbered
 from allotrope.engine.report_text import size_text
@@ -308,7 +310,10 @@ class LayoutPlanner:
     def _prompts(self, stages: Sequence[StageCost], hosts: HostLayout, tokens: int, context: int) -> PromptTime:
         rows, figures = StepRows.prompts(tokens, context, stages[0].layout.data), self._machines.figures
         works = [(stage.work(rows), stage.exchanges(rows, hosts)) for stage in stages]
-        seconds = max(self._time.prompt_step(work) + total_seconds(found, figures) for work, found in works)
+        graphs = runs_in_pieces(stages[0].layout) and rows.gathered <= MOST_TOKENS
+        seconds = max(
+            self._time.prompt_step(work, graphs=graphs) + total_seconds(found, figures) for work, found in works
+        )
         least = max(self._time.least(work.classes) + total_seconds(found, figures) for work, found in works)
         links, network = max((total_sent(found) for _, found in works), key=sum)
         return PromptTime(rows.gathered, seconds, least, links, network)

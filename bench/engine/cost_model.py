@@ -5,7 +5,8 @@
 
 Reads results of `bench/engine.py`: of our engine on one GPU without drafts, the time per output token and the seconds
 of a batch of prompts. For each of them it counts what the steps must move and compute (`engine/step_cost.py`), and fits
-the seven constants of `engine/step_time.py`. Needs no GPU.
+the seven constants of `engine/step_time.py`. Needs no GPU. The files of the fit were measured with eager prefill steps;
+later ones, with prefill steps as CUDA graphs, stand beside the same constants.
 
 The error is that of cases that were left out of the fit: those with 16 requests, and all those of a model, each model
 in its turn. The constants of a fit to everything are those of `kernels/chip_figures.py`; `--check` ends with 1 if they
@@ -34,6 +35,7 @@ if __name__ == "__main__":
 
 from allotrope.config import EngineConfig  # noqa: E402
 from allotrope.engine.load_plan import resolve_load_plan  # noqa: E402
+from allotrope.engine.piecewise_graphs import MOST_TOKENS  # noqa: E402
 from allotrope.engine.step_cost import ModelCost, StepWork  # noqa: E402
 from allotrope.engine.step_time import StepTime  # noqa: E402
 from allotrope.kernels.chip_figures import FIGURES, FITTED, ChipFigures, Fitted  # noqa: E402
@@ -43,6 +45,8 @@ from bench.random_weights import with_layers  # noqa: E402
 
 RESULTS, CONFIGS = ROOT / "bench" / "results", ROOT / "bench" / "configs"
 FILES = ("engine_h200.json", "engine_h200_speculation.json")
+# Of runs whose prefill steps were replayed as graphs.
+NEWER = ("engine_h200_ranks.json", "engine_h200_ranks_ours.json")
 # Offline, a step reads so many tokens of prompts (`LLM`).
 STEP_TOKENS = 16384
 # Requests at once of the cases that are left out of the first split.
@@ -58,7 +62,8 @@ DECODE, PROMPTS = "decode", "prompts"
 @dataclass(frozen=True)
 class Case:
     """A measured case, and what its steps do. `requests`, `inputs`: of `case`. `decode`: a step in the middle of the
-    answers. `prompts`: the steps that read the prompts. `seconds`: measured, by kind of step."""
+    answers. `prompts`: the steps that read the prompts. `seconds`: measured, by kind of step. `graphs`: of each step
+    with prompts, whether it may have been replayed as graphs; default: none."""
 
     model: str
     layers: int
@@ -67,24 +72,28 @@ class Case:
     decode: StepWork
     prompts: tuple[StepWork, ...]
     seconds: dict[str, float]
+    graphs: tuple[bool, ...] = ()
 
     def expected(self, time: StepTime) -> dict[str, float]:
         """Seconds by kind of step, as `time` has them."""
-        return {DECODE: time.decode(self.decode), PROMPTS: time.prompts(self.prompts)}
+        replayed = self.graphs or (False,) * len(self.prompts)
+        steps = (time.prompt_step(*one) for one in zip(self.prompts, replayed, strict=True))
+        return {DECODE: time.decode(self.decode), PROMPTS: time.fitted.prompts + sum(steps)}
 
     def errors(self, time: StepTime) -> dict[str, float]:
         """How much longer than measured, by kind of step."""
         return {kind: seconds / self.seconds[kind] - 1 for kind, seconds in self.expected(time).items()}
 
 
-def read_cases(files: Sequence[Path], figures: ChipFigures) -> list[Case]:
-    """The cases of our engine on one GPU and without drafts, of models whose config is in bench/configs."""
+def read_cases(files: Sequence[Path], figures: ChipFigures, *, graphs: bool = False) -> list[Case]:
+    """The cases of our engine on one GPU and without drafts, of models whose config is in bench/configs. `graphs`:
+    prefill steps were replayed as graphs."""
     found = []
     for file in files:
         for name, model in json.loads(file.read_text())["models"].items():
             measured = model["engines"].get(OURS)
             if measured is not None and layout_of(measured).size == 1:
-                found += _cases(name, model, released_config(model), measured, figures)
+                found += _cases(name, model, released_config(model), measured, figures, graphs=graphs)
     return found
 
 
@@ -134,16 +143,18 @@ def batches(requests: int, inputs: int) -> list[int]:
 
 
 def _cases(
-    name: str, model: Report, released: dict[str, Any], measured: dict[str, Any], figures: ChipFigures
+    name: str, model: Report, released: dict[str, Any], measured: dict[str, Any], figures: ChipFigures, *, graphs: bool
 ) -> list[Case]:
     with sliced(model, released, measured) as config:
         cost = ModelCost(resolve_load_plan(config, chip=figures.chip, available=int(figures.memory.value)))
     found = []
     for case, times in measured["cases"].items():
         inputs, outputs, requests = map(int, case.split("/"))
-        steps = tuple(cost.work((inputs,) * n, (inputs,) * n) for n in batches(requests, inputs))
+        sizes = batches(requests, inputs)
+        steps = tuple(cost.work((inputs,) * n, (inputs,) * n) for n in sizes)
         decode = cost.work((1,) * requests, (inputs + outputs // 2,) * requests)
-        found.append(Case(name, layers_of(model), case, requests, decode, steps, seconds_of(times)))
+        replayed = tuple(graphs and n * inputs <= MOST_TOKENS for n in sizes)
+        found.append(Case(name, layers_of(model), case, requests, decode, steps, seconds_of(times), replayed))
     return found
 
 
@@ -203,17 +214,20 @@ def _without(model: str, cases: Sequence[Case], figures: ChipFigures) -> Split:
     return split(f"all of {model}", cases, figures, lambda case: case.model == model)
 
 
-def make_report(files: Sequence[Path], figures: ChipFigures) -> Report:
-    """Fit, leave out and compare."""
+def make_report(files: Sequence[Path], newer: Sequence[Path], figures: ChipFigures) -> Report:
+    """Fit to `files`, leave out and compare; compare with `newer`."""
     cases = read_cases(files, figures)
     found = splits(cases, figures)
     constants = rounded(fit(cases, figures))
+    time = StepTime(figures, constants)
+    later = tuple((case, case.errors(time)) for case in read_cases(newer, figures, graphs=True))
     return {
         "command": "python bench/engine/cost_model.py",
         "chip": figures.about,
         "files": [file.name for file in files],
         "constants": dataclasses.asdict(constants),
-        "all": _rows(Split("", constants, tuple((case, case.errors(StepTime(figures, constants))) for case in cases))),
+        "all": _rows(Split("", constants, tuple((case, case.errors(time)) for case in cases))),
+        "newer": _rows(Split("", constants, later)),
         "splits": [
             {
                 "left_out": one.name,
@@ -270,17 +284,26 @@ def page(report: Report) -> str:
             shown = (f"{100 * found[by][kind]:+.0f} %" if by in found else "" for by in ("size", "model"))
             cells += [measured, *shown]
         lines.append(f"| {' | '.join(cells)} |")
+    if report["newer"]:
+        lines += ["", "## With prefill steps as graphs", "", "| model | case | step ms | error | prompts s | error |"]
+        lines += ["|---|---|---|---|---|---|"]
+    for row in report["newer"]:
+        seconds, off = row["seconds"], {kind: f"{100 * error:+.0f} %" for kind, error in row["errors"].items()}
+        times = f"{1e3 * seconds[DECODE]:.2f} | {off[DECODE]} | {seconds[PROMPTS]:.3f} | {off[PROMPTS]}"
+        lines.append(f"| {row['model']}, {row['layers']} layers | {row['case']} | {times} |")
     return "\n".join(lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, default=[RESULTS / name for name in FILES], metavar="FILE")
+    newer = [RESULTS / name for name in NEWER]
+    parser.add_argument("--newer", nargs="*", type=Path, default=newer, help="of runs that are not fitted to")
     parser.add_argument("--chip", default="h200", choices=list(FIGURES), help="that the files were measured on")
     parser.add_argument("--out", type=Path, default=RESULTS / "cost_model_h200", help="path without ending")
     parser.add_argument("--check", action="store_true", help="write nothing; compare with the constants in use")
     given = parser.parse_args(arguments)
-    report = make_report(given.files, FIGURES[given.chip])
+    report = make_report(given.files, given.newer, FIGURES[given.chip])
     print(page(report))
     if given.check:
         return int(report["constants"] != dataclasses.asdict(FITTED))

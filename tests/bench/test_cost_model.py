@@ -73,8 +73,16 @@ def test_batches_of_prompts() -> None:
 def test_the_stored_page_has_every_case() -> None:
     report = json.loads((cost_model.RESULTS / "cost_model_h200.json").read_text())
     page = cost_model.page(report)
-    assert page.count("\n| ") == len(report["all"]) + len(report["splits"]) + 1 + 2
-    assert "| each model in its turn | 28 |" in page
+    assert page.count("\n| ") == len(report["all"]) + len(report["splits"]) + 1 + 2 + len(report["newer"]) + 1
+    assert f"| each model in its turn | {len(report['all'])} |" in page
+
+
+def test_runs_with_graphs_wait_less_for_the_host() -> None:
+    slow = Case("a", 1, "1024/128/1", 1, work(1, 1, 1), (work(1, 1, 1), work(1, 1, 1)), {})
+    time = StepTime(H200, dataclasses.replace(MADE, host_launch=1e-2))
+    eager, both = slow.expected(time), dataclasses.replace(slow, graphs=(True, False)).expected(time)
+    assert eager[PROMPTS] == pytest.approx(time.prompts(slow.prompts)) == pytest.approx(6e-3 + 2 * 20 * 1e-2)
+    assert both[PROMPTS] == pytest.approx(6e-3 + 1.2 * 20 * 1e-2) and both[DECODE] == eager[DECODE]
 
 
 def row(layout: RankLayout, measured: float, expected: float, case: str = "1024/128/4") -> Measured:

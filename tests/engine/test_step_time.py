@@ -51,6 +51,9 @@ def test_a_step_with_prompts_waits_for_the_slower_of_host_and_device() -> None:
     assert time.prompt_step(small) == pytest.approx(100 * 1e-4)
     assert time.prompt_step(WORK) == pytest.approx(max(time.kernels(WORK), 1e-2))
     assert time.prompts([small, small]) == pytest.approx(5e-3 + 2 * 1e-2)
+    # As piecewise graphs the host has a fifth of the work, and kernels take what they take.
+    assert time.prompt_step(small, graphs=True) == pytest.approx(100 * 1e-4 / 5)
+    assert time.prompt_step(WORK, graphs=True) == pytest.approx(time.kernels(WORK))
 
 
 def test_a_chip_without_fp8_products_multiplies_in_bf16() -> None:
