@@ -81,6 +81,18 @@ class WorkerProcess:
         """Whether the process is gone."""
         return self._process.poll() is not None
 
+    @property
+    def waits(self) -> bool:
+        """Whether it is there to run another rank, once it has let go of one."""
+        try:
+            # Nothing is sent meanwhile; the end of a process closes its socket.
+            self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
     def watch(self, on_end: Callable[[int], None] | None) -> None:
         """Call `on_end` with the status of the process when it ends, from another thread; None: no longer."""
         with self._lock:
@@ -150,7 +162,7 @@ class KeptProcesses:
     def take(self, rank: int) -> WorkerProcess | None:
         """A process that ran `rank` before, on its GPU; None if none waits."""
         found = self._waiting.pop(rank, None)
-        return None if found is None or found.ended else found
+        return found if found is not None and found.waits else None
 
     def end(self) -> None:
         """End all of them."""
@@ -170,17 +182,21 @@ def kept_processes() -> KeptProcesses | None:
 
 @contextlib.contextmanager
 def keep_worker_processes() -> Iterator[None]:
-    """Inside, engines of several ranks take over the worker processes of those that were closed before.
+    """Inside, engines of several ranks take over the worker processes of those that were closed before. Blocks inside
+    others share theirs.
 
     A new process imports libraries and loads every kernel anew, which takes longer than the engine's own start.
     """
     global _kept
-    outer, _kept = _kept, KeptProcesses()
+    if _kept is not None:
+        yield
+        return
+    _kept = KeptProcesses()
     try:
         yield
     finally:
         _kept.end()
-        _kept = outer
+        _kept = None
 
 
 def announce_release(control: socket.socket) -> None:

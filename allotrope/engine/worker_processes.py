@@ -100,7 +100,8 @@ class WorkerProcesses(Workers):
     def _release(self) -> None:
         """Leave the processes that let go of their rank to the next engine, where they are kept."""
         kept = kept_processes()
-        if kept is None or self.fault is not None or not all(row.phase == LOADED for row in self._board.rows[1:]):
+        # Rank 0 has loaded once all others have.
+        if kept is None or self.fault is not None or self._board.rows[0].phase != LOADED:
             return
         with contextlib.suppress(OSError):
             self.command(Command.RELEASE)

@@ -48,11 +48,8 @@ def of_ranks(model: Path, size: int = 2, **options: Any) -> Engine:
 
 
 def lives(process: int) -> bool:
-    """Whether there is such a process, and it is no mere entry that its parent has not asked about."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    """Whether there is such a process, or its parent has not heard of its end."""
+    return Path(f"/proc/{process}").exists()
 
 
 def assert_gone(processes: list[int]) -> None:
@@ -85,6 +82,18 @@ def test_the_next_engine_takes_the_process_over(models: dict[str, Path]) -> None
     first = seen[0]
     assert seen[1] == first and seen[2][:1] == first and len(seen[2]) == 3 and seen[3] == first
     assert_gone(seen[2])
+
+
+@pytest.mark.usefixtures("kept")
+def test_blocks_inside_others_share_their_processes(models: dict[str, Path]) -> None:
+    seen = []
+    for _ in range(2):
+        with keep_worker_processes():
+            several = of_ranks(models["LlamaForCausalLM"])
+            seen.append(several.process_ids())
+            several.close()
+        assert lives(seen[-1][0])
+    assert seen[0] == seen[1]
 
 
 def test_processes_end_with_their_engine_elsewhere(models: dict[str, Path]) -> None:
