@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from allotrope.engine.graphs import Graphs, collector_paused
+from allotrope.kernels.device_bytes import DeviceBytes
 from allotrope.layers.step import Attend, LayerStep, Step
 
 # Ever wider apart: from 128 tokens on, padding is a fifth of a step at most.
@@ -154,17 +155,10 @@ def _first(inputs: Any, tokens: int, size: int) -> Any:
     return inputs if tokens == size else inputs.map_tokens(lambda rows: rows[:tokens])
 
 
-class _Memory:
-    """Memory of a GPU that others own."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
-
-
 def _unowned(x: torch.Tensor) -> torch.Tensor:
     """A tensor at the address of `x` that does not keep its memory."""
     if not x.numel():
         return x
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    memory = torch.as_tensor(_Memory(x.data_ptr(), extent * x.itemsize), device=x.device)
+    memory = DeviceBytes(x.data_ptr(), extent * x.itemsize).tensor(x.device)
     return memory.view(x.dtype).as_strided(x.shape, x.stride())

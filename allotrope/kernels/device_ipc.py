@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from allotrope.kernels.chip import chip_of
+from allotrope.kernels.device_bytes import DeviceBytes
 
 _HANDLE_BYTES = 64
 # cudaIpcMemLazyEnablePeerAccess and hipIpcMemLazyEnablePeerAccess.
@@ -79,27 +80,18 @@ def _checked(what: str, status: int) -> None:
         raise RuntimeError(f"{what} failed with error {status} of the driver")
 
 
-class _Allocation:
-    """Some bytes, freed when nothing refers to this any longer."""
-
-    def __init__(self, size: int, library: _Library) -> None:
-        address = ctypes.c_void_p()
-        _checked("allocating memory for other processes", library.allocate(ctypes.byref(address), size))
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address.value, False),
-            "version": 2,
-        }
-        weakref.finalize(self, library.free, address).atexit = False
-
-
 def allocate(size: int, device: torch.device) -> torch.Tensor:
     """`size` zeroed bytes on `device` that `export` takes."""
     with torch.cuda.device(device):
         # The driver's calls are of the current context, which PyTorch makes at first use.
         torch.cuda.synchronize(device)
-        return torch.as_tensor(_Allocation(size, _library_of(device)), device=device).zero_()
+        library, address = _library_of(device), ctypes.c_void_p()
+        _checked("allocating memory for other processes", library.allocate(ctypes.byref(address), size))
+        assert address.value is not None, "the driver says that it is allocated"
+        memory = DeviceBytes(address.value, size)
+        # Freed when no tensor refers to it any longer.
+        weakref.finalize(memory, library.free, address).atexit = False
+        return memory.tensor(device).zero_()
 
 
 def export(memory: torch.Tensor) -> bytes:
