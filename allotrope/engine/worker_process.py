@@ -65,8 +65,8 @@ class WorkerProcess:
         descriptors = (its_lifeline.fileno(), its_control.fileno())
         boot = _BOOT.format(lifeline=descriptors[0], control=descriptors[1], parent=os.getpid())
         started: Future[subprocess.Popen[bytes]] = Future()
-        run = (self._run, [sys.executable, "-c", boot], descriptors, started)
-        self._waiting = threading.Thread(target=run[0], args=run[1:], name="worker process", daemon=True)
+        given = ([sys.executable, "-c", boot], descriptors, started)
+        self._waiting = threading.Thread(target=self._run, args=given, name="worker process", daemon=True)
         self._waiting.start()
         with its_lifeline, its_control:
             self._process = started.result()
@@ -128,6 +128,11 @@ class WorkerProcess:
         """End it at once, also if it is stopped."""
         self._process.kill()
 
+    def end(self) -> None:
+        """End it where it has no rank: it has nothing to let go of."""
+        self.let_go()
+        self.kill()
+
     def wait(self, seconds: float) -> None:
         """Wait for its end, and for what follows from that where it is watched, no longer than that."""
         self._waiting.join(seconds)
@@ -162,13 +167,15 @@ class KeptProcesses:
     def take(self, rank: int) -> WorkerProcess | None:
         """A process that ran `rank` before, on its GPU; None if none waits."""
         found = self._waiting.pop(rank, None)
-        return found if found is not None and found.waits else None
+        if found is None or found.waits:
+            return found
+        found.end()
+        return None
 
     def end(self) -> None:
         """End all of them."""
         for process in self._waiting.values():
-            process.let_go()
-            process.kill()
+            process.end()
         self._waiting.clear()
 
 

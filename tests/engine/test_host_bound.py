@@ -14,6 +14,7 @@ from allotrope.engine import host_bound
 from allotrope.engine.host_bound import host_bound_tokens
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.kernels.chip_figures import FIGURES
+from allotrope.layers.parallel import Parallel
 
 LARGER = {"hidden_size": 8192, "intermediate_size": 32768, "num_attention_heads": 64, "num_key_value_heads": 8}
 
@@ -21,7 +22,7 @@ LARGER = {"hidden_size": 8192, "intermediate_size": 32768, "num_attention_heads"
 def planned(folder: Path, config: dict[str, Any], **options: Any) -> LoadPlan:
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16384}))
     given = EngineConfig(model=str(folder), load_format="dummy", dtype="bfloat16", **options)
-    return resolve_load_plan(given, chip=FIGURES["h200"].chip, available=10**12)
+    return resolve_load_plan(given, Parallel.of(given.layout), chip=FIGURES["h200"].chip, available=10**12)
 
 
 def test_small_layers_wait_for_the_host_in_every_step(tmp_path: Path) -> None:
@@ -32,6 +33,13 @@ def test_small_layers_wait_for_the_host_in_every_step(tmp_path: Path) -> None:
 def test_large_layers_wait_in_short_steps_alone(tmp_path: Path) -> None:
     config = tiny_llama() | LARGER | {"head_dim": 128}
     assert 16 <= host_bound_tokens(planned(tmp_path, config)) < 1024
+
+
+def test_sums_over_ranks_are_launched_as_well(tmp_path: Path) -> None:
+    """Half the work, and more for the host: more than twice the tokens."""
+    config = tiny_llama() | LARGER | {"head_dim": 128}
+    alone, two = (host_bound_tokens(planned(tmp_path, config, tensor_parallel_size=size)) for size in (1, 2))
+    assert 2 * alone < two <= 4096
 
 
 def test_an_unknown_chip_has_what_is_usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
