@@ -54,7 +54,8 @@ from bench.engine.measuring import (  # noqa: E402
     vocabulary_of,
 )
 from bench.engine.options import command_line, engine_options, parse, speculations  # noqa: E402
-from bench.engine.report import Column, Report, merged, write_json, write_report, write_roofline  # noqa: E402
+from bench.engine.report import Column, Report, merged, write_json, write_report  # noqa: E402
+from bench.engine.roofline_report import write_roofline  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -15,7 +15,8 @@ import torch
 
 from bench.engine.launches import classes_of, decoding, lengths_of, micros_by_class, our_kernels, record
 from bench.engine.offline_worker import environment
-from bench.engine.report import Report, roofline_classes
+from bench.engine.report import Report
+from bench.engine.roofline_report import roofline_classes
 from bench.kernels.timing import Stopwatch, measure_ceilings
 
 Prompts = Callable[[str, int, int], list[list[int]]]

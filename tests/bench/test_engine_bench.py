@@ -18,6 +18,7 @@ from allotrope.architectures.eagle3 import is_eagle3
 from allotrope.architectures.registry import find_architecture, read_spec
 from allotrope.errors import ConfigError
 from bench.engine import report as engine_report
+from bench.engine import roofline_report
 from bench.engine.measuring import await_signal, distinct_share, random_prompts
 from bench.engine.options import engine_options, parse, speculations
 from bench.engine.report import Column
@@ -421,7 +422,6 @@ def test_a_roofline_needs_a_gpu_and_one_model(
 
 
 def test_a_roofline_of_a_synthetic_profile(engine: Any, tmp_path: Path) -> None:
-    from bench.engine import report as engine_report
     from bench.engine.launches import Launch, Span, micros_by_class
 
     spans = [Span("mha", 10, 20), Span("dense", 20, 30), Span("experts", 30, 40), Span("head", 40, 50)]
@@ -437,7 +437,7 @@ def test_a_roofline_of_a_synthetic_profile(engine: Any, tmp_path: Path) -> None:
         "head": {"bytes": 5_000_000, "flops": 0, "fp8": 0},
     }
     ceilings = {"copy": 1e12, "matmul": {"bf16": 1e15, "fp8": 2e15}}
-    classes = engine_report.roofline_classes(work, micros, ceilings)
+    classes = roofline_report.roofline_classes(work, micros, ceilings)
     assert {kind: (one["least_us"], one["bound"], one["of_ceiling"]) for kind, one in classes.items()} == {
         "mha": (pytest.approx(5.0), "copy", pytest.approx(0.5)),
         "dense": (pytest.approx(3.0), "matmul", pytest.approx(0.3)),
@@ -445,7 +445,7 @@ def test_a_roofline_of_a_synthetic_profile(engine: Any, tmp_path: Path) -> None:
         "head": (pytest.approx(5.0), "copy", pytest.approx(1.0)),
         "rest": (0.0, "copy", 0.0),
     }
-    slow = engine_report.roofline_classes(work, {}, {"copy": 1e12, "matmul": {"bf16": 1e15}})
+    slow = roofline_report.roofline_classes(work, {}, {"copy": 1e12, "matmul": {"bf16": 1e15}})
     assert slow["dense"]["least_us"] == pytest.approx(4.0) and slow["dense"]["of_ceiling"] is None
 
     step = {"requests": 2, "tokens": 2, "seen": 20, "classes": classes}
@@ -453,7 +453,7 @@ def test_a_roofline_of_a_synthetic_profile(engine: Any, tmp_path: Path) -> None:
         "command": "python bench/engine.py tiny --roofline", "date": "today", "model": "tiny", "described": "Small.",
         "settings": {"runs": 3}, "environment": {"device": "none"}, "ceilings": ceilings, "steps": {"decode": step},
     }  # fmt: skip
-    paths = engine_report.write_roofline(tmp_path / "found" / "roofline", report)
+    paths = roofline_report.write_roofline(tmp_path / "found" / "roofline", report)
     assert json.loads(paths[0].read_text()) == report
     page = paths[1].read_text()
     assert "## decode: 2 requests, 2 tokens, 20 visible" in page
