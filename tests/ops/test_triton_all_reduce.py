@@ -16,8 +16,7 @@ import triton.language as tl
 
 from allotrope.attention.check import KINDS, compare
 from allotrope.kernels.symmetric_memory import Communicator, Layout, Workspace, local_workspaces
-from allotrope.ops.all_reduce import reference
-from allotrope.ops.all_reduce import triton as triton_all_reduce
+from allotrope.ops.all_reduce import reference, triton_row
 from allotrope.ops.all_reduce.protocol import Protocol, choose_protocol, fits
 from allotrope.ops.all_reduce.triton import PHASES, Norm, all_reduce, all_reduce_add_rms_norm, launch, launch_phases
 from allotrope.ops.rms_norm.reference import add_rms_norm
@@ -115,7 +114,7 @@ def test_calls_that_wait_for_a_dead_rank_are_let_go(monkeypatch: pytest.MonkeyPa
     """Of two ranks only one calls, and the other never will."""
     if DEVICE == "cpu":
         # The interpreter polls some 1,000 times a second.
-        monkeypatch.setattr(triton_all_reduce, "POLLS", tl.constexpr(64))
+        monkeypatch.setattr(triton_row, "POLLS", tl.constexpr(64))
     (alive, _) = ranks_of(2, 32, 8)
     assert alive.workspace is not None
     alive.workspace.abort()
