@@ -28,7 +28,7 @@ def host_bound_tokens(load_plan: LoadPlan) -> int:
     found = 0
     for size in prefill_sizes(load_plan.step_tokens):
         work = cost.work((size,), (size,))
-        if time.kernels(work) > time.fitted.host_launch * (work.launches + _SUM_LAUNCHES * sums):
+        if time.kernels(work) > time.launching(work.launches + _SUM_LAUNCHES * sums):
             break
         found = size
     return found

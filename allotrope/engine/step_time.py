@@ -72,15 +72,21 @@ class StepTime:
         """A decode step in a CUDA graph."""
         return self.fitted.step + self.kernels(work)
 
-    def prompts(self, steps: Sequence[StepWork]) -> float:
-        """Eager steps that read a batch of prompts, one after another."""
-        return self.fitted.prompts + sum(self.prompt_step(work) for work in steps)
+    def prompts(self, steps: Sequence[StepWork], graphs: Sequence[bool] = ()) -> float:
+        """Steps that read a batch of prompts, one after another. `graphs`: of each step, as `prompt_step` takes it;
+        default: all of them are eager."""
+        replayed = graphs or (False,) * len(steps)
+        return self.fitted.prompts + sum(map(self.prompt_step, steps, replayed))
 
     def prompt_step(self, work: StepWork, graphs: bool = False) -> float:
         """One of these steps, as long as the slower of host and device. `graphs`: it is replayed as piecewise CUDA
         graphs, where it would wait for the host."""
-        host = self.fitted.host_launch * work.launches
+        host = self.launching(work.launches)
         return max(self.kernels(work), host * _REPLAYED if graphs else host)
+
+    def launching(self, launches: int) -> float:
+        """What the host takes to launch as many kernels of an eager step with prompts."""
+        return self.fitted.host_launch * launches
 
     def _moving(self, cost: StepCost) -> float:
         return cost.bytes / self.figures.bandwidth.value

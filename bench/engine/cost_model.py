@@ -76,9 +76,7 @@ class Case:
 
     def expected(self, time: StepTime) -> dict[str, float]:
         """Seconds by kind of step, as `time` has them."""
-        replayed = self.graphs or (False,) * len(self.prompts)
-        steps = (time.prompt_step(*one) for one in zip(self.prompts, replayed, strict=True))
-        return {DECODE: time.decode(self.decode), PROMPTS: time.fitted.prompts + sum(steps)}
+        return {DECODE: time.decode(self.decode), PROMPTS: time.prompts(self.prompts, self.graphs)}
 
     def errors(self, time: StepTime) -> dict[str, float]:
         """How much longer than measured, by kind of step."""
@@ -184,13 +182,17 @@ def fit(cases: Sequence[Case], figures: ChipFigures) -> Fitted:
     return best
 
 
+Held = tuple[tuple[Case, dict[str, float]], ...]
+"""Cases, each with its errors by kind of step."""
+
+
 @dataclass(frozen=True)
 class Split:
-    """`left_out`: the cases that a fit did not see, with their errors by kind of step."""
+    """`left_out`: the cases that a fit did not see."""
 
     name: str
     constants: Fitted
-    left_out: tuple[tuple[Case, dict[str, float]], ...]
+    left_out: Held
 
     def mean(self, kind: str) -> float:
         """The mean of the absolute errors."""
@@ -200,8 +202,12 @@ class Split:
 def split(name: str, cases: Sequence[Case], figures: ChipFigures, left_out: Callable[[Case], bool]) -> Split:
     """Fit to the others, and hold the constants against those that are left out."""
     constants = fit([case for case in cases if not left_out(case)], figures)
-    time = StepTime(figures, constants)
-    return Split(name, constants, tuple((case, case.errors(time)) for case in cases if left_out(case)))
+    return Split(name, constants, held([case for case in cases if left_out(case)], StepTime(figures, constants)))
+
+
+def held(cases: Sequence[Case], time: StepTime) -> Held:
+    """Each case, held against `time`."""
+    return tuple((case, case.errors(time)) for case in cases)
 
 
 def splits(cases: Sequence[Case], figures: ChipFigures) -> list[Split]:
@@ -220,20 +226,19 @@ def make_report(files: Sequence[Path], newer: Sequence[Path], figures: ChipFigur
     found = splits(cases, figures)
     constants = rounded(fit(cases, figures))
     time = StepTime(figures, constants)
-    later = tuple((case, case.errors(time)) for case in read_cases(newer, figures, graphs=True))
     return {
         "command": "python bench/engine/cost_model.py",
         "chip": figures.about,
         "files": [file.name for file in files],
         "constants": dataclasses.asdict(constants),
-        "all": _rows(Split("", constants, tuple((case, case.errors(time)) for case in cases))),
-        "newer": _rows(Split("", constants, later)),
+        "all": _rows(held(cases, time)),
+        "newer": _rows(held(read_cases(newer, figures, graphs=True), time)),
         "splits": [
             {
                 "left_out": one.name,
                 "constants": dataclasses.asdict(rounded(one.constants)),
                 "mean_error": {kind: one.mean(kind) for kind in (DECODE, PROMPTS)},
-                "rows": _rows(one),
+                "rows": _rows(one.left_out),
             }
             for one in found
         ],
@@ -247,10 +252,10 @@ def make_report(files: Sequence[Path], newer: Sequence[Path], figures: ChipFigur
     }
 
 
-def _rows(one: Split) -> list[Report]:
+def _rows(found: Held) -> list[Report]:
     return [
         {"model": case.model, "layers": case.layers, "case": case.case, "seconds": case.seconds, "errors": errors}
-        for case, errors in one.left_out
+        for case, errors in found
     ]
 
 
