@@ -24,11 +24,7 @@ if __name__ == "__main__":
 from bench import agent_trace, all_reduce  # noqa: E402
 from bench.accuracy import report as accuracy_report  # noqa: E402
 from bench.cpu.report import architectures_page, gguf_page, peers_page  # noqa: E402
-from bench.engine import (  # noqa: E402
-    cost_model,
-    layouts,
-    roofline_report,
-)
+from bench.engine import cost_model, layouts, roofline_report  # noqa: E402
 from bench.engine import report as engine_report  # noqa: E402
 from bench.engine.server import report as server_page  # noqa: E402
 from bench.kernels import report as kernel_report  # noqa: E402

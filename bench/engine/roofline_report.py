@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from bench.engine.report import Report
+from bench.engine.report import Report, write_json_alone
 
 
 def roofline_classes(work: Report, micros: dict[str, float], ceilings: Report) -> Report:
@@ -64,8 +63,6 @@ def _roofline_row(kind: str, one: Report) -> str:
 
 def write_roofline(out: Path, report: Report) -> list[Path]:
     """Write `out`.json and `out`.md. Returns the paths."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    paths = [out.with_name(out.name + ending) for ending in (".json", ".md")]
-    paths[0].write_text(json.dumps(report, indent=1) + "\n")
+    paths = [write_json_alone(out, report), out.with_name(out.name + ".md")]
     paths[1].write_text(roofline_page(report))
     return paths

@@ -21,6 +21,7 @@ from tiny_checkpoints import prompts
 from allotrope.architectures.registry import find_architecture
 from allotrope.engine.engine import Engine
 from allotrope.engine.worker_process import WorkerProcess, keep_worker_processes
+from allotrope.env import thread_count
 from allotrope.errors import EngineDead, ModelError
 from allotrope.verify.random_checkpoint import write_random
 
@@ -180,6 +181,4 @@ def test_engines_one_after_the_other_have_as_many_threads(models: dict[str, Path
         several.close()
     finally:
         torch.set_num_threads(before)
-    from allotrope.env import thread_count
-
     assert found == [max(1, thread_count(6) // 2), 1, max(1, thread_count(6) // 2), max(1, thread_count(4) // 2)]
