@@ -2,7 +2,7 @@
 
 Owns the formulas of collectives; bandwidths and latencies are the chip's figures. Must not know models.
 
-    all-reduce of m bytes over n ranks of a host   latency + the protocol that is estimated fastest, up to 8 MiB
+    all-reduce of m bytes over n ranks of a host   latency + the protocol that is estimated fastest, up to 8 ranks
                                                    latency + 2 (n - 1) m / (n b) by NCCL or RCCL
     all-gather, reduce-scatter of m bytes in all   latency + (n - 1) m / (n b) by NCCL or RCCL
     over h hosts                                   the same within each host, then between them over r network adapters
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from allotrope.kernels.chip_figures import ChipFigures, Link
-from allotrope.kernels.symmetric_memory import MAX_BYTES, MAX_RANKS
+from allotrope.kernels.symmetric_memory import MAX_RANKS
 from allotrope.ops.all_reduce.protocol import Protocol, estimate
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, SEND = "all-reduce", "all-gather", "reduce-scatter", "send"
@@ -56,7 +56,7 @@ class Exchange:
             way = link if self.hosts == 1 or network is None else network
             return way.latency.value + self.bytes / way.bandwidth.value
         passes, inside = (2 if self.name == ALL_REDUCE else 1), self.ranks // self.hosts
-        if self.name == ALL_REDUCE and self.hosts == 1 and self.ranks <= MAX_RANKS and self.bytes <= MAX_BYTES:
+        if self.name == ALL_REDUCE and self.hosts == 1 and self.ranks <= MAX_RANKS:
             return link.latency.value + _fastest(link, self.ranks, self.bytes)
         latency = link.library_latency.value if inside > 1 else 0.0
         seconds = latency + passes * (inside - 1) / inside * self.bytes / link.bandwidth.value

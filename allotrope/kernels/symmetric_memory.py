@@ -18,13 +18,17 @@ import torch.distributed as dist
 
 from allotrope.kernels import device_ipc
 from allotrope.kernels.chip import chip_of, peer_access
-from allotrope.kernels.tiles import cdiv
+from allotrope.kernels.tiles import cdiv, next_power_of_2
 
 T = TypeVar("T")
 
 MAX_RANKS = 8
 MAX_BYTES = 8 << 20
-"""Of a message that is sent through it, at the most: beyond, links and not latencies count."""
+"""Of a one-shot message of two ranks, at the most: beyond, links and not latencies count."""
+PART_SLOTS, SUM_SLOTS = 3, 2
+"""Chunks of a two-shot program whose parts, and whose sums, lie in its memory at once."""
+# Two-shot programs of a multiprocessor at the most, bytes of rows that they have on their way at once, and of chunks.
+_LANES, _BUSY, _CHUNKS = 8, 32 << 10, 64 << 10
 # Of all LL messages of one call, to one peer.
 _LL_BYTES = 1 << 20
 _ALIGNMENT = 128
@@ -34,8 +38,9 @@ _ALIGNMENT = 128
 class Layout:
     """Where each thing lies in a rank's memory; the same on all `ranks`.
 
-    `slots`: rows of a call of the LL protocol. `chunk`: 64-bit words of one writer's row there. `programs`: of a call
-    of the Simple protocol. `arena`: bytes of the rows of one of them. Slots and arenas exist twice.
+    `slots`: rows of a call of the LL protocol. `chunk`: 64-bit words of one writer's row there. `programs`: of a
+    one-shot call. `arena`: bytes of the rows of one of them. Slots and arenas exist twice. `row`: bytes of a row of a
+    two-shot call, which has `lanes` programs.
     """
 
     ranks: int
@@ -43,31 +48,46 @@ class Layout:
     chunk: int
     programs: int
     arena: int
+    row: int
 
     @staticmethod
     def of(ranks: int, row_bytes: int, programs: int, max_bytes: int = MAX_BYTES) -> Layout:
-        """With room for messages of `max_bytes` in rows of `row_bytes`. `programs`: as many as stay resident."""
+        """With room for one-shot messages of two ranks of `max_bytes`, in rows of `row_bytes`, and for two-shot ones of
+        any size. `programs`: as many as stay resident."""
         row = _aligned(row_bytes)
         slots = max(1, min(programs, _LL_BYTES // (ranks - 1) // row))
         count = cdiv(cdiv(max_bytes, row), programs)
-        # Parts of the rows that one rank sums, of each writer, and the sums of all rows.
-        arena = (ranks * cdiv(count, ranks) + count) * row
-        return Layout(ranks, slots, 2 * row // 8, programs, arena)
+        return Layout(ranks, slots, 2 * row // 8, programs, 2 * count * row, row)
+
+    @property
+    def lanes(self) -> int:
+        """Programs of a two-shot call: while one waits, others on its multiprocessor have rows on their way."""
+        row = next_power_of_2(self.row)
+        return self.programs * max(1, min(_LANES, _BUSY // row, _CHUNKS // (self.ranks * row)))
 
     @property
     def flags(self) -> int:
-        """Bytes before the flags: for each program, two phases of a flag from each rank."""
+        """Bytes before the flags of one-shot programs, and then of two-shot ones: one from each rank."""
         return 2 * self.slots * self.ranks * self.chunk * 8
+
+    @property
+    def lane_flags(self) -> int:
+        return self.flags + _aligned(self.programs * self.ranks * 4)
 
     @property
     def arenas(self) -> int:
         """Bytes before the arenas."""
-        return self.flags + _aligned(self.programs * 2 * self.ranks * 4)
+        return self.lane_flags + _aligned(self.lanes * self.ranks * 4)
+
+    @property
+    def rows(self) -> int:
+        """Bytes before the rows of two-shot programs: of each, slots of a row for each rank."""
+        return self.arenas + 2 * self.programs * self.arena
 
     @property
     def bytes(self) -> int:
         """Of all."""
-        return self.arenas + 2 * self.programs * self.arena
+        return self.rows + self.lanes * (PART_SLOTS + SUM_SLOTS) * self.ranks * self.row
 
 
 def _aligned(size: int) -> int:
@@ -77,9 +97,9 @@ def _aligned(size: int) -> int:
 class Workspace:
     """One rank's view of the memory of all ranks.
 
-    `peers`: [ranks] int64 addresses of the ranks' memory, as this device sees them. `counters`: [2, programs] calls of
-    each program so far, of LL and of Simple. `abort`: [1] in the host's memory; not 0: no call waits any longer.
-    `mappings`: what keeps the addresses good.
+    `peers`: [ranks] int64 addresses of the ranks' memory, as this device sees them. `counters`: [3, programs] of LL and
+    one-shot the calls of each program so far, of two-shot its steps. `abort`: [1] in the host's memory; not 0: no call
+    waits any longer. `mappings`: what keeps the addresses good.
     """
 
     def __init__(
@@ -93,7 +113,7 @@ class Workspace:
         device = buffer.device
         self.rank, self.layout, self.buffer, self.mappings = rank, layout, buffer, mappings
         self.peers = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self.counters = torch.zeros(2, max(layout.slots, layout.programs), dtype=torch.int32, device=device)
+        self.counters = torch.zeros(3, max(layout.slots, layout.lanes), dtype=torch.int32, device=device)
         self.abort_flag = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     def abort(self) -> None:

@@ -18,7 +18,14 @@ from allotrope.attention.check import KINDS, compare
 from allotrope.kernels.symmetric_memory import Communicator, Layout, Workspace, local_workspaces
 from allotrope.ops.all_reduce import reference, triton_row
 from allotrope.ops.all_reduce.protocol import Protocol, choose_protocol, fits
-from allotrope.ops.all_reduce.triton import PHASES, Norm, all_reduce, all_reduce_add_rms_norm, launch, launch_phases
+from allotrope.ops.all_reduce.triton import (
+    Norm,
+    all_reduce,
+    all_reduce_add_rms_norm,
+    launch,
+    launch_phases,
+    phase_count,
+)
 from allotrope.ops.rms_norm.reference import add_rms_norm
 
 FLOOR = 0.1
@@ -77,29 +84,34 @@ def test_every_call_gets_what_was_sent_for_it() -> None:
 @pytest.mark.parametrize("protocol", Protocol, ids=lambda one: one.value)
 def test_a_rank_that_is_one_call_ahead_overwrites_nothing(protocol: Protocol) -> None:
     """Rank 0 sends the parts of its next call before rank 1 has read those of this one, time and again."""
-    ahead, behind = (rank.workspace for rank in ranks_of(2, 64, 20))
+    ahead, behind = (rank.workspace for rank in ranks_of(2, 64, 2000))
     assert ahead is not None and behind is not None
     # A wait that would never end is let go, with a wrong sum.
     ahead.abort()
     behind.abort()
-    rows = 5 if protocol is Protocol.LL else 17
+    rows = 5 if protocol is Protocol.LL else 2 * ahead.layout.lanes * 2 + 7
     outs = [(made, made) for made in (torch.full((rows, 64), torch.nan, device=ON) for _ in range(2))]
     calls = [[drawn(torch.float32, rows, 64) for _ in range(2)] for _ in range(4)]
+    phases = range(phase_count(protocol, ahead.layout, rows))
+    assert len(phases) == (2 if protocol is not Protocol.TWO_SHOT else 2 * (3 + 2))
 
-    def run(rank: int, call: int, *phases: str) -> None:
+    steps = [(call, phase) for call in range(len(calls)) for phase in phases]
+
+    def run(rank: int, step: int) -> None:
+        call, phase = steps[step]
         workspace = (ahead, behind)[rank]
-        launch_phases(protocol, workspace, calls[call][rank], outs[rank], 64, None, phases)
+        launch_phases(protocol, workspace, calls[call][rank], outs[rank], 64, None, phases[phase : phase + 1])
 
-    push, add, finish = PHASES
-    run(0, 0, push)
-    for call in range(3):
-        run(1, call, push)
-        run(0, call, add)
-        run(1, call, add)
-        run(0, call, finish)
-        run(0, call + 1, push)
-        run(1, call, finish)
-        assert all(torch.equal(out, calls[call][0] + calls[call][1]) for out, _ in outs)
+    run(0, 0)
+    for sends in range(0, len(steps), 2):
+        run(1, sends)
+        run(0, sends + 1)
+        if sends + 2 < len(steps):
+            run(0, sends + 2)
+        run(1, sends + 1)
+        call, phase = steps[sends]
+        if phase == phases[-2]:
+            assert all(torch.equal(out, calls[call][0] + calls[call][1]) for out, _ in outs)
 
 
 def test_sizes_that_fill_no_row() -> None:
@@ -128,24 +140,23 @@ def test_calls_that_wait_for_a_dead_rank_are_let_go(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_messages_lie_within_the_memory(ranks: int) -> None:
-    """Every message that has a protocol also has room; of few bytes it is LL, of many that of the process group."""
+    """Every message that has a protocol also has room; of few bytes it is LL, of many two-shot."""
     for size, programs in itertools.product((5760, 8192, 14336), (8, 132, 304)):
         layout = Layout.of(ranks, size, programs)
         assert choose_protocol(layout, 1, size) is Protocol.LL
-        assert choose_protocol(layout, (64 << 20) // size, size) is None
+        assert choose_protocol(layout, (64 << 20) // size, size) is Protocol.TWO_SHOT
+        assert choose_protocol(layout, 1 << 20, 2 * size) is None
         chosen = {choose_protocol(layout, rows, size) for rows in range(1, (8 << 20) // size)}
-        assert chosen == ({Protocol.LL, Protocol.ONE_SHOT} if ranks == 2 else {*chosen, Protocol.TWO_SHOT})
+        assert chosen == ({Protocol.LL, Protocol.ONE_SHOT} if ranks == 2 else {*chosen, Protocol.LL, Protocol.TWO_SHOT})
         assert None not in chosen
-        for rows, protocol in itertools.product((1, programs, 4 * programs, (8 << 20) // size), Protocol):
+        for rows in (1, programs, 4 * programs, (8 << 20) // size):
+            last = rows * ranks * layout.chunk * 8 if 2 * size <= layout.chunk * 8 else 1 << 60
+            assert not fits(Protocol.LL, layout, rows, size) or last <= layout.flags // 2
             count = -(-rows // programs)
-            last = {
-                Protocol.LL: rows * ranks * layout.chunk * 8 if 2 * size <= layout.chunk * 8 else 1 << 60,
-                Protocol.ONE_SHOT: ranks * count * size,
-                Protocol.TWO_SHOT: (ranks * -(-count // ranks) + count) * size,
-            }[protocol]
-            room = layout.flags // 2 if protocol is Protocol.LL else layout.arena
-            assert not fits(protocol, layout, rows, size) or last <= room
-        assert layout.bytes < 256 << 20
+            assert not fits(Protocol.ONE_SHOT, layout, rows, size) or ranks * count * size <= layout.arena
+            assert fits(Protocol.TWO_SHOT, layout, rows, size)
+        assert layout.flags <= layout.lane_flags <= layout.arenas <= layout.rows < layout.bytes
+        assert layout.bytes < 512 << 20
 
 
 def test_rows_that_are_not_aligned_are_copied() -> None:

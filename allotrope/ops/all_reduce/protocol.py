@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from allotrope.kernels.symmetric_memory import MAX_BYTES, Layout
+from allotrope.kernels.symmetric_memory import Layout
 from allotrope.kernels.tiles import cdiv
 
 FLAT_BYTES = 4096
@@ -34,13 +34,11 @@ class Protocol(Enum):
 
 def fits(protocol: Protocol, layout: Layout, rows: int, row_bytes: int) -> bool:
     """Whether a message of `rows` rows has room."""
-    ranks = layout.ranks
-    count = cdiv(rows, layout.programs)
     if protocol is Protocol.LL:
         return rows <= layout.slots and 2 * row_bytes <= layout.chunk * 8
     if protocol is Protocol.ONE_SHOT:
-        return ranks * count * row_bytes <= layout.arena
-    return (ranks * cdiv(count, ranks) + count) * row_bytes <= layout.arena
+        return layout.ranks * cdiv(rows, layout.programs) * row_bytes <= layout.arena
+    return row_bytes <= layout.row
 
 
 def estimate(protocol: Protocol, ranks: int, size: int, bytes_per_us: float = BYTES_PER_US) -> float:
@@ -54,8 +52,6 @@ def estimate(protocol: Protocol, ranks: int, size: int, bytes_per_us: float = BY
 
 
 def choose_protocol(layout: Layout, rows: int, row_bytes: int) -> Protocol | None:
-    """The protocol of a message; None: the process group's collective sends it faster, or there is no room."""
-    if rows * row_bytes > MAX_BYTES:
-        return None
+    """The protocol of a message; None: its rows are longer than any that there is room for."""
     possible = [one for one in Protocol if fits(one, layout, rows, row_bytes)]
     return min(possible, key=lambda one: estimate(one, layout.ranks, rows * row_bytes), default=None)

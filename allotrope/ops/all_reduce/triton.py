@@ -8,13 +8,13 @@ A rank writes its part into the memory of its peers (push): no rank reads over a
   walks its rows. *One-shot*: every rank gets all parts of all rows. *Two-shot*: every rank sums some of the rows, and
   sends the sums around.
 
-Each program counts its own calls: the epoch. Its counter lies on the device, so that a captured graph counts on as
-eager steps do. Buffers are two, taken by turns by the epoch's parity, and no barrier ends a call. That is enough. A
-program of rank A that writes for call n + 2 has ended call n + 1, for which it got what the same program of each peer
-B sent in call n + 1. B sent that after its own call n had ended, as the launches of a stream follow one another. So
-nobody reads the buffer of call n any more. Flags are compared with the epoch, which only grows: that of a peer that is
-one call ahead counts as well. A stale LL word would have to outlive 2^32 calls of its program to be taken for a fresh
-one.
+Each program counts its own calls, or the steps of two-shot: the epoch. Its counter lies on the device, so that a
+captured graph counts on as eager steps do. No barrier ends a call. Buffers of LL and one-shot are two, taken by turns
+by the epoch's parity; of two-shot see `triton_two_shot.py`. Two are enough. A program of rank A that writes for call
+n + 2 has ended call n + 1, for which it got what the same program of each peer B sent in call n + 1. B sent that after
+its own call n had ended, as the launches of a stream follow one another. So nobody reads the buffer of call n any more.
+Flags are compared with the epoch, which only grows: that of a peer that is one call ahead counts as well. A stale LL
+word would have to outlive 2^32 calls of its program to be taken for a fresh one.
 
 Sums are in fp32 in rank order, rounded once to the type of the parts, on every rank from the same numbers: all ranks
 get the same bits, whichever protocol runs.
@@ -29,21 +29,25 @@ import torch
 
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.registry import Specialization, specializations
-from allotrope.kernels.symmetric_memory import Communicator, Workspace
+from allotrope.kernels.symmetric_memory import PART_SLOTS, SUM_SLOTS, Communicator, Layout, Workspace
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 from allotrope.ops.all_reduce import reference
 from allotrope.ops.all_reduce.protocol import FLAT_BYTES, Protocol, choose_protocol, fits
 from allotrope.ops.all_reduce.reference import AddNorm
 from allotrope.ops.all_reduce.triton_ll import ll_kernel
-from allotrope.ops.all_reduce.triton_simple import simple_kernel
+from allotrope.ops.all_reduce.triton_one_shot import one_shot_kernel
+from allotrope.ops.all_reduce.triton_two_shot import two_shot_kernel
 
 # Numbers of a thread.
 _PER_THREAD = 8
 # Registers of a thread that loads are on their way into.
 _IN_FLIGHT = 48
 
-PHASES = ("PUSH", "SUM", "FINISH")
-"""Of a call: no rank waits in one for what another one sends in the same or a later one."""
+# Bytes of a row up to which all lanes are to be resident, each with 16 bytes of a row in a thread.
+_FULL_ROW = 8192
+
+_KERNELS = {Protocol.LL: ll_kernel, Protocol.ONE_SHOT: one_shot_kernel, Protocol.TWO_SHOT: two_shot_kernel}
+_SLOTS = {"PARTS": PART_SLOTS, "SUMS": SUM_SLOTS}
 
 
 class Norm(NamedTuple):
@@ -118,11 +122,24 @@ def launch(
     for part in parts:
         summed = torch.empty(part.shape, dtype=part.dtype, device=part.device)
         results.append((summed, torch.empty_like(summed) if norm else summed))
-    for phases in [(phase,) for phase in PHASES] if len(ranks) > 1 else [PHASES]:
+    assert ranks[0].workspace is not None
+    phases = range(phase_count(protocol, ranks[0].workspace.layout, cdiv(parts[0].numel(), size)))
+    for some in [phases[i : i + 1] for i in phases] if len(ranks) > 1 else [phases]:
         for rank, part, result in zip(ranks, parts, results, strict=True):
             assert rank.workspace is not None
-            launch_phases(protocol, rank.workspace, part, result, size, norm, phases)
+            launch_phases(protocol, rank.workspace, part, result, size, norm, some)
     return results
+
+
+def phase_count(protocol: Protocol, layout: Layout, rows: int) -> int:
+    """Phases of a call: no rank waits in one for what another one sends in the same or a later one. They are the sends
+    of a step and the rest of it, by turns."""
+    return 2 if protocol is not Protocol.TWO_SHOT else 2 * _two_shot_steps(layout, rows)
+
+
+def _two_shot_steps(layout: Layout, rows: int) -> int:
+    # The last chunk is sent two steps before it is finished.
+    return cdiv(cdiv(rows, layout.lanes), layout.ranks) + 2
 
 
 def launch_phases(
@@ -132,16 +149,17 @@ def launch_phases(
     result: tuple[torch.Tensor, torch.Tensor],
     size: int,
     norm: Norm | None,
-    phases: Sequence[str],
+    phases: range,
 ) -> None:
-    """Run some `phases` of one rank's call; a call is over when its FINISH has run. As `launch`, which says the rest.
+    """Run one of the phases of one rank's call, or all. As `launch`, which says the rest.
 
     Absent tensors are passed as `x`, and never read.
     """
     layout, rows, chip = workspace.layout, cdiv(x.numel(), size), chip_of(x.device)
     assert fits(protocol, layout, rows, size * x.element_size()), f"no room for {rows} rows of {size}"
     launched = config(chip, size)
-    constants: dict[str, Any] = {phase: phase in phases for phase in PHASES}
+    whole = len(phases) > 1
+    constants: dict[str, Any] = {"PUSH": whole or phases[0] % 2 == 0, "FINISH": whole or phases[0] % 2 == 1}
     constants |= {**launched, "RANKS": layout.ranks, "SIZE": size}
     threads = launched["num_warps"] * chip.warp_size
     constants["AT_ONCE"] = _at_once(protocol, layout.ranks, size * x.element_size(), threads)
@@ -155,22 +173,26 @@ def launch_phases(
         constants |= {"NORM": True, "INNER": norm.inner is not None, "SCALE": norm.scale is not None}
     where: tuple[int, ...]
     if protocol is Protocol.LL:
-        kernel, grid, counters = ll_kernel, rows, workspace.counters[0]
+        programs = rows
         x_stride = x_stride * x.element_size() // 4
         where = (layout.slots, layout.chunk)
-        del constants["SUM"]
+    elif protocol is Protocol.ONE_SHOT:
+        programs = layout.programs
+        where = (rows, programs, layout.flags, layout.arenas, layout.arena, size * cdiv(rows, programs))
     else:
-        kernel, grid, counters = simple_kernel, min(rows, layout.programs), workspace.counters[1]
-        two_shot, count = protocol is Protocol.TWO_SHOT, cdiv(rows, layout.programs)
-        part = size * (cdiv(count, layout.ranks) if two_shot else count)
-        where = (rows, layout.programs, layout.flags, layout.arenas, layout.arena, part)
-        constants |= {"TWO_SHOT": two_shot, "RANKS_BLOCK": next_power_of_2(layout.ranks)}
-    kernel[(grid,)](
+        constants |= _SLOTS
+        if chip.vendor == "nvidia" and launched["BLOCK"] * x.element_size() <= _FULL_ROW:
+            constants["maxnreg"] = 32
+        programs, steps = layout.lanes, (phases[0] // 2, phases[-1] // 2 + 1)
+        where = (rows, programs, layout.lane_flags, layout.rows, layout.row, *steps)
+    if protocol is not Protocol.LL:
+        constants["RANKS_BLOCK"] = next_power_of_2(layout.ranks)
+    _KERNELS[protocol][(min(rows, programs),)](
         x,
         *tensors,
         *result,
         workspace.peers,
-        counters,
+        workspace.counters[list(Protocol).index(protocol)],
         workspace.abort_flag,
         workspace.rank,
         x.numel(),
@@ -191,7 +213,8 @@ def config(chip: Chip, size: int) -> dict[str, int]:
 
 def _at_once(protocol: Protocol, ranks: int, row_bytes: int, threads: int) -> int:
     """A divisor of `ranks`: parts of so many are loaded together by `threads`."""
-    registers = cdiv(next_power_of_2(row_bytes), 4 * threads) * (2 if protocol is Protocol.LL else 1)
+    # Words of LL are twice as long, and two-shot's programs are to have few registers.
+    registers = cdiv(next_power_of_2(row_bytes), 4 * threads) * (1 if protocol is Protocol.ONE_SHOT else 2)
     return max(one for one in range(1, ranks + 1) if ranks % one == 0 and (one == 1 or one * registers <= _IN_FLIGHT))
 
 
@@ -208,7 +231,7 @@ def released(chip: Chip) -> list[Specialization]:
         ("sum of 8", FLAT_BYTES // 2, "*bf16", 8, {}),
     ):
         for protocol in Protocol:
-            kernel = ll_kernel if protocol is Protocol.LL else simple_kernel
+            kernel = _KERNELS[protocol]
             constants: dict[str, Any] = {"NORM": False, "INNER": False, "SCALE": False, **flags}
             constants |= {"PUSH": True, "FINISH": True, "RANKS": ranks, "SIZE": size}
             launched = config(chip, size)
@@ -216,14 +239,15 @@ def released(chip: Chip) -> list[Specialization]:
             signature = dict.fromkeys(("x", "residual", "scale", "residual_out", "out"), f"{dtype}:16")
             signature |= dict.fromkeys(("inner", "weight"), "*fp32:16")
             signature |= {"peers": "*i64:16", "counters": "*i32:16", "abort": "*i32:16"}
-            signature |= dict.fromkeys(("rank", "rows", "step", "slots"), "i32")
+            signature |= dict.fromkeys(("rank", "rows", "step", "slots", "first", "last"), "i32")
             signature |= dict.fromkeys(("numbers", "x_stride", "residual_stride", "part", "chunk", "arena"), "i32:16")
-            signature |= dict.fromkeys(("flags", "arenas"), "i32:16") | {"floor": "fp32"}
+            signature |= dict.fromkeys(("flags", "arenas", "lanes", "row_bytes"), "i32:16") | {"floor": "fp32"}
             row_bytes = size * (4 if dtype == "*fp32" else 2)
             constants["AT_ONCE"] = _at_once(protocol, ranks, row_bytes, launched["num_warps"] * chip.warp_size)
             if protocol is not Protocol.LL:
-                constants |= {"SUM": True, "TWO_SHOT": protocol is Protocol.TWO_SHOT}
-                constants |= {"RANKS_BLOCK": next_power_of_2(ranks)}
+                constants["RANKS_BLOCK"] = next_power_of_2(ranks)
+            if protocol is Protocol.TWO_SHOT:
+                constants |= _SLOTS
             signature = {key: kind for key, kind in signature.items() if key in kernel.arg_names}
             made.append(
                 Specialization(

@@ -1,4 +1,4 @@
-"""What both protocols of the all-reduce share: reaching a peer, giving up, and what follows the sum of a row."""
+"""What the protocols of the all-reduce share: reaching a peer, giving up, the sum of a row and what follows it."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
@@ -24,6 +24,17 @@ def given_up(abort, polls):
     if polls & (POLLS - 1) == POLLS - 1:
         stop = tl.load(abort, volatile=True) != 0
     return stop
+
+
+@triton.jit
+def sum_of_parts(start, mask, part, BLOCK: tl.constexpr, RANKS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The sum of the parts of all ranks, `part` numbers apart, in fp32."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, RANKS, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            got = tl.load(start + (first + i) * part, mask=mask, other=0.0, cache_modifier=".cg")
+            total += got.to(tl.float32)
+    return total
 
 
 @triton.jit
