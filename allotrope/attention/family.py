@@ -83,7 +83,8 @@ class Family:
     entries and states. `scale_names`: the inputs that plain FP8 entries were divided by; none where the family stores
     no FP8 entries. `block_scaled(spec)`: whether entries hold the scales of their blocks. `cache_kinds`: the kinds of
     cache beside keys and values of each token: "latent" entries of all heads, "compressed" entries of several tokens,
-    a "state". `matmul_share`: of the rate of a large matrix product, what prompts reach.
+    a "state". `matmul_share`: of the rate of a large matrix product, what prompts reach. `gathered(spec, lengths)`:
+    bytes that the ranks which share a layer gather in a step.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Family:
     block_scaled: Callable[[Any], bool] = lambda spec: False
     cache_kinds: frozenset[str] = frozenset()
     matmul_share: float = 1.0
+    gathered: Callable[[Any, Lengths], int] = lambda spec, lengths: 0
 
 
 OutputShape = tuple[tuple[int, ...], torch.dtype | None]

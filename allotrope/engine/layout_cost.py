@@ -15,7 +15,8 @@ from statistics import NormalDist
 import torch
 from torch import nn
 
-from allotrope.attention.cost import StepCost
+from allotrope.attention.cost import Lengths, StepCost
+from allotrope.attention.registry import FAMILIES
 from allotrope.cache.groups import CacheGroup, group_caches
 from allotrope.engine.exchange import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Exchange
 from allotrope.engine.load_plan import LoadPlan
@@ -157,6 +158,7 @@ class StageCost:
         self._sent = 0 if self.last else model.border_widths[layers.stop]
         self._embedded, self._head_cut = model.embedded if self.first else Counter[int](), self.first and model.head_cut
         self._sums = sum((model.sums[i] for i in layers), Counter[str]())
+        self._specs = Counter(load_plan.specs[i] for i in layers)
 
     @property
     def weight_bytes(self) -> int:
@@ -176,6 +178,10 @@ class StageCost:
         """What the rank exchanges in a step."""
         layout, data = self.layout, self.layout.data
         own, gathered = rows.own * self._hidden, rows.gathered * self._hidden
+        new, kv = (torch.tensor(one, dtype=torch.int64) for one in (rows.query_lens, rows.seq_lens))
+        lengths, gathered_by_attention = Lengths(new, kv, self._item), Counter[int]()
+        for spec, count in self._specs.items():
+            gathered_by_attention[FAMILIES[spec.family].gathered(spec, lengths)] += count
         groups = {
             "tensor": (layout.tensor, hosts.of_tensor),
             "data": (data, hosts.of_data),
@@ -187,6 +193,7 @@ class StageCost:
                 for width, n in self._embedded.items()
             ),
             (ALL_REDUCE, "mixers", self._sums["mixer"], own, "tensor"),
+            *((ALL_GATHER, "attention", n, size, "tensor") for size, n in gathered_by_attention.items() if size),
             (ALL_REDUCE, "norms over all heads", self._sums["norm"], rows.own * torch.float32.itemsize, "tensor"),
             (ALL_REDUCE, "feed-forward blocks", self._sums["ffn"], own, "tensor"),
             (ALL_REDUCE, "tokens", int(self._head_cut), rows.logits * torch.int64.itemsize, "stage"),

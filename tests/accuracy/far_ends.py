@@ -322,7 +322,7 @@ def _topk_of_csa() -> Iterator[list[torch.Tensor]]:
 def _given_topk(topk: Sequence[torch.Tensor]) -> Iterator[None]:
     """The references take the given top-k in place of their own."""
 
-    def of_dsa(spec: Any, plan: Any, keys: Any, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def of_dsa(spec: Any, plan: Any, keys: Any, q: torch.Tensor, weights: torch.Tensor, _: Any) -> torch.Tensor:
         (indices,) = topk
         if "factor" in keys:
             quantized, scale = dsa_indexer.scaled(q)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -117,6 +118,13 @@ def test_sparse_indices_by_counting(indexed: bool) -> None:
         moved += (9 + 30) * 10 * 2 + 4 * 3 * 10 * 2
         flops += 2 * 3 * 10 * (7 + 8 + 9 + 30)
     assert found == StepCost(moved, flops)
+    if spec.indexer is not None:
+        # Of two ranks each scores half of the prompt, and all of the decode.
+        shared = dataclasses.replace(spec, indexer=dataclasses.replace(spec.indexer, rank=1, ranks=2))
+        assert DSA.cost(shared, lengths([5, 1], [9, 30])) == StepCost(moved, flops - 2 * 3 * 10 * (7 + 8 + 9) // 2)
+        # Top-k indices of the three queries of the prompt that see more than 6 tokens.
+        assert DSA.gathered(shared, lengths([5, 1], [9, 30])) == 3 * 6 * 4
+    assert DSA.gathered(spec, lengths([5, 1], [9, 30])) == 0
     whole = MLA.cost(mla, lengths([500], [500]))
     assert whole.flops == 2 * 4 * (500 * 501 // 2 * (16 + 8 + 24)) + 500 * up, "a prompt is cheaper expanded"
 

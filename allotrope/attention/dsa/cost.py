@@ -14,9 +14,19 @@ MATMUL_SHARE = 0.61
 (`python bench/kernels.py --family dsa --case picked`)."""
 
 
+def gathered(spec: DsaSpec, lengths: Lengths) -> int:
+    """Bytes of the top-k indices of the queries of prompts that the ranks share."""
+    if spec.indexer is None or spec.indexer.ranks == 1:
+        return 0
+    new, kv = lengths.new, lengths.kv
+    sparse = (new - (spec.topk - (kv - new)).clamp(min=0).minimum(new))[new > 1]
+    return int(sparse.sum()) * spec.topk * torch.int32.itemsize
+
+
 def cost(spec: DsaSpec, lengths: Lengths) -> StepCost:
     """The cost of one step. Queries that see at most `topk` entries cost as in latent attention. The others score all
-    index keys, and read their top-k entries in the absorbed form."""
+    index keys, those of prompts on one of the ranks that share them, and read their top-k entries in the absorbed
+    form."""
     new, kv, mla = lengths.new, lengths.kv, spec.mla
     dense = (spec.topk - (kv - new)).clamp(min=0).minimum(new)
     sparse = new - dense
@@ -27,7 +37,8 @@ def cost(spec: DsaSpec, lengths: Lengths) -> StepCost:
     if spec.indexer is None:
         return attended
     index_width = spec.indexer.num_heads * spec.indexer.head_dim
-    scored = 2 * index_width * int(causal_pairs(sparse, kv).sum())
+    pairs, prompts = causal_pairs(sparse, kv), new > 1
+    scored = 2 * index_width * (int(pairs[~prompts].sum()) + int(pairs[prompts].sum()) // spec.indexer.ranks)
     keys = int(kv[sparse > 0].sum()) * row_bytes(spec.caches()["index"])
     fp8 = scored if spec.indexer.key_format == "scaled" else 0
     return attended + StepCost(keys + int(sparse.sum()) * index_width * lengths.itemsize, scored, fp8)

@@ -9,7 +9,7 @@ import torch
 
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.dsa import reference
-from allotrope.attention.dsa.cost import MATMUL_SHARE, cost
+from allotrope.attention.dsa.cost import MATMUL_SHARE, cost, gathered
 from allotrope.attention.dsa.inputs import ready_inputs
 from allotrope.attention.dsa.naive import naive
 from allotrope.attention.dsa.plan import build_plan
@@ -71,5 +71,6 @@ DSA = Family(
     scale_names=("kv_scale",),
     block_scaled=lambda spec: spec.mla.row_format == "scaled",
     cache_kinds=frozenset({"latent"}),
+    gathered=gathered,
 )
 """Latent attention over the top-k tokens that an indexer selects."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from allotrope.attention.dsa.plan import DsaPlan, ScoreChunk
+from allotrope.attention.dsa.sharing import Gather
 from allotrope.attention.dsa.spec import DsaSpec, IndexerSpec
 from allotrope.attention.mla.rows import power_of_two, take, to_fp8
 from allotrope.attention.topk import top_indices
@@ -40,13 +41,18 @@ def scaled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def select_topk(
-    spec: DsaSpec, plan: DsaPlan, keys: Mapping[str, torch.Tensor], q: torch.Tensor, weights: torch.Tensor
+    spec: DsaSpec,
+    plan: DsaPlan,
+    keys: Mapping[str, torch.Tensor],
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    gather: Gather | None = None,
 ) -> torch.Tensor:
     """Select the top-k tokens of every query of the step.
 
     `keys`: fields [P, S, n] of the index pool, this step's keys stored. `q`: [T, heads, d] rotated. `weights`:
-    [T, heads]. Returns [T, K] int64 positions within the query's own request, ascending, -1 at the end where it sees
-    fewer than K tokens.
+    [T, heads]. `gather`: of the ranks that share its work. Returns [T, K] int64 positions within the query's own
+    request, ascending, -1 at the end where it sees fewer than K tokens.
     """
     topk_indices = plan.topk_indices.clone()
     if "factor" in keys:
@@ -54,6 +60,9 @@ def select_topk(
         q = quantized.float() * scale
     for chunk in plan.chunks:
         topk_indices[chunk.tokens] = top_indices(scores(chunk, keys, q[chunk.tokens], weights[chunk.tokens]), spec.topk)
+    if plan.shared is not None:
+        assert gather is not None
+        plan.shared.exchange(topk_indices, gather)
     return topk_indices
 
 

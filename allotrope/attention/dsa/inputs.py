@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from allotrope.attention.dsa.sharing import Gather
 from allotrope.attention.dsa.spec import DsaSpec
 from allotrope.attention.mla import inputs as mla
 from allotrope.attention.mla.inputs import MlaInputs, MlaRope
@@ -18,7 +19,8 @@ from allotrope.ops.rope import Rotation
 @dataclass(frozen=True)
 class IndexInputs:
     """The indexer's inputs. `q`: [T, heads, d]. `k`: [T, d]. `weights`: [T, heads] of the heads' scores. `k_norm`: of
-    the keys, None for none. `rotation`: of the first dims of queries and keys, None for none."""
+    the keys, None for none. `rotation`: of the first dims of queries and keys, None for none. `gather`: joins the rows
+    of the ranks that share the indexer's work."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -26,6 +28,7 @@ class IndexInputs:
     k_norm: LayerNorm | None = None
     rotation: Rotation | None = None
     apply_rope: MlaRope = mla_rope
+    gather: Gather | None = None
 
     def normed_and_rotated(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Index queries [T, heads, d] and keys [T, d]. One launch computes both where there are kernels."""
@@ -36,7 +39,7 @@ class IndexInputs:
         """As in `TokenInputs`."""
         rotation = None if self.rotation is None else self.rotation.map_tokens(change)
         parts = change(self.q), change(self.k), change(self.weights)
-        return IndexInputs(*parts, self.k_norm, rotation, self.apply_rope)
+        return IndexInputs(*parts, self.k_norm, rotation, self.apply_rope, self.gather)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex, on_device
+from allotrope.attention.dsa.sharing import SharedQueries, share
 from allotrope.attention.dsa.spec import DsaSpec
 from allotrope.attention.mla.plan import MlaPlan, Span, Writes, bucket, page_rows, plan_spans, token_index, writes
 
@@ -46,7 +47,8 @@ class SparseQueries:
 class DsaPlan:
     """`dense`: the plan of queries that attend to all tokens, and all latent writes. `index_writes`: None without an
     indexer. `topk_indices`: [T, K] of queries that attend to all tokens; K is `topk`, or the longest request if that is
-    shorter.
+    shorter. `chunks`: those that this rank scores, of prompts first; `shared`: the queries of prompts that it shares
+    with others.
     """
 
     dense: MlaPlan
@@ -54,6 +56,7 @@ class DsaPlan:
     chunks: tuple[ScoreChunk, ...]
     sparse_queries: SparseQueries | None
     topk_indices: torch.Tensor
+    shared: SharedQueries | None
 
 
 def build_plan(spec: DsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> DsaPlan:
@@ -71,20 +74,23 @@ def build_plan(spec: DsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
             sparse.append(Span(b, token + num_dense, position + num_dense, queries - num_dense))
     index_writes: Writes | None = None
     chunks: tuple[ScoreChunk, ...] = ()
+    shared: SharedQueries | None = None
     if spec.indexer is not None:
         keys = index["index"]
         assert isinstance(keys, PageIndex)
-        index_writes, chunks = writes(keys), (*_decode_chunks(keys, sparse), *_prefill_chunks(keys, sparse))
+        prompts = [span for span in sparse if span.queries > 1]
+        decodes = [span for span in sparse if span.queries == 1]
+        own, shared = share(prompts, QUERY_BLOCK, spec.indexer.rank, spec.indexer.ranks, batch.device)
+        index_writes, chunks = writes(keys), (*_prefill_chunks(keys, own), *_decode_chunks(keys, decodes))
     column = torch.arange(min(spec.topk, max(batch.seq_lens)), device=batch.device)
     dense_indices = torch.where(column <= batch.positions[:, None], column, -1)
-    return DsaPlan(
-        plan_spans(spec.mla, latent, dense), index_writes, chunks, _sparse_queries(latent, sparse), dense_indices
-    )
+    dense_plan, sparse_queries = plan_spans(spec.mla, latent, dense), _sparse_queries(latent, sparse)
+    return DsaPlan(dense_plan, index_writes, chunks, sparse_queries, dense_indices, shared)
 
 
 def _decode_chunks(paged: PageIndex, spans: Sequence[Span]) -> Iterator[ScoreChunk]:
     device = paged.table.device
-    for length, members in bucket([span for span in spans if span.queries == 1]):
+    for length, members in bucket(spans):
         table = paged.table[torch.tensor([span.request for span in members], device=device)]
         seen = torch.tensor([span.position + 1 for span in members], device=device)[:, None]
         key = torch.arange(length, device=device)[None]
@@ -95,8 +101,6 @@ def _decode_chunks(paged: PageIndex, spans: Sequence[Span]) -> Iterator[ScoreChu
 def _prefill_chunks(paged: PageIndex, spans: Sequence[Span]) -> Iterator[ScoreChunk]:
     device = paged.table.device
     for span in spans:
-        if span.queries == 1:
-            continue
         key = torch.arange(span.position + span.queries, device=device)[None]
         table = paged.table[span.request : span.request + 1]
         rows = page_rows(paged, table, key, torch.ones_like(key, dtype=torch.bool))

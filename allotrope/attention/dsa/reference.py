@@ -42,7 +42,7 @@ def run(spec: DsaSpec, plan: DsaPlan, caches: CacheViews, inputs: DsaInputs) -> 
     if index is not None and spec.indexer is not None and plan.index_writes is not None:
         index_q, index_k = index.normed_and_rotated()
         mla.store(plan.index_writes, caches["index"], encode_keys(spec.indexer, spec.mla.kv_dtype, index_k))
-        topk_indices = select_topk(spec, plan, caches["index"], index_q, index.weights)
+        topk_indices = select_topk(spec, plan, caches["index"], index_q, index.weights, index.gather)
     elif topk_indices is None:
         raise ValueError(missing_inputs(spec))
     if plan.sparse_queries is not None:

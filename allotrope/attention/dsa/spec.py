@@ -18,12 +18,15 @@ class IndexerSpec:
     """The indexer of a layer: `num_heads` query heads against one cached key of size `head_dim` per token.
 
     Every rank scores with all heads, so that all ranks select the same tokens. `key_format`: "plain" keys of the
-    cache's type, or "scaled" keys: FP8 values and one fp32 scale a key, scored against FP8 queries.
+    cache's type, or "scaled" keys: FP8 values and one fp32 scale a key, scored against FP8 queries. `rank`, `ranks`:
+    this one among those that share the queries of prompts, as `sharing.py` says.
     """
 
     num_heads: int
     head_dim: int
     key_format: str = "plain"
+    rank: int = 0
+    ranks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

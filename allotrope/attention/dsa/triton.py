@@ -17,6 +17,7 @@ import torch
 from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex, on_device
 from allotrope.attention.dsa import triton_index, triton_topk
 from allotrope.attention.dsa.inputs import DsaInputs, missing_inputs
+from allotrope.attention.dsa.sharing import Gather, SharedQueries, share
 from allotrope.attention.dsa.spec import DsaSpec
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mla import triton as mla
@@ -43,13 +44,16 @@ class TritonPlan:
     """`dense`: the queries of dense MLA, and the latent cache's pages. `keys`: page table and slots of the index keys.
 
     `decodes`: decodes some of which may have sparse indices; None if none has. `chunks`: the queries of prompts with
-    sparse indices. `kv_lens`: [T] int32 KV length of each query. `columns`: K of the top-k indices.
+    sparse indices; `scored`: those of them that this rank scores, and `shared`: where it shares them with others.
+    `kv_lens`: [T] int32 KV length of each query. `columns`: K of the top-k indices.
     """
 
     dense: mla.TritonPlan
     keys: PageIndex | None
     decodes: Absorbed | None
     chunks: tuple[ScoreChunk, ...]
+    scored: tuple[ScoreChunk, ...]
+    shared: SharedQueries | None
     kv_lens: torch.Tensor
     columns: int
 
@@ -77,12 +81,16 @@ def build_plan(spec: DsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
             sparse_spans.append(Span(span.request, span.token + count, span.position + count, span.queries - count))
     dense = [] if any_sparse or not batch.num_decodes else [(single, max_kv_len)]
     kv_lens = mla.kv_lens_of(batch)
+    chunks = scored = tuple(_score_chunks(spec, batch, kv_lens, sparse_spans))
+    shared: SharedQueries | None = None
+    if spec.indexer is not None:
+        own, shared = share(sparse_spans, triton_index.TILE, spec.indexer.rank, spec.indexer.ranks, batch.device)
+        scored = chunks if shared is None else tuple(_score_chunks(spec, batch, kv_lens, own))
     return TritonPlan(
         mla.plan_spans(spec.mla, batch, latent, dense, dense_spans),
         keys if spec.indexer is not None else None,
         mla.absorbed_queries(batch, kv_lens, single, max_kv_len) if any_sparse else None,
-        tuple(_score_chunks(spec, batch, kv_lens, sparse_spans)),
-        kv_lens,
+        *(chunks, scored, shared, kv_lens),
         min(spec.topk, max(batch.seq_lens)),
     )
 
@@ -132,7 +140,7 @@ def run(spec: DsaSpec, plan: TritonPlan, caches: CacheViews, inputs: DsaInputs) 
     if index is not None and rotated is not None and spec.indexer is not None and plan.keys is not None:
         index_q, index_k = rotated
         triton_index.store(spec.indexer, caches["index"], plan.keys.slots, index_k)
-        topk_indices = select_topk(spec, plan, caches["index"], index_q, index.weights)
+        topk_indices = select_topk(spec, plan, caches["index"], index_q, index.weights, index.gather)
     elif topk_indices is None:
         raise ValueError(missing_inputs(spec))
     out = q_nope.new_empty(len(q_nope), spec.mla.num_heads, spec.mla.v_head_dim)
@@ -157,9 +165,15 @@ def store_only(spec: DsaSpec, plan: TritonPlan, caches: CacheViews, inputs: DsaI
 
 
 def select_topk(
-    spec: DsaSpec, plan: TritonPlan, pools: Mapping[str, torch.Tensor], q: torch.Tensor, weights: torch.Tensor
+    spec: DsaSpec,
+    plan: TritonPlan,
+    pools: Mapping[str, torch.Tensor],
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    gather: Gather | None = None,
 ) -> torch.Tensor:
-    """Top-k indices [T, K] int64 of every query of the step. `q`: [T, heads, d]. `weights`: [T, heads]."""
+    """Top-k indices [T, K] int64 of every query of the step. `q`: [T, heads, d]. `weights`: [T, heads]. `gather`: of
+    the ranks that share its work."""
     assert spec.indexer is not None and plan.keys is not None
     if plan.decodes is None and not plan.chunks:
         return plan.all_indices
@@ -175,7 +189,7 @@ def select_topk(
             spec.indexer, pools, plan.keys, plan.decodes.queries, spec.topk, q[tokens], weights[tokens]
         )
         triton_topk.top_rows(scores, plan.decodes.queries.kv_lens, spec.topk, chip, topk_indices, None)
-    for chunk in plan.chunks:
+    for chunk in plan.scored:
         queries = chunk.absorbed.queries
         scores = triton_index.score_tiles(
             spec.indexer, pools, plan.keys, chunk.tiles, len(queries.kv_lens), queries.max_kv_len, q, weights
@@ -183,4 +197,7 @@ def select_topk(
         tokens = chunk.absorbed.tokens
         out, out_rows = (topk_indices[tokens], None) if isinstance(tokens, slice) else (topk_indices, tokens)
         triton_topk.top_rows(scores, queries.kv_lens, spec.topk, chip, out, out_rows)
+    if plan.shared is not None:
+        assert gather is not None
+        plan.shared.exchange(topk_indices, gather)
     return topk_indices

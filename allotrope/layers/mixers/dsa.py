@@ -12,6 +12,7 @@ from allotrope.attention.dsa import DsaInputs, DsaSpec, IndexInputs
 from allotrope.attention.dsa import IndexerSpec as IndexerSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
+from allotrope.layers.data_parallel import RankRows
 from allotrope.layers.linear import RowLinear
 from allotrope.layers.mixers.mixer import Mixer, attention_of
 from allotrope.layers.mixers.mla import LatentProjection, MlaMixerSpec, Projected
@@ -49,6 +50,8 @@ class DsaMixerSpec:
         if indexer is not None and kv_dtype == torch.float8_e4m3fn:
             # In an FP8 cache each index key has a scale: without it, rounding would change the top-k.
             indexer = dataclasses.replace(indexer, key_format="scaled")
+        if indexer is not None and parallel.host_all_reduce is None:
+            indexer = dataclasses.replace(indexer, rank=parallel.rank, ranks=parallel.size)
         return DsaSpec(mla=self.mla.attention(parallel, dtype, kv_dtype), topk=self.topk, indexer=indexer)
 
     def build(self, build: Build) -> DsaMixer:
@@ -104,7 +107,7 @@ class Indexer(nn.Module):
         if spec.index_rope is not None:
             build.chooser.choose(ROPE_COS_SIN, spec.index_rope)
         self._rope = build.chooser.choose(MLA_ROPE, MlaRopeSpec(spec.index_rope, build.dtype)).run
-        self.heads, self.dim = indexer.num_heads, indexer.head_dim
+        self.heads, self.dim, self.parallel = indexer.num_heads, indexer.head_dim, build.parallel
         placement = Placement((Section("", indexer.head_dim),))
         self.k_norm_weight = build.parameter((indexer.head_dim,), placement, torch.float32)
         self.k_norm_bias = build.parameter((indexer.head_dim,), placement, torch.float32)
@@ -116,4 +119,7 @@ class Indexer(nn.Module):
         rotation = None if self.rope is None else ctx.step.rotation(self.rope, k.dtype)
         norm = LayerNorm(self.k_norm_weight, self.k_norm_bias, self.eps)
         # The weights are fp32: terms of both signs cancel, and small differences decide the top-k.
-        return IndexInputs(q, k, weights.float() * self.heads**-0.5, norm, rotation, self._rope)
+        return IndexInputs(q, k, weights.float() * self.heads**-0.5, norm, rotation, self._rope, self._gather)
+
+    def _gather(self, rows: torch.Tensor) -> torch.Tensor:
+        return RankRows(self.parallel, (len(rows),) * self.parallel.size).gather(rows)

@@ -1,0 +1,63 @@
+"""How ranks share the work of an indexer: each selects for some queries of prompts, and gets the others' selections.
+
+Attention is cut by heads, but all heads of the indexer make one score, so every rank would score every query alike. Its
+work grows with the length of the prompt, and that of sparse attention does not. Decodes are too few to be shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from allotrope.attention.batch import on_device
+from allotrope.attention.mla.plan import Span
+
+Gather = Callable[[torch.Tensor], torch.Tensor]
+"""[n, K] of this rank to [ranks * n, K] of all, in their order."""
+
+# Pairs of a query and a key of a step from which scoring them takes longer on a GPU than the exchange.
+MIN_PAIRS = 1 << 23
+
+
+@dataclass(frozen=True)
+class SharedQueries:
+    """`own`: tokens of the queries of this rank, filled up with some of them so that every rank has as many. `tokens`:
+    [n] of all shared queries; `source`: [n] their rows among those that are gathered."""
+
+    own: torch.Tensor
+    tokens: torch.Tensor
+    source: torch.Tensor
+
+    def exchange(self, topk_indices: torch.Tensor, gather: Gather) -> None:
+        """`topk_indices`: [T, K], where the rows of other ranks' queries are filled in."""
+        found = gather(topk_indices.index_select(0, self.own).int())
+        topk_indices[self.tokens] = found.index_select(0, self.source).to(topk_indices.dtype)
+
+
+def share(
+    spans: Sequence[Span], size: int, rank: int, ranks: int, device: torch.device
+) -> tuple[list[Span], SharedQueries | None]:
+    """The spans of one rank, of `size` queries or fewer, where `spans` are worth sharing; else `spans`, and None.
+
+    Spans are dealt in turns: later queries of a prompt see more keys.
+    """
+    pairs = sum(span.queries * span.position + span.queries * (span.queries + 1) // 2 for span in spans)
+    if ranks == 1 or not spans or (device.type == "cuda" and pairs < MIN_PAIRS):
+        return list(spans), None
+    cut = [
+        Span(span.request, span.token + first, span.position + first, min(size, span.queries - first))
+        for span in spans
+        for first in range(0, span.queries, size)
+    ]
+    held = [_tokens(cut[i::ranks]) for i in range(ranks)]
+    rows = max(map(len, held))
+    source = [i * rows + row for i, tokens in enumerate(held) for row in range(len(tokens))]
+    own = held[rank] + held[0][:1] * (rows - len(held[rank]))
+    index = (own, _tokens(one for i in range(ranks) for one in cut[i::ranks]), source)
+    return cut[rank::ranks], SharedQueries(*(on_device(one, torch.int64, device) for one in index))
+
+
+def _tokens(spans: Iterable[Span]) -> list[int]:
+    return [token for span in spans for token in range(span.token, span.token + span.queries)]
