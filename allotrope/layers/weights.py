@@ -51,7 +51,7 @@ class WeightMatmul:
     def __init__(self, op: Op, spec: MatmulSpec, build: Build) -> None:
         self.backend: MatmulBackend = build.chooser.choose(op, spec)
         self.run = self.backend.run
-        self.format = spec.format
+        self.spec, self.format = spec, spec.format
         choices = (one for one in build.chooser.choices if one.op == op.name and one.spec == spec)
         # Why no backend that reads quantized weights as they are packed for it runs.
         passed_over = next(choices).passed_over

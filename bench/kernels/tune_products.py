@@ -1,6 +1,7 @@
 """Finds the fastest launch of quantized products on this GPU, and writes it where `launch_for` looks.
 
-    python bench/kernels/tune_products.py                        the shapes of the released models that benches use
+    python bench/kernels/tune_products.py                        what the models of bench/configs run on 1 and 2 GPUs
+    python bench/kernels/tune_products.py MODEL --tensor-parallel-size 4 --missing
     python bench/kernels/tune_products.py --only "512x" --rows 4,64
     python bench/kernels/tune_products.py --chosen               only times what is chosen already
 
@@ -43,6 +44,7 @@ from allotrope.ops.matmul.launch import (
     Shape,
     bucket,
     launch_for,
+    tuned,
     tuned_name,
     write_tuned,
 )
@@ -50,6 +52,7 @@ from allotrope.ops.matmul.mxfp4 import MXFP4
 from allotrope.ops.matmul.plain import pack_plain
 from allotrope.ops.matmul.weight import QuantizedWeight
 from bench.kernels.cases.products import BLOCK, _codes
+from bench.kernels.model_shapes import shapes_of
 from bench.kernels.timing import Stopwatch
 
 GATING = GatedActivation()
@@ -59,6 +62,7 @@ ROUGH = 150.0
 # ended, and the one behind it when it has (`bench/engine.py` with and without ALLOTROPE_PDL=0, by kernel).
 NO_PDL_US = 1.3
 ROWS = (4, 16, 64, 128, 256, 512, 2048, 8192)
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,46 +109,27 @@ def write_report(path: Path, lines: Sequence[Line], command: str, device: str) -
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def shapes() -> list[tuple[Shape, int]]:
-    """Products of released models, and how many experts a token takes."""
-    dense = [(12288, 2048), (2048, 4096), (9216, 2048), (1024, 2048), (2048, 512), (7168, 18432), (9216, 4096)]
-    dense += [(4096, 8192), (24576, 1536), (7168, 16384), (2112, 7168), (36864, 7168), (4096, 7168), (7168, 2048)]
-    # Qwen3.5 27B.
-    dense += [(16384, 5120), (5120, 6144), (14336, 5120), (34816, 5120), (5120, 17408)]
-    # Of two ranks.
-    dense += [(6144, 2048), (2048, 2048), (4608, 2048), (2048, 256), (4608, 4096), (4096, 4096)]
-    dense += [(18432, 7168), (7168, 9216), (12288, 1536), (7168, 8192), (2048, 7168), (7168, 1024)]
+def others() -> list[tuple[Shape, int]]:
+    """Products beside those of bench/configs, and how many experts a token takes."""
     # Copies of heads that choose drafts.
-    dense += [(201088, 2880), (248320, 5120), (151936, 2048), (129280, 7168)]
-    found = [(Shape("fp8", 0, *size, False), 1) for size in dense]
-    # Heads, and the layers of Gemma 4 31B and Llama 3 8B.
-    plain = [(151936, 2048), (151936, 4096), (201088, 2880), (129280, 7168), (129280, 4096), (262144, 5376)]
-    plain += [(248320, 5120), (43008, 5376), (5376, 21504), (16384, 5376), (5376, 8192), (18432, 5376), (5376, 16384)]
-    plain += [(128256, 4096), (28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)]
-    # Attention of gpt-oss, and routers.
-    plain += [(5120, 2880), (2880, 4096), (128, 2880), (512, 2048), (128, 4096), (256, 7168), (256, 4096)]
-    # Of two ranks.
-    plain += [(75968, 2048), (75968, 4096), (100544, 2880), (64640, 7168), (2560, 2880), (2880, 2048)]
-    plain += [(131072, 5376), (21504, 5376), (5376, 10752), (8192, 5376), (5376, 4096), (9216, 5376)]
-    found += [(Shape("plain", 0, *size, False), 1) for size in plain]
-    experts = (
-        ("fp8", 512, 512, 2048, 10),
-        ("fp8", 256, 2048, 7168, 8),
-        ("fp8", 128, 1536, 4096, 8),
-        ("mxfp4", 128, 2880, 2880, 4),
-        ("mxfp4", 256, 2048, 4096, 6),
-        ("plain", 128, 768, 2048, 8),
-        ("plain", 128, 704, 2816, 8),
-        # Of two ranks.
-        ("fp8", 512, 256, 2048, 10),
-        ("fp8", 256, 1024, 7168, 8),
-        ("fp8", 128, 768, 4096, 8),
-        ("mxfp4", 128, 1472, 2880, 4),
-    )
-    for kind, count, width, hidden, topk in experts:
-        found.append((Shape(kind, count, width, hidden, True), topk))  # type: ignore[arg-type]
-        found.append((Shape(kind, count, hidden, width, False), topk))  # type: ignore[arg-type]
+    found = [
+        (Shape("fp8", 0, *size, False), 1) for size in ((201088, 2880), (248320, 5120), (151936, 2048), (129280, 7168))
+    ]
+    # Llama 3 8B.
+    llama = ((128256, 4096), (28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
+    found += [(Shape("plain", 0, *size, False), 1) for size in llama]
+    # Qwen3 30B A3B and Gemma 4 26B A4B.
+    for width, hidden in ((768, 2048), (704, 2816)):
+        found += [(Shape("plain", 128, width, hidden, True), 8), (Shape("plain", 128, hidden, width, False), 8)]
     return found
+
+
+def shapes(models: Sequence[Path], ranks: Sequence[int], chip: str) -> list[tuple[Shape, int]]:
+    """The products of models on so many ranks each, and how many experts a token takes; of no models, of all in
+    bench/configs and of `others`."""
+    folders = models or sorted(one.parent for one in CONFIGS.glob("*/config.json") if "eagle3" not in one.parent.name)
+    found = dict(pair for model in folders for count in ranks for pair in shapes_of(model, count, chip))
+    return list((found if models else {**found, **dict(others())}).items())
 
 
 def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
@@ -300,6 +285,11 @@ def compile_all(job: tuple[Shape, int, int, list[Launch]]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "models", nargs="*", type=Path, help="folders with a config.json; default: all of bench/configs"
+    )
+    parser.add_argument("--tensor-parallel-size", nargs="+", type=int, default=[1, 2], help="of the models")
+    parser.add_argument("--missing", action="store_true", help="only what has not been measured on this chip")
     parser.add_argument("--only", default="", help="shapes whose name, with a ; behind it, has one of these, by commas")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="tokens; experts get topk times as many rows")
     parser.add_argument("--out", type=Path, help="also write what is found to this JSON file")
@@ -310,15 +300,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from allotrope.ops.matmul.providers import multiply
 
     device, begun = torch.device("cuda"), time.monotonic()
-    wanted = [(shape, topk) for shape, topk in shapes() if any(w in shape.key + ";" for w in options.only.split(","))]
-    tokens = [int(word) for word in options.rows.split(",")]
+    chip = tuned_name(chip_of(device))
+    listed = shapes(options.models, options.tensor_parallel_size, chip)
+    wanted = [(shape, topk) for shape, topk in listed if any(w in shape.key + ";" for w in options.only.split(","))]
+
+    def tokens_of(shape: Shape, topk: int) -> list[int]:
+        """Numbers of tokens to measure."""
+        numbers = [int(word) for word in options.rows.split(",")]
+        if shape.kind == "plain" and not shape.experts:
+            # More rows are PyTorch's.
+            numbers = [count for count in numbers if count <= FEW_PLAIN_ROWS]
+        known = tuned(chip).get(shape.key, {}) if options.missing else {}
+        return [count for count in numbers if str(bucket(count * topk)) not in known]
+
+    wanted = [(shape, topk) for shape, topk in wanted if tokens_of(shape, topk)]
 
     def tried(shape: Shape, rows: int) -> list[Launch]:
-        return (
-            [launch_for(shape, rows, tuned_name(chip_of(device)))] if options.chosen else list(candidates(shape, rows))
-        )
+        return [launch_for(shape, rows, chip)] if options.chosen else list(candidates(shape, rows))
 
-    jobs = [(shape, rows * topk, topk, tried(shape, rows * topk)) for shape, topk in wanted for rows in tokens]
+    jobs = [
+        (shape, rows * topk, topk, tried(shape, rows * topk))
+        for shape, topk in wanted
+        for rows in tokens_of(shape, topk)
+    ]
     # Kernels differ by what is constant in them, not by shape: compile for one shape of each kind.
     first: dict[Any, tuple[Shape, int, int, list[Launch]]] = {}
     for shape, rows, topk, launches in jobs:
@@ -348,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             break
         weight, prepared = weight_of(shape, device)
         best: dict[str, Launch] = {}
-        for rows in tokens:
+        for rows in tokens_of(shape, topk):
             given = rows_of(shape, rows * topk, topk, device)
             want = reference(shape, weight, given)
             gating = GATING if shape.gated else None
@@ -386,7 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()
         # Shape by shape: whoever ends this early keeps what was found.
         if best and not options.chosen:
-            print("wrote", write_tuned(tuned_name(chip_of(device)), {shape.key: best}), flush=True)
+            print("wrote", write_tuned(chip, {shape.key: best}), flush=True)
     if options.out is not None:
         command = shlex.join(["python", "bench/kernels/tune_products.py", *(arguments or sys.argv[1:])])
         write_report(options.out, lines, command, torch.cuda.get_device_name())
