@@ -18,6 +18,7 @@ from allotrope.kernels.backend import Chooser
 from allotrope.kernels.symmetric_memory import Communicator, map_workspace
 from allotrope.kernels.tiles import cdiv
 from allotrope.kernels.warmup import warming_up
+from allotrope.layers.data_parallel import RankRows
 from allotrope.layers.stage_links import StageLinks
 from allotrope.ops.all_reduce import ALL_REDUCE, AllReduceSpec, reference
 from allotrope.ops.all_reduce.protocol import FLAT_BYTES
@@ -129,6 +130,10 @@ class Parallel(Communicator):
             else:
                 dist.gather(logits, parts, group=self.group, group_dst=0)
         return logits if parts is None else torch.cat(parts, dim=-1)
+
+    def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """`rows`: [n, ...], as many on every rank. Returns those of all ranks [size * n, ...], in their order."""
+        return RankRows(self, (len(rows),) * self.size).gather(rows)
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Make `x` that of rank 0 on every rank."""

@@ -151,6 +151,14 @@ def test_compressed_rows_by_counting(kind: str) -> None:
     if indexer:
         moved += (5 + 3) * 8 * 2 + 2 * 3 * 8 * 2
     assert CSA.cost(spec, lengths([1, 5], [21, 12])) == StepCost(moved, 4 * 4 * 16 * pairs + 2 * 3 * 8 * scored)
+    assert CSA.gathered(spec, lengths([1, 5], [21, 12])) == 0
+    if indexer:
+        # Of two ranks each scores half of the prompt, whose last query alone sees three entries, and all of the decode.
+        shared = dataclasses.replace(spec, indexer=dataclasses.replace(indexer, ranks=2))
+        assert scored == 21 // 4 + 3
+        found = CSA.cost(shared, lengths([1, 5], [21, 12]))
+        assert found == StepCost(moved, 4 * 4 * 16 * pairs + 2 * 3 * 8 * (21 // 4 + 3 // 2))
+        assert CSA.gathered(shared, lengths([1, 5], [21, 12])) == 1 * 2 * 4
 
 
 def test_quantized_weights_count_as_stored(tmp_path: Path) -> None:

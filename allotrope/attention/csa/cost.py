@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from allotrope.attention.cache_layout import row_bytes
 from allotrope.attention.cost import Lengths, StepCost
 from allotrope.attention.csa.spec import CsaSpec
@@ -11,9 +13,18 @@ MATMUL_SHARE = 0.15
 (`python bench/kernels.py --family csa --case prefill`)."""
 
 
+def gathered(spec: CsaSpec, lengths: Lengths) -> int:
+    """Bytes of the top-k indices of the queries of prompts that the ranks share."""
+    if spec.indexer is None or spec.indexer.ranks == 1:
+        return 0
+    topk, prompts = spec.indexer.topk, (lengths.new > 1).repeat_interleave(lengths.new)
+    return int((lengths.visible // spec.ratio > topk)[prompts].sum()) * topk * torch.int32.itemsize
+
+
 def cost(spec: CsaSpec, lengths: Lengths) -> StepCost:
     """The cost of one step. Window entries and visible or top-k compressed entries are read once each. Index keys are
-    read where more entries exist than the top-k. Each token writes its compressor states."""
+    read where more entries exist than the top-k; queries of prompts are scored on one of the ranks that share them.
+    Each token writes its compressor states."""
     new, visible, caches, heads = lengths.new, lengths.visible, spec.caches(), spec.num_heads
     rows, pairs = lengths.within(spec.window), int(visible.clamp(max=spec.window).sum())
     total = StepCost(2 * lengths.tokens * heads * spec.head_dim * lengths.itemsize)
@@ -25,7 +36,10 @@ def cost(spec: CsaSpec, lengths: Lengths) -> StepCost:
         rows += int(existing.minimum(max_entries * new).sum())
         pairs += int(entries.clamp(max=max_entries).sum())
         if spec.indexer is not None:
-            width, scored = spec.indexer.num_heads * spec.indexer.head_dim, entries[entries > max_entries]
+            width, scored = spec.indexer.num_heads * spec.indexer.head_dim, entries > max_entries
             keys = int(existing[existing > max_entries].sum()) * row_bytes(caches["index"])
-            total += StepCost(keys + len(scored) * width * lengths.itemsize, 2 * width * int(scored.sum()))
+            prompts = (new > 1).repeat_interleave(new)
+            index_pairs = int(entries[scored & ~prompts].sum())
+            index_pairs += int(entries[scored & prompts].sum()) // spec.indexer.ranks
+            total += StepCost(keys + int(scored.sum()) * width * lengths.itemsize, 2 * width * index_pairs)
     return total + StepCost(rows * row_bytes(caches["window"]), 4 * heads * spec.head_dim * pairs)

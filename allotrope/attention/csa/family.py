@@ -6,7 +6,7 @@ import torch
 
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.csa import reference
-from allotrope.attention.csa.cost import MATMUL_SHARE, cost
+from allotrope.attention.csa.cost import MATMUL_SHARE, cost, gathered
 from allotrope.attention.csa.inputs import ready_inputs
 from allotrope.attention.csa.naive import naive
 from allotrope.attention.csa.plan import build_plan
@@ -55,5 +55,6 @@ CSA = Family(
     scale_names=("kv_scale",),
     block_scaled=lambda spec: spec.row_format == "scaled",
     cache_kinds=frozenset({"compressed"}),
+    gathered=gathered,
 )
 """Compressed sparse attention."""

@@ -13,24 +13,34 @@ import torch
 from allotrope.attention.csa.plan import CsaPlan, ScoreChunk
 from allotrope.attention.csa.rotary import rotate_tail
 from allotrope.attention.csa.spec import IndexerSpec
+from allotrope.attention.dsa.sharing import Gather
 from allotrope.attention.topk import top_indices
 
 
 def select_topk(
-    spec: IndexerSpec, plan: CsaPlan, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor
+    spec: IndexerSpec,
+    plan: CsaPlan,
+    keys: torch.Tensor,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    gather: Gather | None = None,
 ) -> torch.Tensor:
     """Select the top-k compressed entries of every query that is scored.
 
     `keys`: [P, rows, d], the index keys of the entries. `q`: [T, heads, d], not rotated. `weights`: [T, heads], as
-    projected. Returns [T, topk] int64 rows of the compressed cache; only the tokens of the plan's chunks are set.
+    projected. `gather`: of the ranks that share its work. Returns [T, topk] int64 rows of the compressed cache; only
+    those of queries that are scored are set.
     """
-    topk_indices = torch.empty(q.shape[0], spec.topk, dtype=torch.int64, device=keys.device)
+    topk_indices = torch.zeros(q.shape[0], spec.topk, dtype=torch.int64, device=keys.device)
     if plan.chunks:
         q = rotate_tail(q, plan.rotation)
         for chunk in plan.chunks:
             entry = top_indices(scores(spec, chunk, keys, q, weights), spec.topk)
             rows = chunk.compressed_rows.repeat_interleave(chunk.queries, dim=0)
             topk_indices[chunk.tokens] = rows.gather(1, entry)
+    if plan.shared is not None:
+        assert gather is not None
+        plan.shared.exchange(topk_indices, gather)
     return topk_indices
 
 

@@ -9,20 +9,23 @@ import torch
 
 from allotrope.attention.csa.compressor import Compression
 from allotrope.attention.csa.spec import CsaSpec
+from allotrope.attention.dsa.sharing import Gather
 from allotrope.attention.head_norm import HeadNorm
 
 
 @dataclass(frozen=True)
 class IndexInputs:
-    """The indexer's inputs. `q`: [T, heads, d]. `weights`: [T, heads] of its heads' scores. `compressor`: of keys."""
+    """The indexer's inputs. `q`: [T, heads, d]. `weights`: [T, heads] of its heads' scores. `compressor`: of keys.
+    `gather`: joins the rows of the ranks that share the indexer's work."""
 
     q: torch.Tensor
     weights: torch.Tensor
     compressor: Compression
+    gather: Gather | None = None
 
     def map_tokens(self, change: Callable[[torch.Tensor], torch.Tensor]) -> IndexInputs:
         """As in `TokenInputs`."""
-        return IndexInputs(change(self.q), change(self.weights), self.compressor.map_tokens(change))
+        return IndexInputs(change(self.q), change(self.weights), self.compressor.map_tokens(change), self.gather)
 
 
 @dataclass(frozen=True)

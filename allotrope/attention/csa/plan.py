@@ -9,7 +9,7 @@ computes them. Lists of rows are filled up with row 0 of the pool, which is neve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,8 @@ from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
 from allotrope.attention.csa.rotary import rotation_at
 from allotrope.attention.csa.rows import put
 from allotrope.attention.csa.spec import CsaSpec
+from allotrope.attention.dsa.sharing import SharedQueries, share
+from allotrope.attention.mla.plan import Span
 from allotrope.ops.rope import Rotation
 
 Tokens = slice | torch.Tensor
@@ -26,6 +28,8 @@ Tokens = slice | torch.Tensor
 QUERY_BLOCK = 64
 # Elements that one sub-batch may gather (queries with sparse indices) or one chunk may score.
 GATHER_BUDGET = SCORE_BUDGET = 1 << 24
+# Queries of a prompt that one of the ranks which share it scores together.
+SHARED_BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,8 @@ class ScoreChunk:
 @dataclass(frozen=True)
 class CsaPlan:
     """`rotation`: of each token. `window`: writes of the window cache. `compressor`, `index_compressor`: None where the
-    spec has none. `sub_batches`, `chunks`: attention and index scores."""
+    spec has none. `sub_batches`, `chunks`: attention, and the index scores of this rank. `shared`: the queries of
+    prompts that it shares with others."""
 
     rotation: Rotation
     window: Writes
@@ -109,6 +114,7 @@ class CsaPlan:
     index_compressor: CompressorPlan | None
     sub_batches: tuple[SubBatch, ...]
     chunks: tuple[ScoreChunk, ...]
+    shared: SharedQueries | None
 
 
 @dataclass(frozen=True)
@@ -126,13 +132,15 @@ def build_plan(spec: CsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     every = torch.ones_like(batch.positions, dtype=torch.bool)
     compressor = _compressor_plan(spec, batch, paged["state"], paged["compressed"]) if spec.ratio else None
     index_compressor = _compressor_plan(spec, batch, paged["index_state"], paged["index"]) if spec.indexer else None
+    spans, shared = _scored_prompts(spec, batch)
     return CsaPlan(
         rotation=rotation_at(spec.rope, batch.positions),
         window=_writes(paged["window"].slots, 1, every),
         compressor=compressor,
         index_compressor=index_compressor,
         sub_batches=(*_decode_sub_batches(spec, batch, paged), *_prefill_sub_batches(spec, batch, paged)),
-        chunks=(*_decode_chunks(spec, batch, paged), *_prefill_chunks(spec, batch, paged)),
+        chunks=(*_decode_chunks(spec, batch, paged), *_prefill_chunks(spec, batch, paged, spans)),
+        shared=shared,
     )
 
 
@@ -288,15 +296,30 @@ def _decode_chunks(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIn
         yield _score_chunk(spec, paged, _decodes(batch, members), count)
 
 
-def _prefill_chunks(spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex]) -> Iterator[ScoreChunk]:
+def _scored_prompts(spec: CsaSpec, batch: BatchLayout) -> tuple[list[Span], SharedQueries | None]:
+    """The queries of prompts that this rank scores, and where it shares them with others."""
     if spec.indexer is None:
-        return
+        return [], None
+    spans = []
     for b in range(batch.num_decodes, batch.num_requests):
-        end = batch.seq_lens[b]
+        context, end = batch.context_lens[b], batch.seq_lens[b]
+        first = _first_sparse(spec, context, end)
+        if first < end:
+            spans.append(Span(b, batch.query_start[b] + first - context, first, end - first))
+    return share(spans, SHARED_BLOCK, spec.indexer.rank, spec.indexer.ranks, batch.device, spec.ratio)
+
+
+def _prefill_chunks(
+    spec: CsaSpec, batch: BatchLayout, paged: Mapping[str, PageIndex], spans: Sequence[Span]
+) -> Iterator[ScoreChunk]:
+    for span in spans:
+        assert spec.indexer is not None
+        end = span.position + span.queries
         step = max(1, SCORE_BUDGET // (spec.indexer.num_heads * max(1, spec.visible_entries(end))))
-        for begin in range(_first_sparse(spec, batch.context_lens[b], end), end, step):
+        for begin in range(span.position, end, step):
             stop = min(begin + step, end)
-            yield _score_chunk(spec, paged, _block(batch, b, begin, stop, alone=False), spec.visible_entries(stop))
+            queries = _block(batch, span.request, begin, stop, alone=False)
+            yield _score_chunk(spec, paged, queries, spec.visible_entries(stop))
 
 
 def _score_chunk(spec: CsaSpec, paged: Mapping[str, PageIndex], queries: _Queries, count: int) -> ScoreChunk:

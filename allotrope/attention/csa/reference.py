@@ -46,7 +46,7 @@ def run(spec: CsaSpec, plan: CsaPlan, caches: CacheViews, inputs: CsaInputs) -> 
         entries = compress(plan.index_compressor, caches["index_state"]["kv_score"], index.compressor, spec.norm_eps)
         if entries is not None and plan.index_compressor.closed is not None:
             plan.index_compressor.closed.writes.put(keys, entries)
-        topk_indices = select_topk(spec.indexer, plan, keys, index.q, index.weights)
+        topk_indices = select_topk(spec.indexer, plan, keys, index.q, index.weights, index.gather)
     q = rotate_tail(q, plan.rotation)
     out = torch.empty_like(q)
     for sub_batch in plan.sub_batches:

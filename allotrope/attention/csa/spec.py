@@ -16,11 +16,14 @@ MAX_HEAD_DIM = 512
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerSpec:
-    """The indexer: `num_heads` scoring heads of size `head_dim` select the `topk` entries of the highest score."""
+    """The indexer: `num_heads` scoring heads of size `head_dim` select the `topk` entries of the highest score. `rank`,
+    `ranks`: this one among those that share the queries of prompts (`dsa/sharing.py`)."""
 
     num_heads: int
     head_dim: int
     topk: int
+    rank: int = 0
+    ranks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

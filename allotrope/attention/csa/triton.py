@@ -17,11 +17,14 @@ from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, Pag
 from allotrope.attention.csa import triton_attend, triton_index, triton_store
 from allotrope.attention.csa.compressor import Compression
 from allotrope.attention.csa.inputs import CsaInputs
+from allotrope.attention.csa.plan import SHARED_BLOCK
 from allotrope.attention.csa.rows import FP8
 from allotrope.attention.csa.spec import CsaSpec
 from allotrope.attention.csa.triton_plan import Lists, make_lists
+from allotrope.attention.dsa.sharing import Gather, SharedQueries, share
 from allotrope.attention.dsa.triton_topk import top_rows
 from allotrope.attention.family import CacheViews
+from allotrope.attention.mla.plan import Span
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.split_kv import num_splits
 from allotrope.kernels.tiles import cdiv, next_power_of_2
@@ -36,7 +39,8 @@ MAX_SPLITS = 16
 class CsaTritonPlan:
     """`paged`: cache name -> page table and slot mapping. `lists`: cache slots that each query attends to, in `splits`
     KV splits. `bound`: most entries that a query sees. `first_row`: [B] int32, the first request of the same sequence;
-    None without speculative decoding, where every request is a sequence alone.
+    None without speculative decoding, where every request is a sequence alone. `scored`: the first of tokens that this
+    rank's indexers score together, and their number; `shared`: the queries of prompts that it shares with others.
     """
 
     tensors: BatchTensors
@@ -46,6 +50,8 @@ class CsaTritonPlan:
     bound: int
     splits: int
     chip: Chip
+    scored: tuple[tuple[int, int], ...]
+    shared: SharedQueries | None
 
 
 def build_plan(spec: CsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex]) -> CsaTritonPlan:
@@ -63,7 +69,22 @@ def build_plan(spec: CsaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     )
     verify = batch.verify_tensors
     first_row = None if verify is None else verify.first_row
-    return CsaTritonPlan(batch.tensors, first_row, paged, lists, bound, splits, chip)
+    scored, shared = _scored(spec, batch) if bound != listed else ((), None)
+    return CsaTritonPlan(batch.tensors, first_row, paged, lists, bound, splits, chip, scored, shared)
+
+
+def _scored(spec: CsaSpec, batch: BatchLayout) -> tuple[tuple[tuple[int, int], ...], SharedQueries | None]:
+    """Which tokens this rank scores: all of a step of decodes, whose lengths only the device may know."""
+    assert spec.indexer is not None
+    spans = [
+        Span(b, batch.query_start[b], batch.context_lens[b], batch.query_lens[b])
+        for b in range(batch.num_decodes, batch.num_requests)
+    ]
+    own, shared = share(spans, SHARED_BLOCK, spec.indexer.rank, spec.indexer.ranks, batch.device, spec.ratio)
+    if shared is None:
+        return ((0, batch.num_tokens),), None
+    decodes = ((0, batch.num_decodes),) if batch.num_decodes else ()
+    return (*decodes, *((span.token, span.queries) for span in own)), shared
 
 
 def split_count(programs: int, tiles: int, num_sms: int) -> int:
@@ -82,7 +103,7 @@ def run(spec: CsaSpec, plan: CsaTritonPlan, caches: CacheViews, inputs: CsaInput
     entries = plan.lists.entry_list
     if spec.ratio and entries is None:
         assert index is not None
-        entries = _select_topk(spec, plan, caches["index"]["k"], index.q, index.weights)
+        entries = _select_topk(spec, plan, caches["index"]["k"], index.q, index.weights, index.gather)
     return _attend(spec, plan, caches, q_rotated, inputs.sinks, entries, inputs.kv_scale)
 
 
@@ -154,14 +175,22 @@ def _store(
 
 
 def _select_topk(
-    spec: CsaSpec, plan: CsaTritonPlan, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor
+    spec: CsaSpec,
+    plan: CsaTritonPlan,
+    keys: torch.Tensor,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    gather: Gather | None,
 ) -> torch.Tensor:
-    """[T, n] int32 slots of the top-k entries of each query, then -1; n is topk, padded to 16 bytes."""
+    """[T, n] int32 slots of the top-k entries of each query, then -1; n is topk, padded to 16 bytes. `gather`: of the
+    ranks that share the scores."""
     assert spec.indexer is not None and weights.stride(1) == 1 and q.stride(2) == 1
     topk_indices = torch.empty(len(q), spec.indexer.topk, dtype=torch.int64, device=q.device)
     step = max(1, MAX_SCORE_BYTES // (4 * plan.bound))
-    for first in range(0, len(q), step):
-        tokens = min(step, len(q) - first)
+    launches = [
+        (first + begin, min(step, count - begin)) for first, count in plan.scored for begin in range(0, count, step)
+    ]
+    for first, tokens in launches:
         scores = triton_index.score(
             spec.indexer, spec.rope.dim, plan.chip, plan.paged["index"], keys, q, weights,
             plan.tensors.request_of_token, plan.lists.visible, plan.lists.angles, first, tokens, plan.bound,
@@ -169,6 +198,9 @@ def _select_topk(
         )  # fmt: skip
         rows = slice(first, first + tokens)
         top_rows(scores, plan.lists.visible[rows], spec.indexer.topk, plan.chip, topk_indices[rows], None)
+    if plan.shared is not None:
+        assert gather is not None
+        plan.shared.exchange(topk_indices, gather)
     paged = plan.paged["compressed"]
     return triton_index.resolve(paged, paged.page_size // spec.ratio, plan.tensors.request_of_token, topk_indices)
 

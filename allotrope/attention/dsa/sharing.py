@@ -1,4 +1,5 @@
 """How ranks share the work of an indexer: each selects for some queries of prompts, and gets the others' selections.
+Compressed sparse attention shares its indexer's as well.
 
 Attention is cut by heads, but all heads of the indexer make one score, so every rank would score every query alike. Its
 work grows with the length of the prompt, and that of sparse attention does not. Decodes are too few to be shared.
@@ -37,13 +38,14 @@ class SharedQueries:
 
 
 def share(
-    spans: Sequence[Span], size: int, rank: int, ranks: int, device: torch.device
+    spans: Sequence[Span], size: int, rank: int, ranks: int, device: torch.device, ratio: int = 1
 ) -> tuple[list[Span], SharedQueries | None]:
     """The spans of one rank, of `size` queries or fewer, where `spans` are worth sharing; else `spans`, and None.
+    `ratio`: tokens for each key.
 
     Spans are dealt in turns: later queries of a prompt see more keys.
     """
-    pairs = sum(span.queries * span.position + span.queries * (span.queries + 1) // 2 for span in spans)
+    pairs = sum(span.queries * span.position + span.queries * (span.queries + 1) // 2 for span in spans) // ratio
     if ranks == 1 or not spans or (device.type == "cuda" and pairs < MIN_PAIRS):
         return list(spans), None
     cut = [
@@ -54,7 +56,7 @@ def share(
     held = [_tokens(cut[i::ranks]) for i in range(ranks)]
     rows = max(map(len, held))
     source = [i * rows + row for i, tokens in enumerate(held) for row in range(len(tokens))]
-    own = held[rank] + held[0][:1] * (rows - len(held[rank]))
+    own = held[rank] + (held[rank] or held[0])[:1] * (rows - len(held[rank]))
     index = (own, _tokens(one for i in range(ranks) for one in cut[i::ranks]), source)
     return cut[rank::ranks], SharedQueries(*(on_device(one, torch.int64, device) for one in index))
 

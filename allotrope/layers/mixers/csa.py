@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,9 @@ class CsaMixerSpec:
 
     def attention(self, parallel: Parallel, dtype: torch.dtype, kv_dtype: torch.dtype) -> CsaSpec:
         parallel.shard("o_groups", self.out_groups)
+        indexer = self.indexer
+        if indexer is not None and parallel.host_all_reduce is None:
+            indexer = dataclasses.replace(indexer, rank=parallel.rank, ranks=parallel.size)
         return CsaSpec(
             num_heads=parallel.shard("num_attention_heads", self.num_heads),
             head_dim=self.head_dim,
@@ -50,7 +54,7 @@ class CsaMixerSpec:
             kv_dtype=kv_dtype,
             ratio=self.ratio,
             overlap=self.overlap,
-            indexer=self.indexer,
+            indexer=indexer,
             norm_eps=self.norm_eps,
         )
 
@@ -61,7 +65,7 @@ class CsaMixerSpec:
 class CsaMixer(Mixer):
     def __init__(self, spec: CsaMixerSpec, build: Build) -> None:
         super().__init__()
-        self.spec = attention_of(spec, build)
+        self.spec, self.parallel = attention_of(spec, build), build.parallel
         self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
         # Scales of FP8 entries by the argument's name; empty for other types.
         self.kv_scales: dict[str, float] = {}
@@ -93,7 +97,7 @@ class CsaMixer(Mixer):
         if self.spec.indexer is not None:
             assert keys is not None
             index_q = queries[1].unflatten(-1, (-1, self.spec.indexer.head_dim))
-            index = IndexInputs(index_q, projected[2], keys)
+            index = IndexInputs(index_q, projected[2], keys, self.parallel.gather_rows)
         inputs = CsaInputs(
             queries[0].unflatten(-1, (-1, self.spec.head_dim)),
             projected[1],

@@ -12,7 +12,6 @@ from allotrope.attention.dsa import DsaInputs, DsaSpec, IndexInputs
 from allotrope.attention.dsa import IndexerSpec as IndexerSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
-from allotrope.layers.data_parallel import RankRows
 from allotrope.layers.linear import RowLinear
 from allotrope.layers.mixers.mixer import Mixer, attention_of
 from allotrope.layers.mixers.mla import LatentProjection, MlaMixerSpec, Projected
@@ -119,7 +118,5 @@ class Indexer(nn.Module):
         rotation = None if self.rope is None else ctx.step.rotation(self.rope, k.dtype)
         norm = LayerNorm(self.k_norm_weight, self.k_norm_bias, self.eps)
         # The weights are fp32: terms of both signs cancel, and small differences decide the top-k.
-        return IndexInputs(q, k, weights.float() * self.heads**-0.5, norm, rotation, self._rope, self._gather)
-
-    def _gather(self, rows: torch.Tensor) -> torch.Tensor:
-        return RankRows(self.parallel, (len(rows),) * self.parallel.size).gather(rows)
+        head_weights = weights.float() * self.heads**-0.5
+        return IndexInputs(q, k, head_weights, norm, rotation, self._rope, self.parallel.gather_rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 
 import pytest
 import torch
@@ -11,21 +12,21 @@ from device_under_test import DEVICE
 
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.check import Case, cases
-from allotrope.attention.dsa import DSA, sharing
+from allotrope.attention.dsa import sharing
 from allotrope.attention.dsa.sharing import Gather, share
 from allotrope.attention.mla.plan import Span
+from allotrope.attention.registry import FAMILIES
 from allotrope.attention.replay import Replay, at_random, whole
 
 CPU = torch.device("cpu")
 
 
-def backend_named(name: str) -> AttentionBackend:
+def backend_named(family: str, name: str) -> AttentionBackend:
     if name == "reference":
-        return DSA.backends[-1]
+        return FAMILIES[family].backends[-1]
     pytest.importorskip("triton", reason="triton is not installed")
-    from allotrope.attention.dsa import triton
-
-    return AttentionBackend("triton", lambda spec, chip: [], plan=triton.build_plan, run=triton.run, in_graphs=True)
+    kernels = importlib.import_module(f"allotrope.attention.{family}.triton")
+    return AttentionBackend("triton", lambda spec, chip: [], plan=kernels.build_plan, run=kernels.run, in_graphs=True)
 
 
 def played(case: Case, backend: AttentionBackend, rank: int, ranks: int, gather: Gather) -> list[torch.Tensor]:
@@ -34,9 +35,9 @@ def played(case: Case, backend: AttentionBackend, rank: int, ranks: int, gather:
 
     def run(spec, plan, caches, inputs):  # type: ignore[no-untyped-def]
         index = dataclasses.replace(inputs.index, gather=gather)
-        out, topk_indices = backend.run(spec, plan, caches, dataclasses.replace(inputs, index=index))
-        kept.extend((out, topk_indices))
-        return out
+        found = backend.run(spec, plan, caches, dataclasses.replace(inputs, index=index))
+        kept.extend(found if isinstance(found, tuple) else (found,))
+        return kept[-len(found)] if isinstance(found, tuple) else found
 
     indexer = dataclasses.replace(case.spec.indexer, rank=rank, ranks=ranks)
     of_rank = dataclasses.replace(case, spec=dataclasses.replace(case.spec, indexer=indexer))
@@ -52,9 +53,11 @@ class Exchange:
         self.sent: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
 
     def record(self, rank: int, rows: torch.Tensor) -> torch.Tensor:
-        # What is sent later does not depend on what comes back.
+        # What is sent later does not depend on what comes back: of the others, the first key.
         self.sent[rank].append(rows)
-        return rows.repeat(len(self.sent), 1)
+        found = rows.new_zeros(len(self.sent), *rows.shape)
+        found[rank] = rows
+        return found.flatten(0, 1)
 
     def joined(self) -> Gather:
         calls = iter([torch.cat(rows) for rows in zip(*self.sent, strict=True)])
@@ -62,14 +65,23 @@ class Exchange:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "lengths"),
-    [("reference", 2, (7, 330, 9, 150)), ("reference", 3, (7, 330, 9, 150)), ("triton", 2, (90, 9))],
+    ("family", "case_name", "name", "ranks", "lengths"),
+    [
+        ("dsa", "picking", "reference", 2, (7, 330, 9, 150)),
+        ("dsa", "picking", "reference", 3, (7, 330, 9, 150)),
+        ("dsa", "picking", "triton", 2, (90, 9)),
+        ("csa", "chosen", "reference", 2, (7, 130, 9, 50)),
+        ("csa", "chosen", "reference", 3, (7, 130, 9, 50)),
+        ("csa", "chosen", "triton", 2, (70, 9)),
+    ],
 )
 def test_ranks_select_what_one_selects(
-    name: str, ranks: int, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    family: str, case_name: str, name: str, ranks: int, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharing, "MIN_PAIRS", 0)
-    backend, case = backend_named(name), dataclasses.replace(cases("dsa")["picking"], lengths=lengths)
+    for module in ("plan", "triton"):
+        monkeypatch.setattr(f"allotrope.attention.csa.{module}.SHARED_BLOCK", 16)
+    backend, case = backend_named(family, name), dataclasses.replace(cases(family)[case_name], lengths=lengths)
     want = played(case, backend, 0, 1, lambda rows: rows)
     exchange = Exchange(ranks)
     for rank in range(ranks):
