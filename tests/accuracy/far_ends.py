@@ -331,7 +331,9 @@ def _given_topk(topk: Sequence[torch.Tensor]) -> Iterator[None]:
             hold_topk(dsa_indexer.scores(chunk, keys, q[chunk.tokens], weights[chunk.tokens]), indices[chunk.tokens])
         return indices
 
-    def of_csa(spec: Any, plan: Any, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def of_csa(
+        spec: Any, plan: Any, keys: torch.Tensor, q: torch.Tensor, weights: torch.Tensor, _: Any
+    ) -> torch.Tensor:
         rows = torch.zeros(len(q), spec.topk, dtype=torch.int64, device=q.device)
         rotated = rotate_tail(q, plan.rotation)
         for chunk in plan.chunks:
