@@ -5,6 +5,7 @@ Each family counts its own in `cost.py`. Must not know models, kernels, times.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,9 +36,19 @@ class Lengths:
     kv: torch.Tensor
     itemsize: int
 
+    @staticmethod
+    def of(query_lens: Iterable[int], seq_lens: Iterable[int], itemsize: int) -> Lengths:
+        new, kv = (torch.tensor(tuple(lens), dtype=torch.int64) for lens in (query_lens, seq_lens))
+        return Lengths(new, kv, itemsize)
+
     @property
     def tokens(self) -> int:
         return int(self.new.sum())
+
+    @cached_property
+    def of_prompts(self) -> torch.Tensor:
+        """[T] whether each new token is of a prompt, and not a decode."""
+        return (self.new > 1).repeat_interleave(self.new)
 
     @cached_property
     def visible(self) -> torch.Tensor:

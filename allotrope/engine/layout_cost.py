@@ -178,8 +178,7 @@ class StageCost:
         """What the rank exchanges in a step."""
         layout, data = self.layout, self.layout.data
         own, gathered = rows.own * self._hidden, rows.gathered * self._hidden
-        new, kv = (torch.tensor(one, dtype=torch.int64) for one in (rows.query_lens, rows.seq_lens))
-        lengths, gathered_by_attention = Lengths(new, kv, self._item), Counter[int]()
+        lengths, gathered_by_attention = Lengths.of(rows.query_lens, rows.seq_lens, self._item), Counter[int]()
         for spec, count in self._specs.items():
             gathered_by_attention[FAMILIES[spec.family].gathered(spec, lengths)] += count
         groups = {

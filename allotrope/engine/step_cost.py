@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from allotrope.attention.cost import Lengths, StepCost
@@ -166,8 +165,7 @@ class LayersCost:
         self, query_lens: Sequence[int], seq_lens: Sequence[int], logits: int, gathered: int | None = None
     ) -> StepWork:
         """As `ModelCost.work`. `gathered`: rows of feed-forward blocks; default: the new tokens."""
-        new, kv = (torch.tensor(tuple(lens), dtype=torch.int64) for lens in (query_lens, seq_lens))
-        lengths = Lengths(new, kv, self._item)
+        lengths = Lengths.of(query_lens, seq_lens, self._item)
         classes = [spec.family for spec in self._specs] + [EXPERTS, DENSE, HEAD, REST]
         found = dict.fromkeys(classes, StepCost())
         launches = passed = 0

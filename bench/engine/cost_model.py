@@ -40,7 +40,7 @@ from allotrope.engine.step_cost import ModelCost, StepWork  # noqa: E402
 from allotrope.engine.step_time import StepTime  # noqa: E402
 from allotrope.kernels.chip_figures import FIGURES, FITTED, ChipFigures, Fitted  # noqa: E402
 from allotrope.rank_layout import RankLayout  # noqa: E402
-from bench.engine.report import OURS, Report, holds, write_json_alone  # noqa: E402
+from bench.engine.report import OURS, Report, held_cases, write_json_alone  # noqa: E402
 from bench.random_weights import with_layers  # noqa: E402
 
 RESULTS, CONFIGS = ROOT / "bench" / "results", ROOT / "bench" / "configs"
@@ -146,10 +146,7 @@ def _cases(
     with sliced(model, released, measured) as config:
         cost = ModelCost(resolve_load_plan(config, chip=figures.chip, available=int(figures.memory.value)))
     found = []
-    for case, times in measured["cases"].items():
-        if not holds(measured, case):
-            # Some requests waited for others.
-            continue
+    for case, times in held_cases(measured).items():
         inputs, outputs, requests = map(int, case.split("/"))
         sizes = batches(requests, inputs)
         steps = tuple(cost.work((inputs,) * n, (inputs,) * n) for n in sizes)

@@ -29,7 +29,7 @@ from allotrope.engine.layout_report import name  # noqa: E402
 from allotrope.kernels.chip_figures import FIGURES, FITTED, ChipFigures  # noqa: E402
 from allotrope.rank_layout import RankLayout  # noqa: E402
 from bench.engine.cost_model import DECODE, PROMPTS, batches, layout_of, released_config, seconds_of, sliced  # noqa: E402
-from bench.engine.report import Column, holds  # noqa: E402
+from bench.engine.report import Column, held_cases  # noqa: E402
 
 # How much slower than the fastest layout the proposed one may be.
 MAX_BEHIND = 0.05
@@ -60,10 +60,7 @@ def read(files: Sequence[Path], figures: ChipFigures) -> list[Measured]:
                     with sliced(model, released_config(model), measured) as config:
                         planner = LayoutPlanner(config, Machines(figures, layout.size, 1), 1)
                         planner.stages(layout)
-                    for case, times in measured["cases"].items():
-                        if not holds(measured, case):
-                            # Some requests waited for others.
-                            continue
+                    for case, times in held_cases(measured).items():
                         expected = _expected(planner, layout, case)
                         found.append(Measured(title, case, layout, seconds_of(times), expected))
     return found

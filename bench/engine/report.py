@@ -208,6 +208,11 @@ def holds(found: Report, case: str) -> bool:
     return not found.get("kv_tokens") or requests * (inputs + outputs) <= found["kv_tokens"]
 
 
+def held_cases(found: Report) -> Report:
+    """The cases of an engine in which no request waited for the caches that others took."""
+    return {case: times for case, times in found["cases"].items() if holds(found, case)}
+
+
 def ratios(ours: Report, theirs: Report) -> Report:
     """Medians of theirs over those of ours, of the start and of each case that both have, and hold at once."""
     found: Report = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def played(case: Case, backend: AttentionBackend, rank: int, ranks: int, gather:
     """Outputs and selections of one rank, of whole prompts and of chunks among decodes."""
     kept: list[torch.Tensor] = []
 
-    def run(spec, plan, caches, inputs):  # type: ignore[no-untyped-def]
+    def run(spec: Any, plan: Any, caches: Any, inputs: Any) -> Any:
         index = dataclasses.replace(inputs.index, gather=gather)
         found = backend.run(spec, plan, caches, dataclasses.replace(inputs, index=index))
         kept.extend(found if isinstance(found, tuple) else (found,))

@@ -17,8 +17,8 @@ def gathered(spec: CsaSpec, lengths: Lengths) -> int:
     """Bytes of the top-k indices of the queries of prompts that the ranks share."""
     if spec.indexer is None or spec.indexer.ranks == 1:
         return 0
-    topk, prompts = spec.indexer.topk, (lengths.new > 1).repeat_interleave(lengths.new)
-    return int((lengths.visible // spec.ratio > topk)[prompts].sum()) * topk * torch.int32.itemsize
+    topk = spec.indexer.topk
+    return int((lengths.visible // spec.ratio > topk)[lengths.of_prompts].sum()) * topk * torch.int32.itemsize
 
 
 def cost(spec: CsaSpec, lengths: Lengths) -> StepCost:
@@ -38,8 +38,7 @@ def cost(spec: CsaSpec, lengths: Lengths) -> StepCost:
         if spec.indexer is not None:
             width, scored = spec.indexer.num_heads * spec.indexer.head_dim, entries > max_entries
             keys = int(existing[existing > max_entries].sum()) * row_bytes(caches["index"])
-            prompts = (new > 1).repeat_interleave(new)
-            index_pairs = int(entries[scored & ~prompts].sum())
-            index_pairs += int(entries[scored & prompts].sum()) // spec.indexer.ranks
+            index_pairs = int(entries[scored & ~lengths.of_prompts].sum())
+            index_pairs += int(entries[scored & lengths.of_prompts].sum()) // spec.indexer.ranks
             total += StepCost(keys + int(scored.sum()) * width * lengths.itemsize, 2 * width * index_pairs)
     return total + StepCost(rows * row_bytes(caches["window"]), 4 * heads * spec.head_dim * pairs)

@@ -13,7 +13,7 @@ import torch
 from allotrope.attention.csa.plan import CsaPlan, ScoreChunk
 from allotrope.attention.csa.rotary import rotate_tail
 from allotrope.attention.csa.spec import IndexerSpec
-from allotrope.attention.dsa.sharing import Gather
+from allotrope.attention.dsa.sharing import Gather, exchange
 from allotrope.attention.topk import top_indices
 
 
@@ -38,9 +38,7 @@ def select_topk(
             entry = top_indices(scores(spec, chunk, keys, q, weights), spec.topk)
             rows = chunk.compressed_rows.repeat_interleave(chunk.queries, dim=0)
             topk_indices[chunk.tokens] = rows.gather(1, entry)
-    if plan.shared is not None:
-        assert gather is not None
-        plan.shared.exchange(topk_indices, gather)
+    exchange(plan.shared, topk_indices, gather)
     return topk_indices
 
 

@@ -21,7 +21,7 @@ from allotrope.attention.csa.plan import SHARED_BLOCK
 from allotrope.attention.csa.rows import FP8
 from allotrope.attention.csa.spec import CsaSpec
 from allotrope.attention.csa.triton_plan import Lists, make_lists
-from allotrope.attention.dsa.sharing import Gather, SharedQueries, share
+from allotrope.attention.dsa.sharing import Gather, SharedQueries, exchange, share
 from allotrope.attention.dsa.triton_topk import top_rows
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mla.plan import Span
@@ -198,9 +198,7 @@ def _select_topk(
         )  # fmt: skip
         rows = slice(first, first + tokens)
         top_rows(scores, plan.lists.visible[rows], spec.indexer.topk, plan.chip, topk_indices[rows], None)
-    if plan.shared is not None:
-        assert gather is not None
-        plan.shared.exchange(topk_indices, gather)
+    exchange(plan.shared, topk_indices, gather)
     paged = plan.paged["compressed"]
     return triton_index.resolve(paged, paged.page_size // spec.ratio, plan.tensors.request_of_token, topk_indices)
 

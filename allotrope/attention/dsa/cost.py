@@ -18,9 +18,12 @@ def gathered(spec: DsaSpec, lengths: Lengths) -> int:
     """Bytes of the top-k indices of the queries of prompts that the ranks share."""
     if spec.indexer is None or spec.indexer.ranks == 1:
         return 0
-    new, kv = lengths.new, lengths.kv
-    sparse = (new - (spec.topk - (kv - new)).clamp(min=0).minimum(new))[new > 1]
-    return int(sparse.sum()) * spec.topk * torch.int32.itemsize
+    return int(_sparse(spec, lengths)[lengths.new > 1].sum()) * spec.topk * torch.int32.itemsize
+
+
+def _sparse(spec: DsaSpec, lengths: Lengths) -> torch.Tensor:
+    """[B] new tokens that see more than `topk` tokens."""
+    return lengths.new - (spec.topk - (lengths.kv - lengths.new)).clamp(min=0).minimum(lengths.new)
 
 
 def cost(spec: DsaSpec, lengths: Lengths) -> StepCost:
@@ -28,8 +31,8 @@ def cost(spec: DsaSpec, lengths: Lengths) -> StepCost:
     index keys, those of prompts on one of the ranks that share them, and read their top-k entries in the absorbed
     form."""
     new, kv, mla = lengths.new, lengths.kv, spec.mla
-    dense = (spec.topk - (kv - new)).clamp(min=0).minimum(new)
-    sparse = new - dense
+    sparse = _sparse(spec, lengths)
+    dense = new - sparse
     computed = flops(mla, causal_pairs(dense, kv - sparse), dense, torch.where(dense > 0, kv - sparse, 0))
     computed = computed + flops(mla, sparse * spec.topk, sparse, None)
     moved = int(kv.minimum(spec.topk * new).sum()) * row_bytes(mla.caches()["latent"])

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from allotrope.attention.dsa.plan import DsaPlan, ScoreChunk
-from allotrope.attention.dsa.sharing import Gather
+from allotrope.attention.dsa.sharing import Gather, exchange
 from allotrope.attention.dsa.spec import DsaSpec, IndexerSpec
 from allotrope.attention.mla.rows import power_of_two, take, to_fp8
 from allotrope.attention.topk import top_indices
@@ -60,9 +60,7 @@ def select_topk(
         q = quantized.float() * scale
     for chunk in plan.chunks:
         topk_indices[chunk.tokens] = top_indices(scores(chunk, keys, q[chunk.tokens], weights[chunk.tokens]), spec.topk)
-    if plan.shared is not None:
-        assert gather is not None
-        plan.shared.exchange(topk_indices, gather)
+    exchange(plan.shared, topk_indices, gather)
     return topk_indices
 
 

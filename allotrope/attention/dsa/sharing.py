@@ -31,10 +31,14 @@ class SharedQueries:
     tokens: torch.Tensor
     source: torch.Tensor
 
-    def exchange(self, topk_indices: torch.Tensor, gather: Gather) -> None:
-        """`topk_indices`: [T, K], where the rows of other ranks' queries are filled in."""
-        found = gather(topk_indices.index_select(0, self.own).int())
-        topk_indices[self.tokens] = found.index_select(0, self.source).to(topk_indices.dtype)
+
+def exchange(shared: SharedQueries | None, topk_indices: torch.Tensor, gather: Gather | None) -> None:
+    """Fill in the rows of other ranks' queries in `topk_indices` [T, K], where any are shared."""
+    if shared is None:
+        return
+    assert gather is not None
+    found = gather(topk_indices.index_select(0, shared.own).int())
+    topk_indices[shared.tokens] = found.index_select(0, shared.source).to(topk_indices.dtype)
 
 
 def share(

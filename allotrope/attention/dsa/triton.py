@@ -17,7 +17,7 @@ import torch
 from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex, on_device
 from allotrope.attention.dsa import triton_index, triton_topk
 from allotrope.attention.dsa.inputs import DsaInputs, missing_inputs
-from allotrope.attention.dsa.sharing import Gather, SharedQueries, share
+from allotrope.attention.dsa.sharing import Gather, SharedQueries, exchange, share
 from allotrope.attention.dsa.spec import DsaSpec
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mla import triton as mla
@@ -197,7 +197,5 @@ def select_topk(
         tokens = chunk.absorbed.tokens
         out, out_rows = (topk_indices[tokens], None) if isinstance(tokens, slice) else (topk_indices, tokens)
         triton_topk.top_rows(scores, queries.kv_lens, spec.topk, chip, out, out_rows)
-    if plan.shared is not None:
-        assert gather is not None
-        plan.shared.exchange(topk_indices, gather)
+    exchange(plan.shared, topk_indices, gather)
     return topk_indices

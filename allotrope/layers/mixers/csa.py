@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from allotrope.attention.csa import IndexerSpec as IndexerSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
-from allotrope.layers.mixers.mixer import Mixer, attention_of, head_norm
+from allotrope.layers.mixers.mixer import Mixer, attention_of, head_norm, shared_by
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.step import LayerStep
@@ -42,9 +41,6 @@ class CsaMixerSpec:
 
     def attention(self, parallel: Parallel, dtype: torch.dtype, kv_dtype: torch.dtype) -> CsaSpec:
         parallel.shard("o_groups", self.out_groups)
-        indexer = self.indexer
-        if indexer is not None and parallel.host_all_reduce is None:
-            indexer = dataclasses.replace(indexer, rank=parallel.rank, ranks=parallel.size)
         return CsaSpec(
             num_heads=parallel.shard("num_attention_heads", self.num_heads),
             head_dim=self.head_dim,
@@ -54,7 +50,7 @@ class CsaMixerSpec:
             kv_dtype=kv_dtype,
             ratio=self.ratio,
             overlap=self.overlap,
-            indexer=indexer,
+            indexer=shared_by(parallel, self.indexer),
             norm_eps=self.norm_eps,
         )
 

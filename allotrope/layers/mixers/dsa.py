@@ -13,7 +13,7 @@ from allotrope.attention.dsa import IndexerSpec as IndexerSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
 from allotrope.layers.linear import RowLinear
-from allotrope.layers.mixers.mixer import Mixer, attention_of
+from allotrope.layers.mixers.mixer import Mixer, attention_of, shared_by
 from allotrope.layers.mixers.mla import LatentProjection, MlaMixerSpec, Projected
 from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.step import LayerStep
@@ -49,9 +49,9 @@ class DsaMixerSpec:
         if indexer is not None and kv_dtype == torch.float8_e4m3fn:
             # In an FP8 cache each index key has a scale: without it, rounding would change the top-k.
             indexer = dataclasses.replace(indexer, key_format="scaled")
-        if indexer is not None and parallel.host_all_reduce is None:
-            indexer = dataclasses.replace(indexer, rank=parallel.rank, ranks=parallel.size)
-        return DsaSpec(mla=self.mla.attention(parallel, dtype, kv_dtype), topk=self.topk, indexer=indexer)
+        return DsaSpec(
+            mla=self.mla.attention(parallel, dtype, kv_dtype), topk=self.topk, indexer=shared_by(parallel, indexer)
+        )
 
     def build(self, build: Build) -> DsaMixer:
         return DsaMixer(self, build)

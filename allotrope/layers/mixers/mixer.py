@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import dataclasses
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
+from allotrope.attention import csa, dsa
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.family import CacheFormat, Spec
 from allotrope.attention.head_norm import HeadNorm
@@ -15,6 +17,8 @@ from allotrope.layers.build import Build
 from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.step import LayerStep
+
+Shared = TypeVar("Shared", csa.IndexerSpec, dsa.IndexerSpec)
 
 
 class MixerSpec(Protocol):
@@ -52,6 +56,14 @@ def attention_of(spec: MixerSpec, build: Build) -> Any:
     attention = spec.attention(build.parallel, build.dtype, build.kv_dtype)
     cache = CacheFormat(build.row_format, build.state_dtype, build.max_drafts)
     return FAMILIES[attention.family].with_cache(attention, cache)
+
+
+def shared_by(parallel: Parallel, indexer: Shared | None) -> Shared | None:
+    """The indexer of one of the ranks that share its work on prompts; inside a host, which has no gather of rows, each
+    rank does all of it."""
+    if indexer is None or parallel.host_all_reduce is not None:
+        return indexer
+    return dataclasses.replace(indexer, rank=parallel.rank, ranks=parallel.size)
 
 
 def head_norm(norm: RMSNorm | AllHeadsNorm | None) -> HeadNorm | None:
