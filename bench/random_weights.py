@@ -24,7 +24,9 @@ import sys
 import tempfile
 import time
 import zlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,8 @@ from allotrope.verify.random_draft import draft_head  # noqa: E402
 from allotrope.verify.transformers_model import class_and_config, quiet  # noqa: E402
 
 SHARD_BYTES = 4 << 30
+# Files that are written at once.
+WRITERS = 4
 # What no release of these models has in FP8, named in its config or not.
 NEVER_FP8 = re.compile(
     r"(^|\.)(embed|embed_tokens|lm_head|head|gate|router|shared_expert_gate|weights_proj|fc|eh_proj)$|compressor|norm|hc_"
@@ -329,10 +333,12 @@ def fp8_blocks(
 
 
 class Shards:
-    """Tensors into files of a few GB each, and the index of them."""
+    """Tensors into files of a few GB each, and the index of them. Files are written while the next is drawn."""
 
     def __init__(self, into: Path) -> None:
         self.into = into
+        self.writers = ThreadPoolExecutor(WRITERS)
+        self.writes: deque[Future[None]] = deque()
         self.held: dict[str, torch.Tensor] = {}
         self.held_bytes = self.bytes = 0
         self.files: list[list[str]] = []
@@ -347,6 +353,8 @@ class Shards:
     def finish(self) -> tuple[int, int]:
         """Write the rest and the index. Returns how many tensors and bytes."""
         self._write()
+        self._await_writes(0)
+        self.writers.shutdown()
         count, where = len(self.files), {}
         for number, names in enumerate(self.files, 1):
             file = f"model-{number:05d}-of-{count:05d}.safetensors"
@@ -360,10 +368,17 @@ class Shards:
         return self.into / f"part-{number:05d}.safetensors"
 
     def _write(self) -> None:
-        save_file(self.held, self._part(len(self.files) + 1), metadata={"format": "pt"})
+        self._await_writes(WRITERS - 1)
+        part = self._part(len(self.files) + 1)
+        self.writes.append(self.writers.submit(save_file, self.held, part, metadata={"format": "pt"}))
         self.files.append(list(self.held))
         self.bytes += self.held_bytes
         self.held, self.held_bytes = {}, 0
+
+    def _await_writes(self, most: int) -> None:
+        """Until at most so many files are being written, which bounds what memory holds of them."""
+        while len(self.writes) > most:
+            self.writes.popleft().result()
 
 
 def _layers_named(config: dict[str, Any], layers: int, more: Sequence[str] = ()) -> dict[str, Any]:
