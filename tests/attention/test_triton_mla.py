@@ -15,7 +15,16 @@ from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.batch import BatchLayout, BatchTensors, PageIndex, index_pages
 from allotrope.attention.cache_layout import pool_bytes, row_bytes, views
 from allotrope.attention.check import Case, Inputs, cases, compare
-from allotrope.attention.mla import MLA, MlaSpec, rows, triton, triton_decode, triton_prefill, triton_store
+from allotrope.attention.mla import (
+    MLA,
+    MlaSpec,
+    rows,
+    triton,
+    triton_cudnn,
+    triton_decode,
+    triton_prefill,
+    triton_store,
+)
 from allotrope.attention.mla.cases import draw
 from allotrope.attention.mla.plan import Span
 from allotrope.attention.replay import Replay, Step, alone, at_random, whole
@@ -155,6 +164,39 @@ def test_scratch_of_a_prompt_does_not_grow_with_the_context() -> None:
     most = (1 << 22) // (spec.num_heads * 256 * 4)
     assert len(made.chunks) > 5
     assert all(chunk.rows <= most for chunk in made.chunks)
+
+
+def test_prompts_of_one_padded_length_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuDNN runs them: four that are padded alike together, while one with context and a short one go the usual
+    way."""
+    monkeypatch.setattr(triton_cudnn, "MIN_TOKENS", 32)
+    monkeypatch.setattr(triton_cudnn, "TOKEN_MULTIPLE", 32)
+    if not GPU:
+        attention = torch.nn.functional.scaled_dot_product_attention
+        monkeypatch.setattr(triton_cudnn, "supports", lambda spec, device: True)
+        monkeypatch.setattr(
+            triton_cudnn, "_causal_attention", lambda q, k, v, scale: attention(q, k, v, is_causal=True, scale=scale)
+        )
+    dtype = torch.bfloat16 if GPU else torch.float32
+    case = dataclasses.replace(taken("released", dtype), lengths=(40, 50, 33, 64, 80, 20))
+    sizes = []
+    batches_of = triton_cudnn.batches_of
+
+    def seen(*given: Any) -> list[triton_cudnn.CudnnBatch]:
+        found = list(batches_of(*given))
+        sizes.append([(len(batch.prompts), batch.length, batch.padded) for batch in found])
+        return found
+
+    monkeypatch.setattr(triton_cudnn, "batches_of", seen)
+    steps: list[Step] = [[(4, 45)], [(0, 40), (5, 20), (1, 50), (4, 35), (2, 33), (3, 64)]]
+    found = compare(Replay(case, TRITON, DEVICE).play(steps), reference(case), case.kind)
+    assert found, found
+    assert sizes[-1] == [(4, 64, True)] and sizes[0] == [(1, 64, True)]
+    spans = [Span(i, 0, 0, tokens) for i, tokens in enumerate((64, 50, 64, 96, 33))]
+    most = list(batches_of(spans, 256, torch.device("cpu")))
+    assert [(len(batch.prompts), batch.length) for batch in most] == [(4, 64), (1, 96)]
+    fewer = list(batches_of(spans, 192, torch.device("cpu")))
+    assert [(len(batch.prompts), batch.length) for batch in fewer] == [(2, 64), (2, 64), (1, 96)]
 
 
 def test_requests_that_fill_up_a_captured_size_touch_nothing() -> None:

@@ -1,11 +1,11 @@
 """MLA prefill in MHA form: keys and values of every head are decompressed for a bounded number of tokens at a time.
 
-Owns: which tokens are decompressed together, the kernel that gathers them from their pages, the kernel that attends,
-and their launch. Must not know: which requests are better absorbed.
+Owns: which tokens are decompressed together, the kernel that attends to them, and their launch. Must not know: which
+requests are better absorbed.
 
 A `Chunk` holds slices of the keys of one or several requests. The program that attends to a slice merges its result
 with that of the slices before (chunked context with LSE merge), so that scratch does not grow with the context. Prompts
-without context run by cuDNN where it is available and faster.
+without context run by cuDNN where it is available and faster (`triton_cudnn.py`).
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -15,16 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from allotrope.attention.batch import PageIndex, on_device
+from allotrope.attention.mla import triton_cudnn
 from allotrope.attention.mla.plan import Span
 from allotrope.attention.mla.spec import MlaSpec
-from allotrope.attention.mla.triton_latent import load_latent
-from allotrope.attention.mla.triton_store import pool_views
+from allotrope.attention.mla.triton_gather import GATHER_BLOCK, blocks_of, gather_latent, padded
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import at_least, higher_of, highest
@@ -34,11 +32,6 @@ from allotrope.kernels.tiles import next_power_of_2
 
 # Queries of a tile of a plan; several programs may share a tile.
 TILE = 128
-# Keys of a block, by which a slice is gathered.
-GATHER_BLOCK = 64
-# Fewest tokens of a prompt that cuDNN runs, and the multiple that they are padded to.
-CUDNN_MIN_TOKENS = 1024
-CUDNN_TOKEN_MULTIPLE = 256
 # Bytes of the keys and values of a chunk.
 MAX_SCRATCH_BYTES = 1 << 29
 
@@ -59,26 +52,14 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class CudnnPrompt:
-    """A prompt without context that cuDNN runs.
-
-    `rows`, `blocks`: as in `Chunk`; `rows` is padded, so that cuDNN builds few plans. `tokens`: its tokens in the step.
-    """
-
-    rows: int
-    blocks: torch.Tensor
-    tokens: slice
-
-
-@dataclass(frozen=True)
 class Decompressed:
     """Prompts in MHA form. `chunks`: in the order of their slices. `merged`: whether a request has several slices,
-    whose results are merged. `cudnn`: prompts that cuDNN runs.
+    whose results are merged. `cudnn`: of the prompts that cuDNN runs.
     """
 
     chunks: tuple[Chunk, ...]
     merged: bool
-    cudnn: tuple[CudnnPrompt, ...] = ()
+    cudnn: tuple[triton_cudnn.CudnnBatch, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,7 +93,7 @@ def plan_decompressed(
     """Partition the keys of `spans` into chunks of at most `scratch` bytes, and their queries into tiles."""
     size = spec.num_heads * (spec.nope_dim + spec.v_head_dim) * (4 if spec.kv_dtype == torch.float32 else 2)
     max_rows = max(1, scratch // size // GATHER_BLOCK) * GATHER_BLOCK
-    cudnn = [span for span in spans if _cudnn_suits(span, max_rows) and _cudnn_supports(spec, device)]
+    cudnn = [span for span in spans if triton_cudnn.suits(span, max_rows) and triton_cudnn.supports(spec, device)]
     chunks: list[Chunk] = []
     blocks: list[tuple[int, ...]] = []
     tiles: list[tuple[int, ...]] = []
@@ -122,7 +103,7 @@ def plan_decompressed(
         first = 0
         while first < end:
             last = min(end, first + max_rows - row)
-            blocks += _blocks(span.request, first, last, row)
+            blocks += blocks_of(span.request, first, last, row)
             merged |= last - first < end
             for q in reversed(range(0, span.queries, TILE)):
                 num_tokens = min(TILE, span.queries - q)
@@ -142,80 +123,11 @@ def plan_decompressed(
             row += last - first
             first = last
             if row >= max_rows:
-                chunks.append(Chunk(row, _table(blocks, device), _table(tiles, device)))
+                chunks.append(Chunk(row, on_device(blocks, torch.int32, device), on_device(tiles, torch.int32, device)))
                 blocks, tiles, row = [], [], 0
     if blocks:
-        chunks.append(Chunk(row, _table(blocks, device), _table(tiles, device)))
-    cudnn_prompts = [
-        CudnnPrompt(
-            -(-span.queries // CUDNN_TOKEN_MULTIPLE) * CUDNN_TOKEN_MULTIPLE,
-            _table(_blocks(span.request, 0, span.queries, 0), device),
-            slice(span.token, span.token + span.queries),
-        )
-        for span in cudnn
-    ]
-    return Decompressed(tuple(chunks), merged, tuple(cudnn_prompts))
-
-
-def _cudnn_suits(span: Span, max_rows: int) -> bool:
-    """Whether a prompt is long enough for cuDNN: short ones run faster in one batch, and a step has few long ones."""
-    return span.position == 0 and CUDNN_MIN_TOKENS <= span.queries <= max_rows - max_rows % CUDNN_TOKEN_MULTIPLE
-
-
-def _blocks(request: int, first: int, last: int, row: int) -> list[tuple[int, ...]]:
-    """Entries of `Chunk.blocks` for keys `first` to `last`, from scratch row `row` on."""
-    return [
-        (request, key, min(GATHER_BLOCK, last - key), row + key - first) for key in range(first, last, GATHER_BLOCK)
-    ]
-
-
-def _table(rows: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
-    return on_device(rows, torch.int32, device)
-
-
-def _cudnn_supports(spec: MlaSpec, device: torch.device) -> bool:
-    """Whether cuDNN supports these head dims in half precision, and was measured to be faster (on Hopper)."""
-    chip = chip_of(device)
-    if not chip.has_wgmma or not torch.backends.cudnn.is_available():
-        return False
-    sizes = (spec.nope_dim + spec.rope_dim, spec.v_head_dim)
-    fits = all(size % 8 == 0 and 64 <= size <= 256 for size in sizes)
-    return fits and spec.kv_dtype != torch.float32
-
-
-@pdl_jit
-def gather_kernel(
-    c_pool, pe_pool, scales, table, blocks, latent, rope, kv_scale,
-    c_page, c_row, pe_page, pe_row, scale_page, scale_row, table_b,
-    C: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_SCALED: tl.constexpr,
-):  # fmt: skip
-    """Dequantize BLOCK_T entries of a block to contiguous `latent` [rows, C] and `rope` [rows, R]."""
-    gdc_wait()
-    gdc_launch_dependents()
-    block = tl.program_id(0).to(tl.int64)
-    offs_t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    request = tl.load(blocks + block * 4).to(tl.int64)
-    key = tl.load(blocks + block * 4 + 1) + offs_t
-    mask_t = offs_t < tl.load(blocks + block * 4 + 2)
-    page = tl.load(table + request * table_b + key // PAGE, mask=mask_t, other=-1).to(tl.int64)
-    c, pe = load_latent(
-        c_pool, pe_pool, scales, page, key % PAGE, mask_t & (page >= 0), c_page, c_row, pe_page, pe_row, scale_page,
-        scale_row, tl.float32, C, R, BLOCK_C, BLOCK_R, BLOCK_T, BLOCK_SCALED,
-    )  # fmt: skip
-    offs_c, offs_r = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
-    row = tl.load(blocks + block * 4 + 3).to(tl.int64) + offs_t
-    dtype: tl.constexpr = latent.dtype.element_ty
-    tl.store(
-        latent + row[:, None] * C + offs_c[None, :],
-        (c * kv_scale).to(dtype),
-        mask=mask_t[:, None] & (offs_c < C)[None, :],
-    )
-    tl.store(
-        rope + row[:, None] * R + offs_r[None, :],
-        (pe * kv_scale).to(dtype),
-        mask=mask_t[:, None] & (offs_r < R)[None, :],
-    )
+        chunks.append(Chunk(row, on_device(blocks, torch.int32, device), on_device(tiles, torch.int32, device)))
+    return Decompressed(tuple(chunks), merged, tuple(triton_cudnn.batches_of(cudnn, max_rows, device)))
 
 
 @triton.jit
@@ -350,15 +262,16 @@ def attend(
     out: torch.Tensor,
 ) -> None:
     """Attend for the queries of `plan`, and write their tokens of `out` [T, H, V]."""
-    for prompts in plan.cudnn:
-        _attend_cudnn(spec, pools, paged, prompts, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
+    for batch in plan.cudnn:
+        triton_cudnn.attend(spec, pools, paged, batch, q_nope, q_pe, w_uk, w_uv, kv_scale, out)
     partial = lse = out
     if plan.merged:
         partial = torch.empty(len(out), *out.shape[1:], dtype=torch.float32, device=out.device)
         lse = torch.empty(len(out), out.shape[1], dtype=torch.float32, device=out.device)
     chosen = config(chip_of(out.device), spec, q_nope.dtype)
     for chunk in plan.chunks:
-        latent, rope = gather_latent(spec, pools, paged, chunk, q_nope.dtype, kv_scale)
+        latent, rope = q_nope.new_empty(chunk.rows, spec.latent_dim), q_nope.new_empty(chunk.rows, spec.rope_dim)
+        gather_latent(spec, pools, paged, chunk.blocks, (latent, rope), kv_scale)
         k = torch.mm(latent, w_uk.flatten(0, 1).t())
         v = torch.mm(latent, w_uv.flatten(0, 1).t())
         tile_splits = TILE // chosen.block_m
@@ -366,77 +279,18 @@ def attend(
             q_nope, q_pe, k, rope, v, chunk.tiles, partial, lse, out, spec.scale,
             q_nope.stride(0), q_nope.stride(1), q_pe.stride(0), q_pe.stride(1), out.stride(0), out.stride(1),
             H=spec.num_heads, V=spec.v_head_dim, R=spec.rope_dim, **_nope_dims(spec),
-            BLOCK_R=_padded(spec.rope_dim), BLOCK_V=_padded(spec.v_head_dim),
+            BLOCK_R=padded(spec.rope_dim), BLOCK_V=padded(spec.v_head_dim),
             TILE_SPLITS=tile_splits, BLOCK_M=chosen.block_m, BLOCK_N=chosen.block_n, MERGED=plan.merged,
             PRECISION="ieee",
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
 
 
-def _attend_cudnn(
-    spec: MlaSpec,
-    pools: Mapping[str, torch.Tensor],
-    paged: PageIndex,
-    prompt: CudnnPrompt,
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
-    kv_scale: float,
-    out: torch.Tensor,
-) -> None:
-    """Run one prompt by cuDNN, which needs k_nope and k_pe in one tensor, for every head.
-
-    Rows behind the prompt are zeros; the causal mask hides them from its queries.
-    """
-    num_tokens = prompt.tokens.stop - prompt.tokens.start
-    latent, rope = gather_latent(spec, pools, paged, prompt, q_nope.dtype, kv_scale)
-    latent[num_tokens:], rope[num_tokens:] = 0, 0
-    shape = (prompt.rows, spec.num_heads, spec.nope_dim + spec.rope_dim)
-    k, q = latent.new_empty(shape), latent.new_empty(shape)
-    torch.bmm(latent.expand(spec.num_heads, -1, -1), w_uk.transpose(1, 2), out=k[..., : spec.nope_dim].transpose(0, 1))
-    k[..., spec.nope_dim :] = rope[:, None]
-    v = torch.mm(latent, w_uv.flatten(0, 1).t()).unflatten(1, (spec.num_heads, -1))
-    q[:num_tokens, :, : spec.nope_dim], q[:num_tokens, :, spec.nope_dim :] = q_nope[prompt.tokens], q_pe[prompt.tokens]
-    q[num_tokens:] = 0
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
-        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=spec.scale)
-    out[prompt.tokens] = attended[0].transpose(0, 1)[:num_tokens]
-
-
-def gather_latent(
-    spec: MlaSpec,
-    pools: Mapping[str, torch.Tensor],
-    paged: PageIndex,
-    chunk: Chunk | CudnnPrompt,
-    dtype: torch.dtype,
-    kv_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather and dequantize c [rows, C] and k_pe [rows, R] of a chunk, in `dtype`."""
-    device = paged.table.device
-    latent = torch.empty(chunk.rows, spec.latent_dim, dtype=dtype, device=device)
-    rope = torch.empty(chunk.rows, spec.rope_dim, dtype=dtype, device=device)
-    c_pool, pe_pool, scales = pool_views(spec, pools)
-    block_t = GATHER_BLOCK if device.type == "cpu" else 8
-    gather_kernel[(len(chunk.blocks), GATHER_BLOCK // block_t)](
-        c_pool, pe_pool, scales, paged.table, chunk.blocks, latent, rope, kv_scale,
-        *c_pool.stride()[:2], *pe_pool.stride()[:2], *scales.stride()[:2], paged.table.stride(0),
-        C=spec.latent_dim, R=spec.rope_dim, PAGE=paged.page_size, BLOCK_C=_padded(spec.latent_dim),
-        BLOCK_R=_padded(spec.rope_dim), BLOCK_T=block_t, BLOCK_SCALED=spec.row_format == "scaled", num_warps=4,
-    )  # fmt: skip
-    return latent, rope
-
-
-def _padded(size: int) -> int:
-    return max(16, next_power_of_2(size))
-
-
 def _nope_dims(spec: MlaSpec) -> dict[str, int]:
     """The nope dim as a power of two and a rest, so that few products are with padding."""
     size = spec.nope_dim
     a = size if size == next_power_of_2(size) else next_power_of_2(size) // 2
-    return {"A": a, "B": size - a, "BLOCK_A": _padded(a), "BLOCK_B": _padded(size - a)}
+    return {"A": a, "B": size - a, "BLOCK_A": padded(a), "BLOCK_B": padded(size - a)}
 
 
 @specializations
