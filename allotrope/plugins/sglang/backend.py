@@ -23,8 +23,19 @@ class HostedBackend(AttentionBackend):
         bind = getattr(runner.model, "bind", None)
         if bind is None:
             raise ConfigError("attention_backend=allotrope runs Allotrope's models alone; name another one.")
+        if getattr(self.token_to_kv_pool, "post_capture_active", False):
+            # A part of each pool is there at the end, but planes of caches lie one behind the other in it.
+            raise ConfigError(
+                "Allotrope's models take cache memory once, before graphs are captured."
+                " Leave SGLANG_ENABLE_POST_CAPTURE_KV_SIZING out."
+            )
         bind(self.token_to_kv_pool, self.req_to_token_pool, self.max_context_len)
         self._model = runner.model
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Plans are the model's. `in_capture`: the next steps are captured, the first of them to warm kernels up: they
+        have to choose the kernels that the captured one chooses."""
+        self._model.captures = in_capture
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """A padding request of ours sees nothing and stores nothing."""

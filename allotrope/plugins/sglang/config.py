@@ -147,18 +147,26 @@ def declare_arguments(server_args: Any, hf_config: HostedConfig) -> dict[str, An
     asked, page_size, stride = server_args.attention_backend, server_args.page_size, hf_config.row_stride
     if asked not in (None, NAME):
         log.info("allotrope: attention_backend=%s is not used: Allotrope's models bring their own", asked)
+    shares_states = isinstance(hf_config, HostedHybridConfig) and not server_args.disable_radix_cache
     if page_size is None:
         # SGLang keeps states of prefixes with pages of one token alone.
-        shares_states = isinstance(hf_config, HostedHybridConfig) and not server_args.disable_radix_cache
         page_size = 1 if shares_states else math.lcm(PAGE_SIZE, stride)
     if page_size % stride:
         raise ConfigError(
             f"page_size={page_size} is not a multiple of {stride}, the tokens of one entry of the model's compressed"
             " caches. Leave --page-size out."
         )
-    return {
+    declared = {
         "attention_backend": NAME,
         "prefill_attention_backend": None,
         "decode_attention_backend": None,
         "page_size": page_size,
     }
+    if shares_states and server_args.mamba_radix_cache_strategy == "auto":
+        # SGLang's own choice, which 0.5.16 makes and then forgets: it would take prefixes of running steps.
+        declared |= {
+            "uses_mamba_radix_cache": True,
+            "mamba_radix_cache_strategy": "no_buffer",
+            "disable_overlap_schedule": True,
+        }
+    return declared

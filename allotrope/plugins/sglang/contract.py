@@ -10,11 +10,12 @@ from allotrope.plugins.contract import Contract, Limit, Symbol
 HOST = "sglang"
 DISTRIBUTIONS = ("sglang",)
 # Releases differ in what they ask of a plugin, the last number included.
-KNOWN = ("0.5.23",)
+KNOWN = ("0.5.16", "0.5.23")
 
 _ASKED = (
     *("model_path", "revision", "load_format", "json_model_override_args", "random_seed", "page_size"),
     *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "disable_radix_cache"),
+    *("disable_overlap_schedule", "mamba_radix_cache_strategy", "uses_mamba_radix_cache"),
     *("kv_cache_dtype", "mamba_ssm_dtype", "quantization", "enable_lora", "lora_paths", "is_embedding"),
     *("pp_size", "ep_size", "attn_cp_size", "dcp_size", "enable_dp_attention", "enable_two_batch_overlap"),
     *("cpu_offload_gb", "disaggregation_mode", "speculative_algorithm", "enable_unified_memory"),
@@ -64,6 +65,8 @@ SYMBOLS = (
     Symbol("sglang.srt.layers.logits_processor:LogitsProcessor", accepts=("config", "skip_all_gather")),
     Symbol("sglang.srt.layers.logits_processor:LogitsProcessorOutput"),
     Symbol("sglang.srt.model_executor.forward_batch_info:ForwardBatch", accepts=_BATCH),
+    Symbol("sglang.srt.mem_cache.allocator.paged:PagedTokenToKVPoolAllocator", has=("alloc_extend", "alloc_decode")),
+    Symbol("sglang.srt.mem_cache.allocator.paged:alloc_extend_naive", accepts=("free_pages", "page_size", "device")),
     Symbol("sglang.srt.platforms.cpu:CpuDeviceMixin"),
     Symbol("sglang.srt.platforms.device_mixin:PlatformEnum", has=("OOT",)),
     Symbol("sglang.srt.platforms.interface:SRTPlatform", has=("apply_server_args_defaults", "get_dispatch_key_name")),

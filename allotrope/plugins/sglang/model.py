@@ -5,6 +5,7 @@ There are two classes because SGLang goes by a model's name in whether it keeps 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ from allotrope.attention.cache_layout import StateSlots
 from allotrope.attention.family import CacheViews
 from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.errors import ConfigError, ModelError
+from allotrope.kernels.warmup import warm_up_steps
 from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.build import Build
 from allotrope.layers.model_spec import ModelSpec
@@ -126,6 +128,9 @@ class HostedModel(nn.Module):
         self._pools: _Pools
         # Of steps that can be captured; none otherwise.
         self._numbers: torch.Tensor | None = None
+        self._warmed_up: set[tuple[bool, bool, int, bool]] = set()
+        # Set by the attention backend.
+        self.captures = False
         self._in_graphs = all(mixer.backend.in_graphs for mixer in self._mixers)
 
     def refuse_graphs(self) -> None:
@@ -166,8 +171,24 @@ class HostedModel(nn.Module):
         """`input_ids`: [T], padding last. Positions follow from the batch."""
         if input_embeds is not None:
             raise ModelError(self.checkpoint.source, ["Allotrope's models take token ids, not embeddings"])
+        self._warm_up(input_ids, forward_batch)
         hidden = self._compute(input_ids, forward_batch)
         return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
+
+    def _warm_up(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> None:
+        """Of the first step of a kind, have the kernels compiled several at once; the step would do it one by one."""
+        tokens, device = len(input_ids), self.build.device
+        # Operations of torch do run in a warm-up: a state that they write would move on twice.
+        by_kernels = self._numbers is not None and device.type == "cuda"
+        if not by_kernels or forward_batch.forward_mode.is_idle() or torch.cuda.is_current_stream_capturing():
+            return
+        # Sizes whose kernels are launched alike.
+        kind = (self.captures, forward_batch.forward_mode.is_decode(), (tokens - 1).bit_length(), tokens % 16 == 0)
+        if kind not in self._warmed_up:
+            self._warmed_up.add(kind)
+            warm_up_steps(
+                functools.partial(self._compute, input_ids, forward_batch), device, self.build.parallel.size, log
+            )
 
     def _compute(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """[T, hidden], 0 for padding."""
@@ -202,8 +223,8 @@ class HostedModel(nn.Module):
         count, seen = forward_batch.batch_size, forward_batch.seq_lens_cpu
         decodes = forward_batch.forward_mode.is_decode()
         new = [1] * count if decodes else forward_batch.extend_seq_lens_cpu
-        # What is captured is replayed for longer texts.
-        captured = self.build.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        # What is captured is replayed for longer texts. Steps before it, which compile its kernels, plan as it does.
+        captured = self.captures or (self.build.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         if captured and not decodes:
             raise ConfigError(
                 "Allotrope's models plan steps with prompts on the host. Add --disable-prefill-cuda-graph."
@@ -220,12 +241,14 @@ class HostedModel(nn.Module):
         size = pools.kv.page_size
         # A table of slots: every page's first one says which page it is.
         firsts = pools.requests.req_to_token[:, : max(batch.seq_lens) : size]
-        found: dict[bool, CacheIndex] = {
-            False: rows_index(batch, order, firsts[requests] // size, forward_batch.out_cache_loc, size)
-        }
+        slots = forward_batch.out_cache_loc
+        if batch.static_tensors is not None:
+            # SGLang has padding rows of a captured step write slot 0. In ours the null page stays empty.
+            slots = torch.where(slots >= size, slots, -1)
+        found: dict[bool, CacheIndex] = {False: rows_index(batch, order, firsts[requests] // size, slots, size)}
         if self.memory.state_bytes:
-            slots = pools.requests.get_mamba_indices(requests)[order.requests]
-            found[True] = SlotIndex(slots if batch.static_tensors is not None else slots.long())
+            states = pools.requests.get_mamba_indices(requests)[order.requests]
+            found[True] = SlotIndex(states if batch.static_tensors is not None else states.long())
         return found
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

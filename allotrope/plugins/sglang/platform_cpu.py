@@ -31,5 +31,20 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_dispatch_key_name(self) -> str:
         return "native"
 
+    def get_mha_kv_pool_cls(self) -> type:
+        """SGLang 0.5.16 has every platform name the class of its pool; later releases take their own without it."""
+        # It imports the platform.
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool
+
+    def get_paged_allocator_cls(self) -> type | None:
+        """None for SGLang's own, which later releases run without Triton."""
+        if hasattr(SRTPlatform, "get_kv_pool_cls"):
+            return None
+        from allotrope.plugins.sglang.allocator_cpu import PagedAllocator
+
+        return PagedAllocator
+
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
