@@ -158,7 +158,7 @@ class Vllm:
         return [output.outputs[0] for output in self.llm.generate(given, params, use_tqdm=False)]
 
 
-class Hosted(Vllm):
+class HostedVllm(Vllm):
     """vLLM with our plugin. Raises RuntimeError if the model that it runs is not ours."""
 
     def __init__(self, directory: str, options: dict[str, Any]) -> None:
@@ -166,9 +166,7 @@ class Hosted(Vllm):
         # One answer from each rank.
         for model in self.llm.collective_rpc(lambda worker: type(worker.get_model()).__module__):
             if not model.startswith("allotrope."):
-                raise RuntimeError(
-                    f"vLLM runs a model of {model}: is allotrope installed where the peer's Python finds it?"
-                )
+                raise RuntimeError(f"vLLM runs a model of {model}; the log says why the plugin is off")
 
 
 class Sglang:
@@ -204,11 +202,22 @@ class Sglang:
         return list(self.engine.generate(input_ids=prompts, sampling_params=params, **more))
 
 
+class HostedSglang(Sglang):
+    """SGLang with our plugin. Raises RuntimeError if the attention that it runs is not ours."""
+
+    def __init__(self, directory: str, options: dict[str, Any]) -> None:
+        super().__init__(directory, options)
+        backend = self.engine.get_server_info()["attention_backend"]
+        if backend != "allotrope":
+            raise RuntimeError(f"SGLang runs attention of {backend}; the log says why the plugin is off")
+
+
 ENGINES: dict[str, type[Engine]] = {
     "allotrope": Allotrope,
     "vllm": Vllm,
-    "vllm+allotrope": Hosted,
+    "vllm+allotrope": HostedVllm,
     "sglang": Sglang,
+    "sglang+allotrope": HostedSglang,
 }
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
 import shlex
+import tempfile
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from typing import Any
 from bench.engine.report import HOSTED, OURS, Column, Speculation
 
 ROOT = Path(__file__).resolve().parents[2]
-PEERS = ("vllm", HOSTED, "sglang")
+PEERS = ("vllm", "sglang", *HOSTED)
 
 
 def parse(arguments: list[str], description: str) -> argparse.Namespace:
@@ -90,15 +93,19 @@ def check_speculation(parser: argparse.ArgumentParser, options: argparse.Namespa
     idle = [length for length in lengths if not 1 <= length <= max(drafts) + 1]
     if idle or len(set(lengths)) < len(lengths):
         parser.error(f"--accept {lengths}: give different lengths from 1 to {max(drafts) + 1}")
-    if drafts and ("sglang" in options.engines or options.roofline):
+    if drafts and (options.roofline or any(host_of(engine) == "sglang" for engine in options.engines)):
         parser.error("--speculate: neither SGLang nor --roofline is measured with drafts")
 
 
+def host_of(engine: str) -> str:
+    """The engine, or the one that our plugin runs in."""
+    return HOSTED.get(engine, engine)
+
+
 def of_peer(given: dict[str | None, Any], engine: str) -> Any:
-    """What an option gives a peer: what names it, for vLLM with our plugin what names vLLM, else what names no peer.
-    None if there is nothing."""
-    names = (engine, "vllm", None) if engine == HOSTED else (engine, None)
-    return next((given[name] for name in names if name in given), None)
+    """What an option gives a peer: what names it, for a host with our plugin what names the host, else what names no
+    peer. None if there is nothing."""
+    return next((given[name] for name in (engine, host_of(engine), None) if name in given), None)
 
 
 class OfPeers(argparse.Action):
@@ -126,7 +133,10 @@ class OfPeers(argparse.Action):
 
 def environment_of(engine: str, options: argparse.Namespace) -> dict[str, str]:
     """Environment variables of an engine's process."""
-    paths = [str(ROOT) if engine == OURS else of_peer(options.peer_path, engine), os.environ.get("PYTHONPATH")]
+    paths = [str(ROOT)] if engine == OURS else [of_peer(options.peer_path, engine)]
+    if engine in HOSTED:
+        paths += [str(ROOT), entry_points()]
+    paths.append(os.environ.get("PYTHONPATH"))
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "HF_HUB_OFFLINE": "1",
@@ -141,13 +151,34 @@ def environment_of(engine: str, options: argparse.Namespace) -> dict[str, str]:
         "SGLANG_JIT_DEEPGEMM_PRECOMPILE": os.environ.get("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0"),
         # Its own models, even where our plugin is installed, unless the plugin is what is measured.
         "ALLOTROPE_VLLM": str(int(engine == "vllm+allotrope")),
+        "ALLOTROPE_SGLANG": str(int(engine == "sglang+allotrope")),
     }
+
+
+@functools.cache
+def entry_points() -> str:
+    """A folder where hosts find this checkout's plugins, as if it were installed; kept as long as this process."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = Path(_kept_folder().name) / f"{OURS}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {OURS}\nVersion: {project['version']}\n")
+    groups = (
+        "\n".join([f"[{group}]", *(f"{name} = {where}" for name, where in points.items())])
+        for group, points in project["entry-points"].items()
+    )
+    (info / "entry_points.txt").write_text("\n\n".join(groups) + "\n")
+    return str(info.parent)
+
+
+@functools.cache
+def _kept_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="allotrope-entry-points-")
 
 
 def engine_options(column: Column, options: argparse.Namespace, draft_model: str | None) -> dict[str, Any]:
     """Arguments of the engine's class: equal limits for all of them, then what the caller wants."""
     engine, ranks = column.engine, column.ranks
-    if engine == "sglang":
+    if host_of(engine) == "sglang":
         # Its own watchdog would take kernels that are compiled for a step that hangs; --limit ends the process.
         limits = {"context_length": 16384, "max_running_requests": 128, "watchdog_timeout": 3600}
         memory = {"mem_fraction_static": 0.85, "skip_tokenizer_init": True}

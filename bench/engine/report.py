@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 OURS = "allotrope"
-HOSTED = f"vllm+{OURS}"
-"""vLLM with our plugin."""
+HOSTED = {f"{host}+{OURS}": host for host in ("vllm", "sglang")}
+"""A host with our plugin -> the host."""
 
 # Measure -> how it is called in a table, digits, whether it is worth a ratio: those are the better the smaller.
 MEASURES = {
@@ -171,8 +171,8 @@ def compared_pairs(engines: Report) -> list[tuple[str, str]]:
         pairs.append((name, own) if Column.of(name).engine == OURS else (own, name))
     for name in engines:
         column = Column.of(name)
-        host = str(replace(column, engine="vllm"))
-        if column.engine == HOSTED and host in engines:
+        host = str(replace(column, engine=HOSTED.get(column.engine, "")))
+        if host in engines:
             pairs.append((name, host))
         if column.engine != OURS and column.speculation is not None and str(column.plain) in engines:
             pairs.append((name, str(column.plain)))

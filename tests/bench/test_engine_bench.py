@@ -262,7 +262,7 @@ class LLM:
         return [what(worker)] * 2
 """
 SGLANG = """
-import json, pathlib
+import importlib.metadata, json, os, pathlib
 __version__ = "0.1"
 
 
@@ -271,7 +271,9 @@ class Engine:
         pathlib.Path(__file__).with_name("sglang.json").write_text(json.dumps(options))
 
     def get_server_info(self):
-        return {"max_total_num_tokens": 77}
+        points = {point.value for point in importlib.metadata.entry_points(group="sglang.srt.plugins")}
+        ours = os.environ["ALLOTROPE_SGLANG"] == "1" and "allotrope.plugins.sglang:register" in points
+        return {"max_total_num_tokens": 77, "attention_backend": "allotrope" if ours else "fa3"}
 
     def generate(self, input_ids, sampling_params, return_logprob=False, logprob_start_len=None, top_logprobs_num=None):
         # The logprobs of a token say which one it is: after the first, which has none.
@@ -294,18 +296,19 @@ def test_each_peer_has_its_own_packages_options_and_ranks(engine: Any, weights: 
     for name, text in (("vllm", VLLM), ("sglang", SGLANG)):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.py").write_text(text)
-    command = [str(model), "--engines", "vllm", "vllm+allotrope", "sglang", "--cases", "8/3/2", "--runs", "1"]
+    names = ["vllm", "vllm+allotrope", "sglang", "sglang+allotrope"]
+    command = [str(model), "--engines", *names, "--cases", "8/3/2", "--runs", "1"]
     command += ["--peer-path", f"vllm={tmp_path / 'vllm'}", f"sglang={tmp_path / 'sglang'}", "--forced", "5,7"]
     command += ["--peer-options", '{"seed": 1}', "--peer-options", 'sglang={"attention_backend": "fa3"}']
     assert engine.main([*command, "--tensor-parallel-size", "1", "2", "--out", str(out)]) == 0
     report = json.loads(out.with_suffix(".json").read_text())
     assert str(tmp_path) not in str(report) and "vllm=vllm sglang=sglang" in report["commands"][0]
     found = report["models"]["tiny"]["engines"]
-    names = ["vllm", "vllm+allotrope", "sglang"]
     assert list(found) == [*names, *(f"{name} TP2" for name in names)]
 
     sglang = json.loads((tmp_path / "sglang" / "sglang.json").read_text())
-    assert sglang == found["sglang TP2"]["options"] and found["sglang"]["options"]["tp_size"] == 1
+    assert sglang == found["sglang+allotrope TP2"]["options"] == found["sglang TP2"]["options"]
+    assert found["sglang"]["options"]["tp_size"] == 1
     assert {"tp_size": 2, "attention_backend": "fa3", "disable_radix_cache": True}.items() <= sglang.items()
     assert not sglang.keys() & {"seed", "tensor_parallel_size", "max_model_len"}
     assert found["sglang"]["kv_tokens"] == 77 and found["sglang"]["environment"]["version"].startswith("0.1")
@@ -321,7 +324,8 @@ def test_each_peer_has_its_own_packages_options_and_ranks(engine: Any, weights: 
     ]
     assert [len(steps) for steps in found["vllm"]["forced"]] == [16, 16]
     assert (found["sglang"]["forced_by"], found["vllm"]["forced_by"]) == ("prefill", "decode")
-    assert "| vllm / vllm+allotrope | vllm TP2 / vllm+allotrope TP2 |" in out.with_suffix(".md").read_text()
+    pairs = [f"{host}{ranks} / {host}+allotrope{ranks}" for ranks in ("", " TP2") for host in ("vllm", "sglang")]
+    assert f"| {' | '.join(pairs)} |" in out.with_suffix(".md").read_text()
 
 
 def test_ranks_and_peers_are_compared_with_ours() -> None:
