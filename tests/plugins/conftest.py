@@ -35,12 +35,6 @@ def in_vllm() -> Iterator[None]:
     yield
 
 
-SGLANG_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-
-
 @pytest.fixture(scope="session")
 def in_sglang() -> None:
     """Skips where there is no SGLang, which runs in processes of its own."""

@@ -1,13 +1,15 @@
 """One checkpoint inside SGLang, in processes of its own: what it answers, and that it was our model that ran.
 
-As a script (`python sglang_hosting.py GIVEN OUT`) it starts SGLang's engine, asks it, and writes what it found. A child
+As a script (`python hosting_sglang.py GIVEN OUT`) it starts SGLang's engine, asks it, and writes what it found. A child
 of SGLang's that fails ends its parent, which therefore is no test's process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plugins.conftest import SGLANG_ENVIRONMENT
 
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 ATOL = 5e-4
 PLAIN = {
     "skip_tokenizer_init": True,
@@ -67,29 +72,41 @@ class Asked:
 
 
 def ask(
-    path: Path, rounds: Sequence[Round], environment: dict[str, str] | None = None, before: str = "", **options: Any
+    path: Path,
+    rounds: Sequence[Round],
+    environment: dict[str, str] | None = None,
+    before: str = "",
+    limit: float = 400,
+    **options: Any,
 ) -> Asked:
     """Start SGLang with a checkpoint and ask it round after round.
 
-    `before`: code that every process of it runs first. `options`: of SGLang's engine; None leaves one of `PLAIN` out.
+    `before`: code that every process of it runs first. `limit`: seconds until it is ended. `options`: of SGLang's
+    engine; None leaves one of `PLAIN` out.
     """
     options = {key: value for key, value in (PLAIN | options).items() if value is not None}
     given = {"model_path": str(path), "options": options, "rounds": [vars(one) for one in rounds]}
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "sitecustomize.py").write_text(before)
-        paths = [folder, str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-        env = os.environ | SGLANG_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)} | (environment or {})
+        if before:
+            (Path(folder) / "sitecustomize.py").write_text(before)
+        paths = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+        env = os.environ | ENVIRONMENT | {"PYTHONPATH": paths} | (environment or {})
         # All ranks on one processor.
         env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(["0"] * options.get("tp_size", 1)))
         out = Path(folder) / "found.json"
         command = [sys.executable, __file__, json.dumps(given), str(out)]
         with (Path(folder) / "log").open("w+") as log:
-            # SGLang's children may outlive a start that fails, and would hold a pipe open.
-            ended = subprocess.run(command, stdout=log, stderr=log, env=env, timeout=400, start_new_session=True)
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(limit)
+            # SGLang's children may outlive a start that fails.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
             log.seek(0)
             text = log.read()
         found = json.loads(out.read_text()) if out.exists() else []
-    return Asked(text, ended.returncode, [Answers(**one) for one in found])
+    return Asked(text, code, [Answers(**one) for one in found])
 
 
 def assert_ours(asked: Asked) -> None:

@@ -1,4 +1,4 @@
-"""On a GPU, decodes in CUDA graphs: the same tokens as without them, and as our own engine's."""
+"""Hosts on a GPU, decodes in CUDA graphs: the same tokens as without them, and as our own engine's."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from plugins import hosting_sglang, on_gpu_sglang
 from plugins.hosting import hosted, run_apart
 from tiny_checkpoints import prompts
 
 from allotrope import LLM, SamplingParams
 from allotrope.architectures.registry import find_architecture
+from allotrope.errors import ModelError
 from allotrope.verify.random_checkpoint import write_random
 
 pytestmark = [
-    pytest.mark.usefixtures("in_vllm"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
     pytest.mark.timeout(900),
 ]
@@ -35,8 +36,18 @@ COUNT = 8
 ATOL = 0.1
 
 
+@pytest.mark.parametrize("case", on_gpu_sglang.CASES)
+def test_decodes_in_graphs_of_sglang(case: str, in_sglang: None, tmp_path: Path) -> None:
+    try:
+        hosting_sglang.write(on_gpu_sglang.CASES[case][0], tmp_path)
+    except ModelError as error:
+        # An earlier Transformers than ours comes with SGLang.
+        pytest.skip(str(error))
+    on_gpu_sglang.check(case, tmp_path)
+
+
 @pytest.mark.parametrize(("architecture", "kv_cache_dtype"), CASES)
-def test_decodes_in_graphs(architecture: str, kv_cache_dtype: str, tmp_path: Path) -> None:
+def test_decodes_in_graphs_of_vllm(architecture: str, kv_cache_dtype: str, in_vllm: None, tmp_path: Path) -> None:
     """Each in a process of its own: vLLM's graphs of one model share memory with those of the model before."""
     given = f"{architecture!r}, {kv_cache_dtype!r}, Path({str(tmp_path)!r})"
     code = f"from pathlib import Path; from plugins.test_on_gpu import decode_in_graphs; decode_in_graphs({given})"

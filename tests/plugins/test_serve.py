@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from plugins.conftest import ENVIRONMENT, SGLANG_ENVIRONMENT
+from plugins import hosting_sglang
+from plugins.conftest import ENVIRONMENT
 from plugins.hosting import ATOL
 from server.tiny_model import write_tiny_model
 from tiny_checkpoints import TinyCheckpoint, write_tiny
@@ -45,7 +46,7 @@ SERVERS = {
     ),
     "sglang": Server(
         ("-m", "sglang.launch_server", "--context-length", "256", "--max-total-tokens", "2048", "--model-path"),
-        SGLANG_ENVIRONMENT,
+        hosting_sglang.ENVIRONMENT,
         "allotrope: caches in SGLang's pools",
     ),
 }
