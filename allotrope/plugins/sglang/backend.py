@@ -1,7 +1,7 @@
 """Our attention backends as SGLang sees them: they hand its pools to the model, which makes plans of each step itself.
 
-A plan is made of the step's own tensors. In a captured step they are SGLang's static buffers, and the operations that
-make the plan are captured with it.
+A plan is made of the step's own tensors. In a captured step they are SGLang's static buffers and copies of its tables,
+and the operations that make the plan are captured with it.
 """
 
 from __future__ import annotations
@@ -32,18 +32,24 @@ class HostedBackend(AttentionBackend):
         bind(self.token_to_kv_pool, self.req_to_token_pool, self.max_context_len)
         self._model = runner.model
 
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Of a step that is not captured; the model plans it as a whole."""
+        self._model.captures = False
+
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Plans are the model's. `in_capture`: the next steps are captured, the first of them to warm kernels up: they
-        have to choose the kernels that the captured one chooses."""
+        """Before a captured step. SGLang writes its tables for the next one as soon as this is over, so that the graph
+        reads copies. `in_capture`: it is captured next, after steps that warm kernels up: they have to choose the
+        kernels that the captured one chooses."""
         self._model.captures = in_capture
+        self._model.copy_tables(forward_batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """A padding request of ours sees nothing and stores nothing."""
         return 0
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """The step's tensors are SGLang's. Raises ConfigError where the model makes a plan on the host."""
-        self._model.refuse_graphs()
+        """Raises ConfigError where the model makes a plan on the host."""
+        self._model.prepare_graphs(max_bs)
 
 
 class StateBackend(AttentionBackend):

@@ -60,13 +60,15 @@ SYMBOLS = (
     Symbol("sglang.srt.layers.attention.attention_registry:register_attention_backend", accepts=("name",)),
     Symbol(
         "sglang.srt.layers.attention.base_attn_backend:AttentionBackend",
-        has=("init_forward_metadata_out_graph", "get_cuda_graph_seq_len_fill_value", "init_cuda_graph_state"),
+        has=(
+            *("init_forward_metadata", "init_forward_metadata_out_graph"),
+            *("get_cuda_graph_seq_len_fill_value", "init_cuda_graph_state"),
+        ),
     ),
     Symbol("sglang.srt.layers.logits_processor:LogitsProcessor", accepts=("config", "skip_all_gather")),
     Symbol("sglang.srt.layers.logits_processor:LogitsProcessorOutput"),
     Symbol("sglang.srt.model_executor.forward_batch_info:ForwardBatch", accepts=_BATCH),
-    Symbol("sglang.srt.mem_cache.allocator.paged:PagedTokenToKVPoolAllocator", has=("alloc_extend", "alloc_decode")),
-    Symbol("sglang.srt.mem_cache.allocator.paged:alloc_extend_naive", accepts=("free_pages", "page_size", "device")),
+    Symbol("sglang.srt.mem_cache.allocator.paged:PagedTokenToKVPoolAllocator"),
     Symbol("sglang.srt.platforms.cpu:CpuDeviceMixin"),
     Symbol("sglang.srt.platforms.device_mixin:PlatformEnum", has=("OOT",)),
     Symbol("sglang.srt.platforms.interface:SRTPlatform", has=("apply_server_args_defaults", "get_dispatch_key_name")),

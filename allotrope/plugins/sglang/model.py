@@ -125,6 +125,9 @@ class HostedModel(nn.Module):
         self.logits_processor = LogitsProcessor(config, skip_all_gather=True)
         self._tables = RopeTables(self.build.device, self.build.chooser)
         self._views: list[CacheViews] = []
+        # Copies of SGLang's tables, which captured steps read.
+        self._pages: torch.Tensor
+        self._states: torch.Tensor
         self._pools: _Pools
         # Of steps that can be captured; none otherwise.
         self._numbers: torch.Tensor | None = None
@@ -133,12 +136,24 @@ class HostedModel(nn.Module):
         self.captures = False
         self._in_graphs = all(mixer.backend.in_graphs for mixer in self._mixers)
 
-    def refuse_graphs(self) -> None:
-        """Raise ConfigError where a step cannot be captured."""
+    def prepare_graphs(self, max_requests: int) -> None:
+        """Before steps of up to `max_requests` are captured. Raises ConfigError where they cannot be."""
         if reasons := uncaptured(self.decoder.attention):
             raise ConfigError(
                 f"decode steps run without CUDA graphs: {'; '.join(reasons)}. Add --disable-decode-cuda-graph."
             )
+        columns = -(-self._pools.context // self._pools.kv.page_size)
+        self._pages = torch.zeros(max_requests, columns, dtype=torch.int32, device=self.build.device)
+        self._states = torch.zeros(max_requests, dtype=torch.int32, device=self.build.device)
+
+    def copy_tables(self, forward_batch: Any) -> None:
+        """Copy what SGLang's tables say of a captured step's requests, padding included, to where the graph reads."""
+        requests, seen = forward_batch.req_pool_indices, forward_batch.seq_lens_cpu
+        longest = self._pools.context if seen is None else max(int(seen.max()), 1)
+        pages = self._page_table(requests, longest)
+        self._pages[: len(requests), : pages.shape[1]] = pages
+        if self.memory.state_bytes:
+            self._states[: len(requests)] = self._pools.requests.get_mamba_indices(requests)
 
     def bind(self, kv_pool: Any, request_pool: Any, context: int) -> None:
         """Take SGLang's pools, which are made after the model. `context`: most tokens of a request."""
@@ -160,6 +175,8 @@ class HostedModel(nn.Module):
         if self._in_graphs:
             self._numbers = torch.arange(len(request_pool.req_to_token) + 1, device=self.build.device)
 
+    # SGLang captures steps outside of its own.
+    @torch.no_grad()
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -223,8 +240,8 @@ class HostedModel(nn.Module):
         count, seen = forward_batch.batch_size, forward_batch.seq_lens_cpu
         decodes = forward_batch.forward_mode.is_decode()
         new = [1] * count if decodes else forward_batch.extend_seq_lens_cpu
-        # What is captured is replayed for longer texts. Steps before it, which compile its kernels, plan as it does.
-        captured = self.captures or (self.build.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        # What is captured is replayed for longer texts.
+        captured = self._is_captured()
         if captured and not decodes:
             raise ConfigError(
                 "Allotrope's models plan steps with prompts on the host. Add --disable-prefill-cuda-graph."
@@ -238,18 +255,28 @@ class HostedModel(nn.Module):
     def _indices(self, forward_batch: ForwardBatch, batch: BatchLayout, order: Order) -> dict[bool, CacheIndex]:
         """Where entries of tokens (False) and states (True) of the step's requests lie."""
         pools, requests = self._pools, forward_batch.req_pool_indices
-        size = pools.kv.page_size
-        # A table of slots: every page's first one says which page it is.
-        firsts = pools.requests.req_to_token[:, : max(batch.seq_lens) : size]
-        slots = forward_batch.out_cache_loc
+        size, slots = pools.kv.page_size, forward_batch.out_cache_loc
         if batch.static_tensors is not None:
             # SGLang has padding rows of a captured step write slot 0. In ours the null page stays empty.
             slots = torch.where(slots >= size, slots, -1)
-        found: dict[bool, CacheIndex] = {False: rows_index(batch, order, firsts[requests] // size, slots, size)}
+        count = batch.num_requests
+        pages = self._pages[:count] if self._is_captured() else self._page_table(requests, max(batch.seq_lens))
+        found: dict[bool, CacheIndex] = {False: rows_index(batch, order, pages, slots, size)}
         if self.memory.state_bytes:
-            states = pools.requests.get_mamba_indices(requests)[order.requests]
+            states = self._states[:count] if self._is_captured() else pools.requests.get_mamba_indices(requests)
+            states = states[order.requests]
             found[True] = SlotIndex(states if batch.static_tensors is not None else states.long())
         return found
+
+    def _page_table(self, requests: torch.Tensor, longest: int) -> torch.Tensor:
+        """[B, W] int32 pages of the first `longest` tokens."""
+        size = self._pools.kv.page_size
+        # A table of slots: every page's first one says which page it is.
+        return self._pools.requests.req_to_token[:, :longest:size][requests] // size
+
+    def _is_captured(self) -> bool:
+        """Whether the step is captured, or warms the kernels of one up that is."""
+        return self.captures or (self.build.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter by the architecture's rules; raises ModelError for anything left over on either side."""

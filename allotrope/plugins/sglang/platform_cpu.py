@@ -32,19 +32,17 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "native"
 
     def get_mha_kv_pool_cls(self) -> type:
-        """SGLang 0.5.16 has every platform name the class of its pool; later releases take their own without it."""
+        """SGLang's own. 0.5.16 has every platform name it, later releases take it without."""
         # It imports the platform.
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
         return MHATokenToKVPool
 
-    def get_paged_allocator_cls(self) -> type | None:
-        """None for SGLang's own, which later releases run without Triton."""
-        if hasattr(SRTPlatform, "get_kv_pool_cls"):
-            return None
-        from allotrope.plugins.sglang.allocator_cpu import PagedAllocator
+    def get_paged_allocator_cls(self) -> type:
+        """SGLang's own, whose kernels 0.5.16 runs by Triton: on a CPU, with TRITON_INTERPRET=1."""
+        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-        return PagedAllocator
+        return PagedTokenToKVPoolAllocator
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
