@@ -188,12 +188,12 @@ def released(chip: Chip) -> list[Specialization]:
     """Released sizes in bf16: nope dim 128 with v_head_dim 128, and 192 with 256; rope dim 64."""
     found: list[Specialization] = []
     for name, nope, values in (("192/128", 128, 128), ("256/256", 192, 256)) if chip.has_wgmma else ():
-        packed = dict.fromkeys(("q_nope", "q_pe", "rope", "q", "k"), "*bf16:16") | {"prompts": "*i32:16"}
-        packed |= dict.fromkeys(("length", "q_t", "q_h", "pe_t", "pe_h"), "i32:16")
+        of_inputs = dict.fromkeys(("q_nope", "q_pe", "rope", "q", "k"), "*bf16:16") | {"prompts": "*i32:16"}
+        of_inputs |= dict.fromkeys(("length", "q_t", "q_h", "pe_t", "pe_h"), "i32:16")
         sizes = {"H": 128, "D": nope, "R": 64, "BLOCK_D": padded(nope), "BLOCK_R": 64, "BLOCK_T": PACK_BLOCK}
-        found.append(Specialization(f"mla cudnn pack {name}", pack_kernel, packed, sizes, 4, 3))
-        unpacked = dict.fromkeys(("attended", "out"), "*bf16:16") | {"prompts": "*i32:16"}
-        unpacked |= dict.fromkeys(("length", "a_n", "a_h", "a_t", "out_t", "out_h"), "i32:16")
+        found.append(Specialization(f"mla cudnn pack {name}", pack_kernel, of_inputs, sizes, 4, 3))
+        of_outputs = dict.fromkeys(("attended", "out"), "*bf16:16") | {"prompts": "*i32:16"}
+        of_outputs |= dict.fromkeys(("length", "a_n", "a_h", "a_t", "out_t", "out_h"), "i32:16")
         sizes = {"V": values, "BLOCK_V": padded(values), "BLOCK_T": PACK_BLOCK}
-        found.append(Specialization(f"mla cudnn unpack {name}", unpack_kernel, unpacked, sizes, 4, 3))
+        found.append(Specialization(f"mla cudnn unpack {name}", unpack_kernel, of_outputs, sizes, 4, 3))
     return found
