@@ -8,12 +8,12 @@
     python bench/engine.py /tmp/gpt_oss --roofline
     python bench/engine.py /tmp/qwen3_next --peers vllm --speculate 1 3 --accept 1.8 2.8
 
-Each engine has a process of its own, ours first; the GPUs are free again before the next one. Columns that differ in
-the acceptance that is forced share one, one after the other: no engine is compiled for it. `vllm+allotrope` and
-`sglang+allotrope` are the peer's vLLM and SGLang with this checkout's plugin. With several numbers of ranks each engine
-is measured with each of them; "vllm TP2" is vLLM with two. start: seconds from starting the process to the first token
-after a prompt of 8. prefill: seconds until all prompts of a batch have one token. TPOT: (seconds for all tokens -
-prefill) / (tokens - 1). Prompts are random and never come twice.
+Each engine has a process of its own, ours first; the GPUs are free again before the next one, unless `--in-turns` loads
+all at once. Columns that differ in the acceptance that is forced share one, one after the other: no engine is compiled
+for it. `vllm+allotrope` and `sglang+allotrope` are the peer's vLLM and SGLang with this checkout's plugin. With several
+numbers of ranks each engine is measured with each of them; "vllm TP2" is vLLM with two. start: seconds from starting
+the process to the first token after a prompt of 8. prefill: seconds until all prompts of a batch have one token. TPOT:
+(seconds for all tokens - prefill) / (tokens - 1). Prompts are random and never come twice.
 
 How many of the requests' tokens differ in a step is told beside TPOT: equal tokens choose the same experts, and then
 fewer weights are read.
@@ -49,7 +49,7 @@ if __name__ == "__main__":
 
 from bench.engine.measuring import (  # noqa: E402
     PARITY_TOKENS,
-    measure_engine,
+    measure_engines,
     processes,
     random_prompts,
     vocabulary_of,
@@ -97,8 +97,9 @@ def main(arguments: list[str] | None = None) -> int:
         sys.exit(f"--merge: {error}")
     for directory in options.models:
         engines = report["models"][directory.name]["engines"]
-        for names in processes(engines):
-            measure_engine(names, directory.resolve(), options, engines, lambda: write_json(options.out, joined()))
+        whole = processes(engines)
+        for together in [whole] if options.in_turns else [[names] for names in whole]:
+            measure_engines(together, directory.resolve(), options, engines, lambda: write_json(options.out, joined()))
     for path in write_report(options.out, joined()):
         print(f"wrote {path}")
     columns = [found for model in report["models"].values() for found in model["engines"].values()]

@@ -1,4 +1,4 @@
-"""The columns of a model, each engine's in turn: the same prompts, seconds of each case, and the tokens.
+"""The columns of a model: the same prompts for each engine, seconds of each case, and the tokens.
 
 Must not know: how a command line or a table looks.
 """
@@ -6,13 +6,16 @@ Must not know: how a command line or a table looks.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import random
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,32 +50,46 @@ def random_prompts(seed: str, count: int, length: int, vocabulary: int) -> list[
     return [[generator.randrange(LEAST_ID, most) for _ in range(length)] for _ in range(count)]
 
 
-def measure_case(worker: Worker, case: str, vocabulary: int, options: argparse.Namespace) -> dict[str, list[float]]:
-    """One number a run of each measure. `case`: input / output / requests at once."""
-    length, tokens, count = map(int, case.split("/"))
+class CaseRuns:
+    """The runs of one case in one column. `case`: input / output / requests at once."""
 
-    def run(what: str, made: int) -> dict[str, Any]:
-        return worker.run(random_prompts(f"{options.seed} {case} {what}", count, length, vocabulary), made)
+    def __init__(self, worker: Worker, case: str, vocabulary: int, seed: int) -> None:
+        self._length, self._tokens, self._count = map(int, case.split("/"))
+        self._worker, self._seed, self._vocabulary = worker, f"{seed} {case}", vocabulary
+        self._prefill: list[float] = []
+        self._total: list[float] = []
+        self._distinct: list[float] = []
+        self._accepted: list[float] = []
 
-    # As long as what is timed: graphs of every batch size on the way are captured here.
-    run("warm-up", tokens)
-    run("warm-up of one", 1)
-    prefill, total, distinct, accepted = [], [], [], []
-    for turn in range(options.runs):
-        prefill.append(float(run(f"prefill {turn}", 1)["seconds"]))
-        whole = run(f"total {turn}", tokens)
-        total.append(float(whole["seconds"]))
-        distinct.append(distinct_share(whole["ids"]))
+    def warm_up(self) -> None:
+        """As long as what is timed: graphs of every batch size on the way are captured here."""
+        self._run("warm-up", self._tokens)
+        self._run("warm-up of one", 1)
+
+    def measure(self, turn: int) -> None:
+        """One run more."""
+        self._prefill.append(float(self._run(f"prefill {turn}", 1)["seconds"]))
+        whole = self._run(f"total {turn}", self._tokens)
+        self._total.append(float(whole["seconds"]))
+        self._distinct.append(distinct_share(whole["ids"]))
         if whole["drafts"] is not None and whole["drafts"]["verified"]:
-            accepted.append(1 + whole["drafts"]["accepted"] / whole["drafts"]["verified"])
-    found = {
-        "prefill_s": prefill,
-        "total_s": total,
-        "tpot_ms": [(t - p) / (tokens - 1) * 1e3 for p, t in zip(prefill, total, strict=True)],
-        "tokens_per_s": [count * (length + tokens) / t for t in total],
-        "distinct": distinct,
-    }
-    return found | {"accepted": accepted} if accepted else found
+            self._accepted.append(1 + whole["drafts"]["accepted"] / whole["drafts"]["verified"])
+
+    def numbers(self) -> dict[str, list[float]]:
+        """One number a run of each measure."""
+        both = zip(self._prefill, self._total, strict=True)
+        found = {
+            "prefill_s": self._prefill,
+            "total_s": self._total,
+            "tpot_ms": [(total - prefill) / (self._tokens - 1) * 1e3 for prefill, total in both],
+            "tokens_per_s": [self._count * (self._length + self._tokens) / total for total in self._total],
+            "distinct": self._distinct,
+        }
+        return found | {"accepted": self._accepted} if self._accepted else found
+
+    def _run(self, what: str, made: int) -> dict[str, Any]:
+        prompts = random_prompts(f"{self._seed} {what}", self._count, self._length, self._vocabulary)
+        return self._worker.run(prompts, made)
 
 
 def distinct_share(ids: list[list[int]]) -> float:
@@ -80,38 +97,98 @@ def distinct_share(ids: list[list[int]]) -> float:
     return statistics.fmean(len(set(step)) / len(step) for step in zip(*ids, strict=True))
 
 
-def measure_engine(
-    names: list[str], directory: Path, options: argparse.Namespace, engines: Report, save: Callable[[], object]
-) -> None:
-    """Fill in the columns `names` of `engines`, which one process measures, saving after each step, up to the first
-    failure, which is named."""
-    vocabulary, engine = vocabulary_of(directory), engines[names[0]]["engine"]
-    for name in names:
-        engines[name]["error"] = None
-    python = sys.executable if engine == OURS else of_peer(options.peer_python, engine) or sys.executable
-    worker = Worker(engine, python, environment_of(engine, options), options.limit, options.verbose)
-    left = list(names)
-    try:
-        start_engine(worker, names, directory, options, engines)
+class Session:
+    """One engine's process and the columns of `engines` that it measures, up to the first failure, which is named."""
+
+    def __init__(self, names: list[str], directory: Path, options: argparse.Namespace, engines: Report) -> None:
+        self.names, self.directory, self.options, self.engines = names, directory, options, engines
+        self.vocabulary, engine = vocabulary_of(directory), engines[names[0]]["engine"]
+        self.failed = False
+        self._left = list(names)
         for name in names:
-            found, speculation = engines[name], Column.of(name).speculation
-            if name != names[0]:
-                assert speculation is not None
-                worker.ask(accept={"length": speculation.length})
-            for case in options.cases:
-                found["cases"][case] = numbers = measure_case(worker, case, vocabulary, options)
-                found["memory"] = worker.ask(memory={})
-                save()
-                shown = ", ".join(f"{key} {min(values):.4g}-{max(values):.4g}" for key, values in numbers.items())
-                print(f"{directory.name}, {name}, {case}: {shown}", flush=True)
-            left.remove(name)
-    except EngineFailed as error:
-        for name in left:
-            engines[name]["error"] = str(error)
-        print(f"{directory.name}, {', '.join(left)}: FAILED: {error}", flush=True)
+            engines[name]["error"] = None
+        python = sys.executable if engine == OURS else of_peer(options.peer_python, engine) or sys.executable
+        self.worker = Worker(engine, python, environment_of(engine, options), options.limit, options.verbose)
+
+    def attempt(self, step: Callable[[], object]) -> None:
+        """Take a step, unless one before it failed."""
+        if self.failed:
+            return
+        try:
+            step()
+        except EngineFailed as error:
+            self.failed = True
+            for name in self._left:
+                self.engines[name]["error"] = str(error)
+            print(f"{self.directory.name}, {', '.join(self._left)}: FAILED: {error}", flush=True)
+
+    def start(self) -> None:
+        start_engine(self.worker, self.names, self.directory, self.options, self.engines)
+
+    def runs_of(self, case: str) -> CaseRuns:
+        return CaseRuns(self.worker, case, self.vocabulary, self.options.seed)
+
+    def begin(self, name: str) -> None:
+        """What a further column of the process forces from here on."""
+        if name != self.names[0]:
+            speculation = Column.of(name).speculation
+            assert speculation is not None
+            self.worker.ask(accept={"length": speculation.length})
+
+    def take(self, name: str, case: str, runs: CaseRuns) -> None:
+        """Fill in a case."""
+        found = self.engines[name]
+        found["cases"][case] = numbers = runs.numbers()
+        found["memory"] = self.worker.ask(memory={})
+        shown = ", ".join(f"{key} {min(values):.4g}-{max(values):.4g}" for key, values in numbers.items())
+        print(f"{self.directory.name}, {name}, {case}: {shown}", flush=True)
+
+    def end(self, name: str) -> None:
+        self._left.remove(name)
+
+
+def measure_engines(
+    processes: Sequence[list[str]],
+    directory: Path,
+    options: argparse.Namespace,
+    engines: Report,
+    save: Callable[[], object],
+) -> None:
+    """Fill in columns of `engines`, those of each process by one engine, saving after each case.
+
+    All engines of `processes` are loaded at once, and each run of a case is made by each of them in turn, so that what
+    changes on the machine meanwhile changes all of them.
+    """
+    sessions = [Session(names, directory, options, engines) for names in processes]
+    try:
+        with ThreadPoolExecutor(len(sessions)) as starts:
+            list(starts.map(lambda session: session.attempt(session.start), sessions))
+        for columns in itertools.zip_longest(*processes):
+            _measure_columns([pair for pair in zip(sessions, columns, strict=True) if pair[1]], options, save)
     finally:
-        worker.close()
+        for session in sessions:
+            session.worker.close()
         save()
+
+
+def _measure_columns(
+    columns: Sequence[tuple[Session, str]], options: argparse.Namespace, save: Callable[[], object]
+) -> None:
+    """One column of each session."""
+    for session, name in columns:
+        session.attempt(functools.partial(session.begin, name))
+    for case in options.cases:
+        runs = [session.runs_of(case) for session, _ in columns]
+        for (session, _), own in zip(columns, runs, strict=True):
+            session.attempt(own.warm_up)
+        for turn in range(options.runs):
+            for (session, _), own in zip(columns, runs, strict=True):
+                session.attempt(functools.partial(own.measure, turn))
+        for (session, name), own in zip(columns, runs, strict=True):
+            session.attempt(functools.partial(session.take, name, case, own))
+        save()
+    for session, name in columns:
+        session.attempt(functools.partial(session.end, name))
 
 
 def start_engine(

@@ -276,6 +276,12 @@ class Engine:
         return {"max_total_num_tokens": 77, "attention_backend": "allotrope" if ours else "fa3"}
 
     def generate(self, input_ids, sampling_params, return_logprob=False, logprob_start_len=None, top_logprobs_num=None):
+        runs = os.environ.get("RUNS")
+        if runs:
+            with open(runs, "a") as file:
+                file.write(f"{os.environ['ALLOTROPE_SGLANG']} {len(input_ids)}/{sampling_params['max_new_tokens']}\\n")
+            if os.environ["ALLOTROPE_SGLANG"] == "1" and len(input_ids) == 3:
+                raise MemoryError("too many")
         # The logprobs of a token say which one it is: after the first, which has none.
         outputs = []
         for i, ids in enumerate(input_ids):
@@ -326,6 +332,30 @@ def test_each_peer_has_its_own_packages_options_and_ranks(engine: Any, weights: 
     assert (found["sglang"]["forced_by"], found["vllm"]["forced_by"]) == ("prefill", "decode")
     pairs = [f"{host}{ranks} / {host}+allotrope{ranks}" for ranks in ("", " TP2") for host in ("vllm", "sglang")]
     assert f"| {' | '.join(pairs)} |" in out.with_suffix(".md").read_text()
+
+
+def test_engines_make_each_run_in_turn(
+    engine: Any, weights: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that fails is left out from there on, and keeps what it had."""
+    model, out, runs = tmp_path / "tiny", tmp_path / "found", tmp_path / "runs"
+    weights.write_checkpoint(tiny("LlamaForCausalLM"), model)
+    (tmp_path / "sglang.py").write_text(SGLANG)
+    monkeypatch.setenv("RUNS", str(runs))
+    command = [str(model), "--engines", "sglang", "sglang+allotrope", "--cases", "8/4/2,8/4/3", "--runs", "2"]
+    command += ["--peer-path", str(tmp_path), "--forced", "5", "--in-turns", "--out", str(out)]
+    assert engine.main(command) == 1
+    found = json.loads(out.with_suffix(".json").read_text())["models"]["tiny"]["engines"]
+    assert list(found["sglang"]["cases"]) == ["8/4/2", "8/4/3"] and found["sglang"]["error"] is None
+    assert list(found["sglang+allotrope"]["cases"]) == ["8/4/2"] and "too many" in found["sglang+allotrope"]["error"]
+    made = runs.read_text().split("\n")
+    begin = made.index("0 2/4")
+    # Both warm up, then each measures prefill and the whole, twice.
+    turn = ["2/1", "2/4"]
+    wanted = [f"{who} {run}" for who in "01" for run in ("2/4", "2/1")]
+    wanted += [f"{who} {run}" for _ in range(2) for who in "01" for run in turn]
+    assert made[begin : begin + len(wanted)] == wanted
+    assert "1 3/1" not in made and made.count("0 3/4") == 3
 
 
 def test_ranks_and_peers_are_compared_with_ours() -> None:
