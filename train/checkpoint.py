@@ -9,7 +9,8 @@ from typing import Any
 from safetensors.torch import save_file
 
 from train.configs import CONFIGS, UNLIKE_THE_RELEASE
-from train.models import Model, parameter_count, released
+from train.decoders import Model
+from train.released import parameter_count, released
 from train.tokenizer import write_tokenizer
 
 

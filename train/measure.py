@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from allotrope.eval.tasks import Example, make, task_rng
 from train.data import SHORT_TASKS
+from train.decoders import Model
 from train.layers import Pass
-from train.models import Model
 
 DISTANCES = (32, 128, 512, 2048, 8192, 15000)
 # Bytes of a row of text, and of the prompt of a short task.

@@ -25,7 +25,8 @@ from train.checkpoint import write_card, write_checkpoint, write_curve
 from train.configs import CONFIGS, STEPS
 from train.data import drawn_count, read_rows, write_rows
 from train.measure import measure
-from train.models import build, parameter_count, round_to_released
+from train.models import build
+from train.released import parameter_count, round_to_released
 from train.trainer import Schedule, Trainer
 
 TEXT, ROWS = Path(".cache/train/text.xz"), Path(".cache/train/rows")

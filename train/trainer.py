@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from train.data import ANSWER_WEIGHT, PROMPT_WEIGHT, TEXT_WEIGHT, Rows
+from train.decoders import Model
 from train.layers import Pass
-from train.models import Model
 
 # Parts of the loss beside that of the next byte.
 LOSS_WEIGHTS = {"mtp": 0.3, "balance": 0.01, "indexer": 1.0}

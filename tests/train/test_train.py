@@ -22,10 +22,12 @@ from train import text
 from train.checkpoint import write_checkpoint
 from train.configs import CONFIGS
 from train.data import Rows, draw_rows
+from train.decoders import Model
 from train.measure import logits_of, measure
 from train.mixers import CompressedIndexer, Indexer
-from train.models import Model, build, load_released, parameter_count, released, round_to_released
+from train.models import build
 from train.quantize import plain, quantize
+from train.released import load_released, parameter_count, released, round_to_released
 from train.train import main
 from train.trainer import Schedule, Trainer
 
