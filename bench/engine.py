@@ -8,7 +8,7 @@
     python bench/engine.py /tmp/gpt_oss --roofline
     python bench/engine.py /tmp/qwen3_next --peers vllm --speculate 1 3 --accept 1.8 2.8
 
-Each engine has a process of its own, ours first; the GPUs are free again before the next one, unless `--in-turns` loads
+Each engine has a process of its own, ours first; the GPUs are free again before the next one, unless `--interleave` loads
 all at once. Columns that differ in the acceptance that is forced share one, one after the other: no engine is compiled
 for it. `vllm+allotrope` and `sglang+allotrope` are the peer's vLLM and SGLang with this checkout's plugin. With several
 numbers of ranks each engine is measured with each of them; "vllm TP2" is vLLM with two. start: seconds from starting
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     for directory in options.models:
         engines = report["models"][directory.name]["engines"]
         whole = processes(engines)
-        for together in [whole] if options.in_turns else [[names] for names in whole]:
+        for together in [whole] if options.interleave else [[names] for names in whole]:
             measure_engines(together, directory.resolve(), options, engines, lambda: write_json(options.out, joined()))
     for path in write_report(options.out, joined()):
         print(f"wrote {path}")

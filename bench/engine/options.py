@@ -52,7 +52,7 @@ def parse(arguments: list[str], description: str) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds that an engine's process may take")
     parser.add_argument("--signal", type=Path, help="before its cases an engine leaves SIGNAL.NAME and awaits SIGNAL")
     text = "load all engines at once, and let them make each run in turn; their options say what memory each takes"
-    parser.add_argument("--in-turns", action="store_true", help=text)
+    parser.add_argument("--interleave", action="store_true", help=text)
     parser.add_argument("--merge", type=Path, nargs="+", default=[], help="JSON of earlier runs to join")
     parser.add_argument("--roofline", action="store_true", help="ours alone, by class of kernel, beside the ceilings")
     parser.add_argument("--requests", type=int, default=64, help="with --roofline: that decode at once")

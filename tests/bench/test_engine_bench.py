@@ -334,7 +334,7 @@ def test_each_peer_has_its_own_packages_options_and_ranks(engine: Any, weights: 
     assert f"| {' | '.join(pairs)} |" in out.with_suffix(".md").read_text()
 
 
-def test_engines_make_each_run_in_turn(
+def test_runs_of_engines_are_interleaved(
     engine: Any, weights: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that fails is left out from there on, and keeps what it had."""
@@ -343,7 +343,7 @@ def test_engines_make_each_run_in_turn(
     (tmp_path / "sglang.py").write_text(SGLANG)
     monkeypatch.setenv("RUNS", str(runs))
     command = [str(model), "--engines", "sglang", "sglang+allotrope", "--cases", "8/4/2,8/4/3", "--runs", "2"]
-    command += ["--peer-path", str(tmp_path), "--forced", "5", "--in-turns", "--out", str(out)]
+    command += ["--peer-path", str(tmp_path), "--forced", "5", "--interleave", "--out", str(out)]
     assert engine.main(command) == 1
     found = json.loads(out.with_suffix(".json").read_text())["models"]["tiny"]["engines"]
     assert list(found["sglang"]["cases"]) == ["8/4/2", "8/4/3"] and found["sglang"]["error"] is None
