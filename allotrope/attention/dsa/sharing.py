@@ -7,9 +7,11 @@ work grows with the length of the prompt, and that of sparse attention does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from allotrope.attention.batch import on_device
@@ -59,11 +61,13 @@ def share(
     ]
     held = [_tokens(cut[i::ranks]) for i in range(ranks)]
     rows = max(map(len, held))
-    source = [i * rows + row for i, tokens in enumerate(held) for row in range(len(tokens))]
-    own = held[rank] + (held[rank] or held[0])[:1] * (rows - len(held[rank]))
-    index = (own, _tokens(one for i in range(ranks) for one in cut[i::ranks]), source)
+    source = np.concatenate([i * rows + np.arange(len(tokens)) for i, tokens in enumerate(held)])
+    own = held[rank]
+    own = np.concatenate([own, np.repeat((own if len(own) else held[0])[:1], rows - len(own))])
+    index = (own, np.concatenate(held), source)
     return cut[rank::ranks], SharedQueries(*(on_device(one, torch.int64, device) for one in index))
 
 
-def _tokens(spans: Iterable[Span]) -> list[int]:
-    return [token for span in spans for token in range(span.token, span.token + span.queries)]
+def _tokens(spans: Sequence[Span]) -> npt.NDArray[np.int64]:
+    own = [np.arange(span.token, span.token + span.queries) for span in spans]
+    return np.concatenate([np.arange(0), *own])
