@@ -7,6 +7,7 @@ serves every tensor-parallel size.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import zlib
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from allotrope.checkpoint.checkpoint import Checkpoint
+from allotrope.checkpoint.copies import Copies
 from allotrope.checkpoint.dequantize import QuantizedView
 from allotrope.errors import ModelError
 from allotrope.layers.parallel import parallel_of, placement_of
@@ -109,6 +111,20 @@ class Loader:
 
     def load(self, checkpoint: Checkpoint) -> LoadReport:
         """Read every tensor once. Raises ModelError with every mismatch at the end."""
+        with Copies(max((parallel_of(one).size for one in self.parameters.values()), default=1)) as self._copies:
+            report = self._read_all(checkpoint)
+        for name, pieces in self.missing.items():
+            self.reasons.extend(
+                f"parameter {name}{_piece_text(piece)} is in no checkpoint tensor" for piece in sorted(pieces)
+            )
+        if self.reasons:
+            shown = self.reasons[:_SHOWN]
+            if len(self.reasons) > _SHOWN:
+                shown.append(f"and {len(self.reasons) - _SHOWN} more")
+            raise ModelError(f"{checkpoint.source} does not fit its architecture", shown)
+        return report
+
+    def _read_all(self, checkpoint: Checkpoint) -> LoadReport:
         report = LoadReport()
         headers = checkpoint.headers()
         total, done = sum(header.stored_bytes for header in headers.values()), 0
@@ -128,15 +144,6 @@ class Loader:
                 report.tensors += 1
                 self._read(checkpoint, name, mine, report)
         report_bytes(total, total)
-        for name, pieces in self.missing.items():
-            self.reasons.extend(
-                f"parameter {name}{_piece_text(piece)} is in no checkpoint tensor" for piece in sorted(pieces)
-            )
-        if self.reasons:
-            shown = self.reasons[:_SHOWN]
-            if len(self.reasons) > _SHOWN:
-                shown.append(f"and {len(self.reasons) - _SHOWN} more")
-            raise ModelError(f"{checkpoint.source} does not fit its architecture", shown)
         return report
 
     def _holds(self, match: re.Match[str], rule: Rule) -> bool:
@@ -229,7 +236,8 @@ class Loader:
         if list(tensor.shape) != wanted:
             self.reasons.append(f"checkpoint tensor {name} has shape {list(tensor.shape)} (needs {wanted})")
         else:
-            placement.fill(data, tensor, part, parallel_of(parameter))
+            copy = functools.partial(placement.fill, data, tensor, part, parallel_of(parameter))
+            self._copies.add(tensor.nbytes, copy)
         self.missing[target].discard(piece)
 
 

@@ -7,6 +7,7 @@ tensor belongs to.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -250,7 +251,7 @@ class Placement:
         offset = sum(before.local(parallel) for before in self.sections[:index])
         target.narrow(self.dim, offset, end - start).copy_(full.narrow(self.dim, start, end - start))
 
-    @property
+    @functools.cached_property
     def slots(self) -> dict[int, int]:
         """Where each expert that the rank has lies in its parameter; -1, with slot -1, for one that is not stacked."""
         if not self.experts:
