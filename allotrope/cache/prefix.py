@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from allotrope.cache.groups import CacheGroup
-from allotrope.cache.pages import PagePool
+from allotrope.cache.pages import PageIndex
 
 LostReason = Literal["window", "state checkpoint", "partial page", "evicted"]
 
@@ -63,7 +63,7 @@ class Match:
 class PrefixCache:
     """Finds reusable prefixes over the groups' pools. Holds nothing itself."""
 
-    def __init__(self, groups: Sequence[CacheGroup], pools: Sequence[PagePool]) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], pools: Sequence[PageIndex]) -> None:
         self.groups, self.pools = groups, pools
         sizes = [group.page_size for group in groups if group.kind != "state"] or [16]
         # Keys exist at every page end of every group; a prefix is reused only where all groups have one.
