@@ -13,7 +13,7 @@ field is contiguous whatever the other fields of the row are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +83,11 @@ def page_bytes(layout: CacheLayout, page_size: int) -> int:
     return layout.rows_per_page(page_size) * row_bytes(layout)
 
 
+def field_page_bytes(layout: CacheLayout, page_size: int) -> tuple[int, ...]:
+    """Bytes of one page of each field."""
+    return tuple(layout.rows_per_page(page_size) * field.bytes for field in layout.fields)
+
+
 def pool_bytes(layout: CacheLayout, page_size: int, pages: int) -> int:
     """Bytes of a pool of `pages` pages, the padding between its planes included."""
     return max((end for _, _, end in _planes(layout, page_size, pages)), default=0)
@@ -98,6 +103,17 @@ def views(layout: CacheLayout, page_size: int, pages: int, buffer: torch.Tensor)
     return {
         field.name: buffer[start:end].view(field.dtype).view(pages, *rows, *field.shape)
         for field, start, end in _planes(layout, page_size, pages)
+    }
+
+
+def plane_views(
+    layout: PagedRows | WindowRows, page_size: int, planes: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """As `views`, where each field has a plane of its own. `planes`: per field, [bytes] uint8."""
+    rows = layout.rows_per_page(page_size)
+    return {
+        field.name: plane.view(field.dtype).view(-1, rows, *field.shape)
+        for field, plane in zip(layout.fields, planes, strict=True)
     }
 
 

@@ -1,6 +1,6 @@
 """Cache groups: layers whose rows are allocated and freed together share one page table.
 
-Members of a group may differ in row size: each has its own pool, and a page id means the same tokens in all of them,
+Members of a group may differ in row size: each has its own fields, and a page id means the same tokens in all of them,
 so nothing is padded to a common size.
 """
 
@@ -30,13 +30,14 @@ class Member:
 class CacheGroup:
     """Caches with one page table. `page_size`: tokens a page; 1 for states, whose "pages" are slots.
 
-    `window`: tokens that must stay readable, None for all.
+    `window`: tokens that must stay readable, None for all. `staged`: whether other pipeline stages hold other members.
     """
 
     kind: Kind
     page_size: int
     window: int | None
     members: tuple[Member, ...]
+    staged: bool = False
 
     @cached_property
     def page_bytes(self) -> int:
@@ -65,7 +66,8 @@ class CacheGroup:
 
     def of_layers(self, layers: Container[int]) -> CacheGroup:
         """The group as a rank has it that holds these layers: with the same pages, and perhaps no cache."""
-        return replace(self, members=tuple(member for member in self.members if member.layer in layers))
+        held = tuple(member for member in self.members if member.layer in layers)
+        return replace(self, members=held, staged=True)
 
     def out_of_window_pages(self, computed: int) -> int:
         """Leading pages out of the window: no later query reads them once `computed` tokens are stored."""
