@@ -1,4 +1,4 @@
-"""The bytes of the caches: one allocation per cache of a layer, and the views that families read and write."""
+"""The bytes of the caches: one allocation per cache of a layer, or of a shared pool, and the views of families."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from allotrope.attention.cache_layout import pool_bytes, views
+from allotrope.attention.cache_layout import StateSlots, plane_views, pool_bytes, views
+from allotrope.cache.groups import Member
 from allotrope.cache.memory import MemoryPlan
+from allotrope.cache.units import UnitPages
 
 
 class Arena:
@@ -22,14 +24,23 @@ class Arena:
         self.bytes = 0
         self.layers: list[dict[str, dict[str, torch.Tensor]]] = [{} for _ in range(layers)]
         self._by_group: list[list[torch.Tensor]] = []
-        for entry in plan.groups:
+        sharing: dict[int, UnitPages] = {}
+        if plan.shared is not None:
+            sharing = {one.group: one for one in plan.shared.layout.groups}
+            # [M, U c]: chunk m of all units.
+            chunks = _zeros(plan.shared.bytes, device).view(plan.shared.layout.chunks, -1)
+            self.bytes += plan.shared.bytes
+        for index, entry in enumerate(plan.groups):
             fields: list[torch.Tensor] = []
             for member in entry.group.members:
-                size = pool_bytes(member.layout, entry.group.page_size, entry.pages)
-                named = views(member.layout, entry.group.page_size, entry.pages, _zeros(size, device))
+                if index in sharing:
+                    named = _shared(member, entry.group.page_size, chunks, sharing[index], len(fields))
+                else:
+                    size = pool_bytes(member.layout, entry.group.page_size, entry.pages)
+                    named = views(member.layout, entry.group.page_size, entry.pages, _zeros(size, device))
+                    self.bytes += size
                 self.layers[member.layer][member.name] = named
                 fields.extend(named.values())
-                self.bytes += size
             self._by_group.append(fields)
         for layer, owner in shares.items():
             self.layers[layer] = self.layers[owner]
@@ -47,6 +58,16 @@ class Arena:
                 # The group's layers are on other ranks.
                 continue
             torch._foreach_copy_([field[target] for field in fields], [field[source] for field in fields])
+
+
+def _shared(
+    member: Member, page_size: int, chunks: torch.Tensor, pages: UnitPages, first: int
+) -> dict[str, torch.Tensor]:
+    """The fields of a member in a shared pool. `first`: number of the first among the fields of the group."""
+    assert not isinstance(member.layout, StateSlots)
+    numbers = range(first, first + len(member.layout.fields))
+    planes = [chunks[number * pages.chunks : (number + 1) * pages.chunks].flatten() for number in numbers]
+    return plane_views(member.layout, page_size, planes)
 
 
 def _zeros(size: int, device: torch.device) -> torch.Tensor:

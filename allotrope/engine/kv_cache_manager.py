@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 
 from allotrope.cache.groups import CacheGroup
 from allotrope.cache.memory import MemoryPlan
-from allotrope.cache.pages import PagePool
+from allotrope.cache.pages import PageIndex, PagePool
 from allotrope.cache.prefix import Match, PrefixCache
+from allotrope.cache.shared_pool import SharedPool
 from allotrope.engine.sequence import Sequence, TentativeCheckpoint
 
 # A decoding sequence copies its state once in so many tokens. For Qwen3-Next 150 MB are moved, 2.3 MB a token,
@@ -26,7 +27,11 @@ class KVCacheManager:
 
     def __init__(self, plan: MemoryPlan, copy_page: CopyPage, *, reuse: bool) -> None:
         self.groups = [entry.group for entry in plan.groups]
-        self.pools = [PagePool(entry.pages) for entry in plan.groups]
+        self._shared = None if plan.shared is None else SharedPool(plan.shared.layout, plan.shared.units)
+        sharing = {} if self._shared is None else {pool.pages.group: pool for pool in self._shared.pools}
+        self.pools: list[PageIndex] = [sharing.get(i) or PagePool(entry.pages) for i, entry in enumerate(plan.groups)]
+        # Sequences with pages.
+        self._num_sequences = 0
         self.prefix = PrefixCache(self.groups, self.pools)
         self.reuse = reuse
         self._copy_page = copy_page
@@ -38,7 +43,11 @@ class KVCacheManager:
 
     def fits_alone(self, tokens: int, chunk: int) -> bool:
         """Whether one sequence of `tokens` tokens could run with nothing beside it."""
-        return all(group.live_pages(tokens, chunk) <= pool.total for group, pool in self._pairs())
+        live = [group.live_pages(tokens, chunk) for group in self.groups]
+        if self._shared is not None and not self._shared.holds([live[pool.pages.group] for pool in self._shared.pools]):
+            return False
+        own = ((n, pool) for n, pool in zip(live, self.pools, strict=True) if isinstance(pool, PagePool))
+        return all(count <= pool.total for count, pool in own)
 
     def allocate(self, seq: Sequence) -> bool:
         """Give `seq` the pages that the prefix cache has, and a state slot where the model has state.
@@ -47,6 +56,7 @@ class KVCacheManager:
         """
         if any(group.kind == "state" and not pool.available for group, pool in self._pairs()):
             return False
+        self._num_sequences += 1
         match = self._match(seq)
         seq.computed, seq.pages = match.tokens, [array("q", pages) for pages in match.pages]
         seq.num_cached_blocks = [len(pages) for pages in seq.pages]
@@ -85,7 +95,7 @@ class KVCacheManager:
         pool.evict(state)
         seq.slots[index] = state
 
-    def _pairs(self) -> Iterator[tuple[CacheGroup, PagePool]]:
+    def _pairs(self) -> Iterator[tuple[CacheGroup, PageIndex]]:
         return zip(self.groups, self.pools, strict=True)
 
     def _plan_checkpoints(self, seq: Sequence, checkpoint_position: int) -> None:
@@ -106,8 +116,13 @@ class KVCacheManager:
         ]
         if any(count > 0 and count + spare > pool.available for count, pool in zip(missing, self.pools, strict=True)):
             return False
-        for index, count in enumerate(missing):
-            seq.pages[index].extend(self.pools[index].allocate() for _ in range(count))
+        if self._shared is not None and any(count > 0 for count in missing):
+            wanted = [max(0, missing[pool.pages.group]) + spare for pool in self._shared.pools]
+            if not self._shared.promise(wanted, alone=self._num_sequences == 1):
+                return False
+        for count, pool, pages in zip(missing, self.pools, seq.pages, strict=True):
+            for _ in range(count):
+                pages.append(pool.allocate(pages[-1] if pages else 0))
         return True
 
     def trim(self, seq: Sequence) -> None:
@@ -239,6 +254,7 @@ class KVCacheManager:
 
     def free(self, seq: Sequence, *, evict: bool = False) -> None:
         """Free the pages and slots of `seq`. `evict`: no later request reuses a page of its prefix."""
+        self._num_sequences -= 1
         if evict:
             # Its tables lack out-of-window pages and state checkpoints.
             for pool in self.pools:

@@ -241,4 +241,7 @@ def _times(cost: StepCost, factor: float) -> StepCost:
 def _groups(load_plan: LoadPlan, layers: range, page_size: int) -> tuple[CacheGroup, ...]:
     """The cache groups of a stage."""
     caches = [{} if i in load_plan.shares else load_plan.specs[i].caches() for i in layers]
-    return group_caches(caches, page_size)
+    groups = group_caches(caches, page_size)
+    if len(caches) == len(load_plan.specs):
+        return groups
+    return tuple(group.of_layers(range(len(caches))) for group in groups)

@@ -180,7 +180,8 @@ class Scheduler:
             if last is seq and any(one in self._in_flight for one in self.running):
                 # Room may come of the steps in flight.
                 return used - tokens
-            self._stop(last)
+            # The last one there is starts afresh, where its pages lie in too many units.
+            self._stop(last, evict=not self.running[1:])
             self.waiting.appendleft(last)
             self.preemptions += 1
             used -= rows.pop(last, 0)
@@ -201,13 +202,8 @@ class Scheduler:
             if budget.prompt_logprobs <= 0 and seq.computes_prompt_logprobs:
                 self.waiting.appendleft(seq)
                 break
-            room = self.kv_cache_manager.allocate(seq)
-            tokens = budget.chunk(seq, share)
-            # A page for each running sequence stays free, or the newcomer would soon be preempted.
-            if room and not self.kv_cache_manager.reserve(seq, tokens, spare=len(self.running)):
-                self.kv_cache_manager.free(seq)
-                room = False
-            if not room:
+            tokens = self._start(seq, budget, share)
+            if not tokens:
                 self._without_pages = (seq, self._step + self._admission_steps)
                 self.waiting.appendleft(seq)
                 break
@@ -215,6 +211,19 @@ class Scheduler:
             rows[seq] = tokens
             budget.spend(seq, tokens)
         self.waiting.extendleft(reversed(blocked))
+
+    def _start(self, seq: Sequence, budget: _Budget, share: int) -> int:
+        """Give a waiting sequence pages for its first tokens. Returns the number of these, 0 if there is no room."""
+        # Alone it has room, though perhaps not beside its cached prefix: pages of that may lie in too many units.
+        for _ in range(1 if self.running else 2):
+            if not self.kv_cache_manager.allocate(seq):
+                return 0
+            tokens = budget.chunk(seq, share)
+            # A page for each running sequence stays free, or the newcomer would soon be preempted.
+            if self.kv_cache_manager.reserve(seq, tokens, spare=len(self.running)):
+                return tokens
+            self.kv_cache_manager.free(seq, evict=not self.running)
+        return 0
 
 
 @dataclass

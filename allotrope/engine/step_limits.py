@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allotrope.cache.groups import CacheGroup
-from allotrope.cache.memory import Demand, plan_memory
+from allotrope.cache.memory import SHORT_CONTEXT, Demand, plan_memory
 from allotrope.config import EngineConfig
 from allotrope.errors import ConfigError
 
@@ -24,8 +24,6 @@ MIN_TOKENS = 1024
 
 # What is tried on a GPU, largest first.
 _SEQUENCES = (512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1)
-# Each sequence of a full batch has room for so many tokens of context, or for the model's longest.
-_CONTEXT = 2048
 # A step's activations may take an eighth of what weights leave, sampling a sixteenth.
 _STEP_SHARE, _SAMPLING_SHARE = 8, 16
 # Activations that live at once, as hidden vectors of a token (read off measured steps, experts being the largest);
@@ -108,7 +106,10 @@ def _tokens(room: StepRoom, preferred: int) -> int:
 
 
 def _serves(config: EngineConfig, room: StepRoom, sequences: int, tokens: int) -> bool:
-    """Whether caches hold a full batch of some context, beside the windows and states of all, and it can be sampled."""
+    """Whether caches hold a full batch of some context, beside the windows and states of all, and it can be sampled.
+
+    Each sequence has `SHORT_CONTEXT` tokens, or the model's longest.
+    """
     if sequences * room.logits_bytes > room.bytes // _SAMPLING_SHARE:
         return False
     budget = config.kv_cache_memory_bytes or room.bytes - room.workspace(sequences, tokens)
@@ -117,4 +118,4 @@ def _serves(config: EngineConfig, room: StepRoom, sequences: int, tokens: int) -
         plan = plan_memory(room.groups, demand, budget)
     except ConfigError:
         return False
-    return plan.sequences >= sequences and plan.tokens >= sequences * min(room.context, _CONTEXT)
+    return plan.sequences >= sequences and plan.tokens >= sequences * min(room.context, SHORT_CONTEXT)

@@ -19,7 +19,9 @@ from tiny_checkpoints import prompts
 
 from allotrope.architectures.registry import find_architecture
 from allotrope.cache.groups import CacheGroup
-from allotrope.cache.memory import Demand, GroupPlan, MemoryPlan, group_bytes
+from allotrope.cache.memory import Demand, GroupPlan, MemoryPlan, SharedPlan, group_bytes
+from allotrope.cache.pages import PagePool
+from allotrope.cache.units import unit_layout
 from allotrope.engine.engine import Engine
 from allotrope.kernels.chip import free_memory
 
@@ -74,6 +76,10 @@ def engines() -> Iterator[tuple[int, list[Engine]]]:
 def equal_shares(groups: Sequence[CacheGroup], demand: Demand, budget: int) -> MemoryPlan:
     """As `plan_memory`, all of the budget: as many windows and states as well, though no batch fills them."""
     plans = []
+    if (layout := unit_layout(groups)) is not None:
+        shared = SharedPlan(layout, min(MAX_PAGES, budget // layout.bytes))
+        plans = [GroupPlan(groups[one.group], 1 + (shared.units - 1) * one.count, 0) for one in layout.groups]
+        return MemoryPlan(tuple(plans), demand.context * demand.sequences, demand.sequences, shared)
     for group in groups:
         pages = min(MAX_PAGES, budget // len(groups) // group.page_bytes)
         plans.append(GroupPlan(group, pages, group_bytes(group, pages)))
@@ -82,8 +88,12 @@ def equal_shares(groups: Sequence[CacheGroup], demand: Demand, budget: int) -> M
 
 def take_highest_pages(running: Engine) -> None:
     """Leave the allocator the highest pages of each pool: those of one batch."""
-    for pool in running._requests.scheduler.kv_cache_manager.pools:
-        pool._free = sorted(pool._free)[-NEEDED:]
+    manager = running._requests.scheduler.kv_cache_manager
+    if manager._shared is not None:
+        manager._shared.free = sorted(manager._shared.free)[-NEEDED:]
+    for pool in manager.pools:
+        if isinstance(pool, PagePool):
+            pool._free = sorted(pool._free)[-NEEDED:]
 
 
 def zeros(size: int, device: torch.device) -> torch.Tensor:

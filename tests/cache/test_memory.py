@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from allotrope.attention.cache_layout import Field, PagedRows, StateSlots, WindowRows
+from allotrope.attention.cache_layout import CacheLayout, Field, PagedRows, StateSlots, WindowRows
 from allotrope.cache.arena import Arena
 from allotrope.cache.groups import group_caches
 from allotrope.cache.memory import Demand, make_plan, plan_memory
@@ -85,6 +87,54 @@ def test_little_memory_means_fewer_windows_not_a_shorter_context() -> None:
     with pytest.raises(ConfigError, match=rf"needs {least} bytes; {least - 1} bytes are given"):
         plan_memory(groups, DEMAND, least - 1)
     assert plan_memory(groups, DEMAND, least * 2).sequences > 1
+
+
+def gemma() -> list[dict[str, CacheLayout]]:
+    """The caches of Gemma 4 31B: 50 layers of 60 have windows."""
+    fields = ((Field("k", shape, torch.bfloat16), Field("v", shape, torch.bfloat16)) for shape in ((16, 256), (4, 512)))
+    window, paged = next(fields), next(fields)
+    return [{"kv": PagedRows(paged) if i % 6 == 5 else WindowRows(window, 1024)} for i in range(60)]
+
+
+def test_a_shared_pool_serves_short_and_long_sequences() -> None:
+    groups = group_caches(gemma(), page_size=16)
+    budget = 68 * 2**30
+    demand = Demand(context=262144, sequences=24, step_tokens=8192, reuse=True)
+    apart = plan_memory([group.of_layers(range(60)) for group in groups], demand, budget)
+    assert apart.shared is None and apart.sequences == 24 and 300_000 < apart.tokens < 310_000
+    plan = plan_memory(groups, replace(demand, sequences=256), budget)
+    assert plan.shared is not None and plan.bytes == plan.shared.bytes
+    assert budget - plan.shared.layout.bytes < plan.bytes <= budget
+    # Either of both, of the same bytes.
+    assert plan.sequences == 64 and 770_000 < plan.tokens < 780_000
+    live = [64 * group.live_pages(2048, 1) for group in groups]
+    assert sum(one.units(live[one.group]) for one in plan.shared.layout.groups) < plan.shared.units
+
+
+def test_a_shared_pool_always_holds_the_longest_sequence_and_no_more_than_a_full_batch() -> None:
+    groups = group_caches(gemma(), page_size=16)
+    demand = Demand(context=4096, sequences=4, step_tokens=1024, reuse=True)
+    least = make_plan(groups, replace(demand, reuse=False), 4096, 1)
+    assert least.shared is not None
+    live = [group.live_pages(4096, 1024) for group in groups]
+    assert sum(one.units(live[one.group]) for one in least.shared.layout.groups) < least.shared.units
+    plan = plan_memory(groups, demand, least.bytes)
+    assert (plan.bytes, plan.sequences) == (least.bytes, 1) and plan.tokens >= 4096
+    with pytest.raises(ConfigError, match=rf"--max-model-len \d+ or --kv-cache-memory-bytes {least.bytes}\."):
+        plan_memory(groups, demand, least.bytes - 1)
+    full = plan_memory(groups, demand, 2**40)
+    assert full.bytes == make_plan(groups, demand, 4 * 4096).bytes
+    assert (full.sequences, full.tokens) == (4, 4 * 4096)
+
+
+def test_states_stay_out_of_a_shared_pool() -> None:
+    state: dict[str, CacheLayout] = {"state": StateSlots((Field("s", (1000, 1000), torch.float32),))}
+    groups = group_caches([*gemma(), state], page_size=16)
+    demand = Demand(context=8192, sequences=64, step_tokens=1024, reuse=True)
+    plan = plan_memory(groups, demand, 8 * 2**30)
+    assert plan.shared is not None and plan.groups[2].pages == 1 + 2 * plan.sequences
+    assert plan.bytes == plan.shared.bytes + plan.groups[2].bytes <= 8 * 2**30
+    assert plan.bytes + plan.shared.layout.bytes > 8 * 2**30
 
 
 def test_copy_page_copies_every_field_of_the_group() -> None:

@@ -53,6 +53,10 @@ def test_static_steps_equal_exact_ones(model: Path) -> None:
     for views in model_runner.arena.layers:
         for view in views["kv"].values():
             view[1:] = torch.nan
+    # Where groups share a pool, the null page of a field lies among pages of others.
+    for views in model_runner.arena.layers:
+        for view in views["kv"].values():
+            view[0] = 0
     assert_same(run(running, requests), tokens)
     assert model_runner.graphs is not None and model_runner.graphs.eager > 8
     assert model_runner.prefill_graphs is not None and model_runner.prefill_graphs.eager

@@ -141,9 +141,14 @@ def settings(name: str, kind: str, k: int, mode: str) -> dict[str, Any]:
 
 def poison(running: Engine) -> None:
     """What nobody has stored must not be read; page 0 stays zero."""
-    for views in running._executor.worker.model_runner.arena.layers:  # type: ignore[attr-defined]
-        for view in (view for fields in views.values() for view in fields.values() if view.is_floating_point()):
+    layers = running._executor.worker.model_runner.arena.layers  # type: ignore[attr-defined]
+    views = [view for caches in layers for fields in caches.values() for view in fields.values()]
+    for view in views:
+        if view.is_floating_point():
             view[1:] = torch.nan
+    # Where groups share a pool, the null page of a field lies among pages of others.
+    for view in views:
+        view[0] = 0
 
 
 def unread_drafts(running: Engine) -> list[int]:
