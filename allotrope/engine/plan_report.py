@@ -14,7 +14,7 @@ from typing import Any
 
 from allotrope.attention.cache_layout import page_bytes
 from allotrope.attention.cost import StepCost
-from allotrope.cache.memory import GroupPlan, MemoryPlan
+from allotrope.cache.memory import SHORT_CONTEXT, GroupPlan, MemoryPlan
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.config import EngineConfig
 from allotrope.engine.cache_plan import CPU_TOKENS, plan_caches, wants_few_tokens
@@ -41,7 +41,8 @@ class GroupReport:
     `draft_layers`: those of a draft model among `layers`. `draft_page_bytes`: what speculative decoding adds to a page:
     rows of these layers, and inputs of drafts beside states.
 
-    `pages`, `bytes` and `tokens` (those that its pages cover) are None where the caches do not fit.
+    `pages`, `bytes` and `tokens` (those that its pages cover) are None where the caches do not fit. `unit_pages`: pages
+    in a unit of the shared pool, 0 outside of it. `pages` are the most then, and `bytes` 0: they are the pool's.
     """
 
     kind: str
@@ -55,6 +56,16 @@ class GroupReport:
     pages: int | None = None
     bytes: int | None = None
     tokens: int | None = None
+    unit_pages: int = 0
+
+
+@dataclass(frozen=True)
+class SharedReport:
+    """The pool that some groups share. `units`: with the null unit."""
+
+    unit_bytes: int
+    units: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,7 @@ class ModelReport:
     dtype_reason: str = ""
     few_tokens: bool = False
     refusal: str | None = None
+    shared: SharedReport | None = None
     tensor_parallel: RankReport | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -128,8 +140,13 @@ class ModelReport:
 
     @property
     def draft_bytes(self) -> int:
-        """What speculative decoding takes of weights and caches; of weights alone where the caches do not fit."""
-        return self.draft_weight_bytes + sum(group.draft_page_bytes * (group.pages or 0) for group in self.groups)
+        """What speculative decoding takes of weights and caches; of weights alone where the caches do not fit. Of a
+        shared pool it is the most that it may take."""
+        own = sum(group.draft_page_bytes * (group.pages or 0) for group in self.groups if not group.unit_pages)
+        if self.shared is None:
+            return self.draft_weight_bytes + own
+        share = max(group.draft_page_bytes / group.page_bytes for group in self.groups if group.unit_pages)
+        return self.draft_weight_bytes + own + int(share * self.shared.bytes)
 
     def summary(self) -> tuple[str, str]:
         """The model and its memory, for readers who know nothing of caches."""
@@ -172,6 +189,7 @@ class ModelReport:
                 )
                 for label, group in zip(labels, self.groups, strict=True)
             ),
+            shared_bytes=0 if self.shared is None else self.shared.bytes,
         )
 
     def _heading(self) -> str:
@@ -192,9 +210,20 @@ class ModelReport:
         for group in self.groups:
             pages = "-" if group.pages is None else str(group.pages)
             total = "-" if group.bytes is None else size_text(group.bytes)
+            if group.unit_pages and group.pages is not None:
+                pages, total = f"up to {pages}", "shared"
             sizes = (size_text(group.row_bytes), str(group.page_tokens), size_text(group.page_bytes))
             rows.append((group.label, str(group.layers), *sizes, pages, total))
+        if self.shared is not None:
+            pool = self.shared
+            rows.append(("shared pool", "", "", "", size_text(pool.unit_bytes), str(pool.units), size_text(pool.bytes)))
         text += table(rows)
+        if self.shared is not None:
+            parts = [f"{group.unit_pages} of {group.label}" for group in self.groups if group.unit_pages]
+            text.append(
+                f"each {size_text(self.shared.unit_bytes)} of the shared pool hold pages of one group, as sequences "
+                f"need them: {' or '.join(parts)}"
+            )
         text += self._draft_lines()
         if self.tokens is not None and self.cache_bytes is not None:
             text.append(
@@ -202,6 +231,9 @@ class ModelReport:
                 f"{self.tokens / self.max_model_len:.1f} sequences of {self.max_model_len}, at most "
                 f"{self.full_length_sequences} of full length at a time (--max-num-seqs {self.max_num_seqs})"
             )
+            if self.shared is not None:
+                short = min(SHORT_CONTEXT, self.max_model_len)
+                text.append(f"or, of the same caches, {self.sequences} sequences of {short} tokens at a time")
             if self.few_tokens:
                 text.append(
                     f"caches on a CPU have room for one sequence of full length and {CPU_TOKENS} tokens of others; "
@@ -293,6 +325,8 @@ def describe(
     """The report of a model whose caches are planned already; `memory` None: they do not fit `available` bytes."""
     plans = {id(plan.group): plan for plan in memory.groups} if memory else {}
     groups = [(group, plans.get(id(group))) for group in load_plan.groups]
+    shared = memory.shared if memory else None
+    unit_pages = {} if shared is None else {id(load_plan.groups[one.group]): one.count for one in shared.layout.groups}
     draft = load_plan.meta_draft(load_plan.meta_model())
     return ModelReport(
         model=config.model,
@@ -320,6 +354,7 @@ def describe(
                 page_bytes=group.page_bytes,
                 draft_layers=sum(layer >= len(load_plan.specs) for layer in group.layers),
                 draft_page_bytes=group.page_bytes - without,
+                unit_pages=unit_pages.get(id(group), 0),
                 **_sizes(plan),
             )
             for (group, plan), without in zip(groups, _without_drafts(load_plan), strict=True)
@@ -329,6 +364,7 @@ def describe(
         few_tokens=wants_few_tokens(load_plan, config),
         formats_from=_formats_from(load_plan, config),
         quantized=bool(load_plan.build.formats),
+        shared=None if shared is None else SharedReport(shared.layout.bytes, shared.units, shared.bytes),
     )
 
 

@@ -30,7 +30,7 @@ class EngineLimits:
 @dataclass(frozen=True, kw_only=True)
 class CacheGroupSummary:
     """One cache group of a rank. `label`: as in `EngineStats.pages_used`. `page_tokens`: 1 for states. `pages`: with
-    the null page. `bytes`: of all pages."""
+    the null page. `bytes`: of all pages. In a shared pool `pages` are the most, and `bytes` is 0."""
 
     label: str
     layers: int
@@ -45,7 +45,7 @@ class ModelSummary:
     """The loaded model and the plan of one rank's memory.
 
     `tokens`: context tokens that the caches hold at once, over all sequences. `sequences`: how many of full length.
-    `draft_bytes`: what speculative decoding takes of weights and caches.
+    `draft_bytes`: what speculative decoding takes of weights and caches. `shared_bytes`: of the pool that groups share.
     """
 
     architecture: str
@@ -59,6 +59,7 @@ class ModelSummary:
     tokens: int
     sequences: int
     groups: tuple[CacheGroupSummary, ...]
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,8 @@ class RankStats:
 class EngineStats:
     """The counts of an engine after a step. Counts with no unit in the name are requests or events since the start.
 
-    `pages_used`, `pages_total`: pages per cache group. Pages that only the prefix cache holds count as free.
+    `pages_used`, `pages_total`: pages per cache group. Pages that only the prefix cache holds count as free. Where
+    groups share a pool, the total of a group is what it uses and what it could get now.
     `prefix_queries`, `prefix_hits`: prompt tokens looked up in the prefix cache, and those it had.
     `prefix_lost`: prompt tokens that were computed again although they had been cached, by reason.
     `speculation`: counts of speculative decoding; None where it is off. `ranks`: of each data-parallel rank, none where

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,10 @@ def test_plan_bytes_are_allocated_bytes(twin: Path) -> None:
     arena = Arena(memory, len(load_plan.specs), load_plan.shares, load_plan.build.device)
     pools = [field for layer in arena.layers for cache in layer.values() for field in cache.values()]
     taken = {pool.untyped_storage().data_ptr(): pool.untyped_storage().nbytes() for pool in pools}
-    assert report.cache_bytes == sum(group.bytes or 0 for group in report.groups) == sum(taken.values()) == arena.bytes
+    shared = 0 if report.shared is None else report.shared.bytes
+    assert bool(shared) == (twin.name in ("gpt-oss-120b", "gemma-4-31b"))
+    planned = shared + sum(group.bytes or 0 for group in report.groups)
+    assert report.cache_bytes == planned == sum(taken.values()) == arena.bytes
     if twin.name in KEPT:
         assert {(group.kind, group.layers, group.row_bytes) for group in report.groups} == KEPT[twin.name]
     for _, tokens, padded in report.density:
@@ -51,3 +55,16 @@ def test_a_twin_runs() -> None:
     (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 3
     llm.close()
+
+
+def test_a_shared_pool_is_reported_once() -> None:
+    (twin,) = (twin for twin in TWINS if twin.name == "gemma-4-31b")
+    report = report_model(config(twin))
+    text = "\n".join(report.lines())
+    assert report.shared is not None and [group.unit_pages for group in report.groups] == [1, 10]
+    assert re.search(r"^window 1024 .* up to \d+ +shared$", text, re.MULTILINE)
+    assert re.search(rf"^shared pool +1\.25 MiB +{report.shared.units} ", text, re.MULTILINE)
+    assert "1 of window 1024 or 10 of paged" in text
+    assert f"{report.sequences} sequences of 2048 tokens at a time" in text
+    summary = report.model_summary()
+    assert summary.shared_bytes + sum(group.bytes for group in summary.groups) == summary.cache_bytes
