@@ -8,12 +8,12 @@
     python bench/engine.py /tmp/gpt_oss --roofline
     python bench/engine.py /tmp/qwen3_next --peers vllm --speculate 1 3 --accept 1.8 2.8
 
-Each engine has a process of its own, ours first; the GPUs are free again before the next one, unless `--interleave` loads
-all at once. Columns that differ in the acceptance that is forced share one, one after the other: no engine is compiled
-for it. `vllm+allotrope` and `sglang+allotrope` are the peer's vLLM and SGLang with this checkout's plugin. With several
-numbers of ranks each engine is measured with each of them; "vllm TP2" is vLLM with two. start: seconds from starting
-the process to the first token after a prompt of 8. prefill: seconds until all prompts of a batch have one token. TPOT:
-(seconds for all tokens - prefill) / (tokens - 1). Prompts are random and never come twice.
+Each engine has a process of its own, ours first; the GPUs are free again before the next one, unless `--interleave`
+loads all at once. Columns that differ in the acceptance that is forced share one, one after the other: no engine is
+compiled for it. `vllm+allotrope` and `sglang+allotrope` are the peer's vLLM and SGLang with this checkout's plugin.
+With several numbers of ranks each engine is measured with each of them; "vllm TP2" is vLLM with two. start: seconds
+from starting the process to the first token after a prompt of 8. prefill: seconds until all prompts of a batch have
+one token. TPOT: (seconds for all tokens - prefill) / (tokens - 1). Prompts are random and never come twice.
 
 How many of the requests' tokens differ in a step is told beside TPOT: equal tokens choose the same experts, and then
 fewer weights are read.
