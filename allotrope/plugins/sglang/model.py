@@ -25,7 +25,6 @@ from allotrope.attention.cache_layout import StateSlots
 from allotrope.attention.family import CacheViews
 from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.errors import ConfigError, ModelError
-from allotrope.kernels.warmup import warm_up_steps
 from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.build import Build
 from allotrope.layers.model_spec import ModelSpec
@@ -38,6 +37,7 @@ from allotrope.plugins.sglang import PLAIN, STATEFUL
 from allotrope.plugins.sglang.config import KV_DTYPES, HostedConfig, read_overrides
 from allotrope.plugins.sglang.memory import CacheMemory
 from allotrope.plugins.steps import Order, arrange, rows_index
+from allotrope.plugins.warmed_steps import Kind, warm_up_first
 from allotrope.plugins.weights import StreamedWeights
 
 log = logging.getLogger("sglang.allotrope")
@@ -131,7 +131,7 @@ class HostedModel(nn.Module):
         self._pools: _Pools
         # Of steps that can be captured; none otherwise.
         self._numbers: torch.Tensor | None = None
-        self._warmed_up: set[tuple[bool, bool, int, bool]] = set()
+        self._warmed_up: set[Kind] = set()
         # Set by the attention backend.
         self.captures = False
         self._in_graphs = all(mixer.backend.in_graphs for mixer in self._mixers)
@@ -193,19 +193,11 @@ class HostedModel(nn.Module):
         return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
 
     def _warm_up(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> None:
-        """Of the first step of a kind, have the kernels compiled several at once; the step would do it one by one."""
-        tokens, device = len(input_ids), self.build.device
-        # Operations of torch do run in a warm-up: a state that they write would move on twice.
-        by_kernels = self._numbers is not None and device.type == "cuda"
-        if not by_kernels or forward_batch.forward_mode.is_idle() or torch.cuda.is_current_stream_capturing():
+        mode, by_kernels = forward_batch.forward_mode, self._numbers is not None and self.build.device.type == "cuda"
+        if not by_kernels or mode.is_idle():
             return
-        # Sizes whose kernels are launched alike.
-        kind = (self.captures, forward_batch.forward_mode.is_decode(), (tokens - 1).bit_length(), tokens % 16 == 0)
-        if kind not in self._warmed_up:
-            self._warmed_up.add(kind)
-            warm_up_steps(
-                functools.partial(self._compute, input_ids, forward_batch), device, self.build.parallel.size, log
-            )
+        step = functools.partial(self._compute, input_ids, forward_batch)
+        warm_up_first(self._warmed_up, (self.captures, mode.is_decode()), len(input_ids), step, self.build, log)
 
     def _compute(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """[T, hidden], 0 for padding."""

@@ -26,7 +26,6 @@ from allotrope.attention.cache_layout import CacheLayout, Field, StateSlots, row
 from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.checkpoint.weight_formats import quantization_of, weight_formats
 from allotrope.errors import ConfigError, ModelError
-from allotrope.kernels.warmup import warm_up_steps
 from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.build import Build
 from allotrope.layers.model_spec import ModelSpec
@@ -40,6 +39,7 @@ from allotrope.plugins.steps import Order, arrange
 from allotrope.plugins.vllm.cache import HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
 from allotrope.plugins.vllm.speculation import speculation_reasons
+from allotrope.plugins.warmed_steps import Kind, warm_up_first
 from allotrope.plugins.weights import StreamedWeights
 
 _KV_DTYPES = {**DTYPES, **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_ds_mla"), FP8)}
@@ -229,7 +229,7 @@ class HostedModel(HostedLayers):
             self.build = only_kept(kept, quantized_weights)
         self.decoder = make_decoder(self.architecture, spec, self.build)
         self.seed = vllm_config.model_config.seed or 0
-        self._warmed_up: set[tuple[bool, bool, int, bool]] = set()
+        self._warmed_up: set[Kind] = set()
         shares = [layer.mixer.shares_cache_of for layer in spec.layers]
         self._host(self.decoder.layers, shares, prefix or "model", vllm_config)
 
@@ -270,21 +270,13 @@ class HostedModel(HostedLayers):
         return out
 
     def _warm_up(self, input_ids: torch.Tensor) -> None:
-        """Of the first step of a kind, have the kernels compiled several at once; the step would do it one by one.
-
-        vLLM's warm-up, which has steps of all sizes that are captured, is most of its start otherwise.
-        """
+        """vLLM's warm-up, which has steps of all sizes that are captured, is most of its start otherwise."""
+        if self._numbers is None:
+            return
         steps: dict[str, HostedStep] | None = get_forward_context().attn_metadata
         decodes = steps[self.layers[0].home.name].common.max_query_len == 1 if steps else False
-        tokens = len(input_ids)
-        # Sizes whose kernels are launched alike.
-        kind, device = (bool(steps), decodes, (tokens - 1).bit_length(), tokens % 16 == 0), self.build.device
-        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        # Operations of torch do run in a warm-up: a state that they write would move on twice.
-        by_kernels = self._numbers is not None
-        if by_kernels and kind not in self._warmed_up and not captured:
-            self._warmed_up.add(kind)
-            warm_up_steps(functools.partial(self._compute, input_ids), device, self.build.parallel.size, log)
+        step = functools.partial(self._compute, input_ids)
+        warm_up_first(self._warmed_up, (bool(steps), decodes), len(input_ids), step, self.build, log)
 
     def _write(self, out: torch.Tensor, input_ids: torch.Tensor) -> None:
         out.copy_(self._compute(input_ids))
