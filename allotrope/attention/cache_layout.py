@@ -80,7 +80,7 @@ def row_bytes(layout: CacheLayout) -> int:
 
 def page_bytes(layout: CacheLayout, page_size: int) -> int:
     """Bytes of one page of `page_size` tokens (or of one slot)."""
-    return layout.rows_per_page(page_size) * row_bytes(layout)
+    return sum(field_page_bytes(layout, page_size))
 
 
 def field_page_bytes(layout: CacheLayout, page_size: int) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ def field_page_bytes(layout: CacheLayout, page_size: int) -> tuple[int, ...]:
 
 def pool_bytes(layout: CacheLayout, page_size: int, pages: int) -> int:
     """Bytes of a pool of `pages` pages, the padding between its planes included."""
-    return max((end for _, _, end in _planes(layout, page_size, pages)), default=0)
+    return max((end for _, end in _planes(layout, page_size, pages)), default=0)
 
 
 def views(layout: CacheLayout, page_size: int, pages: int, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -99,20 +99,18 @@ def views(layout: CacheLayout, page_size: int, pages: int, buffer: torch.Tensor)
     `buffer`: [pool_bytes] uint8. Returns one tensor per field, [pages, rows, *shape] for rows and [pages, *shape] for
     states, all sharing `buffer`'s memory.
     """
-    rows = () if isinstance(layout, StateSlots) else (layout.rows_per_page(page_size),)
-    return {
-        field.name: buffer[start:end].view(field.dtype).view(pages, *rows, *field.shape)
-        for field, start, end in _planes(layout, page_size, pages)
-    }
+    return plane_views(
+        layout, page_size, pages, [buffer[start:end] for start, end in _planes(layout, page_size, pages)]
+    )
 
 
 def plane_views(
-    layout: PagedRows | WindowRows, page_size: int, planes: Sequence[torch.Tensor]
+    layout: CacheLayout, page_size: int, pages: int, planes: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """As `views`, where each field has a plane of its own. `planes`: per field, [bytes] uint8."""
-    rows = layout.rows_per_page(page_size)
+    """As `views`, of planes that lie anywhere. `planes`: per field, [bytes] uint8."""
+    rows = () if isinstance(layout, StateSlots) else (layout.rows_per_page(page_size),)
     return {
-        field.name: plane.view(field.dtype).view(-1, rows, *field.shape)
+        field.name: plane.view(field.dtype).view(pages, *rows, *field.shape)
         for field, plane in zip(layout.fields, planes, strict=True)
     }
 
@@ -142,9 +140,10 @@ def page_views(layout: CacheLayout, pages: torch.Tensor) -> dict[str, torch.Tens
     return fields
 
 
-def _planes(layout: CacheLayout, page_size: int, pages: int) -> Iterator[tuple[Field, int, int]]:
+def _planes(layout: CacheLayout, page_size: int, pages: int) -> Iterator[tuple[int, int]]:
+    """First and last byte (exclusive) of each field's plane."""
     start = 0
-    for field in layout.fields:
-        end = start + pages * layout.rows_per_page(page_size) * field.bytes
-        yield field, start, end
+    for size in field_page_bytes(layout, page_size):
+        end = start + pages * size
+        yield start, end
         start = -(-end // PLANE_ALIGNMENT) * PLANE_ALIGNMENT

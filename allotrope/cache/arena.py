@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from allotrope.attention.cache_layout import StateSlots, plane_views, pool_bytes, views
-from allotrope.cache.groups import Member
+from allotrope.attention.cache_layout import plane_views, pool_bytes, views
 from allotrope.cache.memory import MemoryPlan
 from allotrope.cache.units import UnitPages
 
@@ -25,7 +24,9 @@ class Arena:
         self.layers: list[dict[str, dict[str, torch.Tensor]]] = [{} for _ in range(layers)]
         self._by_group: list[list[torch.Tensor]] = []
         sharing: dict[int, UnitPages] = {}
+        units = 0
         if plan.shared is not None:
+            units = plan.shared.units
             sharing = {one.group: one for one in plan.shared.layout.groups}
             # [M, U c]: chunk m of all units.
             chunks = _zeros(plan.shared.bytes, device).view(plan.shared.layout.chunks, -1)
@@ -34,7 +35,9 @@ class Arena:
             fields: list[torch.Tensor] = []
             for member in entry.group.members:
                 if index in sharing:
-                    named = _shared(member, entry.group.page_size, chunks, sharing[index], len(fields))
+                    pages = units * sharing[index].count
+                    planes = sharing[index].planes(chunks, len(fields), len(member.layout.fields))
+                    named = plane_views(member.layout, entry.group.page_size, pages, planes)
                 else:
                     size = pool_bytes(member.layout, entry.group.page_size, entry.pages)
                     named = views(member.layout, entry.group.page_size, entry.pages, _zeros(size, device))
@@ -58,16 +61,6 @@ class Arena:
                 # The group's layers are on other ranks.
                 continue
             torch._foreach_copy_([field[target] for field in fields], [field[source] for field in fields])
-
-
-def _shared(
-    member: Member, page_size: int, chunks: torch.Tensor, pages: UnitPages, first: int
-) -> dict[str, torch.Tensor]:
-    """The fields of a member in a shared pool. `first`: number of the first among the fields of the group."""
-    assert not isinstance(member.layout, StateSlots)
-    numbers = range(first, first + len(member.layout.fields))
-    planes = [chunks[number * pages.chunks : (number + 1) * pages.chunks].flatten() for number in numbers]
-    return plane_views(member.layout, page_size, planes)
 
 
 def _zeros(size: int, device: torch.device) -> torch.Tensor:

@@ -102,10 +102,7 @@ def plan_memory(groups: Sequence[CacheGroup], demand: Demand, budget: int) -> Me
     def total(tokens: int, sequences: int) -> int:
         return make_plan(groups, demand, tokens, sequences).bytes
 
-    sequences = _largest(lambda n: total(demand.context, n) <= budget, demand.sequences)
-    if sequences < 1:
-        longest = _largest(lambda n: total(n, 1) <= budget, demand.context)
-        raise ConfigError(_advice(demand, budget, total(demand.context, 1), longest))
+    sequences = _most_sequences(total, demand, budget)
     # Every sequence may leave its last page nearly empty.
     reach = [group.pages_for(demand.context) * group.page_size for group in groups if group.kind != "state"]
     longest = max(reach, default=demand.context)
@@ -126,22 +123,16 @@ def _plan_shared(groups: Sequence[CacheGroup], layout: UnitLayout, demand: Deman
     """As `plan_memory`, for groups of which some share a pool."""
     # The windows of ended sequences have what others leave.
     running = replace(demand, reuse=False)
-    short = min(demand.context, SHORT_CONTEXT)
 
     def units(tokens: int, sequences: int) -> int:
         return _units_needed(groups, layout, running, tokens, sequences)
 
     def served(context: int, sequences: int) -> MemoryPlan:
         """The plan for one sequence of `context` tokens, or so many short ones."""
-        needed = max(units(context, 1), units(sequences * short, sequences))
+        needed = max(units(context, 1), units(sequences * min(context, SHORT_CONTEXT), sequences))
         return _with_units(groups, layout, demand, needed, context, sequences)
 
-    sequences = _largest(lambda n: served(demand.context, n).bytes <= budget, demand.sequences)
-    if sequences < 1:
-        longest = _largest(
-            lambda n: _with_units(groups, layout, demand, units(n, 1), n, 1).bytes <= budget, demand.context
-        )
-        raise ConfigError(_advice(demand, budget, served(demand.context, 1).bytes, longest))
+    sequences = _most_sequences(lambda context, n: served(context, n).bytes, demand, budget)
     reach = max(groups[one.group].pages_for(demand.context) * groups[one.group].page_size for one in layout.groups)
     full = _units_needed(groups, layout, demand, reach * demand.sequences, demand.sequences)
     states = sum(plan.bytes for plan in served(demand.context, sequences).groups)
@@ -167,6 +158,16 @@ def _with_units(
 def _own_pools(group: CacheGroup, demand: Demand, tokens: int, sequences: int) -> GroupPlan:
     pages = pages_needed(group, tokens, sequences, demand)
     return GroupPlan(group, pages, group_bytes(group, pages))
+
+
+def _most_sequences(needed: Callable[[int, int], int], demand: Demand, budget: int) -> int:
+    """Most sequences that `budget` bytes serve beside one of `demand.context` tokens. `needed`: bytes for a context and
+    a number of sequences. Raises ConfigError if not even one sequence fits, saying what would."""
+    sequences = _largest(lambda n: needed(demand.context, n) <= budget, demand.sequences)
+    if sequences < 1:
+        longest = _largest(lambda n: needed(n, 1) <= budget, demand.context)
+        raise ConfigError(_advice(demand, budget, needed(demand.context, 1), longest))
+    return sequences
 
 
 def _largest(fits: Callable[[int], bool], limit: int) -> int:

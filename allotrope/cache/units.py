@@ -13,6 +13,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from allotrope.attention.cache_layout import PLANE_ALIGNMENT, field_page_bytes
 from allotrope.cache.groups import CacheGroup
 
@@ -38,6 +40,10 @@ class UnitPages:
     def units(self, pages: int) -> int:
         """Units that hold so many pages."""
         return -(-pages // self.count)
+
+    def planes(self, chunks: torch.Tensor, first: int, count: int) -> list[torch.Tensor]:
+        """Per field, [bytes] of it in the pool. `chunks`: [M, U c]. `first`, `count`: of the group's fields."""
+        return [chunks[i * self.chunks : (i + 1) * self.chunks].flatten() for i in range(first, first + count)]
 
     def pages_of(self, unit: int, units: int) -> list[int]:
         """The page ids in a unit of `units` ones, lowest first."""

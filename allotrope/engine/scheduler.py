@@ -181,7 +181,7 @@ class Scheduler:
                 # Room may come of the steps in flight.
                 return used - tokens
             # The last one there is starts afresh, where its pages lie in too many units.
-            self._stop(last, evict=not self.running[1:])
+            self._stop(last, evict=len(self.running) == 1)
             self.waiting.appendleft(last)
             self.preemptions += 1
             used -= rows.pop(last, 0)
