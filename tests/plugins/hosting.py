@@ -99,9 +99,10 @@ class Hosted:
         specs = self.specs()
         for cache in layers.values():
             assert_lifetime(cache.layout, specs[cache.name])
-            for pool in cache.views.values():
-                assert not _written(pool[0]), f"{cache.name}: block 0 is not empty"
-            assert any(map(_written, cache.views.values())), f"{cache.name} was never written"
+            for views in cache.views:
+                for pool in views.values():
+                    assert not _written(pool[0]), f"{cache.name}: block 0 is not empty"
+                assert any(map(_written, views.values())), f"{cache.name} was never written"
 
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -117,14 +118,17 @@ def assert_lifetime(layout: CacheLayout, spec: Any) -> None:
 
     if isinstance(layout, StateSlots):
         assert type(spec) is MambaSpec
-        assert spec.state_content_size_bytes == row_bytes(layout) <= spec.page_size_bytes
+        # Earlier versions know no size but that of the page.
+        size = getattr(spec, "state_content_size_bytes", row_bytes(layout))
+        assert size == row_bytes(layout) <= spec.page_size_bytes
         return
     if isinstance(layout, WindowRows):
         assert type(spec) is SlidingWindowSpec and spec.sliding_window == layout.window
     else:
-        assert type(spec) is FullAttentionSpec and spec.sliding_window is None
+        assert isinstance(spec, FullAttentionSpec) and spec.sliding_window is None
     tokens = layout.stride if isinstance(layout, PagedRows) else 1
-    assert spec.tokens_per_state == tokens
+    # Under its name of later versions, or of earlier ones, where it is a spec of latent rows alone that has it.
+    assert getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1)) == tokens
     assert spec.page_size_bytes == spec.block_size // tokens * row_bytes(layout)
 
 

@@ -11,12 +11,13 @@ import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 
 from allotrope.attention.batch import BatchLayout, SlotIndex, index_pages
-from allotrope.attention.cache_layout import StateSlots, page_bytes
+from allotrope.attention.cache_layout import StateSlots, page_bytes, row_bytes
 from allotrope.attention.check import cases
 from allotrope.attention.registry import FAMILIES
 from allotrope.kernels.chip import chip_of
-from allotrope.plugins.vllm.cache import HostedCache, HostedStep
+from allotrope.plugins.vllm.cache import CacheMember, HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
+from allotrope.plugins.vllm.pools import Member, Pool
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,17 @@ def calls() -> Iterator[Call]:
         caches, index = {}, {}
         for key, layout in case.spec.caches().items():
             size = 128 if not isinstance(layout, StateSlots) else 1
-            cache = HostedCache(f"layers.0.{key}", layout, (layout,), False)
+            pool = Pool((Member(0, key, layout),), row_bytes(layout))
+            cache = HostedCache(f"layers.0.{key}", pool, (layout,), False)
             rows = page_bytes(layout, size)
             cache.kv_cache = torch.zeros(3, 1, 1, rows, dtype=torch.uint8)
-            caches[key] = cache
+            caches[key] = CacheMember(cache, 0)
             state = isinstance(layout, StateSlots)
             index[key] = SlotIndex(torch.tensor([1, 2])) if state else index_pages(batch, size, [[1], [2]])
         layer = HostedLayer("layers.0", case.spec, backend, caches)
         plan = backend.plan(case.spec, batch, index)
         step = HostedStep(None, None, {layer.name: plan})
-        context = ForwardContext({cache.name: cache for cache in caches.values()}, {layer.home.name: step}, {})
+        context = ForwardContext({one.cache.name: one.cache for one in caches.values()}, {layer.home.name: step}, {})
         inputs = case.inputs(0)
         named = {key: value[:8] for key, value in inputs.tokens.items()} | inputs.layer
         with override_forward_context(context):

@@ -129,35 +129,40 @@ def test_caches_are_bound_and_let_go_in_either_way() -> None:
     """By a method (0.32) or by setting an attribute (0.25), which gives a state as a list of its parts."""
     from allotrope.attention.cache_layout import Field, PagedRows, StateSlots
     from allotrope.plugins.vllm.cache import HostedCache, RowsBackend
+    from allotrope.plugins.vllm.pools import Member, Pool
 
     state = StateSlots((Field("ssm", (3,), torch.float32),))
-    cache = HostedCache("layers.0.state", state, (state,), True)
+    cache = HostedCache("layers.0.state", Pool((Member(0, "state", state),), 12), (state,), True)
     memory = torch.arange(32, dtype=torch.int8).view(2, 1, 1, 16)
     cache.kv_cache = memory
     (whole,) = cache.kv_cache
     cache.kv_cache = [memory.view(torch.uint8).flatten(1)[:, :12]]
-    assert cache.views is not None and cache.views["ssm"].data_ptr() == whole.data_ptr()
-    assert cache.views["ssm"].shape == (2, 3) and cache.views["ssm"].stride(0) == 4
+    (views,) = cache.views
+    assert views["ssm"].data_ptr() == whole.data_ptr()
+    assert views["ssm"].shape == (2, 3) and views["ssm"].stride(0) == 4
     cache.kv_cache = []
-    assert cache.views is None
+    assert cache.views == ()
     rows = PagedRows((Field("k", (4,), torch.float16),), stride=4)
-    cache = HostedCache("layers.0.k", rows, (rows,), True)
+    cache = HostedCache("layers.0.k", Pool((Member(0, "k", rows),), 8), (rows,), True)
     cache.kv_cache = torch.zeros(RowsBackend.get_kv_cache_shape(5, 2, 1, 8), dtype=torch.uint8)
-    assert cache.views is not None and cache.views["k"].shape == (5, 2, 4)
+    (views,) = cache.views
+    assert views["k"].shape == (5, 2, 4)
     cache.kv_cache = torch.tensor([])
-    assert cache.views is None
+    assert cache.views == ()
 
 
 def test_long_pages_are_asked_for_where_none_becomes_too_long() -> None:
     """Where a row is several tokens', a page of one cache would be of thousands of tokens in another."""
-    from allotrope.attention.cache_layout import Field, PagedRows, StateSlots
+    from allotrope.attention.cache_layout import Field, PagedRows, StateSlots, row_bytes
     from allotrope.plugins.vllm.cache import HostedCache
+    from allotrope.plugins.vllm.pools import Member, Pool
 
     state, fields = StateSlots((Field("ssm", (3,), torch.float32),)), (Field("k", (4,), torch.float16),)
     rows, sparse = PagedRows(fields), PagedRows(fields, stride=4)
 
     def preferred(*layouts: object) -> set[int]:
-        kinds = {HostedCache("layers.0.k", one, layouts, True).get_attn_backend() for one in layouts}
+        pools = [Pool((Member(0, "k", one),), row_bytes(one)) for one in layouts]
+        kinds = {HostedCache("layers.0.k", pool, layouts, True).get_attn_backend() for pool in pools}
         return {kind.get_preferred_block_size(16) for kind in kinds if not kind.is_ssm()}
 
     assert preferred(rows) == preferred(rows, state) == {64}

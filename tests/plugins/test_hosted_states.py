@@ -36,7 +36,7 @@ def states_of(running: Hosted) -> set[torch.dtype]:
     from allotrope.plugins.vllm.model import HostedHybridModel
 
     caches = running.runner.compilation_config.static_forward_context.values()
-    views = [cache.views["ssm"] for cache in caches if "ssm" in cache.views]
+    views = [views["ssm"] for cache in caches for views in cache.views if "ssm" in views]
     config = running.llm.llm_engine.vllm_config
     shapes = HostedHybridModel.get_mamba_state_shape_from_config(config)
     dtypes = HostedHybridModel.get_mamba_state_dtype_from_config(config)

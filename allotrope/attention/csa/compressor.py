@@ -50,7 +50,8 @@ def compress(compressor: CompressorPlan, states: torch.Tensor, new: Compression,
     closed = compressor.closed
     if closed is None:
         return None
-    streams = states.view(-1, new.norm.shape[-1])
+    # Rows of several layers may lie beside each other, so that rows are not back to back.
+    streams = states.flatten(0, 1).unflatten(-1, (-1, new.norm.shape[-1]))
     weights = torch.softmax(_members(streams, closed.scores) + closed.bias, dim=1)
     pooled = (weights * _members(streams, closed.kv_rows)).sum(dim=1)
     normed = pooled * torch.rsqrt(pooled.square().mean(-1, keepdim=True) + eps) * new.norm.float()
@@ -58,5 +59,5 @@ def compress(compressor: CompressorPlan, states: torch.Tensor, new: Compression,
 
 
 def _members(streams: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """[E, K, d] the streams at `rows` [E, K]."""
-    return streams.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+    """[E, K, d] of `streams` [R, n, d], those with the numbers `rows` [E, K]."""
+    return streams[rows // streams.shape[1], rows % streams.shape[1]]

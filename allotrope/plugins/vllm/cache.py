@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 from allotrope.attention.batch import BatchLayout, CacheIndex
 from allotrope.attention.cache_layout import CacheLayout, StateSlots, WindowRows, page_views, row_bytes
 from allotrope.plugins.steps import Order, rows_index
+from allotrope.plugins.vllm.pools import Pool
 from allotrope.plugins.vllm.translate import describe, page_of, page_tokens, states_index, stride
 
 # A name under vLLM's own, so that its handlers and levels hold.
@@ -41,16 +42,18 @@ def _announce(layouts: tuple[CacheLayout, ...], block_size: int) -> None:
 
 
 class HostedCache(AttentionLayerBase):
-    """One cache of one layer.
+    """One cache of one layer, or several with one lifetime.
 
-    `name`: in the static forward context, with exactly one integer. `layouts`: of all caches of the model, which share
-    one page size or one block table. `in_graphs`: whether all layers of the model can be captured. `views`: as the
-    family reads the cache, None until vLLM has allocated it. `readers`: by name, the layers that find each other's step
-    here. `model`: which the first of them is part of.
+    `name`: in the static forward context, with exactly one integer. `layouts`: of all pools of the model, which share
+    one page size or one block table. `in_graphs`: whether all layers of the model can be captured. `views`: as a
+    family reads each member of the pool, empty until vLLM has allocated it. `readers`: by name, the layers that find
+    each other's step here. `model`: which the first of them is part of.
     """
 
-    def __init__(self, name: str, layout: CacheLayout, layouts: tuple[CacheLayout, ...], in_graphs: bool) -> None:
-        self.name, self.layout, self.layouts, self.in_graphs = name, layout, layouts, in_graphs
+    def __init__(self, name: str, pool: Pool, layouts: tuple[CacheLayout, ...], in_graphs: bool) -> None:
+        self.name, self.pool, self.layouts, self.in_graphs = name, pool, layouts, in_graphs
+        self.layout = pool.layout
+        self.views: tuple[dict[str, torch.Tensor], ...] = ()
         self.readers: dict[str, Any] = {}
         self.model: Any = None
         self.kv_cache = torch.tensor([])
@@ -97,11 +100,26 @@ class HostedCache(AttentionLayerBase):
         """`bound`: [P, 1, rows, bytes], or of states int8 [P, 1, 1, bytes] or a list of one [P, bytes], with pages of
         any stride; or nothing, where vLLM takes the memory back."""
         tensor = bound if isinstance(bound, torch.Tensor) else next(iter(bound), torch.tensor([]))
-        self._kv_cache, self.views = bound, None
+        self._kv_cache, self.views = bound, ()
         if tensor.numel():
             pages = tensor.view(torch.uint8).flatten(1)
-            self.views = page_views(self.layout, pages)
+            fields = page_views(self.layout, pages)
+            self.views = tuple(self.pool.views_of(number, fields) for number in range(len(self.pool.members)))
             self._kv_cache = [pages] if isinstance(self.layout, StateSlots) else tensor
+
+
+@dataclass(frozen=True)
+class CacheMember:
+    """One cache of one layer: the member `number` of the pool `cache`."""
+
+    cache: HostedCache
+    number: int
+
+    @property
+    def views(self) -> dict[str, torch.Tensor]:
+        """As the family reads it; empty until vLLM has allocated it."""
+        views = self.cache.views
+        return views[self.number] if views else {}
 
 
 def _kept_rows(tokens: int, rows: dict[str, Any]) -> KVCacheSpec:

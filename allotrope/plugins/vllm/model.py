@@ -23,6 +23,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from allotrope.architectures.registry import Architecture, read_spec
 from allotrope.attention.batch import BatchLayout
 from allotrope.attention.cache_layout import CacheLayout, Field, StateSlots, row_bytes
+from allotrope.attention.family import Spec
 from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.checkpoint.weight_formats import quantization_of, weight_formats
 from allotrope.errors import ConfigError, ModelError
@@ -36,8 +37,9 @@ from allotrope.loading.kv_scales import FP8, attention_specs
 from allotrope.ops.rope import RopeTables
 from allotrope.plugins.hosted_build import DTYPES, hosted_build, read_options
 from allotrope.plugins.steps import Order, arrange
-from allotrope.plugins.vllm.cache import HostedCache, HostedStep
+from allotrope.plugins.vllm.cache import CacheMember, HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
+from allotrope.plugins.vllm.pools import Member, pools_of
 from allotrope.plugins.vllm.speculation import speculation_reasons
 from allotrope.plugins.warmed_steps import Kind, warm_up_first
 from allotrope.plugins.weights import StreamedWeights
@@ -184,7 +186,7 @@ class HostedLayers(nn.Module):
         indices = {id(step): step.index(batch, order) for step in {id(step): step for step in steps.values()}.values()}
         made: dict[object, object] = {}
         for layer in self.layers:
-            homes = {name: id(steps[cache.name]) for name, cache in layer.caches.items()}
+            homes = {name: id(steps[member.cache.name]) for name, member in layer.caches.items()}
             key = (layer.spec.plan_key, layer.backend.name, tuple(homes.items()))
             if key not in made:
                 index = {name: indices[home] for name, home in homes.items()}
@@ -354,22 +356,35 @@ def _planned_layouts(vllm_config: VllmConfig, checkpoint: Checkpoint, spec: Mode
 def _host(
     decoder_layers: Sequence[Any], shares: Sequence[int | None], prefix: str, vllm_config: VllmConfig
 ) -> list[HostedLayer]:
-    """Give each layer's attention to vLLM: a cache in the static forward context, an operator in the mixer's place."""
-    context = vllm_config.compilation_config.static_forward_context
+    """Give each layer's attention to vLLM: caches in the static forward context, an operator in the mixer's place."""
     mixers = [layer.mixer for layer in decoder_layers]
-    owning = [mixer.spec for mixer, owner in zip(mixers, shares, strict=True) if owner is None]
-    layouts = tuple(layout for spec in owning for layout in spec.caches().values())
     in_graphs = all(mixer.backend.in_graphs for mixer in mixers)
+    caches = _host_caches([mixer.spec for mixer in mixers], shares, prefix, vllm_config, in_graphs)
     layers: list[HostedLayer] = []
     for number, (mixer, owner) in enumerate(zip(mixers, shares, strict=True)):
         name = f"{prefix}.layers.{number}.allotrope"
-        if owner is not None:
-            caches = layers[owner].caches
-        else:
-            own = mixer.spec.caches()
-            caches = {key: HostedCache(f"{name}_{key}", layout, layouts, in_graphs) for key, layout in own.items()}
-            context.update({cache.name: cache for cache in caches.values()})
-        hosted = HostedLayer(name, mixer.spec, mixer.backend, caches)
+        own = caches[number] if owner is None else layers[owner].caches
+        hosted = HostedLayer(name, mixer.spec, mixer.backend, own)
         mixer.backend = dataclasses.replace(mixer.backend, run=hosted.run)
         layers.append(hosted)
     return layers
+
+
+def _host_caches(
+    specs: Sequence[Spec], shares: Sequence[int | None], prefix: str, vllm_config: VllmConfig, in_graphs: bool
+) -> dict[int, dict[str, CacheMember]]:
+    """By layer and name, the caches of layers that have their own."""
+    own = [(layer, spec) for layer, (spec, owner) in enumerate(zip(specs, shares, strict=True)) if owner is None]
+    members = [Member(layer, name, layout) for layer, spec in own for name, layout in spec.caches().items()]
+    config = vllm_config.cache_config
+    pools = pools_of(members, config.block_size or 16, bool(config.enable_prefix_caching))
+    layouts = tuple(pool.layout for pool in pools)
+    found: dict[int, dict[str, CacheMember]] = {layer: {} for layer, _ in own}
+    for pool in pools:
+        first = pool.members[0]
+        cache = HostedCache(f"{prefix}.layers.{first.layer}.allotrope_{first.name}", pool, layouts, in_graphs)
+        vllm_config.compilation_config.static_forward_context[cache.name] = cache
+        for number, member in enumerate(pool.members):
+            found[member.layer][member.name] = CacheMember(cache, number)
+    # A family names its caches in an order of its own.
+    return {layer: {name: found[layer][name] for name in spec.caches()} for layer, spec in own}

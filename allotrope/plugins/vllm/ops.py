@@ -22,7 +22,7 @@ from vllm.forward_context import get_forward_context
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.family import CacheViews, Spec
 from allotrope.attention.registry import FAMILIES
-from allotrope.plugins.vllm.cache import HostedCache
+from allotrope.plugins.vllm.cache import CacheMember
 
 SPLIT_POINTS = tuple(f"allotrope::{name}" for name in FAMILIES)
 
@@ -30,9 +30,9 @@ SPLIT_POINTS = tuple(f"allotrope::{name}" for name in FAMILIES)
 class HostedLayer:
     """One layer's attention: its own or another layer's `caches`, and the `backend` that our library chose for it."""
 
-    def __init__(self, name: str, spec: Spec, backend: AttentionBackend, caches: dict[str, HostedCache]) -> None:
+    def __init__(self, name: str, spec: Spec, backend: AttentionBackend, caches: dict[str, CacheMember]) -> None:
         self.name, self.spec, self.backend, self.caches = name, spec, backend, caches
-        self.home = next(iter(caches.values()))
+        self.home = next(iter(caches.values())).cache
         self.home.readers[name] = self
         self.op = getattr(torch.ops.allotrope, spec.family)
         self._inputs: Unflatten
@@ -40,7 +40,7 @@ class HostedLayer:
     @property
     def views(self) -> CacheViews:
         """As the family reads its caches; empty until vLLM has allocated them."""
-        return {name: cache.views or {} for name, cache in self.caches.items()}
+        return {name: cache.views for name, cache in self.caches.items()}
 
     @property
     def pools(self) -> dict[tuple[str, str], torch.Tensor]:

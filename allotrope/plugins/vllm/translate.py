@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from allotrope.attention.batch import BatchLayout, SlotIndex
-from allotrope.attention.cache_layout import CacheLayout, PagedRows, StateSlots, WindowRows, row_bytes
+from allotrope.attention.cache_layout import CacheLayout, Field, PagedRows, StateSlots, WindowRows, row_bytes
 from allotrope.plugins.steps import Order
 
 
@@ -48,15 +48,26 @@ def describe(layouts: Sequence[CacheLayout], block_size: int) -> str:
     kinds, cuts = [], []
     pages = {layout: page_of(layout, layouts, block_size) for layout in layouts}
     for layout, page in pages.items():
-        fields = "+".join(field.name for field in layout.fields)
+        fields = "+".join(dict.fromkeys(named(field) for field in layout.fields if named(field)))
         if isinstance(layout, StateSlots):
-            waste = 100 * (page - row_bytes(layout)) // page
-            kinds.append(f"{fields} one state, {waste} % of the page unused")
+            waste = 100 * (page - sum(field.bytes for field in layout.fields if named(field))) // page
+            kinds.append(f"{fields} one state{_layers(layout)}, {waste} % of the page unused")
         else:
             cuts.append(page_tokens(layout, page))
-            kinds.append(f"{fields} {cuts[-1]} tokens")
+            kinds.append(f"{fields} {cuts[-1]} tokens{_layers(layout)}")
     sizes = " and ".join(map(str, dict.fromkeys(pages.values())))
     return f"pages of {sizes} bytes: {'; '.join(kinds)}; prefixes are shared in runs of {math.lcm(*cuts)} tokens"
+
+
+def named(field: Field) -> str:
+    """The name of a field in the cache that it is of, empty for padding between caches that lie side by side."""
+    return field.name.rpartition("/")[2]
+
+
+def _layers(layout: CacheLayout) -> str:
+    """How many caches lie side by side in a page, where there are several."""
+    count = len({field.name.partition("/")[0] for field in layout.fields if "/" in field.name and named(field)})
+    return f" of {count} caches" if count > 1 else ""
 
 
 def page_tokens(layout: CacheLayout, page: int) -> int:
