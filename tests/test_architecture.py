@@ -22,7 +22,7 @@ ORDER = [
     {"attention", "text"},
     {"grammars"},
     {"cache", "layers"},
-    {"checkpoint"},
+    {"checkpoint", "graphs"},
     {"architectures"},
     {"loading"},
     {"engine", "plugins"},

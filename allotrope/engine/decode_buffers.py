@@ -200,16 +200,3 @@ class DecodeBuffers:
         # With drafts `rows` were moved on, and have known tokens in the place of placeholders.
         indices = None if self.verify else self._prev_sampled_indices[:size]
         return Inputs(self._ids[:size], indices, batch, index), self.prev_sampled
-
-
-class StaticRows:
-    """A static buffer as wide as the first rows that are copied into it."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self.rows: torch.Tensor | None = None
-
-    def copy_in(self, values: torch.Tensor) -> torch.Tensor:
-        if self.rows is None:
-            self.rows = values.new_zeros(self._size, values.shape[1])
-        return self.rows[: len(values)].copy_(values)

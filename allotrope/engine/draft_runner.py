@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex, VerifyRows, VerifyTensors
-from allotrope.engine.decode_buffers import DecodeBuffers, StaticRows
-from allotrope.engine.graphs import DecodeGraphs
+from allotrope.engine.decode_buffers import DecodeBuffers
 from allotrope.engine.inputs import Inputs, StepFacts
 from allotrope.engine.layer_plans import LayerPlans, Plans
+from allotrope.graphs.captured import DecodeGraphs
+from allotrope.graphs.static_rows import StaticRows
 from allotrope.kernels.backend import Chooser
 from allotrope.kernels.symmetric_memory import Communicator
 from allotrope.layers.data_parallel import RankRows, gather_selected

@@ -14,10 +14,10 @@ import torch
 from allotrope.engine.drafts.acceptance import AcceptanceStats, SyntheticAcceptance
 from allotrope.engine.drafts.lookup import make_lookup_drafter
 from allotrope.engine.drafts.policy import DraftPolicy, StepTimes, shared_out
-from allotrope.engine.graphs import decode_sizes, padded_size
 from allotrope.engine.in_flight import HostCopy
 from allotrope.engine.sequence import PLACEHOLDER, Sequence
 from allotrope.errors import ConfigError
+from allotrope.graphs.captured import decode_sizes, padded_size
 from allotrope.speculative_config import SpeculativeConfig
 
 # Passes that the time of one is averaged over.

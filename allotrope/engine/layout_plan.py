@@ -21,13 +21,13 @@ from allotrope.engine.host_bound import runs_in_pieces
 from allotrope.engine.layout_cost import HostLayout, RankModel, StageCost, StepRows, host_layout
 from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.memory import utilization
-from allotrope.engine.piecewise_graphs import MOST_TOKENS
 from allotrope.engine.rank_report import KINDS
 from allotrope.engine.report import numbered
 from allotrope.engine.report_text import size_text
 from allotrope.engine.step_limits import GPU_TOKENS, MIN_TOKENS, StepRoom
 from allotrope.engine.step_time import StepTime
 from allotrope.errors import ConfigError, ModelError
+from allotrope.graphs.piecewise_graphs import MOST_TOKENS
 from allotrope.kernels.chip_figures import ChipFigures
 from allotrope.layers.parallel import Parallel
 from allotrope.rank_layout import RankLayout

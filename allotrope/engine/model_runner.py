@@ -19,14 +19,14 @@ from allotrope.cache.arena import Arena
 from allotrope.cache.groups import CacheGroup
 from allotrope.engine.decode_buffers import DecodeBuffers
 from allotrope.engine.draft_runner import DraftRunner
-from allotrope.engine.graphs import DecodeGraphs, Graphs
 from allotrope.engine.host_bound import runs_in_pieces
 from allotrope.engine.inputs import Inputs, StepFacts, StepPlan, pack, padding_row, unpack
 from allotrope.engine.layer_plans import LayerPlans, Plans
 from allotrope.engine.packed_step import PackedStep, Words
-from allotrope.engine.piecewise_graphs import PiecewiseGraphs, prefill_sizes
-from allotrope.engine.prefill_buffers import PrefillBuffers
 from allotrope.engine.recorded_steps import RecordedSteps
+from allotrope.graphs.captured import DecodeGraphs, Graphs
+from allotrope.graphs.piecewise_graphs import PiecewiseGraphs, prefill_sizes
+from allotrope.graphs.prefill_buffers import PrefillBuffers
 from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.data_parallel import RankRows, gather_selected
 from allotrope.layers.decoder import Decoder
@@ -133,8 +133,8 @@ class ModelRunner:
 
     def _make_pieces(self, shapes: GraphShapes) -> None:
         model, alone = self.model, self.model.parallel.layout.size == 1
-        most = prefill_sizes(shapes.prefill_tokens)[-1]
-        buffers = PrefillBuffers(most, self.device, self._tables)
+        sizes = prefill_sizes(shapes.prefill_tokens)
+        buffers = PrefillBuffers(sizes[-1], self.device, self._tables)
 
         def body(size: int, attend: Attend) -> None:
             step = buffers.step(size, len(model.layers), attend)
@@ -149,7 +149,7 @@ class ModelRunner:
             return self._layers.step(inputs.ids, inputs, Plans())
 
         self.prefill_buffers = buffers
-        self.prefill_graphs = PiecewiseGraphs(body, idle, most, self.device, capture=shapes.capture, alone=alone)
+        self.prefill_graphs = PiecewiseGraphs(body, idle, sizes, self.device, capture=shapes.capture, alone=alone)
 
     def pack(self, plan: StepPlan) -> PackedStep:
         """The plan as integers for the ranks. With several data-parallel ranks, `run` takes the part of one."""
@@ -369,7 +369,7 @@ class ModelRunner:
         assert self.prefill_buffers is not None and self.prefill_graphs is not None
         tokens = len(inputs.ids)
         size = self.prefill_graphs.padded(tokens)
-        self.prefill_buffers.refresh(inputs, size)
+        self.prefill_buffers.refresh(inputs.ids, inputs.batch.tensors.positions, size)
         self.prefill_graphs.run(size, step)
         return self.prefill_buffers.kept(tokens)
 

@@ -14,12 +14,12 @@ from allotrope.cache.arena import Arena
 from allotrope.cache.groups import CacheGroup
 from allotrope.cache.memory import GroupPlan, MemoryPlan, group_bytes
 from allotrope.config import EngineConfig
-from allotrope.engine.graphs import decode_sizes
 from allotrope.engine.inputs import SampledSequence, StepPlan, StepRow
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.model_runner import GraphShapes, ModelRunner
 from allotrope.engine.profile import largest_sampling_step, longest_prompts
 from allotrope.grammars.backend import words
+from allotrope.graphs.captured import decode_sizes
 from allotrope.kernels.warmup import warm_up_steps
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.draft import DraftModel

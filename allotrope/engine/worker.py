@@ -24,13 +24,13 @@ from allotrope.engine.load import load_draft_model, load_model
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.model_runner import ModelRunner, graph_shapes
 from allotrope.engine.packed_step import PackedStep
-from allotrope.engine.piecewise_graphs import expected_bytes
 from allotrope.engine.profile import measure_peak, plan_device
 from allotrope.engine.rank_group import RankGroup
 from allotrope.engine.sleep import SleepingMemory, tensors_of
 from allotrope.engine.step_channel import Command
 from allotrope.engine.warmup import warm_up
 from allotrope.env import cpu_quota, keep_freed_memory, thread_count
+from allotrope.graphs.piecewise_graphs import expected_bytes
 from allotrope.kernels.chip import free_memory
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.draft import DraftModel

@@ -35,9 +35,9 @@ if __name__ == "__main__":
 
 from allotrope.config import EngineConfig  # noqa: E402
 from allotrope.engine.load_plan import resolve_load_plan  # noqa: E402
-from allotrope.engine.piecewise_graphs import MOST_TOKENS  # noqa: E402
 from allotrope.engine.step_cost import ModelCost, StepWork  # noqa: E402
 from allotrope.engine.step_time import StepTime  # noqa: E402
+from allotrope.graphs.piecewise_graphs import MOST_TOKENS  # noqa: E402
 from allotrope.kernels.chip_figures import FIGURES, FITTED, ChipFigures, Fitted  # noqa: E402
 from allotrope.rank_layout import RankLayout  # noqa: E402
 from bench.engine.report import OURS, Report, held_cases, write_json_alone  # noqa: E402

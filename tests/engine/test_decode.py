@@ -19,9 +19,9 @@ from allotrope.architectures.qwen3_next import tiny_qwen3_next
 from allotrope.cache.groups import CacheGroup
 from allotrope.engine.decode_buffers import DecodeBuffers
 from allotrope.engine.expert_load import expert_load
-from allotrope.engine.graphs import decode_sizes
 from allotrope.engine.inputs import StepFacts, StepPlan, StepRow, pack, unpack
-from allotrope.engine.piecewise_graphs import prefill_sizes
+from allotrope.graphs.captured import decode_sizes
+from allotrope.graphs.piecewise_graphs import prefill_sizes
 from allotrope.ops.draft_rows.reference import advance_rows
 from allotrope.request import SamplingParams
 

@@ -97,11 +97,9 @@ class Graphs(ABC, Generic[Captured]):
         started, free = time.monotonic(), free_memory(self._device)
         prepared = False
         try:
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
             self._prepare(size)
             prepared = True
-            self._graphs[size] = self._capture(size)
+            self.capture(size)
         except RuntimeError as error:
             if not (prepared or self._alone):
                 # The other ranks wait in a collective of the step: this is no failure to capture.
@@ -117,6 +115,12 @@ class Graphs(ABC, Generic[Captured]):
                 *(self._name, ", ".join(map(str, self.captured)), self._unit, self._seconds, self._bytes / 1e9),
             )
         return True
+
+    def capture(self, size: int) -> None:
+        """Capture a size, a step of which ran on the capture's stream. Raises RuntimeError where it cannot be."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        self._graphs[size] = self._capture(size)
 
     def stop_capturing(self) -> None:
         """Leave the sizes that have no graph eager."""

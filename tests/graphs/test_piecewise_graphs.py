@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from allotrope.engine import graphs, piecewise_graphs
-from allotrope.engine.piecewise_graphs import PiecewiseGraphs, expected_bytes
+from allotrope.graphs import captured, piecewise_graphs
+from allotrope.graphs.piecewise_graphs import PiecewiseGraphs, expected_bytes
 from allotrope.layers.step import Attend
 
 CPU, LAYERS = torch.device("cpu"), 3
@@ -51,7 +51,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
     found = Captures()
     monkeypatch.setattr(PiecewiseGraphs, "_begin", found.begin)
     monkeypatch.setattr(PiecewiseGraphs, "_on_stream", lambda self: contextlib.nullcontext())
-    monkeypatch.setattr(graphs, "free_memory", lambda device: 0)
+    monkeypatch.setattr(captured, "free_memory", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
     monkeypatch.setattr(piecewise_graphs, "_unowned", lambda x: x)
     return found
@@ -85,8 +85,8 @@ class Body:
 def test_a_step_is_a_graph_before_each_attention_and_one_behind(captures: Captures) -> None:
     seen.clear()
     body = Body()
-    made = PiecewiseGraphs(body, lambda: step(1), 32, CPU, capture=True)
-    assert made.sizes == [16, 32] and made.capture_next()
+    made = PiecewiseGraphs(body, lambda: step(1), [16, 32], CPU, capture=True)
+    assert made.capture_next()
     # The step that a capture is prepared with has one row; what is captured attends to nothing.
     assert seen == [(layer, 1) for layer in range(LAYERS)]
     assert (captures.open, captures.ended, made.captured) == (0, LAYERS + 1, [32])
@@ -106,7 +106,7 @@ def test_a_capture_that_fails_is_ended_and_says_why(
     captures: Captures, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, layer: int
 ) -> None:
     body = Body()
-    made = PiecewiseGraphs(body, lambda: step(1), 32, CPU, capture=True)
+    made = PiecewiseGraphs(body, lambda: step(1), [16, 32], CPU, capture=True)
     monkeypatch.setattr(made, "_prepare", lambda size: None)
     made._returned = dict.fromkeys(range(LAYERS), (torch.Size([2]), torch.float32))
     body.fails_at = layer

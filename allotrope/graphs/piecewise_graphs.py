@@ -9,13 +9,14 @@ Owns sizes, padding and pieces. Must not know requests, models, or what attentio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from allotrope.engine.graphs import Graphs, collector_paused
+from allotrope.graphs.captured import Graphs, collector_paused
 from allotrope.kernels.device_bytes import DeviceBytes
 from allotrope.layers.step import Attend, LayerStep, Step
 
@@ -27,6 +28,8 @@ MOST_TOKENS = _SIZES[-1]
 # Graphs of 25 sizes, up to 3584 tokens, of Qwen3-235B on two H200s took 1.12 GB with 8 layers and 1.70 with 94, where
 # an eager step of 3584 tokens takes 0.45: so many times that in the memory that all share, and bytes of each graph.
 _POOL, _GRAPH_BYTES = 2.5, 300_000
+# A step waits for the host where launching it takes so much of its time.
+_LAUNCHING = 0.8
 
 
 def prefill_sizes(max_tokens: int) -> list[int]:
@@ -65,21 +68,20 @@ class _Pieces:
 class PiecewiseGraphs(Graphs[_Pieces]):
     """Runs `body(size, attend)`, a step on static buffers that calls `attend` in place of each layer's attention.
 
-    `idle()`: a step of one row that stores nothing, with padding rows alone in the static buffers. The rest as in
-    `Graphs`.
+    `idle()`: a step of one row that stores nothing, with padding rows alone in the static buffers. None: sizes are
+    captured behind steps of them, by `run_timed` and `capture`. The rest as in `Graphs`.
     """
 
     def __init__(
         self,
         body: Callable[[int, Attend], None],
-        idle: Callable[[], Step],
-        max_tokens: int,
+        idle: Callable[[], Step] | None,
+        sizes: Sequence[int],
         device: torch.device,
         *,
         capture: bool,
         alone: bool = True,
     ) -> None:
-        sizes = prefill_sizes(max_tokens)
         super().__init__(sizes, device, capture=capture, alone=alone, name="prefill steps", unit="tokens")
         self._body, self._idle = body, idle
         # Dimensions after the tokens, and type, of what each layer's attention returns.
@@ -101,6 +103,16 @@ class PiecewiseGraphs(Graphs[_Pieces]):
                 piece.out[tokens:].zero_()
         found.last.replay()
 
+    def run_timed(self, size: int, step: Step) -> bool:
+        """Run the body eagerly, so that the size can be captured. Returns whether the device waited for the host."""
+        torch.cuda.synchronize(self._device)
+        started = time.perf_counter()
+        with self._on_stream():
+            self._body(size, self._attending(size, step))
+        launched = time.perf_counter()
+        torch.cuda.synchronize(self._device)
+        return launched - started > _LAUNCHING * (time.perf_counter() - started)
+
     def _attending(self, size: int, step: Step) -> Attend:
         """Attention of the true rows, at once."""
         tokens = len(step.ids)
@@ -115,6 +127,7 @@ class PiecewiseGraphs(Graphs[_Pieces]):
         return attend
 
     def _prepare(self, size: int) -> None:
+        assert self._idle is not None, "sizes are captured behind steps of them"
         step = self._idle()
         with self._on_stream():
             self._body(size, self._attending(size, step))

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 
 from allotrope.attention.batch import BatchLayout, BatchTensors
-from allotrope.engine.decode_buffers import StaticRows
-from allotrope.engine.inputs import Inputs
+from allotrope.graphs.static_rows import StaticRows
 from allotrope.layers.step import Attend, PaddedLayerStep, Step
 from allotrope.ops.rope import RopeTables
 
@@ -26,10 +25,10 @@ class PrefillBuffers:
         self._query_start = torch.zeros(3, dtype=torch.int32, device=device)
         self._hidden, self._features = StaticRows(size), StaticRows(size)
 
-    def refresh(self, inputs: Inputs, size: int) -> None:
+    def refresh(self, ids: torch.Tensor, positions: torch.Tensor, size: int) -> None:
         """Copy a step into the buffers, padding rows up to `size` behind: all of them one token at position 0."""
-        tokens = len(inputs.ids)
-        for buffer, rows in ((self._ids, inputs.ids), (self._positions, inputs.batch.tensors.positions)):
+        tokens = len(ids)
+        for buffer, rows in ((self._ids, ids), (self._positions, positions)):
             buffer[:tokens].copy_(rows)
             if tokens < size:
                 buffer[tokens:size].zero_()
