@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from plugins import hosting_sglang, on_gpu_sglang
-from plugins.hosting import hosted, run_apart
+from plugins.hosting import Answer, hosted, run_apart
 from tiny_checkpoints import prompts
 
 from allotrope import LLM, SamplingParams
@@ -58,11 +58,13 @@ def test_decodes_in_graphs_of_vllm(architecture: str, kv_cache_dtype: str, in_vl
 def decode_in_graphs(architecture: str, kv_cache_dtype: str, tmp_path: Path) -> None:
     config = find_architecture({"architectures": [architecture]}, architecture).tiny()
     write_random(config | {"architectures": [architecture]}, tmp_path, None, 0)
-    asked = prompts(LENGTHS, vocab_size=300)
+    first = prompts(LENGTHS, vocab_size=300)
+    # Steps with prompts of one size: run, captured, replayed. No prompt comes twice, lest prefixes of it are cached.
+    rounds = [[[(token + number) % 300 for token in one] for one in first] for number in range(3)]
     both: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": kv_cache_dtype}
     ours = LLM(str(tmp_path), max_model_len=256, kv_cache_memory_bytes=1 << 28, **both)
     wanted = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True, logprobs=0)
-    engine = [output.outputs[0] for output in ours.generate(asked, wanted)]
+    engine = [output.outputs[0] for asked in rounds for output in ours.generate(asked, wanted)]
     answers = []
     for eager in (True, False):
         options = both | {"enforce_eager": eager, "gpu_memory_utilization": 0.1}
@@ -73,10 +75,17 @@ def decode_in_graphs(architecture: str, kv_cache_dtype: str, tmp_path: Path) -> 
             backends = {layer.backend.name for layer in running.runner.model.layers}
             mode = running.runner.compilation_config.cudagraph_mode
             assert mode.has_full_cudagraphs() != eager, f"{mode} with {backends}"
-            answers.append(running.answers(asked, COUNT))
+            answers.append([answer for asked in rounds for answer in running.answers(asked, COUNT)])
+            graphs = running.runner.get_model().prefill.graphs
+            assert graphs is None if eager else graphs is not None and graphs.replays
     for eager_one, graphed, own in zip(*answers, engine, strict=True):
-        # Near ties may fall either way; up to the first of them, all is one.
-        same = next((i for i, (a, b) in enumerate(zip(eager_one.ids, graphed.ids, strict=True)) if a != b), COUNT)
-        assert same > 0 and own.token_ids[0] == graphed.ids[0]
-        assert abs(own.logprobs[0].logprob - graphed.logprobs[0].item()) < ATOL
-        torch.testing.assert_close(eager_one.logprobs[:same], graphed.logprobs[:same], atol=ATOL, rtol=0.0)
+        assert_close(eager_one, graphed, own)
+
+
+def assert_close(eager_one: Answer, graphed: Answer, own: Any) -> None:
+    """`own`: of our engine."""
+    # Near ties may fall either way; up to the first of them, all is one.
+    same = next((i for i, (a, b) in enumerate(zip(eager_one.ids, graphed.ids, strict=True)) if a != b), COUNT)
+    assert same > 0 and own.token_ids[0] == graphed.ids[0]
+    assert abs(own.logprobs[0].logprob - graphed.logprobs[0].item()) < ATOL
+    torch.testing.assert_close(eager_one.logprobs[:same], graphed.logprobs[:same], atol=ATOL, rtol=0.0)

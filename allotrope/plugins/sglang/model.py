@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from allotrope.loading.decoder import load_decoder, make_decoder, only_kept, qua
 from allotrope.loading.kv_scales import attention_specs
 from allotrope.ops.rope import RopeTables
 from allotrope.plugins.hosted_build import DTYPES, hosted_build
+from allotrope.plugins.prefill_graphs import PrefillGraphs
 from allotrope.plugins.sglang import PLAIN, STATEFUL
 from allotrope.plugins.sglang.config import KV_DTYPES, HostedConfig, read_overrides
 from allotrope.plugins.sglang.memory import CacheMemory
@@ -124,6 +125,8 @@ class HostedModel(nn.Module):
         self.config, self.lm_head = config, Head(self.decoder, self.build.dtype)
         self.logits_processor = LogitsProcessor(config, skip_all_gather=True)
         self._tables = RopeTables(self.build.device, self.build.chooser)
+        wanted = not (args.disable_cuda_graph or args.disable_prefill_cuda_graph)
+        self.prefill = PrefillGraphs(self.decoder, self.build, self._tables, log, wanted=wanted)
         self._views: list[CacheViews] = []
         # Copies of SGLang's tables, which captured steps read.
         self._pages: torch.Tensor
@@ -189,23 +192,27 @@ class HostedModel(nn.Module):
         if input_embeds is not None:
             raise ModelError(self.checkpoint.source, ["Allotrope's models take token ids, not embeddings"])
         self._warm_up(input_ids, forward_batch)
-        hidden = self._compute(input_ids, forward_batch)
+        mode = forward_batch.forward_mode
+        run = self.decoder if mode.is_decode() or self._is_captured() else self.prefill.run
+        hidden = self._compute(input_ids, forward_batch, run)
         return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
 
     def _warm_up(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> None:
         mode, by_kernels = forward_batch.forward_mode, self._numbers is not None and self.build.device.type == "cuda"
         if not by_kernels or mode.is_idle():
             return
-        step = functools.partial(self._compute, input_ids, forward_batch)
+        step = functools.partial(self._compute, input_ids, forward_batch, self.decoder)
         warm_up_first(self._warmed_up, (self.captures, mode.is_decode()), len(input_ids), step, self.build, log)
 
-    def _compute(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
-        """[T, hidden], 0 for padding."""
+    def _compute(
+        self, input_ids: torch.Tensor, forward_batch: ForwardBatch, run: Callable[[Step], torch.Tensor]
+    ) -> torch.Tensor:
+        """[T, hidden], 0 for padding. `run`: the decoder."""
         width = self.decoder.spec.hidden
         if forward_batch.forward_mode.is_idle():
             return torch.zeros(len(input_ids), width, dtype=self.build.dtype, device=self.build.device)
         batch, order, here = self._plan(forward_batch)
-        hidden = self.decoder(Step(input_ids[order.tokens], batch, here, self._tables))
+        hidden = run(Step(input_ids[order.tokens], batch, here, self._tables))
         if isinstance(order.tokens, slice) and len(hidden) == len(input_ids):
             return hidden
         out = hidden.new_zeros(len(input_ids), hidden.shape[1])

@@ -25,6 +25,7 @@ SYMBOLS = (
     Symbol("vllm.model_executor.models:ModelRegistry", has=("register_model",)),
     Symbol("vllm.compilation.breakable_cudagraph:BreakableCUDAGraphCapture", has=("is_active",)),
     Symbol("vllm.compilation.breakable_cudagraph:eager_break_during_capture"),
+    Symbol("vllm.config:CUDAGraphMode", has=("NONE",)),
     Symbol("vllm.config:VllmConfig"),
     Symbol("vllm.config:SpeculativeConfig", accepts=("method", "num_speculative_tokens", "draft_model_config")),
     Symbol("vllm.distributed.parallel_state:get_tp_group"),

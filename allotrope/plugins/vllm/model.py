@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture, eager_break_during_capture
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
@@ -36,6 +36,7 @@ from allotrope.loading.decoder import load_decoder, make_decoder, only_kept, qua
 from allotrope.loading.kv_scales import FP8, attention_specs
 from allotrope.ops.rope import RopeTables
 from allotrope.plugins.hosted_build import DTYPES, hosted_build, read_options
+from allotrope.plugins.prefill_graphs import PrefillGraphs
 from allotrope.plugins.steps import Order, arrange
 from allotrope.plugins.vllm.cache import CacheMember, HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
@@ -234,6 +235,8 @@ class HostedModel(HostedLayers):
         self._warmed_up: set[Kind] = set()
         shares = [layer.mixer.shares_cache_of for layer in spec.layers]
         self._host(self.decoder.layers, shares, prefix or "model", vllm_config)
+        wanted = vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+        self.prefill = PrefillGraphs(self.decoder, self.build, self._tables, log, wanted=wanted)
 
     @property
     def model(self) -> nn.Module:
@@ -265,7 +268,7 @@ class HostedModel(HostedLayers):
             self._load(None)
         if not BreakableCUDAGraphCapture.is_active():
             self._warm_up(input_ids)
-            return self._compute(input_ids)
+            return self._compute(input_ids, self._run)
         out = torch.empty(len(input_ids), self.decoder.spec.hidden, dtype=self.build.dtype, device=self.build.device)
         # Which step it is shall be asked at every replay. Where vLLM captures whole steps, this is captured as well.
         eager_break_during_capture(self._write)(out, input_ids)
@@ -277,15 +280,23 @@ class HostedModel(HostedLayers):
             return
         steps: dict[str, HostedStep] | None = get_forward_context().attn_metadata
         decodes = steps[self.layers[0].home.name].common.max_query_len == 1 if steps else False
-        step = functools.partial(self._compute, input_ids)
+        step = functools.partial(self._compute, input_ids, self.decoder)
         warm_up_first(self._warmed_up, (bool(steps), decodes), len(input_ids), step, self.build, log)
 
     def _write(self, out: torch.Tensor, input_ids: torch.Tensor) -> None:
-        out.copy_(self._compute(input_ids))
+        # While vLLM captures, this is a warm-up, or captured itself.
+        run = self.decoder if BreakableCUDAGraphCapture.is_active() else self._run
+        out.copy_(self._compute(input_ids, run))
 
-    def _compute(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def _run(self, step: Step) -> torch.Tensor:
+        """The decoder. vLLM captures decodes; where it measures memory there is no plan."""
+        prompts = max(step.batch.query_lens) > 1 and step.layers[0].plan is not None
+        hidden: torch.Tensor = self.prefill.run(step) if prompts else self.decoder(step)
+        return hidden
+
+    def _compute(self, input_ids: torch.Tensor, run: Callable[[Step], torch.Tensor]) -> torch.Tensor:
         batch, order, here = self._plan(len(input_ids))
-        hidden = self.decoder(Step(input_ids[order.tokens], batch, here, self._tables))
+        hidden = run(Step(input_ids[order.tokens], batch, here, self._tables))
         if isinstance(order.tokens, slice) and len(hidden) == len(input_ids):
             return hidden
         out = hidden.new_zeros(len(input_ids), hidden.shape[1])

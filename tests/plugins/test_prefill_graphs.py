@@ -1,0 +1,138 @@
+"""Steps with prompts inside a host run on padded static buffers, with the attention of their true rows between the
+pieces: the same tokens as without. What is captured of them is held on a GPU, by `test_on_gpu.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from plugins.hosting import hosted
+from tiny_checkpoints import prompts
+
+from allotrope import LLM, SamplingParams
+from allotrope.architectures.registry import find_architecture
+from allotrope.graphs.piecewise_graphs import PiecewiseGraphs
+from allotrope.layers.step import Step
+from allotrope.plugins import prefill_graphs
+from allotrope.plugins.prefill_graphs import PrefillGraphs
+from allotrope.verify.random_checkpoint import write_random
+
+# One of each family, and one whose experts count rows.
+ARCHITECTURES = (
+    *("LlamaForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM"),
+    *("DeepseekV32ForCausalLM", "Qwen3NextForCausalLM", "DeepseekV4ForCausalLM"),
+)
+COUNT = 4
+
+
+@pytest.mark.usefixtures("in_vllm")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_padded_steps_give_the_same_tokens(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = find_architecture({"architectures": [architecture]}, architecture).tiny()
+    write_random(config | {"architectures": [architecture]}, tmp_path, None, 0)
+    asked = prompts((1, 5, 45, 150), vocab_size=300)
+    sizes: list[tuple[int, int]] = []
+    plain = PiecewiseGraphs.run
+
+    def run(self: PiecewiseGraphs, size: int, step: Step) -> None:
+        sizes.append((size, len(step.ids)))
+        plain(self, size, step)
+
+    monkeypatch.setattr(PiecewiseGraphs, "run", run)
+    made = PrefillGraphs.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        # As on a GPU, but that every size has its first step for ever.
+        self._captures, self._ran = True, Never()
+
+    monkeypatch.setattr(PrefillGraphs, "__init__", init)
+    with hosted(tmp_path, block_size=16, max_num_batched_tokens=64) as running:
+        found = [answer.ids for answer in running.answers(asked, COUNT)]
+    llm = LLM(str(tmp_path), dtype="float32", max_model_len=256)
+    wanted = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True)
+    assert found == [list(output.outputs[0].token_ids) for output in llm.generate(asked, wanted)]
+    assert sizes and any(size > tokens for size, tokens in sizes), sizes
+
+
+class Never(set[int]):
+    def add(self, size: int) -> None:
+        pass
+
+
+class Graphs:
+    """Stands for graphs of sizes 16 and 32, of which `waits` wait for the host."""
+
+    def __init__(self, waits: set[int], fails: bool = False) -> None:
+        self.sizes, self.waits, self.fails = [16, 32], waits, fails
+        self.captured: list[int] = []
+        self.ran: list[str] = []
+        self.warnings: list[str] = []
+
+    def padded(self, tokens: int) -> int:
+        return 16 if tokens <= 16 else 32
+
+    def run(self, size: int, step: object) -> None:
+        self.ran.append(f"{'replay' if size in self.captured else 'eager'} {size}")
+
+    def run_timed(self, size: int, step: object) -> bool:
+        self.ran.append(f"timed {size}")
+        return size in self.waits
+
+    def capture(self, size: int) -> None:
+        if self.fails:
+            raise RuntimeError("no room")
+        self.captured.append(size)
+
+
+def steps_of(graphs: Graphs, lengths: tuple[int, ...], free: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What steps of so many tokens do."""
+    monkeypatch.setattr(prefill_graphs, "free_memory", lambda device: free)
+
+    def decoder(step: Any) -> torch.Tensor:
+        graphs.ran.append(f"plain {len(step.ids)}")
+        return torch.zeros(len(step.ids), 2)
+
+    build: Any = SimpleNamespace(device=torch.device("cpu"), parallel=SimpleNamespace(size=1))
+    log: Any = SimpleNamespace(
+        info=lambda *said: None, warning=lambda text, *values: graphs.warnings.append(text % values)
+    )
+    made = PrefillGraphs(decoder, build, None, log, wanted=True)  # type: ignore[arg-type]
+    assert not made._captures, "nothing is captured on a CPU"
+    buffers = SimpleNamespace(refresh=lambda *args: None, kept=lambda tokens: (torch.zeros(tokens, 2), None))
+    made._captures, made.graphs = True, graphs  # type: ignore[assignment]
+    monkeypatch.setattr(prefill_graphs, "SIZES", graphs.sizes)
+    made._static = lambda: (buffers, graphs)  # type: ignore[assignment, method-assign, return-value]
+    for length in lengths:
+        step: Any = SimpleNamespace(ids=torch.zeros(length), batch=SimpleNamespace(positions=torch.zeros(length)))
+        assert len(made.run(step)) == length
+    return graphs.ran
+
+
+def test_a_size_is_captured_behind_its_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = steps_of(Graphs({16, 32}), (9, 12, 30, 9, 16, 40), 1 << 40, monkeypatch)
+    assert ran == ["eager 16", "timed 16", "eager 32", "replay 16", "replay 16", "plain 40"]
+
+
+def test_a_size_that_keeps_the_device_busy_runs_unpadded_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = steps_of(Graphs({16}), (30, 30, 30, 9, 9, 9), 1 << 40, monkeypatch)
+    assert ran == ["eager 32", "timed 32", "plain 30", "eager 16", "timed 16", "replay 16"]
+    # What is captured already stays.
+    ran = steps_of(Graphs({32}), (30, 30, 9, 9, 9, 30), 1 << 40, monkeypatch)
+    assert ran == ["eager 32", "timed 32", "eager 16", "timed 16", "plain 9", "replay 32"]
+
+
+@pytest.mark.parametrize(("free", "fails", "why"), [(1 << 30, False, "little memory"), (1 << 40, True, "no room")])
+def test_without_room_no_size_more_is_captured(
+    free: int, fails: bool, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = Graphs({16, 32}, fails)
+    graphs.captured.append(16)
+    ran = steps_of(graphs, (30, 30, 30, 9), free, monkeypatch)
+    assert ran == ["eager 32", "timed 32", "plain 30", "replay 16"]
+    (warning,) = graphs.warnings
+    assert "no more prefill graphs" in warning and why in warning
