@@ -67,7 +67,7 @@ class PrefixCache:
         self.groups, self.pools = groups, pools
         sizes = [group.page_size for group in groups if group.kind != "state"] or [16]
         # Keys exist at every page end of every group; a prefix is reused only where all groups have one.
-        self.step, self.unit = math.gcd(*sizes), math.lcm(*sizes)
+        self.step, self.run_length = math.gcd(*sizes), math.lcm(*sizes)
 
     def chain(self) -> KeyChain:
         """An empty key chain for one sequence."""
@@ -76,12 +76,12 @@ class PrefixCache:
     def is_useful(self, index: int, page: int) -> bool:
         """Whether some reusable length needs page number `page` of group `index`; a window reads few pages."""
         group = self.groups[index]
-        end = -(-(page + 1) * group.page_size // self.unit) * self.unit
+        end = -(-(page + 1) * group.page_size // self.run_length) * self.run_length
         return page >= group.out_of_window_pages(end)
 
     def match(self, ids: Sequence[int], chain: KeyChain) -> Match:
         """The longest reusable prefix of `ids` that leaves at least one token to compute."""
-        limit = (len(ids) - 1) // self.unit * self.unit
+        limit = (len(ids) - 1) // self.run_length * self.run_length
         reach = self._paged_reach(ids, chain, limit)
         lost: dict[LostReason, int] = {}
         tokens, checkpoint_position = reach, 0
@@ -91,12 +91,12 @@ class PrefixCache:
                 break
             if missing == "state checkpoint":
                 checkpoint_position = max(checkpoint_position, tokens)
-            lost[missing] = lost.get(missing, 0) + self.unit
-            tokens -= self.unit
-        if reach < limit and self._evicted_at(ids, chain, reach + self.unit):
+            lost[missing] = lost.get(missing, 0) + self.run_length
+            tokens -= self.run_length
+        if reach < limit and self._evicted_at(ids, chain, reach + self.run_length):
             end = reach
-            while end < limit and self._evicted_at(ids, chain, end + self.unit):
-                end += self.unit
+            while end < limit and self._evicted_at(ids, chain, end + self.run_length):
+                end += self.run_length
             lost["evicted"] = lost.get("evicted", 0) + end - reach
         elif reach == limit and 0 < tokens == limit and len(ids) - 1 > limit:
             lost["partial page"] = len(ids) - 1 - limit
@@ -105,14 +105,14 @@ class PrefixCache:
         )
 
     def _paged_reach(self, ids: Sequence[int], chain: KeyChain, limit: int) -> int:
-        """Longest multiple of `unit` whose pages are all there in every paged group (or limited by windows alone)."""
+        """Longest multiple of `run_length` whose pages every paged group has (or limited by windows alone)."""
         paged = [i for i, group in enumerate(self.groups) if group.kind == "paged"]
         reach = 0
         if not paged:
-            ends = range(limit, 0, -self.unit)
+            ends = range(limit, 0, -self.run_length)
             return next((n for n in ends if self._missing(ids, chain, n) is None), 0)
-        while reach < limit and all(self._has_pages(i, ids, chain, reach, reach + self.unit) for i in paged):
-            reach += self.unit
+        while reach < limit and all(self._has_pages(i, ids, chain, reach, reach + self.run_length) for i in paged):
+            reach += self.run_length
         return reach
 
     def _has_pages(self, index: int, ids: Sequence[int], chain: KeyChain, start: int, end: int) -> bool:

@@ -93,7 +93,7 @@ class Engine:
             host_memory.give_back()
 
     def _log_start(self) -> None:
-        load_plan, unit = self._load_plan, self._requests.kv_cache_manager.prefix.unit
+        load_plan, run_length = self._load_plan, self._requests.kv_cache_manager.prefix.run_length
         layout = load_plan.build.parallel.layout
         if layout.size > 1:
             log.info("%d ranks: %s", layout.size, layout)
@@ -101,10 +101,10 @@ class Engine:
         if log.isEnabledFor(logging.INFO):
             for line in self.report().lines():
                 log.info("%s", line)
-        if self._config.enable_prefix_caching and unit >= load_plan.max_model_len:
+        if self._config.enable_prefix_caching and run_length >= load_plan.max_model_len:
             log.warning(
                 "the prefix cache can never hit: prefixes are reused in steps of %d tokens, but max_model_len is %d",
-                unit,
+                run_length,
                 load_plan.max_model_len,
             )
 

@@ -36,8 +36,8 @@ class KVCacheManager:
         self.reuse = reuse
         self._copy_page = copy_page
         self._state_groups = [i for i, group in enumerate(self.groups) if group.kind == "state"]
-        unit = self.prefix.unit
-        self._decode_interval = -(-_DECODE_CHECKPOINT_TOKENS // unit) * unit
+        run_length = self.prefix.run_length
+        self._decode_interval = -(-_DECODE_CHECKPOINT_TOKENS // run_length) * run_length
         # By slot of the first group with states: the accepted drafts that the checkpoint in it lacks.
         self._replays: dict[int, int] = {}
 
@@ -101,8 +101,8 @@ class KVCacheManager:
     def _plan_checkpoints(self, seq: Sequence, checkpoint_position: int) -> None:
         """Keep a state where another prompt diverged from a cached one, and where this prompt's last full page ends."""
         if self._state_groups and self.reuse:
-            unit = self.prefix.unit
-            ends = {checkpoint_position, (seq.prompt_len - 1) // unit * unit}
+            run_length = self.prefix.run_length
+            ends = {checkpoint_position, (seq.prompt_len - 1) // run_length * run_length}
             seq.checkpoint_positions = sorted(end for end in ends if end > seq.computed)
 
     def reserve(self, seq: Sequence, tokens: int, spare: int = 0) -> bool:

@@ -67,7 +67,7 @@ def test_longest_usable_prefix(mix: str, data: st.DataObject, length: int) -> No
         kept[index] = set(numbers) - dropped
     fill(cache, kept)
     match = cache.match(IDS[:length], cache.chain())
-    lengths = range(cache.unit, length, cache.unit)
+    lengths = range(cache.run_length, length, cache.run_length)
     want = max((n for n in lengths if usable(cache, kept, n)), default=0)
     assert match.tokens == want
     for group, pages, state in zip(cache.groups, match.pages, match.states, strict=True):
