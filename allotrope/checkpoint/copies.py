@@ -6,13 +6,14 @@ bandwidth of both unused.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 import torch
+
+from allotrope.kernels.threads import threads_of
 
 # Threads of a rank; more of them wait for each other.
 _MOST_THREADS = 8
@@ -30,8 +31,7 @@ class Copies:
     """
 
     def __init__(self, ranks: int) -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._pool = ThreadPoolExecutor(max(1, min(_MOST_THREADS, cores // ranks)), "allotrope-load")
+        self._pool = ThreadPoolExecutor(threads_of(ranks, _MOST_THREADS), "allotrope-load")
         self._ahead: deque[tuple[Future[None], int]] = deque()
         self._bytes = 0
         # Parameters of a host may be made in inference mode, and written in it alone; a thread has a mode of its own.

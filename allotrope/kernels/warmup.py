@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -21,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from allotrope.kernels.chip import chip_of
+from allotrope.kernels.threads import threads_of
 from allotrope.kernels.triton_version import triton_reasons
 from allotrope.logs import one_line
 
@@ -52,7 +52,7 @@ def warm_up_steps(steps: Callable[[], object], device: torch.device, ranks: int,
     """
     if triton_reasons(chip_of(device)):
         return
-    threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // ranks))
+    threads = threads_of(ranks, _MAX_THREADS)
     started = time.monotonic()
     try:
         with warmup(threads, device) as compiled:
