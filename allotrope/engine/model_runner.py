@@ -31,7 +31,7 @@ from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.data_parallel import RankRows, gather_selected
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.draft import DraftModel
-from allotrope.layers.step import Attend, Step
+from allotrope.layers.step import Step
 from allotrope.ops.draft_rows import ADVANCE_ROWS, DraftRowsSpec, known_ids
 from allotrope.ops.rope import RopeTables
 
@@ -136,10 +136,6 @@ class ModelRunner:
         sizes = prefill_sizes(shapes.prefill_tokens)
         buffers = PrefillBuffers(sizes[-1], self.device, self._tables)
 
-        def body(size: int, attend: Attend) -> None:
-            step = buffers.step(size, len(model.layers), attend)
-            buffers.keep(model(step), step.features)
-
         def idle() -> Step:
             plan = StepPlan((padding_row(self.groups),))
             facts = StepFacts.of(plan)
@@ -149,7 +145,9 @@ class ModelRunner:
             return self._layers.step(inputs.ids, inputs, Plans())
 
         self.prefill_buffers = buffers
-        self.prefill_graphs = PiecewiseGraphs(body, idle, sizes, self.device, capture=shapes.capture, alone=alone)
+        self.prefill_graphs = PiecewiseGraphs(
+            buffers.body(model, len(model.layers)), idle, sizes, self.device, capture=shapes.capture, alone=alone
+        )
 
     def pack(self, plan: StepPlan) -> PackedStep:
         """The plan as integers for the ranks. With several data-parallel ranks, `run` takes the part of one."""

@@ -5,6 +5,8 @@ Must not know requests: all that attention needs of these it takes from the step
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from allotrope.attention.batch import BatchLayout, BatchTensors
@@ -38,17 +40,19 @@ class PrefillBuffers:
         """Make all rows padding rows."""
         self._is_padding.fill_(1)
 
-    def step(self, size: int, layers: int, attend: Attend) -> Step:
-        """The first `size` rows as a model of so many layers gets them."""
-        tensors = BatchTensors(self._seq_lens, self._query_start, self._positions[:size], self._is_padding[:size])
-        batch = BatchLayout((size,), (size,), self._device, tensors)
-        return Step(self._ids[:size], batch, [PaddedLayerStep(i, attend) for i in range(layers)], self._tables)
+    def body(self, model: Callable[[Step], torch.Tensor], layers: int) -> Callable[[int, Attend], None]:
+        """What `PiecewiseGraphs` runs: `model`, which has so many layers, on the first rows of the buffers. What it
+        returns is kept, as a part of its graph."""
 
-    def keep(self, hidden: torch.Tensor, features: torch.Tensor | None) -> None:
-        """Keep what the model returned of a step: a part of its graph."""
-        self._hidden.copy_in(hidden)
-        if features is not None:
-            self._features.copy_in(features)
+        def run(size: int, attend: Attend) -> None:
+            tensors = BatchTensors(self._seq_lens, self._query_start, self._positions[:size], self._is_padding[:size])
+            batch = BatchLayout((size,), (size,), self._device, tensors)
+            step = Step(self._ids[:size], batch, [PaddedLayerStep(i, attend) for i in range(layers)], self._tables)
+            self._hidden.copy_in(model(step))
+            if step.features is not None:
+                self._features.copy_in(step.features)
+
+        return run
 
     def kept(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden states [T, hidden] of the last step's tokens, and what a draft model reads of them."""

@@ -16,7 +16,7 @@ from allotrope.graphs.prefill_buffers import PrefillBuffers
 from allotrope.kernels.chip import free_memory
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
-from allotrope.layers.step import Attend, Step
+from allotrope.layers.step import Step
 from allotrope.ops.rope import RopeTables
 
 # Hosts prepare a step while the one before is computed, with the Python that launches it: longer steps wait than in our
@@ -69,12 +69,8 @@ class PrefillGraphs:
     def _static(self) -> tuple[PrefillBuffers, PiecewiseGraphs]:
         """Made with the first step."""
         if self._buffers is None or self.graphs is None:
-            self._buffers = buffers = PrefillBuffers(SIZES[-1], self._device, self._tables)
-
-            def body(size: int, attend: Attend) -> None:
-                step = buffers.step(size, len(self._decoder.layers), attend)
-                buffers.keep(self._decoder(step), None)
-
+            self._buffers = PrefillBuffers(SIZES[-1], self._device, self._tables)
+            body = self._buffers.body(self._decoder, len(self._decoder.layers))
             self.graphs = PiecewiseGraphs(body, None, SIZES, self._device, capture=False)
         return self._buffers, self.graphs
 

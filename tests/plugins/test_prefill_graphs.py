@@ -93,20 +93,27 @@ def steps_of(graphs: Graphs, lengths: tuple[int, ...], free: int, monkeypatch: p
     """What steps of so many tokens do."""
     monkeypatch.setattr(prefill_graphs, "free_memory", lambda device: free)
 
-    def decoder(step: Any) -> torch.Tensor:
-        graphs.ran.append(f"plain {len(step.ids)}")
-        return torch.zeros(len(step.ids), 2)
+    class Decoder:
+        layers = ()
+
+        def __call__(self, step: Any) -> torch.Tensor:
+            graphs.ran.append(f"plain {len(step.ids)}")
+            return torch.zeros(len(step.ids), 2)
 
     build: Any = SimpleNamespace(device=torch.device("cpu"), parallel=SimpleNamespace(size=1))
     log: Any = SimpleNamespace(
         info=lambda *said: None, warning=lambda text, *values: graphs.warnings.append(text % values)
     )
-    made = PrefillGraphs(decoder, build, None, log, wanted=True)  # type: ignore[arg-type]
-    assert not made._captures, "nothing is captured on a CPU"
-    buffers = SimpleNamespace(refresh=lambda *args: None, kept=lambda tokens: (torch.zeros(tokens, 2), None))
-    made._captures, made.graphs = True, graphs  # type: ignore[assignment]
+    buffers = SimpleNamespace(
+        body=lambda *args: None, refresh=lambda *args: None, kept=lambda tokens: (torch.zeros(tokens, 2), None)
+    )
+    monkeypatch.setattr(prefill_graphs, "PrefillBuffers", lambda *args: buffers)
+    monkeypatch.setattr(prefill_graphs, "PiecewiseGraphs", lambda *args, **options: graphs)
     monkeypatch.setattr(prefill_graphs, "SIZES", graphs.sizes)
-    made._static = lambda: (buffers, graphs)  # type: ignore[assignment, method-assign, return-value]
+    given: Any = (Decoder(), build, None, log)
+    made = PrefillGraphs(*given, wanted=True)
+    assert not made._captures, "nothing is captured on a CPU"
+    made._captures = True
     for length in lengths:
         step: Any = SimpleNamespace(ids=torch.zeros(length), batch=SimpleNamespace(positions=torch.zeros(length)))
         assert len(made.run(step)) == length
