@@ -38,6 +38,14 @@ class Order:
     requests: slice | torch.Tensor
     tokens: slice | torch.Tensor
 
+    def restored(self, hidden: torch.Tensor, tokens: int) -> torch.Tensor:
+        """`hidden` [T, hidden] of our batch, as the host has its `tokens`: 0 for padding."""
+        if isinstance(self.tokens, slice) and len(hidden) == tokens:
+            return hidden
+        out = hidden.new_zeros(tokens, hidden.shape[1])
+        out[self.tokens] = hidden
+        return out
+
 
 def arrange(
     common: HostBatch, device: torch.device, numbers: torch.Tensor | None = None, max_drafts: int = 0

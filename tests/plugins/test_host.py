@@ -128,8 +128,9 @@ print("REPLACED", replaced, gone)
 def test_caches_are_bound_and_let_go_in_either_way() -> None:
     """By a method (0.32) or by setting an attribute (0.25), which gives a state as a list of its parts."""
     from allotrope.attention.cache_layout import Field, PagedRows, StateSlots
+    from allotrope.cache.groups import Member
     from allotrope.plugins.vllm.cache import HostedCache, RowsBackend
-    from allotrope.plugins.vllm.pools import Member, Pool
+    from allotrope.plugins.vllm.pools import Pool
 
     state = StateSlots((Field("ssm", (3,), torch.float32),))
     cache = HostedCache("layers.0.state", Pool((Member(0, "state", state),), 12), (state,), True)
@@ -154,8 +155,9 @@ def test_caches_are_bound_and_let_go_in_either_way() -> None:
 def test_long_pages_are_asked_for_where_none_becomes_too_long() -> None:
     """Where a row is several tokens', a page of one cache would be of thousands of tokens in another."""
     from allotrope.attention.cache_layout import Field, PagedRows, StateSlots, row_bytes
+    from allotrope.cache.groups import Member
     from allotrope.plugins.vllm.cache import HostedCache
-    from allotrope.plugins.vllm.pools import Member, Pool
+    from allotrope.plugins.vllm.pools import Pool
 
     state, fields = StateSlots((Field("ssm", (3,), torch.float32),)), (Field("k", (4,), torch.float16),)
     rows, sparse = PagedRows(fields), PagedRows(fields, stride=4)

@@ -19,8 +19,9 @@ from allotrope.attention.cache_layout import (
     page_views,
     row_bytes,
 )
+from allotrope.cache.groups import Member
 from allotrope.layers.parallel import Parallel
-from allotrope.plugins.vllm.pools import Member, Pool, pools_of
+from allotrope.plugins.vllm.pools import Pool, pools_of
 from allotrope.plugins.vllm.translate import common_page, one_table, page_tokens
 
 ROW, WIDE = Field("k", (2, 64), torch.bfloat16), Field("k", (2, 128), torch.bfloat16)

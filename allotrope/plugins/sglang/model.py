@@ -212,12 +212,7 @@ class HostedModel(nn.Module):
         if forward_batch.forward_mode.is_idle():
             return torch.zeros(len(input_ids), width, dtype=self.build.dtype, device=self.build.device)
         batch, order, here = self._plan(forward_batch)
-        hidden = run(Step(input_ids[order.tokens], batch, here, self._tables))
-        if isinstance(order.tokens, slice) and len(hidden) == len(input_ids):
-            return hidden
-        out = hidden.new_zeros(len(input_ids), hidden.shape[1])
-        out[order.tokens] = hidden
-        return out
+        return order.restored(run(Step(input_ids[order.tokens], batch, here, self._tables)), len(input_ids))
 
     def _plan(self, forward_batch: ForwardBatch) -> tuple[BatchLayout, Order, list[LayerStep]]:
         """The batch, and one plan for all layers of a kind."""

@@ -24,6 +24,7 @@ from allotrope.architectures.registry import Architecture, read_spec
 from allotrope.attention.batch import BatchLayout
 from allotrope.attention.cache_layout import CacheLayout, Field, StateSlots, row_bytes
 from allotrope.attention.family import Spec
+from allotrope.cache.groups import Member
 from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.checkpoint.weight_formats import quantization_of, weight_formats
 from allotrope.errors import ConfigError, ModelError
@@ -40,7 +41,7 @@ from allotrope.plugins.prefill_graphs import PrefillGraphs
 from allotrope.plugins.steps import Order, arrange
 from allotrope.plugins.vllm.cache import CacheMember, HostedCache, HostedStep
 from allotrope.plugins.vllm.ops import HostedLayer
-from allotrope.plugins.vllm.pools import Member, pools_of
+from allotrope.plugins.vllm.pools import pools_of
 from allotrope.plugins.vllm.speculation import speculation_reasons
 from allotrope.plugins.warmed_steps import Kind, warm_up_first
 from allotrope.plugins.weights import StreamedWeights
@@ -296,12 +297,7 @@ class HostedModel(HostedLayers):
 
     def _compute(self, input_ids: torch.Tensor, run: Callable[[Step], torch.Tensor]) -> torch.Tensor:
         batch, order, here = self._plan(len(input_ids))
-        hidden = run(Step(input_ids[order.tokens], batch, here, self._tables))
-        if isinstance(order.tokens, slice) and len(hidden) == len(input_ids):
-            return hidden
-        out = hidden.new_zeros(len(input_ids), hidden.shape[1])
-        out[order.tokens] = hidden
-        return out
+        return order.restored(run(Step(input_ids[order.tokens], batch, here, self._tables)), len(input_ids))
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`hidden_states`: [n, hidden]. Returns [n, vocabulary] fp32."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from allotrope.attention.cache_layout import CacheLayout, Field, PagedRows, StateSlots, row_bytes
+from allotrope.cache.groups import Member
 from allotrope.plugins.vllm.translate import common_page, one_table, page_tokens
 
 # Most bytes that a kernel loads at once: rows of as many times that size begin at a multiple of it.
@@ -29,15 +30,6 @@ _SPREAD = 1.25
 _MAX_SHARED_RUN = 512
 # Bytes of the first pages of a request may be so many times as many.
 _MAX_GROWTH = 2
-
-
-@dataclass(frozen=True)
-class Member:
-    """The cache `name` of the layer number `layer`."""
-
-    layer: int
-    name: str
-    layout: CacheLayout
 
 
 @dataclass(frozen=True)
