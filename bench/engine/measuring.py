@@ -108,7 +108,10 @@ class Session:
         for name in names:
             engines[name]["error"] = None
         python = sys.executable if engine == OURS else of_peer(options.peer_python, engine) or sys.executable
-        self.worker = Worker(engine, python, environment_of(engine, options), options.limit, options.verbose)
+        environment = environment_of(engine, options)
+        self.worker = Worker(
+            *(engine, python, environment, options.limit, options.verbose), start_limit=options.start_limit
+        )
 
     def attempt(self, step: Callable[[], object]) -> None:
         """Take a step, unless one before it failed."""
@@ -123,7 +126,16 @@ class Session:
             print(f"{self.directory.name}, {', '.join(self._left)}: FAILED: {error}", flush=True)
 
     def start(self) -> None:
+        """Up to the first token and, where it awaits one, the signal. An engine that fails leaves its word too: nobody
+        is to wait for it."""
+        self.attempt(self._load)
+        if self.options.signal is not None:
+            leave_word(self.options.signal, self.directory, self.names[0])
+            self.attempt(lambda: await_signal(self.options.signal, self.worker))
+
+    def _load(self) -> None:
         start_engine(self.worker, self.names, self.directory, self.options, self.engines)
+        self.worker.started()
 
     def runs_of(self, case: str) -> CaseRuns:
         return CaseRuns(self.worker, case, self.vocabulary, self.options.seed)
@@ -162,7 +174,7 @@ def measure_engines(
     sessions = [Session(names, directory, options, engines) for names in processes]
     try:
         with ThreadPoolExecutor(len(sessions)) as starts:
-            list(starts.map(lambda session: session.attempt(session.start), sessions))
+            list(starts.map(Session.start, sessions))
         for columns in itertools.zip_longest(*processes):
             _measure_columns([pair for pair in zip(sessions, columns, strict=True) if pair[1]], options, save)
     finally:
@@ -194,7 +206,7 @@ def _measure_columns(
 def start_engine(
     worker: Worker, names: list[str], directory: Path, options: argparse.Namespace, engines: Report
 ) -> None:
-    """Load an engine for its first column, up to its first token and, where it awaits one, the signal."""
+    """Load an engine for its first column, up to its first token and what is compared with other engines."""
     vocabulary, first = vocabulary_of(directory), engines[names[0]]
     head = None if options.draft_model is None else str(options.draft_model.resolve())
     load_options = engine_options(Column.of(names[0]), options, head)
@@ -206,8 +218,6 @@ def start_engine(
     print(f"{directory.name}, {names[0]}: first token after {first['start_s'][-1]:.1f} s", flush=True)
     if Column.of(names[0]).has_own_tokens:
         compare_tokens(worker, vocabulary, options, first)
-    if options.signal is not None:
-        await_signal(options.signal, re.sub(r"\W", "_", f"{directory.name} {names[0]}"), worker)
 
 
 def compare_tokens(worker: Worker, vocabulary: int, options: argparse.Namespace, found: Report) -> None:
@@ -223,14 +233,18 @@ def compare_tokens(worker: Worker, vocabulary: int, options: argparse.Namespace,
         found["forced_alone"] = [logprobs for answer in alone for logprobs in answer["logprobs"]]
 
 
-def await_signal(signal: Path, name: str, worker: Worker) -> None:
-    """Say that `name` is ready to be measured, and wait for the file `signal`: several GPUs of a host can be measured
-    when nothing is compiled on it any more. Raises EngineFailed once it is late.
-    """
-    signal.with_name(f"{signal.name}.{name}").touch()
+def leave_word(signal: Path, directory: Path, name: str) -> None:
+    """Say that a column is ready to be measured, or never will be."""
+    column = re.sub(r"\W", "_", f"{directory.name} {name}")
+    signal.with_name(f"{signal.name}.{column}").touch()
+
+
+def await_signal(signal: Path, worker: Worker) -> None:
+    """Wait for the file `signal`, such as until nothing is compiled on the host any more. Raises EngineFailed once the
+    engine is late."""
     while not signal.exists():
         if worker.late:
-            raise EngineFailed(f"killed after --limit {worker.limit:g} s, waiting for {signal.name}")
+            raise EngineFailed(f"{worker.late}, waiting for {signal.name}")
         time.sleep(0.1)
 
 

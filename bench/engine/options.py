@@ -50,6 +50,8 @@ def parse(arguments: list[str], description: str) -> argparse.Namespace:
     parser.add_argument("--draft-model", type=Path, help="with --speculate: an EAGLE3 head's directory; default: MTP")
     parser.add_argument("--prefix-caching", action="store_true", help="prefix caches on, in all of them")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds that an engine's process may take")
+    text = "seconds until an engine's first token; default: --limit"
+    parser.add_argument("--start-limit", type=float, metavar="SECONDS", help=text)
     parser.add_argument("--signal", type=Path, help="before its cases an engine leaves SIGNAL.NAME and awaits SIGNAL")
     text = "load all engines at once, and let them make each run in turn; their options say what memory each takes"
     parser.add_argument("--interleave", action="store_true", help=text)

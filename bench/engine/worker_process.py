@@ -23,10 +23,20 @@ class EngineFailed(Exception):
 
 
 class Worker:
-    """An engine's process, in a process group of its own that is killed after `limit` seconds."""
+    """An engine's process, in a process group of its own that is killed after `limit` seconds, and after `start_limit`
+    unless it has `started` by then. `late`: why it was killed."""
 
-    def __init__(self, engine: str, python: str, environment: dict[str, str], limit: float, verbose: bool) -> None:
-        self.engine, self.limit, self.late = engine, limit, False
+    def __init__(
+        self,
+        engine: str,
+        python: str,
+        environment: dict[str, str],
+        limit: float,
+        verbose: bool,
+        *,
+        start_limit: float | None = None,
+    ) -> None:
+        self.engine, self.late = engine, ""
         self.log = None if verbose else tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.began = time.perf_counter()
         self.process = subprocess.Popen(
@@ -38,9 +48,14 @@ class Worker:
             text=True,
             start_new_session=True,
         )
-        self.timer = threading.Timer(limit, self._end_late)
-        self.timer.daemon = True
-        self.timer.start()
+        self._timers = [self._timer("--limit", limit)]
+        if start_limit is not None:
+            self._timers.append(self._timer("--start-limit", start_limit))
+
+    def started(self) -> None:
+        """`start_limit` is over from here on."""
+        for timer in self._timers[1:]:
+            timer.cancel()
 
     def ask(self, **command: Any) -> dict[str, Any]:
         """The answer to a command. Raises EngineFailed."""
@@ -51,7 +66,7 @@ class Worker:
             self.process.stdin.flush()
             line = self.process.stdout.readline()
         if self.late:
-            raise EngineFailed(f"killed after --limit {self.limit:g} s")
+            raise EngineFailed(self.late)
         if not line:
             raise EngineFailed(f"ended with code {self.process.wait()}; {self._last_words()}")
         answer: dict[str, Any] = json.loads(line)
@@ -70,14 +85,21 @@ class Worker:
             self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=30)
-        self.timer.cancel()
+        for timer in self._timers:
+            timer.cancel()
         self._kill()
         self.process.wait()
         if self.log is not None:
             self.log.close()
 
-    def _end_late(self) -> None:
-        self.late = True
+    def _timer(self, option: str, seconds: float) -> threading.Timer:
+        timer = threading.Timer(seconds, self._end_late, (f"killed after {option} {seconds:g} s",))
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def _end_late(self, why: str) -> None:
+        self.late = why
         self._kill()
 
     def _kill(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from allotrope.architectures.registry import find_architecture, read_spec
 from allotrope.errors import ConfigError
 from bench.engine import report as engine_report
 from bench.engine import roofline_report
-from bench.engine.measuring import await_signal, distinct_share, random_prompts
+from bench.engine.measuring import await_signal, distinct_share, leave_word, random_prompts
 from bench.engine.options import engine_options, parse, speculations
 from bench.engine.report import Column
 from bench.engine.worker_process import EngineFailed
@@ -431,18 +432,31 @@ def test_an_engine_that_takes_too_long_is_killed(engine: Any, weights: Any, tmp_
     assert report["models"]["tiny"]["engines"]["allotrope"]["error"] == "killed after --limit 0.3 s"
 
 
+def test_an_engine_that_takes_too_long_to_start_is_killed_and_not_waited_for(
+    engine: Any, weights: Any, tmp_path: Path
+) -> None:
+    weights.write_checkpoint(tiny("LlamaForCausalLM"), tmp_path / "tiny")
+    command = [str(tmp_path / "tiny"), "--engines", "allotrope", "--out", str(tmp_path / "found")]
+    assert engine.main([*command, "--start-limit", "0.3", "--signal", str(tmp_path / "go")]) == 1
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert report["models"]["tiny"]["engines"]["allotrope"]["error"] == "killed after --start-limit 0.3 s"
+    assert (tmp_path / "go.tiny_allotrope").exists() and not (tmp_path / "go").exists()
+
+
 def test_engines_wait_for_the_signal_to_be_measured(tmp_path: Path) -> None:
     signal = tmp_path / "go"
-    waiting = threading.Thread(target=await_signal, args=(signal, "model.vllm", SimpleNamespace(late=False)))
+    leave_word(signal, Path("/weights/model"), "vllm mtp 3/1.8")
+    assert (tmp_path / "go.model_vllm_mtp_3_1_8").exists()
+    waiting = threading.Thread(target=await_signal, args=(signal, SimpleNamespace(late="")))
     waiting.start()
-    while not (tmp_path / "go.model.vllm").exists():
-        assert waiting.is_alive()
+    time.sleep(0.2)
+    assert waiting.is_alive()
     signal.touch()
     waiting.join(timeout=10)
     assert not waiting.is_alive()
     signal.unlink()
     with pytest.raises(EngineFailed, match="killed after --limit 7 s, waiting for go"):
-        await_signal(signal, "model.vllm", SimpleNamespace(late=True, limit=7.0))
+        await_signal(signal, SimpleNamespace(late="killed after --limit 7 s"))
 
 
 def test_a_roofline_needs_a_gpu_and_one_model(

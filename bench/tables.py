@@ -1,0 +1,304 @@
+"""A table of docs/results.md that compares engines, made by one command on one host: weights, runs, results.
+
+    python bench/tables.py hosts --work /tmp/hosts --peer-path vllm=SITE sglang=OTHER_SITE
+    python bench/tables.py speculation --models gpt_oss qwen3_next --gpus 0 1 --work /tmp/speculation --peer-path SITE
+    python bench/tables.py ranks --dry-run
+
+A table is a file of bench/engine/tables: models, commands of bench/engine.py, and the engines' options. Commands are
+dealt to the GPUs. On each GPU they load side by side as far as they fit, and one at a time is measured while the others
+stand still; each GPU's commands have CPUs of their own. An engine that was stopped while it loaded has no time to start
+in the table. Results of models that are not measured again stay in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import tomllib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    # The script's own folder would hide packages named as its folders are, such as `kernels`.
+    sys.path[0] = str(ROOT)
+
+from bench.engine.options import host_of  # noqa: E402
+from bench.engine.report import HOSTED, OURS  # noqa: E402
+from bench.engine.turns import Turn, take_turns  # noqa: E402
+
+TABLES, CONFIGS, RESULTS = (ROOT / "bench" / name for name in ("engine/tables", "configs", "results"))
+# Each command's SGLang engines have ten ports of their own.
+FIRST_PORT = 29700
+# Gigabytes of a GPU that are left to its driver.
+SPARE = 4.0
+DEFAULT_WORK = Path(tempfile.gettempdir()) / "allotrope-tables"
+_print_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is written by bench/random_weights.py, and how it differs from the others in the table."""
+
+    name: str
+    given: Mapping[str, Any]
+
+    def weights(self, work: Path) -> Path:
+        return work / "weights" / self.name
+
+    def head(self, work: Path) -> Path | None:
+        """Where the EAGLE3 head lies that drafts for it."""
+        return work / "weights" / f"{self.name}_eagle3" if "eagle3" in self.given else None
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of bench/engine.py for a model. `name`: of its files."""
+
+    name: str
+    model: Model
+    engines: Sequence[str]
+    arguments: Sequence[str]
+    ranks: int
+
+
+class Table:
+    """A file of bench/engine/tables. Raises ValueError for models that it lacks."""
+
+    def __init__(self, name: str, models: Sequence[str] | None) -> None:
+        self.given = tomllib.loads((TABLES / f"{name}.toml").read_text())
+        known = self.given["models"]
+        if unknown := sorted(set(models or ()) - set(known)):
+            raise ValueError(f"{', '.join(unknown)}: the table has {', '.join(known)}")
+        self.models = [Model(one, known[one]) for one in models or known]
+
+    def commands(self) -> list[Command]:
+        """Of every model."""
+        return [
+            Command(
+                f"{model.name}_{number}",
+                model,
+                one["engines"],
+                (*self.given["arguments"], *one.get("arguments", ())),
+                one.get("ranks", 1),
+            )
+            for model in self.models
+            for number, one in enumerate(self.given["commands"])
+        ]
+
+    def options(self, model: Model, engine: str) -> dict[str, Any]:
+        """An engine's: those of its host, which our plugin takes as well, then those of the engine alone."""
+        kinds = [("options", host_of(engine)), ("options" if engine in HOSTED else "own", engine)]
+        found: dict[str, Any] = {}
+        for kind, name in kinds:
+            for given in (self.given, model.given):
+                found |= given.get(kind, {}).get(name, {})
+        return found
+
+    def gigabytes(self, command: Command, weights: float) -> float:
+        """Of each GPU. `weights`: gigabytes of the checkpoint."""
+        more = command.model.given.get("gigabytes", self.given["gigabytes"])
+        return len(command.engines) * (weights / command.ranks + float(more))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        table = Table(options.table, options.models)
+    except ValueError as error:
+        sys.exit(f"--models: {error}")
+    size = table.given["gpus"]
+    groups = [options.gpus[first : first + size] for first in range(0, len(options.gpus) - size + 1, size)]
+    if not groups:
+        sys.exit(f"--gpus: the table {options.table} needs {size}")
+    lines = {
+        one.name: command_line(table, one, options, FIRST_PORT + 10 * place)
+        for place, one in enumerate(table.commands())
+    }
+    if options.dry_run:
+        for line in lines.values():
+            print(" ".join(line))
+        return 0
+    for folder in ("weights", "signals", "found"):
+        (options.work / folder).mkdir(parents=True, exist_ok=True)
+    make_all_weights(table, groups, options)
+    stopped = run(table, lines, groups, options)
+    return write(table, stopped, options)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("table", choices=sorted(file.stem for file in TABLES.glob("*.toml")))
+    parser.add_argument("--models", nargs="+", help="of the table; default: all")
+    parser.add_argument("--work", type=Path, default=DEFAULT_WORK, help="folder for weights, logs and results")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[0], help="their numbers")
+    parser.add_argument("--gpu-gigabytes", type=float, help="of each GPU; default: what the first one has")
+    parser.add_argument("--start-limit", type=float, default=900, help="seconds until an engine's first token")
+    parser.add_argument("--limit", type=float, default=3600, help="seconds that an engine may take")
+    for name in ("python", "path"):
+        parser.add_argument(f"--peer-{name}", nargs="+", default=[], help="as bench/engine.py has it")
+    parser.add_argument("--out", type=Path, help="path without its suffix; default: where the table says")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, and do nothing")
+    options = parser.parse_args(arguments)
+    options.work = options.work.resolve()
+    return options
+
+
+def command_line(table: Table, command: Command, options: argparse.Namespace, port: int) -> list[str]:
+    model, work = command.model, options.work
+    line = [sys.executable, str(ROOT / "bench" / "engine.py"), str(model.weights(work))]
+    line += ["--engines", *command.engines, "--cases", ",".join(table.given["cases"])]
+    line += ["--runs", str(table.given["runs"]), "--tensor-parallel-size", str(command.ranks), *command.arguments]
+    if "--speculate" in command.arguments and (head := model.head(work)) is not None:
+        line += ["--draft-model", str(head)]
+    peers = []
+    for number, engine in enumerate(command.engines):
+        own = table.options(model, engine)
+        if engine == OURS:
+            line += ["--our-options", json.dumps(own)]
+            continue
+        if host_of(engine) == "sglang":
+            own |= {"nccl_port": port + number}
+        peers.append(f"{engine}={json.dumps(own)}")
+    line += ["--peer-options", *peers] if peers else []
+    for name, values in (("python", options.peer_python), ("path", options.peer_path)):
+        line += [f"--peer-{name}", *values] if values and peers else []
+    line += ["--start-limit", f"{options.start_limit:g}", "--limit", f"{options.limit:g}", "--verbose"]
+    return [*line, "--signal", str(work / "signals" / command.name), "--out", str(work / "found" / command.name)]
+
+
+def make_all_weights(table: Table, groups: Sequence[Sequence[int]], options: argparse.Namespace) -> None:
+    """Write the weights that are not there yet, one model at a time on each GPU."""
+
+    def make(number: int) -> None:
+        for model in table.models[number :: len(groups)]:
+            make_weights(model, groups[number][0], options.work)
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        list(pool.map(make, range(len(groups))))
+
+
+def make_weights(model: Model, gpu: int, work: Path) -> None:
+    given, weights = model.given, model.weights(work)
+    more = ["--layers", str(given["layers"])] if "layers" in given else []
+    more += ["--mtp"] if given.get("mtp") else []
+    _write_once([ROOT / "bench" / "random_weights.py", CONFIGS / given["config"]], weights, more, gpu)
+    if (head := model.head(work)) is not None:
+        target = ["--target", str(weights)]
+        _write_once([ROOT / "bench" / "random_eagle3.py", CONFIGS / given["eagle3"]], head, target, gpu)
+
+
+def _write_once(command: Sequence[Path], out: Path, more: Sequence[str], gpu: int) -> None:
+    if out.exists():
+        return
+    unfinished = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    subprocess.run([sys.executable, *map(str, command), str(unfinished), *more], env=environment, check=True)
+    unfinished.rename(out)
+
+
+def run(
+    table: Table, lines: Mapping[str, Sequence[str]], groups: Sequence[Sequence[int]], options: argparse.Namespace
+) -> dict[str, bool]:
+    """Measure. Returns by command whether its engines were stopped while they loaded."""
+    dealt: list[list[Turn]] = [[] for _ in groups]
+    numbers = {model.name: number for number, model in enumerate(table.models)}
+    for place, command in enumerate(table.commands()):
+        number = (place if table.given["spread"] else numbers[command.model.name]) % len(groups)
+        dealt[number].append(turn(table, command, lines[command.name], groups[number], options))
+    cores = sorted(os.sched_getaffinity(0))
+    gigabytes = options.gpu_gigabytes or memory_of(options.gpus[0])
+    found: dict[str, bool] = {}
+
+    def measure(number: int) -> None:
+        share = cores[number * len(cores) // len(groups) : (number + 1) * len(cores) // len(groups)]
+        found.update(take_turns(dealt[number], gigabytes, share or cores, say))
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        list(pool.map(measure, range(len(groups))))
+    return found
+
+
+def turn(table: Table, command: Command, line: Sequence[str], gpus: Sequence[int], options: argparse.Namespace) -> Turn:
+    caches = options.work / "caches" / command.name
+    environment = {
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+        # Threads of engines that wait for their turn would wait for each other on all CPUs.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "VLLM_CACHE_ROOT": str(caches / "vllm"),
+        **command.model.given.get("environment", {}),
+    }
+    weights = sum(file.stat().st_size for file in command.model.weights(options.work).glob("*.safetensors")) / 1e9
+    awaited = options.work / "signals" / command.name
+    for left in awaited.parent.glob(f"{awaited.name}*"):
+        left.unlink()
+    return Turn(
+        name=command.name,
+        command=line,
+        environment=environment,
+        log=options.work / "found" / f"{command.name}.log",
+        awaited=awaited,
+        engines=len(command.engines) if "--interleave" in command.arguments else 1,
+        gigabytes=table.gigabytes(command, weights),
+    )
+
+
+def memory_of(gpu: int) -> float:
+    """Gigabytes that engines can have."""
+    import torch
+
+    return float(torch.cuda.get_device_properties(gpu).total_memory) / 1e9 - SPARE
+
+
+def say(text: str) -> None:
+    with _print_lock:
+        print(text, flush=True)
+
+
+def write(table: Table, stopped: Mapping[str, bool], options: argparse.Namespace) -> int:
+    """Join what was found with what the file has of other models. Returns the exit status: 1 if anything failed."""
+    out, found = options.out or RESULTS / table.given["results"], options.work / "found"
+    files, failed = [], False
+    for command in table.commands():
+        file = found / f"{command.name}.json"
+        if not file.exists():
+            failed = True
+            say(f"{command.name}: no results; see {file.with_suffix('.log')}")
+            continue
+        report = json.loads(file.read_text())
+        for model in report["models"].values():
+            for column in model["engines"].values():
+                failed |= bool(column["error"])
+                if stopped[command.name]:
+                    column["start_s"] = []
+        file.write_text(json.dumps(report))
+        files.append(file)
+    before = out.with_suffix(".json")
+    if before.exists() and (kept := others(json.loads(before.read_text()), [model.name for model in table.models])):
+        files.insert(0, found / "kept.json")
+        files[0].write_text(json.dumps(kept))
+    if files:
+        line = [sys.executable, str(ROOT / "bench" / "engine.py"), "--merge", *map(str, files), "--out", str(out)]
+        failed |= bool(subprocess.run(line, check=False).returncode)
+    return int(failed)
+
+
+def others(report: dict[str, Any], models: Sequence[str]) -> dict[str, Any] | None:
+    """`report` without `models` and the commands that measured them; None if nothing is left."""
+    kept = {name: model for name, model in report["models"].items() if name not in models}
+    commands = [line for line in report["commands"] if not set(line.split()[:3]) & set(models)]
+    return report | {"models": kept, "commands": commands} if kept else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
