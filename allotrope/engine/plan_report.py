@@ -1,5 +1,4 @@
-"""The report on a model's memory, from its config alone: weights per rank, each cache group, and whether it fits; and
-the roofline cost of a decode step.
+"""The report on a model's memory, from its config alone: weights per rank, each cache group, and whether it fits.
 
 Owns the figures that `allotrope plan` shows and the server logs at its start. Sizes come from the cache layouts and
 the model's own parameters (made without memory), never from a formula of its own. Must not read a weight.
@@ -13,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from allotrope.attention.cache_layout import page_bytes
-from allotrope.attention.cost import StepCost
 from allotrope.cache.memory import SHORT_CONTEXT, GroupPlan, MemoryPlan
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.config import EngineConfig
 from allotrope.engine.cache_plan import CPU_TOKENS, plan_caches, wants_few_tokens
+from allotrope.engine.decode_report import DecodeReport, report_decode
 from allotrope.engine.load_plan import LoadPlan, resolve_dtype, resolve_load_plan
 from allotrope.engine.memory import free_memory, weight_bytes_of
-from allotrope.engine.rank_report import RankReport, drafts_of_step, rank_sizes, report_ranks
+from allotrope.engine.rank_report import RankReport, rank_sizes, report_ranks
 from allotrope.engine.report import CacheGroupSummary, ModelSummary, numbered
 from allotrope.engine.report_text import size_text, table
-from allotrope.engine.step_cost import ModelCost
-from allotrope.engine.step_time import StepTime
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.kernels.chip import Chip
 from allotrope.kernels.chip_figures import ChipFigures
@@ -66,30 +63,6 @@ class SharedReport:
     unit_bytes: int
     units: int
     bytes: int
-
-
-@dataclass(frozen=True)
-class DecodeReport:
-    """The roofline cost for one rank, by class, of decoding a token of each of `requests` requests that see `context`
-    tokens; with speculative decoding, of verifying `drafts` drafts beside these and of making as many. `least`: seconds
-    that the ceilings of the chip of the plan allow for it, None where no chip was named."""
-
-    requests: int
-    drafts: int
-    context: int
-    classes: dict[str, StepCost]
-    least: float | None = None
-
-    def lines(self) -> list[str]:
-        """The same for people, one line each."""
-        shown = [*self.classes.items(), ("all", sum(self.classes.values(), StepCost()))]
-        rows = [(kind, size_text(work.bytes), f"{work.flops / 1e9:.3f}") for kind, work in shown]
-        drafts = f" with {self.drafts} drafts" if self.drafts else ""
-        title = f"a decode step of {self.requests} requests{drafts} that see {self.context} tokens, at least:"
-        text = [title, *table([("work", "bytes", "GFLOP"), *rows])]
-        if self.least is not None:
-            text.append(f"at the ceilings of the chip that takes {self.least * 1e3:.2f} ms")
-        return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,27 +244,23 @@ def report_model(config: EngineConfig, memory: int | None = None, figures: ChipF
     if not has_weights(config):
         # Those of a hub id need not be downloaded for this.
         config = dataclasses.replace(config, load_format="dummy")
-    chip = None if figures is None else figures.chip
     if figures is not None and memory is None:
         memory = int(figures.memory.value)
     try:
-        report = _try(config, config.layout, memory, chip)
+        report = _try(config, config.layout, memory, figures)
     except ModelError as error:
         if config.layout.size == 1:
             raise
-        allowed = ", ".join(str(one.ranks) for one in rank_sizes(config, memory, chip=chip)[0])
+        allowed = ", ".join(str(one.ranks) for one in rank_sizes(config, memory, chip=_chip_of(figures))[0])
         advice = f"numbers of ranks that the model allows: {allowed}"
         raise ModelError(config.model, [*error.reasons, advice]) from error
-    if figures is not None:
-        least = StepTime(figures).least(report.decode.classes)
-        report = dataclasses.replace(report, decode=dataclasses.replace(report.decode, least=least))
-    report = dataclasses.replace(report, tensor_parallel=report_ranks(config, memory, chip))
+    report = dataclasses.replace(report, tensor_parallel=report_ranks(config, memory, _chip_of(figures)))
     if report.refusal is None:
         return report
     ranks = config.tensor_parallel_size * 2
     while ranks * config.layout.size // config.tensor_parallel_size <= _MAX_RANKS:
         try:
-            more = _try(config, dataclasses.replace(config.layout, tensor=ranks), memory, chip)
+            more = _try(config, dataclasses.replace(config.layout, tensor=ranks), memory, figures)
         except AllotropeError:
             # Its heads cannot be shared by so many; there is nothing to advise.
             break
@@ -320,9 +289,14 @@ def has_weights(config: EngineConfig) -> bool:
 
 
 def describe(
-    load_plan: LoadPlan, memory: MemoryPlan | None, config: EngineConfig, available: int | None = None
+    load_plan: LoadPlan,
+    memory: MemoryPlan | None,
+    config: EngineConfig,
+    available: int | None = None,
+    figures: ChipFigures | None = None,
 ) -> ModelReport:
-    """The report of a model whose caches are planned already; `memory` None: they do not fit `available` bytes."""
+    """The report of a model whose caches are planned already; `memory` None: they do not fit `available` bytes.
+    `figures`: of the chip that it is planned for, if one was named."""
     plans = {id(plan.group): plan for plan in memory.groups} if memory else {}
     groups = [(group, plans.get(id(group))) for group in load_plan.groups]
     shared = memory.shared if memory else None
@@ -359,18 +333,13 @@ def describe(
             )
             for (group, plan), without in zip(groups, _without_drafts(load_plan), strict=True)
         ),
-        decode=_decode(load_plan, max(1, load_plan.max_model_len // 2)),
+        decode=report_decode(load_plan, figures),
         dtype_reason=resolve_dtype(config.dtype, load_plan.checkpoint, on_gpu=load_plan.build.chooser.chip.is_gpu)[1],
         few_tokens=wants_few_tokens(load_plan, config),
         formats_from=_formats_from(load_plan, config),
         quantized=bool(load_plan.build.formats),
         shared=None if shared is None else SharedReport(shared.layout.bytes, shared.units, shared.bytes),
     )
-
-
-def _decode(load_plan: LoadPlan, context: int) -> DecodeReport:
-    drafts = drafts_of_step(load_plan)
-    return DecodeReport(len(drafts), sum(drafts), context, ModelCost(load_plan).drafted(context, drafts))
 
 
 def _without_drafts(load_plan: LoadPlan) -> list[int]:
@@ -415,16 +384,20 @@ def _padded_bytes(load_plan: LoadPlan, length: int) -> int:
     return pages * largest
 
 
-def _try(config: EngineConfig, layout: RankLayout, memory: int | None, chip: Chip | None) -> ModelReport:
+def _chip_of(figures: ChipFigures | None) -> Chip | None:
+    return None if figures is None else figures.chip
+
+
+def _try(config: EngineConfig, layout: RankLayout, memory: int | None, figures: ChipFigures | None) -> ModelReport:
     """The report for the ranks of a layout, with the reason if it does not fit."""
-    load_plan = resolve_load_plan(config, Parallel.of(layout), available=memory, chip=chip)
+    load_plan = resolve_load_plan(config, Parallel.of(layout), available=memory, chip=_chip_of(figures))
     available = free_memory(load_plan.build.device) if memory is None else memory
     try:
         plan = plan_caches(load_plan, config, available)
     except ConfigError as error:
         reason = str(error).removeprefix("the caches do not fit: ")
-        return dataclasses.replace(describe(load_plan, None, config, available), refusal=reason)
-    report = describe(load_plan, plan, config, available)
+        return dataclasses.replace(describe(load_plan, None, config, available, figures), refusal=reason)
+    report = describe(load_plan, plan, config, available, figures)
     room = available - load_plan.weight_bytes
     if plan.bytes <= room:
         return report

@@ -160,6 +160,43 @@ def test_a_chip_has_its_memory_and_its_way_of_keeping_weights(run: Run, tmp_path
         run("plan", model, "--chip", "h900")
 
 
+def test_a_plan_says_from_how_many_tokens_of_a_step_drafts_pay(run: Run, tmp_path: Path) -> None:
+    model = quantized(tmp_path)
+    lookup = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5}', "--max-num-seqs", "64"]
+    assert plan(run, model, "--chip", "h200")[1]["decode"]["draft_costs"] == {}
+    assert plan(run, model, "--memory", "1GiB", *lookup)[1]["decode"]["draft_costs"] == {}
+    costs = plan(run, model, "--chip", "h200", *lookup)[1]["decode"]["draft_costs"]
+    # 64 requests with 5 drafts each would be more rows than a decode step has.
+    assert {requests: list(found) for requests, found in costs.items()} == {
+        **{requests: ["1", "2", "3", "5"] for requests in ("1", "4", "16")},
+        "64": ["1", "2", "3"],
+    }
+    for found in costs.values():
+        values = list(found.values())
+        # Drafts are rows more: never free, and never as dear as steps of their own, which read all weights again.
+        assert values[0] > 1 and values == sorted(values)
+        assert all(cost < 1 + int(count) for count, cost in found.items())
+    # Of few requests each row reads experts of its own; more share them.
+    assert costs["1"]["1"] > costs["64"]["1"]
+    shown = run("plan", model, "--chip", "h200", *lookup).stdout
+    lines = shown[shown.index("drafts pay where") :].splitlines()
+    assert lines[1].split() == ["requests", "1", "draft", "2", "drafts", "3", "drafts", "5", "drafts"]
+    assert lines[2].split() == ["1", *(f"{cost:.2f}" for cost in costs["1"].values())]
+    assert lines[5].split()[-1] == "-"
+
+
+def test_passes_of_a_draft_model_count(run: Run, tmp_path: Path) -> None:
+    tiny = find_architecture({"architectures": ["Qwen3NextForCausalLM"]}, "").tiny()
+    (tmp_path / "config.json").write_text(json.dumps(tiny | {"torch_dtype": "bfloat16"}))
+    given = (str(tmp_path), "--chip", "h200", "--load-format", "dummy", "--speculative-config")
+    drafted, looked_up = (
+        plan(run, *given, json.dumps({"method": method, "num_speculative_tokens": 2}))[1]["decode"]["draft_costs"]
+        for method in ("mtp", "ngram")
+    )
+    assert drafted.keys() == looked_up.keys() >= {"1", "4", "16", "64"}
+    assert all(drafted[one][count] > looked_up[one][count] for one in drafted for count in drafted[one])
+
+
 def test_layouts_are_compared_and_one_is_proposed(run: Run, tmp_path: Path) -> None:
     model = quantized(tmp_path)
     status, found = plan(run, model, "--chip", "h200", "--gpus", "4", "--context", "64")
