@@ -78,9 +78,13 @@ def _draft_costs(load_plan: LoadPlan, cost: ModelCost, time: StepTime, context: 
     most, rows = load_plan.max_drafts, load_plan.max_decodes
     found = {}
     for requests in (count for count in REQUESTS if count <= load_plan.max_num_seqs):
-        plain = time.least(cost((1,) * requests, (context,) * requests))
         counts = sorted(count for count in {*DRAFTS, most} if 0 < count <= most and requests * (1 + count) <= rows)
-        costs = {count: time.least(cost.drafted(context, (count,) * requests)) / plain for count in counts}
-        if costs:
+        if costs := {count: draft_cost(cost, time, context, requests, count) for count in counts}:
             found[requests] = costs
     return found
+
+
+def draft_cost(cost: ModelCost, time: StepTime, context: int, requests: int, drafts: int) -> float:
+    """How many times as long as without drafts a step of `requests` with `drafts` of each takes, at the ceilings."""
+    plain = time.least(cost((1,) * requests, (context,) * requests))
+    return time.least(cost.drafted(context, (drafts,) * requests)) / plain
