@@ -1,6 +1,7 @@
-"""Makes Triton's interpreter round as the chips do: to the nearest, ties to even.
+"""Makes Triton's interpreter round as the chips do: to the nearest, ties to even, and all rows of a product alike.
 
-Its own conversion cuts off what bf16 has no bits for, and in rounding to FP8 loses the carry into the exponent.
+Its own conversion cuts off what bf16 has no bits for, and in rounding to FP8 loses the carry into the exponent. Its
+product is one of BLAS, whose kernels for some processors sum a row otherwise by where it lies in the tile.
 """
 
 from __future__ import annotations
@@ -37,3 +38,14 @@ if importlib.util.find_spec("triton") is not None:
         return rounded.view(f"uint{width}").reshape(data.shape)
 
     interpreter._convert_float = _convert_float
+
+    _product = interpreter.InterpreterBuilder.create_dot
+
+    def _create_dot(self: Any, a: Any, b: Any, sums: Any, *options: Any) -> Any:
+        """[..., M, K] x [..., K, N], every row by itself."""
+        handle = interpreter.TensorHandle
+        rows, right = handle(a.data[..., None, :], a.dtype), handle(b.data[..., None, :, :], b.dtype)
+        found = _product(self, rows, right, handle(sums.data[..., None, :], sums.dtype), *options)
+        return handle(found.data[..., 0, :], found.dtype)
+
+    interpreter.InterpreterBuilder.create_dot = _create_dot
