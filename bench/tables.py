@@ -239,14 +239,15 @@ def turn(table: Table, command: Command, line: Sequence[str], gpus: Sequence[int
         **command.model.given.get("environment", {}),
     }
     weights = sum(file.stat().st_size for file in command.model.weights(options.work).glob("*.safetensors")) / 1e9
-    awaited = options.work / "signals" / command.name
-    for left in awaited.parent.glob(f"{awaited.name}*"):
-        left.unlink()
+    awaited, found = options.work / "signals" / command.name, options.work / "found" / f"{command.name}.json"
+    # Of a run before: neither its word nor its figures are this one's.
+    for left in (awaited, *awaited.parent.glob(f"{awaited.name}.*"), found):
+        left.unlink(missing_ok=True)
     return Turn(
         name=command.name,
         command=line,
         environment=environment,
-        log=options.work / "found" / f"{command.name}.log",
+        log=found.with_suffix(".log"),
         awaited=awaited,
         engines=len(command.engines) if "--interleave" in command.arguments else 1,
         gigabytes=table.gigabytes(command, weights),

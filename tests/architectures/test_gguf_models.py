@@ -17,8 +17,6 @@ from allotrope.checkpoint.gguf_architectures import ARCHITECTURES as READ
 from allotrope.checkpoint.gguf_architectures import REFUSED
 
 LENGTHS = (1, 3, 40)
-
-
 # Of logits up to 40, unless the checkpoint itself has others in steps of other lengths: positions differ in how far
 # they carry a rounding, and processors in how they round.
 ATOL = 2e-4

@@ -164,6 +164,18 @@ def test_a_table_is_measured_and_joined_with_what_was_there(
     assert again["models"]["two"] != report["models"]["two"]
 
 
+def test_figures_of_a_run_before_are_not_taken_for_those_of_one_that_failed(tables: Any, tmp_path: Path) -> None:
+    table = tables.Table("hosts", ["gpt_oss"])
+    options = tables.parse(["hosts", "--work", str(tmp_path), "--out", str(tmp_path / "out")])
+    for name in ("signals/gpt_oss_0", "signals/gpt_oss_0.gpt_oss_vllm", "found/gpt_oss_0.json", "found/other.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    for command in table.commands():
+        tables.turn(table, command, [], [0], options)
+    assert [file.name for file in tmp_path.glob("*/*")] == ["other.json"]
+    assert tables.write(table, {}, options) == 1
+
+
 def test_unknown_models_and_too_few_gpus_are_refused(tables: Any) -> None:
     with pytest.raises(SystemExit, match="--models: nobody: the table has "):
         tables.main(["hosts", "--models", "nobody", "--dry-run"])
