@@ -158,7 +158,7 @@ class LLM:
                         # A stop string ended this sequence. The engine matches stop ids only, so it is told to abort
                         # it; the other sequences continue.
                         self.engine.abort_sequence(output.request_id, output.index)
-                    if accumulator.finished:
+                    if accumulator.ended(output.index) and accumulator.finished:
                         live.discard(output.request_id)
         except BaseException:
             # After any error or interrupt, the engine drops the requests whose outputs nobody reads.

@@ -213,7 +213,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SequenceOutput:
     """The tokens that one step adds to sequence `index` (0 to n-1) of a request.
 

@@ -126,7 +126,7 @@ class DecodeBuffers:
                 continue
             slots[g].fill(-1)
             if rows:
-                table = page_table(rows, g, group.page_size)
+                table = page_table(rows, g, group.page_size, host)
                 slots[g][:count] = page_slots(table, group.page_size, host)
                 arrays.append(table.ravel())
         own = [] if facts is None else facts.arrays()

@@ -6,6 +6,7 @@ kernels.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -27,8 +28,7 @@ from allotrope.cache.groups import CacheGroup
 from allotrope.engine.packed_step import PackedStep, Words
 
 
-@dataclass(frozen=True)
-class StepRow:
+class StepRow(NamedTuple):
     """New tokens of one sequence. `ids`: those tokens. `context`: tokens stored before. `pages`: per group, its pages.
 
     `slots`: per group, its state slot. `num_logits`: trailing tokens of `ids` whose logits are computed.
@@ -42,7 +42,7 @@ class StepRow:
 
     ids: Sequence[int]
     context: int
-    pages: Sequence[Sequence[int]]
+    pages: Sequence[array[int]]
     slots: Sequence[int]
     num_logits: int
     prev_sampled_index: int = -1
@@ -105,6 +105,8 @@ class StepPlan:
     @property
     def logits_indices(self) -> list[int]:
         """Indices in the batch of the tokens whose logits are computed."""
+        if self.decodes_only:
+            return [index for index, row in enumerate(self.rows) if row.num_logits]
         indices: list[int] = []
         end = 0
         for row in self.rows:
@@ -173,15 +175,14 @@ def table_width(pages: int) -> int:
     return -(-max(pages, 1) // 16) * 16
 
 
-def page_table(rows: Sequence[StepRow], group: int, page_size: int) -> Words:
+def page_table(rows: Sequence[StepRow], group: int, page_size: int, host: HostRows) -> Words:
     """[B, W] pages, -1 where there is none. Raises ValueError if a row has fewer pages than its tokens need."""
-    widths = [len(row.pages[group]) for row in rows]
-    table = np.full((len(rows), table_width(max(widths))), -1, dtype=np.int64)
-    for line, row, width in zip(table, rows, widths, strict=True):
-        tokens = row.context + len(row.ids)
-        if width * page_size < tokens:
-            raise ValueError(f"{width} pages of {page_size} tokens cannot hold {tokens} tokens")
-        line[:width] = row.pages[group]
+    pages = [row.pages[group] for row in rows]
+    widths = np.fromiter(map(len, pages), np.int64, len(rows))
+    for row in np.flatnonzero(widths * page_size < host.seq_lens).tolist():
+        raise ValueError(f"{widths[row]} pages of {page_size} tokens cannot hold {host.seq_lens[row]} tokens")
+    table = np.full((len(rows), table_width(int(widths.max()))), -1, dtype=np.int64)
+    table[np.arange(table.shape[1]) < widths[:, None]] = np.frombuffer(b"".join(pages), dtype=np.int64)
     return table
 
 
@@ -194,7 +195,7 @@ def page_slots(table: Words, page_size: int, host: HostRows) -> Words:
 
 def padding_row(groups: Sequence[CacheGroup]) -> StepRow:
     """A row that stores nothing anyone reads: what a data-parallel rank without rows runs."""
-    return StepRow((0,), 0, [(0,)] * len(groups), [0] * len(groups), num_logits=0, next_id=0)
+    return StepRow((0,), 0, [array("q", (0,))] * len(groups), [0] * len(groups), num_logits=0, next_id=0)
 
 
 class RankFacts(NamedTuple):
@@ -313,7 +314,7 @@ def pack(
         if group.kind == "state":
             arrays.append(np.fromiter((row.slots[g] for row in rows), np.int64, len(rows)))
             continue
-        table = page_table(rows, g, group.page_size)
+        table = page_table(rows, g, group.page_size, host)
         arrays += [table.ravel(), page_slots(table, group.page_size, host)]
     words = verify_words(rows) if verify else np.zeros((3, 0), dtype=np.int64)
     arrays += [column.astype(np.int32) for column in words] if verify else []

@@ -5,6 +5,7 @@ Owns the bookkeeping of every cache group. Must not know in which order sequence
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable, Iterator
 
@@ -36,6 +37,7 @@ class KVCacheManager:
         self.reuse = reuse
         self._copy_page = copy_page
         self._state_groups = [i for i, group in enumerate(self.groups) if group.kind == "state"]
+        self._paged = [(i, group) for i, group in enumerate(self.groups) if group.kind != "state"]
         run_length = self.prefix.run_length
         self._decode_interval = -(-_DECODE_CHECKPOINT_TOKENS // run_length) * run_length
         # By slot of the first group with states: the accepted drafts that the checkpoint in it lacks.
@@ -72,6 +74,7 @@ class KVCacheManager:
         if not seq.started:
             seq.cached_tokens, seq.cache_lost = match.tokens, match.lost
         self._plan_checkpoints(seq, match.checkpoint_position)
+        seq.room, seq.due = self._room(seq), 0
         return True
 
     def _match(self, seq: Sequence) -> Match:
@@ -110,6 +113,8 @@ class KVCacheManager:
 
         Returns False, with nothing allocated, where a group has fewer.
         """
+        if seq.computed + seq.unread_drafts + tokens <= seq.room:
+            return True
         missing = [
             0 if group.kind == "state" else group.pages_for(seq.computed + seq.unread_drafts + tokens) - len(pages)
             for group, pages in zip(self.groups, seq.pages, strict=True)
@@ -123,7 +128,11 @@ class KVCacheManager:
         for count, pool, pages in zip(missing, self.pools, seq.pages, strict=True):
             for _ in range(count):
                 pages.append(pool.allocate(pages[-1] if pages else 0))
+        seq.room = self._room(seq)
         return True
+
+    def _room(self, seq: Sequence) -> int:
+        return min((len(seq.pages[i]) * group.page_size for i, group in self._paged), default=sys.maxsize)
 
     def trim(self, seq: Sequence) -> None:
         """Give back the pages of `seq` behind the tokens that are stored, or may be."""
@@ -131,6 +140,7 @@ class KVCacheManager:
             if group.kind != "state":
                 while len(pages) > group.pages_for(seq.computed + seq.unread_drafts):
                     pool.decref(pages.pop())
+        seq.room = self._room(seq)
 
     def commit(self, seq: Sequence, tokens: int, unread_drafts: int = 0) -> None:
         """Account for `tokens` more stored tokens: cache full pages for reuse, free out-of-window pages.
@@ -139,10 +149,13 @@ class KVCacheManager:
         """
         seq.computed += tokens
         seq.unread_drafts = unread_drafts
+        if seq.computed + unread_drafts < seq.due:
+            return
         if self.reuse:
             self._cache_blocks(seq)
             self._checkpoint(seq)
         self._free_out_of_window(seq)
+        seq.due = self._due(seq)
 
     def accept(self, seq: Sequence, drafts: int) -> None:
         """Account for accepted drafts of the last `commit`. They are nothing to a sequence that was freed since."""
@@ -150,10 +163,27 @@ class KVCacheManager:
             return
         seq.computed += drafts
         seq.unread_drafts = 0
+        if seq.tentative is None and seq.computed < seq.due:
+            return
         if self.reuse:
             self._cache_blocks(seq)
             self._settle(seq)
         self._free_out_of_window(seq)
+        seq.due = self._due(seq)
+
+    def _due(self, seq: Sequence) -> int:
+        """The next length at which a page is full or out of the window, or a state checkpoint is kept."""
+        due = sys.maxsize
+        for index, group in self._paged:
+            if self.reuse:
+                due = min(due, (seq.num_cached_blocks[index] + 1) * group.page_size)
+            if group.window is not None:
+                due = min(due, group.window - 1 + (group.out_of_window_pages(seq.computed) + 1) * group.page_size)
+        if self.reuse and self._state_groups:
+            planned = seq.checkpoint_positions
+            interval = self._decode_interval
+            due = min(due, planned[0] if planned else (seq.computed // interval + 1) * interval)
+        return due
 
     def _free_out_of_window(self, seq: Sequence) -> None:
         for (group, pool), pages in zip(self._pairs(), seq.pages, strict=True):
@@ -273,7 +303,7 @@ class KVCacheManager:
         if seq.tentative is not None:
             self._release(seq.tentative.copies)
         seq.checkpoint_positions, seq.decode_checkpoint, seq.tentative = [], None, None
-        seq.computed = seq.replay = seq.unread_drafts = 0
+        seq.computed = seq.replay = seq.unread_drafts = seq.room = seq.due = 0
         seq.drafts = seq.draft_indices = ()
 
     def evict_all(self) -> None:

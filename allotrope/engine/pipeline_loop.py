@@ -12,8 +12,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from allotrope.engine.in_flight import start_copy
 from allotrope.engine.inputs import StepRow
 from allotrope.engine.sampled_tokens import SampledTokens
@@ -83,7 +81,7 @@ class PipelineLoop(StepLoop):
         self._executor.launch(plan)
         for row in rows:
             self._requests.start(row.seq)
-        forced = tuple(self._forced(row) for row in ready)
+        forced = tuple(None if self._drafting is None else self._forced(row) for row in ready)
         return StepInFlight(tuple(rows), tuple(num_logits), forced, plan.greedy, mask, since)
 
     def _finish(self, step: StepInFlight) -> list[SampledTokens]:
@@ -93,12 +91,7 @@ class PipelineLoop(StepLoop):
         if step.greedy:
             sampled = start_copy(ready, self._batch(sampling_rows(ready)), Sampled(out, None))
         else:
-            counts = [count + len(row.drafts) for row, count in zip(rows, step.num_logits, strict=True)]
-            logits_of_rows = out.split(counts)
-            self._read_prompt_logits(rows, logits_of_rows)
-            last: list[torch.Tensor] = [
-                own[-1 - len(row.drafts) :] for row, own in zip(rows, logits_of_rows, strict=True) if row.samples
-            ]
+            last = self._last_logits(rows, step.num_logits, out, len(ready))
             made = self._sample(ready, last, out, step.mask, None)
             if made is None:
                 return []

@@ -5,6 +5,7 @@ Must not know HTTP or text. The process ends by itself as soon as the server's p
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -110,6 +111,9 @@ class EngineProcess:
             # A capture between two steps would hold up whoever waits for the second one.
             self._send(Progress("capturing CUDA graphs"))
             engine.capture_all()
+        # What was made so far stays: full collections need not walk over it between steps.
+        gc.collect()
+        gc.freeze()
         report_late_kernels(engine.device, log)
         log.info(
             "engine ready in %.1f s (imports %.1f s, model %.1f s)",

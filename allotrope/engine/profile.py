@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from array import array
 from collections.abc import Callable
 
 import torch
@@ -99,7 +100,7 @@ def _rows(groups: tuple[CacheGroup, ...], lengths: list[int]) -> tuple[tuple[Ste
         StepRow(
             ids=(0,) * length,
             context=0,
-            pages=[tuple(table[i]) for table in tables],
+            pages=[array("q", table[i]) for table in tables],
             slots=[i + 1] * len(groups),
             # As many as a step computes log-probabilities of, though of one prompt.
             num_logits=min(length, PROMPT_LOGPROBS_CHUNK) if i == 0 else 1,

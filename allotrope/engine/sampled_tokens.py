@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from allotrope.engine.sequence import Sequence
 from allotrope.request import FinishReason, TokenLogprobs
@@ -14,7 +15,7 @@ from allotrope.request import FinishReason, TokenLogprobs
 _NO_TOKEN = "the model's scores for the next token are not numbers, or every token is masked"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SampledTokens:
     """The new tokens of a sequence from output token `index` on: accepted drafts, and the one sampled behind them.
 
@@ -32,8 +33,7 @@ class SampledTokens:
         return len(self.tokens) - 1
 
 
-@dataclass(frozen=True)
-class KeptTokens:
+class KeptTokens(NamedTuple):
     """Those up to the last one of the sequence.
 
     `reason`: why that is its last, None where it goes on. `stopped_by`: the stop id that it is. `error`: why there is

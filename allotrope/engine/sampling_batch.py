@@ -6,6 +6,7 @@ Owns what sampling remembers of a sequence between steps. Must not know the sche
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -205,7 +206,7 @@ class SamplingBatch:
 
     def serves(self, rows: Sequence[RowSampling]) -> bool:
         """Whether this batch was built of these very rows in this order, and so can be used again."""
-        return len(rows) == len(self.rows) and all(a is b for a, b in zip(rows, self.rows, strict=True))
+        return len(rows) == len(self.rows) and all(map(operator.is_, rows, self.rows))
 
     @property
     def draws(self) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import abc, deque
 from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from allotrope.engine.kv_cache_manager import KVCacheManager
 from allotrope.engine.sequence import Sequence
@@ -19,8 +20,7 @@ PROMPT_LOGPROBS_CHUNK = 256
 """Prompt tokens of a step whose log-probabilities are computed: the logits of each are as long as the vocabulary."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """`tokens` more tokens of a sequence, which end at length `end`, and the drafts behind them.
 
     `draft_indices`: as in `Sequence`. `lookahead`: tokens behind these that have pages, if all drafts that a step
@@ -125,15 +125,19 @@ class Scheduler:
                 self.kv_cache_manager.trim(seq)
         preemptions = self.preemptions
         running = [seq for seq in self.running if seq not in in_flight]
-        prompts = sum(seq.uncomputed > 1 for seq in running) + len(self.waiting)
+        has_prompt = [seq.uncomputed > 1 for seq in running]
+        prompts = sum(has_prompt) + len(self.waiting)
         share = self.max_tokens if prompts <= 1 else max(1, self.max_tokens // 2)
         rows: dict[Sequence, int] = {}
         drafts = min(sum(len(seq.drafts) for seq in running), (self.max_tokens - len(running)) // 2)
         budget = _Budget(self.max_tokens - drafts)
-        # In order of arrival, but those with one token ahead: a long prompt never holds up a decoding sequence.
-        for seq in sorted(running, key=lambda seq: seq.uncomputed > 1):
-            tokens = budget.chunk(seq, share) if len(rows) < self._max_rows else 0
-            if not tokens or seq.done or seq not in self.running:
+        if any(has_prompt):
+            # In order of arrival, but those with one token ahead: a long prompt never holds up a decoding sequence.
+            running.sort(key=lambda seq: seq.uncomputed > 1)
+        most = self._max_rows
+        for seq in running:
+            tokens = budget.chunk(seq, share) if len(rows) < most else 0
+            if not tokens or seq.done or (self.preemptions > preemptions and seq not in self.running):
                 continue
             budget.spend(seq, tokens)
             # A sequence that is preempted for it gives its tokens back.
@@ -168,7 +172,7 @@ class Scheduler:
                     self._looked_ahead.append(seq)
                 tokens, decodes = tokens - count, decodes - count
                 drafts, indices = tuple(seq.drafts[:count]), tuple(seq.draft_indices[:count])
-                row = replace(row, drafts=drafts, draft_indices=indices, lookahead=lookahead)
+                row = row._replace(drafts=drafts, draft_indices=indices, lookahead=lookahead)
             found.append(row)
         return found
 

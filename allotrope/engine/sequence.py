@@ -29,16 +29,19 @@ class TentativeCheckpoint:
 class Sequence:
     """Sequence `index` of a request, on data-parallel rank `dp_rank`.
 
-    `sampling`: its parameters and output, as sampling sees them. `ids`: prompt and output so far. `computed`: tokens
-    whose rows and state are stored. `pages`: per group, the page of each run of tokens, -1 once out of the window.
-    `slots`: per group, the state slot (0: none). `num_cached_blocks`: per group, pages that the prefix cache has seen.
-    `checkpoint_positions`: lengths at which a state checkpoint is to be kept. `decode_checkpoint`: key of the last one
-    within its output. `parent`: the sequence with the same prompt that goes first. `max_output_len`: output tokens
-    after which it ends. `drafts`: proposed tokens behind the last one, which the next step verifies. `draft_indices`:
-    their places in `DraftedTokens.next_tokens`, for drafts that are placeholders. `replay`: accepted drafts that a
-    recurrent state lacks until its next step, which has one token then. `unread_drafts`: drafts that a step is
-    verifying: so many tokens more may be stored and known to the device. `tentative`: a state checkpoint that is of use
-    if enough of these are accepted.
+    `sampling`: its parameters and output, as sampling sees them. `ids`: prompt and output so far. `computed`:
+    tokens whose rows and state are stored. `pages`: per group, the page of each run of tokens, -1 once out of the
+    window. `slots`: per group, the state slot (0: none). `num_cached_blocks`: per group, pages that the prefix
+    cache has seen. `checkpoint_positions`: lengths at which a state checkpoint is to be kept. `decode_checkpoint`:
+    key of the last one within its output. `parent`: the sequence with the same prompt that goes first.
+    `max_output_len`: output tokens after which it ends. `room`: tokens that its pages hold. `due`: length from
+    which `KVCacheManager.commit` has something to cache, to keep or to free. `drafts`: proposed tokens behind the
+    last one, which the next step verifies. `draft_indices`: their places in `DraftedTokens.next_tokens`, for drafts
+    that are placeholders. `replay`: accepted drafts that a recurrent state lacks until its next step, which has one
+    token then. `unread_drafts`: drafts that a step is verifying: so many tokens more may be stored and known to the
+    device. `tentative`: a state checkpoint that is of use if enough of these are accepted. `wants_prompt_logprobs`:
+    whether every prompt position needs logits, which a cached prefix would leave out. `reads_output`: whether
+    sampling its next token reads the tokens before it, rather than only their number.
     """
 
     request: Request
@@ -49,7 +52,12 @@ class Sequence:
     parent: Sequence | None = None
     dp_rank: int = 0
     ids: list[int] = field(init=False)
+    prompt_len: int = field(init=False)
+    wants_prompt_logprobs: bool = field(init=False)
+    reads_output: bool = field(init=False)
     computed: int = 0
+    room: int = 0
+    due: int = 0
     pages: list[array[int]] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     num_cached_blocks: list[int] = field(default_factory=list)
@@ -68,7 +76,11 @@ class Sequence:
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.ids = [*self.request.prompt_ids]
+        params = self.request.params
+        self.ids, self.prompt_len = [*self.request.prompt_ids], len(self.request.prompt_ids)
+        self.wants_prompt_logprobs = self.index == 0 and params.prompt_logprobs is not None
+        penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1.0
+        self.reads_output = any(penalties)
 
     def append_placeholder(self) -> None:
         """Append a placeholder for a token that the host has not read yet."""
@@ -78,11 +90,12 @@ class Sequence:
     def fill_placeholder(self, tokens: abc.Sequence[int]) -> int:
         """Put `tokens` in the place of the first placeholder, none of them if they are none. Returns its index in the
         output."""
+        output_ids = self.sampling.output_ids
         # Two steps may be under way.
-        index = self.sampling.output_ids.index(PLACEHOLDER, max(0, self.output_len - 2))
+        index = output_ids.index(PLACEHOLDER, max(0, len(output_ids) - 2))
         if tokens:
             self.ids[self.prompt_len + index : self.prompt_len + index + 1] = tokens
-            self.sampling.output_ids[index : index + 1] = tokens
+            output_ids[index : index + 1] = tokens
         return index
 
     def truncate(self, length: int) -> None:
@@ -91,23 +104,15 @@ class Sequence:
         del self.sampling.output_ids[length:]
 
     @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_ids)
-
-    @property
     def output_len(self) -> int:
         return len(self.sampling.output_ids)
 
     @property
     def uncomputed(self) -> int:
         """Tokens that a step has yet to run; 1 while decoding, 0 once its last token is sampled, or may be."""
-        return 0 if self.output_len + self.unread_drafts >= self.max_output_len else len(self.ids) - self.computed
-
-    @property
-    def reads_output(self) -> bool:
-        """Whether sampling its next token reads the tokens before it, rather than only their number."""
-        params = self.request.params
-        return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+        length = len(self.ids)
+        ends = length - self.prompt_len + self.unread_drafts >= self.max_output_len
+        return 0 if ends else length - self.computed
 
     @property
     def reads_output_len(self) -> bool:
@@ -118,11 +123,6 @@ class Sequence:
     def unread(self) -> bool:
         """Whether the host has yet to read its last token."""
         return bool(self.sampling.output_ids) and self.sampling.output_ids[-1] == PLACEHOLDER
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        """Whether every prompt position needs logits, which a cached prefix would leave out."""
-        return self.index == 0 and self.request.params.prompt_logprobs is not None
 
     @property
     def computes_prompt_logprobs(self) -> bool:

@@ -126,7 +126,7 @@ class StepLoop:
         num_logits = [self._num_logits(row) for row in rows]
         row_of = {} if before is None else before.row_of
         ready = [row for row in rows if row.samples]
-        forced = [self._forced(row) for row in ready]
+        forced = [None if self._drafting is None else self._forced(row) for row in ready]
         steps: list[list[StepRow]] = [[] for _ in self._requests.schedulers]
         for row, count in zip(rows, num_logits, strict=True):
             steps[row.seq.dp_rank] += step_rows(row, count, row_of.get(row.seq, -1))
@@ -153,18 +153,14 @@ class StepLoop:
         plan = self._step_plan(steps, sequences)
         plan = replace(plan, sampled=shared, greedy=greedy, passes=passes)
         out = run(plan, prev_sampled)
-        if not greedy:
-            logits_of_rows = out.split([count + len(row.drafts) for row, count in zip(rows, num_logits, strict=True)])
-            self._read_prompt_logits(rows, logits_of_rows)
+        last_logits = None if greedy else self._last_logits(rows, num_logits, out, len(ready))
         for row in rows:
-            self._requests.start(row.seq)
+            if not row.seq.started:
+                self._requests.start(row.seq)
         outputs: list[SequenceOutput] | None = None
         if greedy:
             launched: InFlightStep | None = start_copy(ready, self._batch(sampling_rows(ready)), Sampled(out, None))
         else:
-            last_logits = [
-                own[-1 - len(row.drafts) :] for row, own in zip(rows, logits_of_rows, strict=True) if row.samples
-            ]
             if collects:
                 assert before is not None
                 outputs = self._collect(before)
@@ -197,7 +193,8 @@ class StepLoop:
         return parts[0] if len(parts) == 1 else StepPlan.of_ranks(parts)
 
     def _forced(self, row: Row) -> int | None:
-        return None if self._drafting is None else self._drafting.forced(row.seq, len(row.drafts))
+        assert self._drafting is not None
+        return self._drafting.forced(row.seq, len(row.drafts))
 
     def _with_known_drafts(self, row: Row) -> Row:
         """Where sampling reads the drafts before a token, such as for penalties, they cannot be placeholders."""
@@ -207,7 +204,7 @@ class StepLoop:
         drafts = self._draft_model.tokens.at(row.draft_indices)
         # Behind hidden states that are not numbers there is no draft.
         drafts = drafts[: drafts.index(PLACEHOLDER)] if PLACEHOLDER in drafts else drafts
-        return replace(row, drafts=drafts, draft_indices=row.draft_indices[: len(drafts)])
+        return row._replace(drafts=drafts, draft_indices=row.draft_indices[: len(drafts)])
 
     def _start_mask(self, ready: abc.Sequence[Row]) -> Future[BitMask] | None:
         """Begin to fill the masks of the sequences that follow grammars, in a thread; None if none does."""
@@ -235,16 +232,17 @@ class StepLoop:
     def _commit(self, rows: abc.Sequence[Row], accepted: abc.Mapping[Sequence, int] | None = None) -> None:
         """Account for the tokens that the step stores: those of its rows, and the accepted drafts. `accepted`: their
         number by sequence; None where that is yet to be read."""
+        managers = [scheduler.kv_cache_manager for scheduler in self._requests.schedulers]
         for row in rows:
-            if row.seq.done:
+            seq = row.seq
+            if seq.done:
                 continue
-            manager = self._requests.scheduler_of(row.seq).kv_cache_manager
             if accepted is None:
-                row.seq.replay = 0
-                manager.commit(row.seq, row.tokens, unread_drafts=len(row.drafts))
+                seq.replay = 0
+                managers[seq.dp_rank].commit(seq, row.tokens, len(row.drafts))
             else:
-                row.seq.replay = accepted.get(row.seq, 0)
-                manager.commit(row.seq, row.tokens + row.seq.replay)
+                seq.replay = accepted.get(seq, 0)
+                managers[seq.dp_rank].commit(seq, row.tokens + seq.replay)
 
     def _log_wait(self) -> None:
         if not self._logged_wait:
@@ -253,10 +251,21 @@ class StepLoop:
 
     def _num_logits(self, row: Row) -> int:
         """Trailing tokens of a row whose logits are computed."""
-        wants_prompt = row.seq.wants_prompt_logprobs and row.seq.output_len == 0
-        if self._observer is not None or wants_prompt:
+        seq = row.seq
+        if self._observer is not None or seq.computes_prompt_logprobs:
             return row.tokens
-        return int(row.end == len(row.seq.ids))
+        return int(row.end == len(seq.ids))
+
+    def _last_logits(
+        self, rows: abc.Sequence[Row], num_logits: abc.Sequence[int], out: torch.Tensor, ready: int
+    ) -> list[torch.Tensor] | None:
+        """Per row that is sampled, the logits of its last token and its drafts, once the others are read; None where
+        `out` has no others. `ready`: rows that are sampled."""
+        if self._observer is None and sum(num_logits) == ready:
+            return None
+        logits_of_rows = out.split([count + len(row.drafts) for row, count in zip(rows, num_logits, strict=True)])
+        self._read_prompt_logits(rows, logits_of_rows)
+        return [own[-1 - len(row.drafts) :] for row, own in zip(rows, logits_of_rows, strict=True) if row.samples]
 
     def _read_prompt_logits(self, rows: abc.Sequence[Row], logits_of_rows: abc.Sequence[torch.Tensor]) -> None:
         """Show logits to the observer, and record prompt log-probabilities for the sequences that ask for them."""
@@ -276,17 +285,18 @@ class StepLoop:
     def _sample(
         self,
         ready: abc.Sequence[Row],
-        last_logits: abc.Sequence[torch.Tensor],
+        last_logits: abc.Sequence[torch.Tensor] | None,
         logits: torch.Tensor,
         mask: Future[BitMask] | None,
         before: InFlightStep | None,
     ) -> InFlightStep | None:
-        """Sample a token behind the last of each row and behind each draft. `last_logits`: theirs, of `logits`."""
+        """Sample a token behind the last of each row and behind each draft. `last_logits`: theirs, of `logits`; None:
+        these are theirs."""
         if not ready:
             return None
         records = sampling_rows(ready)
         batch = self._batch(records)
-        if len(logits) != len(records):
+        if last_logits is not None:
             logits = torch.cat(list(last_logits))
         ahead, most_ahead = self._ahead(ready, before) if batch.draws else (None, 0)
         step_sampling = batch.step(None if mask is None else mask.result(), ahead, most_ahead)
@@ -294,7 +304,7 @@ class StepLoop:
         if self._async:
             self._executor.share_sampled(sampled.token_ids)
         step = start_copy(ready, batch, sampled)
-        return step if self._observer is None else replace(step, logits=tuple(last_logits))
+        return step if last_logits is None or self._observer is None else replace(step, logits=tuple(last_logits))
 
     def _ahead(self, ready: abc.Sequence[Row], before: InFlightStep | None) -> tuple[torch.Tensor | None, int]:
         """Per row that is sampled, the accepted drafts of the step before, on the device, and the most of a sequence;
@@ -331,9 +341,11 @@ class StepLoop:
                 assert step.draft_tokens is not None
                 # Where there is no draft, token 0 was verified.
                 drafts = tuple(max(token, 0) for token in step.draft_tokens.at(step.draft_indices[i]))
-            logits = None if step.logits is None else step.logits[i]
-            taken = self._accept(seq, drafts, step.forced[i], tokens[own], logits)
-            index = seq.fill_placeholder([token for token in taken if token >= 0])
+            taken = tokens[own]
+            if drafts or step.logits is not None:
+                logits = None if step.logits is None else step.logits[i]
+                taken = self._accept(seq, drafts, step.forced[i], taken, logits)
+            index = seq.fill_placeholder(taken if taken[-1] >= 0 else taken[:-1])
             found.append(SampledTokens(seq, index, taken, logprobs[own][: len(taken)], len(drafts)))
             if self._async and seq.unread_drafts:
                 self._requests.scheduler_of(seq).kv_cache_manager.accept(seq, len(taken) - 1)

@@ -15,17 +15,18 @@ from allotrope.engine.scheduler import Row
 from allotrope.engine.sequence import PLACEHOLDER
 
 
-def step_rows(row: Row, num_logits: int, prev: int) -> Iterator[StepRow]:
+def step_rows(row: Row, num_logits: int, prev: int) -> list[StepRow]:
     """The row's own, then one for each draft. `prev`: the place of the sequence in the step before, whose tokens are
     yet to be read, or -1."""
     seq = row.seq
     ids, prev_sequence = tuple(seq.ids[seq.computed : row.end]), prev if seq.unread_drafts else -1
     index, next_id = prev if ids[-1] == PLACEHOLDER else -1, -1 if row.samples else seq.ids[row.end]
     own = seq.pages, seq.slots
-    yield StepRow(ids, seq.computed, *own, num_logits, index, 0, seq.replay, next_id, prev_sequence)
+    rows = [StepRow(ids, seq.computed, *own, num_logits, index, 0, seq.replay, next_id, prev_sequence)]
     for i, draft in enumerate(row.drafts):
         index = row.draft_indices[i] if draft == PLACEHOLDER else -1
-        yield StepRow((draft,), row.end + i, *own, 1, index, i + 1, prev_sequence=prev_sequence)
+        rows.append(StepRow((draft,), row.end + i, *own, 1, index, i + 1, prev_sequence=prev_sequence))
+    return rows
 
 
 def decode_rows(rows: abc.Sequence[Row]) -> int:
@@ -63,5 +64,7 @@ def sampling_rows(ready: abc.Sequence[Row]) -> list[RowSampling]:
     for row in ready:
         sampling = row.seq.sampling
         sampling.drafts = row.drafts
-        records += [sampling.after_drafts(count) for count in range(len(row.drafts) + 1)]
+        records.append(sampling)
+        if row.drafts:
+            records += [sampling.after_drafts(count) for count in range(1, len(row.drafts) + 1)]
     return records

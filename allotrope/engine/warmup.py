@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -129,7 +130,7 @@ def _shorter(max_tokens: int) -> list[int]:
 
 def _row(groups: Sequence[CacheGroup], tokens: int, context: int) -> StepRow:
     """`tokens` tokens after `context` others, all in page 1."""
-    pages = [(1,) * group.pages_for(context + tokens) for group in groups]
+    pages = [array("q", (1,)) * group.pages_for(context + tokens) for group in groups]
     return StepRow((0,) * tokens, context, pages, [1] * len(groups), num_logits=1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,12 +101,17 @@ def test_prefill_sizes() -> None:
     assert all(larger <= 1.25 * smaller for smaller, larger in itertools.pairwise(longest) if smaller >= 128)
 
 
+def pages(*of_groups: list[int]) -> list[array[int]]:
+    return [array("q", own) for own in of_groups]
+
+
 def test_refresh_forgets_the_step_before() -> None:
     """Stale rows, pages and slots of a larger step never show in a smaller one."""
     groups = [CacheGroup("paged", 4, None, ()), CacheGroup("state", 1, None, ()), CacheGroup("window", 2, 6, ())]
     buffers = DecodeBuffers(groups, 5, 32, 8, torch.float32, CPU)
-    long = [StepRow((i,), 20, [[1, 2, 3, 4, 5, 6], [], [-1] * 8 + [7, 8, 9]], [0, i + 1, 0], 1) for i in range(5)]
-    short = [StepRow((3,), 4, [[9, 8], [], [1, 2, 3]], [0, 4, 0], 1, prev_sampled_index=2)]
+    long_pages = pages([1, 2, 3, 4, 5, 6], [], [-1] * 8 + [7, 8, 9])
+    long = [StepRow((i,), 20, long_pages, [0, i + 1, 0], 1) for i in range(5)]
+    short = [StepRow((3,), 4, pages([9, 8], [], [1, 2, 3]), [0, 4, 0], 1, prev_sampled_index=2)]
     buffers.refresh(buffers.pack(long, None), len(long), None, buffers.size)
     buffers.refresh(buffers.pack(short, None), len(short), torch.tensor([5, 6, 7]), buffers.size)
     inputs, prev_sampled = buffers.inputs(4)
@@ -131,14 +137,16 @@ def test_rows_behind_unread_drafts_are_those_of_a_host_that_has_read_them() -> N
     groups = [CacheGroup("paged", 4, None, ()), CacheGroup("state", 1, None, ())]
     kinds = {"verify": True, "most_sampled": 9, "sequences": 3}
     unread, known = (DecodeBuffers(groups, 8, 32, 8, torch.float32, CPU, **kinds) for _ in range(2))
-    pages = [[[3, 4, 5], []], [[6, 7], []], [[8], []]]
+    of_sequences = [pages([3, 4, 5], []), pages([6, 7], []), pages([8], [])]
 
     def rows(
         seq: int, ids: Sequence[int], context: int, first: int = -1, prev: int = -1, replay: int = 0
     ) -> list[StepRow]:
         indices = [first, *([-1] * (len(ids) - 1))]
         return [
-            StepRow((token,), context + i, pages[seq], [0, seq + 1], 1, indices[i], i, 0 if i else replay, -1, prev)
+            StepRow(
+                (token,), context + i, of_sequences[seq], [0, seq + 1], 1, indices[i], i, 0 if i else replay, -1, prev
+            )
             for i, token in enumerate(ids)
         ]
 
